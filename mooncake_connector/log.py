@@ -1,0 +1,56 @@
+"""One log line per cause, however often the cause occurs.
+
+A fault that repeats on every page must not flood an engine's log; the counters tell how often it happened.
+"""
+
+import logging
+import threading
+
+ROOT_LOGGER = "mooncake_connector"
+
+_MAX_CAUSES = 4096
+_lock = threading.Lock()
+_seen: set[str] = set()
+
+
+def get_logger(name: str) -> logging.Logger:
+    """A logger below `mooncake_connector`, whose level `log_level` sets, whichever package asks.
+
+    `name` is the module's `__name__`; no handlers are added, since the process belongs to the engine.
+    """
+    if name == ROOT_LOGGER or name.startswith(ROOT_LOGGER + "."):
+        return logging.getLogger(name)
+    return logging.getLogger(f"{ROOT_LOGGER}.{name}")
+
+
+def set_log_level(level: str) -> None:
+    """Apply the configured `log_level` ("DEBUG" .. "ERROR") to this package's loggers alone."""
+    logging.getLogger(ROOT_LOGGER).setLevel(level)
+
+
+def log_once(
+    cause: str,
+    message: str,
+    *args: object,
+    level: int = logging.WARNING,
+    logger: logging.Logger | None = None,
+    exc_info: bool = False,
+) -> bool:
+    """Log `message % args` the first time this process meets `cause`; return whether it was logged.
+
+    `cause` is a short, stable name ("store.checksum", "pool.full:/dev/shm/x"), not the message. After 4,096 different
+    causes further new ones are dropped: by then somebody put a varying value into the cause.
+    """
+    with _lock:
+        if cause in _seen or len(_seen) >= _MAX_CAUSES:
+            return False
+        _seen.add(cause)
+    target = logger if logger is not None else logging.getLogger(ROOT_LOGGER)
+    target.log(level, message, *args, exc_info=exc_info)
+    return True
+
+
+def forget_causes() -> None:
+    """Let every cause be logged again (after a pool was reopened, and in tests)."""
+    with _lock:
+        _seen.clear()
