@@ -82,8 +82,9 @@ def content_tokens(identity: str, count: int, *, start: int = 0) -> npt.NDArray[
     if count < 1:
         return np.empty(0, dtype=np.uint64)
     shake = hashlib.shake_256(b"mooncake-connector-content-v1" + _encode(identity))
-    values = np.frombuffer(shake.digest(8 * (start + count)), dtype="<u8")[start:]
-    return values.astype(np.uint64) | np.uint64(1 << 63)
+    values = np.frombuffer(shake.digest(8 * (start + count)), dtype="<u8")[start:].astype(np.uint64)
+    values |= np.uint64(1 << 63)
+    return values
 
 
 def _encode(text: str | None) -> bytes:
@@ -110,9 +111,9 @@ def _as_uint32(tokens: Tokens, count: int) -> memoryview | None:
         head = tokens[:count]
         if head.dtype != np.uint32 and (int(head.max()) > MAX_TOKEN_32 or int(head.min()) < 0):
             return None
-        return memoryview(np.ascontiguousarray(head, dtype="<u4")).cast("B")
+        return np.ascontiguousarray(head, dtype="<u4").data.cast("B")
     try:
-        return memoryview(np.asarray(array("I", tokens[:count])).astype("<u4", copy=False)).cast("B")
+        return np.asarray(array("I", tokens[:count])).astype("<u4", copy=False).data.cast("B")
     except (OverflowError, TypeError):
         return None
 
