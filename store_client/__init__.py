@@ -1,0 +1,19 @@
+"""The store of KV pages: abstract classes, and the embedded pool that all processes of a machine share.
+
+Not responsible for what the bytes of a page mean (`mooncake_connector.page`) nor for when an engine loads and saves.
+"""
+
+from store_client.base import Put, Shard, Space, SpaceInfo, Store, StoreStats, Verify, VerifyReport
+from store_client.embedded import EmbeddedStore
+
+__all__ = [
+    "EmbeddedStore",
+    "Put",
+    "Shard",
+    "Space",
+    "SpaceInfo",
+    "Store",
+    "StoreStats",
+    "Verify",
+    "VerifyReport",
+]

@@ -1,0 +1,241 @@
+"""What every store of KV pages offers: the two abstract classes and the values that cross them.
+
+A store holds immutable pages by name and may forget any of them at any time. A miss is never an error, and neither
+is a fault of the store: both end in recomputation, so the methods of `Space` report what they could do and count why
+they could not. Exceptions are for the caller's own mistakes (a key that is not 32 bytes) and for opening a store.
+"""
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake_connector.namespace import Namespace
+
+KEY_NBYTES = 32
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+"""A contiguous one-dimensional uint8 array."""
+
+Buffer: TypeAlias = Any
+"""Anything with the buffer protocol that is C-contiguous: ndarray, memoryview, bytearray, mmap."""
+
+Scatter: TypeAlias = "Buffer | Sequence[Buffer]"
+"""One buffer, or several that are taken one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a page that one rank holds: half-open ranges of layers and of KV heads (MLA: heads 0..1)."""
+
+    layer_start: int
+    layer_stop: int
+    head_start: int
+    head_stop: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.layer_start < self.layer_stop and 0 <= self.head_start < self.head_stop):
+            raise ValueError(f"{self} is empty or negative: expected 0 <= start < stop for layers and for heads")
+
+
+class Put(enum.Enum):
+    """What became of one page of a put."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    """The store had the page already; its bytes were left alone."""
+    FAILED = "failed"
+    """The page is not stored; the cause is in `StoreStats.failures`."""
+
+
+class Verify(enum.Enum):
+    """How often the bytes of a page are held against the checksum of its writer."""
+
+    ALWAYS = "always"
+    """On every read."""
+    ONCE = "once"
+    """The first time this process meets the page. Pages are immutable, so later reads check only that the page was
+    not evicted meanwhile; a bit that flips in memory after the first read goes unseen."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceInfo:
+    """What a store holds of one namespace and shard."""
+
+    namespace: Namespace
+    shard: Shard
+    pages: int
+    nbytes: int
+    oldest_s: float
+    """Seconds since the oldest page was stored; 0 where there is none."""
+    idle_s: float
+    """Seconds since a page was last read or stored; 0 where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """State and counters of a store, the counters summed over all processes since it was created."""
+
+    location: str
+    capacity_nbytes: int
+    used_nbytes: int
+    pages: int
+    index_nbytes: int
+    """Memory taken by everything but the pages, at this pool's full size."""
+    max_pages: int
+    """Pages that the index has room for."""
+    hit_pages: int = 0
+    missed_pages: int = 0
+    hit_tokens: int = 0
+    missed_tokens: int = 0
+    read_pages: int = 0
+    read_nbytes: int = 0
+    stored_pages: int = 0
+    stored_nbytes: int = 0
+    present_pages: int = 0
+    evicted_pages: int = 0
+    removed_pages: int = 0
+    corrupt_pages: int = 0
+    reclaimed_nbytes: int = 0
+    """Bytes that dead writers had reserved and that came back."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Operations on a page that failed, by cause ("busy", "full", "no_space", "corrupt", ...)."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Result of reading every page of a store."""
+
+    pages: int
+    nbytes: int
+    corrupt: int
+
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (pages done, pages in all)."""
+
+Consume: TypeAlias = Callable[[int, Bytes], None]
+Fill: TypeAlias = Callable[[int, Bytes], None]
+
+
+class Space(ABC):
+    """The pages of one namespace and shard.
+
+    Keys are page keys, 32 raw bytes each. Every method may be called from any thread. `nbytes` is the size of a page
+    and the same for all keys of a call; a stored page of another size is a miss.
+    Raises ValueError for a key that is not 32 bytes or for a buffer of a wrong size, and nothing else of its own.
+    """
+
+    @abstractmethod
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """How many leading pages of `keys` are present. Takes no lock and writes nothing."""
+
+    @abstractmethod
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether the page is present. Takes no lock and writes nothing."""
+
+    @abstractmethod
+    def read(
+        self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, verify: Verify = Verify.ALWAYS
+    ) -> list[bool]:
+        """Show the bytes of every present page to `consume(i, view)`, without copying them where possible.
+
+        `view` is a read-only uint8 array of `nbytes` that is valid during the call only. Its checksum was verified
+        just before; whether the page stayed in place meanwhile is known only afterwards: what `consume` made of page
+        i is right if and only if the returned list has True at i. An exception of `consume` passes through.
+        """
+
+    @abstractmethod
+    def get(
+        self,
+        keys: Sequence[bytes],
+        destinations: Sequence[Scatter],
+        *,
+        nbytes: int,
+        offset: int = 0,
+        verify: Verify = Verify.ALWAYS,
+    ) -> list[bool]:
+        """Copy bytes `offset ..` of each page into `destinations[i]`, whose total size is the length of the range.
+
+        True at i: the destination holds the writer's bytes, by checksum. False: a miss, and the destination may hold
+        anything.
+        """
+
+    @abstractmethod
+    def write(
+        self,
+        keys: Sequence[bytes],
+        fill: Fill,
+        *,
+        nbytes: int,
+        parents: Sequence[bytes | None],
+        deadline_s: float,
+    ) -> list[Put]:
+        """Store the absent pages; `fill(i, view)` writes all `nbytes` of page i into `view`, which is uint8.
+
+        A page becomes visible only when it is complete. `parents[i]` is the key of the page before it in its chain,
+        or None: a page is never evicted before its descendants. `deadline_s` bounds every wait for other processes
+        (not the time that `fill` takes); what cannot be stored by then is FAILED. An exception of `fill` passes
+        through, and none of the pages of that batch is stored.
+        """
+
+    @abstractmethod
+    def put(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Scatter],
+        *,
+        parents: Sequence[bytes | None],
+        deadline_s: float,
+    ) -> list[Put]:
+        """Store the absent pages from `sources[i]`; all of one total size. Else as `write`."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Forget these pages; return how many there were."""
+
+    @abstractmethod
+    def clear(self) -> int:
+        """Forget all pages of this space; return how many there were."""
+
+    @abstractmethod
+    def record_lookup(self, *, hit_pages: int, missed_pages: int, page_tokens: int) -> None:
+        """Count the outcome of a request's lookup; shows up in `StoreStats` sooner or later. Never waits."""
+
+
+class Store(ABC):
+    """A set of spaces. Safe to use from any thread."""
+
+    @abstractmethod
+    def space(self, namespace: Namespace, shard: Shard) -> Space:
+        """The pages of `shard` in `namespace`; nothing is written until the first put."""
+
+    @abstractmethod
+    def namespaces(self) -> list[SpaceInfo]:
+        """Every namespace and shard that was ever written."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """State and counters; this process's own counts are included up to now."""
+
+    @abstractmethod
+    def clear(self, namespace_digest: bytes | None = None) -> int:
+        """Forget all pages, or all of one namespace; return how many there were."""
+
+    @abstractmethod
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        """Read every page and hold it against its checksum; pages found corrupt are forgotten."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the store. Afterwards every read is a miss and every put fails. May be called twice."""
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

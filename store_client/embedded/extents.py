@@ -1,0 +1,121 @@
+"""Free space as sorted runs (start, length), in any unit: granules of the arena, or slots of the page table.
+
+Pure and in memory; who calls keeps it consistent by storing `to_bytes` in the transaction that hands space out.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+Runs = npt.NDArray[np.uint32]
+"""Shape (n, 2): start and length of each run."""
+
+
+def as_runs(runs: Iterable[tuple[int, int]]) -> Runs:
+    return np.array(list(runs), dtype=np.uint32).reshape(-1, 2)
+
+
+class FreeRuns:
+    """A set of disjoint free runs, coalesced and sorted by start."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._start = runs[:, 0].astype(np.int64)
+        self._length = runs[:, 1].astype(np.int64)
+
+    @classmethod
+    def from_bytes(cls, blob: bytes) -> "FreeRuns":
+        return cls(np.frombuffer(blob, dtype="<u4").reshape(-1, 2))
+
+    def to_bytes(self) -> bytes:
+        return np.stack([self._start, self._length], axis=1).astype("<u4").tobytes()
+
+    def __len__(self) -> int:
+        return len(self._start)
+
+    @property
+    def total(self) -> int:
+        """Units free."""
+        return int(self._length.sum())
+
+    def runs(self) -> Runs:
+        return np.stack([self._start, self._length], axis=1).astype(np.uint32)
+
+    def take_whole(self, count: int, size: int) -> list[int]:
+        """Take up to `count` contiguous pieces of `size` units, best fit first; return the start of each."""
+        starts: list[int] = []
+        while len(starts) < count:
+            fits = np.flatnonzero(self._length >= size)
+            if not len(fits):
+                break
+            wanted = (count - len(starts)) * size
+            lengths = self._length[fits]
+            holds_all = lengths >= wanted
+            best = int(fits[np.argmin(np.where(holds_all, lengths, np.iinfo(np.int64).max))]) if holds_all.any() else (
+                int(fits[np.argmin(lengths)])
+            )
+            pieces = min(count - len(starts), int(self._length[best]) // size)
+            first = int(self._start[best])
+            starts.extend(range(first, first + pieces * size, size))
+            self._cut(best, pieces * size)
+        return starts
+
+    def take_pieces(self, size: int, max_pieces: int) -> list[tuple[int, int]] | None:
+        """Gather `size` units from the largest runs down; None (and nothing taken) if that takes too many pieces."""
+        by_size = np.argsort(self._length, kind="stable")[::-1][:max_pieces]
+        reach = np.cumsum(self._length[by_size])
+        enough = int(np.searchsorted(reach, size))
+        if enough >= len(by_size):
+            return None
+        pieces: list[tuple[int, int]] = []
+        left = size
+        for i in by_size[: enough + 1]:
+            length = min(left, int(self._length[i]))
+            pieces.append((int(self._start[i]), length))
+            self._start[i] += length
+            self._length[i] -= length
+            left -= length
+        self._drop_empty()
+        return pieces
+
+    def add(self, runs: Runs) -> None:
+        """Give runs back; they must not overlap what is free."""
+        if not len(runs):
+            return
+        start = np.concatenate([self._start, runs[:, 0].astype(np.int64)])
+        length = np.concatenate([self._length, runs[:, 1].astype(np.int64)])
+        order = np.argsort(start, kind="stable")
+        start, length = start[order], length[order]
+        end = start + length
+        if (start[1:] < end[:-1]).any():
+            raise ValueError("space given back is free already: the free list would hold it twice")
+        heads = np.flatnonzero(np.concatenate([[True], start[1:] != end[:-1]]))
+        tails = np.concatenate([heads[1:] - 1, [len(start) - 1]])
+        self._start = start[heads]
+        self._length = end[tails] - start[heads]
+
+    def clip(self, limit: int) -> None:
+        """Forget everything at and beyond `limit`."""
+        self._length = np.minimum(self._start + self._length, limit) - self._start
+        self._drop_empty()
+
+    def _cut(self, i: int, size: int) -> None:
+        self._start[i] += size
+        self._length[i] -= size
+        if not self._length[i]:
+            self._start = np.delete(self._start, i)
+            self._length = np.delete(self._length, i)
+
+    def _drop_empty(self) -> None:
+        kept = self._length > 0
+        self._start, self._length = self._start[kept], self._length[kept]
+
+
+def clip_runs(runs: Runs, limit: int) -> tuple[Runs, Runs]:
+    """Split runs at `limit`: what lies below, and what lies at or beyond it."""
+    start, length = runs[:, 0].astype(np.int64), runs[:, 1].astype(np.int64)
+    end = start + length
+    below = np.stack([start, np.clip(np.minimum(end, limit) - start, 0, None)], axis=1)
+    cut = np.maximum(start, limit)
+    beyond = np.stack([cut, np.clip(end - cut, 0, None)], axis=1)
+    return below[below[:, 1] > 0].astype(np.uint32), beyond[beyond[:, 1] > 0].astype(np.uint32)
