@@ -53,6 +53,8 @@ def page_keys(
     previous = _chain_start(root, parent)
     if page_tokens < 1:
         raise ValueError(f"page_tokens is {page_tokens}: expected at least 1")
+    if isinstance(tokens, np.ndarray):
+        _check_integers(tokens)
     num_pages = len(tokens) // page_tokens
     if num_pages == 0:
         return []
@@ -107,7 +109,6 @@ def _chain_start(root: bytes, parent: bytes | None) -> bytes:
 def _as_uint32(tokens: Tokens, count: int) -> memoryview | None:
     """The first `count` tokens as little-endian uint32 bytes, or None where one of them needs more bits."""
     if isinstance(tokens, np.ndarray):
-        _check_integers(tokens)
         head = tokens[:count]
         if head.dtype != np.uint32 and (int(head.max()) > MAX_TOKEN_32 or int(head.min()) < 0):
             return None

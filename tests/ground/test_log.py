@@ -1,0 +1,49 @@
+"""A fault that repeats is logged once per cause."""
+
+import logging
+
+import pytest
+
+from mooncake_connector.log import forget_causes, get_logger, log_once, set_log_level
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    forget_causes()
+    yield
+    forget_causes()
+
+
+def test_a_cause_is_logged_once(caplog):
+    assert log_once("store.checksum", "page %d is damaged", 1)
+    assert not log_once("store.checksum", "page %d is damaged", 2)
+    assert caplog.messages == ["page 1 is damaged"]
+
+
+def test_each_cause_is_logged(caplog):
+    log_once("a", "first")
+    log_once("b", "second")
+    assert caplog.messages == ["first", "second"]
+
+
+def test_a_forgotten_cause_is_logged_again(caplog):
+    log_once("a", "first")
+    forget_causes()
+    log_once("a", "again")
+    assert caplog.messages == ["first", "again"]
+
+
+def test_an_endless_stream_of_causes_stops(caplog):
+    logged = sum(log_once(f"page-{i}", "lost") for i in range(5000))
+    assert logged == 4096
+
+
+def test_loggers_of_all_packages_obey_the_configured_level():
+    try:
+        set_log_level("ERROR")
+        assert not get_logger("store_client.embedded").isEnabledFor(logging.WARNING)
+        assert not get_logger("mooncake_connector.fingerprint").isEnabledFor(logging.WARNING)
+        set_log_level("DEBUG")
+        assert get_logger("store_client.embedded").isEnabledFor(logging.DEBUG)
+    finally:
+        logging.getLogger("mooncake_connector").setLevel(logging.NOTSET)
