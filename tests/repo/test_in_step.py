@@ -1,0 +1,35 @@
+"""What is written down twice says the same."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+import mooncake_connector
+from mooncake_connector.config import Config
+from mooncake_connector.config_docs import render
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_the_configuration_page_is_what_the_schema_generates():
+    page = (REPOSITORY / "docs" / "configuration.md").read_text("utf-8")
+    assert page == render(), "run: python -m mooncake_connector.config_docs > docs/configuration.md"
+
+
+def test_the_configuration_page_describes_every_field():
+    headings = re.findall(r"^### `(\w+)`$", render(), re.MULTILINE)
+    assert headings == [field.name for field in msgspec.structs.fields(Config)]
+
+
+def test_the_generator_prints_the_page():
+    command = [sys.executable, "-m", "mooncake_connector.config_docs"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8").stdout
+    assert printed == render()
+
+
+def test_the_package_has_the_version_of_the_distribution():
+    declared = re.search(r'^version = "(.+)"$', (REPOSITORY / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    assert declared and declared[1] == mooncake_connector.__version__
