@@ -1,0 +1,112 @@
+"""The arena: one mapped file that holds the bytes of all pages, in granules of 4 KiB.
+
+Its space is secured with fallocate before anything is written: a store through a mapping into a full file system
+kills the process. The file never shrinks while it may be mapped; what a smaller capacity frees is punched out.
+"""
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from store_client.base import Bytes
+
+GRANULE = 4096
+GROWTH_NBYTES = 64 << 20
+_REGION_NBYTES = 4 << 20
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+
+Extents = Sequence[tuple[int, int]]
+"""(first granule, granules), in the order of the page's bytes."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+class Arena:
+    """The arena file, mapped. Views stay valid after `close`; the mapping goes with the last of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._lock = threading.Lock()
+        self._data: Bytes = np.zeros(0, dtype=np.uint8)
+        self._warm: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self._map()
+
+    def _map(self) -> None:
+        size = os.fstat(self._fd).st_size
+        if size <= len(self._data):
+            return
+        mapping = mmap.mmap(self._fd, size)
+        data: Bytes = np.frombuffer(mapping, dtype=np.uint8)
+        _libc.madvise(data.ctypes.data, size, _MADV_HUGEPAGE)
+        self._address = data.ctypes.data
+        self._warm = np.zeros(-(-size // _REGION_NBYTES), dtype=np.bool_)
+        self._data = data
+
+    def view(self, first: int, nbytes: int) -> Bytes | None:
+        """`nbytes` of the arena from granule `first` on, or None where the file has no such place."""
+        start = first * GRANULE
+        stop = start + nbytes
+        if stop > len(self._data):
+            with self._lock:
+                self._map()
+            if stop > len(self._data):
+                return None
+        lowest, highest = start // _REGION_NBYTES, (stop - 1) // _REGION_NBYTES
+        if not self._warm[lowest] or not self._warm[highest]:
+            self._populate(lowest, highest + 1)
+        return self._data[start:stop]
+
+    def _populate(self, first: int, stop: int) -> None:
+        """Map regions at once instead of fault by fault; a kernel that cannot (before 5.14) faults as ever."""
+        warm, address, size = self._warm, self._address, len(self._data)
+        for region in range(first, min(stop, len(warm))):
+            if not warm[region]:
+                start = region * _REGION_NBYTES
+                _libc.madvise(address + start, min(_REGION_NBYTES, size - start), _MADV_POPULATE_WRITE)
+                warm[region] = True
+
+    def views(self, extents: Extents, nbytes: int) -> list[Bytes] | None:
+        """The pieces of a page, together `nbytes` long; None if the extents are not in the arena or too short."""
+        pieces: list[Bytes] = []
+        left = nbytes
+        for first, granules in extents:
+            size = min(left, granules * GRANULE)
+            if size <= 0:
+                break
+            piece = self.view(first, size)
+            if piece is None:
+                return None
+            pieces.append(piece)
+            left -= size
+        return pieces if left == 0 else None
+
+    def secure(self, start: int, stop: int) -> None:
+        """Make the file hold granules `start .. stop`. Raises OSError (ENOSPC) if the file system cannot."""
+        os.posix_fallocate(self._fd, start * GRANULE, (stop - start) * GRANULE)
+
+    def punch(self, runs: Extents) -> None:
+        """Give granules back to the file system; their bytes read as zero afterwards."""
+        for first, granules in runs:
+            flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+            _libc.fallocate(self._fd, flags, first * GRANULE, granules * GRANULE)
+
+    def extend(self, granules: int) -> None:
+        """Make the file at least so large, without securing the new part."""
+        if os.fstat(self._fd).st_size < granules * GRANULE:
+            os.ftruncate(self._fd, granules * GRANULE)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
