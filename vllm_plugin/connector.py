@@ -1,0 +1,255 @@
+"""`MooncakeKVConnector`: vLLM's KVConnectorBase_V1, as a thin shell around the two halves.
+
+vLLM constructs it once in the scheduler's process and once in each worker. A model or setting that the pool cannot
+serve leaves both halves out: every call then does nothing, after one log line that says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+import vllm_plugin
+from mooncake_connector.config import Config, load_config
+from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_level
+from vllm_plugin.geometry import Unsupported, read_geometry
+from vllm_plugin.identity import instance_namespace
+from vllm_plugin.messages import StepMetadata, WorkerReport
+from vllm_plugin.pool import Pool
+from vllm_plugin.scheduler import SchedulerHalf
+from vllm_plugin.stats import ConnectorPromMetrics, ConnectorStats
+from vllm_plugin.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_IDENTITY_WAIT_S = 2.0
+"""How long start-up waits for the model's fingerprint; a large model is hashed on in the background."""
+
+vllm_plugin.register()  # also when loaded by kv_connector_module_path: MultiConnector looks the class up by name
+logger = get_logger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def contained(answer: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Keep an exception of ours out of the engine: log it once and give `answer()` instead."""
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        @wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                name = method.__name__
+                log_once(f"contained.{name}", "%s failed: %r", name, error, logger=logger, exc_info=True)
+                return answer()
+
+        return call
+
+    return decorate
+
+
+def nothing() -> None:
+    """The answer where nothing is expected."""
+
+
+class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
+    """Prefix reuse from the shared pool of this host.
+
+    Raises:
+        ConfigError: `kv_connector_extra_config`, the environment or the configuration file is wrong.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        config = load_config(transfer.kv_connector_extra_config)
+        _log_like_vllm(config)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        try:
+            geometry = read_geometry(vllm_config, kv_cache_config)
+        except Unsupported as reason:
+            logger.warning("prefix reuse from the pool is off: %s", reason)
+            return
+        reads, writes = transfer.is_kv_consumer, transfer.is_kv_producer
+        if role is KVConnectorRole.SCHEDULER:
+            # vLLM reads the policy after this constructor. A page that the pool lost is a miss, never a failed
+            # request, so the engine's default "fail" has no meaning here.
+            transfer.kv_load_failure_policy = "recompute"
+            pool = Pool(config, prepare=lambda: instance_namespace(vllm_config, geometry, config))
+            pool.wait(_IDENTITY_WAIT_S)
+            events = vllm_config.kv_events_config
+            self._scheduler = SchedulerHalf(
+                geometry,
+                config,
+                pool,
+                reads=reads,
+                writes=writes,
+                publishes=events is not None and events.enable_kv_cache_events,
+            )
+        else:
+            self._worker = WorkerHalf(vllm_config, geometry, config, kv_cache_config.num_blocks, reads, writes)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: the pool is a cache, a page that was not saved is a later miss."""
+        return False
+
+    # Worker side
+
+    @contained(nothing)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    @contained(nothing)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None:
+            self._worker.start_loads(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request is scheduled only after its load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do by layer: pages are saved whole, after the forward pass."""
+
+    @contained(nothing)
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.start_saves(self._step())
+
+    @contained(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults() if self._worker is None else self._worker.transfer_results()
+
+    @contained(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._worker is None else self._worker.take_failed_blocks()
+
+    @contained(nothing)
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        return None if self._worker is None else self._worker.take_report()
+
+    # Scheduler side
+
+    @contained(nothing)
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind(kv_cache_manager)
+
+    @contained(nothing)
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is not None:
+            self._scheduler.track(request)
+
+    @contained(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return (0, False) if self._scheduler is None else self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    @contained(nothing)
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    @contained(StepMetadata)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return StepMetadata() if self._scheduler is None else self._scheduler.build(scheduler_output)
+
+    @contained(nothing)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is not None:
+            self._scheduler.update(connector_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @contained(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Never delays the freeing of blocks: those that a save still reads are pinned one by one."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    @contained(bool)
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler is not None and self._scheduler.frees_blocks_soon()
+
+    @contained(bool)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_pinned_blocks()
+
+    @contained(tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self._scheduler is None else self._scheduler.take_events()
+
+    @contained(bool)
+    def reset_cache(self) -> bool | None:
+        return None if self._scheduler is None else self._scheduler.reset()
+
+    # Both sides
+
+    @contained(nothing)
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        half = self._worker or self._scheduler
+        return None if half is None else half.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPromMetrics:
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @contained(nothing)
+    def shutdown(self) -> None:
+        for half in (self._worker, self._scheduler):
+            if half is not None:
+                half.close()
+        self._worker = self._scheduler = None
+
+    def _step(self) -> StepMetadata:
+        metadata = self._connector_metadata
+        return metadata if isinstance(metadata, StepMetadata) else StepMetadata()
+
+
+def _log_like_vllm(config: Config) -> None:
+    """Send this package's log lines where vLLM's go; vLLM configures only its own logger."""
+    ours = logging.getLogger(ROOT_LOGGER)
+    if not ours.handlers:
+        for handler in logging.getLogger("vllm").handlers:
+            ours.addHandler(handler)
+        ours.propagate = not ours.handlers
+    set_log_level(config.log_level)

@@ -1,0 +1,158 @@
+"""What this vLLM instance keeps as KV cache: page geometry, shards, and whether the pool may be used at all.
+
+Reads vLLM's configuration only; it neither touches memory nor the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.utils import get_pp_indices
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
+
+from mooncake_connector.page import PageFormat
+from store_client.base import Shard
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class Unsupported(Exception):
+    """Why the pool cannot serve this model or setting; the text is the one log line a person sees."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The KV cache of this instance, over all ranks.
+
+    Args:
+        num_layers, num_kv_heads, k_dim, v_dim, itemsize: of the whole model; MLA has one head and v_dim 0.
+        kv_dtype: the name the namespace carries.
+        block_tokens: tokens a block of the engine.
+        layer_names: vLLM's names of this rank's layers, in layer order.
+        tp_size, pp_size: ranks.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    itemsize: int
+    kv_dtype: str
+    is_mla: bool
+    block_tokens: int
+    layer_names: tuple[str, ...]
+    tp_size: int
+    pp_size: int
+
+    def shard(self, pp_rank: int, tp_rank: int) -> Shard:
+        """The part of a page that one rank holds."""
+        if self.pp_size == 1:
+            layers = (0, self.num_layers)
+        else:
+            layers = get_pp_indices(self.num_layers, pp_rank, self.pp_size)
+        if self.num_kv_heads >= self.tp_size:
+            count = self.num_kv_heads // self.tp_size
+            first = tp_rank * count
+        else:  # more ranks than heads: vLLM replicates, consecutive ranks hold the same head
+            count, first = 1, tp_rank * self.num_kv_heads // self.tp_size
+        return Shard(layers[0], layers[1], first, first + count)
+
+    def is_writer(self, tp_rank: int) -> bool:
+        """Whether this rank stores its shard: of ranks that hold the same heads, one writes."""
+        return tp_rank == 0 or self.shard(0, tp_rank) != self.shard(0, tp_rank - 1)
+
+    def shards(self) -> list[Shard]:
+        """Every distinct shard: a page is a hit where all of them are."""
+        ranks = [(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
+        return list(dict.fromkeys(self.shard(pp, tp) for pp, tp in ranks))
+
+    def page_format(self, shard: Shard, page_tokens: int) -> PageFormat:
+        return PageFormat(
+            num_layers=shard.layer_stop - shard.layer_start,
+            page_tokens=page_tokens,
+            num_heads=shard.head_stop - shard.head_start,
+            k_dim=self.k_dim,
+            v_dim=self.v_dim,
+            itemsize=self.itemsize,
+        )
+
+
+def read_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
+    """Geometry of the instance.
+
+    Raises:
+        Unsupported: a hit needs the state of every layer, so a model with sliding-window, Mamba or other state beside
+            full attention has no page that could stand for a prefix; likewise context parallelism and packed caches.
+    """
+    parallel = vllm_config.parallel_config
+    spec, layer_names = _full_attention_group(kv_cache_config)
+    _check_spec(vllm_config, spec)
+    is_mla = isinstance(spec, MLAAttentionSpec)
+    heads = 1 if is_mla else vllm_config.model_config.get_total_num_kv_heads()
+    if heads >= parallel.tensor_parallel_size and heads % parallel.tensor_parallel_size:
+        raise Unsupported(f"{heads} KV heads are not divided evenly by {parallel.tensor_parallel_size} TP ranks")
+    pp_size = parallel.pipeline_parallel_size
+    num_layers = len(layer_names) if pp_size == 1 else vllm_config.model_config.get_total_num_hidden_layers()
+    return Geometry(
+        num_layers=num_layers,
+        num_kv_heads=heads,
+        k_dim=spec.head_size,
+        v_dim=0 if is_mla else spec.head_size_v,
+        itemsize=torch.empty((), dtype=spec.dtype).element_size(),
+        kv_dtype=_kv_dtype_name(vllm_config, spec),
+        is_mla=is_mla,
+        block_tokens=spec.block_size,
+        layer_names=layer_names,
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=pp_size,
+    )
+
+
+def _full_attention_group(kv_cache_config: KVCacheConfig) -> tuple[FullAttentionSpec, tuple[str, ...]]:
+    groups = kv_cache_config.kv_cache_groups
+    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+    if len(groups) != 1:
+        raise Unsupported(
+            f"the model has {len(groups)} KV-cache groups ({', '.join(kinds)}); a hit needs the state of all of them"
+        )
+    spec = groups[0].kv_cache_spec
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
+        raise Unsupported(f"its KV cache is {kinds[0]}; only full attention (GQA, MHA, MLA) is stored")
+    return spec, tuple(sorted(groups[0].layer_names, key=_layer_order))
+
+
+def _layer_order(name: str) -> tuple[int, ...]:
+    """Numbers of a layer's name: `model.layers.10.self_attn.attn` comes after `model.layers.9.self_attn.attn`."""
+    return tuple(int(part) for part in name.split(".") if part.isdigit())
+
+
+def _check_spec(vllm_config: VllmConfig, spec: FullAttentionSpec) -> None:
+    parallel = vllm_config.parallel_config
+    context_parallel = parallel.decode_context_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    packed = spec.state_content_bytes is not None or spec.num_head_slots is not None or spec.tokens_per_state != 1
+    reasons = {
+        "context parallelism splits the tokens of a block over ranks": context_parallel > 1,
+        "chunked local attention keeps only part of a prefix": spec.attention_chunk_size is not None,
+        "non-causal attention makes KV depend on later tokens": spec.non_causal,
+        "the KV cache has a packed format that is not K beside V": packed,
+        "KV scales computed at run time differ between instances": bool(
+            getattr(vllm_config.cache_config, "calculate_kv_scales", False)
+        ),
+        f"KV quantisation {spec.kv_quant_mode.name} keeps scales outside the page": spec.kv_quant_mode
+        not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise Unsupported(reason)
+
+
+def _kv_dtype_name(vllm_config: VllmConfig, spec: FullAttentionSpec) -> str:
+    """The namespace's dtype name; vLLM says "auto" for the model's own and "fp8" for e4m3."""
+    configured = vllm_config.cache_config.cache_dtype
+    if configured.startswith("fp8"):
+        return {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}.get(configured, configured)
+    return str(spec.dtype).removeprefix("torch.")

@@ -1,0 +1,78 @@
+"""What the scheduler half and the worker half of the connector say to each other, once a step.
+
+Plain data. vLLM carries these objects between its own processes; nothing here is read from a socket of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from mooncake_connector.namespace import Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Fill the blocks of one request with pages from the pool.
+
+    Args:
+        keys: page keys, consecutive in the chain.
+        first_token: the request's token where the first page begins (a multiple of page_tokens).
+        skip_tokens: tokens of the first page that a local prefix-cache hit already holds; their blocks are shared
+            and must not be written.
+        block_ids: the request's whole block table.
+    """
+
+    req_id: str
+    keys: list[bytes]
+    first_token: int
+    skip_tokens: int
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Store full pages of one request; their blocks are pinned until every worker has reported `job_id`.
+
+    Args:
+        parent: key of the page before the first one, or None at the root.
+        first_token: token where the first page begins, counted from the first token of `block_ids`.
+        block_ids: the blocks that hold the pages, consecutive in the block table.
+    """
+
+    job_id: int
+    keys: list[bytes]
+    parent: bytes | None
+    first_token: int
+    block_ids: list[int]
+
+
+@dataclass(slots=True)
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler to worker. `namespace` is set wherever there are jobs."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    namespace: Namespace | None = None
+
+
+@dataclass(slots=True)
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Worker to scheduler: how many workers finished each save, how many pages of it are in the pool, failed loads.
+
+    Args:
+        saves: job id -> (workers that finished it, pages that every one of them has in the pool).
+        failed_loads: requests of which at least one worker could not load a page.
+    """
+
+    saves: dict[int, tuple[int, int]] = field(default_factory=dict)
+    failed_loads: set[str] = field(default_factory=set)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        assert isinstance(other, WorkerReport)
+        saves = dict(self.saves)
+        for job_id, (workers, pages) in other.saves.items():
+            before = saves.get(job_id)
+            saves[job_id] = (workers, pages) if before is None else (before[0] + workers, min(before[1], pages))
+        return WorkerReport(saves, self.failed_loads | other.failed_loads)

@@ -1,0 +1,380 @@
+"""The scheduler half: which pages of a request are in the pool, and which full pages are to be stored.
+
+Runs inside vLLM's scheduler step, so it only reads the pool's index (microseconds, no lock) and never waits. Source
+blocks of a save are pinned by a reference count of vLLM's own block pool until every worker has reported the save, so
+neither preemption nor an abort can give them to another request meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent
+
+from mooncake_connector.config import Config
+from mooncake_connector.errors import MooncakeConnectorError
+from mooncake_connector.keys import content_tokens, page_keys, root_digest
+from mooncake_connector.log import get_logger, log_once
+from store_client.base import Space
+from vllm_plugin.geometry import Geometry
+from vllm_plugin.identity import adapter_key
+from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
+from vllm_plugin.pool import Pool
+from vllm_plugin.stats import ConnectorStats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_LOOKUP_REUSE_S = 0.05
+"""A request that waits for blocks is asked about every step; its last lookup serves for so long."""
+_WORTH_WAITING_S = 0.05
+"""vLLM waits for pinned blocks instead of preempting only while the oldest pin is younger than this."""
+_PINNED_SHARE = 4
+"""At most one block in so many is pinned by saves: a stuck pool must not take the engine's memory."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Tracked:
+    """What the scheduler half knows of one request.
+
+    Args:
+        root: chain root, or None for a request whose KV has no name (prompt embeddings, say).
+        keys: page keys known so far.
+        saved_pages: leading pages that are in the pool or on their way there.
+        offer: (local tokens, tokens offered beyond them, when) of the last lookup.
+        loading: pages that a load in flight will bring.
+        refused: a load failed; the pool is not offered to this request again.
+    """
+
+    request: Request
+    root: bytes | None
+    keys: list[bytes] = field(default_factory=list)
+    saved_pages: int = 0
+    offer: tuple[int, int, float] | None = None
+    loading: int | None = None
+    refused: bool = False
+
+
+@dataclass(slots=True)
+class PinnedSave:
+    """A save in flight.
+
+    Args:
+        block_ids: blocks that it pins.
+        workers: how many have yet to report it.
+        pages: fewest pages that a worker has in the pool.
+        event: what to publish when all pages are in the pool; None where nobody listens.
+        since_s: when it was planned.
+    """
+
+    block_ids: list[int]
+    workers: int
+    pages: int
+    event: BlockStored | None
+    since_s: float
+
+
+class SchedulerHalf:
+    """See the module.
+
+    Args:
+        pool: whose `prepared` is this instance's namespace once the weights are known.
+        reads, writes: whether `kv_role` makes this instance a consumer and a producer of the pool.
+        publishes: whether vLLM publishes KV events.
+    """
+
+    def __init__(
+        self, geometry: Geometry, config: Config, pool: Pool, *, reads: bool, writes: bool, publishes: bool
+    ) -> None:
+        self._geometry = geometry
+        self._page_tokens = int(config.page_tokens)
+        self._min_hit_tokens = config.effective_min_hit_tokens
+        self._pool = pool
+        self._reads = reads
+        self._writes = writes
+        self._shards = geometry.shards()
+        self._world_size = geometry.tp_size * geometry.pp_size
+        self._tracked: dict[str, Tracked] = {}
+        self._metadata = StepMetadata()
+        self._pinned: dict[int, PinnedSave] = {}
+        self._num_pinned_blocks = 0
+        self._next_job_id = 0
+        self._publishes = publishes
+        self._events: list[KVCacheEvent] = []
+        self._stats = ConnectorStats()
+        self._manager: KVCacheManager | None = None
+
+    def bind(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    # Lookup and load
+
+    def track(self, request: Request) -> Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self._tracked[request.request_id] = Tracked(request, chain_root(request))
+        return tracked
+
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens in the pool beyond the local hit, loaded asynchronously; (0, False) for none. No side effect."""
+        page_tokens = self._page_tokens
+        beyond = request.num_prompt_tokens // page_tokens * page_tokens - num_computed_tokens
+        if not self._reads or beyond < self._min_hit_tokens:
+            return 0, False
+        tracked = self.track(request)
+        spaces = self._spaces()
+        if tracked.root is None or tracked.refused or not spaces:
+            return 0, False
+        now_s = time.monotonic()
+        offer = tracked.offer
+        if offer is None or offer[0] != num_computed_tokens or now_s - offer[2] > _LOOKUP_REUSE_S:
+            first = num_computed_tokens // page_tokens
+            keys = self._keys(tracked, request.num_prompt_tokens // page_tokens)[first:]
+            pages = min(space.prefix(keys) for space in spaces)
+            tokens = (first + pages) * page_tokens - num_computed_tokens
+            offer = tracked.offer = (num_computed_tokens, max(tokens, 0), now_s)
+        if offer[1] < self._min_hit_tokens:
+            return 0, False
+        return offer[1], True
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Blocks were allocated: where tokens of ours were accepted, plan the load into them."""
+        tracked = self.track(request)
+        offer, tracked.offer = tracked.offer, None
+        if offer is None:
+            return
+        num_local, offered, _ = offer
+        self._stats.add("queried_tokens", request.num_prompt_tokens - num_local)
+        self._record(num_local // self._page_tokens, offered // self._page_tokens, request.num_prompt_tokens)
+        if num_external_tokens == 0:
+            return
+        page_tokens = self._page_tokens
+        first = num_local // page_tokens
+        stop = (num_local + num_external_tokens) // page_tokens
+        self._stats.add("hit_tokens", num_external_tokens)
+        tracked.loading = stop
+        self._metadata.loads.append(
+            LoadJob(
+                req_id=request.request_id,
+                keys=tracked.keys[first:stop],
+                first_token=first * page_tokens,
+                skip_tokens=num_local - first * page_tokens,
+                block_ids=list(blocks.get_block_ids()[0]),
+            )
+        )
+
+    # Save
+
+    def build(self, scheduled: SchedulerOutput) -> StepMetadata:
+        """The jobs of this step: loads planned above, and saves of the pages that this step completes."""
+        if self._writes:
+            page_tokens = self._page_tokens
+            for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
+                tracked = self._tracked.get(req_id)
+                if tracked is None:
+                    continue
+                num_computed_tokens = tracked.request.num_computed_tokens + num_tokens
+                if num_computed_tokens >= (tracked.saved_pages + 1) * page_tokens:
+                    self._plan_save(tracked, num_computed_tokens)
+        metadata, self._metadata = self._metadata, StepMetadata()
+        if metadata.loads or metadata.saves:
+            metadata.namespace = self._pool.prepared
+        return metadata
+
+    def finished(self, request: Request) -> None:
+        """Plan the save of pages that the last step completed; their blocks are pinned before vLLM frees them."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None and self._writes and tracked.loading is None:
+            self._plan_save(tracked, request.num_computed_tokens)
+
+    def _plan_save(self, tracked: Tracked, num_computed_tokens: int) -> None:
+        """Save the full pages among the first `num_computed_tokens`, as far as their tokens are known for good.
+
+        Draft tokens and the placeholders of asynchronous scheduling are not among `num_tokens`.
+        """
+        request = tracked.request
+        num_pages = min(num_computed_tokens, request.num_tokens) // self._page_tokens
+        first = tracked.saved_pages
+        if num_pages <= first or tracked.root is None or self._manager is None or not self._spaces():
+            return
+        page_tokens, block_tokens = self._page_tokens, self._geometry.block_tokens
+        start = first * page_tokens // block_tokens
+        stop = -(-num_pages * page_tokens // block_tokens)
+        block_ids = self._manager.get_block_ids(request.request_id)[0][start:stop]
+        if len(block_ids) < stop - start or not all(block_ids):  # block 0 is vLLM's null block
+            return
+        pool = self._manager.block_pool
+        if self._num_pinned_blocks + len(block_ids) > max(pool.num_gpu_blocks // _PINNED_SHARE, 1):
+            self._stats.fail("save_backlog")
+            return
+        keys = self._keys(tracked, num_pages)
+        job = SaveJob(
+            job_id=self._next_job_id,
+            keys=keys[first:num_pages],
+            parent=keys[first - 1] if first else None,
+            first_token=first * page_tokens - start * block_tokens,
+            block_ids=list(block_ids),
+        )
+        self._next_job_id += 1
+        tracked.saved_pages = num_pages
+        event = self._stored_event(request, job, first * page_tokens, num_pages * page_tokens)
+        pool.touch([pool.blocks[block_id] for block_id in job.block_ids])
+        self._pinned[job.job_id] = PinnedSave(job.block_ids, self._world_size, len(job.keys), event, time.monotonic())
+        self._num_pinned_blocks += len(job.block_ids)
+        self._metadata.saves.append(job)
+
+    def _stored_event(self, request: Request, job: SaveJob, start: int, stop: int) -> BlockStored | None:
+        if not self._publishes:
+            return None
+        lora = request.lora_request
+        return BlockStored(
+            block_hashes=list(job.keys),
+            parent_block_hash=job.parent,
+            token_ids=list(request.all_token_ids[start:stop]),
+            block_size=self._page_tokens,
+            lora_id=lora.adapter_id if lora else None,
+            medium=MEDIUM_CPU,
+            lora_name=lora.name if lora else None,
+        )
+
+    def _unpin(self, job_id: int) -> None:
+        save = self._pinned.pop(job_id)
+        self._num_pinned_blocks -= len(save.block_ids)
+        assert self._manager is not None
+        pool = self._manager.block_pool
+        pool.free_blocks(pool.blocks[block_id] for block_id in reversed(save.block_ids))
+
+    # Results
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """Take in what the workers report: saves that ended, loads that ended or failed."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            for job_id, (workers, pages) in report.saves.items():
+                self._saved(job_id, workers, pages)
+            for req_id in report.failed_loads:
+                if req_id in self._tracked:
+                    self._tracked[req_id].refused = True
+        for req_id in output.finished_recving or ():
+            tracked = self._tracked.get(req_id)
+            if tracked is not None and tracked.loading is not None:
+                if not tracked.refused:
+                    tracked.saved_pages = max(tracked.saved_pages, tracked.loading)
+                tracked.loading = None
+
+    def _saved(self, job_id: int, workers: int, pages: int) -> None:
+        save = self._pinned.get(job_id)
+        if save is None:
+            return
+        save.workers -= workers
+        save.pages = min(save.pages, pages)
+        if save.workers <= 0:
+            self._unpin(job_id)
+            if save.event is not None and save.pages == len(save.event.block_hashes):
+                self._events.append(save.event)
+
+    def has_pinned_blocks(self) -> bool:
+        """Saves hold blocks: the engine must go on stepping to get them back."""
+        return bool(self._pinned)
+
+    def frees_blocks_soon(self) -> bool:
+        """Whether waiting for pinned blocks beats preempting a request: saves take milliseconds, unless stuck."""
+        oldest = next(iter(self._pinned.values()), None)
+        return oldest is not None and time.monotonic() - oldest.since_s < _WORTH_WAITING_S
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def take_stats(self) -> ConnectorStats | None:
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, ConnectorStats()
+        return stats
+
+    def reset(self) -> bool:
+        """Forget what the pool holds for this instance (vLLM's `reset_prefix_cache(reset_connector=True)`).
+
+        It is called after weights were changed in memory, so the model's files no longer say what the KV was computed
+        with: from now on pages go to a namespace of this instance's own.
+        """
+        for space in self._spaces():  # it waits for the pool's lock, which the scheduler must not
+            threading.Thread(target=space.clear, name="mooncake-connector-clear", daemon=True).start()
+        namespace = self._pool.prepared
+        if namespace is not None:
+            self._pool.prepared = dataclasses.replace(namespace, model_digest=f"reset-{uuid.uuid4().hex}")
+        for tracked in self._tracked.values():
+            tracked.saved_pages, tracked.offer = 0, None
+        if self._publishes:
+            self._events.append(AllBlocksCleared())
+        return True
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _spaces(self) -> list[Space]:
+        """All shards' spaces, or nothing while the pool or the identity of the model is not there yet."""
+        namespace = self._pool.prepared
+        if namespace is None:
+            return []
+        spaces = [self._pool.space(namespace, shard) for shard in self._shards]
+        return [] if None in spaces else spaces  # type: ignore[return-value]
+
+    def _keys(self, tracked: Tracked, num_pages: int) -> list[bytes]:
+        keys, page_tokens = tracked.keys, self._page_tokens
+        if len(keys) < num_pages:
+            tokens = named_tokens(tracked.request, len(keys) * page_tokens, num_pages * page_tokens)
+            parent = keys[-1] if keys else None
+            keys += page_keys(tokens, page_tokens, root=tracked.root or b"", parent=parent)
+        return keys
+
+    def _record(self, num_local_pages: int, hit_pages: int, num_prompt_tokens: int) -> None:
+        spaces = self._spaces()
+        if spaces:
+            missed = num_prompt_tokens // self._page_tokens - num_local_pages - hit_pages
+            spaces[0].record_lookup(hit_pages=hit_pages, missed_pages=max(missed, 0), page_tokens=self._page_tokens)
+
+
+def chain_root(request: Request) -> bytes | None:
+    """Where a request's key chain starts: its salt and its LoRA adapter. None: its KV cannot be named by tokens."""
+    if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
+        return None
+    extra_key = None
+    if request.lora_request is not None:
+        try:
+            extra_key = adapter_key(request.lora_request.lora_path)
+        except MooncakeConnectorError as error:
+            log_once(f"lora:{request.lora_request.lora_path}", "requests with this adapter are not cached: %s", error)
+            return None
+    return root_digest(extra_key, request.cache_salt)
+
+
+def named_tokens(request: Request, start: int, stop: int) -> list[int] | npt.NDArray[np.uint64]:
+    """Tokens `[start, stop)` as the key chain sees them: multimodal placeholders are replaced by their content."""
+    tokens = request.all_token_ids[start:stop]
+    overlaps = [
+        (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
+        for feature in request.mm_features
+        if feature.mm_position.offset < stop and feature.mm_position.offset + feature.mm_position.length > start
+    ]
+    if not overlaps:
+        return tokens
+    named = np.asarray(tokens, dtype=np.uint64)
+    for offset, length, identifier in overlaps:
+        first, last = max(offset, start), min(offset + length, stop)
+        named[first - start : last - start] = content_tokens(identifier, last - first, start=first - offset)
+    return named

@@ -1,0 +1,106 @@
+"""Figures of the connector, through vLLM's own hooks: its periodic log line and its /metrics endpoint.
+
+A stats object holds plain sums since the last step; vLLM adds them up over workers and intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+SUMS = {
+    "hit_tokens": "Prompt tokens that were loaded from the pool instead of computed",
+    "queried_tokens": "Prompt tokens beyond the local prefix cache that were looked up in the pool",
+    "load_bytes": "Bytes loaded from the pool into KV blocks",
+    "load_seconds": "Seconds from the submission of a load to its end",
+    "loads": "Loads that ended, well or not",
+    "save_bytes": "Bytes stored in the pool",
+    "save_seconds": "Seconds from the submission of a save to its end",
+    "saves": "Saves that ended, well or not",
+    "saved_pages": "Pages newly stored in the pool",
+}
+"""Figure -> documentation. Failures are a table of their own, by cause."""
+
+
+@dataclass
+class ConnectorStats(KVConnectorStats):
+    """`data`: the sums of :data:`SUMS` that are not zero, and `failures`, a count by cause."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def add(self, figure: str, amount: float = 1) -> None:
+        self.data[figure] = self.data.get(figure, 0) + amount
+
+    def fail(self, cause: str, count: int = 1) -> None:
+        failures = self.data.setdefault("failures", {})
+        failures[cause] = failures.get(cause, 0) + count
+
+    def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
+        for figure, amount in other.data.items():
+            if figure == "failures":
+                for cause, count in amount.items():
+                    self.fail(cause, count)
+            else:
+                self.add(figure, amount)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        data = self.data
+        figures: dict[str, int | float] = {
+            "pool hit tokens": int(data.get("hit_tokens", 0)),
+            "pool queried tokens": int(data.get("queried_tokens", 0)),
+        }
+        for kind in ("load", "save"):
+            nbytes, seconds = data.get(f"{kind}_bytes", 0), data.get(f"{kind}_seconds", 0.0)
+            if data.get(f"{kind}s"):
+                figures[f"{kind}s"] = int(data[f"{kind}s"])
+                figures[f"{kind} MB"] = round(nbytes / 1e6, 3)
+                figures[f"{kind} ms (mean)"] = round(1000 * seconds / data[f"{kind}s"], 3)
+        figures.update({f"failed: {cause}": count for cause, count in data.get("failures", {}).items()})
+        return figures
+
+
+class ConnectorPromMetrics(KVConnectorPromMetrics):
+    """Prometheus counters `vllm:mooncake_connector_*`, one child an engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type[Gauge | Counter | Histogram], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
+        self._sums = {
+            figure: create_metric_per_engine(
+                self._counter_cls(name=_name(figure), documentation=text + ".", labelnames=labelnames),
+                per_engine_labelvalues,
+            )
+            for figure, text in SUMS.items()
+        }
+        self._failures = self._counter_cls(
+            name=_name("failures"),
+            documentation="Loads and saves that failed, by cause; each was answered by recomputation.",
+            labelnames=[*labelnames, "cause"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for figure, amount in transfer_stats_data.items():
+            if figure in self._sums:
+                self._sums[figure][engine_idx].inc(amount)
+        for cause, count in transfer_stats_data.get("failures", {}).items():
+            self._failures.labels(*self.per_engine_labelvalues[engine_idx], cause).inc(count)
+
+
+def _name(figure: str) -> str:
+    return f"vllm:mooncake_connector_{figure}"

@@ -1,0 +1,351 @@
+"""The worker half: moves pages between this rank's KV blocks and the pool, in two background threads.
+
+One thread loads, one saves; the forward pass never waits for either. Every job ends exactly once, in time: a job that
+is still queued at its deadline is dropped, a running one stops at the next page. Blocks are written only while a load
+is running and read only while a save is, so nothing is touched after its end was reported.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+from mooncake_connector.config import Config
+from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.namespace import Namespace
+from store_client.base import Put, Space
+from vllm_plugin.blocks import KVBlocks, probe_cpu_order, register_tensors
+from vllm_plugin.geometry import Geometry, Unsupported
+from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
+from vllm_plugin.pool import Pool
+from vllm_plugin.stats import ConnectorStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_PAGES_A_READ = 32
+"""Pages read between two looks at the deadline."""
+_PAGES_A_WRITE = 16
+"""Pages written between two looks at the deadline."""
+_LOCK_WAIT_S = 0.25
+"""Longest wait for the pool's lock, which is held for microseconds: longer means that its holder is stopped."""
+_PAUSE_S = 5.0
+"""After such a wait further saves are dropped for so long, so that their blocks are free for the engine."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Task:
+    """One job on its way through a thread: queued, then begun or dropped, then done."""
+
+    job: LoadJob | SaveJob
+    namespace: Namespace
+    deadline_s: float
+    fence: Callable[[], None] | None = None
+    submitted_s: float = field(default_factory=time.monotonic)
+    pages: int = 0
+    stored: int = 0
+    cause: str = ""
+    _begun: bool = False
+    _dropped: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def remaining_s(self) -> float:
+        return self.submitted_s + self.deadline_s - time.monotonic()
+
+    def begin(self) -> bool:
+        """Called by the thread: False where the job was dropped meanwhile."""
+        with self._lock:
+            self._begun = True
+            return not self._dropped
+
+    def drop(self) -> bool:
+        """Called by the engine: True where the job had not begun, and now never will."""
+        with self._lock:
+            if self._begun:
+                return False
+            self._dropped = True
+            return True
+
+
+class Lane:
+    """One background thread, its queue, and what it finished since the last step."""
+
+    def __init__(self, name: str, run: Callable[[Task], None]) -> None:
+        self._run = run
+        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._pending: list[Task] = []
+        self._thread = threading.Thread(target=self._loop, name=f"mooncake-connector-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Task) -> None:
+        self._pending.append(task)
+        self._queue.put(task)
+
+    def collect(self) -> list[Task]:
+        """Tasks that ended since the last call, each exactly once; expired ones that had not begun among them."""
+        if not self._pending:
+            return []
+        ended = []
+        while not self._done.empty():
+            ended.append(self._done.get())
+        for task in self._pending:
+            if task.remaining_s < 0 and task.drop():
+                task.cause = task.cause or "deadline"
+                ended.append(task)
+        gone = {id(task) for task in ended}
+        self._pending = [task for task in self._pending if id(task) not in gone]
+        return ended
+
+    def stop(self, timeout_s: float) -> None:
+        """Drop what has not begun, and wait for what has."""
+        for task in self._pending:
+            task.drop()
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _loop(self) -> None:
+        while (task := self._queue.get()) is not None:
+            if not task.begin():
+                continue
+            try:
+                self._run(task)
+            except Exception as error:  # the thread outlives any fault of a job
+                task.cause = "error"
+                log_once(f"lane:{type(error).__name__}", "a job failed: %r", error, logger=logger, exc_info=True)
+            self._done.put(task)
+
+
+class WorkerHalf:
+    """See the module.
+
+    Args:
+        geometry: of the instance; `tp_rank`, `pp_rank` say which shard is this worker's.
+        reads, writes: whether `kv_role` makes this instance a consumer and a producer of the pool.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, geometry: Geometry, config: Config, num_blocks: int, reads: bool, writes: bool
+    ) -> None:
+        parallel = vllm_config.parallel_config
+        rank = parallel.rank % (geometry.tp_size * geometry.pp_size)
+        pp_rank, tp_rank = divmod(rank, geometry.tp_size)
+        self._vllm_config = vllm_config
+        self._geometry = geometry
+        self._config = config
+        self._num_blocks = num_blocks
+        self._shard = geometry.shard(pp_rank, tp_rank)
+        self._fmt = geometry.page_format(self._shard, int(config.page_tokens))
+        self._saves = writes and geometry.is_writer(tp_rank)
+        self._blocks: KVBlocks | None = None
+        self._pool = Pool(config)
+        self._stats = ConnectorStats()
+        self._failed_blocks: set[int] = set()
+        self._report = WorkerReport()
+        self._paused_until_s = 0.0
+        self._loader = Lane("load", self._load)
+        self._saver = Lane("save", self._save)
+        self._pool.wait(1.0)
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take over the engine's KV tensors; where they cannot be understood, every job ends as failed."""
+        geometry = self._geometry
+        try:
+            tensors = register_tensors(kv_caches, geometry.layer_names, self._num_blocks, geometry.block_tokens)
+            order = None
+            if tensors[0].device.type == "cpu" and not geometry.is_mla:
+                order = probe_cpu_order(
+                    self._fmt,
+                    int(tensors[0].shape[2]),
+                    geometry.kv_dtype,
+                    self._vllm_config.model_config.dtype,
+                    self._vllm_config.cache_config.cache_dtype,
+                )
+            self._blocks = KVBlocks(tensors, self._fmt, order)
+        except Unsupported as error:
+            logger.warning("prefix reuse from the pool is off: %s", error)
+        except Exception as error:
+            logger.warning("prefix reuse from the pool is off: %r", error, exc_info=True)
+
+    def start_loads(self, metadata: StepMetadata) -> None:
+        for job in metadata.loads:
+            assert metadata.namespace is not None
+            self._loader.submit(Task(job, metadata.namespace, self._config.load_deadline_s))
+
+    def start_saves(self, metadata: StepMetadata) -> None:
+        """Queue this step's saves; the forward pass that computes their pages has been launched."""
+        if not metadata.saves:
+            return
+        assert metadata.namespace is not None
+        fence = self._fence()
+        for job in metadata.saves:
+            self._saver.submit(Task(job, metadata.namespace, self._config.save_deadline_s, fence))
+
+    def transfer_results(self) -> KVConnectorTransferResults:
+        """Loads that ended since the last step. A failed one is also in :meth:`take_failed_blocks`."""
+        results = KVConnectorTransferResults()
+        for task in self._loader.collect():
+            job = task.job
+            assert isinstance(job, LoadJob)
+            results.finished_recving.add(job.req_id)
+            self._count("load", task, len(job.keys))
+            if task.pages < len(job.keys):
+                self._failed_blocks |= self._blocks_from(job, task.pages)
+                self._report.failed_loads.add(job.req_id)
+        return results
+
+    def take_failed_blocks(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_report(self) -> WorkerReport | None:
+        """Saves that ended and loads that failed since the last step; None where there is nothing to say."""
+        for task in self._saver.collect():
+            assert isinstance(task.job, SaveJob)
+            self._count("save", task, len(task.job.keys))
+            self._report.saves[task.job.job_id] = (1, task.pages)
+        if not self._report.saves and not self._report.failed_loads:
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
+    def take_stats(self) -> ConnectorStats | None:
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, ConnectorStats()
+        return stats
+
+    def close(self) -> None:
+        """Finish what runs, drop the rest, release the pool; idempotent."""
+        self._saver.stop(self._config.save_deadline_s)
+        self._loader.stop(self._config.load_deadline_s)
+        self._pool.close()
+
+    def _fence(self) -> Callable[[], None] | None:
+        """Waits until the work queued on the device so far is done; nothing to wait for on the CPU."""
+        if torch.accelerator.is_available():
+            event = torch.Event()
+            event.record()
+            return event.synchronize
+        return None
+
+    def _space(self, task: Task) -> Space | None:
+        space = self._pool.space(task.namespace, self._shard)
+        if space is None:
+            task.cause = "pool_absent"
+        elif self._blocks is None:
+            task.cause = "unsupported_blocks"
+            return None
+        return space
+
+    def _load(self, task: Task) -> None:
+        job, blocks, space = task.job, self._blocks, self._space(task)
+        assert isinstance(job, LoadJob)
+        if space is None or blocks is None:
+            return
+        page_tokens = self._fmt.page_tokens
+        for start in range(0, len(job.keys), _PAGES_A_READ):
+
+            def consume(index: int, page: npt.NDArray[np.uint8], start: int = start) -> None:
+                number = start + index
+                skip = job.skip_tokens if number == 0 else 0
+                blocks.load_page(job.block_ids, job.first_token + number * page_tokens, page, skip)
+
+            if task.remaining_s < 0:
+                task.cause = "deadline"
+                return
+            found = space.read(job.keys[start : start + _PAGES_A_READ], consume, nbytes=self._fmt.nbytes)
+            task.pages += _leading(found)
+            if not all(found):
+                task.cause = "page_lost"
+                return
+
+    def _save(self, task: Task) -> None:
+        job, blocks, space = task.job, self._blocks, self._space(task)
+        assert isinstance(job, SaveJob)
+        if not self._saves:
+            task.cause, task.pages = "", len(job.keys)
+            return
+        if space is None or blocks is None:
+            return
+        if time.monotonic() < self._paused_until_s:
+            task.cause = "paused"
+            return
+        if task.fence is not None:
+            task.fence()
+        present = space.contains(job.keys)
+        missing = [number for number, found in enumerate(present) if not found]
+        task.pages = len(job.keys) - len(missing)
+        for start in range(0, len(missing), _PAGES_A_WRITE):
+            if task.remaining_s < 0:
+                task.cause = "deadline"
+                return
+            if not self._write(task, space, blocks, missing[start : start + _PAGES_A_WRITE]):
+                return
+
+    def _write(self, task: Task, space: Space, blocks: KVBlocks, numbers: list[int]) -> bool:
+        """Store some pages of a save, given by their number in the job; False where the rest is not worth trying."""
+        job = task.job
+        assert isinstance(job, SaveJob)
+
+        def fill(index: int, page: npt.NDArray[np.uint8]) -> None:
+            blocks.save_page(job.block_ids, job.first_token + numbers[index] * self._fmt.page_tokens, page)
+
+        started_s = time.monotonic()
+        results = space.write(
+            [job.keys[number] for number in numbers],
+            fill,
+            nbytes=self._fmt.nbytes,
+            parents=[job.keys[number - 1] if number else job.parent for number in numbers],
+            deadline_s=_LOCK_WAIT_S,
+        )
+        task.stored += results.count(Put.STORED)
+        task.pages += len(results) - results.count(Put.FAILED)
+        if Put.FAILED not in results:
+            return True
+        task.cause = "pool_refused"
+        if time.monotonic() - started_s >= _LOCK_WAIT_S:
+            self._paused_until_s = time.monotonic() + _PAUSE_S
+        return False
+
+    def _count(self, kind: str, task: Task, num_pages: int) -> None:
+        self._stats.add(f"{kind}s")
+        self._stats.add(f"{kind}_seconds", time.monotonic() - task.submitted_s)
+        if kind == "load":
+            self._stats.add("load_bytes", task.pages * self._fmt.nbytes)
+        else:
+            self._stats.add("saved_pages", task.stored)
+            self._stats.add("save_bytes", task.stored * self._fmt.nbytes)
+        if task.pages < num_pages:
+            cause = task.cause or "unknown"
+            self._stats.fail(f"{kind}_{cause}")
+            log_once(
+                f"{kind}.{cause}",
+                "a %s ended with %d of %d pages after %.3f s: %s; the tokens are recomputed (said once, see metrics)",
+                kind, task.pages, num_pages, time.monotonic() - task.submitted_s, cause,
+                logger=logger,
+            )  # fmt: skip
+
+    def _blocks_from(self, job: LoadJob, pages: int) -> set[int]:
+        """The blocks of a load from the first page on that did not arrive; never those of a local hit."""
+        page_tokens, block_tokens = self._fmt.page_tokens, self._geometry.block_tokens
+        first = job.first_token + (pages * page_tokens if pages else job.skip_tokens)
+        stop = job.first_token + len(job.keys) * page_tokens
+        return set(job.block_ids[first // block_tokens : -(-stop // block_tokens)])
+
+
+def _leading(found: Sequence[bool]) -> int:
+    """How many of the first pages arrived."""
+    return next((number for number, arrived in enumerate(found) if not arrived), len(found))
