@@ -230,7 +230,7 @@ def _slice_axis(axis: Axis, start: int, stop: int) -> list[tuple[int, int, Axis]
     """Index range `[start, stop)` of a nested axis as runs: (first index, byte offset, axis of the run)."""
     if start >= stop:
         return []
-    size, stride = axis[0]
+    stride = axis[0][1]
     rest = axis[1:]
     if not rest:
         return [(start, start * stride, ((stop - start, stride),))]

@@ -7,9 +7,8 @@ serve leaves both halves out: every call then does nothing, after one log line t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -22,7 +21,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import vllm_plugin
 from mooncake_connector.config import Config, load_config
-from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_level
+from mooncake_connector.log import ROOT_LOGGER, get_logger, set_log_level
+from vllm_plugin.contain import contained, nothing
 from vllm_plugin.geometry import Unsupported, read_geometry
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import StepMetadata, WorkerReport
@@ -46,31 +46,6 @@ _IDENTITY_WAIT_S = 2.0
 
 vllm_plugin.register()  # also when loaded by kv_connector_module_path: MultiConnector looks the class up by name
 logger = get_logger(__name__)
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def contained(answer: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Keep an exception of ours out of the engine: log it once and give `answer()` instead."""
-
-    def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        @wraps(method)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return method(*args, **kwargs)
-            except Exception as error:
-                name = method.__name__
-                log_once(f"contained.{name}", "%s failed: %r", name, error, logger=logger, exc_info=True)
-                return answer()
-
-        return call
-
-    return decorate
-
-
-def nothing() -> None:
-    """The answer where nothing is expected."""
 
 
 class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):

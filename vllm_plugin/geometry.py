@@ -50,10 +50,8 @@ class Geometry:
 
     def shard(self, pp_rank: int, tp_rank: int) -> Shard:
         """The part of a page that one rank holds."""
-        if self.pp_size == 1:
-            layers = (0, self.num_layers)
-        else:
-            layers = get_pp_indices(self.num_layers, pp_rank, self.pp_size)
+        one_stage = self.pp_size == 1
+        layers = (0, self.num_layers) if one_stage else get_pp_indices(self.num_layers, pp_rank, self.pp_size)
         if self.num_kv_heads >= self.tp_size:
             count = self.num_kv_heads // self.tp_size
             first = tp_rank * count

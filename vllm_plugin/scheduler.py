@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-
 from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent
 
 from mooncake_connector.config import Config
@@ -25,6 +24,7 @@ from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.keys import content_tokens, page_keys, root_digest
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Space
+from vllm_plugin.contain import contained, nothing
 from vllm_plugin.geometry import Geometry
 from vllm_plugin.identity import adapter_key
 from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
@@ -201,6 +201,7 @@ class SchedulerHalf:
         if tracked is not None and self._writes and tracked.loading is None:
             self._plan_save(tracked, request.num_computed_tokens)
 
+    @contained(nothing)
     def _plan_save(self, tracked: Tracked, num_computed_tokens: int) -> None:
         """Save the full pages among the first `num_computed_tokens`, as far as their tokens are known for good.
 
