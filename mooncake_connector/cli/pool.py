@@ -1,0 +1,83 @@
+"""Finds, opens and deletes the pool folder that a command is about. A command line never creates a pool."""
+
+import contextlib
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from mooncake_connector.config import environ_name, load_config
+from mooncake_connector.errors import PoolError
+from store_client import EmbeddedStore, Store
+
+_MARKER = "pool.json"
+
+
+def locate(pool: Path | None) -> Path:
+    """The folder of an existing pool: the one given, else the configured one.
+
+    Raises PoolError where there is none, and ConfigError for a configuration that cannot be used.
+    """
+    folder = load_config().pool if pool is None else pool.expanduser().absolute()
+    try:
+        found = (folder / _MARKER).is_file()
+    except OSError as error:  # Python before 3.14 raises for a folder that may not be entered
+        raise PoolError(f"pool folder {folder} cannot be read: {error.strerror}") from None
+    if not found:
+        what = "is not a pool" if folder.exists() else "does not exist"
+        raise PoolError(
+            f"pool folder {folder} {what}: an engine creates its pool when it starts; "
+            f"name another folder with --pool or {environ_name('pool')}"
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def opened(pool: Path | None) -> Iterator[Store]:
+    """The store in an existing pool folder, closed at the end of the block. Raises as `locate`, and as opening does."""
+    store = EmbeddedStore(locate(pool))
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def find_namespace(store: Store, beginning: str | None) -> bytes | None:
+    """The digest whose hex digits begin with `beginning`; None for None. Raises PoolError unless exactly one does."""
+    if beginning is None:
+        return None
+    known = {space.namespace.digest: space.namespace.model_name for space in store.namespaces()}
+    matching = [digest for digest in known if digest.hex().startswith(beginning.lower())]
+    if beginning and len(matching) == 1:
+        return matching[0]
+    listed = ", ".join(f"{digest.hex()[:12]} ({name})" for digest, name in sorted(known.items())) or "none"
+    problem = "is the beginning of several namespaces" if matching else "is no namespace of this pool"
+    raise PoolError(f"--namespace {beginning!r} {problem}; it has {listed}")
+
+
+def folder_nbytes(folder: Path) -> int:
+    """Bytes that the files below `folder` occupy; holes do not count."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            total += status.st_blocks * 512 if stat.S_ISREG(status.st_mode) else 0
+    return total
+
+
+def destroy(folder: Path) -> int:
+    """Delete a pool folder; return the bytes it occupied. Raises PoolError that names what could not be deleted."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise PoolError(f"pool folder {folder} is a symbolic link: name the folder that it points to")
+    if status.st_uid != os.geteuid():
+        raise PoolError(f"pool folder {folder} belongs to user {status.st_uid}, not to you: only its owner deletes it")
+    freed = folder_nbytes(folder)
+    # The marker goes first: whatever happens next, nobody opens what is left as a pool.
+    try:
+        (folder / _MARKER).unlink()
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise PoolError(f"pool folder {folder} could not be deleted completely: {error}") from None
+    return freed

@@ -1,0 +1,175 @@
+"""`mooncake-connector store`: look into the pool of KV pages, check it, empty it."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mooncake_connector.cli import pool as pool_
+from mooncake_connector.cli import tables
+from mooncake_connector.cli.output import (
+    EXIT_DAMAGED,
+    EXIT_FAILED,
+    console,
+    error_console,
+    human_nbytes,
+    print_error,
+    print_json,
+)
+from store_client import Store
+
+app = typer.Typer(
+    help="Look into the pool of KV pages, check it, empty it; also while engines use it.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+Pool = Annotated[
+    Path | None,
+    typer.Option(
+        "--pool",
+        "-p",
+        metavar="DIR",
+        help="Pool folder. Default: the configured one, else /dev/shm/mooncake-connector-UID.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Which = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace",
+        "-n",
+        metavar="ID",
+        help="Only this namespace: the beginning of an id that `store ls` prints.",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def stats(pool: Pool = None, as_json: Json = False) -> None:
+    """Size, hits, evictions and failures of the pool, and what each model holds of it.
+
+    Counters are summed over all processes since the pool was created.
+
+    **Examples**
+
+        mooncake-connector store stats
+        mooncake-connector store stats --json | jq '.hit_tokens / (.hit_tokens + .missed_tokens)'
+    """
+    with pool_.opened(pool) as store:
+        state, spaces = store.stats(), store.namespaces()
+    if as_json:
+        print_json({**tables.plain(state), "namespaces": tables.namespaces_json(spaces)})
+        return
+    console().print(tables.stats_table(state))
+    if spaces:
+        console().print(tables.namespaces_table(spaces))
+
+
+@app.command("ls")
+def list_(pool: Pool = None, as_json: Json = False) -> None:
+    """List what the pool holds, by model and by the part of a page (layers, KV heads) that one rank stores.
+
+    **Examples**
+
+        mooncake-connector store ls
+        mooncake-connector store ls --pool /mnt/kv --json
+    """
+    with pool_.opened(pool) as store:
+        spaces = store.namespaces()
+    if as_json:
+        print_json(tables.spaces_json(spaces))
+    elif spaces:
+        console().print(tables.spaces_table(spaces))
+    else:
+        typer.echo("the pool is empty")
+
+
+@app.command()
+def clear(pool: Pool = None, namespace: Which = None, yes: Yes = False, as_json: Json = False) -> None:
+    """Forget all pages, or those of one namespace. Engines that use the pool go on and compute again.
+
+    **Examples**
+
+        mooncake-connector store clear
+        mooncake-connector store clear --namespace 3f9a1c --yes
+    """
+    with pool_.opened(pool) as store:
+        digest = pool_.find_namespace(store, namespace)
+        _confirm(_clear_question(store, digest), yes)
+        pages = store.clear(digest)
+    if as_json:
+        print_json({"cleared_pages": pages})
+    else:
+        typer.echo(f"forgot {pages:,} pages")
+
+
+@app.command()
+def verify(pool: Pool = None, as_json: Json = False) -> None:
+    """Read every page and hold it against its checksum. Damaged pages are forgotten; the exit code is then 3.
+
+    **Examples**
+
+        mooncake-connector store verify
+        mooncake-connector store verify --json
+    """
+    with pool_.opened(pool) as store, _progress() as progress:
+        task = progress.add_task("verifying", total=None)
+        report = store.verify(lambda done, pages: progress.update(task, completed=done, total=pages))
+    if as_json:
+        print_json(dataclasses.asdict(report))
+    elif report.corrupt:
+        typer.echo(f"{report.corrupt:,} of {report.pages:,} pages were damaged and are forgotten")
+    else:
+        typer.echo(f"all {report.pages:,} pages ({human_nbytes(report.nbytes)}) are sound")
+    if report.corrupt:
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+@app.command()
+def destroy(pool: Pool = None, yes: Yes = False, as_json: Json = False) -> None:
+    """Delete the pool folder and give its memory back.
+
+    Refuses a folder that is not a pool. Engines that still use it go on without a pool until they restart.
+
+    **Examples**
+
+        mooncake-connector store destroy
+        mooncake-connector store destroy --pool /dev/shm/mooncake-connector-1000 --yes
+    """
+    folder = pool_.locate(pool)
+    _confirm(f"Delete the pool {folder} ({human_nbytes(pool_.folder_nbytes(folder))})?", yes)
+    freed = pool_.destroy(folder)
+    if as_json:
+        print_json({"pool": str(folder), "freed_nbytes": freed})
+    else:
+        typer.echo(f"deleted {folder}, {human_nbytes(freed)} are free again")
+
+
+def _confirm(question: str, yes: bool) -> None:
+    """Ask on stderr, so that stdout holds the result alone; anything but a yes ends the command."""
+    if yes:
+        return
+    typer.echo(f"{question} [y/N] ", err=True, nl=False)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        print_error("nothing was done; answer y, or say --yes")
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _clear_question(store: Store, digest: bytes | None) -> str:
+    spaces = [space for space in store.namespaces() if digest in (None, space.namespace.digest)]
+    pages, nbytes = sum(space.pages for space in spaces), sum(space.nbytes for space in spaces)
+    models = ", ".join(sorted({space.namespace.model_name for space in spaces})) or "no model"
+    return f"Forget {pages:,} pages ({human_nbytes(nbytes)}) of {models} in {store.stats().location}?"
+
+
+def _progress() -> Progress:
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    screen = error_console()
+    return Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True)

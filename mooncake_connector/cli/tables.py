@@ -1,0 +1,158 @@
+"""What a store holds, as tables for people and as plain values for JSON."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from mooncake_connector.cli.output import human_nbytes, human_seconds, human_share
+from store_client import SpaceInfo, StoreStats
+
+ID_DIGITS = 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamespaceTotal:
+    """One namespace, its shards added up."""
+
+    id: str
+    model_name: str
+    kv_dtype: str
+    page_tokens: int
+    shards: int
+    pages: int
+    nbytes: int
+    oldest_s: float
+    idle_s: float
+
+
+def totals(spaces: Iterable[SpaceInfo]) -> list[NamespaceTotal]:
+    """The namespaces behind `spaces`, the largest first."""
+    groups: dict[bytes, list[SpaceInfo]] = {}
+    for space in spaces:
+        groups.setdefault(space.namespace.digest, []).append(space)
+    found = [
+        NamespaceTotal(
+            id=digest.hex(),
+            model_name=group[0].namespace.model_name,
+            kv_dtype=group[0].namespace.kv_dtype,
+            page_tokens=group[0].namespace.page_tokens,
+            shards=len(group),
+            pages=sum(space.pages for space in group),
+            nbytes=sum(space.nbytes for space in group),
+            oldest_s=max(space.oldest_s for space in group),
+            idle_s=min((space.idle_s for space in group if space.pages), default=0.0),
+        )
+        for digest, group in groups.items()
+    ]
+    return sorted(found, key=lambda total: (-total.nbytes, total.id))
+
+
+def plain(value: Any) -> dict[str, Any]:
+    """A dataclass as a dict of plain values."""
+    return {
+        field.name: dict(inner) if hasattr(inner := getattr(value, field.name), "items") else inner
+        for field in dataclasses.fields(value)
+    }
+
+
+def namespaces_json(spaces: Iterable[SpaceInfo]) -> list[dict[str, Any]]:
+    return [plain(total) for total in totals(spaces)]
+
+
+def spaces_json(spaces: Iterable[SpaceInfo]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": space.namespace.digest.hex(),
+            "namespace": space.namespace.to_dict(),
+            "shard": dataclasses.asdict(space.shard),
+            "pages": space.pages,
+            "nbytes": space.nbytes,
+            "oldest_s": space.oldest_s,
+            "idle_s": space.idle_s,
+        }
+        for space in _sorted(spaces)
+    ]
+
+
+def stats_table(stats: StoreStats) -> Table:
+    table = Table(title=f"Pool {escape(stats.location)}", title_justify="left", show_header=False, box=box.SIMPLE)
+    table.add_column(style="bold")
+    table.add_column()
+    share = human_share(stats.used_nbytes, stats.capacity_nbytes)
+    used, capacity = human_nbytes(stats.used_nbytes), human_nbytes(stats.capacity_nbytes)
+    tokens = stats.hit_tokens + stats.missed_tokens
+    table.add_row("used", f"{used} of {capacity} ({share})")
+    table.add_row("pages", f"{stats.pages:,} of at most {stats.max_pages:,}")
+    table.add_row("index", human_nbytes(stats.index_nbytes))
+    table.add_row("hit tokens", f"{stats.hit_tokens:,} ({human_share(stats.hit_tokens, tokens)} of those looked up)")
+    table.add_row("missed tokens", f"{stats.missed_tokens:,}")
+    table.add_row("read", f"{stats.read_pages:,} pages, {human_nbytes(stats.read_nbytes)}")
+    table.add_row("stored", f"{stats.stored_pages:,} pages, {human_nbytes(stats.stored_nbytes)}")
+    table.add_row("already present", f"{stats.present_pages:,} pages")
+    table.add_row("evicted", f"{stats.evicted_pages:,} pages")
+    table.add_row("removed", f"{stats.removed_pages:,} pages")
+    table.add_row("damaged", f"{stats.corrupt_pages:,} pages")
+    table.add_row("taken back from dead writers", human_nbytes(stats.reclaimed_nbytes))
+    failures = ", ".join(f"{cause} {count:,}" for cause, count in sorted(stats.failures.items()) if count)
+    table.add_row("failures", failures or "none")
+    return table
+
+
+def namespaces_table(spaces: Sequence[SpaceInfo]) -> Table:
+    table = _table("Namespaces", "id", "model", "KV dtype", "page", "shards>", "pages>", "size>", "oldest>", "idle>")
+    for total in totals(spaces):
+        table.add_row(
+            total.id[:ID_DIGITS],
+            escape(total.model_name),
+            total.kv_dtype,
+            f"{total.page_tokens} tokens",
+            str(total.shards),
+            *_amounts(total.pages, total.nbytes, total.oldest_s, total.idle_s),
+        )
+    return table
+
+
+def spaces_table(spaces: Sequence[SpaceInfo]) -> Table:
+    table = _table("", "id", "model", "KV dtype", "page", "layers", "heads", "pages>", "size>", "oldest>", "idle>")
+    for space in _sorted(spaces):
+        name, shard = space.namespace, space.shard
+        table.add_row(
+            name.digest.hex()[:ID_DIGITS],
+            escape(name.model_name),
+            name.kv_dtype,
+            f"{name.page_tokens} tokens",
+            f"{shard.layer_start}-{shard.layer_stop - 1} of {name.num_layers}",
+            f"{shard.head_start}-{shard.head_stop - 1} of {name.num_kv_heads}" + (" (MLA)" if name.is_mla else ""),
+            *_amounts(space.pages, space.nbytes, space.oldest_s, space.idle_s),
+        )
+    return table
+
+
+def _sorted(spaces: Iterable[SpaceInfo]) -> list[SpaceInfo]:
+    return sorted(
+        spaces,
+        key=lambda space: (
+            space.namespace.model_name,
+            space.namespace.digest,
+            dataclasses.astuple(space.shard),
+        ),
+    )
+
+
+def _table(title: str, *headings: str) -> Table:
+    """A table whose headings that end in ">" are aligned to the right."""
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE)
+    for heading in headings:
+        right = heading.endswith(">")
+        table.add_column(heading.rstrip(">"), justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def _amounts(pages: int, nbytes: int, oldest_s: float, idle_s: float) -> tuple[str, str, str, str]:
+    if not pages:
+        return "0", human_nbytes(nbytes), "-", "-"
+    return f"{pages:,}", human_nbytes(nbytes), human_seconds(oldest_s), human_seconds(idle_s)

@@ -1,0 +1,319 @@
+"""The command line: what a person reads, what a script reads, what is asked before pages go, and no traceback."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import mooncake_connector
+from mooncake_connector.cli import main as main_
+from mooncake_connector.cli import pool as pool_
+from mooncake_connector.cli.main import app
+from mooncake_connector.cli.output import human_nbytes, human_seconds, human_share
+from mooncake_connector.errors import PoolError
+from mooncake_connector.namespace import Namespace
+from store_client import Shard, SpaceInfo, StoreStats, VerifyReport
+
+GIB = 1 << 30
+
+
+def namespace(model_name: str, **fields: object) -> Namespace:
+    values = {
+        "model_name": model_name,
+        "model_digest": f"digest of {model_name}",
+        "kv_dtype": "bfloat16",
+        "num_layers": 30,
+        "num_kv_heads": 4,
+        "head_dim": 64,
+        "page_tokens": 64,
+    }
+    return Namespace(**{**values, **fields})
+
+
+SMALL = namespace("org/small")
+LARGE = namespace("org/[large]")
+SPACES = [
+    SpaceInfo(SMALL, Shard(0, 30, 0, 4), pages=10, nbytes=10 << 20, oldest_s=7200.0, idle_s=30.0),
+    SpaceInfo(LARGE, Shard(0, 30, 0, 2), pages=100, nbytes=1 * GIB, oldest_s=400000.0, idle_s=900.0),
+    SpaceInfo(LARGE, Shard(0, 30, 2, 4), pages=90, nbytes=1 * GIB, oldest_s=300.0, idle_s=5.0),
+]
+STATS = StoreStats(
+    location="/dev/shm/pool",
+    capacity_nbytes=8 * GIB,
+    used_nbytes=2 * GIB,
+    pages=200,
+    index_nbytes=3 << 20,
+    max_pages=262144,
+    hit_tokens=6400,
+    missed_tokens=1600,
+    evicted_pages=17,
+    failures={"full": 2, "busy": 0},
+)
+
+
+class FakeStore:
+    """Answers with what a test put in, and keeps what it was asked to do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.report = VerifyReport(pages=200, nbytes=2 * GIB, corrupt=0)
+        self.spaces, self.state = SPACES, STATS
+        self.cleared: list[bytes | None] = []
+        self.closed = False
+
+    def stats(self):
+        return self.state
+
+    def namespaces(self):
+        return self.spaces
+
+    def clear(self, namespace_digest=None):
+        self.cleared.append(namespace_digest)
+        return 200
+
+    def verify(self, progress=None):
+        for done in (0, 100, 200):
+            progress(done, 200)
+        return self.report
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def pool(tmp_path) -> Path:
+    folder = tmp_path / "pool"
+    folder.mkdir()
+    (folder / "pool.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def store(pool, monkeypatch) -> FakeStore:
+    fake = FakeStore(pool)
+    monkeypatch.setattr(pool_, "EmbeddedStore", lambda folder: fake if folder == pool else pytest.fail(str(folder)))
+    return fake
+
+
+@pytest.fixture
+def run(pool, store, monkeypatch) -> Callable:
+    monkeypatch.setenv("MOONCAKE_CONNECTOR_POOL", str(pool))
+    return lambda *arguments, **options: CliRunner().invoke(app, arguments, **options)
+
+
+class TestHelp:
+    def test_version(self, run):
+        result = run("--version")
+        assert (result.exit_code, result.stdout) == (0, f"mooncake-connector {mooncake_connector.__version__}\n")
+
+    @pytest.mark.parametrize(
+        "arguments, words",
+        [
+            (["--help"], ["store", "bench", "vllm serve", "MooncakeKVConnector", "Exit codes", "--version"]),
+            (["store", "--help"], ["stats", "ls", "clear", "verify", "destroy"]),
+            (["store", "stats", "--help"], ["--pool", "--json", "Examples", "mooncake-connector store stats --json"]),
+            (["store", "ls", "--help"], ["--pool", "--json", "mooncake-connector store ls"]),
+            (["store", "clear", "--help"], ["--yes", "--namespace", "mooncake-connector store clear"]),
+            (["store", "verify", "--help"], ["exit code is then 3", "mooncake-connector store verify"]),
+            (["store", "destroy", "--help"], ["--yes", "mooncake-connector store destroy"]),
+        ],
+        ids=lambda value: " ".join(value) if value[-1] == "--help" else "",
+    )
+    def test_help_teaches_the_command(self, run, arguments, words):
+        result = run(*arguments, terminal_width=120)
+        text = re.sub(r"\x1b\[[0-9;]*m", "", result.output)
+        assert result.exit_code == 0
+        assert [word for word in words if word not in text] == []
+
+    def test_no_command_shows_the_help(self, run):
+        assert "Usage" in run().output
+
+    def test_an_unknown_command_is_wrong_usage(self, run):
+        assert run("store", "explode").exit_code == 2
+
+
+class TestStats:
+    def test_people_see_size_hits_evictions_failures_and_models(self, run):
+        text = run("store", "stats").stdout
+        expected = ["/dev/shm/pool", "2.0 GiB of 8.0 GiB (25.0%)", "200", "6,400 (80.0%", "1,600", "17 pages", "full 2"]
+        assert [word for word in [*expected, "org/small", "org/[large]"] if word not in text] == []
+        assert "busy" not in text
+
+    def test_json_has_every_counter_and_the_sums_by_namespace(self, run):
+        value = json.loads(run("store", "stats", "--json").stdout)
+        assert (value["hit_tokens"], value["failures"]) == (6400, {"full": 2, "busy": 0})
+        assert value["namespaces"][0] == {
+            "id": LARGE.digest.hex(),
+            "model_name": "org/[large]",
+            "kv_dtype": "bfloat16",
+            "page_tokens": 64,
+            "shards": 2,
+            "pages": 190,
+            "nbytes": 2 * GIB,
+            "oldest_s": 400000.0,
+            "idle_s": 5.0,
+        }
+
+    def test_an_empty_pool_has_no_table_of_namespaces(self, run, store):
+        store.spaces, store.state = [], StoreStats("/dev/shm/pool", GIB, 0, 0, 0, 100)
+        result = run("store", "stats")
+        assert result.exit_code == 0 and "Namespaces" not in result.stdout
+
+    def test_the_store_is_closed(self, run, store):
+        run("store", "stats")
+        assert store.closed
+
+
+class TestList:
+    def test_people_see_one_line_for_each_part_of_a_page(self, run):
+        lines = [line.split() for line in run("store", "ls").stdout.splitlines() if "org/" in line]
+        assert [line[0] for line in lines] == [LARGE.digest.hex()[:12]] * 2 + [SMALL.digest.hex()[:12]]
+        assert " ".join(lines[1][1:]) == "org/[large] bfloat16 64 tokens 0-29 of 30 2-3 of 4 90 1.0 GiB 5 min 5 s"
+
+    def test_json_has_the_whole_namespace(self, run):
+        value = json.loads(run("store", "ls", "--json").stdout)
+        assert Namespace.from_dict(value[2]["namespace"]) == SMALL
+        assert value[1]["shard"] == {"layer_start": 0, "layer_stop": 30, "head_start": 2, "head_stop": 4}
+
+    def test_an_empty_pool_says_so(self, run, store):
+        store.spaces = []
+        assert run("store", "ls").stdout == "the pool is empty\n"
+        assert json.loads(run("store", "ls", "--json").stdout) == []
+
+
+class TestClear:
+    def test_it_asks_and_goes_on_after_yes(self, run, store):
+        result = run("store", "clear", input="y\n")
+        assert "Forget 200 pages (2.0 GiB) of org/[large], org/small in /dev/shm/pool?" in result.stderr
+        assert (result.exit_code, result.stdout, store.cleared) == (0, "forgot 200 pages\n", [None])
+
+    @pytest.mark.parametrize("answer", ["n\n", "\n", ""], ids=["no", "nothing", "end of input"])
+    def test_without_a_yes_nothing_is_forgotten(self, run, store, answer):
+        result = run("store", "clear", input=answer)
+        assert (result.exit_code, result.stdout, store.cleared) == (1, "", [])
+        assert "nothing was done" in result.stderr
+
+    def test_yes_can_be_said_before(self, run, store):
+        result = run("store", "clear", "--yes", "--json", input="")
+        assert (json.loads(result.stdout), result.stderr) == ({"cleared_pages": 200}, "")
+
+    def test_one_namespace_is_named_by_the_beginning_of_its_id(self, run, store):
+        run("store", "clear", "--yes", "--namespace", SMALL.digest.hex()[:8].upper())
+        assert store.cleared == [SMALL.digest]
+
+    @pytest.mark.parametrize("beginning", ["zz", ""])
+    def test_an_id_that_does_not_name_one_namespace_is_an_error_that_lists_them(self, run, store, beginning):
+        result = run("store", "clear", "--yes", "--namespace", beginning)
+        assert (result.exit_code, store.cleared) == (1, [])
+        assert f"{SMALL.digest.hex()[:12]} (org/small)" in result.stderr
+
+    def test_the_question_about_one_namespace_counts_only_its_pages(self, run):
+        result = run("store", "clear", "-n", SMALL.digest.hex(), input="n\n")
+        assert "Forget 10 pages (10.0 MiB) of org/small in" in result.stderr
+
+
+class TestVerify:
+    def test_sound_pages_exit_with_0(self, run):
+        result = run("store", "verify")
+        assert (result.exit_code, result.stdout) == (0, "all 200 pages (2.0 GiB) are sound\n")
+
+    def test_damaged_pages_exit_with_3(self, run, store):
+        store.report = VerifyReport(pages=200, nbytes=2 * GIB, corrupt=2)
+        result = run("store", "verify")
+        assert (result.exit_code, result.stdout) == (3, "2 of 200 pages were damaged and are forgotten\n")
+
+    def test_json_is_the_report_alone(self, run, store):
+        store.report = VerifyReport(pages=200, nbytes=2 * GIB, corrupt=2)
+        result = run("store", "verify", "--json")
+        assert (result.exit_code, json.loads(result.stdout)) == (3, {"pages": 200, "nbytes": 2 * GIB, "corrupt": 2})
+
+
+class TestDestroy:
+    def test_it_asks_and_deletes_the_folder(self, run, pool):
+        result = run("store", "destroy", input="y\n")
+        assert f"Delete the pool {pool}" in result.stderr
+        assert (result.exit_code, pool.exists()) == (0, False)
+
+    def test_without_a_yes_the_folder_stays(self, run, pool):
+        assert (run("store", "destroy", input="n\n").exit_code, pool.exists()) == (1, True)
+
+    def test_json_says_what_was_freed(self, run, pool):
+        (pool / "arena").write_bytes(b"x" * 8192)
+        result = run("store", "destroy", "--yes", "--json")
+        assert json.loads(result.stdout)["pool"] == str(pool)
+        assert json.loads(result.stdout)["freed_nbytes"] >= 8192
+
+    def test_a_folder_that_is_no_pool_is_not_deleted(self, run, tmp_path):
+        other = tmp_path / "photos"
+        other.mkdir()
+        result = run("store", "destroy", "--yes", "--pool", str(other))
+        assert (result.exit_code, other.exists()) == (1, True)
+        assert f"pool folder {other} is not a pool" in result.stderr
+
+    def test_a_link_to_a_pool_is_not_followed(self, run, pool, tmp_path):
+        link = tmp_path / "link"
+        link.symlink_to(pool)
+        result = run("store", "destroy", "--yes", "--pool", str(link))
+        assert (result.exit_code, pool.exists()) == (1, True)
+        assert "is a symbolic link" in result.stderr
+
+
+class TestErrors:
+    def test_a_pool_that_is_not_there_is_named_with_what_to_do(self, run, tmp_path):
+        result = run("store", "stats", "--pool", str(tmp_path / "absent"))
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr.startswith(f"error: pool folder {tmp_path / 'absent'} does not exist: ")
+        assert "--pool or MOONCAKE_CONNECTOR_POOL" in result.stderr
+
+    def test_looking_creates_no_pool(self, run, tmp_path):
+        run("store", "stats", "--pool", str(tmp_path / "absent"))
+        assert not (tmp_path / "absent").exists()
+
+    def test_a_relative_pool_is_taken_from_the_working_folder(self, run, pool, monkeypatch):
+        monkeypatch.chdir(pool.parent)
+        assert run("store", "stats", "--pool", "pool").exit_code == 0
+
+    def test_a_pool_that_cannot_be_opened_is_one_line(self, run, monkeypatch):
+        def refuse(folder):
+            raise PoolError(f"pool folder {folder} belongs to user 7")
+
+        monkeypatch.setattr(pool_, "EmbeddedStore", refuse)
+        result = run("store", "stats")
+        assert result.exit_code == 1
+        assert re.fullmatch(r"error: pool folder \S+ belongs to user 7\n", result.stderr)
+
+    def test_a_bad_configuration_is_one_line(self, run):
+        result = run("store", "stats", env={"MOONCAKE_CONNECTOR_PAGE_TOKENS": "63"})
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: environment variable MOONCAKE_CONNECTOR_PAGE_TOKENS is '63': expected ")
+
+    def test_an_unexpected_error_is_one_line_as_well(self, monkeypatch, capsys):
+        monkeypatch.setattr(main_, "app", lambda: {}["gone"])
+        with pytest.raises(SystemExit) as caught:
+            main_.main()
+        captured = capsys.readouterr()
+        assert caught.value.code == 1
+        assert captured.err.startswith("error: internal error, KeyError in test_cli.py:") and "'gone'" in captured.err
+        assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    "nbytes, text",
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (GIB - 1, "1.0 GiB"), (16 * GIB, "16.0 GiB")],
+)
+def test_sizes_are_in_binary_units(nbytes, text):
+    assert human_nbytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0.4, "0 s"), (59, "59 s"), (61, "1 min"), (7200, "2.0 h"), (400000, "4.6 d")]
+)
+def test_ages_are_in_one_unit(seconds, text):
+    assert human_seconds(seconds) == text
+
+
+def test_a_share_of_nothing_is_a_dash():
+    assert (human_share(1, 4), human_share(0, 0)) == ("25.0%", "-")

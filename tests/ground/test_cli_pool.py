@@ -1,0 +1,116 @@
+"""The command line on a real pool: what the store holds is what a person is shown."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mooncake_connector.cli.main import app
+from mooncake_connector.keys import page_keys
+from mooncake_connector.namespace import Namespace
+from store_client import EmbeddedStore, Put, Shard
+
+PAGE_NBYTES = 64 << 10
+CAPACITY_NBYTES = 32 << 20
+WHOLE = Shard(0, 2, 0, 1)
+
+
+def namespace(model_name: str) -> Namespace:
+    return Namespace(
+        model_name=model_name,
+        model_digest=f"digest of {model_name}",
+        kv_dtype="bfloat16",
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=64,
+        page_tokens=64,
+    )
+
+
+FIRST, SECOND = namespace("org/first"), namespace("org/second")
+
+
+def fill(store: EmbeddedStore, name: Namespace, pages: int) -> None:
+    keys = page_keys(list(range(64 * pages)), 64)
+    content = [bytes([i % 251]) * PAGE_NBYTES for i in range(pages)]
+    parents = [None, *keys[:-1]]
+    assert store.space(name, WHOLE).put(keys, content, parents=parents, deadline_s=10.0) == [Put.STORED] * pages
+
+
+@pytest.fixture
+def pool(tmp_path) -> Path:
+    folder = tmp_path / "pool"
+    with EmbeddedStore(folder, CAPACITY_NBYTES) as store:
+        fill(store, FIRST, 7)
+        fill(store, SECOND, 3)
+        store.space(FIRST, WHOLE).record_lookup(hit_pages=5, missed_pages=2, page_tokens=64)
+    return folder
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_stats_add_up_by_model(pool):
+    stats = json.loads(run("store", "stats", "--pool", pool, "--json"))
+    assert (stats["pages"], stats["stored_pages"], stats["location"]) == (10, 10, str(pool))
+    assert (stats["hit_tokens"], stats["missed_tokens"]) == (320, 128)
+    by_model = {entry["model_name"]: (entry["pages"], entry["nbytes"]) for entry in stats["namespaces"]}
+    assert by_model == {"org/first": (7, 7 * PAGE_NBYTES), "org/second": (3, 3 * PAGE_NBYTES)}
+
+
+def test_looking_does_not_change_the_capacity(pool):
+    for _ in range(2):
+        assert json.loads(run("store", "stats", "--pool", pool, "--json"))["capacity_nbytes"] == CAPACITY_NBYTES
+
+
+def test_ls_gives_back_the_namespaces_that_were_stored(pool):
+    entries = json.loads(run("store", "ls", "--pool", pool, "--json"))
+    assert [Namespace.from_dict(entry["namespace"]) for entry in entries] == [FIRST, SECOND]
+
+
+def test_a_pool_in_use_can_be_looked_at(pool):
+    with EmbeddedStore(pool) as store:
+        fill(store, namespace("org/third"), 1)
+        assert "org/third" in run("store", "ls", "--pool", pool)
+
+
+def test_a_flipped_byte_is_found_once(pool):
+    assert "all 10 pages" in run("store", "verify", "--pool", pool)
+    arena = pool / "arena"
+    content = bytearray(arena.read_bytes())
+    content[content.index(bytes([5]) * PAGE_NBYTES) + 1000] ^= 1
+    with arena.open("r+b") as file:
+        file.write(content)
+    assert "1 of 10 pages were damaged" in run("store", "verify", "--pool", pool, code=3)
+    assert "all 9 pages" in run("store", "verify", "--pool", pool)
+
+
+def test_clear_of_one_namespace_leaves_the_other(pool):
+    run("store", "clear", "--pool", pool, "--namespace", FIRST.digest.hex()[:12], "--yes")
+    stats = json.loads(run("store", "stats", "--pool", pool, "--json"))
+    assert {entry["model_name"]: entry["pages"] for entry in stats["namespaces"] if entry["pages"]} == {"org/second": 3}
+
+
+def test_clear_without_a_namespace_empties_the_pool(pool):
+    run("store", "clear", "--pool", pool, "--yes")
+    assert json.loads(run("store", "stats", "--pool", pool, "--json"))["pages"] == 0
+
+
+def test_destroy_leaves_nothing_behind(pool):
+    run("store", "destroy", "--pool", pool, "--yes")
+    assert list(pool.parent.iterdir()) == []
+
+
+def test_a_process_of_its_own_prints_the_result_on_stdout_and_errors_on_stderr(pool):
+    command = [sys.executable, "-m", "mooncake_connector.cli.main", "store", "stats", "--json", "--pool"]
+    right = subprocess.run([*command, str(pool)], capture_output=True, text=True)
+    assert (right.returncode, right.stderr, json.loads(right.stdout)["pages"]) == (0, "", 10)
+    wrong = subprocess.run([*command, str(pool.parent)], capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert wrong.stderr.startswith(f"error: pool folder {pool.parent} is not a pool") and wrong.stderr.count("\n") == 1
