@@ -52,10 +52,13 @@ def model_digest(
     Raises ModelIdentityError that names the path where configuration or weights are missing or cannot be read.
     """
     path = Path(path)
-    if path.is_file():
-        weights, meaning, config = [path], [], None
-    else:
-        weights, meaning, config = _weight_files(path), _matching(path, _MEANING_PATTERNS), _read_config(path)
+    try:
+        if path.is_file():
+            weights, meaning, config = [path], [], None
+        else:
+            weights, meaning, config = _weight_files(path), _matching(path, _MEANING_PATTERNS), _read_config(path)
+    except OSError as error:
+        raise ModelIdentityError(f"model path {path} cannot be read: {error.strerror}") from None
     identity = {
         "config": config,
         "weights": sorted(fingerprint_files(weights, cache_dir).values()),
@@ -72,7 +75,10 @@ def files_digest(path: Path, patterns: Sequence[str], *, cache_dir: Path | None 
     ModelIdentityError where nothing matches.
     """
     path = Path(path)
-    files = _matching(path, patterns)
+    try:
+        files = _matching(path, patterns)
+    except OSError as error:
+        raise ModelIdentityError(f"{path} cannot be read: {error.strerror}") from None
     if not files:
         raise ModelIdentityError(f"{path} has no file that matches {', '.join(patterns)}: its identity is unknown")
     named = {file.name: fingerprint for file, fingerprint in fingerprint_files(files, cache_dir).items()}

@@ -201,6 +201,10 @@ class TestErrors:
         with pytest.raises(ModelIdentityError, match="absent is not a folder"):
             model_digest(tmp_path / "absent")
 
+    def test_a_path_that_cannot_exist_is_named(self, tmp_path):
+        with pytest.raises(ModelIdentityError, match=r"model path .*xxx cannot be read: File name too long"):
+            model_digest(tmp_path / ("x" * 300))
+
     def test_a_missing_configuration_is_named(self, tmp_path):
         path = checkpoint(tmp_path / "model")
         (path / "config.json").unlink()
