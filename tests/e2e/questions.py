@@ -1,0 +1,68 @@
+"""Prompts whose greedy answer is worth comparing, with the answer of the engine without us.
+
+Equality of texts says something only if (a) rounding cannot flip a step: every step's best token is clearly ahead of the
+next, and (b) the text depends on the cache: the same prompt with another page somewhere has another answer. `Examiner` asks a
+plain server and keeps drawing prompts until both hold.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from e2e.client import Client
+
+__all__ = ["Examiner", "Question", "draw_tokens"]
+
+PAGE_TOKENS = 64
+NUM_BYTES = 256  # the random-weight models know every byte as a token
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, and the tokens that plain vLLM answers it with."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+    @property
+    def num_full_pages(self) -> int:
+        return len(self.prompt) // PAGE_TOKENS
+
+
+def draw_tokens(source: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(source.randrange(NUM_BYTES) for _ in range(count))
+
+
+class Examiner:
+    """Finds questions of wanted lengths by asking `plain`, a server without the connector and without a prefix cache."""
+
+    def __init__(self, plain: Client, *, max_tokens: int = 6, smallest_gap: float = 0.08, draws: int = 200) -> None:
+        self._plain, self._max_tokens, self._smallest_gap, self._draws = plain, max_tokens, smallest_gap, draws
+
+    def question(self, name: str, num_tokens: int, *, prefix: Sequence[int] = (), depends_on_prefix: bool = True) -> Question:
+        """A clear question of `num_tokens` tokens that begins with `prefix`; the same one for the same name on every run."""
+        source = random.Random(zlib.crc32(name.encode()))
+        for _ in range(self._draws):
+            prompt = (*prefix, *draw_tokens(source, num_tokens - len(prefix)))
+            answer = self._plain.ask(prompt, max_tokens=self._max_tokens)
+            if answer.smallest_gap < self._smallest_gap:
+                continue
+            if depends_on_prefix and not self._depends_on_every_page(prompt, answer.token_ids, source):
+                continue
+            return Question(prompt, answer.token_ids)
+        raise AssertionError(f"none of {self._draws} prompts drawn for {name!r} has an answer with a clear margin")
+
+    def _depends_on_every_page(self, prompt: tuple[int, ...], answer: tuple[int, ...], source: random.Random) -> bool:
+        """Whether the answer changes when the first, the middle or the last full page is another one."""
+        pages = len(prompt) // PAGE_TOKENS
+        for page in sorted({0, pages // 2, pages - 1} - {-1}):
+            start, stop = page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS
+            if stop > len(prompt):
+                continue
+            other = (*prompt[:start], *draw_tokens(source, PAGE_TOKENS), *prompt[stop:])
+            if self._plain.ask(other, max_tokens=self._max_tokens).token_ids == answer:
+                return False
+        return True
