@@ -1,0 +1,112 @@
+"""Start a real Mooncake Store on this machine and measure it: a master and two client processes, TCP on the loopback.
+
+Three settings, kept apart: the pages in another process's segment with the TCP connection pool off, the same with it
+on, and the pages in the measuring process's own segment. Mooncake's checksums stay off, as is its default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mooncake_connector.cli.bench import processes
+from mooncake_connector.cli.bench.measure import BenchError, Scale
+
+POOL_OFF = "other process, connection pool off"
+POOL_ON = "other process, connection pool on"
+OWN = "own segment"
+
+_SCRIPT = Path(__file__).with_name("mooncake_client.py")
+_START_DEADLINE_S = 60.0
+_MEASURE_DEADLINE_S = 240.0
+_LEASE_TTL_MS = 10_000
+_INSTALL = (
+    'Install it with `pip install "mooncake-connector[mooncake]"`, or into another environment named by '
+    "--peer-python with `pip install mooncake-transfer-engine-non-cuda==0.3.13.post1`; it also needs the system "
+    "packages libibverbs1 libnuma1 librdmacm1 liburing2 libcurl4."
+)
+
+
+@dataclass(frozen=True)
+class Install:
+    """A Mooncake wheel that can be imported by ``python``."""
+
+    python: str
+    package: Path
+    version: str
+
+
+def locate(python: str) -> Install:
+    """Raises BenchError that says what to install where ``python`` cannot import the wheel."""
+    probe = (
+        "import importlib.metadata as m, mooncake, mooncake.store\n"
+        "names = [d.name for d in m.distributions() if d.name.startswith('mooncake-transfer-engine')]\n"
+        "print(list(mooncake.__path__)[0]); print(names[0] + ' ' + m.version(names[0]) if names else 'unknown')"
+    )
+    try:
+        done = subprocess.run([python, "-c", probe], capture_output=True, text=True, timeout=_START_DEADLINE_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchError(f"cannot run the peer's Python {python}: {error}. {_INSTALL}") from error
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise BenchError(f"{python} cannot import the Mooncake Store ({reason}). {_INSTALL}")
+    package, version = done.stdout.strip().splitlines()[-2:]
+    return Install(python, Path(package), version)
+
+
+@contextlib.contextmanager
+def master(install: Install, log: Any) -> Iterator[str]:
+    """A running Mooncake master; gives its ``host:port``."""
+    port, metrics_port = processes.free_ports(2)
+    command = [
+        str(install.package / "mooncake_master"),
+        "--rpc_address=127.0.0.1",
+        f"--rpc_port={port}",
+        "--metrics_host=127.0.0.1",
+        f"--metrics_port={metrics_port}",
+        f"--default_kv_lease_ttl={_LEASE_TTL_MS}",
+        "--logtostderr=true",
+    ]
+    with processes.running(command, log) as process:
+        processes.wait_until(lambda: processes.accepts(port), process, _START_DEADLINE_S, "the Mooncake master")
+        yield f"127.0.0.1:{port}"
+
+
+def measure(install: Install, scale: Scale, progress: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    """Seconds by figure for each setting. A setting that fails has its reason under ``error``, and what it got."""
+    results: dict[str, dict[str, Any]] = {}
+    for setting, pool, held in ((POOL_OFF, "0", True), (POOL_ON, "1", True), (OWN, "1", False)):
+        progress(f"Mooncake Store: {setting}")
+        with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder, tempfile.TemporaryFile() as log:
+            try:
+                results[setting] = _measure_one(install, scale, pool, held, Path(folder), log)
+            except (BenchError, OSError) as error:
+                results[setting] = {"error": f"{error}: {processes.last_lines(log)}"}
+        if "error" in results[setting]:
+            progress(f"WARNING: Mooncake Store, {setting}: incomplete: {results[setting]['error']}")
+    return results
+
+
+def _measure_one(install: Install, scale: Scale, pool: str, held: bool, folder: Path, log: Any) -> dict[str, Any]:
+    segment = 2 * scale.data_nbytes + (64 << 20)
+    env = {"MC_FORCE_TCP": "1", "MC_TCP_ENABLE_CONNECTION_POOL": pool}
+
+    def order(role: str, nbytes: int, address: str) -> list[str]:
+        values = {**asdict(scale), "role": role, "segment_nbytes": nbytes, "master": address}
+        values["outcome"] = str(folder / role)
+        return [install.python, str(_SCRIPT), json.dumps(values)]
+
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(master(install, log))
+        if held:
+            holder = stack.enter_context(processes.running(order("hold", segment, address), log, env))
+            ready = folder / "hold"
+            processes.wait_until(ready.exists, holder, _START_DEADLINE_S, "the process that holds the segment")
+        command = order("measure", 0 if held else segment, address)
+        return processes.run_script(command, folder / "measure", deadline_s=_MEASURE_DEADLINE_S, env=env)

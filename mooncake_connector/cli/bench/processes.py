@@ -1,0 +1,102 @@
+"""Child processes of a benchmark: each has a deadline, and none is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mooncake_connector.cli.bench.measure import BenchError
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], log: IO[bytes], env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start ``command`` in a session of its own, output to ``log``; at the end it and its children are killed."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **(env or {})}
+    )
+    try:
+        yield process
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=3)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
+
+
+def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], deadline_s: float, what: str) -> None:
+    """Wait until ``ready()``. Raises BenchError when ``process`` ends first or the deadline passes."""
+    end = time.monotonic() + deadline_s
+    while not ready():
+        if process.poll() is not None and not ready():
+            raise BenchError(f"{what} ended with status {process.returncode} before it was done")
+        if time.monotonic() > end:
+            raise BenchError(f"{what} was not done after {deadline_s:.0f} s")
+        time.sleep(0.02)
+
+
+def run_script(
+    command: Sequence[str], outcome: Path, *, deadline_s: float, env: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a child that replaces the JSON file ``outcome`` as it goes and ends it with ``"ready": true``.
+
+    Returns what was in the file: all figures, or those that were ready before the child failed, in which case
+    ``"error"`` says why (with the end of the child's output). Never raises for what the child does.
+    """
+    with tempfile.TemporaryFile() as log:
+        error = None
+        try:
+            with running(command, log, env) as process:
+                wait_until(lambda: bool(read_outcome(outcome).get("ready")), process, deadline_s, "the measuring process")
+        except BenchError as problem:
+            error = f"{problem}: {last_lines(log)}"
+    found = read_outcome(outcome)
+    return found if error is None else {**found, "error": error}
+
+
+def read_outcome(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; empty where there is no file yet."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def last_lines(log: IO[bytes], count: int = 3) -> str:
+    """The last lines that a child wrote, on one line."""
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return " | ".join(line.strip() for line in lines[-count:]) or "no output"
+
+
+def accepts(port: int) -> bool:
+    """Whether somebody listens on this port of the loopback."""
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of the loopback that nobody listens on right now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for item in sockets:
+            item.bind(("127.0.0.1", 0))
+        return [item.getsockname()[1] for item in sockets]
+    finally:
+        for item in sockets:
+            item.close()
