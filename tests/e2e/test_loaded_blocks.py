@@ -1,0 +1,132 @@
+"""What a hit puts into the engine's KV blocks is, byte for byte, what the engine had computed itself.
+
+The engine runs inside this process, so that its KV memory can be read and spoilt.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import checkpoint
+
+pytestmark = pytest.mark.engine
+
+PAGE_TOKENS = 64
+NUM_TOKENS = 500
+SPOILT = 0x5A
+
+
+@dataclass
+class Inside:
+    """An engine in this process, and the block table of each request that it finished."""
+
+    llm: Any
+    tables: list[list[int]] = field(default_factory=list)
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def worker_half(self) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
+
+    def generate(self, tokens: list[int], num_outputs: int = 1) -> Any:
+        from vllm import SamplingParams, TokensPrompt
+
+        greedy = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
+        output = self.llm.generate(TokensPrompt(prompt_token_ids=tokens), greedy, use_tqdm=False)[0]
+        self._drain()
+        return output
+
+    def _drain(self) -> None:
+        """Let the saves end, as the idle engine of a server does."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        while self.scheduler.has_requests():
+            core.step()
+
+    def blocks(self, block_ids: list[int]) -> list[bytes]:
+        """Raw bytes of some blocks, of every layer."""
+        return [tensor[block_ids].numpy().tobytes() for tensor in self.worker_half._blocks._tensors]
+
+    def spoil(self) -> None:
+        for tensor in self.worker_half._blocks._tensors:
+            tensor.fill_(SPOILT)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "deepseek-mla"])
+def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    pool = Path(tempfile.mkdtemp(prefix="mooncake-connector-test-", dir="/dev/shm"))
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    transfer = KVTransferConfig(
+        kv_connector="MooncakeKVConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"pool": str(pool), "capacity": "64MiB", "page_tokens": PAGE_TOKENS},
+    )
+    llm = LLM(
+        str(checkpoint(request.param)),
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=1024,
+        kv_transfer_config=transfer,
+    )
+    engine = Inside(llm)
+    connector = engine.scheduler.connector
+    finished = connector.request_finished_all_groups
+
+    def record(request: Any, block_ids: tuple[list[int], ...]) -> Any:
+        engine.tables.append(list(block_ids[0]))
+        return finished(request, block_ids)
+
+    patch.setattr(connector, "request_finished_all_groups", record)
+    yield engine
+    del connector, finished, engine
+    llm.llm_engine.engine_core.shutdown()
+    ensure_kv_transfer_shutdown()
+    patch.undo()
+    shutil.rmtree(pool, ignore_errors=True)
+
+
+def test_loaded_blocks_equal_computed_ones(inside: Inside) -> None:
+    tokens = [random.Random(7).randrange(3, 250) for _ in range(NUM_TOKENS)]
+    block_tokens = inside.worker_half._geometry.block_tokens
+    whole_blocks = NUM_TOKENS // PAGE_TOKENS * PAGE_TOKENS // block_tokens
+
+    cold = inside.generate(tokens)
+    computed = inside.blocks(inside.tables[-1][:whole_blocks])
+    assert inside.llm.reset_prefix_cache()
+    inside.spoil()
+    warm = inside.generate(tokens)
+    loaded = inside.blocks(inside.tables[-1][:whole_blocks])
+
+    assert cold.num_cached_tokens == 0
+    assert warm.num_cached_tokens == NUM_TOKENS // PAGE_TOKENS * PAGE_TOKENS
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+    assert len(set(computed)) == len(computed), "layers hold different bytes, so that a mixed-up layer would show"
+    assert loaded == computed
+
+
+def test_a_spoilt_block_would_show(inside: Inside) -> None:
+    """The negative control: the comparison above sees one wrong byte."""
+    tokens = [random.Random(8).randrange(3, 250) for _ in range(NUM_TOKENS)]
+    inside.generate(tokens)
+    table = inside.tables[-1][:2]
+    computed = inside.blocks(table)
+    inside.worker_half._blocks._tensors[0][table[1]].flatten()[-1] ^= 1
+    assert inside.blocks(table) != computed
