@@ -95,11 +95,12 @@ class Arena:
         """Make the file hold granules `start .. stop`. Raises OSError (ENOSPC) if the file system cannot."""
         os.posix_fallocate(self._fd, start * GRANULE, (stop - start) * GRANULE)
 
-    def punch(self, runs: Extents) -> None:
-        """Give granules back to the file system; their bytes read as zero afterwards."""
-        for first, granules in runs:
+    def punch_from(self, first: int) -> None:
+        """Give everything from this granule on back to the file system; a reader there would need it anew."""
+        size = os.fstat(self._fd).st_size - first * GRANULE
+        if size > 0:
             flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-            _libc.fallocate(self._fd, flags, first * GRANULE, granules * GRANULE)
+            _libc.fallocate(self._fd, flags, first * GRANULE, size)
 
     def extend(self, granules: int) -> None:
         """Make the file at least so large, without securing the new part."""

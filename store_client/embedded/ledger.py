@@ -156,9 +156,8 @@ class Ledger:
     @contextmanager
     def peek(self) -> Iterator[Draft]:
         """As `transaction`, but changes nothing."""
-        with self._env.begin(write=True) as txn:
+        with self._env.begin() as txn:
             yield Draft(txn)
-            txn.abort()
 
     def found(self, max_pages: int, capacity: int) -> None:
         """Write the state of an empty pool of `capacity` granules."""

@@ -120,3 +120,8 @@ class Owners:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def alone(self) -> bool:
+        """True if no other live process has the pool open; only under the open lock."""
+        names = [bytes.fromhex(entry.name) for entry in os.scandir(self._folder) if len(entry.name) == 32]
+        return all(owner == self.id or self.is_dead(owner) for owner in names)

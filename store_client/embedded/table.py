@@ -64,10 +64,8 @@ class Table:
 
         self._header = np.frombuffer(self._map, dtype="<u8", count=HEADER_NBYTES // 8)
         self.rows: U8 = column("u1", max_pages * ROW_NBYTES).reshape(max_pages, ROW_NBYTES)
-        self._cells = cells_.Cells(column("<u8", cells_.num_buckets(max_pages) * cells_.CELLS))
-        self._words = np.frombuffer(
-            self._map, dtype="<u8", count=cells_.num_buckets(max_pages) * cells_.CELLS, offset=at - self._cells_nbytes()
-        )
+        self._words: U64 = column("<u8", cells_.num_buckets(max_pages) * cells_.CELLS)
+        self._cells = cells_.Cells(self._words)
         self.access: U64 = column("<u8", max_pages)
         """Unix time in ns of the last read or put of the page: a hint."""
         self.parent: U32 = column("<u4", max_pages)
@@ -75,9 +73,6 @@ class Table:
         self.granules: U32 = column("<u4", max_pages)
         """Space of the page in the arena; 0: no page at this slot."""
         self.space: U32 = column("<u4", max_pages)
-
-    def _cells_nbytes(self) -> int:
-        return cells_.num_buckets(self.max_pages) * cells_.CELLS * cells_.CELL_NBYTES
 
     @property
     def applied(self) -> int:
@@ -141,6 +136,17 @@ class Table:
             return None
         return Found(slot, raw, row)
 
+    def any_at(self, slot: int) -> Found | None:
+        """Whatever page is at slot."""
+        raw = self.rows[slot].tobytes()
+        row = rows_.decode(raw)
+        return None if row is None else Found(slot, raw, row)
+
+    def created(self, slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> U32:
+        """Unix time in seconds at which the pages at `slots` were stored."""
+        created: U32 = np.take(self.rows, slots, axis=0).reshape(-1).view(ROW_DTYPE)["created"]
+        return created
+
     def unchanged(self, found: Found) -> bool:
         """True if the page is still where it was found, so that what was read in between are its bytes."""
         return self.rows[found.slot].tobytes() == found.raw
@@ -169,6 +175,11 @@ class Table:
 
     def plan_cells(self, hashes: U64) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         return self._cells.plan(hashes)
+
+    @staticmethod
+    def words(hashes: U64, slots: U32) -> U64:
+        """The cells' values that name `slots` under `hashes`."""
+        return cells_.Cells.values(hashes, slots)
 
     def cells_of(self, slots: U32) -> U64:
         """The cells that name the pages at `slots`."""

@@ -1,0 +1,199 @@
+"""The pool folder: what lies in it, who may use it, and how large things are. Opening is `opening`'s business.
+
+    <pool>/pool.json      which data folder is current; replaced as a whole, never edited
+    <pool>/open.lock      held while a process opens or rebuilds the pool
+    <pool>/<id>/          ledger/data.mdb, table, arena, spaces, write.lock, owners/
+"""
+
+import json
+import os
+import stat
+import tempfile
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mooncake_connector.errors import PoolError
+from store_client.embedded import ledger, table
+from store_client.embedded.arena import GRANULE
+
+FORMAT_VERSION = 1
+MIN_CAPACITY_NBYTES = 1 << 20
+MAX_DEFAULT_CAPACITY_NBYTES = 16 << 30
+_DEFAULT_NEEDS_NBYTES = 512 << 20
+_SMALLEST_MEAN_PAGE_NBYTES = 32 << 10
+_MIN_PAGES = 1024
+
+
+class Unusable(Exception):
+    """What is in the folder cannot be used and may be rebuilt; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """Contents of pool.json."""
+
+    format: int
+    id: str
+    boot_id: str
+    max_pages: int
+    created: float
+
+    def data(self, pool: Path) -> Path:
+        return pool / self.id
+
+
+def default_pool_path() -> Path:
+    """The per-user pool folder under /dev/shm."""
+    return Path(f"/dev/shm/mooncake-connector-{os.geteuid()}")
+
+
+def choose_default(capacity_nbytes: int | None) -> tuple[Path, str | None]:
+    """The default folder, or one on disk where shared memory is too small; and then a line that says so."""
+    wanted = _DEFAULT_NEEDS_NBYTES if capacity_nbytes is None else overhead_nbytes(capacity_nbytes) + capacity_nbytes
+    shm = default_pool_path()
+    if (shm / "pool.json").exists() or free_nbytes(shm.parent) >= wanted:
+        return shm, None
+    for parent in (Path(tempfile.gettempdir()), Path("/var/tmp")):
+        if free_nbytes(parent) >= wanted:
+            chosen = parent / shm.name
+            return chosen, (
+                f"{shm.parent} has {free_nbytes(shm.parent) >> 20} MiB free, the pool wants {wanted >> 20} MiB: using "
+                f"{chosen} instead, which is slower; give the container more shared memory (docker --shm-size) or set `pool`"
+            )
+    raise PoolError(
+        f"no room for a pool of {wanted >> 20} MiB: {shm.parent} has {free_nbytes(shm.parent) >> 20} MiB free, "
+        f"{tempfile.gettempdir()} and /var/tmp have less as well; set `pool` to a folder with room, or a smaller `capacity`"
+    )
+
+
+def free_nbytes(folder: Path) -> int:
+    """What this user may still write on the folder's file system; 0 if there is no such folder."""
+    try:
+        info = os.statvfs(folder)
+    except OSError:
+        return 0
+    return info.f_bavail * info.f_frsize
+
+
+def pages_for(capacity_nbytes: int) -> int:
+    """Pages that the index has room for, at a mean size of 32 KiB."""
+    return max(_MIN_PAGES, capacity_nbytes // _SMALLEST_MEAN_PAGE_NBYTES)
+
+
+def index_nbytes(max_pages: int) -> int:
+    return table.table_nbytes(max_pages) + ledger.map_nbytes(max_pages)
+
+
+def overhead_nbytes(capacity_nbytes: int) -> int:
+    return index_nbytes(pages_for(capacity_nbytes))
+
+
+def check_capacity(pool: Path, capacity_nbytes: int | None, held_nbytes: int) -> int:
+    """The capacity to use, in bytes. `held_nbytes`: what the pool has of the file system already.
+
+    Raises PoolError for one that is too small, or larger than the file system has room for.
+    """
+    room = free_nbytes(pool) + held_nbytes
+    if capacity_nbytes is None:
+        capacity_nbytes = min(room // 4, MAX_DEFAULT_CAPACITY_NBYTES)
+        hint = "a quarter of what is free there; give the file system more room or set `pool` to another folder"
+    else:
+        hint = "the `capacity` that was set"
+    if capacity_nbytes < MIN_CAPACITY_NBYTES:
+        raise PoolError(
+            f"pool {pool}: capacity {capacity_nbytes} bytes ({hint}) is below the smallest one, "
+            f"{MIN_CAPACITY_NBYTES} bytes"
+        )
+    needed = capacity_nbytes + overhead_nbytes(capacity_nbytes)
+    if needed > room:
+        raise PoolError(
+            f"pool {pool}: capacity {capacity_nbytes} bytes takes {needed} with its index, and the file system has "
+            f"room for {room}; set a smaller `capacity`, or `pool` to another folder"
+        )
+    return capacity_nbytes // GRANULE * GRANULE
+
+
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def secure_folder(pool: Path) -> None:
+    """Create the pool folder, or make sure that it is ours alone. Raises PoolError."""
+    try:
+        pool.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = os.lstat(pool)
+    except OSError as error:
+        raise PoolError(
+            f"pool folder {pool} cannot be created: {error.strerror}; set `pool` to a folder you can write"
+        ) from None
+    if not stat.S_ISDIR(info.st_mode):
+        raise PoolError(f"pool {pool} is not a folder of its own (a link, perhaps); set `pool` to a real folder")
+    if info.st_uid != os.geteuid():
+        raise PoolError(
+            f"pool folder {pool} belongs to user id {info.st_uid}, this process runs as {os.geteuid()}; a pool is "
+            "never shared between users: set `pool` to a folder of your own"
+        )
+    if info.st_mode & 0o077:
+        raise PoolError(
+            f"pool folder {pool} has mode {info.st_mode & 0o777:04o}: others may reach it; `chmod 700 {pool}`, or set "
+            "`pool` to another folder"
+        )
+    if not os.access(pool, os.W_OK | os.X_OK) or os.statvfs(pool).f_flag & os.ST_RDONLY:
+        raise PoolError(f"pool folder {pool} is read-only; set `pool` to a folder you can write")
+
+
+def read_description(pool: Path) -> Description | None:
+    """pool.json, or None where there is none. Raises Unusable; PoolError for a pool of a newer version."""
+    try:
+        raw = json.loads((pool / "pool.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise Unusable(f"pool.json cannot be read ({error})") from None
+    version = raw.get("format") if isinstance(raw, dict) else None
+    if not isinstance(version, int) or version < FORMAT_VERSION:
+        raise Unusable(f"it has format {version}, this version writes {FORMAT_VERSION}")
+    if version > FORMAT_VERSION:
+        raise PoolError(
+            f"pool {pool} has format {version}, written by a newer mooncake-connector; this one knows up to "
+            f"{FORMAT_VERSION}: upgrade it, set `pool` to another folder, or delete {pool}"
+        )
+    try:
+        description = Description(**raw)
+        uuid.UUID(hex=description.id)
+    except (TypeError, ValueError, AttributeError):
+        raise Unusable("pool.json is not what this version writes") from None
+    if not isinstance(description.max_pages, int) or description.max_pages < 1:
+        raise Unusable(f"pool.json says max_pages {description.max_pages!r}")
+    if description.boot_id != boot_id():
+        raise Unusable("the machine was restarted since, and the pool's index is not written for that")
+    return description
+
+
+def new_description(capacity_nbytes: int) -> Description:
+    return Description(FORMAT_VERSION, uuid.uuid4().hex, boot_id(), pages_for(capacity_nbytes), time.time())
+
+
+def write_description(pool: Path, description: Description) -> None:
+    """Make this data folder the current one, at once and as a whole."""
+    temporary = pool / "pool.json.new"
+    temporary.write_text(json.dumps(asdict(description)))
+    temporary.chmod(0o600)
+    os.replace(temporary, pool / "pool.json")
+
+
+def held_nbytes(pool: Path) -> int:
+    """What the files below the pool folder take of the file system."""
+    total = 0
+    for folder, _, names in os.walk(pool):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except OSError:
+                continue
+    return total

@@ -1,0 +1,221 @@
+"""Opening a pool: create it, check it, rebuild what cannot be trusted, and never touch what others have mapped.
+
+A rebuild makes a new data folder and points pool.json to it; the old files are unlinked, so that processes which
+still have them mapped go on reading until they notice.
+"""
+
+import errno
+import os
+import shutil
+import struct
+import time
+from pathlib import Path
+
+import lmdb
+
+from mooncake_connector.errors import PoolError
+from mooncake_connector.log import get_logger
+from store_client.embedded import layout
+from store_client.embedded.arena import GRANULE, Arena
+from store_client.embedded.layout import Description, Unusable
+from store_client.embedded.ledger import Ledger, map_nbytes
+from store_client.embedded.locks import FileLock, LockTimeout, Owners
+from store_client.embedded.policy import Policy
+from store_client.embedded.pool import Pool
+from store_client.embedded.spaces import Spaces
+from store_client.embedded.table import Table, table_nbytes
+
+logger = get_logger(__name__)
+
+_GROWS_IN_PLACE = 4
+"""A capacity up to so many times the one the index was made for keeps the pages; beyond, the pool is rebuilt."""
+
+
+def open_pool(
+    path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: float, *, rebuild: bool = True
+) -> Pool:
+    """Open the pool at `path`, creating or rebuilding it if need be. Raises PoolError.
+
+    With `rebuild` false an unusable pool is an error: for processes that follow another one's replacement.
+    """
+    deadline = time.monotonic() + deadline_s
+    layout.secure_folder(path)
+    try:
+        lock = FileLock(path / "open.lock")
+    except OSError as error:
+        raise PoolError(f"pool folder {path} cannot be written: {error.strerror}; set `pool` to another one") from None
+    try:
+        lock.acquire(deadline)
+        try:
+            return _open_locked(path, capacity_nbytes, policy, deadline, rebuild)
+        finally:
+            lock.release()
+    except LockTimeout:
+        raise PoolError(
+            f"pool {path} stayed locked for {deadline_s:g} s: another process holds it and does not run (stopped, or "
+            "under a debugger); continue or end that process, or set `pool` to another folder"
+        ) from None
+    finally:
+        lock.close()
+
+
+def _open_locked(path: Path, capacity: int | None, policy: Policy, deadline: float, rebuild: bool) -> Pool:
+    description = None
+    try:
+        description = layout.read_description(path)
+        if description is not None:
+            wanted = None
+            if capacity is not None:
+                wanted = layout.check_capacity(path, capacity, layout.held_nbytes(path))
+            return _open_existing(path, description, wanted, policy, deadline)
+    except Unusable as reason:
+        if not rebuild:
+            raise PoolError(f"pool {path} is not used: {reason}") from None
+        logger.warning("pool %s is made anew: %s; its pages will be computed again", path, reason)
+    _remove_data(path)
+    chosen = layout.check_capacity(path, capacity, 0)
+    description = _create(path, chosen)
+    try:
+        return _open_existing(path, description, chosen, policy, deadline)
+    except Unusable as reason:
+        raise PoolError(f"pool {path} was just made and is not usable ({reason}); set `pool` to another folder") from None
+
+
+def _remove_data(path: Path) -> None:
+    """Unlink all data folders; who has them mapped keeps them."""
+    (path / "pool.json").unlink(missing_ok=True)
+    for entry in path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _create(path: Path, capacity: int) -> Description:
+    """A new, empty data folder, all of its index secured, and pool.json that points to it."""
+    description = layout.new_description(capacity)
+    data = description.data(path)
+    try:
+        data.mkdir(mode=0o700)
+        (data / "ledger").mkdir(mode=0o700)
+        (data / "owners").mkdir(mode=0o700)
+        for name, nbytes in (("table", table_nbytes(description.max_pages)), ("spaces", 0), ("arena", 0)):
+            _make_file(data / name, nbytes)
+        os.truncate(data / "arena", capacity)
+        ledger = Ledger(data / "ledger", description.max_pages)
+        _secure(data / "ledger" / "data.mdb", map_nbytes(description.max_pages))
+        ledger.found(description.max_pages, capacity // GRANULE)
+        ledger.close()
+        layout.write_description(path, description)
+    except OSError as error:
+        shutil.rmtree(data, ignore_errors=True)
+        raise PoolError(_cannot_create(path, capacity, error)) from None
+    except lmdb.Error as error:
+        shutil.rmtree(data, ignore_errors=True)
+        raise PoolError(f"pool {path}: its index cannot be made: {error}; set `pool` to another folder") from None
+    return description
+
+
+def _cannot_create(path: Path, capacity: int, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"pool {path}: the file system is full, {layout.free_nbytes(path)} bytes are free and the index for "
+            f"{capacity} bytes takes {layout.overhead_nbytes(capacity)}; free space or set a smaller `capacity`"
+        )
+    return f"pool {path} cannot be created: {error.strerror}; set `pool` to a folder you can write"
+
+
+def _make_file(path: Path, nbytes: int) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
+    finally:
+        os.close(fd)
+
+
+def _secure(path: Path, nbytes: int) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    finally:
+        os.close(fd)
+
+
+def _check_files(data: Path, description: Description) -> None:
+    """Raises Unusable for a file that is missing or has another size than its mapping will have."""
+    expected = {
+        "table": table_nbytes(description.max_pages),
+        "ledger/data.mdb": map_nbytes(description.max_pages),
+    }
+    for name in ("table", "ledger/data.mdb", "arena", "spaces", "owners"):
+        try:
+            size = os.stat(data / name).st_size
+        except OSError as error:
+            raise Unusable(f"{name} cannot be read ({error.strerror})") from None
+        if name in expected and size != expected[name]:
+            raise Unusable(f"{name} has {size} bytes and should have {expected[name]}")
+
+
+def _open_existing(
+    path: Path, description: Description, capacity: int | None, policy: Policy, deadline: float
+) -> Pool:
+    data = description.data(path)
+    if capacity is not None and layout.pages_for(capacity) > _GROWS_IN_PLACE * description.max_pages:
+        raise Unusable(f"capacity {capacity} bytes is more than its index of {description.max_pages} pages can serve")
+    _check_files(data, description)
+    identity = os.stat(path / "pool.json")
+    ledger = owners = None
+    try:
+        ledger = Ledger(data / "ledger", description.max_pages)
+        lock = FileLock(data / "write.lock")
+        table = Table(data / "table", description.max_pages)
+        lock.acquire(deadline)
+        try:
+            stored = _check_state(data, ledger, table)
+        finally:
+            lock.release()
+        owners = Owners(data / "owners")
+        pool = Pool(
+            path, (identity.st_dev, identity.st_ino), description.max_pages, table, ledger, Arena(data / "arena"),
+            Spaces(data / "spaces"), lock, owners, policy,
+        )  # fmt: skip
+        _tidy(pool, owners, stored, capacity, deadline)
+        return pool
+    except (lmdb.Error, struct.error, ValueError, TypeError) as error:
+        _let_go(ledger, owners)
+        raise Unusable(f"its index is damaged ({type(error).__name__}: {error})") from None
+    except OSError as error:
+        _let_go(ledger, owners)
+        raise PoolError(f"pool {path} cannot be opened: {error}; set `pool` to another folder") from None
+    except BaseException:
+        _let_go(ledger, owners)
+        raise
+
+
+def _let_go(ledger: Ledger | None, owners: Owners | None) -> None:
+    if owners is not None:
+        owners.leave()
+    if ledger is not None:
+        ledger.close()
+
+
+def _check_state(data: Path, ledger: Ledger, table: Table) -> int:
+    """The stored capacity in granules. Raises Unusable where ledger, table and arena do not fit together."""
+    with ledger.peek() as draft:
+        if draft.number - table.applied not in (0, 1):
+            raise Unusable(f"its page table is at change {table.applied}, its ledger at {draft.number}")
+        size = os.stat(data / "arena").st_size
+        if size < draft.capacity * GRANULE:
+            raise Unusable(f"arena has {size} bytes and should have {draft.capacity * GRANULE}")
+        table.set_capacity(draft.capacity)
+        return draft.capacity
+
+
+def _tidy(pool: Pool, owners: Owners, stored: int, capacity: int | None, deadline: float) -> None:
+    """Take over what the dead left, and apply a changed capacity."""
+    keep = pool.writer.reclaim(deadline)
+    owners.sweep(keep)
+    if capacity is not None and capacity // GRANULE != stored:
+        logger.info("pool %s: capacity %d bytes, was %d", pool.path, capacity, stored * GRANULE)
+        pool.writer.resize(capacity // GRANULE, deadline)
+    if owners.alone():
+        pool.writer.trim(deadline)

@@ -1,0 +1,155 @@
+"""Reading pages: find, verify, hand out, look again. Takes no lock, so no stopped or killed process can hold it up.
+
+A page may be evicted and overwritten while it is read. The row read before and after tells: rows of evicted pages are
+cleared before their space is given to anybody else.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from mooncake_connector.log import get_logger, log_once
+from store_client.base import Bytes, Consume, Scatter, Verify
+from store_client.embedded import rows as rows_
+from store_client.embedded.arena import GRANULE, Arena
+from store_client.embedded.counters import Counters
+from store_client.embedded.rows import INLINE_EXTENTS, U8
+from store_client.embedded.scatter import as_pieces, copy_hashed, copy_range, gather
+from store_client.embedded.table import Found, Table
+from store_client.embedded.writer import Writer
+
+logger = get_logger(__name__)
+
+
+class Reader:
+    """Reads of one pool. All methods may be called from any thread."""
+
+    def __init__(self, table: Table, arena: Arena, counters: Counters, writer: Writer) -> None:
+        self._table, self._arena, self._counters, self._writer = table, arena, counters, writer
+        self._verified: npt.NDArray[np.uint64] = np.zeros(table.max_pages, dtype=np.uint64)
+        """Generation of the page at each slot whose checksum this process has seen to be right."""
+
+    def prefix(self, joined: U8, space: int) -> int:
+        """Leading keys that are present."""
+        if not len(joined) or not self._table.present(joined[:1], space)[0]:
+            return 0
+        present = self._table.present(joined, space)
+        return len(present) if present.all() else int(present.argmin())
+
+    def contains(self, joined: U8, space: int) -> list[bool]:
+        return [slot >= 0 for slot in self._table.slots(joined, space)]
+
+    def read(self, keys: Sequence[bytes], space: int, consume: Consume, nbytes: int, verify: Verify) -> list[bool]:
+        """See `Space.read`."""
+
+        def show(i: int, found: Found, pieces: list[Bytes]) -> bool:
+            whole = pieces[0] if len(pieces) == 1 else gather(pieces, nbytes)
+            if not self._is_verified(found, verify) and xxhash.xxh3_64_intdigest(whole) != found.row.checksum:
+                return False
+            view = whole[:]
+            view.flags.writeable = False
+            consume(i, view)
+            return True
+
+        return self._each(keys, space, nbytes, nbytes, show)
+
+    def get(
+        self, keys: Sequence[bytes], space: int, destinations: Sequence[Scatter], nbytes: int, offset: int,
+        verify: Verify,
+    ) -> list[bool]:  # fmt: skip
+        """See `Space.get`."""
+        targets = [as_pieces(destination) for destination in destinations]
+        length = sum(len(piece) for piece in targets[0]) if targets else nbytes
+        for i, pieces in enumerate(targets):
+            if sum(len(piece) for piece in pieces) != length:
+                raise ValueError(f"destination {i} differs in size from destination 0, which has {length} bytes")
+        if offset < 0 or offset + length > nbytes:
+            raise ValueError(f"range {offset}..{offset + length} lies outside of a page of {nbytes} bytes")
+
+        def copy(i: int, found: Found, pieces: list[Bytes]) -> bool:
+            if self._is_verified(found, verify):
+                copy_range(pieces, targets[i], offset)
+                return True
+            if length == nbytes:
+                return copy_hashed(pieces, targets[i], hash_target=True) == found.row.checksum
+            if _digest(pieces) != found.row.checksum:
+                return False
+            copy_range(pieces, targets[i], offset)
+            return True
+
+        return self._each(keys, space, nbytes, length, copy)
+
+    def check(self, found: Found) -> bool | None:
+        """Whether the page's bytes are right; None if it went away meanwhile."""
+        pieces = self._pieces(found)
+        right = pieces is not None and _digest(pieces) == found.row.checksum
+        if not self._table.unchanged(found):
+            return None
+        if not right:
+            self._report_corrupt(found)
+        return right
+
+    def _each(
+        self, keys: Sequence[bytes], space: int, nbytes: int, length: int,
+        use: Callable[[int, Found, list[Bytes]], bool],
+    ) -> list[bool]:  # fmt: skip
+        """Call `use` for every present page; True where it succeeded and the page was there all the time."""
+        done = [False] * len(keys)
+        touched = []
+        geometry = changed = 0
+        for i, found in enumerate(self._table.find(keys, rows_.join_keys(keys), space)):
+            if found is None:
+                continue
+            if found.row.nbytes != nbytes:
+                geometry += 1
+                continue
+            pieces = self._pieces(found)
+            right = pieces is not None and use(i, found, pieces)
+            if not self._table.unchanged(found):
+                changed += 1
+            elif right:
+                done[i] = True
+                self._verified[found.slot] = found.row.generation
+                touched.append(found.slot)
+            else:
+                self._report_corrupt(found)
+        if touched:
+            self._table.touch(touched)
+        self._counters.add(
+            read_pages=len(touched), read_nbytes=len(touched) * length, geometry=geometry, changed=changed
+        )
+        return done
+
+    def _is_verified(self, found: Found, verify: Verify) -> bool:
+        return verify is Verify.ONCE and self._verified[found.slot] == found.row.generation
+
+    def _report_corrupt(self, found: Found) -> None:
+        self._writer.condemn(found)
+        self._counters.add(corrupt_pages=1, corrupt=1)
+        log_once(
+            "store.corrupt", "page %s in the pool does not match its checksum: computed again, and dropped from the "
+            "pool; `mooncake-connector store verify` checks the others", found.row.key.hex(), logger=logger,
+        )  # fmt: skip
+
+    def _pieces(self, found: Found) -> list[Bytes] | None:
+        """Where the page lies in the arena, or None if its row leads nowhere."""
+        row = found.row
+        if row.num_extents <= INLINE_EXTENTS:
+            return self._arena.views(row.extents, row.nbytes)
+        listed = self._arena.view(row.extents[0][0], GRANULE)
+        if listed is None:
+            return None
+        count = min(row.num_extents - 1, GRANULE // 8)
+        extents = listed[: count * 8].view("<u4").reshape(-1, 2).tolist()
+        return self._arena.views(extents, row.nbytes)
+
+
+def _digest(pieces: list[Bytes]) -> int:
+    if len(pieces) == 1:
+        return xxhash.xxh3_64_intdigest(pieces[0])
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        state.update(piece)
+    return state.intdigest()

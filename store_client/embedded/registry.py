@@ -1,0 +1,117 @@
+"""The pools that this process has open: each once, however many stores are made on it.
+
+Also what happens to them without the caller: a fork, and a pool folder that is deleted or replaced while it is open.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mooncake_connector.errors import PoolError
+from mooncake_connector.log import get_logger, log_once
+from store_client.embedded.opening import open_pool
+from store_client.embedded.policy import Policy
+from store_client.embedded.pool import Pool
+
+logger = get_logger(__name__)
+
+_CLOSE_WAIT_S = 2.0
+_REOPEN_DEADLINE_S = 10.0
+
+_lock = threading.Lock()
+_handles: dict[Path, "Handle"] = {}
+
+
+def attach(path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: float) -> "Handle":
+    """The handle of the pool at `path`, opened if this process has not yet. Raises PoolError."""
+    path = Path(os.path.abspath(path))
+    with _lock:
+        handle = _handles.get(path)
+        if handle is None:
+            handle = Handle(path, open_pool(path, capacity_nbytes, policy, deadline_s), capacity_nbytes, policy)
+            _handles[path] = handle
+        else:
+            handle.adopt(capacity_nbytes, deadline_s)
+        handle.users += 1
+        return handle
+
+
+class Handle:
+    """A pool that stays the one of its folder: when that is replaced, a thread opens the new one."""
+
+    def __init__(self, path: Path, pool: Pool, capacity_nbytes: int | None, policy: Policy) -> None:
+        self.path = path
+        self.users = 0
+        self._pool: Pool | None = pool
+        self._capacity_nbytes = capacity_nbytes
+        self._policy = policy
+        self._following = threading.Lock()
+
+    def adopt(self, capacity_nbytes: int | None, deadline_s: float) -> None:
+        """A further store of this process may ask for another capacity."""
+        if capacity_nbytes is not None and capacity_nbytes != self._capacity_nbytes and self._pool is not None:
+            self._pool.resize(capacity_nbytes, deadline_s)
+            self._capacity_nbytes = capacity_nbytes
+
+    @contextmanager
+    def use(self, closed: threading.Event) -> Iterator[Pool | None]:
+        """The pool, which stays open during the block; None once the store is closed, or in a forked child."""
+        pool = self._pool
+        if pool is None or closed.is_set():
+            yield None
+            return
+        if pool.replaced():
+            self._follow(pool)
+        with pool.use() as usable:
+            yield pool if usable else None
+
+    def _follow(self, old: Pool) -> None:
+        """Open what the folder holds now, in a thread: whoever noticed goes on with the old pool meanwhile."""
+        if self._following.acquire(blocking=False):
+            threading.Thread(target=self._reopen, args=(old,), name="mooncake-pool-reopen", daemon=True).start()
+
+    def _reopen(self, old: Pool) -> None:
+        try:
+            log_once("store.replaced", "pool %s was deleted or replaced: opening it again", self.path, logger=logger)
+            fresh = open_pool(self.path, self._capacity_nbytes, self._policy, _REOPEN_DEADLINE_S, rebuild=False)
+            with _lock:
+                if self.users and self._pool is old:
+                    self._pool, fresh = fresh, old
+            fresh.close(_CLOSE_WAIT_S)
+        except PoolError as error:
+            log_once("store.lost", "pool %s cannot be opened again: %s", self.path, error, logger=logger)
+        finally:
+            self._following.release()
+
+    def detach(self) -> None:
+        """One store less; the last one closes the pool, unless other threads are still inside."""
+        with _lock:
+            self.users -= 1
+            if self.users > 0 or self._pool is None:
+                return
+            if self._pool.close(_CLOSE_WAIT_S):
+                self._pool = None
+                _handles.pop(self.path, None)
+
+    def abandon_in_child(self) -> None:
+        if self._pool is not None:
+            _orphans.append(self._pool)
+            self._pool.abandon_in_child()
+            self._pool = None
+
+
+_orphans: list[Pool] = []
+"""Pools of a parent process, kept in its forked child so that nothing of theirs is ever finalised there."""
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for handle in _handles.values():
+        handle.abandon_in_child()
+    _handles.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,92 @@
+"""Copies between pieces of the arena and scattered buffers, with the checksum computed on the way.
+
+Large copies let go of the interpreter lock. Small ones keep it: taking it back beside a busy thread can cost
+milliseconds, many times the copy.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import xxhash
+
+from store_client.base import Bytes, Scatter
+
+_CHUNK_NBYTES = 256 << 10
+"""Small enough that what was just copied is still in the processor's own cache when it is hashed."""
+_KEEP_LOCK_NBYTES = 64 << 10
+
+
+def as_pieces(buffers: Scatter) -> list[memoryview]:
+    """Flat byte views of one buffer or of several. Raises ValueError for one that is not contiguous."""
+    listed = buffers if isinstance(buffers, (list, tuple)) else (buffers,)
+    return [_flat(buffer) for buffer in listed]
+
+
+def _flat(buffer: object) -> memoryview:
+    view = memoryview(buffer)  # type: ignore[arg-type]
+    if view.format == "B" and view.ndim == 1 and view.contiguous:
+        return view
+    try:
+        return view.cast("B")
+    except TypeError:
+        raise ValueError(f"buffer of shape {view.shape}, strides {view.strides} is not C-contiguous") from None
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    if len(target) <= _KEEP_LOCK_NBYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def runs(
+    sources: Sequence[Bytes | memoryview], targets: Sequence[Bytes | memoryview], limit: int
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Pairs (target, source) of equal size, at most `limit` bytes, that together copy all of `targets`."""
+    source_iter, target_iter = iter(sources), iter(targets)
+    source, target = memoryview(b""), memoryview(b"")
+    while True:
+        while not len(target):
+            following = next(target_iter, None)
+            if following is None:
+                return
+            target = memoryview(following)
+        while not len(source):
+            source = memoryview(next(source_iter))
+        size = min(len(source), len(target), limit)
+        yield target[:size], source[:size]
+        source, target = source[size:], target[size:]
+
+
+def copy_hashed(
+    sources: Sequence[Bytes | memoryview], targets: Sequence[Bytes | memoryview], *, hash_target: bool
+) -> int:
+    """Copy everything and return the xxh3_64 of the target's bytes (or of the source's)."""
+    state = xxhash.xxh3_64()
+    for target, source in runs(sources, targets, _CHUNK_NBYTES):
+        if hash_target:
+            copy(target, source)
+            state.update(target)
+        else:
+            state.update(source)
+            copy(target, source)
+    return state.intdigest()
+
+
+def copy_range(sources: Sequence[Bytes], targets: Sequence[memoryview], offset: int) -> None:
+    """Copy from byte `offset` of the sources on, as much as the targets hold."""
+    rest: list[memoryview] = []
+    for source in sources:
+        skipped = min(offset, len(source))
+        offset -= skipped
+        if skipped < len(source):
+            rest.append(memoryview(source)[skipped:])
+    for target, source in runs(rest, targets, 1 << 62):
+        copy(target, source)
+
+
+def gather(pieces: Sequence[Bytes], nbytes: int) -> Bytes:
+    """The pieces as one contiguous array: a private copy."""
+    whole: Bytes = np.empty(nbytes, dtype=np.uint8)
+    copy_range(pieces, [memoryview(whole)], 0)
+    return whole

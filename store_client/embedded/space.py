@@ -1,0 +1,237 @@
+"""`EmbeddedSpace`: the pages of one namespace and shard in the embedded pool.
+
+Faults of the pool end here: a miss or a failed put, a counter and one log line.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import lmdb
+import numpy as np
+import xxhash
+
+from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.namespace import Namespace
+from store_client.base import Bytes, Consume, Fill, Put, Scatter, Shard, Space, Verify
+from store_client.embedded.locks import LockTimeout
+from store_client.embedded.pool import Pool
+from store_client.embedded.registry import Handle
+from store_client.embedded.rows import INLINE_EXTENTS, join_keys
+from store_client.embedded.scatter import as_pieces, copy_hashed, copy_range
+from store_client.embedded.writer import Place
+
+logger = get_logger(__name__)
+
+_BATCH_NBYTES = 64 << 20
+"""At most so much is reserved at a time: what a killed writer can hold back, and what a small pool must free."""
+_BATCH_PAGES = 1024
+_REMOVE_DEADLINE_S = 5.0
+
+Store = Callable[[int, list[Bytes]], int]
+"""Writes page i into its place in the arena and returns the checksum."""
+
+
+class EmbeddedSpace(Space):
+    def __init__(self, handle: Handle, closed: threading.Event, namespace: Namespace, shard: Shard) -> None:
+        self._handle, self._closed = handle, closed
+        self._namespace, self._shard = namespace, shard
+        self._name = (namespace.digest, shard)
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        joined = join_keys(keys)
+        with self._handle.use(self._closed) as pool:
+            number = pool.spaces.find(self._name) if pool is not None else None
+            return pool.reader.prefix(joined, number) if pool is not None and number is not None else 0
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        joined = join_keys(keys)
+        with self._handle.use(self._closed) as pool:
+            number = pool.spaces.find(self._name) if pool is not None else None
+            if pool is None or number is None:
+                return [False] * len(keys)
+            return pool.reader.contains(joined, number)
+
+    def read(
+        self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, verify: Verify = Verify.ALWAYS
+    ) -> list[bool]:
+        with self._handle.use(self._closed) as pool:
+            number = pool.spaces.find(self._name) if pool is not None else None
+            if pool is None or number is None:
+                return [False] * len(keys)
+            return pool.reader.read(keys, number, consume, nbytes, verify)
+
+    def get(
+        self,
+        keys: Sequence[bytes],
+        destinations: Sequence[Scatter],
+        *,
+        nbytes: int,
+        offset: int = 0,
+        verify: Verify = Verify.ALWAYS,
+    ) -> list[bool]:
+        if len(destinations) != len(keys):
+            raise ValueError(f"{len(destinations)} destinations for {len(keys)} keys")
+        with self._handle.use(self._closed) as pool:
+            number = pool.spaces.find(self._name) if pool is not None else None
+            if pool is None or number is None:
+                return [False] * len(keys)
+            return pool.reader.get(keys, number, destinations, nbytes, offset, verify)
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        fill: Fill,
+        *,
+        nbytes: int,
+        parents: Sequence[bytes | None],
+        deadline_s: float,
+    ) -> list[Put]:
+        def store(i: int, pieces: list[Bytes]) -> int:
+            if len(pieces) == 1:
+                fill(i, pieces[0])
+                return xxhash.xxh3_64_intdigest(pieces[0])
+            whole: Bytes = np.empty(nbytes, dtype=np.uint8)
+            fill(i, whole)
+            copy_range([whole], [memoryview(piece) for piece in pieces], 0)
+            return xxhash.xxh3_64_intdigest(whole)
+
+        return self._store(keys, store, nbytes, parents, deadline_s)
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Scatter],
+        *,
+        parents: Sequence[bytes | None],
+        deadline_s: float,
+    ) -> list[Put]:
+        if len(sources) != len(keys):
+            raise ValueError(f"{len(sources)} sources for {len(keys)} keys")
+        pieces = [as_pieces(source) for source in sources]
+        sizes = {sum(map(len, source)) for source in pieces}
+        if len(sizes) > 1:
+            raise ValueError(f"sources of different sizes {sorted(sizes)}: all pages of a call have one size")
+
+        def store(i: int, places: list[Bytes]) -> int:
+            return copy_hashed(pieces[i], places, hash_target=False)
+
+        return self._store(keys, store, sizes.pop() if sizes else 0, parents, deadline_s)
+
+    def _store(
+        self, keys: Sequence[bytes], store: Store, nbytes: int, parents: Sequence[bytes | None], deadline_s: float
+    ) -> list[Put]:
+        if len(parents) != len(keys):
+            raise ValueError(f"{len(parents)} parents for {len(keys)} keys")
+        if keys and nbytes < 1:
+            raise ValueError(f"a page of {nbytes} bytes: expected at least 1")
+        join_keys(keys)
+        join_keys([parent for parent in parents if parent is not None])
+        deadline = time.monotonic() + deadline_s
+        outcome: list[Put] = []
+        step = max(1, min(_BATCH_PAGES, _BATCH_NBYTES // max(1, nbytes)))
+        with self._handle.use(self._closed) as pool:
+            for at in range(0, len(keys), step):
+                batch = slice(at, at + step)
+                if pool is None:
+                    outcome += [Put.FAILED] * len(keys[batch])
+                    continue
+
+                def store_at(i: int, pieces: list[Bytes], at: int = at) -> int:
+                    return store(at + i, pieces)
+
+                outcome += self._store_batch(pool, keys[batch], store_at, nbytes, parents[batch], deadline)
+        return outcome
+
+    def _store_batch(
+        self, pool: Pool, keys: Sequence[bytes], store: Store, nbytes: int, parents: Sequence[bytes | None],
+        deadline: float,
+    ) -> list[Put]:  # fmt: skip
+        """Reserve, write, commit; a fault of the pool fails what is not stored by then."""
+        outcome: dict[int, str] = {}
+        by_key: dict[bytes, str] = {}
+        try:
+            ticket = pool.writer.reserve(keys, self._namespace, self._shard, parents, nbytes, deadline)
+            outcome.update(dict.fromkeys(ticket.present, "present"))
+            outcome.update(ticket.failed)
+            try:
+                for place in ticket.places:
+                    self._write_place(pool, place, store, nbytes)
+            except BaseException:
+                if ticket.reservation is not None:
+                    pool.writer.abandon(ticket.reservation)
+                raise
+            outcome.update(dict.fromkeys((place.index for place in ticket.places), "error"))
+            outcome.update(pool.writer.commit(
+                ticket, keys, self._namespace, self._shard, parents, nbytes, deadline
+            ))  # fmt: skip
+        except LockTimeout:
+            self._fail(outcome, keys, "busy")
+            log_once(
+                "store.busy", "pool %s: the write lock was not free in time, pages are not saved; a process that uses "
+                "the pool may be stopped", pool.path, logger=logger,
+            )  # fmt: skip
+        except (OSError, lmdb.Error) as error:
+            self._fail(outcome, keys, "error")
+            log_once("store.error", "pool %s: pages are not saved: %s", pool.path, error, logger=logger)
+        for i, key in enumerate(keys):
+            by_key.setdefault(key, outcome.get(i, "error"))
+        results = [outcome.get(i, "present" if by_key[key] == "stored" else by_key[key]) for i, key in enumerate(keys)]
+        self._count(pool, results, nbytes)
+        return [Put(result) if result in ("stored", "present") else Put.FAILED for result in results]
+
+    @staticmethod
+    def _fail(outcome: dict[int, str], keys: Sequence[bytes], cause: str) -> None:
+        for i in range(len(keys)):
+            if outcome.get(i) not in ("present", "stored"):
+                outcome[i] = cause
+
+    def _write_place(self, pool: Pool, place: Place, store: Store, nbytes: int) -> None:
+        extents = place.extents
+        if len(extents) > INLINE_EXTENTS:
+            listed = pool.arena.views(extents[:1], 8 * (len(extents) - 1))
+            if listed is None:
+                return
+            listed[0][:] = np.array(extents[1:], dtype="<u4").reshape(-1).view(np.uint8)
+            extents = extents[1:]
+        pieces = pool.arena.views(extents, nbytes)
+        if pieces is not None:
+            place.checksum = store(place.index, pieces)
+
+    @staticmethod
+    def _count(pool: Pool, results: list[str], nbytes: int) -> None:
+        stored = results.count("stored")
+        pool.counters.add(
+            stored_pages=stored, stored_nbytes=stored * nbytes, present_pages=results.count("present"),
+            **{cause: results.count(cause) for cause in set(results) - {"stored", "present"}},
+        )  # fmt: skip
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        join_keys(keys)
+        return self._forget(lambda pool, number, deadline: pool.writer.forget_keys(keys, number, deadline))
+
+    def clear(self) -> int:
+        return self._forget(lambda pool, number, deadline: pool.writer.clear({number}, deadline))
+
+    def _forget(self, forget: Callable[[Pool, int, float], int]) -> int:
+        with self._handle.use(self._closed) as pool:
+            number = pool.spaces.find(self._name) if pool is not None else None
+            if pool is None or number is None:
+                return 0
+            try:
+                return forget(pool, number, time.monotonic() + _REMOVE_DEADLINE_S)
+            except LockTimeout:
+                pool.counters.add(busy=1)
+                log_once("store.busy", "pool %s: the write lock was not free in time", pool.path, logger=logger)
+            except (OSError, lmdb.Error) as error:
+                pool.counters.add(error=1)
+                log_once("store.error", "pool %s: pages are not removed: %s", pool.path, error, logger=logger)
+            return 0
+
+    def record_lookup(self, *, hit_pages: int, missed_pages: int, page_tokens: int) -> None:
+        with self._handle.use(self._closed) as pool:
+            if pool is not None:
+                pool.counters.add(
+                    hit_pages=hit_pages, missed_pages=missed_pages, hit_tokens=hit_pages * page_tokens,
+                    missed_tokens=missed_pages * page_tokens,
+                )  # fmt: skip

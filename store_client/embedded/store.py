@@ -1,0 +1,140 @@
+"""`EmbeddedStore`: the pool of this machine, opened by this process."""
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from mooncake_connector.errors import PoolError
+from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.namespace import Namespace
+from store_client.base import Progress, Shard, SpaceInfo, Store, StoreStats, VerifyReport
+from store_client.embedded import layout
+from store_client.embedded.arena import GRANULE
+from store_client.embedded.layout import default_pool_path
+from store_client.embedded.locks import LockTimeout
+from store_client.embedded.policy import POLICIES
+from store_client.embedded.registry import Handle, attach
+from store_client.embedded.space import EmbeddedSpace
+from store_client.embedded.table import CAUSES, COUNTERS
+
+__all__ = ["EmbeddedStore", "default_pool_path"]
+
+logger = get_logger(__name__)
+
+_SETTLE_S = 5.0
+
+
+class EmbeddedStore(Store):
+    """Opens the pool in folder `path`, creating it if need be.
+
+    `path` None is a folder of this user under /dev/shm, or under the temporary folder where shared memory is too
+    small (logged). `capacity_nbytes` None keeps the capacity that the pool has; a new pool gets a quarter of what is
+    free on the file system, at most 16 GiB. `eviction` is one of `POLICIES`. `deadline_s` bounds opening.
+
+    Raises PoolError where the folder cannot be used; the message says why and what to do. After a fork the child's
+    store is closed: it opens one of its own.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        capacity_nbytes: int | None = None,
+        *,
+        eviction: str = "lru",
+        deadline_s: float = 10.0,
+    ) -> None:
+        if eviction not in POLICIES:
+            raise PoolError(f"eviction {eviction!r} is unknown: expected one of {sorted(POLICIES)}")
+        if path is None:
+            folder, notice = layout.choose_default(capacity_nbytes)
+            if notice:
+                log_once("store.fallback", "%s", notice, logger=logger)
+        else:
+            folder = Path(path)
+        self._handle: Handle = attach(folder, capacity_nbytes, POLICIES[eviction](), deadline_s)
+        self._closed = threading.Event()
+
+    @property
+    def path(self) -> Path:
+        """The pool folder."""
+        return self._handle.path
+
+    def space(self, namespace: Namespace, shard: Shard) -> EmbeddedSpace:
+        return EmbeddedSpace(self._handle, self._closed, namespace, shard)
+
+    def namespaces(self) -> list[SpaceInfo]:
+        with self._handle.use(self._closed) as pool:
+            if pool is None:
+                return []
+            table = pool.table
+            live = table.live_slots()
+            space, granules, access = table.space[live], table.granules[live], table.access[live]
+            created = table.created(live)
+            now = time.time()
+            infos = []
+            for number, (namespace, shard) in sorted(pool.spaces.all().items()):
+                mine = np.flatnonzero(space == number)
+                oldest = now - float(created[mine].min()) if len(mine) else 0.0
+                idle = now - float(access[mine].max()) / 1e9 if len(mine) else 0.0
+                nbytes = int(granules[mine].sum(dtype=np.int64)) * GRANULE
+                infos.append(SpaceInfo(namespace, shard, len(mine), nbytes, max(0.0, oldest), max(0.0, idle)))
+            return infos
+
+    def stats(self) -> StoreStats:
+        with self._handle.use(self._closed) as pool:
+            if pool is None:
+                return StoreStats(str(self.path), 0, 0, 0, 0, 0)
+            counts = pool.table.counters()
+            for name, count in pool.counters.peek().items():
+                counts[name] += count
+            return StoreStats(
+                str(self.path), pool.table.capacity_granules * GRANULE, pool.table.used_granules * GRANULE,
+                pool.table.pages, layout.index_nbytes(pool.max_pages), pool.max_pages,
+                **{name: counts[name] for name in COUNTERS},
+                failures={cause: counts[cause] for cause in CAUSES if counts[cause]},
+            )  # fmt: skip
+
+    def clear(self, namespace_digest: bytes | None = None, *, deadline_s: float = 60.0) -> int:
+        """As `Store.clear`. Raises PoolError if the pool stays locked for `deadline_s`."""
+        with self._handle.use(self._closed) as pool:
+            if pool is None:
+                return 0
+            spaces = None
+            if namespace_digest is not None:
+                known = pool.spaces.all().items()
+                spaces = {number for number, (namespace, _) in known if namespace.digest == namespace_digest}
+            try:
+                return pool.writer.clear(spaces, time.monotonic() + deadline_s)
+            except LockTimeout:
+                raise PoolError(
+                    f"pool {self.path} stayed locked for {deadline_s:g} s by a process that does not run; continue or "
+                    "end it, and try again"
+                ) from None
+
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        with self._handle.use(self._closed) as pool:
+            if pool is None:
+                return VerifyReport(0, 0, 0)
+            slots = pool.table.live_slots().tolist()
+            pages = nbytes = corrupt = 0
+            for done, slot in enumerate(slots, 1):
+                found = pool.table.any_at(slot)
+                right = pool.reader.check(found) if found is not None else None
+                if found is not None and right is not None:
+                    pages += 1
+                    nbytes += found.row.nbytes
+                    corrupt += not right
+                if progress is not None:
+                    progress(done, len(slots))
+            with contextlib.suppress(LockTimeout), pool.writer.locked(time.monotonic() + _SETTLE_S):
+                pass  # taking the lock forgets what was found corrupt
+            return VerifyReport(pages, nbytes, corrupt)
+
+    def close(self) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            self._handle.detach()
