@@ -28,11 +28,6 @@ _UNITS = {"": 0, "B": 0, "KIB": 10, "MIB": 20, "GIB": 30, "TIB": 40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def default_pool() -> Path:
-    """The pool folder of this user where none is configured: shared memory, so nothing is written to a disk."""
-    return Path(f"/dev/shm/mooncake-connector-{os.getuid()}")
-
-
 class Nbytes(int):
     """A size in bytes; from text it takes binary units: "512MiB", "1.5GiB"."""
 
@@ -41,22 +36,22 @@ class PageTokens(int):
     """A page size: a power of two from 16 to 1024."""
 
 
-def _field(description: str, allowed: str, *, default: str | None = None, **bounds: Any) -> Meta:
-    return Meta(description=description, extra={"allowed": allowed, "default": default}, **bounds)
+def _field(description: str, allowed: str, **bounds: Any) -> Meta:
+    return Meta(description=description, extra={"allowed": allowed}, **bounds)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that can be configured; the defaults work on one machine with nothing set."""
 
     pool: Annotated[
-        Path,
+        Path | None,
         _field(
             "Folder of the page pool. All engine processes that name the same folder share their pages. "
-            "It is created with mode 0700 where it is missing.",
-            "an absolute path (`~` is expanded)",
-            default="/dev/shm/mooncake-connector-<uid>",
+            "It is created with mode 0700 where it is missing. Unset: `/dev/shm/mooncake-connector-<uid>`, or a folder "
+            "of that name in the temporary folder where shared memory is too small, which the log then says.",
+            "an absolute path (`~` is expanded); null for the default",
         ),
-    ] = msgspec.field(default_factory=default_pool)
+    ] = None
     capacity: Annotated[
         Nbytes | None,
         _field(
@@ -163,7 +158,7 @@ def environ_name(field: str) -> str:
 
 
 def field_metadata(name: str) -> Meta:
-    """Description, bounds and `extra` ("allowed", "default") of one field of `Config`."""
+    """Description, bounds and `extra` ("allowed") of one field of `Config`."""
     meta = _FIELDS[name].type.__metadata__[0]
     assert isinstance(meta, Meta)
     return meta

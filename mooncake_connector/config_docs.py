@@ -48,7 +48,7 @@ def render() -> str:
         parts.append(
             f"### `{field.name}`\n\n{meta.description}\n\n"
             f"- allowed: {extra['allowed']}\n"
-            f"- default: `{extra['default'] or _default_text(field.default)}`\n"
+            f"- default: `{_default_text(field.default)}`\n"
             f"- environment: `{environ_name(field.name)}`\n"
         )
     return "\n".join(parts)

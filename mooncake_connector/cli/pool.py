@@ -4,33 +4,47 @@ import contextlib
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from mooncake_connector.config import environ_name, load_config
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Store
+from store_client.embedded import default_pool_path
 
 _MARKER = "pool.json"
 
 
 def locate(pool: Path | None) -> Path:
-    """The folder of an existing pool: the one given, else the configured one.
+    """The folder of an existing pool: the one given, else the configured one, else where engines put it by default.
 
     Raises PoolError where there is none, and ConfigError for a configuration that cannot be used.
     """
-    folder = load_config().pool if pool is None else pool.expanduser().absolute()
-    try:
-        found = (folder / _MARKER).is_file()
-    except OSError as error:  # Python before 3.14 raises for a folder that may not be entered
-        raise PoolError(f"pool folder {folder} cannot be read: {error.strerror}") from None
-    if not found:
-        what = "is not a pool" if folder.exists() else "does not exist"
-        raise PoolError(
-            f"pool folder {folder} {what}: an engine creates its pool when it starts; "
-            f"name another folder with --pool or {environ_name('pool')}"
-        )
-    return folder
+    candidates = _candidates(pool)
+    for folder in candidates:
+        try:
+            if (folder / _MARKER).is_file():
+                return folder
+        except OSError as error:  # Python before 3.14 raises for a folder that may not be entered
+            raise PoolError(f"pool folder {folder} cannot be read: {error.strerror}") from None
+    folder = candidates[0]
+    what = "is not a pool" if folder.exists() else "does not exist"
+    raise PoolError(
+        f"pool folder {folder} {what}: an engine creates its pool when it starts; "
+        f"name another folder with --pool or {environ_name('pool')}"
+    )
+
+
+def _candidates(pool: Path | None) -> list[Path]:
+    if pool is not None:
+        return [pool.expanduser().absolute()]
+    configured = load_config().pool
+    if configured is not None:
+        return [configured]
+    usual = default_pool_path()
+    # Where the store goes when shared memory is too small, as in a container.
+    return [usual, *(Path(folder) / usual.name for folder in (tempfile.gettempdir(), "/var/tmp"))]
 
 
 @contextlib.contextmanager

@@ -136,7 +136,7 @@ def verify(pool: Pool = None, as_json: Json = False) -> None:
 def destroy(pool: Pool = None, yes: Yes = False, as_json: Json = False) -> None:
     """Delete the pool folder and give its memory back.
 
-    Refuses a folder that is not a pool. Engines that still use it go on without a pool until they restart.
+    Refuses a folder that is not a pool. Stop the engines that use it first: one that goes on storing makes a new pool.
 
     **Examples**
 

@@ -272,6 +272,17 @@ class TestErrors:
         run("store", "stats", "--pool", str(tmp_path / "absent"))
         assert not (tmp_path / "absent").exists()
 
+    def test_with_nothing_configured_the_pool_is_where_engines_put_it(self, run, pool, monkeypatch):
+        monkeypatch.delenv("MOONCAKE_CONNECTOR_POOL")
+        monkeypatch.setattr(pool_, "default_pool_path", lambda: pool)
+        assert run("store", "stats").exit_code == 0
+
+    def test_a_default_pool_that_found_no_room_in_shared_memory_is_found(self, run, pool, monkeypatch):
+        monkeypatch.delenv("MOONCAKE_CONNECTOR_POOL")
+        monkeypatch.setattr(pool_, "default_pool_path", lambda: pool.parent / "shm" / pool.name)
+        monkeypatch.setattr(pool_.tempfile, "gettempdir", lambda: str(pool.parent))
+        assert run("store", "stats").exit_code == 0
+
     def test_a_relative_pool_is_taken_from_the_working_folder(self, run, pool, monkeypatch):
         monkeypatch.chdir(pool.parent)
         assert run("store", "stats", "--pool", "pool").exit_code == 0

@@ -82,7 +82,7 @@ def test_a_pool_in_use_can_be_looked_at(pool):
 
 def test_a_flipped_byte_is_found_once(pool):
     assert "all 10 pages" in run("store", "verify", "--pool", pool)
-    arena = pool / "arena"
+    (arena,) = pool.rglob("arena")
     content = bytearray(arena.read_bytes())
     content[content.index(bytes([5]) * PAGE_NBYTES) + 1000] ^= 1
     with arena.open("r+b") as file:

@@ -124,6 +124,16 @@ def test_an_array_has_the_keys_of_its_list(dtype):
     assert page_keys(np.arange(128, dtype=dtype), P) == page_keys(COUNT_UP, P)
 
 
+@given(st.lists(any_token, max_size=40), st.integers(1, 8))
+def test_an_array_of_any_tokens_has_the_keys_of_its_list(tokens, page_tokens):
+    assert page_keys(np.array(tokens, dtype=np.uint64), page_tokens) == page_keys(tokens, page_tokens)
+
+
+@pytest.mark.parametrize("token", [2**32 - 1, 2**32])
+def test_the_bound_between_narrow_and_wide_is_the_same_in_an_array(token):
+    assert page_keys(np.full(P, token), P) == page_keys([token] * P, P) == spelled_out([token] * P, P, b"")
+
+
 def test_a_strided_or_big_endian_array_has_the_keys_of_its_list():
     strided = np.arange(256, dtype=">u4")[::2]
     assert page_keys(strided, P) == page_keys(strided.tolist(), P)
