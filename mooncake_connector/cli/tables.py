@@ -103,13 +103,13 @@ def stats_table(stats: StoreStats) -> Table:
 
 
 def namespaces_table(spaces: Sequence[SpaceInfo]) -> Table:
-    table = _table("Namespaces", "id", "model", "KV dtype", "page", "shards>", "pages>", "size>", "oldest>", "idle>")
+    table = _table("Namespaces", "id", "model", "KV dtype", "tokens>", "shards>", "pages>", "size>", "oldest>", "idle>")
     for total in totals(spaces):
         table.add_row(
             total.id[:ID_DIGITS],
             escape(total.model_name),
             total.kv_dtype,
-            f"{total.page_tokens} tokens",
+            str(total.page_tokens),
             str(total.shards),
             *_amounts(total.pages, total.nbytes, total.oldest_s, total.idle_s),
         )
@@ -117,16 +117,16 @@ def namespaces_table(spaces: Sequence[SpaceInfo]) -> Table:
 
 
 def spaces_table(spaces: Sequence[SpaceInfo]) -> Table:
-    table = _table("", "id", "model", "KV dtype", "page", "layers", "heads", "pages>", "size>", "oldest>", "idle>")
+    table = _table("", "id", "model", "KV dtype", "tokens>", "layers", "heads", "pages>", "size>", "oldest>", "idle>")
     for space in _sorted(spaces):
         name, shard = space.namespace, space.shard
         table.add_row(
             name.digest.hex()[:ID_DIGITS],
             escape(name.model_name),
             name.kv_dtype,
-            f"{name.page_tokens} tokens",
-            f"{shard.layer_start}-{shard.layer_stop - 1} of {name.num_layers}",
-            f"{shard.head_start}-{shard.head_stop - 1} of {name.num_kv_heads}" + (" (MLA)" if name.is_mla else ""),
+            str(name.page_tokens),
+            f"{shard.layer_start}-{shard.layer_stop - 1}/{name.num_layers}",
+            "MLA" if name.is_mla else f"{shard.head_start}-{shard.head_stop - 1}/{name.num_kv_heads}",
             *_amounts(space.pages, space.nbytes, space.oldest_s, space.idle_s),
         )
     return table
@@ -144,11 +144,11 @@ def _sorted(spaces: Iterable[SpaceInfo]) -> list[SpaceInfo]:
 
 
 def _table(title: str, *headings: str) -> Table:
-    """A table whose headings that end in ">" are aligned to the right."""
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE)
+    """A table whose headings that end in ">" are aligned to the right. A narrow terminal folds the model's name."""
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for heading in headings:
-        right = heading.endswith(">")
-        table.add_column(heading.rstrip(">"), justify="right" if right else "left", overflow="fold")
+        name, right = heading.rstrip(">"), heading.endswith(">")
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=name != "model")
     return table
 
 

@@ -171,7 +171,7 @@ class TestList:
     def test_people_see_one_line_for_each_part_of_a_page(self, run):
         lines = [line.split() for line in run("store", "ls").stdout.splitlines() if "org/" in line]
         assert [line[0] for line in lines] == [LARGE.digest.hex()[:12]] * 2 + [SMALL.digest.hex()[:12]]
-        assert " ".join(lines[1][1:]) == "org/[large] bfloat16 64 tokens 0-29 of 30 2-3 of 4 90 1.0 GiB 5 min 5 s"
+        assert " ".join(lines[1][1:]) == "org/[large] bfloat16 64 0-29/30 2-3/4 90 1.0 GiB 5 min 5 s"
 
     def test_json_has_the_whole_namespace(self, run):
         value = json.loads(run("store", "ls", "--json").stdout)
