@@ -44,9 +44,7 @@ def connect(order: dict[str, Any]) -> Any:
     from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found,unused-ignore]
 
     store = MooncakeDistributedStore()
-    status = store.setup(
-        "127.0.0.1", "P2PHANDSHAKE", order["segment_nbytes"], 64 << 20, "tcp", "", order["master"]
-    )
+    status = store.setup("127.0.0.1", "P2PHANDSHAKE", order["segment_nbytes"], 64 << 20, "tcp", "", order["master"])
     if status != 0:
         raise SystemExit(f"the Mooncake client could not join the master at {order['master']}: status {status}")
     return store

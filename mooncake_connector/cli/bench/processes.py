@@ -23,7 +23,12 @@ def running(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start ``command`` in a session of its own, output to ``log``; at the end it and its children are killed."""
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **(env or {})}
+        command,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        env={**os.environ, **(env or {})},
     )
     try:
         yield process
@@ -60,7 +65,9 @@ def run_script(
         error = None
         try:
             with running(command, log, env) as process:
-                wait_until(lambda: bool(read_outcome(outcome).get("ready")), process, deadline_s, "the measuring process")
+                wait_until(
+                    lambda: bool(read_outcome(outcome).get("ready")), process, deadline_s, "the measuring process"
+                )
         except BenchError as problem:
             error = f"{problem}: {last_lines(log)}"
     found = read_outcome(outcome)

@@ -1,0 +1,117 @@
+"""How lookups and memory grow with the index: pools that name up to millions of pages, without holding their bytes.
+
+Putting millions of pages needs at least 4 KiB of arena for each. So the rows are written straight into the page table
+of a pool that has room for exactly so many, with the store's own code; what is timed is the store's public lookup.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake_connector.cli.bench.embedded import LOOKUP, PREFIX, SINGLE_LOOKUPS
+from mooncake_connector.cli.bench.measure import BenchError, Scale, Task, best_seconds
+from mooncake_connector.cli.bench.pool_writer import DEADLINE_S, NAMESPACE, bench_space
+from store_client import EmbeddedStore, Shard, Space
+from store_client.embedded import layout, ledger, rows, table
+from store_client.embedded.journal import Record
+from store_client.embedded.spaces import Spaces
+
+_CHUNK = 1 << 16
+_SHARD = Shard(0, 32, 0, 8)
+
+
+def measure(folder: Path, scale: Scale, progress: Callable[[str], None]) -> tuple[dict[str, float], float]:
+    """Lookups in the large index over those in the small one (seconds over seconds), and bytes a page of the large."""
+    small = filled_pool(folder / "small", scale.small_index)
+    progress(f"filling an index with {scale.large_index:,} keys")
+    large = filled_pool(folder / "large", scale.large_index)
+    with EmbeddedStore(folder / "small") as one, EmbeddedStore(folder / "large") as other:
+        tasks: dict[str, Task] = {}
+        for size, store, keys in (("small", one, small), ("large", other, large)):
+            tasks.update({f"{name} {size}": task for name, task in _tasks(bench_space(store), keys, scale).items()})
+        seconds = best_seconds(tasks, 3 * scale.rounds)
+    ratios = {name: seconds[f"{name} large"] / seconds[f"{name} small"] for name in (LOOKUP, PREFIX)}
+    return ratios, index_nbytes(folder / "large") / scale.large_index
+
+
+def _tasks(space: Space, keys: list[list[bytes]], scale: Scale) -> dict[str, Task]:
+    """Every round looks other keys up, so that the memory they lie in is not warm from the round before."""
+    rounds = iter(range(10**9))
+
+    def prefix() -> None:
+        batch = keys[next(rounds) % len(keys)]
+        if space.prefix(batch) != len(batch):
+            raise BenchError("a lookup missed keys that are in the index")
+
+    def single() -> None:
+        for key in keys[next(rounds) % len(keys)][:SINGLE_LOOKUPS]:
+            if space.prefix([key]) != 1:
+                raise BenchError("a lookup missed a key that is in the index")
+
+    return {PREFIX: Task(prefix), LOOKUP: Task(single)}
+
+
+def filled_pool(pool: Path, count: int, sample: int = 2048) -> list[list[bytes]]:
+    """Make a pool whose page table is full with ``count`` random pages; return batches of their keys, spread evenly."""
+    with EmbeddedStore(pool, layout.MIN_CAPACITY_NBYTES):
+        pass
+    data = _widen(pool, count)
+    number = Spaces(data / "spaces").register(NAMESPACE, _SHARD)
+    target = table.Table(data / "table", count)
+    generator = np.random.default_rng(2)
+    kept = []
+    for start in range(0, count, _CHUNK):
+        keys = generator.integers(0, 256, (min(_CHUNK, count - start), rows.KEY_NBYTES), dtype=np.uint8)
+        _insert(target, keys, number, start)
+        kept.append(keys[:: max(1, count // (16 * sample))])
+    spread = [key.tobytes() for chunk in kept for key in chunk]
+    np.random.default_rng(3).shuffle(spread)  # type: ignore[arg-type]
+    return [spread[at : at + sample] for at in range(0, len(spread) - sample + 1, sample)] or [spread]
+
+
+def _widen(pool: Path, count: int) -> Path:
+    """Give an empty pool an index for ``count`` pages; returns its data folder."""
+    description = layout.read_description(pool)
+    if description is None:
+        raise BenchError(f"{pool} is not a pool")
+    layout.write_description(pool, dataclasses.replace(description, max_pages=count))
+    data = description.data(pool)
+    for name, nbytes in (("table", table.table_nbytes(count)), ("ledger/data.mdb", ledger.map_nbytes(count))):
+        fd = os.open(data / name, os.O_RDWR)
+        try:
+            os.ftruncate(fd, nbytes)
+            os.posix_fallocate(fd, 0, nbytes)
+        finally:
+            os.close(fd)
+    return data
+
+
+def _insert(target: table.Table, keys: npt.NDArray[np.uint8], space: int, first_slot: int) -> None:
+    """Apply a record that names ``keys`` at the slots from ``first_slot`` on; their rows say one granule each."""
+    hashes = rows.hash_keys(keys, space)
+    cells = target.plan_cells(hashes)
+    fits = cells >= 0
+    slots = np.arange(first_slot, first_slot + len(keys), dtype=np.uint32)
+    filled: npt.NDArray[Any] = np.zeros(len(keys), dtype=rows.ROW_DTYPE)
+    filled["key"], filled["space"] = keys, space
+    filled["generation"] = slots.astype(np.uint64) + 1
+    filled["granules"], filled["nbytes"], filled["parent"], filled["num_extents"] = 1, 4096, rows.NONE, 1
+    record = Record(
+        target.applied, target.pages + len(keys), target.used_granules, set_cells=cells[fits].astype(np.uint64),
+        set_words=target.words(hashes[fits], slots[fits]), set_slots=slots,
+        set_rows=filled.view(np.uint8).reshape(len(keys), rows.ROW_NBYTES),
+    )  # fmt: skip
+    target.apply(record, 0)
+
+
+def index_nbytes(pool: Path) -> int:
+    """Memory that everything but the arena takes."""
+    files = (Path(at) / name for at, _, names in os.walk(pool) for name in names if name != "arena")
+    return sum(file.stat().st_blocks * 512 for file in files)
