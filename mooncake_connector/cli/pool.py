@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from mooncake_connector.cli.tables import ID_DIGITS
 from mooncake_connector.config import environ_name, load_config
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Store
@@ -65,7 +66,7 @@ def find_namespace(store: Store, beginning: str | None) -> bytes | None:
     matching = [digest for digest in known if digest.hex().startswith(beginning.lower())]
     if beginning and len(matching) == 1:
         return matching[0]
-    listed = ", ".join(f"{digest.hex()[:12]} ({name})" for digest, name in sorted(known.items())) or "none"
+    listed = ", ".join(f"{digest.hex()[:ID_DIGITS]} ({name})" for digest, name in sorted(known.items())) or "none"
     problem = "is the beginning of several namespaces" if matching else "is no namespace of this pool"
     raise PoolError(f"--namespace {beginning!r} {problem}; it has {listed}")
 

@@ -11,7 +11,8 @@ from rich.table import Table
 from mooncake_connector.cli.output import human_nbytes, human_seconds, human_share
 from store_client import SpaceInfo, StoreStats
 
-ID_DIGITS = 12
+ID_DIGITS = 8
+_MODEL_WIDTH = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,10 +146,13 @@ def _sorted(spaces: Iterable[SpaceInfo]) -> list[SpaceInfo]:
 
 def _table(title: str, *headings: str) -> Table:
     """A table whose headings that end in ">" are aligned to the right. A narrow terminal folds the model's name."""
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in headings:
         name, right = heading.rstrip(">"), heading.endswith(">")
-        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=name != "model")
+        width = _MODEL_WIDTH if name == "model" else None
+        table.add_column(
+            name, justify="right" if right else "left", overflow="fold", no_wrap=width is None, min_width=width
+        )
     return table
 
 

@@ -1,16 +1,19 @@
 """The command line: what a person reads, what a script reads, what is asked before pages go, and no traceback."""
 
+import io
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import mooncake_connector
 from mooncake_connector.cli import main as main_
 from mooncake_connector.cli import pool as pool_
+from mooncake_connector.cli import tables
 from mooncake_connector.cli.main import app
 from mooncake_connector.cli.output import human_nbytes, human_seconds, human_share
 from mooncake_connector.errors import PoolError
@@ -170,8 +173,14 @@ class TestStats:
 class TestList:
     def test_people_see_one_line_for_each_part_of_a_page(self, run):
         lines = [line.split() for line in run("store", "ls").stdout.splitlines() if "org/" in line]
-        assert [line[0] for line in lines] == [LARGE.digest.hex()[:12]] * 2 + [SMALL.digest.hex()[:12]]
+        assert [line[0] for line in lines] == [LARGE.digest.hex()[:8]] * 2 + [SMALL.digest.hex()[:8]]
         assert " ".join(lines[1][1:]) == "org/[large] bfloat16 64 0-29/30 2-3/4 90 1.0 GiB 5 min 5 s"
+
+    def test_a_terminal_of_80_columns_folds_the_name_of_the_model_and_cuts_nothing(self):
+        screen = Console(width=80, file=io.StringIO())
+        screen.print(tables.spaces_table(SPACES))
+        expected = ["bfloat16", "0-29/30", "2-3/4", "10.0 MiB", "4.6 d", "15 min", "[large]"]
+        assert [word for word in expected if word not in screen.file.getvalue()] == []
 
     def test_json_has_the_whole_namespace(self, run):
         value = json.loads(run("store", "ls", "--json").stdout)
@@ -208,7 +217,7 @@ class TestClear:
     def test_an_id_that_does_not_name_one_namespace_is_an_error_that_lists_them(self, run, store, beginning):
         result = run("store", "clear", "--yes", "--namespace", beginning)
         assert (result.exit_code, store.cleared) == (1, [])
-        assert f"{SMALL.digest.hex()[:12]} (org/small)" in result.stderr
+        assert f"{SMALL.digest.hex()[:8]} (org/small)" in result.stderr
 
     def test_the_question_about_one_namespace_counts_only_its_pages(self, run):
         result = run("store", "clear", "-n", SMALL.digest.hex(), input="n\n")
