@@ -118,14 +118,13 @@ def namespaces_table(spaces: Sequence[SpaceInfo]) -> Table:
 
 
 def spaces_table(spaces: Sequence[SpaceInfo]) -> Table:
-    table = _table("", "id", "model", "KV dtype", "tokens>", "layers", "heads", "pages>", "size>", "oldest>", "idle>")
+    table = _table("", "id", "model", "KV dtype", "layers", "heads", "pages>", "size>", "oldest>", "idle>")
     for space in _sorted(spaces):
         name, shard = space.namespace, space.shard
         table.add_row(
             name.digest.hex()[:ID_DIGITS],
             escape(name.model_name),
             name.kv_dtype,
-            str(name.page_tokens),
             f"{shard.layer_start}-{shard.layer_stop - 1}/{name.num_layers}",
             "MLA" if name.is_mla else f"{shard.head_start}-{shard.head_stop - 1}/{name.num_kv_heads}",
             *_amounts(space.pages, space.nbytes, space.oldest_s, space.idle_s),
@@ -146,7 +145,7 @@ def _sorted(spaces: Iterable[SpaceInfo]) -> list[SpaceInfo]:
 
 def _table(title: str, *headings: str) -> Table:
     """A table whose headings that end in ">" are aligned to the right. A narrow terminal folds the model's name."""
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=title or None, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in headings:
         name, right = heading.rstrip(">"), heading.endswith(">")
         width = _MODEL_WIDTH if name == "model" else None

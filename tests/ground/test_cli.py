@@ -174,7 +174,7 @@ class TestList:
     def test_people_see_one_line_for_each_part_of_a_page(self, run):
         lines = [line.split() for line in run("store", "ls").stdout.splitlines() if "org/" in line]
         assert [line[0] for line in lines] == [LARGE.digest.hex()[:8]] * 2 + [SMALL.digest.hex()[:8]]
-        assert " ".join(lines[1][1:]) == "org/[large] bfloat16 64 0-29/30 2-3/4 90 1.0 GiB 5 min 5 s"
+        assert " ".join(lines[1][1:]) == "org/[large] bfloat16 0-29/30 2-3/4 90 1.0 GiB 5 min 5 s"
 
     def test_a_terminal_of_80_columns_folds_the_name_of_the_model_and_cuts_nothing(self):
         screen = Console(width=80, file=io.StringIO())
