@@ -1,4 +1,4 @@
-"""Where pages go in the arena: contiguous where possible, gathered from small runs where not, growing up to the limit."""
+"""Where pages go in the arena: contiguous where possible, gathered from small runs where not."""
 
 import time
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ class Allocator:
         self._no_growth_before = 0.0
 
     def make_room(self, draft: "Draft", count: int, nbytes: int) -> str:
-        """Grow the arena until the pages fit or it is at its limit; returns what stands in the way, if anything does."""
+        """Grow the arena until the pages fit or it is at its limit; returns the cause should they not fit."""
         wanted = count * granules_of(nbytes)
         while draft.free.total < wanted and draft.high_water < draft.capacity:
             if not self._grow(draft, wanted - draft.free.total):

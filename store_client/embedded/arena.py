@@ -20,7 +20,7 @@ GRANULE = 4096
 GROWTH_NBYTES = 64 << 20
 _REGION_NBYTES = 4 << 20
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_READ = 22
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 
@@ -73,7 +73,7 @@ class Arena:
         for region in range(first, min(stop, len(warm))):
             if not warm[region]:
                 start = region * _REGION_NBYTES
-                _libc.madvise(address + start, min(_REGION_NBYTES, size - start), _MADV_POPULATE_WRITE)
+                _libc.madvise(address + start, min(_REGION_NBYTES, size - start), _MADV_POPULATE_READ)
                 warm[region] = True
 
     def views(self, extents: Extents, nbytes: int) -> list[Bytes] | None:

@@ -5,6 +5,8 @@ before or after a change, never half of it. A name lies in the emptier of its tw
 half load (what `num_buckets` gives) a name finds no room about once in a million, and its page is then not stored.
 """
 
+from typing import Any
+
 import numpy as np
 
 from store_client.embedded.rows import U32, U64
@@ -26,7 +28,7 @@ class Cells:
     """The table over `words`, a uint64 array of `num_buckets * CELLS` zeros to begin with."""
 
     def __init__(self, words: U64) -> None:
-        self._words = words
+        self._flat = words.data
         self._buckets = words.reshape(-1, CELLS)
         self._count = np.uint64(len(self._buckets))
 
@@ -47,6 +49,14 @@ class Cells:
         cells, prints = self._candidates(hashes)
         found: np.ndarray[tuple[int], np.dtype[np.bool_]] = ((cells >> _SHIFT) == prints[:, None]).any(axis=1)
         return found
+
+    def present_one(self, hashed: int) -> bool:
+        """`present` for one hash, without the fixed cost of arrays."""
+        count, wanted = len(self._buckets), hashed >> 32 | 1
+        first = ((hashed & 0xFFFFFFFF) * count >> 32) * CELLS
+        second = (((hashed * int(_SECOND) & 0xFFFFFFFFFFFFFFFF) >> 32) * count >> 32) * CELLS
+        cells = self._flat[first : first + CELLS].tolist() + self._flat[second : second + CELLS].tolist()
+        return any(cell >> 32 == wanted for cell in cells)
 
     def matches(self, hashes: U64) -> tuple[U32, U64]:
         """Which hash (index) may be at which slot: one entry per cell with the right fingerprint."""
@@ -75,11 +85,12 @@ class Cells:
         free = self._buckets[buckets] == 0
         room = free.sum(axis=1)
         planned = np.full(len(hashes), -1, dtype=np.int64)
-        for i, (first, second) in enumerate(local.tolist()):
+        choices: Any = local.tolist()
+        for i, (first, second) in enumerate(choices):
             chosen = first if room[first] >= room[second] else second
             if room[chosen]:
-                cell = int(free[chosen].argmax())
-                free[chosen, cell] = False
+                position = int(free[chosen].argmax())
+                free[chosen, position] = False
                 room[chosen] -= 1
-                planned[i] = buckets[chosen] * CELLS + cell
+                planned[i] = buckets[chosen] * CELLS + position
         return planned

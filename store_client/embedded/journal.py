@@ -14,7 +14,7 @@ from store_client.embedded.rows import ROW_NBYTES, U8, U32, U64
 _HEAD = struct.Struct("<QQQQQQ")
 
 
-def _empty(dtype: str) -> np.ndarray:  # type: ignore[type-arg]
+def _empty(dtype: str) -> np.ndarray:
     return np.zeros(0, dtype=dtype)
 
 

@@ -60,11 +60,13 @@ def choose_default(capacity_nbytes: int | None) -> tuple[Path, str | None]:
             chosen = parent / shm.name
             return chosen, (
                 f"{shm.parent} has {free_nbytes(shm.parent) >> 20} MiB free, the pool wants {wanted >> 20} MiB: using "
-                f"{chosen} instead, which is slower; give the container more shared memory (docker --shm-size) or set `pool`"
+                f"{chosen} instead, which is slower; give the container more shared memory (docker --shm-size), or set "
+                "`pool`"
             )
     raise PoolError(
         f"no room for a pool of {wanted >> 20} MiB: {shm.parent} has {free_nbytes(shm.parent) >> 20} MiB free, "
-        f"{tempfile.gettempdir()} and /var/tmp have less as well; set `pool` to a folder with room, or a smaller `capacity`"
+        f"{tempfile.gettempdir()} and /var/tmp have less as well; set `pool` to a folder with room, or "
+        "a smaller `capacity`"
     )
 
 

@@ -56,12 +56,19 @@ def _decode_reservation(key: bytes, value: bytes) -> Reservation:
     return Reservation(key[1:17], struct.unpack(">Q", key[17:])[0], words[:num_space], words[num_space:])
 
 
+def _get(txn: lmdb.Transaction, key: bytes) -> bytes:
+    value = txn.get(key)
+    if value is None:
+        raise lmdb.CorruptedError(f"the ledger has no {key.decode()}")
+    return bytes(value)
+
+
 class Draft:
     """A transaction under way: the state as it is, to be changed in place."""
 
     def __init__(self, txn: lmdb.Transaction) -> None:
         self._txn = txn
-        number, generation, high_water, capacity = _META.unpack(txn.get(_KEY_META))
+        number, generation, high_water, capacity = _META.unpack(_get(txn, _KEY_META))
         self.number = number
         """Of the last redo record."""
         self.generation = generation
@@ -78,13 +85,13 @@ class Draft:
     @property
     def free(self) -> FreeRuns:
         if self._free is None:
-            self._free = FreeRuns.from_bytes(self._txn.get(_FREE))
+            self._free = FreeRuns.from_bytes(_get(self._txn, _FREE))
         return self._free
 
     @property
     def slots(self) -> FreeRuns:
         if self._slots is None:
-            self._slots = FreeRuns.from_bytes(self._txn.get(_SLOTS))
+            self._slots = FreeRuns.from_bytes(_get(self._txn, _SLOTS))
         return self._slots
 
     def next_generation(self) -> int:
@@ -105,7 +112,7 @@ class Draft:
             for key, value in cursor:
                 if key[:1] != _RESERVATION or len(key) != 25:
                     break
-                found.append(_decode_reservation(key, value))
+                found.append(_decode_reservation(bytes(key), bytes(value)))
         return found
 
     def put_extents(self, slot: int, extents: Runs) -> None:
@@ -122,7 +129,7 @@ class Draft:
 
     def last_record(self) -> Record | None:
         blob = self._txn.get(_KEY_RECORD)
-        return journal.decode(blob) if blob else None
+        return journal.decode(bytes(blob)) if blob else None
 
     def store(self) -> None:
         """Write everything that changed into the transaction."""

@@ -79,7 +79,7 @@ class Owners:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise PoolError(f"pool folder {folder} is on a file system without flock ({error}): choose another") from None
+            raise PoolError(f"pool folder {folder} has no flock ({error}): set `pool` to another one") from None
 
     def is_dead(self, owner: bytes) -> bool:
         """True if no process holds the lock of `owner` any more."""

@@ -78,7 +78,7 @@ def _open_locked(path: Path, capacity: int | None, policy: Policy, deadline: flo
     try:
         return _open_existing(path, description, chosen, policy, deadline)
     except Unusable as reason:
-        raise PoolError(f"pool {path} was just made and is not usable ({reason}); set `pool` to another folder") from None
+        raise PoolError(f"pool {path} was just made and is not usable ({reason}); set `pool` elsewhere") from None
 
 
 def _remove_data(path: Path) -> None:

@@ -23,6 +23,18 @@ from store_client.embedded.writer import Writer
 logger = get_logger(__name__)
 
 
+def check_targets(destinations: Sequence[Scatter], nbytes: int, offset: int) -> list[list[memoryview]]:
+    """The destinations as byte views. Raises ValueError where they differ in size or leave the page."""
+    targets = [as_pieces(destination) for destination in destinations]
+    sizes = {sum(map(len, pieces)) for pieces in targets}
+    if len(sizes) > 1:
+        raise ValueError(f"destinations of different sizes {sorted(sizes)}: all pages of a call give one range")
+    length = max(sizes, default=0)
+    if offset < 0 or offset + length > nbytes:
+        raise ValueError(f"range {offset}..{offset + length} lies outside of a page of {nbytes} bytes")
+    return targets
+
+
 class Reader:
     """Reads of one pool. All methods may be called from any thread."""
 
@@ -31,11 +43,13 @@ class Reader:
         self._verified: npt.NDArray[np.uint64] = np.zeros(table.max_pages, dtype=np.uint64)
         """Generation of the page at each slot whose checksum this process has seen to be right."""
 
-    def prefix(self, joined: U8, space: int) -> int:
-        """Leading keys that are present."""
-        if not len(joined) or not self._table.present(joined[:1], space)[0]:
+    def prefix(self, keys: Sequence[bytes], space: int) -> int:
+        """Leading keys that are present. The first alone decides most lookups that miss."""
+        if not keys or not self._table.present_one(keys[0], space):
             return 0
-        present = self._table.present(joined, space)
+        if len(keys) == 1:
+            return 1
+        present = self._table.present(rows_.join_keys(keys), space)
         return len(present) if present.all() else int(present.argmin())
 
     def contains(self, joined: U8, space: int) -> list[bool]:
@@ -46,7 +60,7 @@ class Reader:
 
         def show(i: int, found: Found, pieces: list[Bytes]) -> bool:
             whole = pieces[0] if len(pieces) == 1 else gather(pieces, nbytes)
-            if not self._is_verified(found, verify) and xxhash.xxh3_64_intdigest(whole) != found.row.checksum:
+            if not self._is_verified(found, verify) and xxhash.xxh3_64_intdigest(whole.data) != found.row.checksum:
                 return False
             view = whole[:]
             view.flags.writeable = False
@@ -56,24 +70,18 @@ class Reader:
         return self._each(keys, space, nbytes, nbytes, show)
 
     def get(
-        self, keys: Sequence[bytes], space: int, destinations: Sequence[Scatter], nbytes: int, offset: int,
+        self, keys: Sequence[bytes], space: int, targets: Sequence[list[memoryview]], nbytes: int, offset: int,
         verify: Verify,
     ) -> list[bool]:  # fmt: skip
         """See `Space.get`."""
-        targets = [as_pieces(destination) for destination in destinations]
-        length = sum(len(piece) for piece in targets[0]) if targets else nbytes
-        for i, pieces in enumerate(targets):
-            if sum(len(piece) for piece in pieces) != length:
-                raise ValueError(f"destination {i} differs in size from destination 0, which has {length} bytes")
-        if offset < 0 or offset + length > nbytes:
-            raise ValueError(f"range {offset}..{offset + length} lies outside of a page of {nbytes} bytes")
+        length = sum(map(len, targets[0])) if targets else nbytes
 
         def copy(i: int, found: Found, pieces: list[Bytes]) -> bool:
             if self._is_verified(found, verify):
                 copy_range(pieces, targets[i], offset)
                 return True
             if length == nbytes:
-                return copy_hashed(pieces, targets[i], hash_target=True) == found.row.checksum
+                return copy_hashed([piece.data for piece in pieces], targets[i], hash_target=True) == found.row.checksum
             if _digest(pieces) != found.row.checksum:
                 return False
             copy_range(pieces, targets[i], offset)
@@ -142,14 +150,14 @@ class Reader:
         if listed is None:
             return None
         count = min(row.num_extents - 1, GRANULE // 8)
-        extents = listed[: count * 8].view("<u4").reshape(-1, 2).tolist()
-        return self._arena.views(extents, row.nbytes)
+        extents = listed[: count * 8].view("<u4").reshape(-1, 2)
+        return self._arena.views([(int(first), int(size)) for first, size in extents], row.nbytes)
 
 
 def _digest(pieces: list[Bytes]) -> int:
     if len(pieces) == 1:
-        return xxhash.xxh3_64_intdigest(pieces[0])
+        return xxhash.xxh3_64_intdigest(pieces[0].data)
     state = xxhash.xxh3_64()
     for piece in pieces:
-        state.update(piece)
+        state.update(piece.data)
     return state.intdigest()

@@ -55,6 +55,15 @@ class Handle:
             self._pool.resize(capacity_nbytes, deadline_s)
             self._capacity_nbytes = capacity_nbytes
 
+    def current(self, closed: threading.Event) -> Pool | None:
+        """The pool for a look at its table, which stays mapped as long as anybody refers to it."""
+        pool = self._pool
+        if pool is None or closed.is_set():
+            return None
+        if pool.replaced():
+            self._follow(pool)
+        return pool
+
     @contextmanager
     def use(self, closed: threading.Event) -> Iterator[Pool | None]:
         """The pool, which stays open during the block; None once the store is closed, or in a forked child."""

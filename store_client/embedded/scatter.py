@@ -40,7 +40,7 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def runs(
-    sources: Sequence[Bytes | memoryview], targets: Sequence[Bytes | memoryview], limit: int
+    sources: Sequence[memoryview], targets: Sequence[memoryview], limit: int
 ) -> Iterator[tuple[memoryview, memoryview]]:
     """Pairs (target, source) of equal size, at most `limit` bytes, that together copy all of `targets`."""
     source_iter, target_iter = iter(sources), iter(targets)
@@ -50,16 +50,16 @@ def runs(
             following = next(target_iter, None)
             if following is None:
                 return
-            target = memoryview(following)
+            target = following
         while not len(source):
-            source = memoryview(next(source_iter))
+            source = next(source_iter)
         size = min(len(source), len(target), limit)
         yield target[:size], source[:size]
         source, target = source[size:], target[size:]
 
 
 def copy_hashed(
-    sources: Sequence[Bytes | memoryview], targets: Sequence[Bytes | memoryview], *, hash_target: bool
+    sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_target: bool
 ) -> int:
     """Copy everything and return the xxh3_64 of the target's bytes (or of the source's)."""
     state = xxhash.xxh3_64()
@@ -80,13 +80,13 @@ def copy_range(sources: Sequence[Bytes], targets: Sequence[memoryview], offset: 
         skipped = min(offset, len(source))
         offset -= skipped
         if skipped < len(source):
-            rest.append(memoryview(source)[skipped:])
-    for target, source in runs(rest, targets, 1 << 62):
-        copy(target, source)
+            rest.append(source.data[skipped:])
+    for target, piece in runs(rest, targets, 1 << 62):
+        copy(target, piece)
 
 
 def gather(pieces: Sequence[Bytes], nbytes: int) -> Bytes:
     """The pieces as one contiguous array: a private copy."""
     whole: Bytes = np.empty(nbytes, dtype=np.uint8)
-    copy_range(pieces, [memoryview(whole)], 0)
+    copy_range(pieces, [whole.data], 0)
     return whole

@@ -13,9 +13,10 @@ import xxhash
 
 from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.namespace import Namespace
-from store_client.base import Bytes, Consume, Fill, Put, Scatter, Shard, Space, Verify
+from store_client.base import KEY_NBYTES, Bytes, Consume, Fill, Put, Scatter, Shard, Space, Verify
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.pool import Pool
+from store_client.embedded.reader import check_targets
 from store_client.embedded.registry import Handle
 from store_client.embedded.rows import INLINE_EXTENTS, join_keys
 from store_client.embedded.scatter import as_pieces, copy_hashed, copy_range
@@ -37,12 +38,22 @@ class EmbeddedSpace(Space):
         self._handle, self._closed = handle, closed
         self._namespace, self._shard = namespace, shard
         self._name = (namespace.digest, shard)
+        self._known: tuple[Pool | None, int | None] = (None, None)
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        joined = join_keys(keys)
-        with self._handle.use(self._closed) as pool:
-            number = pool.spaces.find(self._name) if pool is not None else None
-            return pool.reader.prefix(joined, number) if pool is not None and number is not None else 0
+        if keys and len(keys[0]) != KEY_NBYTES:
+            join_keys(keys[:1])
+        pool = self._handle.current(self._closed)
+        number = self._number(pool) if pool is not None else None
+        return pool.reader.prefix(keys, number) if pool is not None and number is not None else 0
+
+    def _number(self, pool: Pool) -> int | None:
+        """This space's number in the pool; None until something was stored in it."""
+        known_in, number = self._known
+        if known_in is not pool or number is None:
+            number = pool.spaces.find(self._name)
+            self._known = (pool, number)
+        return number
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         joined = join_keys(keys)
@@ -72,11 +83,13 @@ class EmbeddedSpace(Space):
     ) -> list[bool]:
         if len(destinations) != len(keys):
             raise ValueError(f"{len(destinations)} destinations for {len(keys)} keys")
+        join_keys(keys)
+        targets = check_targets(destinations, nbytes, offset)
         with self._handle.use(self._closed) as pool:
             number = pool.spaces.find(self._name) if pool is not None else None
             if pool is None or number is None:
                 return [False] * len(keys)
-            return pool.reader.get(keys, number, destinations, nbytes, offset, verify)
+            return pool.reader.get(keys, number, targets, nbytes, offset, verify)
 
     def write(
         self,
@@ -90,11 +103,11 @@ class EmbeddedSpace(Space):
         def store(i: int, pieces: list[Bytes]) -> int:
             if len(pieces) == 1:
                 fill(i, pieces[0])
-                return xxhash.xxh3_64_intdigest(pieces[0])
+                return xxhash.xxh3_64_intdigest(pieces[0].data)
             whole: Bytes = np.empty(nbytes, dtype=np.uint8)
             fill(i, whole)
-            copy_range([whole], [memoryview(piece) for piece in pieces], 0)
-            return xxhash.xxh3_64_intdigest(whole)
+            copy_range([whole], [piece.data for piece in pieces], 0)
+            return xxhash.xxh3_64_intdigest(whole.data)
 
         return self._store(keys, store, nbytes, parents, deadline_s)
 
@@ -114,7 +127,7 @@ class EmbeddedSpace(Space):
             raise ValueError(f"sources of different sizes {sorted(sizes)}: all pages of a call have one size")
 
         def store(i: int, places: list[Bytes]) -> int:
-            return copy_hashed(pieces[i], places, hash_target=False)
+            return copy_hashed(pieces[i], [place.data for place in places], hash_target=False)
 
         return self._store(keys, store, sizes.pop() if sizes else 0, parents, deadline_s)
 

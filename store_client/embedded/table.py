@@ -16,7 +16,7 @@ import numpy as np
 from store_client.embedded import cells as cells_
 from store_client.embedded import rows as rows_
 from store_client.embedded.journal import Record
-from store_client.embedded.rows import ROW_DTYPE, ROW_NBYTES, Row, U8, U32, U64
+from store_client.embedded.rows import ROW_DTYPE, ROW_NBYTES, U8, U32, U64, Row
 
 HEADER_NBYTES = 4096
 COUNTERS = (
@@ -56,7 +56,7 @@ class Table:
         self.max_pages = max_pages
         at = HEADER_NBYTES
 
-        def column(dtype: str, count: int) -> np.ndarray:  # type: ignore[type-arg]
+        def column(dtype: str, count: int) -> np.ndarray:
             nonlocal at
             array = np.frombuffer(self._map, dtype=dtype, count=count, offset=at)
             at += array.nbytes
@@ -108,6 +108,9 @@ class Table:
     def present(self, keys: U8, space: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         """Whether each key is in the table, by its fingerprint (see `Cells.present`)."""
         return self._cells.present(rows_.hash_keys(keys, space))
+
+    def present_one(self, key: bytes, space: int) -> bool:
+        return self._cells.present_one(rows_.hash_key(key, space))
 
     def slots(self, keys: U8, space: int) -> list[int]:
         """The slot of each key, by its full name; -1 where it is absent."""

@@ -19,11 +19,11 @@ from store_client.embedded.allocator import Allocator, Piece
 from store_client.embedded.arena import Arena
 from store_client.embedded.counters import Counters
 from store_client.embedded.extents import as_runs, clip_runs
-from store_client.embedded.ledger import Draft, Ledger, Reservation
 from store_client.embedded.journal import Record
+from store_client.embedded.ledger import Draft, Ledger, Reservation
 from store_client.embedded.locks import FileLock, LockTimeout, Owners
 from store_client.embedded.policy import Candidates, Policy
-from store_client.embedded.rows import INLINE_EXTENTS, NONE, ROW_NBYTES, Row, U32
+from store_client.embedded.rows import INLINE_EXTENTS, NONE, ROW_NBYTES, U32, Row
 from store_client.embedded.spaces import Spaces
 from store_client.embedded.table import Found, Table
 
@@ -133,7 +133,7 @@ class Writer:
             reachable, orphans = self._split_orphans(absent, keys, parents, space)
             absent = reachable + orphans
             reservation, places, cause = self._allocate(absent, len(reachable), nbytes, started_ns)
-            failed = {i: cause for i in absent[len(places) :]}
+            failed = dict.fromkeys(absent[len(places) :], cause)
             return Ticket(reservation, places, present, failed)
 
     def _split_orphans(
@@ -297,7 +297,7 @@ class Writer:
             ))  # fmt: skip
         return rows
 
-    def _record(self, draft: Draft, pages: int = 0, granules: int = 0, **changes: np.ndarray) -> Record:  # type: ignore[type-arg]
+    def _record(self, draft: Draft, pages: int = 0, granules: int = 0, **changes: np.ndarray) -> Record:
         return Record(draft.number + 1, self._table.pages + pages, self._table.used_granules + granules, **changes)
 
     # -- forget -------------------------------------------------------------------------------------------------

@@ -1,0 +1,267 @@
+"""The conformance class: what any back end must do. Inherit it in a test and give it a fixture `make_store`.
+
+    class TestMine(StoreConformance):
+        @pytest.fixture
+        def make_store(self):
+            return lambda: MyStore(...)      # an empty store with room for at least 64 pages of 64 KiB
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mooncake_connector.namespace import Namespace
+from store_client.base import Bytes, Put, Shard, Space, Store, Verify
+
+PAGE_NBYTES = 65536
+SHARD = Shard(0, 4, 0, 2)
+DEADLINE_S = 10.0
+
+MakeStore = Callable[[], Store]
+
+
+def namespace(model: str = "m", **changes: Any) -> Namespace:
+    """A small namespace; `model` decides its digest."""
+    fields: dict[str, Any] = {
+        "model_name": model, "model_digest": model, "kv_dtype": "bfloat16", "num_layers": 4, "num_kv_heads": 2,
+        "head_dim": 64, "page_tokens": 64,
+    }  # fmt: skip
+    return Namespace(**{**fields, **changes})
+
+
+def chain(name: str, count: int) -> list[bytes]:
+    """Keys of a chain of pages, as different as real ones."""
+    return [hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(count)]
+
+
+def parents_of(keys: Sequence[bytes]) -> list[bytes | None]:
+    return [None, *keys[:-1]]
+
+
+def page_bytes(key: bytes, nbytes: int = PAGE_NBYTES) -> Bytes:
+    """The only right content of the page `key`: any wrong byte shows."""
+    seed = int.from_bytes(hashlib.sha256(key + nbytes.to_bytes(8, "little")).digest()[:8], "little")
+    words = np.arange(-(-nbytes // 8), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+    words ^= words >> np.uint64(29)
+    return words.view(np.uint8)[:nbytes].copy()
+
+
+def put_chain(space: Space, keys: Sequence[bytes], nbytes: int = PAGE_NBYTES) -> list[Put]:
+    pages = [page_bytes(key, nbytes) for key in keys]
+    return space.put(keys, pages, parents=parents_of(keys), deadline_s=DEADLINE_S)
+
+
+def get_page(space: Space, key: bytes, nbytes: int = PAGE_NBYTES, verify: Verify = Verify.ALWAYS) -> Bytes | None:
+    out = np.zeros(nbytes, dtype=np.uint8)
+    return out if space.get([key], [out], nbytes=nbytes, verify=verify)[0] else None
+
+
+class StoreConformance:
+    """Claims about every store."""
+
+    @pytest.fixture
+    def store(self, make_store: MakeStore) -> Any:
+        with make_store() as opened:
+            yield opened
+
+    @pytest.fixture
+    def space(self, store: Store) -> Space:
+        return store.space(namespace(), SHARD)
+
+    def test_an_empty_store_misses_everything(self, space: Space) -> None:
+        keys = chain("a", 3)
+        assert space.prefix(keys) == 0
+        assert space.contains(keys) == [False] * 3
+        assert get_page(space, keys[0]) is None
+
+    def test_empty_calls_are_allowed(self, space: Space) -> None:
+        assert space.prefix([]) == 0
+        assert space.contains([]) == []
+        assert space.get([], [], nbytes=PAGE_NBYTES) == []
+        assert space.put([], [], parents=[], deadline_s=1) == []
+        assert space.remove([]) == 0
+
+    def test_what_was_put_is_read_back(self, space: Space) -> None:
+        keys = chain("a", 8)
+        assert put_chain(space, keys) == [Put.STORED] * 8
+        for verify in Verify:
+            for key in keys:
+                got = get_page(space, key, verify=verify)
+                assert got is not None and np.array_equal(got, page_bytes(key))
+
+    def test_page_bytes_of_two_keys_differ(self) -> None:
+        first, second = chain("a", 2)
+        assert not np.array_equal(page_bytes(first), page_bytes(second))
+
+    def test_a_second_put_leaves_the_first_bytes(self, space: Space) -> None:
+        (key,) = chain("a", 1)
+        put_chain(space, [key])
+        other = np.zeros(PAGE_NBYTES, dtype=np.uint8)
+        assert space.put([key], [other], parents=[None], deadline_s=DEADLINE_S) == [Put.PRESENT]
+        got = get_page(space, key)
+        assert got is not None and np.array_equal(got, page_bytes(key))
+
+    def test_a_key_twice_in_one_put_is_stored_once(self, space: Space) -> None:
+        (key,) = chain("a", 1)
+        page = page_bytes(key)
+        outcome = space.put([key, key], [page, page], parents=[None, None], deadline_s=DEADLINE_S)
+        assert outcome == [Put.STORED, Put.PRESENT]
+
+    def test_prefix_counts_up_to_the_first_hole(self, space: Space) -> None:
+        keys = chain("a", 6)
+        put_chain(space, keys)
+        assert space.prefix(keys) == 6
+        space.remove([keys[3]])
+        assert space.prefix(keys) == 3
+        assert space.contains(keys) == [True, True, True, False, True, True]
+        assert space.prefix([chain("b", 1)[0], *keys]) == 0
+
+    def test_pages_are_scattered_and_gathered(self, space: Space) -> None:
+        (key,) = chain("a", 1)
+        page = page_bytes(key)
+        cuts = [0, 1, 4096, 5000, 40000, PAGE_NBYTES]
+        pieces = [page[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        assert space.put([key], [pieces], parents=[None], deadline_s=DEADLINE_S) == [Put.STORED]
+        out = np.zeros(PAGE_NBYTES, dtype=np.uint8)
+        targets = [out[a : a + 8192] for a in range(0, PAGE_NBYTES, 8192)]
+        for verify in Verify:
+            out[:] = 0
+            assert space.get([key], [targets], nbytes=PAGE_NBYTES, verify=verify) == [True]
+            assert np.array_equal(out, page)
+
+    def test_a_range_of_a_page_is_read(self, space: Space) -> None:
+        (key,) = chain("a", 1)
+        put_chain(space, [key])
+        out = np.zeros(10000, dtype=np.uint8)
+        for offset in (0, 1, 4096, PAGE_NBYTES - 10000):
+            assert space.get([key], [out], nbytes=PAGE_NBYTES, offset=offset) == [True]
+            assert np.array_equal(out, page_bytes(key)[offset : offset + 10000])
+
+    def test_read_shows_the_bytes_read_only(self, space: Space) -> None:
+        keys = chain("a", 3)
+        put_chain(space, keys[:2])
+        seen: dict[int, Bytes] = {}
+
+        def consume(i: int, view: Bytes) -> None:
+            assert not view.flags.writeable
+            seen[i] = view.copy()
+
+        assert space.read(keys, consume, nbytes=PAGE_NBYTES) == [True, True, False]
+        assert sorted(seen) == [0, 1]
+        assert all(np.array_equal(seen[i], page_bytes(keys[i])) for i in seen)
+
+    def test_write_fills_in_place(self, space: Space) -> None:
+        keys = chain("a", 3)
+        put_chain(space, keys[:1])
+        filled = []
+
+        def fill(i: int, view: Bytes) -> None:
+            filled.append(i)
+            view[:] = page_bytes(keys[i])
+
+        outcome = space.write(keys, fill, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S)
+        assert outcome == [Put.PRESENT, Put.STORED, Put.STORED]
+        assert filled == [1, 2]
+        got = get_page(space, keys[2])
+        assert got is not None and np.array_equal(got, page_bytes(keys[2]))
+
+    def test_an_exception_of_fill_passes_and_stores_nothing(self, space: Space) -> None:
+        keys = chain("a", 2)
+
+        def fill(i: int, view: Bytes) -> None:
+            raise RuntimeError("broken source")
+
+        with pytest.raises(RuntimeError, match="broken source"):
+            space.write(keys, fill, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S)
+        assert space.contains(keys) == [False, False]
+        assert put_chain(space, keys) == [Put.STORED] * 2
+
+    def test_a_page_of_another_size_is_a_miss(self, space: Space) -> None:
+        (key,) = chain("a", 1)
+        put_chain(space, [key])
+        assert get_page(space, key, PAGE_NBYTES // 2) is None
+
+    def test_odd_sizes_are_kept_exactly(self, space: Space) -> None:
+        for nbytes in (1, 4095, 4096, 4097, 65537):
+            (key,) = chain(f"odd {nbytes}", 1)
+            put_chain(space, [key], nbytes)
+            got = get_page(space, key, nbytes)
+            assert got is not None and np.array_equal(got, page_bytes(key, nbytes))
+
+    def test_namespaces_and_shards_never_meet(self, store: Store) -> None:
+        keys = chain("a", 2)
+        put_chain(store.space(namespace(), SHARD), keys)
+        others = [(namespace("other"), SHARD), (namespace(), Shard(4, 8, 0, 2)), (namespace(), Shard(0, 4, 2, 4))]
+        for name, shard in others:
+            assert store.space(name, shard).prefix(keys) == 0
+        assert store.space(namespace(), SHARD).prefix(keys) == 2
+
+    def test_the_name_shown_to_people_is_no_identity(self, store: Store) -> None:
+        keys = chain("a", 1)
+        put_chain(store.space(namespace(), SHARD), keys)
+        renamed = namespace(model_name="served under another name", model_digest="m")
+        assert store.space(renamed, SHARD).prefix(keys) == 1
+
+    def test_remove_and_clear_forget(self, store: Store) -> None:
+        keys = chain("a", 4)
+        space, other = store.space(namespace(), SHARD), store.space(namespace("other"), SHARD)
+        put_chain(space, keys)
+        put_chain(other, keys)
+        assert space.remove([keys[3], chain("absent", 1)[0]]) == 1
+        assert space.prefix(keys) == 3
+        assert space.clear() == 3
+        assert space.prefix(keys) == 0
+        assert other.prefix(keys) == 4
+        assert store.clear(namespace("other").digest) == 4
+        assert other.prefix(keys) == 0
+
+    def test_stats_and_namespaces_count_what_happened(self, store: Store) -> None:
+        keys = chain("a", 3)
+        space = store.space(namespace(), SHARD)
+        put_chain(space, keys)
+        put_chain(space, keys)
+        get_page(space, keys[0])
+        space.record_lookup(hit_pages=2, missed_pages=1, page_tokens=64)
+        stats = store.stats()
+        assert (stats.pages, stats.stored_pages, stats.present_pages, stats.read_pages) == (3, 3, 3, 1)
+        assert (stats.hit_tokens, stats.missed_tokens) == (128, 64)
+        (info,) = store.namespaces()
+        assert (info.namespace, info.shard, info.pages) == (namespace(), SHARD, 3)
+        assert info.nbytes >= 3 * PAGE_NBYTES
+
+    def test_verify_reads_every_page(self, store: Store) -> None:
+        put_chain(store.space(namespace(), SHARD), chain("a", 3))
+        steps: list[tuple[int, int]] = []
+        report = store.verify(lambda done, total: steps.append((done, total)))
+        assert (report.pages, report.nbytes, report.corrupt) == (3, 3 * PAGE_NBYTES, 0)
+        assert steps == [(1, 3), (2, 3), (3, 3)]
+
+    def test_mistakes_of_the_caller_are_errors(self, space: Space) -> None:
+        (key,) = chain("a", 1)
+        page = page_bytes(key)
+        with pytest.raises(ValueError, match="31 bytes: expected 32"):
+            space.contains([key[:31]])
+        with pytest.raises(ValueError, match="different sizes"):
+            space.put([key, key], [page, page[:10]], parents=[None, None], deadline_s=1)
+        with pytest.raises(ValueError, match="0 parents for 1 keys"):
+            space.put([key], [page], parents=[], deadline_s=1)
+        with pytest.raises(ValueError, match="outside of a page"):
+            space.get([key], [page], nbytes=PAGE_NBYTES, offset=1)
+        with pytest.raises(ValueError, match="not C-contiguous"):
+            space.put([key], [page[::2]], parents=[None], deadline_s=1)
+
+    def test_a_closed_store_misses_and_fails(self, make_store: MakeStore) -> None:
+        store = make_store()
+        keys = chain("a", 1)
+        space = store.space(namespace(), SHARD)
+        put_chain(space, keys)
+        store.close()
+        store.close()
+        assert space.prefix(keys) == 0
+        assert get_page(space, keys[0]) is None
+        assert put_chain(space, keys) == [Put.FAILED]
