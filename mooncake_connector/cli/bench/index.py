@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import numpy.typing as npt
 
 from mooncake_connector.cli.bench.embedded import LOOKUP, PREFIX, SINGLE_LOOKUPS
 from mooncake_connector.cli.bench.measure import BenchError, Scale, Task, best_seconds
-from mooncake_connector.cli.bench.pool_writer import DEADLINE_S, NAMESPACE, bench_space
+from mooncake_connector.cli.bench.pool_writer import NAMESPACE, bench_space
 from store_client import EmbeddedStore, Shard, Space
+from store_client.base import KEY_NBYTES
 from store_client.embedded import layout, ledger, rows, table
 from store_client.embedded.journal import Record
 from store_client.embedded.spaces import Spaces
@@ -68,11 +70,11 @@ def filled_pool(pool: Path, count: int, sample: int = 2048) -> list[list[bytes]]
     generator = np.random.default_rng(2)
     kept = []
     for start in range(0, count, _CHUNK):
-        keys = generator.integers(0, 256, (min(_CHUNK, count - start), rows.KEY_NBYTES), dtype=np.uint8)
+        keys = np.frombuffer(generator.bytes(min(_CHUNK, count - start) * KEY_NBYTES), np.uint8).reshape(-1, KEY_NBYTES)
         _insert(target, keys, number, start)
         kept.append(keys[:: max(1, count // (16 * sample))])
     spread = [key.tobytes() for chunk in kept for key in chunk]
-    np.random.default_rng(3).shuffle(spread)  # type: ignore[arg-type]
+    random.Random(3).shuffle(spread)
     return [spread[at : at + sample] for at in range(0, len(spread) - sample + 1, sample)] or [spread]
 
 

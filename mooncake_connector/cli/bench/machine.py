@@ -46,7 +46,7 @@ def _cpu_model() -> str:
 
 
 def _file_system(folder: Path) -> str | None:
-    best = ("", None)
+    best: tuple[str, str | None] = ("", None)
     try:
         mounts = Path("/proc/mounts").read_text().splitlines()
     except OSError:
