@@ -56,7 +56,7 @@ class Tracked:
         keys: page keys known so far.
         saved_pages: leading pages that are in the pool or on their way there.
         offer: (local tokens, tokens offered beyond them, when) of the last lookup.
-        loading: pages that a load in flight will bring.
+        loading: (first token, end) of a load in flight.
         refused: a load failed; the pool is not offered to this request again.
     """
 
@@ -65,7 +65,7 @@ class Tracked:
     keys: list[bytes] = field(default_factory=list)
     saved_pages: int = 0
     offer: tuple[int, int, float] | None = None
-    loading: int | None = None
+    loading: tuple[int, int] | None = None
     refused: bool = False
 
 
@@ -165,8 +165,7 @@ class SchedulerHalf:
         page_tokens = self._page_tokens
         first = num_local // page_tokens
         stop = (num_local + num_external_tokens) // page_tokens
-        self._stats.add("hit_tokens", num_external_tokens)
-        tracked.loading = stop
+        tracked.loading = (num_local, num_local + num_external_tokens)
         self._metadata.loads.append(
             LoadJob(
                 req_id=request.request_id,
@@ -273,9 +272,11 @@ class SchedulerHalf:
         for req_id in output.finished_recving or ():
             tracked = self._tracked.get(req_id)
             if tracked is not None and tracked.loading is not None:
-                if not tracked.refused:
-                    tracked.saved_pages = max(tracked.saved_pages, tracked.loading)
+                start, stop = tracked.loading
                 tracked.loading = None
+                if not tracked.refused:
+                    self._stats.add("hit_tokens", stop - start)
+                    tracked.saved_pages = max(tracked.saved_pages, stop // self._page_tokens)
 
     def _saved(self, job_id: int, workers: int, pages: int) -> None:
         save = self._pinned.get(job_id)

@@ -40,6 +40,8 @@ _LOCK_WAIT_S = 0.25
 """Longest wait for the pool's lock, which is held for microseconds: longer means that its holder is stopped."""
 _PAUSE_S = 5.0
 """After such a wait further saves are dropped for so long, so that their blocks are free for the engine."""
+_STOP_S = 2.0
+"""Longest wait for a running job at shutdown; the engine kills its processes after a few seconds."""
 
 logger = get_logger(__name__)
 
@@ -229,8 +231,8 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Finish what runs, drop the rest, release the pool; idempotent."""
-        self._saver.stop(self._config.save_deadline_s)
-        self._loader.stop(self._config.load_deadline_s)
+        self._saver.stop(_STOP_S)
+        self._loader.stop(_STOP_S)
         self._pool.close()
 
     def _fence(self) -> Callable[[], None] | None:
@@ -321,8 +323,13 @@ class WorkerHalf:
         return False
 
     def _count(self, kind: str, task: Task, num_pages: int) -> None:
+        seconds = time.monotonic() - task.submitted_s
+        logger.debug(
+            "%s pages=%d of=%d stored=%d page_nbytes=%d seconds=%.6f cause=%s",
+            kind, task.pages, num_pages, task.stored, self._fmt.nbytes, seconds, task.cause or "none",
+        )  # fmt: skip
         self._stats.add(f"{kind}s")
-        self._stats.add(f"{kind}_seconds", time.monotonic() - task.submitted_s)
+        self._stats.add(f"{kind}_seconds", seconds)
         if kind == "load":
             self._stats.add("load_bytes", task.pages * self._fmt.nbytes)
         else:
@@ -334,7 +341,7 @@ class WorkerHalf:
             log_once(
                 f"{kind}.{cause}",
                 "a %s ended with %d of %d pages after %.3f s: %s; the tokens are recomputed (said once, see metrics)",
-                kind, task.pages, num_pages, time.monotonic() - task.submitted_s, cause,
+                kind, task.pages, num_pages, seconds, cause,
                 logger=logger,
             )  # fmt: skip
 
