@@ -26,7 +26,7 @@ def pytest_sessionstart() -> None:
         if origin is None:
             raise pytest.UsageError(f"{name} is not installed here; `make setup` builds the wheel and installs it")
         if origin.parent.parent == ROOT:
-            raise pytest.UsageError(f"{name} comes from the working tree ({origin}); run `make test-fast` or `make test`")
+            raise pytest.UsageError(f"{name} comes from the working tree ({origin}); use `make test-fast`")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""A small OpenAI-completions client that reports what the tests are about: tokens, margins, time to first token, cached tokens."""
+"""A small client of the completions API that reports what tests are about: tokens, margins, times, cached tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ServerError(AssertionError):
 class Answer:
     """One greedy completion.
 
-    `gaps[i]` is how far the chosen token of step i was ahead of the next best one, in nats; `cached_tokens` counts the prompt
-    tokens that were not computed, whether they came from the engine's own cache or from the connector.
+    `gaps[i]` is how far the chosen token of step i was ahead of the next best one, in nats; `cached_tokens` counts the
+    prompt tokens that were not computed, whether they came from the engine's own cache or from the connector.
     """
 
     token_ids: tuple[int, ...]
@@ -99,7 +99,7 @@ class Client:
             time.sleep(0.1)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples called `name` (as /metrics prints it) that carry these labels; 0.0 where there are none."""
+        """Sum of the samples called `name`, as /metrics prints it, with these labels; 0.0 where there are none."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
         connection.request("GET", "/metrics")
         text = self._read(connection).decode()
@@ -111,7 +111,7 @@ class Client:
         )
 
     def tokens_from_connector(self) -> int:
-        """Prompt tokens that this server has taken from its KV connector since it started, by the server's own count."""
+        """Prompt tokens that this server has taken from its KV connector since it started, by its own count."""
         return int(self.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer"))
 
     def _body(self, prompt: Prompt, max_tokens: int, cache_salt: str | None, ignore_eos: bool) -> dict[str, Any]:

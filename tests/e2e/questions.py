@@ -1,8 +1,8 @@
 """Prompts whose greedy answer is worth comparing, with the answer of the engine without us.
 
-Equality of texts says something only if (a) rounding cannot flip a step: every step's best token is clearly ahead of the
-next, and (b) the text depends on the cache: the same prompt with another page somewhere has another answer. `Examiner` asks a
-plain server and keeps drawing prompts until both hold.
+Equality of texts says something only if (a) rounding cannot flip a step: every step's best token is clearly ahead of
+the next, and (b) the text depends on the cache: the same prompt with another page somewhere has another answer.
+`Examiner` asks a plain server and keeps drawing prompts until both hold.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def draw_tokens(source: random.Random, count: int) -> tuple[int, ...]:
 
 
 class Examiner:
-    """Finds questions of wanted lengths by asking `plain`, a server without the connector and without a prefix cache."""
+    """Finds questions of wanted lengths by asking `plain`, a server without connector and prefix caching."""
 
     def __init__(self, plain: Client, *, max_tokens: int = 6, smallest_gap: float = 0.08, draws: int = 200) -> None:
         self._plain, self._max_tokens, self._smallest_gap, self._draws = plain, max_tokens, smallest_gap, draws
 
-    def question(self, name: str, num_tokens: int, *, prefix: Sequence[int] = (), depends_on_prefix: bool = True) -> Question:
-        """A clear question of `num_tokens` tokens that begins with `prefix`; the same one for the same name on every run."""
+    def question(self, name: str, num_tokens: int, *, prefix: Sequence[int] = ()) -> Question:
+        """A clear question of `num_tokens` tokens that begins with `prefix`; `name` seeds what is drawn."""
         source = random.Random(zlib.crc32(name.encode()))
         for _ in range(self._draws):
             prompt = (*prefix, *draw_tokens(source, num_tokens - len(prefix)))
             answer = self._plain.ask(prompt, max_tokens=self._max_tokens)
             if answer.smallest_gap < self._smallest_gap:
                 continue
-            if depends_on_prefix and not self._depends_on_every_page(prompt, answer.token_ids, source):
+            if not self._depends_on_every_page(prompt, answer.token_ids, source):
                 continue
             return Question(prompt, answer.token_ids)
         raise AssertionError(f"none of {self._draws} prompts drawn for {name!r} has an answer with a clear margin")

@@ -1,4 +1,4 @@
-"""A real vLLM server as a subprocess: started with the connector or without, waited for, and gone for certain at the end."""
+"""A real vLLM server as a subprocess: started with the connector or without, waited for, certainly gone at the end."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ServerDied(AssertionError):
 class Server(Client):
     """One vLLM server on a free port of the loopback interface, in a process group of its own.
 
-    `pool` is the connector's pool folder; without one the server runs plain vLLM. vLLM is started as a module because the
-    `vllm` command of the CPU build looks for a distribution called `vllm` and does not start.
+    `pool` is the connector's pool folder; without one the server runs plain vLLM. vLLM is started as a module because
+    the `vllm` command of the CPU build looks for a distribution called `vllm` and does not start.
     """
 
     def __init__(
@@ -53,6 +53,8 @@ class Server(Client):
         self.model, self.pool, self.log = model, pool, log
         self._url = f"http://127.0.0.1:{port}"
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+        self._complaints: list[str] = []
         self._command = [
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", model.name),
@@ -70,13 +72,14 @@ class Server(Client):
         """Launch the process; `wait_until_ready` tells when it answers."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._env,
-                cwd=tempfile.gettempdir(),  # `-m` puts the working folder first on the path: it must not be the source tree
+                cwd=tempfile.gettempdir(),  # `-m` puts the working folder on the path: never the source tree
                 start_new_session=True,
             )
 
@@ -110,19 +113,18 @@ class Server(Client):
         """End the server as an operator does (SIGTERM), then kill whatever is left of its process group."""
         if self._process is None:
             return
+        self._note_complaints()  # vLLM kills its own engine core when it is told to stop, and logs that as an error
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_DEADLINE_S)
-        self.kill()
+        self._end_group()
 
     def kill(self) -> None:
         """SIGKILL to the whole process group: workers and engine core included, with no time to clean up."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process = None
+        self._note_complaints()
+        self._end_group()
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -131,8 +133,19 @@ class Server(Client):
         return f"--- end of {self.log} ---\n" + "\n".join(self.log_text().splitlines()[-lines:])
 
     def complaints(self) -> list[str]:
-        """Log lines that report an error or begin a traceback: none are expected, whatever a test does."""
-        return [line for line in self.log_text().splitlines() if " ERROR " in line or "Traceback (most recent" in line]
+        """Log lines of all lives up to their ends that report an error: none are expected, whatever a test does."""
+        return self._complaints
+
+    def _note_complaints(self) -> None:
+        lines = self.log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
+        self._complaints += [line for line in lines if " ERROR " in line or "Traceback (most recent" in line]
+
+    def _end_group(self) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
 
 
 @contextlib.contextmanager
@@ -161,7 +174,7 @@ def _free_port() -> int:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment without what would change the server, and with what makes it small, quiet and offline."""
+    """This process's environment without what would change the server, and with what makes it small and offline."""
     inherited = {
         name: value
         for name, value in os.environ.items()

