@@ -1,0 +1,70 @@
+"""Engines for the tests of the vLLM connector; see harness.py. Runs where vLLM is installed, starts no process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import harness
+import pytest
+import vllm_plugin.pool
+import vllm_plugin.worker
+from faults import Faults, faulty_store
+from harness import Engine, Setup
+
+import vllm_plugin
+from mooncake_connector.log import forget_causes
+
+vllm_plugin.register()  # what vLLM's plugin loader does in a process of its own
+
+
+@pytest.fixture(scope="session")
+def base_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return harness.base_config(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def pool() -> Iterator[Path]:
+    """Name of a pool folder in shared memory that does not exist yet."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="mooncake-connector-test-"))
+    yield folder / "pool"
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Every pool that opens during the test is the real one behind these faults."""
+    faults = Faults()
+    monkeypatch.setattr(vllm_plugin.pool, "EmbeddedStore", faulty_store(faults))
+    return faults
+
+
+@pytest.fixture(autouse=True)
+def _like_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pretended KV cache keeps K beside V, as on accelerators; CPU packing has tests of its own."""
+    monkeypatch.setattr(vllm_plugin.worker, "probe_cpu_order", lambda *args: None)
+    forget_causes()
+
+
+@pytest.fixture
+def start(base_config: Any, pool: Path, faults: Faults) -> Iterator[Callable[..., Engine]]:
+    """Start an engine over this test's pool: `start(page_tokens=64, ...)`, see `Setup`."""
+    engines: list[Engine] = []
+
+    def start_one(**settings: Any) -> Engine:
+        engine = Engine(Setup(**settings), base_config, pool)
+        engines.append(engine)
+        return engine
+
+    yield start_one
+    faults.release()
+    for engine in engines:
+        engine.shut_down()

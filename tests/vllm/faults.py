@@ -1,0 +1,119 @@
+"""A pool whose answers can be held back, spoilt and counted, in front of the real embedded store."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from store_client.base import Put, Shard, Space, Store
+from store_client.embedded import EmbeddedStore
+
+GATE_S = 60.0
+"""A gate that nobody opens fails the test instead of hanging it."""
+
+
+class Faults:
+    """What is wrong with the pool just now, and what it was asked so far.
+
+    Args (attributes): `reads_held` and `writes_held` stop every read and write until the gate is opened;
+    `lose_reads(keys)` says which keys of a read are reported as lost; `refuse_writes` fails every put.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.written: Counter[tuple[Shard, bytes]] = Counter()
+        self.lose_reads: Callable[[Sequence[bytes]], list[bool]] | None = None
+        self.refuse_writes = False
+        self.raise_in: set[str] = set()
+        self._reads = threading.Event()
+        self._writes = threading.Event()
+        self.reading = threading.Event()
+        self.writing = threading.Event()
+        self.release()
+
+    def hold_reads(self) -> None:
+        self._reads.clear()
+        self.reading.clear()
+
+    def hold_writes(self) -> None:
+        self._writes.clear()
+        self.writing.clear()
+
+    def release(self) -> None:
+        self._reads.set()
+        self._writes.set()
+
+    def note(self, call: str) -> None:
+        self.calls[call] += 1
+        if call in self.raise_in:
+            raise OSError(f"{call}: made to fail")
+
+    def wait_to_read(self) -> None:
+        self.reading.set()
+        assert self._reads.wait(GATE_S), "a read was held and never released"
+
+    def wait_to_write(self) -> None:
+        self.writing.set()
+        assert self._writes.wait(GATE_S), "a write was held and never released"
+
+
+class FaultySpace:
+    """Duck-typed `Space`: everything goes to the real one, after the faults had their say."""
+
+    def __init__(self, space: Space, shard: Shard, faults: Faults) -> None:
+        self._space, self._shard, self._faults = space, shard, faults
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        self._faults.note("prefix")
+        return self._space.prefix(keys)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        self._faults.note("contains")
+        return self._space.contains(keys)
+
+    def read(self, keys: Sequence[bytes], consume: Any, **kwargs: Any) -> list[bool]:
+        faults = self._faults
+        faults.note("read")
+        faults.wait_to_read()
+        found = self._space.read(keys, consume, **kwargs)
+        if faults.lose_reads is not None:
+            found = [one and not lost for one, lost in zip(found, faults.lose_reads(keys), strict=True)]
+        return found
+
+    def write(self, keys: Sequence[bytes], fill: Any, **kwargs: Any) -> list[Put]:
+        faults = self._faults
+        faults.note("write")
+        faults.wait_to_write()
+        if faults.refuse_writes:
+            return [Put.FAILED] * len(keys)
+        results = self._space.write(keys, fill, **kwargs)
+        faults.written.update((self._shard, key) for key, put in zip(keys, results, strict=True) if put is Put.STORED)
+        return results
+
+    def record_lookup(self, **kwargs: Any) -> None:
+        self._faults.note("record_lookup")
+        self._space.record_lookup(**kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._space, name)
+
+
+class FaultyStore:
+    """Duck-typed `Store` of faulty spaces."""
+
+    def __init__(self, store: Store, faults: Faults) -> None:
+        self._store, self._faults = store, faults
+
+    def space(self, namespace: Any, shard: Shard) -> FaultySpace:
+        self._faults.note("space")
+        return FaultySpace(self._store.space(namespace, shard), shard, self._faults)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def faulty_store(faults: Faults) -> Callable[..., FaultyStore]:
+    """Stands in for the class `EmbeddedStore`."""
+    return lambda *args, **kwargs: FaultyStore(EmbeddedStore(*args, **kwargs), faults)

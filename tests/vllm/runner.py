@@ -1,0 +1,147 @@
+"""A model runner that only pretends to compute: it fills KV slots and checks every slot that it would attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import oracle
+import torch
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+
+
+class WrongKV(AssertionError):
+    """The cache does not hold what the request's own prefix gives."""
+
+
+def kv_memory(num_layers: int, num_blocks: int, heads: int, block_tokens: int, layout: str) -> oracle.Slots:
+    """KV cache `[layer, block, head, token]` of 64-bit slots, physically ordered as the layout says, full of rubbish."""
+    sizes = {"L": num_layers, "B": num_blocks, "H": heads, "N": block_tokens}
+    order = layout.removesuffix("C")
+    memory = np.full([sizes[axis] for axis in order], 0xBADBADBADBADBAD, dtype=np.uint64)
+    return memory.transpose([order.index(axis) for axis in "LBHN"])
+
+
+def as_kv_caches(memory: oracle.Slots, names: list[str], *, kernel_tokens: int | None = None) -> dict[str, torch.Tensor]:
+    """The same memory as vLLM hands it over: a layer's `[block, head, token, content]` of fp16.
+
+    `kernel_tokens`: hand each block over as several kernel blocks of so many tokens (token-major layouts only).
+    """
+    assert isinstance(memory.base, np.ndarray)
+    elements = torch.from_numpy(memory.base.reshape(-1).view(np.float16))
+    num_layers, num_blocks, heads, block_tokens = memory.shape
+    layer_stride, *strides = [stride // elements.element_size() for stride in memory.strides]
+    if kernel_tokens is not None:
+        ratio = block_tokens // kernel_tokens
+        num_blocks, block_tokens, strides = num_blocks * ratio, kernel_tokens, [strides[0] // ratio, *strides[1:]]
+    shape = (num_blocks, heads, block_tokens, oracle.SLOT_ELEMENTS)
+    return {
+        name: torch.as_strided(elements, shape, (*strides, 1), layer * layer_stride)
+        for layer, name in enumerate(names[:num_layers])
+    }
+
+
+@dataclass
+class State:
+    """What the runner keeps of a request."""
+
+    tokens: list[int]
+    blocks: list[int]
+    seed: int
+    hashes: list[int] = field(default_factory=list)
+
+    def hash_all(self) -> list[int]:
+        self.hashes = oracle.chain(self.tokens, self.hashes[: len(self.tokens)], self.seed)
+        return self.hashes
+
+    def replace(self, tokens: list[int]) -> None:
+        same = next((i for i, (a, b) in enumerate(zip(tokens, self.tokens, strict=False)) if a != b), None)
+        self.hashes = self.hashes[: min(len(tokens), len(self.tokens)) if same is None else same]
+        self.tokens = list(tokens)
+
+
+class Runner:
+    """Model runner of one rank.
+
+    Args:
+        memory: its KV cache, `[layer, block, head, token]`.
+        heads: global numbers of the KV heads that this rank holds.
+        num_computed: counts, by request, the tokens computed here (shared by nobody).
+    """
+
+    def __init__(self, memory: oracle.Slots, heads: range) -> None:
+        self.memory = memory
+        self._heads = heads
+        self._num_layers, _, _, self._block_tokens = memory.shape
+        self.states: dict[str, State] = {}
+        self.num_computed: dict[str, int] = {}
+        self.weights = 0
+
+    def forward(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Run the batch of one step.
+
+        Raises:
+            WrongKV: a slot that a request attends to does not hold its prefix's KV.
+        """
+        starts = self._update(scheduled)
+        output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+        for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            sampled = self._run(req_id, starts[req_id], num_tokens)
+            output.req_id_to_index[req_id] = len(output.req_ids)
+            output.req_ids.append(req_id)
+            output.sampled_token_ids.append(sampled)
+        return output
+
+    def _update(self, scheduled: SchedulerOutput) -> dict[str, int]:
+        """Take in new and changed requests as vLLM's runners do; return each one's number of computed tokens."""
+        starts = {}
+        for req_id in scheduled.finished_req_ids:
+            self.states.pop(req_id, None)
+        for new in scheduled.scheduled_new_reqs:
+            tokens = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
+            assert tokens is not None
+            self.states[new.req_id] = State(list(tokens), list(new.block_ids[0]), self.seed_of(new))
+            starts[new.req_id] = new.num_computed_tokens
+        cached = scheduled.scheduled_cached_reqs
+        for index, req_id in enumerate(cached.req_ids):
+            state = self.states[req_id]
+            new_blocks = cached.new_block_ids[index]
+            tokens = cached.all_token_ids.get(req_id)
+            if req_id in cached.resumed_req_ids:
+                assert new_blocks is not None and tokens is not None
+                state.blocks = list(new_blocks[0])
+                state.replace(tokens)
+            else:
+                state.blocks += new_blocks[0] if new_blocks is not None else []
+                if tokens is not None and len(tokens) > len(state.tokens):
+                    state.replace(tokens)
+            starts[req_id] = cached.num_computed_tokens[index]
+        return starts
+
+    def seed_of(self, new: Any) -> int:
+        """What KV depends on besides the tokens: weights and adapter."""
+        return self.weights + (new.lora_request.lora_int_id << 20 if new.lora_request else 0)
+
+    def _run(self, req_id: str, start: int, num_tokens: int) -> list[int]:
+        state = self.states[req_id]
+        stop = start + num_tokens
+        assert stop <= len(state.tokens), f"{req_id}: scheduled to {stop}, knows {len(state.tokens)} tokens"
+        hashes = state.hash_all()
+        expected = oracle.slots(hashes[:stop], self._num_layers, self._heads)
+        position = np.arange(stop)
+        blocks = np.array(state.blocks)[position // self._block_tokens]
+        assert blocks.all(), f"{req_id}: its block table has the null block"
+        places = position % self._block_tokens
+        found = self.memory[:, blocks[:start], :, places[:start]]
+        if not np.array_equal(found, expected[:start]):
+            wrong = np.argwhere((found != expected[:start]).any(axis=2))
+            raise WrongKV(f"{req_id}: of {start} tokens attended to, (token, layer) {wrong[:4].tolist()}.. are wrong")
+        self.memory[:, blocks[start:], :, places[start:]] = expected[start:]
+        self.num_computed[req_id] = self.num_computed.get(req_id, 0) + num_tokens
+        if stop < len(state.tokens):
+            return []
+        token = oracle.sample(hashes[stop - 1])
+        state.tokens.append(token)
+        return [token]
