@@ -1,17 +1,13 @@
 """The worker half: moves pages between this rank's KV blocks and the pool, in two background threads.
 
-One thread loads, one saves; the forward pass never waits for either. Every job ends exactly once, in time: a job that
-is still queued at its deadline is dropped, a running one stops at the next page. Blocks are written only while a load
-is running and read only while a save is, so nothing is touched after its end was reported.
+One thread loads, one saves; the forward pass never waits for either. Every job ends exactly once, in time, and blocks
+are touched only until its end was reported (see :mod:`vllm_plugin.lane`).
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,10 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from mooncake_connector.config import Config
 from mooncake_connector.log import get_logger, log_once
-from mooncake_connector.namespace import Namespace
 from store_client.base import Put, Space
 from vllm_plugin.blocks import KVBlocks, probe_cpu_order, register_tensors
 from vllm_plugin.geometry import Geometry, Unsupported
+from vllm_plugin.lane import Lane, Task
 from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
 from vllm_plugin.pool import Pool
 from vllm_plugin.stats import ConnectorStats
@@ -44,90 +40,6 @@ _STOP_S = 2.0
 """Longest wait for a running job at shutdown; the engine kills its processes after a few seconds."""
 
 logger = get_logger(__name__)
-
-
-@dataclass(slots=True)
-class Task:
-    """One job on its way through a thread: queued, then begun or dropped, then done."""
-
-    job: LoadJob | SaveJob
-    namespace: Namespace
-    deadline_s: float
-    fence: Callable[[], None] | None = None
-    submitted_s: float = field(default_factory=time.monotonic)
-    pages: int = 0
-    stored: int = 0
-    cause: str = ""
-    _begun: bool = False
-    _dropped: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def remaining_s(self) -> float:
-        return self.submitted_s + self.deadline_s - time.monotonic()
-
-    def begin(self) -> bool:
-        """Called by the thread: False where the job was dropped meanwhile."""
-        with self._lock:
-            self._begun = True
-            return not self._dropped
-
-    def drop(self) -> bool:
-        """Called by the engine: True where the job had not begun, and now never will."""
-        with self._lock:
-            if self._begun:
-                return False
-            self._dropped = True
-            return True
-
-
-class Lane:
-    """One background thread, its queue, and what it finished since the last step."""
-
-    def __init__(self, name: str, run: Callable[[Task], None]) -> None:
-        self._run = run
-        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        self._pending: list[Task] = []
-        self._thread = threading.Thread(target=self._loop, name=f"mooncake-connector-{name}", daemon=True)
-        self._thread.start()
-
-    def submit(self, task: Task) -> None:
-        self._pending.append(task)
-        self._queue.put(task)
-
-    def collect(self) -> list[Task]:
-        """Tasks that ended since the last call, each exactly once; expired ones that had not begun among them."""
-        if not self._pending:
-            return []
-        ended = []
-        while not self._done.empty():
-            ended.append(self._done.get())
-        for task in self._pending:
-            if task.remaining_s < 0 and task.drop():
-                task.cause = task.cause or "deadline"
-                ended.append(task)
-        gone = {id(task) for task in ended}
-        self._pending = [task for task in self._pending if id(task) not in gone]
-        return ended
-
-    def stop(self, timeout_s: float) -> None:
-        """Drop what has not begun, and wait for what has."""
-        for task in self._pending:
-            task.drop()
-        self._queue.put(None)
-        self._thread.join(timeout_s)
-
-    def _loop(self) -> None:
-        while (task := self._queue.get()) is not None:
-            if not task.begin():
-                continue
-            try:
-                self._run(task)
-            except Exception as error:  # the thread outlives any fault of a job
-                task.cause = "error"
-                log_once(f"lane:{type(error).__name__}", "a job failed: %r", error, logger=logger, exc_info=True)
-            self._done.put(task)
 
 
 class WorkerHalf:
@@ -263,7 +175,8 @@ class WorkerHalf:
             def consume(index: int, page: npt.NDArray[np.uint8], start: int = start) -> None:
                 number = start + index
                 skip = job.skip_tokens if number == 0 else 0
-                blocks.load_page(job.block_ids, job.first_token + number * page_tokens, page, skip)
+                with task.touching_blocks():
+                    blocks.load_page(job.block_ids, job.first_token + number * page_tokens, page, skip)
 
             if task.remaining_s < 0:
                 task.cause = "deadline"
@@ -303,7 +216,8 @@ class WorkerHalf:
         assert isinstance(job, SaveJob)
 
         def fill(index: int, page: npt.NDArray[np.uint8]) -> None:
-            blocks.save_page(job.block_ids, job.first_token + numbers[index] * self._fmt.page_tokens, page)
+            with task.touching_blocks():
+                blocks.save_page(job.block_ids, job.first_token + numbers[index] * self._fmt.page_tokens, page)
 
         started_s = time.monotonic()
         results = space.write(
@@ -323,7 +237,7 @@ class WorkerHalf:
         return False
 
     def _count(self, kind: str, task: Task, num_pages: int) -> None:
-        seconds = time.monotonic() - task.submitted_s
+        seconds = task.ended_s - task.submitted_s
         logger.debug(
             "%s pages=%d of=%d stored=%d page_nbytes=%d seconds=%.6f cause=%s",
             kind, task.pages, num_pages, task.stored, self._fmt.nbytes, seconds, task.cause or "none",
