@@ -1,7 +1,8 @@
 """`MooncakeKVConnector`: vLLM's KVConnectorBase_V1, as a thin shell around the two halves.
 
 vLLM constructs it once in the scheduler's process and once in each worker. A model or setting that the pool cannot
-serve leaves both halves out: every call then does nothing, after one log line that says why.
+serve leaves both halves out: every call then does nothing, after one log line that says why. Where only the worker
+finds that out, it refuses what the scheduler plans.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from vllm_plugin.geometry import Unsupported, read_geometry
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import StepMetadata, WorkerReport
 from vllm_plugin.pool import Pool
+from vllm_plugin.refusal import RefusingHalf
 from vllm_plugin.scheduler import SchedulerHalf
 from vllm_plugin.stats import ConnectorPromMetrics, ConnectorStats
 from vllm_plugin.worker import WorkerHalf
@@ -63,11 +65,13 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = load_config(transfer.kv_connector_extra_config)
         _log_like_vllm(config)
         self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._worker: WorkerHalf | RefusingHalf | None = None
         try:
             geometry = read_geometry(vllm_config, kv_cache_config)
         except Unsupported as reason:
             logger.warning("prefix reuse from the pool is off: %s", reason)
+            if role is KVConnectorRole.WORKER:
+                self._worker = RefusingHalf()
             return
         reads, writes = transfer.is_kv_consumer, transfer.is_kv_producer
         if role is KVConnectorRole.SCHEDULER:
