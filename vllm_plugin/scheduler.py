@@ -23,6 +23,7 @@ from mooncake_connector.config import Config
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.keys import content_tokens, page_keys, root_digest
 from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.namespace import Namespace
 from store_client.base import Space
 from vllm_plugin.contain import contained, nothing
 from vllm_plugin.geometry import Geometry
@@ -117,6 +118,7 @@ class SchedulerHalf:
         self._events: list[KVCacheEvent] = []
         self._stats = ConnectorStats()
         self._manager: KVCacheManager | None = None
+        self._reset_digest: str | None = None
 
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -158,17 +160,19 @@ class SchedulerHalf:
         if offer is None:
             return
         num_local, offered, _ = offer
+        if num_external_tokens:
+            self._plan_load(tracked, blocks, num_local, num_external_tokens)
         self._stats.add("queried_tokens", request.num_prompt_tokens - num_local)
         self._record(num_local // self._page_tokens, offered // self._page_tokens, request.num_prompt_tokens)
-        if num_external_tokens == 0:
-            return
+
+    def _plan_load(self, tracked: Tracked, blocks: KVCacheBlocks, num_local: int, num_external_tokens: int) -> None:
         page_tokens = self._page_tokens
         first = num_local // page_tokens
         stop = (num_local + num_external_tokens) // page_tokens
         tracked.loading = (num_local, num_local + num_external_tokens)
         self._metadata.loads.append(
             LoadJob(
-                req_id=request.request_id,
+                req_id=tracked.request.request_id,
                 keys=tracked.keys[first:stop],
                 first_token=first * page_tokens,
                 skip_tokens=num_local - first * page_tokens,
@@ -191,7 +195,7 @@ class SchedulerHalf:
                     self._plan_save(tracked, num_computed_tokens)
         metadata, self._metadata = self._metadata, StepMetadata()
         if metadata.loads or metadata.saves:
-            metadata.namespace = self._pool.prepared
+            metadata.namespace = self._namespace()
         return metadata
 
     def finished(self, request: Request) -> None:
@@ -213,13 +217,16 @@ class SchedulerHalf:
             return
         page_tokens, block_tokens = self._page_tokens, self._geometry.block_tokens
         start = first * page_tokens // block_tokens
+        pool = self._manager.block_pool
+        room = (start + self._blocks_to_pin(pool.num_gpu_blocks)) * block_tokens // page_tokens
+        if room < num_pages:
+            self._stats.fail("save_backlog")
+            num_pages = room  # the rest at a later step, when saves have ended
+        if num_pages <= first:
+            return
         stop = -(-num_pages * page_tokens // block_tokens)
         block_ids = self._manager.get_block_ids(request.request_id)[0][start:stop]
         if len(block_ids) < stop - start or not all(block_ids):  # block 0 is vLLM's null block
-            return
-        pool = self._manager.block_pool
-        if self._num_pinned_blocks + len(block_ids) > max(pool.num_gpu_blocks // _PINNED_SHARE, 1):
-            self._stats.fail("save_backlog")
             return
         keys = self._keys(tracked, num_pages)
         job = SaveJob(
@@ -236,6 +243,11 @@ class SchedulerHalf:
         self._pinned[job.job_id] = PinnedSave(job.block_ids, self._world_size, len(job.keys), event, time.monotonic())
         self._num_pinned_blocks += len(job.block_ids)
         self._metadata.saves.append(job)
+
+    def _blocks_to_pin(self, num_blocks: int) -> int:
+        """How many blocks further saves may pin; room for one page is always there when nothing is pinned."""
+        one_page = -(-self._page_tokens // self._geometry.block_tokens) + 1
+        return max(num_blocks // _PINNED_SHARE, one_page) - self._num_pinned_blocks
 
     def _stored_event(self, request: Request, job: SaveJob, start: int, stop: int) -> BlockStored | None:
         if not self._publishes:
@@ -312,15 +324,19 @@ class SchedulerHalf:
         """Forget what the pool holds for this instance (vLLM's `reset_prefix_cache(reset_connector=True)`).
 
         It is called after weights were changed in memory, so the model's files no longer say what the KV was computed
-        with: from now on pages go to a namespace of this instance's own.
+        with: from now on pages go to a namespace of this instance's own. A request that goes on with KV of the old
+        weights is left alone, and so are saves that no worker has been told of.
         """
         for space in self._spaces():  # it waits for the pool's lock, which the scheduler must not
             threading.Thread(target=space.clear, name="mooncake-connector-clear", daemon=True).start()
-        namespace = self._pool.prepared
-        if namespace is not None:
-            self._pool.prepared = dataclasses.replace(namespace, model_digest=f"reset-{uuid.uuid4().hex}")
+        self._reset_digest = f"reset-{uuid.uuid4().hex}"
+        for job in self._metadata.saves:
+            self._unpin(job.job_id)
+        self._metadata.saves.clear()
         for tracked in self._tracked.values():
             tracked.saved_pages, tracked.offer = 0, None
+            if tracked.request.num_computed_tokens:
+                tracked.root = None
         if self._publishes:
             self._events.append(AllBlocksCleared())
         return True
@@ -328,9 +344,16 @@ class SchedulerHalf:
     def close(self) -> None:
         self._pool.close()
 
+    def _namespace(self) -> Namespace | None:
+        """This instance's namespace; None while the identity of the model is not there yet."""
+        namespace = self._pool.prepared
+        if namespace is not None and self._reset_digest not in (None, namespace.model_digest):
+            namespace = self._pool.prepared = dataclasses.replace(namespace, model_digest=self._reset_digest)
+        return namespace
+
     def _spaces(self) -> list[Space]:
         """All shards' spaces, or nothing while the pool or the identity of the model is not there yet."""
-        namespace = self._pool.prepared
+        namespace = self._namespace()
         if namespace is None:
             return []
         spaces = [self._pool.space(namespace, shard) for shard in self._shards]

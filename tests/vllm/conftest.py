@@ -15,12 +15,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import harness
 import pytest
-import vllm_plugin.pool
-import vllm_plugin.worker
 from faults import Faults, faulty_store
 from harness import Engine, Setup
 
 import vllm_plugin
+import vllm_plugin.pool
+import vllm_plugin.worker
 from mooncake_connector.log import forget_causes
 
 vllm_plugin.register()  # what vLLM's plugin loader does in a process of its own

@@ -17,14 +17,16 @@ class WrongKV(AssertionError):
 
 
 def kv_memory(num_layers: int, num_blocks: int, heads: int, block_tokens: int, layout: str) -> oracle.Slots:
-    """KV cache `[layer, block, head, token]` of 64-bit slots, physically ordered as the layout says, full of rubbish."""
+    """KV cache `[layer, block, head, token]` of 64-bit slots, in a layout's order, full of rubbish."""
     sizes = {"L": num_layers, "B": num_blocks, "H": heads, "N": block_tokens}
     order = layout.removesuffix("C")
     memory = np.full([sizes[axis] for axis in order], 0xBADBADBADBADBAD, dtype=np.uint64)
     return memory.transpose([order.index(axis) for axis in "LBHN"])
 
 
-def as_kv_caches(memory: oracle.Slots, names: list[str], *, kernel_tokens: int | None = None) -> dict[str, torch.Tensor]:
+def as_kv_caches(
+    memory: oracle.Slots, names: list[str], *, kernel_tokens: int | None = None
+) -> dict[str, torch.Tensor]:
     """The same memory as vLLM hands it over: a layer's `[block, head, token, content]` of fp16.
 
     `kernel_tokens`: hand each block over as several kernel blocks of so many tokens (token-major layouts only).
