@@ -210,7 +210,7 @@ def _decode(wanted: type, value: Any, strict: bool) -> Any:
     """msgspec's hook for the types it does not know; raises ValueError for what is not allowed."""
     if wanted is Path:
         return _decode_path(value)
-    if isinstance(value, bool) or not isinstance(value, int | str):
+    if not isinstance(value, int | str):
         raise ValueError("expected an integer or text")
     if wanted is Nbytes:
         nbytes = parse_nbytes(value)

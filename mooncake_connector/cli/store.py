@@ -1,12 +1,15 @@
 """`mooncake-connector store`: look into the pool of KV pages, check it, empty it."""
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import rich.progress
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli import tables
@@ -20,6 +23,7 @@ from mooncake_connector.cli.output import (
     print_json,
 )
 from store_client import Store
+from store_client.base import Progress
 
 app = typer.Typer(
     help="Look into the pool of KV pages, check it, empty it; also while engines use it.",
@@ -119,9 +123,8 @@ def verify(pool: Pool = None, as_json: Json = False) -> None:
         mooncake-connector store verify
         mooncake-connector store verify --json
     """
-    with pool_.opened(pool) as store, _progress() as progress:
-        task = progress.add_task("verifying", total=None)
-        report = store.verify(lambda done, pages: progress.update(task, completed=done, total=pages))
+    with pool_.opened(pool) as store, _progress_bar("verifying") as progress:
+        report = store.verify(progress)
     if as_json:
         print_json(dataclasses.asdict(report))
     elif report.corrupt:
@@ -169,7 +172,14 @@ def _clear_question(store: Store, digest: bytes | None) -> str:
     return f"Forget {pages:,} pages ({human_nbytes(nbytes)}) of {models} in {store.stats().location}?"
 
 
-def _progress() -> Progress:
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+@contextlib.contextmanager
+def _progress_bar(what: str) -> Iterator[Progress | None]:
+    """What a store reports its progress to: a bar on stderr, or nothing where no person is looking."""
     screen = error_console()
-    return Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True)
+    if not screen.is_terminal:
+        yield None
+        return
+    columns: list[ProgressColumn] = [TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with rich.progress.Progress(*columns, console=screen, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, pages: bar.update(task, completed=done, total=pages)

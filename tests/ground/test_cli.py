@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import mooncake_connector
 from mooncake_connector.cli import main as main_
 from mooncake_connector.cli import pool as pool_
+from mooncake_connector.cli import store as store_
 from mooncake_connector.cli import tables
 from mooncake_connector.cli.main import app
 from mooncake_connector.cli.output import human_nbytes, human_seconds, human_share
@@ -79,7 +80,8 @@ class FakeStore:
 
     def verify(self, progress=None):
         for done in (0, 100, 200):
-            progress(done, 200)
+            if progress is not None:
+                progress(done, 200)
         return self.report
 
     def close(self):
@@ -227,7 +229,13 @@ class TestClear:
 class TestVerify:
     def test_sound_pages_exit_with_0(self, run):
         result = run("store", "verify")
-        assert (result.exit_code, result.stdout) == (0, "all 200 pages (2.0 GiB) are sound\n")
+        assert (result.exit_code, result.output) == (0, "all 200 pages (2.0 GiB) are sound\n")
+
+    def test_a_terminal_sees_a_bar_that_counts_pages(self, run, monkeypatch):
+        screen = Console(force_terminal=True, file=io.StringIO(), width=100)
+        monkeypatch.setattr(store_, "error_console", lambda: screen)
+        assert run("store", "verify").stdout == "all 200 pages (2.0 GiB) are sound\n"
+        assert "200/200" in screen.file.getvalue()
 
     def test_damaged_pages_exit_with_3(self, run, store):
         store.report = VerifyReport(pages=200, nbytes=2 * GIB, corrupt=2)
