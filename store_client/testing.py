@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,7 +126,7 @@ class StoreConformance:
         (key,) = chain("a", 1)
         page = page_bytes(key)
         cuts = [0, 1, 4096, 5000, 40000, PAGE_NBYTES]
-        pieces = [page[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        pieces = [page[a:b] for a, b in itertools.pairwise(cuts)]
         assert space.put([key], [pieces], parents=[None], deadline_s=DEADLINE_S) == [Put.STORED]
         out = np.zeros(PAGE_NBYTES, dtype=np.uint8)
         targets = [out[a : a + 8192] for a in range(0, PAGE_NBYTES, 8192)]

@@ -38,6 +38,8 @@ class Arena:
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._lock = threading.Lock()
+        self.limit = 0
+        """Granules of the pool's capacity: beyond it nothing is mapped ahead, which would take memory."""
         self._data: Bytes = np.zeros(0, dtype=np.uint8)
         self._warm: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self._map()
@@ -69,11 +71,13 @@ class Arena:
 
     def _populate(self, first: int, stop: int) -> None:
         """Map regions at once instead of fault by fault; a kernel that cannot (before 5.14) faults as ever."""
-        warm, address, size = self._warm, self._address, len(self._data)
+        warm, address = self._warm, self._address
+        size = min(len(self._data), self.limit * GRANULE)
         for region in range(first, min(stop, len(warm))):
             if not warm[region]:
                 start = region * _REGION_NBYTES
-                _libc.madvise(address + start, min(_REGION_NBYTES, size - start), _MADV_POPULATE_READ)
+                if start < size:
+                    _libc.madvise(address + start, min(_REGION_NBYTES, size - start), _MADV_POPULATE_READ)
                 warm[region] = True
 
     def views(self, extents: Extents, nbytes: int) -> list[Bytes] | None:

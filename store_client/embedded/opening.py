@@ -30,6 +30,11 @@ logger = get_logger(__name__)
 _GROWS_IN_PLACE = 4
 """A capacity up to so many times the one the index was made for keeps the pages; beyond, the pool is rebuilt."""
 
+_DAMAGE = (
+    lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError, struct.error, ValueError,
+)  # fmt: skip
+"""What only damaged files raise: nothing else may cost anybody the pool."""
+
 
 def open_pool(
     path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: float, *, rebuild: bool = True
@@ -180,9 +185,13 @@ def _open_existing(
         )  # fmt: skip
         _tidy(pool, owners, stored, capacity, deadline)
         return pool
-    except (lmdb.Error, struct.error, ValueError, TypeError) as error:
+    except _DAMAGE as error:
         _let_go(ledger, owners)
         raise Unusable(f"its index is damaged ({type(error).__name__}: {error})") from None
+    except lmdb.Error as error:
+        # Anything else (no memory, no descriptors left, open already) says nothing about what is in the pool.
+        _let_go(ledger, owners)
+        raise PoolError(f"pool {path} cannot be opened: {error}") from None
     except OSError as error:
         _let_go(ledger, owners)
         raise PoolError(f"pool {path} cannot be opened: {error}; set `pool` to another folder") from None
@@ -212,6 +221,7 @@ def _check_state(data: Path, ledger: Ledger, table: Table) -> int:
 
 def _tidy(pool: Pool, owners: Owners, stored: int, capacity: int | None, deadline: float) -> None:
     """Take over what the dead left, and apply a changed capacity."""
+    pool.arena.limit = stored
     keep = pool.writer.reclaim(deadline)
     owners.sweep(keep)
     if capacity is not None and capacity // GRANULE != stored:

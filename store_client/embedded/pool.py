@@ -96,6 +96,8 @@ class Pool:
         self._closing = True
         self._owners.abandon()
         self._lock.close()
+        # Without LMDB's own locks this unmaps the child's copy, and frees the file for an opening of the child's own.
+        self._ledger.close()
         self.arena.close()
 
     def resize(self, capacity_nbytes: int, deadline_s: float) -> None:

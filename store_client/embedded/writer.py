@@ -119,8 +119,8 @@ class Writer:
         nbytes: int, deadline: float,
     ) -> Ticket:  # fmt: skip
         """Find out which pages are absent and reserve space for them, evicting others if need be."""
-        started_ns = time.time_ns()
         with self.locked(deadline):
+            started_ns = time.time_ns()  # after the wait: else all that others used meanwhile would be spared
             space = self._spaces.register(namespace, shard)
             slots = self._table.slots(rows_.join_keys(keys), space)
             present = [i for i, slot in enumerate(slots) if slot >= 0]
@@ -431,6 +431,7 @@ class Writer:
                     draft.free.clip(capacity)
                     draft.high_water = min(draft.high_water, capacity)
             self._arena.extend(capacity)
+            self._arena.limit = capacity
             self._table.set_capacity(capacity)
             if capacity < before:
                 beyond = self._slots_beyond(capacity)

@@ -1,0 +1,43 @@
+"""Does the space of a pool add up? For tests: it looks below the public interface."""
+
+import time
+
+import numpy as np
+
+from store_client import EmbeddedStore
+from store_client.embedded import rows as rows_
+from store_client.embedded.rows import INLINE_EXTENTS
+
+
+def audit(store: EmbeddedStore) -> None:
+    """Every secured granule is free, or a live page's, or reserved: exactly once. The same for every slot."""
+    pool = store._handle._pool
+    assert pool is not None
+    writer = pool.writer
+    with writer.locked(time.monotonic() + 10):
+        writer._reclaim()
+        with writer._ledger.peek() as draft:
+            granules = np.zeros(draft.high_water, dtype=np.int64)
+            slots = np.zeros(pool.max_pages, dtype=np.int64)
+            for first, size in draft.free.runs().tolist():
+                granules[first : first + size] += 1
+            for first, size in draft.slots.runs().tolist():
+                slots[first : first + size] += 1
+            assert draft.reservations() == []
+            used = 0
+            live = pool.table.live_slots().tolist()
+            for slot in live:
+                row = rows_.decode(pool.table.rows[slot].tobytes())
+                assert row is not None
+                listed = row.num_extents > INLINE_EXTENTS
+                extents = draft.peek_extents(slot).tolist() if listed else list(row.extents)
+                slots[slot] += 1
+                for first, size in extents:
+                    granules[first : first + size] += 1
+                    used += size
+                assert pool.table.slots(np.frombuffer(row.key, np.uint8).reshape(1, 32), row.space) == [slot]
+            assert (granules == 1).all(), f"{(granules == 0).sum()} granules lost, {(granules > 1).sum()} used twice"
+            assert (slots == 1).all(), f"{(slots == 0).sum()} slots lost, {(slots > 1).sum()} used twice"
+            assert pool.table.used_granules == used
+            assert pool.table.pages == len(live)
+            assert draft.high_water <= draft.capacity

@@ -1,0 +1,164 @@
+"""kill -9 at any moment loses what was being written, and nothing else."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from store.audit import audit
+
+from store_client import EmbeddedStore, Put, Verify
+from store_client.testing import SHARD, chain, get_page, namespace, parents_of, put_chain
+
+WORKERS = Path(__file__).with_name("workers.py")
+KILLS = 320
+
+
+def start(role: str, pool: Path, seed: int, seconds: float = 600) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(WORKERS), role, str(pool), str(seed), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(process: "subprocess.Popen[str]", word: str) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == word
+
+
+class Forks:
+    """Workers forked from a server process."""
+
+    def __init__(self, pool: Path) -> None:
+        command = [sys.executable, str(WORKERS), "serve", str(pool)]
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self, role: str, seed: int) -> int:
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.write(f"{role} {seed}\n")
+        self._server.stdin.flush()
+        return int(self._server.stdout.readline())
+
+    def stop(self) -> None:
+        self._server.kill()
+        self._server.wait()
+
+
+@pytest.mark.slow
+def test_kills_of_writers_readers_and_evictors_lose_nothing_else(
+    pool: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "wrong"
+    monkeypatch.setenv("WRONG_BYTES_FILE", str(wrong))
+    rng = random.Random(1)
+    roles = ["write", "read", "evict", "mix"]
+    with EmbeddedStore(pool, 8 << 20) as store:
+        space = store.space(namespace("alive"), SHARD)
+        forks = Forks(pool)
+        running = [forks.start(role, seed) for seed, role in enumerate(roles)]
+        try:
+            for kill in range(KILLS):
+                time.sleep(rng.uniform(0.01, 0.25))
+                victim = kill % len(roles)
+                os.kill(running[victim], signal.SIGKILL)  # ProcessLookupError: the worker had ended by itself
+                running[victim] = forks.start(roles[victim], 1000 + kill)
+                assert not wrong.exists(), wrong.read_text()
+                outcome = put_chain(space, chain(f"alive {kill}", 2))
+                assert outcome == [Put.STORED] * 2, store.stats().failures
+        finally:
+            for worker in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+            forks.stop()
+        time.sleep(0.2)
+        assert store.stats().evicted_pages > 0
+        audit(store)
+        report = store.verify()
+        assert report.pages > 0
+        assert report.corrupt == store.stats().corrupt_pages == 0
+    with EmbeddedStore(pool) as store:
+        audit(store)
+
+
+@pytest.mark.slow
+def test_many_processes_under_eviction_never_read_a_wrong_byte(
+    pool: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WRONG_BYTES_FILE", str(tmp_path / "wrong"))
+    seconds = float(os.environ.get("MOONCAKE_CONNECTOR_STRESS_S", "20"))
+    with EmbeddedStore(pool, 6 << 20) as store:
+        running = [start("mix", pool, seed, seconds) for seed in range(6)]
+        outputs = [process.communicate()[0] for process in running]
+        assert [process.returncode for process in running] == [0] * 6, outputs
+        assert all(int(output.split()[-1]) > 0 for output in outputs)
+        stats = store.stats()
+        assert stats.evicted_pages > 0
+        assert stats.corrupt_pages == 0
+        audit(store)
+
+
+def test_a_stopped_lock_holder_stalls_puts_only_until_their_deadline(pool: Path) -> None:
+    keys = chain("a", 3)
+    with EmbeddedStore(pool, 4 << 20) as store:
+        space = store.space(namespace(), SHARD)
+        put_chain(space, keys[:2])
+        holder = start("hold", pool, 0)
+        try:
+            wait_for(holder, "ready")
+            wait_for(holder, "locked")
+            holder.send_signal(signal.SIGSTOP)
+            page = get_page(space, keys[0])
+            assert page is not None
+            assert space.put(keys, [page] * 3, parents=parents_of(keys), deadline_s=0.2) == [Put.FAILED] * 3
+            assert store.stats().failures == {"busy": 3}
+            assert space.prefix(keys) == 2
+            for verify in Verify:
+                assert get_page(space, keys[1], verify=verify) is not None
+        finally:
+            holder.kill()
+            holder.wait()
+        assert put_chain(space, keys) == [Put.PRESENT, Put.PRESENT, Put.STORED]
+
+
+def test_a_killed_writers_reservation_comes_back(pool: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "from store_client import EmbeddedStore\n"
+        "from store_client.testing import *\n"
+        "store = EmbeddedStore(sys.argv[1])\n"
+        "keys = chain('doomed', 20)\n"
+        "def fill(i, view):\n"
+        "    view[:] = 7\n"
+        "    if i == 10: os.kill(os.getpid(), 9)\n"
+        "store.space(namespace(), SHARD).write(keys, fill, nbytes=65536, parents=parents_of(keys), deadline_s=5)\n"
+    )
+    with EmbeddedStore(pool, 4 << 20) as store:
+        process = subprocess.run([sys.executable, "-c", code, str(pool)], check=False)
+        assert process.returncode == -signal.SIGKILL
+        space = store.space(namespace(), SHARD)
+        assert space.prefix(chain("doomed", 20)) == 0
+        audit(store)
+        assert store.stats().reclaimed_nbytes == 20 * 65536
+
+
+def test_a_redo_record_that_was_not_applied_is_applied_by_the_next_writer(pool: Path) -> None:
+    code = (
+        "import os, sys\n"
+        "from store_client import EmbeddedStore\n"
+        "from store_client.embedded.table import Table\n"
+        "from store_client.testing import *\n"
+        "store = EmbeddedStore(sys.argv[1])\n"
+        "Table.apply = lambda *arguments: os.kill(os.getpid(), 9)\n"
+        "put_chain(store.space(namespace(), SHARD), chain('a', 3))\n"
+    )
+    with EmbeddedStore(pool, 4 << 20) as store:
+        assert subprocess.run([sys.executable, "-c", code, str(pool)], check=False).returncode == -signal.SIGKILL
+        space = store.space(namespace(), SHARD)
+        assert space.prefix(chain("a", 3)) == 0
+        put_chain(space, chain("b", 1))
+        assert space.prefix(chain("a", 3)) == 3
+        assert get_page(space, chain("a", 3)[2]) is not None
+        audit(store)

@@ -1,0 +1,127 @@
+"""Space: the capacity holds, is nearly all usable, and chains lose their ends first."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store.audit import audit
+
+from store_client import EmbeddedStore, Put, Verify
+from store_client.embedded.extents import FreeRuns, as_runs
+from store_client.embedded.layout import index_nbytes
+from store_client.embedded.policy import Candidates, Lru
+from store_client.embedded.rows import NONE
+from store_client.testing import DEADLINE_S, SHARD, chain, get_page, namespace, page_bytes, parents_of, put_chain
+
+
+def test_the_least_recently_used_goes_first(pool: Path) -> None:
+    with EmbeddedStore(pool, 1 << 20) as store:
+        space = store.space(namespace(), SHARD)
+        for i in range(16):
+            put_chain(space, chain(f"{i}", 1))
+        assert get_page(space, chain("0", 1)[0]) is not None
+        put_chain(space, chain("new", 1))
+        assert space.contains([chain("0", 1)[0], chain("1", 1)[0]]) == [True, False]
+
+
+def test_descendants_go_before_ancestors(pool: Path) -> None:
+    rng = random.Random(3)
+    with EmbeddedStore(pool, 4 << 20) as store:
+        space = store.space(namespace(), SHARD)
+        chains = [chain(f"{i}", 12) for i in range(20)]
+        for _ in range(300):
+            keys = rng.choice(chains)
+            if rng.random() < 0.7:
+                put_chain(space, keys[: rng.randint(1, 12)])
+            else:
+                get_page(space, rng.choice(keys))
+            for each in chains:
+                assert sum(space.contains(each)) == space.prefix(each), "a page went before its descendants"
+        assert store.stats().evicted_pages > 100
+        audit(store)
+
+
+def test_a_chain_longer_than_the_pool_keeps_its_beginning(pool: Path) -> None:
+    keys = chain("long", 40)
+    with EmbeddedStore(pool, 1 << 20) as store:
+        space = store.space(namespace(), SHARD)
+        for at in range(0, 40, 5):
+            space.put(
+                keys[at : at + 5], [page_bytes(key) for key in keys[at : at + 5]],
+                parents=parents_of(keys)[at : at + 5], deadline_s=DEADLINE_S,
+            )  # fmt: skip
+        assert space.prefix(keys) == 16
+        assert store.stats().failures == {"full": 24}
+
+
+def test_95_percent_of_the_arena_are_usable_under_a_churn_of_sizes(pool: Path) -> None:
+    rng = random.Random(5)
+    with EmbeddedStore(pool, 64 << 20) as store:
+        lowest = 1.0
+        for i in range(1200):
+            nbytes = rng.choice([4096, 12288, 65536, 262144, 1048576])
+            (key,) = chain(f"{i}", 1)
+            page = page_bytes(key, nbytes)
+            space = store.space(namespace(f"{nbytes}"), SHARD)
+            assert space.put([key], [page], parents=[None], deadline_s=DEADLINE_S) == [Put.STORED]
+            got = get_page(space, key, nbytes, rng.choice(list(Verify)))
+            assert got is not None and np.array_equal(got, page)
+            if i > 400:
+                lowest = min(lowest, store.stats().used_nbytes / store.stats().capacity_nbytes)
+        assert lowest >= 0.95
+        assert store.stats().used_nbytes <= 64 << 20
+        audit(store)
+
+
+def test_a_flipped_byte_is_a_miss_a_counter_and_a_new_chance(pool: Path) -> None:
+    keys = chain("a", 2)
+    with EmbeddedStore(pool, 4 << 20) as store:
+        space = store.space(namespace(), SHARD)
+        put_chain(space, keys)
+        (arena,) = pool.glob("*/arena")
+        with open(arena, "r+b") as file:
+            content = file.read()
+            at = content.find(page_bytes(keys[1])[:64].tobytes())
+            file.seek(at + 777)
+            file.write(bytes([content[at + 777] ^ 1]))
+        out = np.zeros(10, dtype=np.uint8)
+        assert get_page(space, keys[0]) is not None
+        assert get_page(space, keys[1]) is None
+        assert get_page(space, keys[1], verify=Verify.ONCE) is None
+        assert space.get([keys[1]], [out], nbytes=65536) == [False]
+        assert store.stats().corrupt_pages == 3
+        assert put_chain(space, keys) == [Put.PRESENT, Put.STORED]
+        assert get_page(space, keys[1]) is not None
+        audit(store)
+
+
+@pytest.mark.parametrize("max_pages", [100_000, 5_000_000])
+def test_the_index_takes_at_most_300_bytes_a_page(max_pages: int) -> None:
+    assert index_nbytes(max_pages) / max_pages <= 300
+
+
+def test_lru_counts_a_page_as_used_when_a_descendant_is() -> None:
+    pages = Candidates(
+        access=np.array([1, 5, 2, 9], np.uint64), parent=np.array([NONE, 0, NONE, 2], np.uint32),
+        depth=np.array([0, 1, 0, 1], np.uint32), granules=np.ones(4, np.uint32),
+    )  # fmt: skip
+    assert Lru().victims(pages, 4, 4, 100).tolist() == [1, 0, 3, 2]
+    assert Lru().victims(pages, 1, 1, 100).tolist() == [1]
+    assert Lru().victims(pages, 4, 4, 9).tolist() == [1, 0]
+
+
+def test_free_runs_coalesce_and_fit_best() -> None:
+    free = FreeRuns(as_runs([(0, 10), (20, 3), (30, 100)]))
+    assert free.take_whole(1, 3) == [20]
+    assert free.take_whole(3, 3) == [0, 3, 6]
+    free.add(as_runs([(20, 10)]))
+    assert free.runs().tolist() == [[9, 1], [20, 110]]
+    assert free.take_pieces(111, 2) == [(20, 110), (9, 1)]
+    assert free.total == 0
+
+
+def test_space_given_back_twice_is_an_error() -> None:
+    free = FreeRuns(as_runs([(0, 10)]))
+    with pytest.raises(ValueError, match="free already"):
+        free.add(as_runs([(5, 2)]))
