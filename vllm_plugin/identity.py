@@ -5,13 +5,13 @@ Everything that changes KV bytes enters one of the two. Nothing here touches the
 
 from __future__ import annotations
 
-import os
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mooncake_connector.config import Config
 from mooncake_connector.errors import ModelIdentityError
+from mooncake_connector.fingerprint import default_cache_dir
 from mooncake_connector.model_identity import files_digest, model_digest
 from mooncake_connector.namespace import Namespace, canonical_json
 from vllm_plugin.geometry import Geometry
@@ -30,7 +30,6 @@ def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Conf
     """
     model = vllm_config.model_config
     hf = model.hf_text_config
-    rope = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None)
     return Namespace(
         model_name=str(model.model),
         model_digest=config.model_id or _digest(model, vllm_config),
@@ -41,8 +40,7 @@ def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Conf
         kv_lora_rank=hf.kv_lora_rank if geometry.is_mla else None,
         rope_dim=hf.qk_rope_head_dim if geometry.is_mla else None,
         page_tokens=int(config.page_tokens),
-        rope=canonical_json(_plain(rope)) if rope else "",
-        quantization=str(model.quantization or ""),
+        quantization=_quantization(model),
         engine_overrides=_overrides(vllm_config, geometry),
     )
 
@@ -50,7 +48,7 @@ def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Conf
 def _digest(model: ModelConfig, vllm_config: VllmConfig) -> str:
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy-{uuid.uuid4().hex}"  # weights made up at start: nobody else has them
-    return model_digest(model_files(model.model, model.revision), cache_dir=fingerprint_cache())
+    return model_digest(model_files(model.model, model.revision), cache_dir=default_cache_dir())
 
 
 def model_files(name: str, revision: str | None) -> Path:
@@ -69,10 +67,11 @@ def model_files(name: str, revision: str | None) -> Path:
         ) from None
 
 
-def fingerprint_cache() -> Path:
-    """Where fingerprints of files are remembered between starts."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "mooncake-connector" / "fingerprints"
+def _quantization(model: ModelConfig) -> str:
+    """Quantisation that vLLM applies while loading; one that the checkpoint carries is in its own config.json."""
+    if getattr(model.hf_config, "quantization_config", None) or getattr(model.hf_config, "compression_config", None):
+        return ""
+    return str(model.quantization or "")
 
 
 def _overrides(vllm_config: VllmConfig, geometry: Geometry) -> str:
@@ -101,4 +100,4 @@ def _plain(value: Any) -> Any:
 
 def adapter_key(lora_path: str) -> str:
     """Identity of a LoRA adapter by its files, for the request's chain root."""
-    return "lora:" + files_digest(Path(lora_path), _ADAPTER_FILES, cache_dir=fingerprint_cache())
+    return "lora:" + files_digest(Path(lora_path), _ADAPTER_FILES, cache_dir=default_cache_dir())

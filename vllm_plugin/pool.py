@@ -98,5 +98,5 @@ class Pool:
             )
             return False
         self._store = store
-        logger.info("pool %s open after %.3f s", self._config.pool, time.monotonic() - started_s)
+        logger.info("pool %s open after %.3f s", store.path, time.monotonic() - started_s)
         return True
