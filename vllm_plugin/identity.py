@@ -40,6 +40,7 @@ def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Conf
         kv_lora_rank=hf.kv_lora_rank if geometry.is_mla else None,
         rope_dim=hf.qk_rope_head_dim if geometry.is_mla else None,
         page_tokens=int(config.page_tokens),
+        rope=_rope(model),
         quantization=_quantization(model),
         engine_overrides=_overrides(vllm_config, geometry),
     )
@@ -65,6 +66,14 @@ def model_files(name: str, revision: str | None) -> Path:
             f"the files of model {name!r} are neither a local path nor in the hub's cache ({error}), so the model "
             "cannot be told from others: set `model_id` to a name that changes whenever the weights do"
         ) from None
+
+
+def _rope(model: ModelConfig) -> str:
+    """What config.json does not say about rope: vLLM picks the factors of some kinds by the longest context served."""
+    hf = model.hf_text_config
+    rope = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", ""))
+    return canonical_json({"max_model_len": model.max_model_len}) if kind in ("longrope", "su", "dynamic") else ""
 
 
 def _quantization(model: ModelConfig) -> str:
