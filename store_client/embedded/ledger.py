@@ -20,8 +20,9 @@ from store_client.embedded.extents import FreeRuns, Runs
 from store_client.embedded.journal import Record
 
 _META = struct.Struct("<QQII")
-_FREE, _SLOTS, _KEY_META, _KEY_RECORD = b"free", b"slots", b"meta", b"record"
+_FREE, _SLOTS, _KEY_META, _KEY_RECORD = b"free", b"slots", b"meta", b"journal"
 _RESERVATION, _EXTENTS = b"r", b"x"
+"""First bytes of many keys: no other key may begin with one of them."""
 _RUN_COUNTS = struct.Struct("<II")
 
 

@@ -23,7 +23,7 @@ COUNTERS = (
     "hit_pages", "missed_pages", "hit_tokens", "missed_tokens", "read_pages", "read_nbytes", "stored_pages",
     "stored_nbytes", "present_pages", "evicted_pages", "removed_pages", "corrupt_pages", "reclaimed_nbytes",
 )  # fmt: skip
-CAUSES = ("busy", "full", "no_space", "corrupt", "geometry", "index", "changed", "closed", "error")
+CAUSES = ("busy", "full", "no_space", "corrupt", "geometry", "index", "changed", "reclaimed", "error")
 _APPLIED, _PAGES, _USED, _CAPACITY = range(4)
 _FIRST_COUNTER = 64
 _COLUMN_NBYTES = 8 + 4 + 4 + 4 + 4

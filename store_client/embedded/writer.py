@@ -237,7 +237,7 @@ class Writer:
         outcome: dict[int, str] = {place.index: "error" for place in ticket.places}
         if not draft.release(reservation):
             # Somebody took this process for dead (its owner file was deleted): the space is no longer ours.
-            return dict.fromkeys(outcome, "changed"), self._record(draft)
+            return dict.fromkeys(outcome, "reclaimed"), self._record(draft)
         places = [place for place in ticket.places if place.checksum is not None]
         joined = rows_.join_keys([keys[place.index] for place in places])
         hashes = rows_.hash_keys(joined, space)

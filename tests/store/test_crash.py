@@ -9,10 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from store.audit import audit
 
 from store_client import EmbeddedStore, Put, Verify
+from store_client.embedded.ledger import Reservation
 from store_client.testing import SHARD, chain, get_page, namespace, parents_of, put_chain
 
 WORKERS = Path(__file__).with_name("workers.py")
@@ -162,3 +164,18 @@ def test_a_redo_record_that_was_not_applied_is_applied_by_the_next_writer(pool: 
         assert space.prefix(chain("a", 3)) == 3
         assert get_page(space, chain("a", 3)[2]) is not None
         audit(store)
+
+
+def test_every_reservation_is_found_whatever_its_owners_name(pool: Path) -> None:
+    with EmbeddedStore(pool, 4 << 20) as store:
+        opened = store._handle._pool
+        assert opened is not None
+        ledger = opened.writer._ledger
+        owners = [bytes([first]) * 16 for first in range(256)]
+        none = np.zeros((0, 2), dtype=np.uint32)
+        with opened.writer.locked(time.monotonic() + 5):
+            with ledger.transaction() as draft:
+                for owner in owners:
+                    draft.reserve(Reservation(owner, 1, none, none))
+            with ledger.peek() as draft:
+                assert [reservation.owner for reservation in draft.reservations()] == owners

@@ -200,7 +200,13 @@ def test_a_capacity_far_beyond_the_index_rebuilds(pool: Path) -> None:
 
 def test_a_stopped_opener_delays_others_only_until_their_deadline(pool: Path) -> None:
     fill(pool)
-    hold = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.read()"
+    hold = (
+        "import fcntl, sys\n"
+        "file = open(sys.argv[1], 'r+')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
     holder = subprocess.Popen(
         [sys.executable, "-c", hold, pool / "open.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -243,12 +249,14 @@ def test_a_pool_replaced_under_a_live_process_is_followed(pool: Path) -> None:
         space = store.space(namespace(), SHARD)
         assert space.prefix(keys) == 4
         shutil.rmtree(pool)
-        other = subprocess.run(
-            [sys.executable, "-c", "import sys\nfrom store_client import EmbeddedStore\nfrom store_client.testing import *\n"
-             "s = EmbeddedStore(sys.argv[1], 8 << 20)\nput_chain(s.space(namespace(), SHARD), chain('b', 2))\ns.close()", pool],
-            check=True,
-        )  # fmt: skip
-        assert other.returncode == 0
+        other = (
+            "import sys\n"
+            "from store_client import EmbeddedStore\n"
+            "from store_client.testing import *\n"
+            "with EmbeddedStore(sys.argv[1], 8 << 20) as store:\n"
+            "    put_chain(store.space(namespace(), SHARD), chain('b', 2))\n"
+        )
+        subprocess.run([sys.executable, "-c", other, pool], check=True)
         assert until(lambda: space.prefix(chain("b", 2)) == 2 and space.prefix(keys) == 0)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from store_client import EmbeddedStore, Put, Space, Verify
-from store_client.testing import SHARD, chain, get_page, namespace, page_bytes, parents_of
+from store_client.testing import SHARD, chain, namespace, page_bytes, parents_of
 
 SIZES = (4096, 20480, 65536, 100000)
 CHAINS = 24
