@@ -42,6 +42,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from mooncake_connector.keys import page_keys, root_digest
+from vllm_plugin.worker import WorkerHalf
 
 NUM_LAYERS = 2
 NUM_KV_HEADS = 2
@@ -103,6 +104,8 @@ class Setup:
     extra: dict[str, Any] = field(default_factory=dict)
     transfer: dict[str, Any] | None = None
     """The whole of `--kv-transfer-config`, in place of the one made of the fields above."""
+    keep_pace: bool = False
+    """After every step the connector's threads finish what they have; a real step takes far longer than a page."""
     kv_spec: Any = None
     """Instead of full attention of `NUM_KV_HEADS`; a list of specs makes as many groups."""
 
@@ -204,6 +207,11 @@ class Worker:
         output.kv_connector_output = active.post_forward(scheduled.finished_req_ids)
         return output
 
+    def tasks(self) -> list[Any]:
+        """Jobs of the connector that it has not reported yet."""
+        half = self.connector._worker
+        return [*half._loader._pending, *half._saver._pending] if isinstance(half, WorkerHalf) else []
+
     def _as_this_worker(self) -> _Agent:
         return _Agent(self.connector)
 
@@ -301,7 +309,16 @@ class Engine:
         elif num_tokens is None and not self._queue:
             return -1
         self.end_step()
+        if self.setup.keep_pace:
+            self.settle()
         return num_tokens or 0
+
+    def settle(self) -> None:
+        """Wait until the connector's threads have nothing left to do."""
+        end_s = time.monotonic() + PATIENCE_S
+        while any(not task.ended_s for worker in self.workers for task in worker.tasks()):
+            assert time.monotonic() < end_s, "a job of the connector hangs"
+            time.sleep(0.0002)
 
     def begin_step(self) -> int | None:
         """Schedule and submit; None where nothing is left to do."""
@@ -397,7 +414,7 @@ class Engine:
                 assert bytes(page) == bytes(expected[index]), f"page {index} of {len(keys)} holds other KV"
 
             if keys:
-                found = space.read(keys, check, nbytes=expected[0].nbytes)
+                found = getattr(space, "_space", space).read(keys, check, nbytes=expected[0].nbytes)
                 present = [a and b for a, b in zip(present, found, strict=True)]
         return present
 

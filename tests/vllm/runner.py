@@ -103,7 +103,8 @@ class Runner:
             self.states.pop(req_id, None)
         for new in scheduled.scheduled_new_reqs:
             tokens = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
-            assert tokens is not None
+            if tokens is None:
+                tokens = [0] * new.prompt_len  # prompt embeddings
             self.states[new.req_id] = State(list(tokens), list(new.block_ids[0]), self.seed_of(new))
             starts[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs

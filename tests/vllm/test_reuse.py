@@ -1,27 +1,20 @@
-"""Prefix reuse through vLLM's scheduler: what is computed once is loaded afterwards, and the text stays the same."""
+"""Prefix reuse through vLLM's scheduler: what was computed once is loaded afterwards, and the text stays the same.
+
+Every comparison of texts has teeth: the pretended model also compares each KV slot that it attends to with what the
+request's own prefix must have there (oracle.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import oracle
 import pytest
-from harness import Engine
+from cases import PROMPT, Start, every_runner, warm_pool
+from runner import WrongKV
 
-Start = Callable[..., Engine]
-
-PROMPT = list(range(1, 101))
-
-RUNNERS = [
-    pytest.param({}, id="v1"),
-    pytest.param({"v2_runner": True}, id="v2"),
-    pytest.param({"async_scheduling": True}, id="v1-async"),
-    pytest.param({"v2_runner": True, "async_scheduling": True}, id="v2-async"),
-    pytest.param({"v2_runner": True, "async_scheduling": True, "lazy": True}, id="v2-async-lazy"),
-]
+from mooncake_connector.keys import page_keys
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@every_runner
 def test_another_engine_loads_what_the_first_one_computed(start: Start, runner: dict[str, bool]) -> None:
     first = start(**runner)
     assert first.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
@@ -30,3 +23,196 @@ def test_another_engine_loads_what_the_first_one_computed(start: Start, runner: 
     assert second.ask(PROMPT, 20, name="again") == oracle.generate(PROMPT, 20)
     second.check_at_rest()
     assert second.computed("again") == len(PROMPT) - 96 + 19
+
+
+def test_a_page_with_other_kv_under_the_right_key_is_noticed_by_these_tests(start: Start) -> None:
+    """Negative control of the whole harness: the pool is filled with pages of other weights."""
+    engine = start()
+    engine.workers[0].runner.weights = 1
+    engine.ask(PROMPT)
+    engine.shut_down()
+    with pytest.raises(WrongKV):
+        start().ask(PROMPT)
+
+
+@every_runner
+def test_a_prompt_of_exactly_full_pages_is_loaded_whole_and_its_last_token_computed_again(
+    start: Start, runner: dict[str, bool]
+) -> None:
+    """Trap 1. Cure: loads are asynchronous; for those the scheduler itself rewinds one token."""
+    prompt = PROMPT[:96]
+    warm_pool(start, prompt)
+    engine = start(**runner)
+    assert engine.ask(prompt, 4, name="again") == oracle.generate(prompt, 4)
+    assert engine.computed("again") == 1 + 3
+    engine.check_at_rest()
+
+
+def test_a_prompt_shorter_than_a_page_is_neither_looked_up_nor_saved(start: Start, faults) -> None:
+    engine = start()
+    assert engine.ask(PROMPT[:12], 3) == oracle.generate(PROMPT[:12], 3)
+    assert faults.calls["prefix"] == 0
+    assert engine.num_pages() == 0
+
+
+@pytest.mark.parametrize("shared", [15, 16, 40, 95])
+def test_only_the_common_full_pages_of_two_prompts_are_reused(start: Start, shared: int) -> None:
+    warm_pool(start)
+    prompt = [*PROMPT[:shared], *range(300, 400)]
+    engine = start()
+    assert engine.ask(prompt, 5, name="other") == oracle.generate(prompt, 5)
+    assert engine.computed("other") == len(prompt) - shared // 16 * 16 + 4
+
+
+def test_generated_tokens_are_reused_in_the_next_turn(start: Start) -> None:
+    answer = oracle.generate(PROMPT, 60)
+    warm_pool(start, max_tokens=60)
+    turn = [*PROMPT, *answer, 7, 8, 9]
+    engine = start()
+    assert engine.ask(turn, 3, name="turn") == oracle.generate(turn, 3)
+    assert engine.computed("turn") == len(turn) - (len(PROMPT) + 59) // 16 * 16 + 2
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32, 48, 128])
+@pytest.mark.parametrize("page_tokens", [16, 32, 64, 128])
+def test_blocks_and_pages_of_any_two_sizes_go_together(start: Start, block_tokens: int, page_tokens: int) -> None:
+    """The second engine has computed part of the prompt itself, up to a border of its blocks and not of pages.
+
+    A gain of less than a page is left alone (the default of `min_hit_tokens`).
+    """
+    size = {"page_tokens": page_tokens, "block_tokens": block_tokens, "num_blocks": 96}
+    prompt = list(range(1, 331))
+    warm_pool(start, prompt, block_tokens=16, page_tokens=page_tokens, num_blocks=96)
+    engine = start(**size)
+    local = [*prompt[:200], *range(400, 420)]
+    assert engine.ask(local) == oracle.generate(local, 3)
+    assert engine.ask(prompt, 20, name="again") == oracle.generate(prompt, 20)
+    in_blocks = 200 // block_tokens * block_tokens
+    in_pages = 330 // page_tokens * page_tokens
+    reused = in_pages if in_pages - in_blocks >= page_tokens else in_blocks
+    assert engine.computed("again") == 330 - reused + 19
+    engine.check_at_rest()
+    assert all(engine.pages([*prompt, *oracle.generate(prompt, 19)]))
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"layout": "LBHNC"},
+        {"layout": "LBNHC"},
+        {"layout": "BLHNC"},
+        {"layout": "BHLNC"},
+        {"layout": "LBNHC", "block_tokens": 64, "kernel_tokens": 16},
+        {"layout": "LBHNC", "block_tokens": 64, "tp_size": 2, "kernel_tokens": 16},
+    ],
+    ids=str,
+)
+def test_engines_of_every_memory_layout_share_pages(start: Start, memory: dict[str, object]) -> None:
+    warm_pool(start, page_tokens=16, tp_size=memory.get("tp_size", 1))
+    engine = start(page_tokens=16, **memory)
+    assert engine.ask(PROMPT, 5, name="again") == oracle.generate(PROMPT, 5)
+    assert engine.computed("again") == 4 + 4
+    other = list(range(200, 290))
+    engine.ask(other)
+    assert all(engine.pages(other))
+
+
+def test_a_local_hit_that_covers_the_prompt_costs_no_lookup(start: Start, faults) -> None:
+    engine = start()
+    engine.ask(PROMPT)
+    asked = faults.calls["prefix"]
+    assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
+    assert engine.computed("again") == 4 + 2, "the local prefix cache did not hit"
+    assert faults.calls["prefix"] == asked
+
+
+def test_each_page_is_stored_once(start: Start, faults) -> None:
+    engine = start()
+    prompts = [[*PROMPT[:64], last] for last in range(8)]
+    assert engine.ask_all(prompts, 5) == [oracle.generate(prompt, 5) for prompt in prompts]
+    engine.ask(PROMPT, name="again")
+    second = start(prefix_caching=False)
+    second.ask_all([PROMPT, PROMPT], 3)
+    assert faults.written and set(faults.written.values()) == {1}
+
+
+def test_a_waiting_request_is_looked_up_once_and_not_every_step(start: Start, faults, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_plugin.scheduler._LOOKUP_REUSE_S", 600.0)
+    engine = start(num_blocks=16)
+    engine.add(list(range(150)), 40)
+    engine.step()
+    asked = faults.calls["prefix"]
+    engine.add(list(range(200, 350)), 2)  # does not fit beside the first one
+    for _ in range(10):
+        engine.step()
+    assert faults.calls["prefix"] == asked + 1
+    engine.run()
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_a_producer_never_loads_and_a_consumer_never_saves(start: Start, faults, role: str) -> None:
+    warm_pool(start)
+    faults.calls.clear()
+    engine = start(kv_role=role)
+    other = list(range(200, 260))
+    engine.ask(PROMPT, name="again")
+    engine.ask(other)
+    assert (engine.computed("again") == 4 + 2) == (role != "kv_producer")
+    assert (faults.calls["read"] > 0) == (role != "kv_producer")
+    assert any(engine.pages(other)) == (role != "kv_consumer")
+    engine.check_at_rest()
+
+
+def test_a_small_hit_is_computed_instead_where_min_hit_tokens_says_so(start: Start) -> None:
+    warm_pool(start)
+    engine = start(extra={"min_hit_tokens": 64}, prefix_caching=False)
+    engine.ask([*PROMPT[:50], 7], name="small")
+    engine.ask([*PROMPT[:70], 7], name="large")
+    assert engine.computed("small") == 51 + 2
+    assert engine.computed("large") == 71 - 64 + 2
+
+
+def test_prompt_logprobs_need_all_tokens_computed_so_nothing_is_loaded(start: Start, faults) -> None:
+    """vLLM ignores the hit of such a request after it asked for it."""
+    warm_pool(start)
+    engine = start()
+    assert engine.ask(PROMPT, name="again", prompt_logprobs=1) == oracle.generate(PROMPT, 3)
+    assert engine.computed("again") == len(PROMPT) + 2
+    assert faults.calls["read"] == 0
+    engine.check_at_rest()
+
+
+@every_runner
+@pytest.mark.parametrize("stop_at", [1, 12, 13, 29])
+def test_a_request_that_ends_with_a_stop_token_saves_the_pages_it_computed(
+    start: Start, runner: dict[str, bool], stop_at: int
+) -> None:
+    """The last sampled token has no KV, except that asynchronous scheduling may have computed it already.
+
+    With 100 + 12 tokens the seventh page is full only then.
+    """
+    answer = oracle.generate(PROMPT, 40)
+    assert answer[stop_at - 1] not in answer[: stop_at - 1]
+    engine = start(**runner)
+    assert engine.ask(PROMPT, 40, stop=[answer[stop_at - 1]]) == answer[:stop_at]
+    engine.check_at_rest()
+    computed = len(PROMPT) + stop_at - 1
+    pages = (computed + runner.get("async_scheduling", False)) // 16
+    assert engine.pages([*PROMPT, *answer]) == [page < pages for page in range(140 // 16)]
+    assert engine.num_pages() == pages
+
+
+def test_engines_of_other_weights_share_nothing(start: Start) -> None:
+    warm_pool(start, model_id="one")
+    engine = start(model_id="another")
+    engine.ask(PROMPT, name="again")
+    assert engine.computed("again") == len(PROMPT) + 2
+
+
+def test_the_pages_of_the_pool_are_those_of_the_prompt(start: Start) -> None:
+    """Keys are the chain over tokens, from the first one on, and nothing else is in the pool."""
+    engine = start()
+    engine.ask(PROMPT)
+    assert engine.pages(PROMPT) == [True] * 6
+    assert engine.num_pages() == len(page_keys(PROMPT, 16)) == 6

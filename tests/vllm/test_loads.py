@@ -1,0 +1,339 @@
+"""Loads: when they start and end, what becomes of aborted and failed ones, and that each is reported exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import oracle
+import pytest
+from cases import PROMPT, Start, every_runner, warm_pool
+from harness import Engine
+from vllm.v1.request import RequestStatus
+
+
+def count_reports(engine: Engine) -> Counter[str]:
+    """How often each request is reported as received, by all workers together."""
+    reports: Counter[str] = Counter()
+    for worker in engine.workers:
+        results_of = worker.connector.get_transfer_results
+
+        def counted(finished: set[str], results_of=results_of):
+            results = results_of(finished)
+            reports.update(results.finished_recving)
+            assert not results.finished_sending, "no request was ever held for sending"
+            return results
+
+        worker.connector.get_transfer_results = counted
+    return reports
+
+
+def step_until_reading(engine: Engine, faults) -> None:
+    """The load was planned, submitted, and its thread stands in the pool."""
+    engine.run(until=faults.reading.is_set)
+
+
+@every_runner
+def test_loads_are_asynchronous_and_start_after_the_forward_pass(
+    start: Start, faults, runner: dict[str, bool], monkeypatch
+) -> None:
+    """Traps 1, 3 and 7. Cure: a hit is offered as asynchronous, so its blocks are in no batch of that step."""
+    warm_pool(start)
+    engine = start(**runner)
+    order: list[str] = []
+    worker = engine.workers[0]
+    forward, start_load_kv = worker.runner.forward, worker.connector.start_load_kv
+    monkeypatch.setattr(worker.runner, "forward", lambda *a: (order.append("forward"), forward(*a))[1])
+    monkeypatch.setattr(
+        worker.connector, "start_load_kv", lambda *a, **k: (order.append("loads"), start_load_kv(*a, **k))[1]
+    )
+    request = engine.requests[engine.add(PROMPT)]
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (96, True)
+    engine.run()
+    assert order[:2] == ["forward", "loads"]
+    assert order.count("loads") == order.count("forward")
+
+
+@every_runner
+def test_other_requests_run_while_one_loads(start: Start, faults, runner: dict[str, bool]) -> None:
+    warm_pool(start)
+    engine = start(**runner)
+    faults.hold_reads()
+    loading = engine.add(PROMPT)
+    other = list(range(200, 300))
+    running = engine.add(other, 5)
+    engine.run(until=lambda: running in engine.reasons)
+    assert engine.texts == {loading: [], running: oracle.generate(other, 5)}
+    faults.release()
+    engine.run()
+    assert engine.texts[loading] == oracle.generate(PROMPT, 3)
+    engine.check_at_rest()
+
+
+@every_runner
+def test_blocks_of_a_load_are_hashed_only_after_they_arrived(start: Start, faults, runner: dict[str, bool]) -> None:
+    """Trap 8. Cure: the load is asynchronous. A second request of the same prompt must not share unfilled blocks."""
+    warm_pool(start)
+    engine = start(**runner)
+    faults.hold_reads()
+    first = engine.add(PROMPT)
+    step_until_reading(engine, faults)
+    manager = engine.scheduler.kv_cache_manager
+    probe = engine.requests[first]
+    assert manager.get_computed_blocks(probe)[1] == 0
+    second = engine.add(PROMPT)
+    for _ in range(5):
+        engine.step()
+    faults.release()
+    engine.run()
+    assert engine.texts[first] == engine.texts[second] == oracle.generate(PROMPT, 3)
+    assert manager.get_computed_blocks(probe)[1] == 96
+    engine.check_at_rest()
+
+
+# Aborts. Trap 2: a report about a request that the scheduler does not know kills the engine. Cure: one report a load,
+# at its end, also where the request was aborted; vLLM keeps an aborted request until then.
+
+
+@every_runner
+def test_abort_before_scheduling(start: Start, runner: dict[str, bool]) -> None:
+    warm_pool(start)
+    engine = start(**runner)
+    reports = count_reports(engine)
+    engine.abort(engine.add(PROMPT))
+    engine.run()
+    assert not reports
+    assert engine.ask(PROMPT, name="next") == oracle.generate(PROMPT, 3)
+    engine.check_at_rest()
+
+
+@every_runner
+@pytest.mark.parametrize("lost", [False, True], ids=["arrives", "fails"])
+def test_abort_while_loading(start: Start, faults, runner: dict[str, bool], lost: bool) -> None:
+    """The blocks come back only when the load has ended: until then its thread may write them."""
+    warm_pool(start)
+    engine = start(**runner)
+    reports = count_reports(engine)
+    faults.hold_reads()
+    name = engine.add(PROMPT)
+    step_until_reading(engine, faults)
+    engine.abort(name)
+    for _ in range(5):
+        engine.step()
+    assert engine.free_blocks() < engine.setup.num_blocks - 1
+    assert engine.scheduler.has_requests(), "an idle engine would never learn of the load's end"
+    if lost:
+        faults.lose_reads = lambda keys: [True] * len(keys)
+    faults.release()
+    engine.run()
+    faults.lose_reads = None
+    assert reports == {name: 1}
+    assert engine.ask(PROMPT, name="next") == oracle.generate(PROMPT, 3)
+    assert reports == {name: 1, "next": 1}
+    engine.check_at_rest()
+
+
+@every_runner
+@pytest.mark.parametrize("lost", [False, True], ids=["arrived", "failed"])
+def test_abort_in_the_step_that_reports_the_load(start: Start, faults, runner: dict[str, bool], lost: bool) -> None:
+    """The worker has reported, the scheduler has not read it yet, and the abort comes in between."""
+    warm_pool(start)
+    engine = start(**runner)
+    reports = count_reports(engine)
+    if lost:
+        faults.lose_reads = lambda keys: [True] * len(keys)
+    name = engine.add(PROMPT)
+    while not reports:
+        engine.begin_step()
+        if not reports:
+            engine.end_step()
+    engine.abort(name)
+    while engine._queue:
+        engine.end_step()
+    engine.run()
+    assert reports == {name: 1}
+    engine.check_at_rest()
+
+
+@every_runner
+@pytest.mark.parametrize("lost", [False, True], ids=["arrived", "failed"])
+def test_abort_between_the_report_and_the_next_schedule(
+    start: Start, faults, runner: dict[str, bool], lost: bool
+) -> None:
+    warm_pool(start)
+    engine = start(**runner)
+    if lost:
+        faults.lose_reads = lambda keys: [True] * len(keys)
+    name = engine.add(PROMPT)
+    engine.run(until=lambda: name in engine.scheduler.finished_recving_kv_req_ids)
+    assert engine.requests[name].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    engine.abort(name)
+    engine.run()
+    engine.check_at_rest()
+
+
+@every_runner
+def test_abort_after_the_load_and_after_the_end(start: Start, runner: dict[str, bool]) -> None:
+    warm_pool(start)
+    engine = start(**runner)
+    reports = count_reports(engine)
+    name = engine.add(PROMPT, 30)
+    engine.run(until=lambda: engine.texts[name])
+    engine.abort(name)
+    engine.run()
+    engine.abort(name)
+    engine.run()
+    assert reports == {name: 1}
+    engine.check_at_rest()
+
+
+# Failures
+
+
+@every_runner
+@pytest.mark.parametrize("kept", [0, 1, 3, 5])
+def test_a_lost_page_is_recomputed_from_there_on(start: Start, faults, runner: dict[str, bool], kept: int) -> None:
+    """Traps 3 and 5. Cures: asynchronous loads, and the policy "recompute" in place of vLLM's default "fail"."""
+    warm_pool(start)
+    engine = start(**runner)
+    assert engine.scheduler.vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    faults.lose_reads = lambda keys: [index >= kept for index in range(len(keys))]
+    assert engine.ask(PROMPT, 20, name="again") == oracle.generate(PROMPT, 20)
+    assert engine.reasons["again"] == "length"
+    assert engine.computed("again") == len(PROMPT) - 16 * kept + 19
+    engine.check_at_rest()
+    assert all(engine.pages([*PROMPT, *oracle.generate(PROMPT, 19)]))
+
+
+@every_runner
+def test_a_load_that_failed_is_not_offered_to_that_request_again(
+    start: Start, faults, runner: dict[str, bool]
+) -> None:
+    """Cure: `refused`. Without it a request whose pages are listed but broken would be loaded for ever."""
+    warm_pool(start)
+    engine = start(**runner)
+    reports = count_reports(engine)
+    faults.lose_reads = lambda keys: [True] * len(keys)
+    name = engine.add(PROMPT, 5)
+    engine.run()
+    assert engine.texts[name] == oracle.generate(PROMPT, 5)
+    assert faults.calls["read"] == 1
+    assert reports == {name: 1}
+    faults.lose_reads = None
+    assert engine.ask([*PROMPT, 1], name="another") == oracle.generate([*PROMPT, 1], 3)
+
+
+def test_a_failed_load_beside_a_good_one_and_a_running_request(start: Start, faults) -> None:
+    other, running = list(range(200, 300)), list(range(300, 400))
+    warm_pool(start, PROMPT, other)
+    engine = start()
+    faults.lose_reads = lambda keys: [faults.calls["read"] == 1] * len(keys)
+    prompts = [PROMPT, other, running]
+    assert engine.ask_all(prompts, 20) == [oracle.generate(prompt, 20) for prompt in prompts]
+    engine.check_at_rest()
+
+
+def test_a_local_hit_before_a_failed_load_is_kept(start: Start, faults) -> None:
+    """The failed blocks that are reported never include those of the local hit, which others may be using."""
+    long = [*PROMPT, *range(400, 500)]
+    warm_pool(start, long, page_tokens=64)
+    engine = start(page_tokens=64)
+    engine.ask(PROMPT[:90])
+    faults.lose_reads = lambda keys: [True] * len(keys)
+    shared = engine.add([*PROMPT[:90], 5], 40)
+    engine.run(until=lambda: engine.texts[shared])
+    assert engine.ask(long, 3, name="long") == oracle.generate(long, 3)
+    assert engine.computed("long") == 200 - 80 + 2
+    assert engine.texts[shared] == oracle.generate([*PROMPT[:90], 5], 40)
+    engine.check_at_rest()
+
+
+@every_runner
+def test_a_load_always_ends_at_its_deadline(start: Start, faults, runner: dict[str, bool]) -> None:
+    """Trap 6. Cure: `Lane.collect` gives up what is queued or hangs in the pool; vLLM has no deadline of its own.
+
+    The read goes on later, when the blocks belong to others: it must not write any of them.
+    """
+    other = list(range(200, 300))
+    warm_pool(start, PROMPT, other)
+    engine = start(**runner, extra={"load_deadline_s": 0.05})
+    reports = count_reports(engine)
+    faults.hold_reads()
+    assert engine.ask_all([PROMPT, other], 3) == [oracle.generate(prompt, 3) for prompt in (PROMPT, other)]
+    assert reports == {"r0": 1, "r1": 1}
+    assert engine.computed("r0") == engine.computed("r1") == len(PROMPT) + 2
+    loader = engine.workers[0].connector._worker._loader
+    memory = engine.workers[0].memory.copy()
+    faults.release()
+    loader.stop(30.0)
+    assert not loader._thread.is_alive()
+    assert (engine.workers[0].memory == memory).all()
+    engine.run()
+    assert reports == {"r0": 1, "r1": 1}
+    engine.check_at_rest()
+
+
+def test_pages_that_arrived_before_the_deadline_are_used(start: Start, faults, monkeypatch) -> None:
+    monkeypatch.setattr("vllm_plugin.worker._PAGES_A_READ", 2)
+    warm_pool(start)
+    engine = start(extra={"load_deadline_s": 0.3})
+
+    def hold_the_second(keys: Sequence[bytes]) -> list[bool]:
+        faults.hold_reads()
+        return [False] * len(keys)
+
+    faults.lose_reads = hold_the_second
+    assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
+    assert engine.computed("again") == len(PROMPT) - 2 * 16 + 2
+    faults.release()
+    engine.check_at_rest()
+
+
+def test_a_fault_in_bookkeeping_does_not_keep_a_load_from_starting(start: Start, faults) -> None:
+    """Cure: the load is planned before anything else is done; a request whose load is not sent waits for ever."""
+    warm_pool(start)
+    engine = start()
+    faults.raise_in = {"record_lookup"}
+    assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
+    assert engine.computed("again") == 4 + 2
+
+
+@pytest.mark.parametrize("call", ["prefix", "contains", "read", "write", "space", "record_lookup"])
+def test_no_exception_of_the_pool_reaches_the_engine(start: Start, faults, call: str) -> None:
+    warm_pool(start)
+    engine = start()
+    faults.raise_in = {call}
+    for number in range(3):
+        prompt = [*PROMPT, number]
+        assert engine.ask(prompt, 20) == oracle.generate(prompt, 20)
+    engine.check_at_rest()
+
+
+# Preemption
+
+
+@every_runner
+def test_a_preempted_request_asks_again_and_is_right(start: Start, faults, runner: dict[str, bool]) -> None:
+    """Trap 9. Two requests that together need more blocks than there are; the local cache cannot help."""
+    prompts = [list(range(1, 101)), list(range(200, 300))]
+    engine = start(**runner, num_blocks=16, prefix_caching=False, keep_pace=True)
+    names = [engine.add(prompt, 60) for prompt in prompts]
+    engine.run()
+    assert [engine.texts[name] for name in names] == [oracle.generate(prompt, 60) for prompt in prompts]
+    assert any(engine.requests[name].num_preemptions for name in names)
+    assert faults.calls["read"] > 0, "the preempted request did not get its pages back from the pool"
+    engine.check_at_rest()
+
+
+@every_runner
+def test_a_preempted_request_whose_pages_are_lost_is_recomputed(
+    start: Start, faults, runner: dict[str, bool]
+) -> None:
+    prompts = [list(range(1, 101)), list(range(200, 300))]
+    engine = start(**runner, num_blocks=16, prefix_caching=False, keep_pace=True)
+    faults.lose_reads = lambda keys: [True] * len(keys)
+    names = [engine.add(prompt, 60) for prompt in prompts]
+    engine.run()
+    assert [engine.texts[name] for name in names] == [oracle.generate(prompt, 60) for prompt in prompts]
+    assert any(engine.requests[name].num_preemptions for name in names)
+    engine.check_at_rest()

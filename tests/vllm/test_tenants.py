@@ -1,0 +1,145 @@
+"""Requests whose KV is not a function of their tokens alone: salts, adapters, images, embeddings, sessions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from cases import PROMPT, Start
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from mooncake_connector.keys import page_keys
+from vllm_plugin.scheduler import chain_root, named_tokens
+
+
+@pytest.mark.parametrize("salts", [("a", None), (None, "a"), ("a", "b")])
+def test_requests_of_different_salts_do_not_share(start: Start, salts: tuple[str | None, str | None]) -> None:
+    writer, reader = salts
+    engine = start(prefix_caching=False)
+    engine.ask(PROMPT, cache_salt=writer)
+    engine.ask(PROMPT, name="other", cache_salt=reader)
+    assert engine.computed("other") == len(PROMPT) + 2
+
+
+def test_requests_of_one_salt_share(start: Start) -> None:
+    engine = start(prefix_caching=False)
+    engine.ask(PROMPT, cache_salt="tenant")
+    assert engine.ask(PROMPT, name="again", cache_salt="tenant") == oracle.generate(PROMPT, 3)
+    assert engine.computed("again") == 4 + 2
+    assert engine.pages(PROMPT, salt="tenant") == [True] * 6
+    assert not any(engine.pages(PROMPT))
+
+
+def adapter(folder: Path, content: bytes) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    return folder
+
+
+def test_requests_of_different_adapters_do_not_share_whatever_their_names(start: Start, tmp_path: Path) -> None:
+    one = LoRARequest("same", 1, str(adapter(tmp_path / "one", b"weights of one")))
+    two = LoRARequest("same", 2, str(adapter(tmp_path / "two", b"weights of two")))
+    engine = start(prefix_caching=False)
+    engine.ask(PROMPT, lora_request=one)
+    for name, lora in (("base", None), ("two", two)):
+        engine.ask(PROMPT, name=name, lora_request=lora)  # KV of another adapter would be wrong here
+        assert engine.computed(name) == len(PROMPT) + 2
+    engine.ask(PROMPT, name="one", lora_request=one)
+    assert engine.computed("one") == 4 + 2
+
+
+def test_one_adapter_is_shared_wherever_it_lies(start: Start, tmp_path: Path) -> None:
+    here = LoRARequest("a", 1, str(adapter(tmp_path / "here", b"weights")))
+    there = LoRARequest("b", 1, str(adapter(tmp_path / "there", b"weights")))
+    engine = start(prefix_caching=False)
+    engine.ask(PROMPT, lora_request=here)
+    engine.ask(PROMPT, name="again", lora_request=there)
+    assert engine.computed("again") == 4 + 2
+
+
+def test_an_adapter_whose_files_are_gone_is_served_without_the_pool(start: Start) -> None:
+    engine = start()
+    engine.ask(PROMPT, lora_request=LoRARequest("gone", 1, "/nonexistent/adapter"))
+    assert len(engine.texts["r0"]) == 3
+    assert engine.num_pages() == 0
+
+
+def request_with(features: list[MultiModalFeatureSpec], tokens: list[int]) -> Request:
+    return Request("r", tokens, SamplingParams(max_tokens=1), None, mm_features=features)
+
+
+def feature(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(
+        data=None, modality="image", identifier=identifier, mm_position=PlaceholderRange(offset, length)
+    )
+
+
+def keys_of(request: Request) -> list[bytes]:
+    root = chain_root(request)
+    assert root is not None
+    return page_keys(named_tokens(request, 0, request.num_tokens), 16, root=root)
+
+
+def test_two_images_behind_equal_placeholder_tokens_do_not_share() -> None:
+    """Only pages before the image are common; the key of the page where it begins already differs."""
+    tokens = [*range(20), *[99] * 40, *range(20)]
+    one = keys_of(request_with([feature("cat", 20, 40)], tokens))
+    two = keys_of(request_with([feature("dog", 20, 40)], tokens))
+    plain = keys_of(request_with([], tokens))
+    assert one[0] == two[0] == plain[0]
+    assert all(len({a, b, c}) == 3 for a, b, c in zip(one[1:], two[1:], plain[1:], strict=True))
+
+
+def test_the_same_image_gives_the_same_keys_however_the_prompt_is_cut() -> None:
+    tokens = [*range(20), *[99] * 40, *range(20)]
+    request = request_with([feature("cat", 20, 40)], tokens)
+    whole = list(named_tokens(request, 0, 80))
+    pieces = [token for start in range(0, 80, 7) for token in named_tokens(request, start, min(start + 7, 80))]
+    assert [int(token) for token in pieces] == [int(token) for token in whole]
+    assert keys_of(request) == keys_of(request_with([feature("cat", 20, 40)], tokens))
+
+
+def test_an_image_elsewhere_in_the_prompt_is_another_prompt() -> None:
+    tokens = [*[99] * 40, *range(40)]
+    assert keys_of(request_with([feature("cat", 0, 20)], tokens))[0] != keys_of(
+        request_with([feature("cat", 1, 20)], tokens)
+    )[0]
+
+
+@pytest.mark.parametrize(
+    "request_like",
+    [
+        {"prompt_embeds": torch.zeros(100, 64)},
+        {"resumable": True},
+    ],
+    ids=["prompt_embeds", "resumable"],
+)
+def test_a_request_without_a_name_for_its_kv_is_left_alone(start: Start, faults, request_like: dict[str, Any]) -> None:
+    engine = start()
+    name = engine.add(PROMPT, 3, **request_like)
+    engine.run(until=lambda: len(engine.texts[name]) == 3)
+    engine.abort(name)
+    engine.run()
+    assert engine.num_pages() == 0
+    assert faults.calls["prefix"] == 0
+    engine.check_at_rest()
+
+
+def test_every_field_that_names_a_tenant_enters_the_root() -> None:
+    plain: dict[str, Any] = {
+        "prompt_embeds": None,
+        "prompt_token_ids": [1],
+        "resumable": False,
+        "lora_request": None,
+        "cache_salt": None,
+    }
+    assert chain_root(SimpleNamespace(**plain)) == b""  # type: ignore[arg-type]
+    assert chain_root(SimpleNamespace(**plain | {"cache_salt": "a"})) not in (b"", None)  # type: ignore[arg-type]
