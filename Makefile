@@ -36,7 +36,7 @@ wheel: $(BUILT)
 models: .cache/models/.made
 
 demo: vllm
-	@$(VLLM)/bin/python tests/tools/run.py demo
+	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo.py
 
 test: setup
 	@$(DEV)/bin/python tests/tools/run.py lint fast slow vllm e2e

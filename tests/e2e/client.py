@@ -6,7 +6,7 @@ import http.client
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +49,18 @@ class Client:
         self._host, self._port, self._model, self._timeout_s = host, port, model, timeout_s
 
     def ask(
-        self, prompt: Prompt, *, max_tokens: int = 8, cache_salt: str | None = None, ignore_eos: bool = True
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 8,
+        cache_salt: str | None = None,
+        ignore_eos: bool = True,
+        on_text: Callable[[str], None] | None = None,
     ) -> Answer:
-        """Stream a greedy completion of `prompt` (a text, or token ids) and measure it."""
+        """Stream a greedy completion of `prompt` (a text, or token ids) and measure it.
+
+        `on_text` is called with every piece of the text as it arrives.
+        """
         started = time.monotonic()
         first = None
         texts: list[str] = []
@@ -64,6 +73,8 @@ class Client:
                 if choice["token_ids"] and first is None:
                     first = time.monotonic()
                 texts.append(choice["text"])
+                if on_text is not None and choice["text"]:
+                    on_text(choice["text"])
                 token_ids.extend(choice["token_ids"] or ())
                 gaps.extend(_gaps(choice["logprobs"]))
         if first is None:

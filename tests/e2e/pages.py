@@ -47,8 +47,8 @@ class Pages:
                 nbytes = info.nbytes // info.pages
                 right = np.empty(nbytes, np.uint8)
                 assert space.get([key], [right], nbytes=nbytes) == [True]
-                # Right values in the wrong places: any finite bytes would do, but noise would give a model NaNs.
-                wrong = np.roll(right, nbytes // 2 + 256)
+                wrong = right.copy()
+                wrong[1::2] ^= 0x80  # the other sign for every bfloat16: as wrong as finite values can be
                 assert space.remove([key]) == 1
                 space.put([key], [wrong], parents=[None], deadline_s=5.0)
                 assert space.contains([key]) == [True]

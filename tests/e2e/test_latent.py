@@ -20,7 +20,7 @@ def question(logs: Path) -> Question:
     """Of full pages and one token: vLLM's plain CPU kernels prefill latent attention from position 0 only."""
     plain = Server(checkpoint("deepseek-mla"), log=logs / "plain-latent.log", args=ARGS)
     with running(plain):
-        return Examiner(plain).question("latent", 5 * PAGE_TOKENS + 1)
+        return Examiner(plain, smallest_gap=0.12).question("latent", 5 * PAGE_TOKENS + 1)
 
 
 def test_latent_pages_are_reused(question: Question, start: StartServer, pool: Path) -> None:

@@ -1,0 +1,28 @@
+"""The demo is the product's promise on real weights and a real text; it is run as a person runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def test_demo_ends_with_a_hit_and_the_same_text() -> None:
+    demo = subprocess.run(
+        [sys.executable, str(HERE / "demo.py")],
+        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=900,
+    )
+    print(demo.stdout)
+    last = demo.stdout.rstrip().splitlines()[-1]
+    number = r"\d+\.\d{3}"
+    match = re.fullmatch(rf"demo: OK hit_tokens=(\d+) ttft_cold_s={number} ttft_warm_s={number} same_text=yes", last)
+    assert match, last
+    assert int(match[1]) >= 1500
+    assert demo.returncode == 0
