@@ -27,6 +27,8 @@ def run(
     """
     _check_room(folder, scale)
     machine, versions = describe_machine(folder), describe_versions()
+    if vllm:
+        versions["vllm"] = vllm_rows.version(vllm)
     with tempfile.TemporaryDirectory(prefix="mooncake-connector-bench-", dir=folder) as name:
         temporary = Path(name)
         progress("the embedded store and memcpy")
@@ -44,7 +46,6 @@ def run(
         *store_rows.index_rows(growth, nbytes_per_page, scale),
     ]
     if vllm:
-        versions["vllm"] = vllm_rows.version(vllm)
         rows += vllm_rows.measure(vllm, install, folder, progress)
     else:
         progress("no --vllm-python and --model: the two vLLM rows are left out")

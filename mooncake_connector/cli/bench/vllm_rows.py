@@ -1,26 +1,178 @@
-"""The rows that need vLLM."""
+"""The rows that need vLLM: time to first token of a warm request, and the scheduler step beside an idle connector."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import statistics
+import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mooncake_connector.cli.bench.mooncake_peer import Install
-from mooncake_connector.cli.bench.report import Row
+from mooncake_connector.cli.bench import mooncake_peer, processes
+from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.cli.bench.report import Goal, Row, row
+
+_CHILDREN = Path(__file__).parent / "children"
+_DEADLINE_S = 600.0
+_HIT_TOKENS = 1900
+_PROMPT_TOKENS = 1960
+_TTFT_ROUNDS = 9
+_IDLE_ROUNDS = 40
+_IDLE_REQUESTS = 64
+_OURS = "MooncakeKVConnector"
+_IN_TREE = "MooncakeStoreConnector"
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A vLLM environment and the model to serve in it."""
+    """A vLLM environment that has this package as well, and the model to serve in it."""
 
     python: Path
     model: Path
 
 
-def version(engine: Engine) -> str | None:
-    return None
+def version(engine: Engine) -> str:
+    """vLLM's version. Raises BenchError that says what to install where vLLM or this package is missing."""
+    probe = "import importlib.metadata as m, vllm, vllm_plugin, lmdb, xxhash; print(vllm.__version__)"
+    try:
+        done = subprocess.run([engine.python, "-c", probe], capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchError(f"--vllm-python {engine.python} cannot be run: {error}") from error
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise BenchError(
+            f"--vllm-python {engine.python} lacks something ({reason}): it needs vLLM and mooncake-connector; "
+            f"install the latter with `{engine.python} -m pip install mooncake-connector`"
+        )
+    return done.stdout.strip().splitlines()[-1]
 
 
-def measure(engine: Engine, peer: Install | None, folder: Path, progress: Callable[[str], None]) -> list[Row]:
-    return []
+def measure(engine: Engine, peer: mooncake_peer.Install | None, folder: Path, progress: Progress) -> list[Row]:
+    """All rows that need vLLM; what a child could not measure is None in its row, with a warning."""
+    with tempfile.TemporaryDirectory(prefix="mooncake-connector-bench-", dir=folder) as name:
+        progress(f"vLLM: scheduler step with {_IDLE_REQUESTS} requests, connector idle")
+        idle = _run_child(engine, "vllm_idle.py", _idle_order(Path(name)), {}, progress)
+        progress(f"vLLM: time to first token with {_OURS}")
+        ours = _run_child(engine, "vllm_ttft.py", _ttft_order(_our_transfer(Path(name))), {}, progress)
+        theirs = _in_tree(engine, peer, progress) if peer else {}
+    return [*ttft_rows(ours, theirs), idle_row(idle)]
+
+
+def ttft_rows(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Row]:
+    """Medians. The limit is the same request when vLLM's own prefix cache has everything; our part is beyond that."""
+    request = f"vLLM, warm request that hits {_HIT_TOKENS:,} tokens"
+    warm, local = _median_ms(ours, "connector_s"), _median_ms(ours, "local_s")
+    peer, peer_local = _median_ms(theirs, "connector_s"), _median_ms(theirs, "local_s")
+    return [
+        row(
+            f"{request}: the connector's part of the time to first token",
+            _difference(warm, local),
+            "ms",
+            peer=_difference(peer, peer_local),
+            goal=Goal(at_most=60),
+        ),
+        row(
+            f"{request}: the whole time to first token",
+            warm,
+            "ms",
+            limit=local,
+            peer=peer,
+            goal=Goal(at_most_of_peer=1),
+        ),
+    ]
+
+
+def idle_row(idle: dict[str, Any]) -> Row:
+    """Best rounds. The limit is a connector that does nothing."""
+    without, ours, empty = (min(idle.get(name, ()), default=None) for name in ("without_s", "with_s", "empty_s"))
+    figure = f"vLLM, scheduler step with {_IDLE_REQUESTS} requests, change by the idle connector"
+    return row(figure, _change(ours, without), "%", limit=_change(empty, without), goal=Goal(at_most=1))
+
+
+def _median_ms(outcome: dict[str, Any], name: str) -> float | None:
+    values = outcome.get(name)
+    return statistics.median(values) * 1e3 if values else None
+
+
+def _difference(whole: float | None, part: float | None) -> float | None:
+    return None if whole is None or part is None else whole - part
+
+
+def _change(value: float | None, base: float | None) -> float | None:
+    return None if value is None or base is None else 100 * (value / base - 1)
+
+
+def _our_transfer(folder: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": _OURS,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"pool": str(folder / "pool"), "capacity": "512MiB"},
+    }
+
+
+def _idle_order(folder: Path) -> dict[str, Any]:
+    return {"transfer": _our_transfer(folder), "num_requests": _IDLE_REQUESTS, "rounds": _IDLE_ROUNDS}
+
+
+def _ttft_order(transfer: dict[str, Any]) -> dict[str, Any]:
+    sizes = {"prompt_tokens": _PROMPT_TOKENS, "hit_tokens": _HIT_TOKENS, "rounds": _TTFT_ROUNDS}
+    return {"transfer": transfer, **sizes}
+
+
+def _in_tree(engine: Engine, peer: mooncake_peer.Install, progress: Progress) -> dict[str, Any]:
+    """The same request through vLLM's own connector for the Mooncake Store, whose segment is in that process."""
+    progress(f"vLLM: time to first token with {_IN_TREE}")
+    transfer = {"kv_connector": _IN_TREE, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
+        log = stack.enter_context(tempfile.TemporaryFile())
+        try:
+            address = stack.enter_context(mooncake_peer.master(peer, log))
+        except BenchError as error:
+            progress(f"WARNING: {_IN_TREE} was not measured: {error}")
+            return {}
+        settings = {
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": address,
+            "protocol": "tcp",
+            "global_segment_size": 512 << 20,
+            "local_buffer_size": 64 << 20,
+        }
+        (folder / "mooncake.json").write_text(json.dumps(settings))
+        env = {
+            "MOONCAKE_CONFIG_PATH": str(folder / "mooncake.json"),
+            "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "127.0.0.1",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "MC_FORCE_TCP": "1",
+            "PYTHONPATH": str(_overlay(peer, folder / "wheel")),
+        }
+        return _run_child(engine, "vllm_ttft.py", _ttft_order(transfer), env, progress)
+
+
+def _overlay(peer: mooncake_peer.Install, folder: Path) -> Path:
+    """A folder with the peer's wheel alone, so that vLLM's interpreter can import it without having it installed."""
+    folder.mkdir()
+    for found in (peer.package, *peer.package.parent.glob("mooncake_transfer_engine*.libs")):
+        (folder / found.name).symlink_to(found)
+    return folder
+
+
+def _run_child(
+    engine: Engine, script: str, order: dict[str, Any], env: dict[str, str], progress: Progress
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as name:
+        outcome = Path(name) / "outcome"
+        order = {**order, "model": str(engine.model.resolve()), "outcome": str(outcome)}
+        command = [str(engine.python), str(_CHILDREN / script), json.dumps(order)]
+        settings = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **env}
+        found = processes.run_script(command, outcome, deadline_s=_DEADLINE_S, env=settings)
+    if "error" in found:
+        progress(f"WARNING: {script} of {order['transfer']['kv_connector']} failed: {found['error']}")
+    return found
