@@ -15,20 +15,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent
 
 from mooncake_connector.config import Config
-from mooncake_connector.errors import MooncakeConnectorError
-from mooncake_connector.keys import content_tokens, page_keys, root_digest
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.keys import page_keys
+from mooncake_connector.log import get_logger
 from mooncake_connector.namespace import Namespace
 from store_client.base import Space
 from vllm_plugin.contain import contained, nothing
 from vllm_plugin.geometry import Geometry
-from vllm_plugin.identity import adapter_key
 from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
+from vllm_plugin.naming import chain_root, named_tokens
 from vllm_plugin.pool import Pool
 from vllm_plugin.stats import ConnectorStats
 
@@ -306,9 +303,15 @@ class SchedulerHalf:
         return bool(self._pinned)
 
     def frees_blocks_soon(self) -> bool:
-        """Whether waiting for pinned blocks beats preempting a request: saves take milliseconds, unless stuck."""
+        """Whether waiting for pinned blocks beats preempting a request: saves take milliseconds, unless stuck.
+
+        Blocks that a request holds as well do not come back with the save.
+        """
         oldest = next(iter(self._pinned.values()), None)
-        return oldest is not None and time.monotonic() - oldest.since_s < _WORTH_WAITING_S
+        if self._manager is None or oldest is None or time.monotonic() - oldest.since_s >= _WORTH_WAITING_S:
+            return False
+        blocks = self._manager.block_pool.blocks
+        return any(blocks[block_id].ref_cnt == 1 for save in self._pinned.values() for block_id in save.block_ids)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         events, self._events = self._events, []
@@ -372,34 +375,3 @@ class SchedulerHalf:
         if spaces:
             missed = num_prompt_tokens // self._page_tokens - num_local_pages - hit_pages
             spaces[0].record_lookup(hit_pages=hit_pages, missed_pages=max(missed, 0), page_tokens=self._page_tokens)
-
-
-def chain_root(request: Request) -> bytes | None:
-    """Where a request's key chain starts: its salt and its LoRA adapter. None: its KV cannot be named by tokens."""
-    if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
-        return None
-    extra_key = None
-    if request.lora_request is not None:
-        try:
-            extra_key = adapter_key(request.lora_request.lora_path)
-        except MooncakeConnectorError as error:
-            log_once(f"lora:{request.lora_request.lora_path}", "requests with this adapter are not cached: %s", error)
-            return None
-    return root_digest(extra_key, request.cache_salt)
-
-
-def named_tokens(request: Request, start: int, stop: int) -> list[int] | npt.NDArray[np.uint64]:
-    """Tokens `[start, stop)` as the key chain sees them: multimodal placeholders are replaced by their content."""
-    tokens = request.all_token_ids[start:stop]
-    overlaps = [
-        (feature.mm_position.offset, feature.mm_position.length, feature.identifier)
-        for feature in request.mm_features
-        if feature.mm_position.offset < stop and feature.mm_position.offset + feature.mm_position.length > start
-    ]
-    if not overlaps:
-        return tokens
-    named = np.asarray(tokens, dtype=np.uint64)
-    for offset, length, identifier in overlaps:
-        first, last = max(offset, start), min(offset + length, stop)
-        named[first - start : last - start] = content_tokens(identifier, last - first, start=first - offset)
-    return named

@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from mooncake_connector.keys import page_keys
-from vllm_plugin.scheduler import chain_root, named_tokens
+from vllm_plugin.naming import chain_root, named_tokens
 
 
 @pytest.mark.parametrize("salts", [("a", None), (None, "a"), ("a", "b")])
