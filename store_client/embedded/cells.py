@@ -1,8 +1,8 @@
 """A hash table from page names to slots, in shared memory: two candidate buckets of eight cells for each name.
 
 A cell is one aligned 64-bit word, `fingerprint << 32 | slot + 1`, or 0. Readers look without a lock: they find a cell
-before or after a change, never half of it. A name lies in the emptier of its two buckets and is never moved, so at
-half load (what `num_buckets` gives) a name finds no room about once in a million, and its page is then not stored.
+before or after a change, never half of it. A name lies in the emptier of its two buckets and is never moved, so a
+name may find no room, and its page is then not stored: none of 5 million did at half load, what `num_buckets` gives.
 """
 
 from typing import Any
@@ -50,13 +50,13 @@ class Cells:
         found: np.ndarray[tuple[int], np.dtype[np.bool_]] = ((cells >> _SHIFT) == prints[:, None]).any(axis=1)
         return found
 
-    def present_one(self, hashed: int) -> bool:
-        """`present` for one hash, without the fixed cost of arrays."""
+    def matches_one(self, hashed: int) -> list[int]:
+        """The slots of `matches` for one hash, without the fixed cost of arrays."""
         count, wanted = len(self._buckets), hashed >> 32 | 1
         first = ((hashed & 0xFFFFFFFF) * count >> 32) * CELLS
         second = (((hashed * int(_SECOND) & 0xFFFFFFFFFFFFFFFF) >> 32) * count >> 32) * CELLS
         cells = self._flat[first : first + CELLS].tolist() + self._flat[second : second + CELLS].tolist()
-        return any(cell >> 32 == wanted for cell in cells)
+        return [(cell & 0xFFFFFFFF) - 1 for cell in cells if cell >> 32 == wanted]
 
     def matches(self, hashes: U64) -> tuple[U32, U64]:
         """Which hash (index) may be at which slot: one entry per cell with the right fingerprint."""

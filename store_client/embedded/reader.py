@@ -15,7 +15,7 @@ from store_client.base import Bytes, Consume, Scatter, Verify
 from store_client.embedded import rows as rows_
 from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.counters import Counters
-from store_client.embedded.rows import INLINE_EXTENTS, U8
+from store_client.embedded.rows import INLINE_EXTENTS
 from store_client.embedded.scatter import as_pieces, copy_hashed, copy_range, gather
 from store_client.embedded.table import Found, Table
 from store_client.embedded.writer import Writer
@@ -52,8 +52,10 @@ class Reader:
         present = self._table.present(rows_.join_keys(keys), space)
         return len(present) if present.all() else int(present.argmin())
 
-    def contains(self, joined: U8, space: int) -> list[bool]:
-        return [slot >= 0 for slot in self._table.slots(joined, space)]
+    def contains(self, keys: Sequence[bytes], space: int) -> list[bool]:
+        if len(keys) == 1:
+            return [self._table.present_one(keys[0], space)]
+        return [slot >= 0 for slot in self._table.slots(rows_.join_keys(keys), space)]
 
     def read(self, keys: Sequence[bytes], space: int, consume: Consume, nbytes: int, verify: Verify) -> list[bool]:
         """See `Space.read`."""

@@ -20,7 +20,7 @@ from store_client.embedded.reader import check_targets
 from store_client.embedded.registry import Handle
 from store_client.embedded.rows import INLINE_EXTENTS, join_keys
 from store_client.embedded.scatter import as_pieces, copy_hashed, copy_range
-from store_client.embedded.writer import Place
+from store_client.embedded.ticket import Place
 
 logger = get_logger(__name__)
 
@@ -56,12 +56,13 @@ class EmbeddedSpace(Space):
         return number
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        joined = join_keys(keys)
-        with self._handle.use(self._closed) as pool:
-            number = pool.spaces.find(self._name) if pool is not None else None
-            if pool is None or number is None:
-                return [False] * len(keys)
-            return pool.reader.contains(joined, number)
+        if len(keys) != 1 or len(keys[0]) != KEY_NBYTES:
+            join_keys(keys)
+        pool = self._handle.current(self._closed)
+        number = self._number(pool) if pool is not None else None
+        if pool is None or number is None:
+            return [False] * len(keys)
+        return pool.reader.contains(keys, number)
 
     def read(
         self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, verify: Verify = Verify.ALWAYS

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from store_client.base import KEY_NBYTES
 from store_client.embedded import cells as cells_
 from store_client.embedded import rows as rows_
 from store_client.embedded.journal import Record
@@ -64,6 +65,7 @@ class Table:
 
         self._header = np.frombuffer(self._map, dtype="<u8", count=HEADER_NBYTES // 8)
         self.rows: U8 = column("u1", max_pages * ROW_NBYTES).reshape(max_pages, ROW_NBYTES)
+        self._flat_rows = self.rows.reshape(-1).data
         self._words: U64 = column("<u8", cells_.num_buckets(max_pages) * cells_.CELLS)
         self._cells = cells_.Cells(self._words)
         self.access: U64 = column("<u8", max_pages)
@@ -110,7 +112,12 @@ class Table:
         return self._cells.present(rows_.hash_keys(keys, space))
 
     def present_one(self, key: bytes, space: int) -> bool:
-        return self._cells.present_one(rows_.hash_key(key, space))
+        """Whether one key is in the table, by its full name."""
+        for slot in self._cells.matches_one(rows_.hash_key(key, space)):
+            at = slot * ROW_NBYTES
+            if slot < self.max_pages and self._flat_rows[at : at + KEY_NBYTES] == key and self.space[slot] == space:
+                return True
+        return False
 
     def slots(self, keys: U8, space: int) -> list[int]:
         """The slot of each key, by its full name; -1 where it is absent."""

@@ -1,4 +1,4 @@
-"""Everything that changes a pool: reserve, commit, forget, evict, reclaim, resize. All under the write lock.
+"""Everything that changes a pool: reserve, commit, forget, reclaim, resize. All under the write lock.
 
 A put takes the lock twice, briefly: to reserve space, and to make complete pages visible. The bytes are copied in
 between, without it. Each step is one ledger transaction, so a writer killed anywhere leaves the pool as it was before
@@ -8,49 +8,27 @@ or after a step; what it had reserved comes back when somebody finds its owner d
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 
 from mooncake_connector.namespace import Namespace
 from store_client.base import Shard
 from store_client.embedded import rows as rows_
-from store_client.embedded.allocator import Allocator, Piece
+from store_client.embedded.allocator import Allocator
 from store_client.embedded.arena import Arena
 from store_client.embedded.counters import Counters
-from store_client.embedded.extents import as_runs, clip_runs
+from store_client.embedded.eraser import FORGET_BATCH, Eraser
+from store_client.embedded.extents import as_runs
 from store_client.embedded.journal import Record
 from store_client.embedded.ledger import Draft, Ledger, Reservation
 from store_client.embedded.locks import FileLock, LockTimeout, Owners
-from store_client.embedded.policy import Candidates, Policy
-from store_client.embedded.rows import INLINE_EXTENTS, NONE, ROW_NBYTES, U32, Row
+from store_client.embedded.policy import Policy
+from store_client.embedded.rows import INLINE_EXTENTS, NONE, ROW_NBYTES, Row
 from store_client.embedded.spaces import Spaces
 from store_client.embedded.table import Found, Table
+from store_client.embedded.ticket import Place, Ticket
 
-FORGET_BATCH = 4096
 _RECLAIM_PERIOD_S = 5.0
-
-
-@dataclass(slots=True)
-class Place:
-    """Where one page of a put is being written."""
-
-    index: int
-    """Position in the caller's keys."""
-    slot: int
-    extents: list[Piece]
-    checksum: int | None = None
-    """None until its bytes are complete."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A reservation, the pages it is for, and what was met while reserving."""
-
-    reservation: Reservation | None
-    places: list[Place]
-    present: list[int]
-    failed: dict[int, str]
 
 
 class Writer:
@@ -61,7 +39,8 @@ class Writer:
         policy: Policy, counters: Counters,
     ) -> None:  # fmt: skip
         self._table, self._ledger, self._arena, self._spaces = table, ledger, arena, spaces
-        self._lock, self._owners, self._policy, self._counters = lock, owners, policy, counters
+        self._lock, self._owners, self._counters = lock, owners, counters
+        self._eraser = Eraser(table, ledger, policy)
         self._allocator = Allocator(arena, counters)
         self._abandoned: list[Reservation] = []
         self._condemned: list[Found] = []
@@ -98,7 +77,7 @@ class Writer:
         if self._condemned:
             condemned, self._condemned = self._condemned, []
             slots = [found.slot for found in condemned if self._table.unchanged(found)]
-            self._forget(np.unique(np.array(slots, dtype=np.int64)))
+            self._eraser.forget(np.unique(np.array(slots, dtype=np.int64)))
         if time.monotonic() >= self._next_reclaim:
             self._next_reclaim = time.monotonic() + _RECLAIM_PERIOD_S
             self._reclaim()
@@ -169,7 +148,7 @@ class Writer:
                     return (*self._take(draft, absent, nbytes), cause)
             if attempt == 0 and self._reclaim():
                 continue
-            if not self._evict(short, slots_short, started_ns):
+            if not self._eraser.evict(short, slots_short, started_ns):
                 break
         with self._ledger.transaction() as draft:
             return (*self._take(draft, absent, nbytes), cause)
@@ -237,7 +216,7 @@ class Writer:
         outcome: dict[int, str] = {place.index: "error" for place in ticket.places}
         if not draft.release(reservation):
             # Somebody took this process for dead (its owner file was deleted): the space is no longer ours.
-            return dict.fromkeys(outcome, "reclaimed"), self._record(draft)
+            return dict.fromkeys(outcome, "reclaimed"), self._eraser.record(draft)
         places = [place for place in ticket.places if place.checksum is not None]
         joined = rows_.join_keys([keys[place.index] for place in places])
         hashes = rows_.hash_keys(joined, space)
@@ -257,9 +236,10 @@ class Writer:
         kept_places = [places[n] for n in kept]
         rows = self._rows(draft, kept_places, keys, space, parents, nbytes)
         dropped = [place for place in ticket.places if outcome[place.index] != "stored"]
-        self._free(draft, [piece for place in dropped for piece in place.extents], [place.slot for place in dropped])
+        pieces = [piece for place in dropped for piece in place.extents]
+        self._eraser.free(draft, pieces, [place.slot for place in dropped])
         slots = np.array([place.slot for place in kept_places], dtype=np.uint32)
-        record = self._record(
+        record = self._eraser.record(
             draft, pages=len(kept), granules=sum(row.granules for row in rows),
             set_cells=np.array([cells[n] for n in kept], dtype=np.uint64), set_words=table.words(hashes[kept], slots),
             set_slots=slots,
@@ -297,15 +277,12 @@ class Writer:
             ))  # fmt: skip
         return rows
 
-    def _record(self, draft: Draft, pages: int = 0, granules: int = 0, **changes: np.ndarray) -> Record:
-        return Record(draft.number + 1, self._table.pages + pages, self._table.used_granules + granules, **changes)
-
     # -- forget -------------------------------------------------------------------------------------------------
 
     def forget_keys(self, keys: Sequence[bytes], space: int, deadline: float) -> int:
         with self.locked(deadline):
             slots = [slot for slot in self._table.slots(rows_.join_keys(keys), space) if slot >= 0]
-            removed = self._forget(np.unique(np.array(slots, dtype=np.int64)))
+            removed = self._eraser.forget(np.unique(np.array(slots, dtype=np.int64)))
             self._table.add_counters({"removed_pages": removed})
             return removed
 
@@ -320,65 +297,17 @@ class Writer:
                 if not len(live):
                     return removed
                 deepest_first = np.argsort(-self._table.depth[live].astype(np.int64), kind="stable")
-                count = self._forget(live[deepest_first[:FORGET_BATCH]])
+                count = self._eraser.forget(live[deepest_first[:FORGET_BATCH]])
                 self._table.add_counters({"removed_pages": count})
                 removed += count
                 if not count:
                     return removed
 
-    def _forget(self, slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> int:
-        """One transaction for each FORGET_BATCH of slots: their space is free and their names are gone."""
-        forgotten = 0
-        for at in range(0, len(slots), FORGET_BATCH):
-            with self._ledger.transaction() as draft:
-                batch: U32 = slots[at : at + FORGET_BATCH].astype(np.uint32)
-                pieces, gone = self._pieces(draft, batch)
-                self._free(draft, pieces, gone.tolist())
-                granules = sum(size for _, size in pieces)
-                record = self._record(
-                    draft, -len(gone), -granules, clear_cells=self._table.cells_of(gone), clear_slots=gone
-                )
-                draft.record = record
-            self._table.apply(record, time.time_ns())
-            forgotten += len(gone)
-        return forgotten
-
-    def _pieces(self, draft: Draft, slots: U32) -> tuple[list[Piece], U32]:
-        """The arena space of the pages at `slots`, and which of the slots hold a page at all."""
-        pieces: list[Piece] = []
-        gone = []
-        for slot in slots.tolist():
-            row = rows_.decode(self._table.rows[slot].tobytes())
-            if row is None:
-                continue
-            gone.append(slot)
-            if row.num_extents > INLINE_EXTENTS:
-                pieces.extend((int(first), int(size)) for first, size in draft.pop_extents(slot))
-            else:
-                pieces.extend(row.extents)
-        return pieces, np.array(gone, dtype=np.uint32)
-
-    def _free(self, draft: Draft, pieces: Sequence[Piece], slots: Sequence[int]) -> None:
-        """Give space and slots back; what lies beyond the capacity is not free but gone."""
-        below, _beyond = clip_runs(as_runs(pieces), draft.capacity)
-        draft.free.add(below)
-        draft.slots.add(as_runs((slot, 1) for slot in slots))
-
-    def _evict(self, granules: int, slots: int, started_ns: int) -> int:
-        """Evict what is needed and at least 1% of the pool, so that the cost of choosing is shared by many puts."""
-        table = self._table
-        at_least = max(granules, table.capacity_granules // 100)
-        pages = Candidates(table.access, table.parent, table.depth, table.granules)
-        victims = self._policy.victims(pages, at_least, max(slots, 1), started_ns)
-        evicted = self._forget(victims)
-        table.add_counters({"evicted_pages": evicted})
-        return evicted
-
     # -- housekeeping -------------------------------------------------------------------------------------------
 
     def _give_back(self, draft: Draft, reservation: Reservation) -> None:
         if draft.release(reservation):
-            self._free(
+            self._eraser.free(
                 draft, [(int(a), int(b)) for a, b in reservation.space_runs],
                 [int(slot) for slot, _ in reservation.slot_runs],
             )  # fmt: skip
@@ -435,7 +364,7 @@ class Writer:
             self._table.set_capacity(capacity)
             if capacity < before:
                 beyond = self._slots_beyond(capacity)
-                self._table.add_counters({"evicted_pages": self._forget(beyond)})
+                self._table.add_counters({"evicted_pages": self._eraser.forget(beyond)})
             return True
 
     def trim(self, deadline: float) -> None:
