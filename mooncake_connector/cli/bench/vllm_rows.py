@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import tempfile
@@ -129,7 +130,12 @@ def _ttft_order(transfer: dict[str, Any]) -> dict[str, Any]:
 def _in_tree(engine: Engine, peer: mooncake_peer.Install, progress: Progress) -> dict[str, Any]:
     """The same request through vLLM's own connector for the Mooncake Store, whose segment is in that process."""
     progress(f"vLLM: time to first token with {_IN_TREE}")
-    transfer = {"kv_connector": _IN_TREE, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    transfer = {
+        "kv_connector": _IN_TREE,
+        "kv_connector_module_path": "vllm_in_tree",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
         log = stack.enter_context(tempfile.TemporaryFile())
@@ -151,7 +157,7 @@ def _in_tree(engine: Engine, peer: mooncake_peer.Install, progress: Progress) ->
             "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "127.0.0.1",
             "VLLM_HOST_IP": "127.0.0.1",
             "MC_FORCE_TCP": "1",
-            "PYTHONPATH": str(_overlay(peer, folder / "wheel")),
+            "PYTHONPATH": os.pathsep.join((str(_overlay(peer, folder / "wheel")), str(_CHILDREN))),
         }
         return _run_child(engine, "vllm_ttft.py", _ttft_order(transfer), env, progress)
 

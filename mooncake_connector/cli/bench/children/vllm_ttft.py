@@ -38,14 +38,8 @@ def main(order: dict[str, Any]) -> None:
 
 
 def start(order: dict[str, Any]) -> Any:
-    """vLLM in this process: scheduler and worker are neighbours as in any server, only the HTTP side is missing."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    """vLLM with its engine core in a process of its own, as in any server; only the HTTP side is missing."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    import torch
-
-    if not torch.cuda.is_available():
-        # The in-tree MooncakeStoreConnector records a CUDA event; on a CPU everything before it is done by then.
-        torch.cuda.Event = _DoneEvent  # type: ignore[misc, assignment, unused-ignore]
     from vllm import LLM
 
     return LLM(
@@ -57,14 +51,6 @@ def start(order: dict[str, Any]) -> Any:
         kv_transfer_config=order["transfer"],
         skip_tokenizer_init=True,
     )
-
-
-class _DoneEvent:
-    def record(self, *args: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
 
 def first_token(engine: Any, prompt: list[int]) -> tuple[float, int]:

@@ -1,0 +1,93 @@
+"""The form that every benchmark reports in: goals are judged honestly, JSON has the keys that readers rely on."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from mooncake_connector.cli.bench.report import Goal, Report, row
+
+
+@pytest.mark.parametrize(
+    ("goal", "value", "limit", "peer", "ok"),
+    [
+        (Goal(at_least=2), 2.0, None, None, True),
+        (Goal(at_least=2), 1.9, None, None, False),
+        (Goal(at_most=5), 5.0, None, None, True),
+        (Goal(at_most=5), 5.1, None, None, False),
+        (Goal(at_least_of_limit=0.45), 9.0, 20.0, None, True),
+        (Goal(at_least_of_limit=0.45), 8.9, 20.0, None, False),
+        (Goal(at_least_of_peer=4), 8.0, None, 2.0, True),
+        (Goal(at_least_of_peer=4), 7.9, None, 2.0, False),
+        (Goal(at_most_of_peer=0.5), 1.0, None, 2.0, True),
+        (Goal(at_most_of_peer=0.5), 1.1, None, 2.0, False),
+    ],
+)
+def test_a_goal_is_kept_exactly_up_to_its_bound(
+    goal: Goal, value: float, limit: float | None, peer: float | None, ok: bool
+) -> None:
+    assert row("figure", value, "GB/s", limit=limit, peer=peer, goal=goal).ok is ok
+
+
+def test_every_part_of_a_goal_must_hold() -> None:
+    goal = Goal(at_least_of_limit=0.4, at_least_of_peer=4)
+    assert row("figure", 10.0, "GB/s", limit=20.0, peer=1.0, goal=goal).ok is True
+    assert row("figure", 10.0, "GB/s", limit=20.0, peer=3.0, goal=goal).ok is False
+    assert row("figure", 10.0, "GB/s", limit=30.0, peer=1.0, goal=goal).ok is False
+
+
+def test_a_goal_whose_peer_was_not_measured_is_not_called_reached() -> None:
+    goal = Goal(at_least_of_limit=0.4, at_least_of_peer=4)
+    assert row("figure", 10.0, "GB/s", limit=20.0, goal=goal).ok is None
+
+
+def test_a_goal_that_is_missed_already_needs_no_peer_to_be_missed() -> None:
+    goal = Goal(at_least_of_limit=0.4, at_least_of_peer=4)
+    assert row("figure", 1.0, "GB/s", limit=20.0, goal=goal).ok is False
+
+
+def test_a_figure_that_could_not_be_measured_is_neither_reached_nor_missed() -> None:
+    assert row("figure", None, "ms", goal=Goal(at_most=60)).ok is None
+
+
+def test_a_figure_without_a_goal_has_no_verdict() -> None:
+    assert row("figure", 1.0, "GB/s").ok is None
+    assert row("figure", 1.0, "GB/s").goal is None
+
+
+def test_a_goal_says_in_words_what_it_asks() -> None:
+    assert Goal(at_least_of_limit=0.45, at_least_of_peer=4).text("GB/s") == ">= 0.45 of limit, >= 4 times peer"
+    assert Goal(at_most=5, at_most_of_peer=0.05).text("us") == "<= 5 us, <= 0.05 of peer"
+
+
+def test_json_is_one_object_with_the_documented_keys() -> None:
+    report = Report({"cpu": "x", "cores": 2}, {"python": "3.11", "vllm": None}, [row("a", 1.5, "GB/s", limit=3.0)])
+    text = report.to_json()
+    assert "\n" not in text
+    assert json.loads(text) == {
+        "machine": {"cpu": "x", "cores": 2},
+        "versions": {"python": "3.11", "vllm": None},
+        "rows": [
+            {"figure": "a", "value": 1.5, "unit": "GB/s", "limit": 3.0, "peer": None, "goal": None, "ok": None},
+        ],
+    }
+
+
+def test_the_table_shows_ratios_and_verdicts() -> None:
+    rows = [
+        row("reached", 10.0, "GB/s", limit=20.0, peer=2.0, goal=Goal(at_least_of_peer=4)),
+        row("missed", 1.0, "GB/s", limit=20.0, peer=2.0, goal=Goal(at_least_of_peer=4)),
+        row("unknown", 1.0, "GB/s", goal=Goal(at_least_of_peer=4)),
+    ]
+    console = Console(file=io.StringIO(), width=200)
+    console.print(Report({}, {}, rows).to_table("title"))
+    reached, missed, unknown = (
+        next(line for line in console.file.getvalue().splitlines() if name in line)  # type: ignore[attr-defined]
+        for name in ("reached", "missed", "unknown")
+    )
+    assert "0.5x" in reached and "5x" in reached and "yes" in reached
+    assert "NO" in missed
+    assert "?" in unknown
