@@ -51,7 +51,7 @@ def _candidates(pool: Path | None) -> list[Path]:
 @contextlib.contextmanager
 def opened(pool: Path | None) -> Iterator[Store]:
     """The store in an existing pool folder, closed at the end of the block. Raises as `locate`, and as opening does."""
-    store = EmbeddedStore(locate(pool))
+    store = EmbeddedStore(locate(pool), rebuild=False)
     try:
         yield store
     finally:

@@ -175,7 +175,7 @@ def _open_existing(
         table = Table(data / "table", description.max_pages)
         lock.acquire(deadline)
         try:
-            stored = _check_state(data, ledger, table)
+            stored, high_water = _check_state(data, ledger, table)
         finally:
             lock.release()
         owners = Owners(data / "owners")
@@ -184,6 +184,7 @@ def _open_existing(
             Spaces(data / "spaces"), lock, owners, policy,
         )  # fmt: skip
         _tidy(pool, owners, stored, capacity, deadline)
+        pool.arena.warm_up(high_water)
         return pool
     except _DAMAGE as error:
         _let_go(ledger, owners)
@@ -207,8 +208,8 @@ def _let_go(ledger: Ledger | None, owners: Owners | None) -> None:
         ledger.close()
 
 
-def _check_state(data: Path, ledger: Ledger, table: Table) -> int:
-    """The stored capacity in granules. Raises Unusable where ledger, table and arena do not fit together."""
+def _check_state(data: Path, ledger: Ledger, table: Table) -> tuple[int, int]:
+    """The stored capacity and what the arena has secured, in granules. Raises Unusable where ledger, table and arena do not fit together."""
     with ledger.peek() as draft:
         if draft.number - table.applied not in (0, 1):
             raise Unusable(f"its page table is at change {table.applied}, its ledger at {draft.number}")
@@ -216,7 +217,7 @@ def _check_state(data: Path, ledger: Ledger, table: Table) -> int:
         if size < draft.capacity * GRANULE:
             raise Unusable(f"arena has {size} bytes and should have {draft.capacity * GRANULE}")
         table.set_capacity(draft.capacity)
-        return draft.capacity
+        return draft.capacity, draft.high_water
 
 
 def _tidy(pool: Pool, owners: Owners, stored: int, capacity: int | None, deadline: float) -> None:

@@ -24,14 +24,14 @@ _lock = threading.Lock()
 _handles: dict[Path, "Handle"] = {}
 
 
-def attach(path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: float) -> "Handle":
+def attach(path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: float, rebuild: bool) -> "Handle":
     """The handle of the pool at `path`, opened if this process has not yet. Raises PoolError."""
     path = Path(os.path.abspath(path))
     with _lock:
         handle = _handles.get(path)
         if handle is None:
-            handle = Handle(path, open_pool(path, capacity_nbytes, policy, deadline_s), capacity_nbytes, policy)
-            _handles[path] = handle
+            pool = open_pool(path, capacity_nbytes, policy, deadline_s, rebuild=rebuild)
+            handle = _handles[path] = Handle(path, pool, capacity_nbytes, policy)
         else:
             handle.adopt(capacity_nbytes, deadline_s)
         handle.users += 1

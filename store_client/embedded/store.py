@@ -34,6 +34,8 @@ class EmbeddedStore(Store):
     `path` None is a folder of this user under /dev/shm, or under the temporary folder where shared memory is too
     small (logged). `capacity_nbytes` None keeps the capacity that the pool has; a new pool gets a quarter of what is
     free on the file system, at most 16 GiB. `eviction` is one of `POLICIES`. `deadline_s` bounds opening.
+    A pool that cannot be used (older format, restart of the machine, damage) is made anew, or is an error without
+    `rebuild`: for whoever only wants to look.
 
     Raises PoolError where the folder cannot be used; the message says why and what to do. After a fork the child's
     store is closed: it opens one of its own.
@@ -46,6 +48,7 @@ class EmbeddedStore(Store):
         *,
         eviction: str = "lru",
         deadline_s: float = 10.0,
+        rebuild: bool = True,
     ) -> None:
         if eviction not in POLICIES:
             raise PoolError(f"eviction {eviction!r} is unknown: expected one of {sorted(POLICIES)}")
@@ -55,7 +58,7 @@ class EmbeddedStore(Store):
                 log_once("store.fallback", "%s", notice, logger=logger)
         else:
             folder = Path(path)
-        self._handle: Handle = attach(folder, capacity_nbytes, POLICIES[eviction](), deadline_s)
+        self._handle: Handle = attach(folder, capacity_nbytes, POLICIES[eviction](), deadline_s, rebuild)
         self._closed = threading.Event()
 
     @property

@@ -99,7 +99,13 @@ def pool(tmp_path) -> Path:
 @pytest.fixture
 def store(pool, monkeypatch) -> FakeStore:
     fake = FakeStore(pool)
-    monkeypatch.setattr(pool_, "EmbeddedStore", lambda folder: fake if folder == pool else pytest.fail(str(folder)))
+
+    def open_store(folder: Path, *, rebuild: bool) -> FakeStore:
+        assert folder == pool
+        assert not rebuild, "a command that looks at a pool must not make it anew"
+        return fake
+
+    monkeypatch.setattr(pool_, "EmbeddedStore", open_store)
     return fake
 
 
@@ -305,7 +311,7 @@ class TestErrors:
         assert run("store", "stats", "--pool", "pool").exit_code == 0
 
     def test_a_pool_that_cannot_be_opened_is_one_line(self, run, monkeypatch):
-        def refuse(folder):
+        def refuse(folder, *, rebuild):
             raise PoolError(f"pool folder {folder} belongs to user 7")
 
         monkeypatch.setattr(pool_, "EmbeddedStore", refuse)

@@ -177,6 +177,16 @@ def test_what_cannot_be_trusted_is_rebuilt_with_one_line(
     assert prefix(pool, fill(pool)) == 4
 
 
+def test_who_only_looks_does_not_rebuild(pool: Path) -> None:
+    keys = fill(pool)
+    before = (pool / "pool.json").read_text()
+    edit(pool, boot_id="another boot")
+    with pytest.raises(PoolError, match="is not used"):
+        EmbeddedStore(pool, rebuild=False)
+    (pool / "pool.json").write_text(before)
+    assert prefix(pool, keys) == len(keys)
+
+
 def test_capacity_grows_and_shrinks_between_runs(pool: Path) -> None:
     keys = fill(pool, 32)
     assert prefix(pool, keys, 2 * CAPACITY) == 32
