@@ -1,6 +1,6 @@
-"""Whose pages these are: the namespace of this vLLM instance, and the chain root of a request.
+"""Whose pages these are: the namespace of this vLLM instance.
 
-Everything that changes KV bytes enters one of the two. Nothing here touches the pool.
+Everything that changes KV bytes enters it, or the chain root of a request (`naming.py`). Nothing here touches the pool.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 from mooncake_connector.config import Config
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.fingerprint import default_cache_dir
-from mooncake_connector.model_identity import files_digest, model_digest
+from mooncake_connector.model_identity import model_digest
 from mooncake_connector.namespace import Namespace, canonical_json
 from vllm_plugin.geometry import Geometry
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-
-_ADAPTER_FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
 
 
 def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Config) -> Namespace:
@@ -105,8 +103,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
-
-
-def adapter_key(lora_path: str) -> str:
-    """Identity of a LoRA adapter by its files, for the request's chain root."""
-    return "lora:" + files_digest(Path(lora_path), _ADAPTER_FILES, cache_dir=default_cache_dir())

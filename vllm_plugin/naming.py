@@ -10,30 +10,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.keys import content_tokens, root_digest
-from mooncake_connector.log import get_logger, log_once
-from vllm_plugin.identity import adapter_key
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-logger = get_logger(__name__)
+    from vllm_plugin.adapters import AdapterKeys
 
 
-def chain_root(request: Request) -> bytes | None:
+def chain_root(request: Request, adapters: AdapterKeys) -> bytes | None:
     """Where a request's key chain starts: its salt and its LoRA adapter. None: its KV cannot be named by tokens."""
     if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
         return None
-    extra_key = None
-    if request.lora_request is not None:
-        try:
-            extra_key = adapter_key(request.lora_request.lora_path)
-        except MooncakeConnectorError as error:
-            cause = f"lora:{request.lora_request.lora_path}"
-            log_once(cause, "requests with this adapter are not cached: %s", error, logger=logger)
-            return None
-    return root_digest(extra_key, request.cache_salt)
+    if request.lora_request is None:
+        return root_digest(None, request.cache_salt)
+    adapter = adapters.key(request.lora_request)
+    return None if adapter is None else root_digest(adapter, request.cache_salt)
 
 
 def named_tokens(request: Request, start: int, stop: int) -> list[int] | npt.NDArray[np.uint64]:

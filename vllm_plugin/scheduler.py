@@ -22,6 +22,7 @@ from mooncake_connector.keys import page_keys
 from mooncake_connector.log import get_logger
 from mooncake_connector.namespace import Namespace
 from store_client.base import Space
+from vllm_plugin.adapters import AdapterKeys
 from vllm_plugin.contain import contained, nothing
 from vllm_plugin.geometry import Geometry
 from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
@@ -114,6 +115,7 @@ class SchedulerHalf:
         self._publishes = publishes
         self._events: list[KVCacheEvent] = []
         self._stats = ConnectorStats()
+        self._adapters = AdapterKeys()
         self._manager: KVCacheManager | None = None
         self._reset_digest: str | None = None
 
@@ -125,7 +127,7 @@ class SchedulerHalf:
     def track(self, request: Request) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = self._tracked[request.request_id] = Tracked(request, chain_root(request))
+            tracked = self._tracked[request.request_id] = Tracked(request, chain_root(request, self._adapters))
         return tracked
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
@@ -345,6 +347,7 @@ class SchedulerHalf:
         return True
 
     def close(self) -> None:
+        self._adapters.close()
         self._pool.close()
 
     def _namespace(self) -> Namespace | None:

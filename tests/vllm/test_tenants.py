@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from mooncake_connector.keys import page_keys
+from vllm_plugin.adapters import AdapterKeys
 from vllm_plugin.naming import chain_root, named_tokens
 
 
@@ -65,6 +68,34 @@ def test_one_adapter_is_shared_wherever_it_lies(start: Start, tmp_path: Path) ->
     assert engine.computed("again") == 4 + 2
 
 
+def test_an_adapter_that_changes_on_disk_while_it_serves_has_no_name_any_more(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a", b"weights")
+    lora = LoRARequest("a", 1, str(folder))
+    keys = AdapterKeys()
+    before = keys.key(lora)
+    (folder / "adapter_model.safetensors").write_bytes(b"others!")
+    assert before is not None
+    assert keys.key(lora) is None, "the engine still holds the old weights"
+    reloaded = keys.key(LoRARequest("a", 1, str(folder), load_inplace=True))
+    assert reloaded not in (None, before)
+
+
+def test_a_large_adapter_is_hashed_without_the_scheduler_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr("vllm_plugin.adapters.files_digest", lambda *args, **kwargs: str(go_on.wait(30)))
+    lora = LoRARequest("a", 1, str(adapter(tmp_path / "a", b"weights")))
+    keys = AdapterKeys()
+    assert keys.key(lora) is None
+    go_on.set()
+    keys.close()
+    until = time.monotonic() + 10
+    while keys.key(lora) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert keys.key(lora) == "lora:True"
+
+
 def test_an_adapter_whose_files_are_gone_is_served_without_the_pool(start: Start) -> None:
     engine = start()
     engine.ask(PROMPT, lora_request=LoRARequest("gone", 1, "/nonexistent/adapter"))
@@ -83,7 +114,7 @@ def feature(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
 
 
 def keys_of(request: Request) -> list[bytes]:
-    root = chain_root(request)
+    root = chain_root(request, AdapterKeys())
     assert root is not None
     return page_keys(named_tokens(request, 0, request.num_tokens), 16, root=root)
 
@@ -109,9 +140,10 @@ def test_the_same_image_gives_the_same_keys_however_the_prompt_is_cut() -> None:
 
 def test_an_image_elsewhere_in_the_prompt_is_another_prompt() -> None:
     tokens = [*[99] * 40, *range(40)]
-    assert keys_of(request_with([feature("cat", 0, 20)], tokens))[0] != keys_of(
-        request_with([feature("cat", 1, 20)], tokens)
-    )[0]
+    assert (
+        keys_of(request_with([feature("cat", 0, 20)], tokens))[0]
+        != keys_of(request_with([feature("cat", 1, 20)], tokens))[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,5 +173,5 @@ def test_every_field_that_names_a_tenant_enters_the_root() -> None:
         "lora_request": None,
         "cache_salt": None,
     }
-    assert chain_root(SimpleNamespace(**plain)) == b""  # type: ignore[arg-type]
-    assert chain_root(SimpleNamespace(**plain | {"cache_salt": "a"})) not in (b"", None)  # type: ignore[arg-type]
+    assert chain_root(SimpleNamespace(**plain), AdapterKeys()) == b""  # type: ignore[arg-type]
+    assert chain_root(SimpleNamespace(**plain | {"cache_salt": "a"}), AdapterKeys()) not in (b"", None)  # type: ignore[arg-type]
