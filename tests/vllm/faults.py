@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,16 +18,19 @@ class Faults:
     """What is wrong with the pool just now, and what it was asked so far.
 
     Args (attributes): `reads_held` and `writes_held` stop every read and write until the gate is opened;
-    `lose_reads(keys)` says which keys of a read are reported as lost; `refuse_writes` fails every put.
+    `lose_reads(keys)` says which keys of a read are reported as lost, `lose_reads_of[shard]` how many are not;
+    `refuse_writes` fails every put; calls named in `raise_in` raise.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.written: Counter[tuple[Shard, bytes]] = Counter()
         self.lose_reads: Callable[[Sequence[bytes]], list[bool]] | None = None
+        self.lose_reads_of: dict[Shard, int] = {}
         self.refuse_writes = False
         self.raise_in: set[str] = set()
         self._reads = threading.Event()
+        self._reads_of: dict[Shard, threading.Event] = defaultdict(threading.Event)
         self._writes = threading.Event()
         self.reading = threading.Event()
         self.writing = threading.Event()
@@ -35,6 +38,7 @@ class Faults:
 
     def hold_reads(self) -> None:
         self._reads.clear()
+        self._reads_of.clear()
         self.reading.clear()
 
     def hold_writes(self) -> None:
@@ -44,15 +48,22 @@ class Faults:
     def release(self) -> None:
         self._reads.set()
         self._writes.set()
+        for one in list(self._reads_of.values()):
+            one.set()
+
+    def let_through(self, shard: Shard) -> None:
+        """Open the gate for the reads of one shard alone."""
+        self._reads_of[shard].set()
 
     def note(self, call: str) -> None:
         self.calls[call] += 1
         if call in self.raise_in:
             raise OSError(f"{call}: made to fail")
 
-    def wait_to_read(self) -> None:
+    def wait_to_read(self, shard: Shard) -> None:
         self.reading.set()
-        assert self._reads.wait(GATE_S), "a read was held and never released"
+        if not self._reads.is_set():
+            assert self._reads_of[shard].wait(GATE_S), "a read was held and never released"
 
     def wait_to_write(self) -> None:
         self.writing.set()
@@ -76,10 +87,12 @@ class FaultySpace:
     def read(self, keys: Sequence[bytes], consume: Any, **kwargs: Any) -> list[bool]:
         faults = self._faults
         faults.note("read")
-        faults.wait_to_read()
+        faults.wait_to_read(self._shard)
         found = self._space.read(keys, consume, **kwargs)
         if faults.lose_reads is not None:
             found = [one and not lost for one, lost in zip(found, faults.lose_reads(keys), strict=True)]
+        if self._shard in faults.lose_reads_of:
+            found = [one and index < faults.lose_reads_of[self._shard] for index, one in enumerate(found)]
         return found
 
     def write(self, keys: Sequence[bytes], fill: Any, **kwargs: Any) -> list[Put]:

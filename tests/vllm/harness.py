@@ -394,7 +394,7 @@ class Engine:
 
     # The pool
 
-    def pages(self, tokens: Sequence[int], *, salt: str | None = None) -> list[bool]:
+    def pages(self, tokens: Sequence[int], *, salt: str | None = None, weights: int = 0) -> list[bool]:
         """Which full pages of these tokens are in the pool, whole: in every rank's shard, with the right bytes.
 
         Raises:
@@ -402,7 +402,7 @@ class Engine:
         """
         size = self.setup.page_tokens
         keys = page_keys(tokens, size, root=root_digest(None, salt))
-        hashes = oracle.chain(tokens)
+        hashes = oracle.chain(tokens, seed=weights)
         present = [True] * len(keys)
         for shard, space in zip(self.half._shards, self.half._spaces(), strict=True):
             heads = range(shard.head_start, shard.head_stop)

@@ -1,0 +1,156 @@
+"""The engine outlives its pool: deleted, locked by a stopped process, full, corrupt. Requests are recomputed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+
+import oracle
+import pytest
+from cases import PROMPT, RUNNERS, Start, warm_pool
+from harness import Engine
+
+STEADY = [case for case in RUNNERS if case.id in ("v1", "v2-async-lazy")]
+OTHER = list(range(200, 300))
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> Counter[str]:
+    """Our warnings, by text."""
+    return Counter(
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("mooncake_connector") and record.levelno >= logging.WARNING
+    )
+
+
+def spoil_pages(pool: Path) -> int:
+    """Flip a bit in every 64 bytes of the arena that are in use: no page keeps its checksum. How many flipped."""
+    flipped = 0
+    for arena in pool.rglob("arena"):
+        content = bytearray(arena.read_bytes())
+        for at in range(0, len(content), 64):
+            if any(content[at : at + 64]):
+                content[at] ^= 1
+                flipped += 1
+        with arena.open("r+b") as file:
+            file.write(content)
+    return flipped
+
+
+@pytest.mark.parametrize("runner", STEADY)
+def test_checksum_errors_on_every_page(
+    start: Start, pool: Path, runner: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = [[*PROMPT[:size], *range(300, 340)] for size in range(16, 97, 16)]
+    warm_pool(start, *prompts)
+    engine = start(**runner, prefix_caching=False)
+    assert spoil_pages(pool) > 0
+    caplog.clear()
+    for number, prompt in enumerate(prompts):
+        name = f"again{number}"
+        assert engine.ask(prompt, 5, name=name) == oracle.generate(prompt, 5)
+        assert engine.reasons[name] == "length"
+    engine.check_at_rest()
+    assert warnings(caplog), "nobody was told"
+    assert max(warnings(caplog).values()) == 1
+
+
+@pytest.mark.parametrize("runner", STEADY)
+def test_the_pool_is_deleted_under_a_running_engine(start: Start, pool: Path, runner: dict[str, bool]) -> None:
+    engine = start(**runner, prefix_caching=False)
+    engine.ask(PROMPT)
+    shutil.rmtree(pool)
+    for number in range(4):
+        prompt = [*PROMPT, *OTHER[: number * 20]]
+        assert engine.ask(prompt, 20) == oracle.generate(prompt, 20)
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize("runner", STEADY)
+def test_the_pool_is_full_of_one_request_and_smaller_than_the_next(start: Start, runner: dict[str, bool]) -> None:
+    """1 MiB of pages of 512 bytes: old pages leave, and what does not fit is not stored."""
+    engine = start(**runner, extra={"capacity": "1MiB"}, num_blocks=128)
+    for number in range(6):
+        prompt = [(token * 7 + number * 13) % oracle.VOCAB for token in range(1000)]
+        assert engine.ask(prompt, 3) == oracle.generate(prompt, 3)
+    engine.check_at_rest()
+
+
+def test_the_pool_folder_cannot_be_made(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line says why, however many requests there are; tried again from time to time."""
+    (tmp_path / "file").write_text("in the way")
+    engine = start(extra={"pool": str(tmp_path / "file" / "pool")})
+    assert engine.ask_all([PROMPT, OTHER], 5) == [oracle.generate(PROMPT, 5), oracle.generate(OTHER, 5)]
+    engine.check_at_rest()
+    said = warnings(caplog)
+    assert len(said) == 1
+    assert str(tmp_path / "file") in next(iter(said))
+
+
+HOLDER = textwrap.dedent(
+    """
+    import fcntl, sys, time
+    from pathlib import Path
+    files = [path.open() for path in Path(sys.argv[1]).rglob("write.lock")]
+    for file in files:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    print("locked", len(files), flush=True)
+    time.sleep(600)
+    """
+)
+
+
+@pytest.mark.parametrize("runner", STEADY)
+def test_the_lock_is_held_by_a_stopped_process(
+    start: Start, pool: Path, runner: dict[str, bool], caplog: pytest.LogCaptureFixture, monkeypatch
+) -> None:
+    """Loads take no lock, so they go on. Saves are dropped after a short wait, and their blocks come back."""
+    monkeypatch.setattr("vllm_plugin.worker._LOCK_WAIT_S", 0.05)
+    engine = start(**runner, prefix_caching=False, num_blocks=32)
+    engine.ask(PROMPT)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(pool)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "locked 1\n"
+        os.kill(holder.pid, signal.SIGSTOP)
+        caplog.clear()
+        assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
+        assert engine.computed("again") == 4 + 2
+        assert engine.ask_all([OTHER, PROMPT], 60) == [oracle.generate(OTHER, 60), oracle.generate(PROMPT, 60)]
+        engine.check_at_rest()
+        assert not any(engine.pages(OTHER))
+        assert max(warnings(caplog).values()) == 1
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_after_a_stuck_lock_saves_pause_and_then_go_on(start: Start, faults, monkeypatch) -> None:
+    """A save that waited in vain costs its blocks; the next ones are dropped at once for a while."""
+    monkeypatch.setattr("vllm_plugin.worker._LOCK_WAIT_S", 0.0)
+    engine = start()
+    faults.refuse_writes = True
+    engine.ask(PROMPT)
+    faults.refuse_writes = False
+    written = faults.calls["write"]
+    engine.ask(OTHER)
+    assert faults.calls["write"] == written
+    engine.workers[0].connector._worker._paused_until_s = time.monotonic()
+    engine.ask([*OTHER, *PROMPT], 20)
+    assert any(engine.pages([*OTHER, *PROMPT]))
+
+
+def test_a_store_that_closes_under_the_engine(start: Start) -> None:
+    engine: Engine = start(prefix_caching=False)
+    engine.ask(PROMPT)
+    for half in (engine.connector._scheduler, engine.workers[0].connector._worker):
+        half._pool.store.close()
+    assert engine.ask([*PROMPT, *OTHER], 20) == oracle.generate([*PROMPT, *OTHER], 20)
+    engine.check_at_rest()

@@ -1,0 +1,121 @@
+"""`reset_prefix_cache(reset_connector=True)`: nothing computed with the old weights is read or stored any more."""
+
+from __future__ import annotations
+
+import oracle
+import pytest
+from cases import PROMPT, Start, every_runner
+from harness import Engine
+
+
+def answer(engine: Engine, prompt: list[int], num_tokens: int, weights: int) -> bool:
+    return engine.ask(prompt, num_tokens) == oracle.generate(prompt, num_tokens, seed=weights)
+
+
+def change_weights(engine: Engine, weights: int) -> None:
+    for worker in engine.workers:
+        worker.runner.weights = weights
+
+
+@every_runner
+def test_after_a_reset_lookups_miss_and_new_pages_go_elsewhere(start: Start, runner: dict[str, bool]) -> None:
+    engine = start(**runner)
+    engine.ask(PROMPT)
+    before = engine.half._namespace()
+    change_weights(engine, 1)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert answer(engine, PROMPT, 3, 1), "KV of the old weights was used"
+    assert engine.half._namespace().digest != before.digest
+    assert engine.scheduler.reset_prefix_cache(reset_connector=False)
+    engine.add(PROMPT, name="again")
+    engine.run()
+    assert engine.computed("again") == 4 + 2, "pages of the new weights are reused by this instance"
+    engine.check_at_rest()
+
+
+def test_another_instance_never_sees_pages_of_weights_changed_in_memory(start: Start) -> None:
+    engine = start()
+    change_weights(engine, 1)
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.ask(PROMPT)
+    other = start()
+    assert other.ask(PROMPT, name="other") == oracle.generate(PROMPT, 3)
+    assert other.computed("other") == len(PROMPT) + 2
+
+
+@every_runner
+def test_running_requests_start_over_and_nothing_of_theirs_is_mixed(start: Start, runner: dict[str, bool]) -> None:
+    """`reset_running_requests` preempts them: they are computed again from the first token, and may be stored."""
+    engine = start(**runner, keep_pace=True)
+    name = engine.add(PROMPT, 40)
+    engine.run(until=lambda: len(engine.texts[name]) >= 20)
+    while engine._queue:
+        engine.end_step()
+    engine.settle()
+    engine.run(until=lambda: not engine.half._pinned)
+    change_weights(engine, 1)
+    for worker in engine.workers:
+        for state in worker.runner.states.values():
+            state.seed, state.hashes = 1, []
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.run()
+    assert all(engine.pages(PROMPT, weights=1))
+    engine.check_at_rest()
+
+
+def test_a_request_that_goes_on_with_old_kv_is_not_stored_under_the_new_name(start: Start) -> None:
+    """Cure: `tracked.root = None`. Its later pages hang on KV of the old weights."""
+    engine = start(keep_pace=True)
+    name = engine.add(PROMPT, 60)
+    engine.run(until=lambda: len(engine.texts[name]) >= 5)
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.run()
+    engine.check_at_rest()
+    assert not any(engine.pages([*PROMPT, *engine.texts[name]]))
+
+
+def test_a_save_planned_before_a_reset_is_not_sent_after_it(start: Start) -> None:
+    """A request's last pages are planned when it ends, and sent with the next step; the reset comes in between."""
+    engine = start()
+    name = engine.add(PROMPT, 60)
+    engine.run(until=lambda: len(engine.texts[name]) >= 58)
+    engine.settle()
+    engine.run(until=lambda: not engine.half._pinned)
+    engine.half._tracked[name].saved_pages = 0
+    engine.abort(name)
+    assert engine.half._pinned
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert not engine.half._pinned
+    engine.run()
+    engine.check_at_rest()
+    assert not any(engine.pages(PROMPT))
+
+
+def test_reset_before_the_identity_is_known_still_changes_the_namespace(start: Start) -> None:
+    engine = start()
+    known, engine.half._pool.prepared = engine.half._pool.prepared, None
+    assert engine.half.reset()
+    assert engine.half._namespace() is None
+    engine.half._pool.prepared = known
+    assert engine.half._namespace().digest != known.digest
+
+
+def test_a_reset_while_a_save_holds_blocks_says_no_as_vllm_does_for_blocks_in_use(start: Start, faults) -> None:
+    engine = start()
+    faults.hold_writes()
+    name = engine.add(PROMPT)
+    engine.run(until=lambda: name in engine.reasons)
+    engine.run(until=faults.writing.is_set)
+    assert not engine.scheduler.reset_prefix_cache()
+    faults.release()
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("reset_connector", [False, True])
+def test_a_reset_of_the_local_cache_alone_keeps_the_pool(start: Start, reset_connector: bool) -> None:
+    engine = start()
+    engine.ask(PROMPT)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=reset_connector)
+    engine.ask(PROMPT, name="again")
+    assert (engine.computed("again") == 4 + 2) != reset_connector
