@@ -108,7 +108,11 @@ class WorkerHalf:
             self._saver.submit(Task(job, metadata.namespace, self._config.save_deadline_s, fence))
 
     def transfer_results(self) -> KVConnectorTransferResults:
-        """Loads that ended since the last step. A failed one is also in :meth:`take_failed_blocks`."""
+        """Loads that ended since the last step. A failed one is also in :meth:`take_failed_blocks`.
+
+        vLLM asks for this first, for statistics next and for the report last, so all that ended is collected here.
+        """
+        self._collect_saves()
         results = KVConnectorTransferResults()
         for task in self._loader.collect():
             job = task.job
@@ -126,14 +130,16 @@ class WorkerHalf:
 
     def take_report(self) -> WorkerReport | None:
         """Saves that ended and loads that failed since the last step; None where there is nothing to say."""
-        for task in self._saver.collect():
-            assert isinstance(task.job, SaveJob)
-            self._count("save", task, len(task.job.keys))
-            self._report.saves[task.job.job_id] = (1, task.pages)
         if not self._report.saves and not self._report.failed_loads:
             return None
         report, self._report = self._report, WorkerReport()
         return report
+
+    def _collect_saves(self) -> None:
+        for task in self._saver.collect():
+            assert isinstance(task.job, SaveJob)
+            self._count("save", task, len(task.job.keys))
+            self._report.saves[task.job.job_id] = (1, task.pages)
 
     def take_stats(self) -> ConnectorStats | None:
         if self._stats.is_empty():
