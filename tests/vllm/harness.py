@@ -104,10 +104,14 @@ class Setup:
     extra: dict[str, Any] = field(default_factory=dict)
     transfer: dict[str, Any] | None = None
     """The whole of `--kv-transfer-config`, in place of the one made of the fields above."""
+    hybrid_manager_off: bool = False
+    """`--disable-hybrid-kv-cache-manager`, which some other connectors need."""
     keep_pace: bool = False
     """After every step the connector's threads finish what they have; a real step takes far longer than a page."""
     kv_spec: Any = None
     """Instead of full attention of `NUM_KV_HEADS`; a list of specs makes as many groups."""
+    worker_kv_spec: Any = None
+    """What the worker's configuration says where it says more than the scheduler's."""
 
     @property
     def heads_a_rank(self) -> int:
@@ -135,12 +139,20 @@ def kv_cache_config(setup: Setup) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=setup.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
+def worker_kv_cache_config(setup: Setup) -> KVCacheConfig:
+    config = kv_cache_config(setup)
+    if setup.worker_kv_spec is not None:
+        config.kv_cache_groups[0].kv_cache_spec = setup.worker_kv_spec
+    return config
+
+
 def vllm_config(setup: Setup, base: VllmConfig, pool: Path, rank: int = 0) -> VllmConfig:
     config = copy.copy(base)
     config.scheduler_config = copy.copy(base.scheduler_config)
     config.scheduler_config.max_num_batched_tokens = setup.max_num_batched_tokens
     config.scheduler_config.max_num_seqs = setup.max_num_seqs
     config.scheduler_config.async_scheduling = setup.async_scheduling
+    config.scheduler_config.disable_hybrid_kv_cache_manager = setup.hybrid_manager_off
     config.cache_config = copy.copy(base.cache_config)
     config.cache_config.block_size = setup.block_tokens
     config.cache_config.num_gpu_blocks = setup.num_blocks
@@ -247,7 +259,7 @@ class Engine:
         self.scheduler.use_v2_model_runner = setup.v2_runner
         self.connector = self.scheduler.connector
         self.workers = [
-            Worker(setup, vllm_config(setup, base, pool, rank), copy.deepcopy(cache_config), rank)
+            Worker(setup, vllm_config(setup, base, pool, rank), worker_kv_cache_config(setup), rank)
             for rank in range(setup.tp_size)
         ]
         self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.tp_size)
@@ -371,8 +383,9 @@ class Engine:
 
     @property
     def half(self) -> Any:
-        """The connector's scheduler half."""
-        return self.connector._scheduler
+        """The scheduler half of our connector, which may be one of several."""
+        ours = getattr(self.connector, "sub_connectors", [self.connector])[0]
+        return ours._scheduler
 
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())

@@ -1,0 +1,314 @@
+"""What vLLM finds of us: registration, configuration, statistics, metrics, events, shutdown, and beside others."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import oracle
+import pytest
+from cases import PROMPT, Start, every_runner, warm_pool
+from harness import Engine, Setup, transfer_config
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+
+import vllm_plugin
+from mooncake_connector.errors import ConfigError
+from mooncake_connector.keys import page_keys
+from vllm_plugin.connector import MooncakeKVConnector
+from vllm_plugin.stats import SUMS, ConnectorStats
+
+OTHER = list(range(200, 300))
+
+
+# Registration
+
+
+def test_registering_twice_is_harmless() -> None:
+    """vLLM's registry raises for a name that it knows, and loads plugins more than once a process."""
+    vllm_plugin.register()
+    vllm_plugin.register()
+    assert KVConnectorFactory.get_connector_class_by_name("MooncakeKVConnector") is MooncakeKVConnector
+
+
+def test_the_name_is_the_class_name_and_vllm_finds_it_by_entry_point() -> None:
+    """MultiConnector rebuilds statistics by `__class__.__name__`, so any other name would break its metrics."""
+    assert MooncakeKVConnector.__name__ == vllm_plugin.CONNECTOR
+    points = importlib.metadata.entry_points(group="vllm.general_plugins", name="mooncake_connector")
+    assert [point.value for point in points] == ["vllm_plugin:register"]
+
+
+def test_the_connector_is_usable_by_module_path_alone(
+    start: Start, pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(KVConnectorFactory._registry, "MooncakeKVConnector")
+    transfer = transfer_config(Setup(), pool) | {"kv_connector_module_path": "vllm_plugin.connector"}
+    engine = start(transfer=transfer)
+    assert engine.ask(PROMPT) == oracle.generate(PROMPT, 3)
+    assert all(engine.pages(PROMPT))
+
+
+def test_vllm_keeps_its_hybrid_memory_allocator_beside_us() -> None:
+    assert supports_hma(MooncakeKVConnector)
+
+
+def test_a_cache_need_not_be_delivered(start: Start) -> None:
+    """Trap of PD connectors: with True, vLLM recomputes a preempted hand-off. A page not saved is a later miss."""
+    assert start().connector.requires_kv_delivery is False
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"page_tokenz": 64}, ["page_tokenz", "page_tokens"]),
+        ({"page_tokens": 48}, ["page_tokens", "48", "power of two from 16 to 1024"]),
+        ({"load_deadline_s": "soon"}, ["load_deadline_s", "soon", "number"]),
+        ({"capacity": "1B"}, ["capacity", "1B", "1MiB"]),
+    ],
+)
+def test_a_wrong_setting_stops_the_start_and_names_key_value_and_what_is_allowed(
+    start: Start, extra: dict[str, Any], named: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        start(extra=extra)
+    assert all(word in str(raised.value) for word in named)
+
+
+# Statistics and metrics
+
+
+def engine_stats(engine: Engine) -> dict[str, Any]:
+    """What vLLM's log line would sum up over all steps."""
+    transfer = engine.scheduler.vllm_config.kv_transfer_config
+    log = KVConnectorLogging(transfer)
+    for stats in engine.stats:
+        if stats.kv_connector_stats:
+            log.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats.kv_connector_stats)))
+    return log.transfer_stats_accumulator.reduce() if log.transfer_stats_accumulator else {}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_statistics_reach_vllm(start: Start, tp_size: int) -> None:
+    warm_pool(start, tp_size=tp_size)
+    engine = start(tp_size=tp_size)
+    engine.ask(PROMPT)
+    engine.ask(OTHER)
+    figures = engine_stats(engine)
+    assert figures["pool hit tokens"] == 96
+    assert figures["pool queried tokens"] == 200
+    assert figures["loads"] == tp_size
+    assert figures["load MB"] == pytest.approx(6 * 16 * 2 * 2 * 8 / 1e6, abs=1e-3)
+    assert not any(name.startswith("failed") for name in figures)
+
+
+def test_failures_are_counted_by_cause(start: Start, faults) -> None:
+    warm_pool(start)
+    engine = start()
+    faults.lose_reads = lambda keys: [True] * len(keys)
+    faults.refuse_writes = True
+    engine.ask([*PROMPT, *OTHER])
+    figures = engine_stats(engine)
+    assert figures["failed: load_page_lost"] == 1
+    assert figures["failed: save_pool_refused"] >= 1
+    assert figures["pool hit tokens"] == 0, "tokens that did not arrive are no hits"
+
+
+def test_statistics_add_up_in_any_order() -> None:
+    one = ConnectorStats({"loads": 1, "load_bytes": 10, "failures": {"a": 1}})
+    two = ConnectorStats({"loads": 2, "saves": 1, "failures": {"a": 1, "b": 3}})
+    left = ConnectorStats().aggregate(one).aggregate(two).data
+    right = ConnectorStats().aggregate(two).aggregate(one).data
+    assert left == right == {"loads": 3, "load_bytes": 10, "saves": 1, "failures": {"a": 2, "b": 3}}
+    assert two.data["failures"] == {"a": 1, "b": 3}, "what is added is not changed"
+    assert ConnectorStats().is_empty()
+    assert ConnectorStats().reduce()["pool hit tokens"] == 0
+
+
+def prometheus(engine: Engine, registry: CollectorRegistry) -> Any:
+    transfer = engine.scheduler.vllm_config.kv_transfer_config
+    kinds = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+    connector_class = KVConnectorFactory.get_connector_class(transfer)
+    return connector_class.build_prom_metrics(
+        engine.scheduler.vllm_config, kinds, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]}
+    )
+
+
+def sample(registry: CollectorRegistry, figure: str, engine: str = "0", **labels: str) -> float | None:
+    name = f"vllm:mooncake_connector_{figure}_total"
+    return registry.get_sample_value(name, {"model_name": "m", "engine": engine, **labels})
+
+
+def observe(engine: Engine, metrics: Any, engine_index: int = 0) -> None:
+    for stats in engine.stats:
+        if stats.kv_connector_stats:
+            metrics.observe(stats.kv_connector_stats, engine_index)
+
+
+def test_prometheus_counters_hold_what_the_engine_did(start: Start) -> None:
+    warm_pool(start)
+    engine, registry = start(), CollectorRegistry()
+    metrics = prometheus(engine, registry)
+    assert all(sample(registry, figure, index) == 0 for figure in SUMS for index in "01")
+    engine.ask(PROMPT)
+    observe(engine, metrics, 1)
+    assert sample(registry, "hit_tokens", "1") == 96
+    assert sample(registry, "hit_tokens", "0") == 0
+
+
+def test_prometheus_failures_carry_their_cause(start: Start) -> None:
+    engine, registry = start(), CollectorRegistry()
+    metrics = prometheus(engine, registry)
+    metrics.observe({"failures": {"load_page_lost": 2}}, 0)
+    assert sample(registry, "failures", cause="load_page_lost") == 2
+
+
+# Events
+
+
+def published(engine: Engine) -> list[Any]:
+    events: list[Any] = []
+    engine.scheduler.kv_event_publisher.publish = lambda batch: events.extend(
+        event for event in batch.events if getattr(event, "medium", "CPU") == "CPU"
+    )
+    return events
+
+
+@every_runner
+def test_a_page_is_announced_when_every_worker_has_it(start: Start, faults, runner: dict[str, bool]) -> None:
+    engine = start(**runner, tp_size=2, events=True)
+    events = published(engine)
+    faults.hold_writes()
+    name = engine.add(PROMPT, name="r")
+    engine.run(until=lambda: name in engine.reasons)
+    assert not events
+    faults.release()
+    engine.run()
+    stored = [event for event in events if isinstance(event, BlockStored)]
+    assert [key for event in stored for key in event.block_hashes] == page_keys(PROMPT, 16)
+    assert [token for event in stored for token in event.token_ids] == PROMPT[:96]
+    assert stored[0].parent_block_hash is None
+    assert {event.block_size for event in stored} == {16}
+
+
+def test_a_page_that_was_not_stored_is_not_announced(start: Start, faults) -> None:
+    faults.refuse_writes = True
+    engine = start(events=True)
+    events = published(engine)
+    engine.ask(PROMPT)
+    assert not events
+
+
+def test_a_reset_is_announced(start: Start) -> None:
+    engine = start(events=True)
+    events = published(engine)
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.ask(OTHER)
+    assert any(isinstance(event, AllBlocksCleared) for event in events)
+
+
+def test_nothing_is_published_where_nobody_listens(start: Start) -> None:
+    engine = start()
+    engine.ask(PROMPT)
+    assert not engine.half._events
+
+
+# Shutdown
+
+
+def test_shutdown_twice_and_calls_after_it_are_harmless(start: Start) -> None:
+    engine = start()
+    engine.ask(PROMPT)
+    for _ in range(2):
+        engine.connector.shutdown()
+        engine.workers[0].connector.shutdown()
+    assert engine.ask(OTHER, 20) == oracle.generate(OTHER, 20)
+
+
+def test_shutdown_while_a_load_and_a_save_hang_ends(start: Start, faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_plugin.worker._STOP_S", 0.05)
+    warm_pool(start)
+    engine = start()
+    faults.hold_reads()
+    faults.hold_writes()
+    engine.add(PROMPT)
+    engine.add(OTHER)
+    engine.run(until=lambda: faults.reading.is_set() and faults.writing.is_set())
+    engine.shut_down()
+
+
+# Beside another connector
+
+
+def multi(pool: Path, other: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "connectors": [
+                transfer_config(Setup(), pool),
+                {
+                    "kv_connector": "ExampleConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {"shared_storage_path": str(other)},
+                },
+            ]
+        },
+    }
+
+
+@every_runner
+def test_inside_multi_connector_pages_are_reused_and_counted(
+    start: Start, pool: Path, tmp_path: Path, runner: dict[str, bool]
+) -> None:
+    transfer = multi(pool, tmp_path)
+    first = start(**runner, transfer=transfer, hybrid_manager_off=True)
+    assert first.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
+    first.check_at_rest()
+    engine = start(**runner, transfer=transfer, hybrid_manager_off=True)
+    assert engine.ask(PROMPT, 20, name="again") == oracle.generate(PROMPT, 20)
+    assert engine.computed("again") == 4 + 19
+    engine.check_at_rest()
+    assert engine_stats(engine)["MooncakeKVConnector"]["pool hit tokens"] == 96
+    registry = CollectorRegistry()
+    observe(engine, prometheus(engine, registry))
+    assert sample(registry, "hit_tokens") == 96
+
+
+def test_inside_multi_connector_a_lost_page_is_recomputed(
+    start: Start, pool: Path, tmp_path: Path, faults
+) -> None:
+    """vLLM reads the failure policy of the outer configuration alone, so there it has to be written."""
+    warm_pool(start)
+    engine = start(transfer=multi(pool, tmp_path), hybrid_manager_off=True)
+    faults.lose_reads = lambda keys: [True] * len(keys)
+    assert engine.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
+    assert engine.reasons["r0"] == "length"
+    engine.check_at_rest()
+
+
+def test_a_match_that_another_connector_loads_is_not_loaded_by_us(start: Start, faults) -> None:
+    """Under MultiConnector `update_state_after_alloc(..., 0)` says that somebody else was chosen."""
+    warm_pool(start)
+    engine = start()
+    request = engine.requests[engine.add(PROMPT)]
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (96, True)
+    engine.connector.update_state_after_alloc(request, engine.scheduler.kv_cache_manager.empty_kv_cache_blocks, 0)
+    assert not engine.half._metadata.loads
+
+
+def test_the_policy_is_recompute_whatever_was_written(start: Start, pool: Path) -> None:
+    """Trap 5: the default "fail" ends a request with an error where a page was lost."""
+    assert KVTransferConfig(kv_connector="MooncakeKVConnector", kv_role="kv_both").kv_load_failure_policy == "fail"
+    engine = start(transfer=transfer_config(Setup(), pool) | {"kv_load_failure_policy": "fail"})
+    assert engine.scheduler.recompute_kv_load_failures
