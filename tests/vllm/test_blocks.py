@@ -1,0 +1,289 @@
+"""KV tensors of every layout and dtype become canonical pages and back; the CPU's packing is measured, not assumed."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import _custom_ops as ops
+
+from mooncake_connector.page import PageFormat
+from vllm_plugin.blocks import KVBlocks, probe_cpu_order, probe_order, register_tensors, regroup_kernel_blocks
+from vllm_plugin.geometry import Unsupported
+
+NUM_LAYERS = 3
+NUM_BLOCKS = 7
+DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
+
+
+def tensors(
+    heads: int, block_tokens: int, content: int, dtype: torch.dtype, order: str, seed: int = 0
+) -> list[torch.Tensor]:
+    """One allocation of random bytes, seen as each layer's `[block, head, token, content]`."""
+    sizes = {"L": NUM_LAYERS, "B": NUM_BLOCKS, "H": heads, "N": block_tokens, "C": content * dtype.itemsize}
+    generator = torch.Generator().manual_seed(seed)
+    memory = torch.randint(0, 256, [sizes[axis] for axis in order], dtype=torch.uint8, generator=generator)
+    logical = memory.permute([order.index(axis) for axis in "LBHNC"])
+    return [logical[layer].view(dtype) for layer in range(NUM_LAYERS)]
+
+
+def as_bytes(layers: list[torch.Tensor]) -> np.ndarray[Any, Any]:
+    """`[layer, block, head, token, byte]`, a copy."""
+    return np.stack([layer.view(torch.uint8).numpy() for layer in layers]).copy()
+
+
+def expected_page(layers: list[torch.Tensor], fmt: PageFormat, table: list[int], first_token: int) -> bytes:
+    """The canonical page, element by element."""
+    content, block_tokens = as_bytes(layers), layers[0].shape[2]
+    k_nbytes = fmt.k_dim * fmt.itemsize
+    page = bytearray()
+    for part in (slice(0, k_nbytes), slice(k_nbytes, None)):
+        for layer in range(NUM_LAYERS):
+            for token in range(first_token, first_token + fmt.page_tokens):
+                for head in range(fmt.num_heads):
+                    page += bytes(content[layer, table[token // block_tokens], head, token % block_tokens, part])
+    return bytes(page)
+
+
+@pytest.fixture(params=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """`device`: the path through a staging copy, which a GPU's memory needs, here with tensors of the CPU."""
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *args: None)
+    return str(request.param)
+
+
+def kv_blocks(layers: list[torch.Tensor], fmt: PageFormat, where: str, order: Any = None) -> KVBlocks:
+    blocks = KVBlocks(layers, fmt, order)
+    if where == "device":
+        blocks._layout, blocks._on_device = None, True
+    return blocks
+
+
+def check_round_trip(
+    layers: list[torch.Tensor], others: list[torch.Tensor], fmt: PageFormat, where: str, page: bytes | None = None
+) -> None:
+    """A page leaves one cache and enters another; its tokens are the same there, and nothing else has changed."""
+    block_tokens = layers[0].shape[2]
+    source, target = [3, 1, 5, 2, 6], [2, 6, 1, 4, 3]
+    first_token = (2 * fmt.page_tokens) % (2 * block_tokens)
+    table_tokens = first_token + fmt.page_tokens
+    assert table_tokens <= len(source) * block_tokens
+    memory = np.zeros(fmt.nbytes, dtype=np.uint8)
+    kv_blocks(layers, fmt, where).save_page(source, first_token, memory)
+    assert bytes(memory) == expected_page(layers, fmt, source, first_token)
+    for skip in (0, min(block_tokens, fmt.page_tokens) // 2, fmt.page_tokens - 1):
+        before = as_bytes(others)
+        kv_blocks(others, fmt, where).load_page(target, first_token, memory, skip)
+        after = as_bytes(others)
+        for token in range(first_token + skip, table_tokens):
+            place = token // block_tokens, token % block_tokens
+            before[:, target[place[0]], :, place[1]] = as_bytes(layers)[:, source[place[0]], :, place[1]]
+        assert np.array_equal(after, before)
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLHNC", "BHLNC", "BLNHC"])
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+@pytest.mark.parametrize(("block_tokens", "page_tokens"), [(16, 16), (16, 64), (48, 32), (128, 16), (32, 64)])
+def test_k_beside_v_in_every_layout(where: str, order: str, itemsize: int, block_tokens: int, page_tokens: int) -> None:
+    fmt = PageFormat(NUM_LAYERS, page_tokens, 2, 8, 4, itemsize)
+    layers = tensors(2, block_tokens, 12, DTYPES[itemsize], order)
+    others = tensors(2, block_tokens, 12, DTYPES[itemsize], "LBNHC" if order == "LBHNC" else "LBHNC", seed=1)
+    check_round_trip(layers, others, fmt, where)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize("block_tokens", [16, 64])
+def test_mla_is_one_head_without_v(where: str, itemsize: int, block_tokens: int) -> None:
+    fmt = PageFormat(NUM_LAYERS, 32, 1, 36, 0, itemsize)
+    layers = tensors(1, block_tokens, 36, DTYPES[itemsize], "LBHNC")
+    check_round_trip(layers, tensors(1, block_tokens, 36, DTYPES[itemsize], "BLHNC", seed=1), fmt, where)
+
+
+def test_kernel_blocks_are_put_together_again() -> None:
+    """FlashInfer and others split a block of the engine into several of their own."""
+    (layer, *_) = tensors(2, 64, 12, torch.bfloat16, "LBNHC")
+    split = torch.as_strided(
+        layer, (NUM_BLOCKS * 4, 2, 16, 12), (layer.stride(0) // 4, *layer.stride()[1:]), layer.storage_offset()
+    )
+    assert torch.equal(split[5, :, 3].view(torch.uint8), layer[1, :, 19].view(torch.uint8))
+    again = regroup_kernel_blocks(split, NUM_BLOCKS, 64)
+    assert torch.equal(again.view(torch.uint8), layer.view(torch.uint8))
+    assert again.data_ptr() == layer.data_ptr()
+
+
+def test_kernel_blocks_whose_tokens_are_not_equally_spaced_are_refused() -> None:
+    """Head before token inside a kernel block: token 16 is not one stride after token 15."""
+    split = torch.zeros(NUM_BLOCKS * 4, 2, 16, 12, dtype=torch.bfloat16)
+    with pytest.raises(Unsupported, match="equally spaced"):
+        regroup_kernel_blocks(split, NUM_BLOCKS, 64)
+    with pytest.raises(Unsupported):
+        regroup_kernel_blocks(split[:-1], NUM_BLOCKS, 64)
+
+
+def test_layers_that_share_the_kv_of_others_are_left_out_and_the_order_is_the_models() -> None:
+    caches = {f"model.layers.{i}.attn": torch.full((2, 1, 16, 4), float(i)) for i in (10, 9, 2, 11)}
+    names = ("model.layers.2.attn", "model.layers.9.attn", "model.layers.10.attn")
+    assert [float(layer[0, 0, 0, 0]) for layer in register_tensors(caches, names, 2, 16)] == [2.0, 9.0, 10.0]
+    with pytest.raises(Unsupported, match=r"model\.layers\.3\.attn"):
+        register_tensors(caches, ("model.layers.3.attn",), 2, 16)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(4, 3, 16, 12, dtype=torch.bfloat16),
+        torch.zeros(4, 2, 16, 16, dtype=torch.bfloat16),
+        torch.zeros(4, 2, 16, 12, dtype=torch.float32),
+        torch.zeros(4, 2, 12, 16, dtype=torch.bfloat16).transpose(2, 3),
+        torch.zeros(2, 4, 2, 16, 12, dtype=torch.bfloat16),
+    ],
+    ids=["heads", "content", "dtype", "content is not contiguous", "K and V apart"],
+)
+def test_tensors_of_another_geometry_are_refused(wrong: torch.Tensor) -> None:
+    with pytest.raises(Unsupported, match="KV tensor"):
+        KVBlocks([wrong], PageFormat(1, 16, 2, 8, 4, 2), None)
+
+
+# The CPU's packing
+
+
+def cpu_write(isa: str, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, dtype: str = "auto") -> None:
+    """What vLLM's CPU attention does after each forward pass; `cache` is `[block, head, token, content]`."""
+    num_blocks, heads, block_tokens, _ = cache.shape
+    view = cache.view(torch.uint8) if dtype != "auto" else cache
+    halves = view.view(num_blocks, heads, 2 * block_tokens, -1).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(
+        key, value, *halves, torch.arange(len(key), dtype=torch.int64), isa, kv_cache_dtype=dtype
+    )
+
+
+def numbers(num_tokens: int, heads: int, dim: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Small integers: exact in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, (num_tokens, heads, dim), generator=generator).to(dtype)
+
+
+def check_packing(
+    isa: str, fmt: PageFormat, block_tokens: int, order: Any, cache_dtype: torch.dtype, name: str
+) -> None:
+    """Pages read from a cache that the engine wrote hold K and V plainly, and make the same cache when unpacked."""
+    compute = torch.bfloat16 if name != "auto" else cache_dtype
+    num_tokens, dim = 4 * block_tokens, fmt.k_dim
+    written = [torch.zeros(4, fmt.num_heads, block_tokens, 2 * dim, dtype=cache_dtype) for _ in range(fmt.num_layers)]
+    keys = [numbers(num_tokens, fmt.num_heads, dim, compute, 2 * layer) for layer in range(fmt.num_layers)]
+    values = [numbers(num_tokens, fmt.num_heads, dim, compute, 2 * layer + 1) for layer in range(fmt.num_layers)]
+    for cache, key, value in zip(written, keys, values, strict=True):
+        cpu_write(isa, key, value, cache, name)
+    loaded = [torch.zeros_like(cache) for cache in written]
+    for first in range(0, num_tokens, fmt.page_tokens):
+        page = np.zeros(fmt.nbytes, dtype=np.uint8)
+        KVBlocks(written, fmt, order).save_page(range(4), first, page)
+        plain = [part[first : first + fmt.page_tokens].to(cache_dtype) for part in (*keys, *values)]
+        assert bytes(page) == b"".join(bytes(part.contiguous().view(torch.uint8).numpy()) for part in plain)
+        KVBlocks(loaded, fmt, order).load_page(range(4), first, page, 0)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(written, loaded, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype", "head_size", "block_tokens"),
+    [
+        ("vec", torch.bfloat16, 64, 128),
+        ("vec", torch.bfloat16, 128, 32),
+        ("vec", torch.float16, 64, 32),
+        ("vec", torch.float32, 96, 64),
+        ("vec16", torch.bfloat16, 80, 128),
+        ("vec16", torch.bfloat16, 64, 16),
+        ("vec16", torch.float16, 80, 48),
+        ("vec16", torch.float32, 112, 16),
+        ("amx", torch.bfloat16, 64, 128),
+        ("amx", torch.bfloat16, 128, 32),
+        ("amx", torch.bfloat16, 256, 64),
+    ],
+)
+def test_every_packing_of_the_cpu_backend_is_measured(
+    isa: str, dtype: torch.dtype, head_size: int, block_tokens: int
+) -> None:
+    """Trap 11: "CPU KV pages are opaque". Cure: the packing is a permutation, and it is measured with the engine's own
+    operation; the pages then hold K and V in plain order, whatever instruction set wrote them."""
+    fmts = [PageFormat(2, page_tokens, 2, head_size, head_size, dtype.itemsize) for page_tokens in (16, 64)]
+    order = probe_order(lambda *args: cpu_write(isa, *args), fmts[0], block_tokens, dtype, dtype)
+    for fmt in fmts:
+        check_packing(isa, fmt, block_tokens, order, dtype, "auto")
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])
+def test_the_packing_of_this_machine_is_the_one_that_its_engine_uses(cache_dtype: str) -> None:
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    try:
+        isa = _get_attn_isa(torch.bfloat16, 128, 64, cache_dtype)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    stored = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(cache_dtype, torch.bfloat16)
+    fmt = PageFormat(2, 64, 2, 64, 64, stored.itemsize)
+    name = str(stored).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
+    order = probe_cpu_order(fmt, 128, name, torch.bfloat16, cache_dtype)
+    check_packing(isa, fmt, 128, order, stored, cache_dtype)
+
+
+def refused(write: Any) -> None:
+    fmt = PageFormat(1, 16, 2, 8, 8, 4)
+    with pytest.raises(Unsupported):
+        probe_order(write, fmt, 16, torch.float32, torch.float32)
+
+
+def plain_write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> None:
+    cache[0, :, :, :8], cache[0, :, :, 8:] = key.transpose(0, 1), value.transpose(0, 1)
+
+
+def test_plain_order_is_understood_by_the_probe() -> None:
+    """Control of the refusals below."""
+    fmt = PageFormat(1, 16, 2, 8, 8, 4)
+    k, v = probe_order(plain_write, fmt, 16, torch.float32, torch.float32)
+    assert (k.offset, v.offset) == (0, 32)
+    assert (k.token, k.dim) == (((16, 64),), ((8, 4),))
+
+
+def test_an_order_that_loses_an_element_is_refused() -> None:
+    def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> None:
+        plain_write(key, value, cache)
+        cache[0, :, 3, 5] = 0
+
+    refused(write)
+
+
+def test_an_order_that_keeps_an_element_twice_is_refused() -> None:
+    def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> None:
+        plain_write(key, value, cache)
+        cache[0, :, 3, 5] = cache[0, :, 3, 4]
+
+    refused(write)
+
+
+def test_a_format_that_changes_values_is_refused() -> None:
+    def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> None:
+        plain_write(key * 2, value, cache)
+
+    refused(write)
+
+
+def test_a_permutation_that_is_not_nested_strides_is_refused() -> None:
+    places = list(range(16 * 16))
+    random.Random(0).shuffle(places)
+
+    def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> None:
+        plain_write(key, value, cache)
+        cache.view(2, -1)[:] = cache.view(2, -1)[:, places].clone()
+
+    refused(write)
+
+
+def test_heads_that_are_packed_differently_are_refused() -> None:
+    def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> None:
+        plain_write(key, value, cache)
+        cache[0, 1] = cache[0, 1].flip(0)
+
+    refused(write)
