@@ -126,4 +126,4 @@ def _number(value: float | None) -> str:
 
 
 def _ratio(value: float | None, base: float | None) -> str:
-    return "-" if value is None or not base else f"{value / base:.3g}x"
+    return "-" if value is None or base is None or base <= 0 else f"{value / base:.3g}x"
