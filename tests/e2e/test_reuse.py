@@ -17,7 +17,8 @@ from store_client import EmbeddedStore
 
 @pytest.fixture(scope="module")
 def server(questions: dict[str, Question], start: StartServer, qwen3: Path) -> Server:
-    return start(qwen3, *QWEN3_ARGS)  # after the questions, so that two engines never run for nothing
+    """Depends on the questions, so that their server is gone before this one starts."""
+    return start(qwen3, *QWEN3_ARGS, "--enable-log-requests")
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +127,9 @@ def assert_unharmed(server: Server, pool: Path, question: Question) -> None:
         assert report.corrupt == 0
 
 
-def count_aborts(server: Server) -> float:
-    return server.metric("vllm:request_success_total", finished_reason="abort")
+def count_aborts(server: Server) -> int:
+    """Requests that their client left, by the server's log: its metrics do not count them."""
+    return server.log_text().count("Aborted request(s)")
 
 
 def test_aborts_while_saving_hold_no_block_and_store_no_wrong_page(
@@ -138,7 +140,7 @@ def test_aborts_while_saving_hold_no_block_and_store_no_wrong_page(
     for step in range(16):
         server.abandon(draw_tokens(source, 1500), after_s=step * 0.04)
     assert_unharmed(server, pool, questions["aborts"])
-    assert count_aborts(server) > before
+    assert count_aborts(server) >= before + 8  # some come too early or too late
 
 
 def test_aborts_while_loading_hold_no_block(
@@ -152,7 +154,7 @@ def test_aborts_while_loading_hold_no_block(
         server.reset_prefix_cache()
         server.abandon(prompt, after_s=step * 0.004)
     assert_unharmed(server, pool, questions["aborts"])
-    assert count_aborts(server) > before
+    assert count_aborts(server) >= before + 8  # some come too early or too late
     server.reset_prefix_cache()
     assert server.ask(prompt).cached_tokens == len(prompt) // PAGE_TOKENS * PAGE_TOKENS
 

@@ -78,7 +78,8 @@ def run_stage(name: str) -> Count:
 
 def run_command(arguments: Sequence[str], limit_s: float) -> int:
     """Exit status of a command in a process group of its own, which is killed when it takes longer than `limit_s`."""
-    process = subprocess.Popen(arguments, cwd=ROOT, start_new_session=True)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # show each test when it ends, also into a pipe
+    process = subprocess.Popen(arguments, cwd=ROOT, env=environment, start_new_session=True)
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
