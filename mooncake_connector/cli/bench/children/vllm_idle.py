@@ -33,6 +33,8 @@ def main(order: dict[str, Any]) -> None:
         "empty_s": make_scheduler(config, _EMPTY),
     }
     outcome: dict[str, list[float]] = {name: [] for name in engines}
+    gc.collect()
+    gc.freeze()  # what vLLM has loaded would be walked through in every collection
     gc.disable()
     for number in range(order["rounds"] + 1):
         turns = list(engines)
