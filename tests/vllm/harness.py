@@ -34,7 +34,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -114,10 +114,16 @@ class Setup:
     """What the worker's configuration says where it says more than the scheduler's."""
 
     @property
+    def mla(self) -> bool:
+        return isinstance(self.kv_spec, MLAAttentionSpec)
+
+    @property
     def heads_a_rank(self) -> int:
-        return max(NUM_KV_HEADS // self.tp_size, 1)
+        return 1 if self.mla else max(NUM_KV_HEADS // self.tp_size, 1)
 
     def heads(self, rank: int) -> range:
+        if self.mla:
+            return range(1)
         first = rank * self.heads_a_rank if self.tp_size <= NUM_KV_HEADS else rank * NUM_KV_HEADS // self.tp_size
         return range(first, first + self.heads_a_rank)
 
@@ -420,7 +426,8 @@ class Engine:
         for shard, space in zip(self.half._shards, self.half._spaces(), strict=True):
             heads = range(shard.head_start, shard.head_stop)
             expected = [
-                oracle.canonical_page(hashes[i * size : (i + 1) * size], NUM_LAYERS, heads) for i in range(len(keys))
+                oracle.canonical_page(hashes[i * size : (i + 1) * size], NUM_LAYERS, heads, mla=self.setup.mla)
+                for i in range(len(keys))
             ]
 
             def check(index: int, page: Any, expected: list[Any] = expected) -> None:

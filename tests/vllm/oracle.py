@@ -50,9 +50,13 @@ def slots(hashes: Sequence[int], num_layers: int, heads: range) -> Slots:
     return _mix_all(np.array(hashes, dtype=np.uint64)[:, None, None] ^ (places * np.uint64(0xD1342543DE82EF95)))
 
 
-def canonical_page(hashes: Sequence[int], num_layers: int, heads: range) -> npt.NDArray[np.uint8]:
-    """The canonical page of these tokens: K `[layer][token][head][dim]`, then V of the same form."""
+def canonical_page(
+    hashes: Sequence[int], num_layers: int, heads: range, *, mla: bool = False
+) -> npt.NDArray[np.uint8]:
+    """The canonical page of these tokens: K `[layer][token][head][dim]`, then V of the same form; MLA has no V."""
     numbers = slots(hashes, num_layers, heads).transpose(1, 0, 2)
+    if mla:
+        return np.ascontiguousarray(numbers).view(np.uint8).ravel()
     halves = np.ascontiguousarray(numbers).view(np.uint32).reshape(*numbers.shape, 2)
     return np.concatenate([np.ascontiguousarray(halves[..., part]).view(np.uint8).ravel() for part in (0, 1)])
 

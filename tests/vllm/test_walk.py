@@ -13,7 +13,7 @@ import pytest
 from cases import RUNNERS, Start
 from harness import Engine
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 120
 SETTINGS = [
     {"num_blocks": 28, "prefix_caching": False},
     {"num_blocks": 28, "page_tokens": 64, "prefix_caching": True},

@@ -1,0 +1,123 @@
+"""Who holds and who stores what: shards over tensor- and pipeline-parallel ranks, MLA, dtypes, settings that matter."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from cases import PROMPT, Start, warm_pool
+from harness import Setup, kv_cache_config, vllm_config
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
+
+from vllm_plugin.geometry import Geometry, Unsupported, read_geometry
+
+MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype=torch.float16)
+
+
+def geometry(num_kv_heads: int, tp_size: int, pp_size: int = 1, num_layers: int = 12) -> Geometry:
+    return Geometry(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        k_dim=8,
+        v_dim=8,
+        itemsize=2,
+        kv_dtype="bfloat16",
+        is_mla=False,
+        block_tokens=16,
+        layer_names=(),
+        tp_size=tp_size,
+        pp_size=pp_size,
+    )
+
+
+@pytest.mark.parametrize(("num_kv_heads", "tp_size"), [(1, 1), (8, 1), (8, 4), (8, 8), (2, 8), (1, 4), (4, 8)])
+@pytest.mark.parametrize(("pp_size", "num_layers"), [(1, 12), (3, 12), (2, 13)])
+def test_shards_cover_every_head_and_layer_once_and_each_has_one_writer(
+    num_kv_heads: int, tp_size: int, pp_size: int, num_layers: int
+) -> None:
+    found = geometry(num_kv_heads, tp_size, pp_size, num_layers)
+    cells = Counter(
+        (layer, head)
+        for shard in found.shards()
+        for layer in range(shard.layer_start, shard.layer_stop)
+        for head in range(shard.head_start, shard.head_stop)
+    )
+    assert cells == Counter((layer, head) for layer in range(num_layers) for head in range(num_kv_heads))
+    writers = Counter(
+        found.shard(pp, tp) for pp in range(pp_size) for tp in range(tp_size) if found.is_writer(tp)
+    )
+    assert writers == Counter(found.shards())
+
+
+def test_a_page_of_all_shards_together_is_as_large_as_one_of_a_single_rank() -> None:
+    whole, split = geometry(8, 1), geometry(8, 4, 3)
+    (only,) = whole.shards()
+    sizes = [split.page_format(shard, 64).nbytes for shard in split.shards()]
+    assert sum(sizes) == whole.page_format(only, 64).nbytes == 12 * 64 * 8 * 16 * 2
+
+
+@pytest.fixture
+def configs(base_config: Any, pool: Path) -> tuple[Any, KVCacheConfig]:
+    setup = Setup()
+    return vllm_config(setup, base_config, pool), kv_cache_config(setup)
+
+
+def test_geometry_is_that_of_the_kv_cache(configs: tuple[Any, KVCacheConfig]) -> None:
+    found = read_geometry(*configs)
+    assert (found.num_layers, found.num_kv_heads, found.k_dim, found.v_dim) == (2, 2, 2, 2)
+    assert (found.itemsize, found.kv_dtype, found.block_tokens, found.is_mla) == (2, "float16", 16, False)
+
+
+def test_layers_are_in_the_order_of_their_numbers_and_not_of_their_names(configs: tuple[Any, KVCacheConfig]) -> None:
+    config, cache = configs
+    names = [f"model.layers.{layer}.attn" for layer in (10, 2, 9, 1)]
+    cache = KVCacheConfig(4, [], [KVCacheGroupSpec(names, cache.kv_cache_groups[0].kv_cache_spec)])
+    assert read_geometry(config, cache).layer_names == tuple(f"model.layers.{layer}.attn" for layer in (1, 2, 9, 10))
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "dtype", "name", "itemsize"),
+    [
+        ("auto", torch.bfloat16, "bfloat16", 2),
+        ("auto", torch.float32, "float32", 4),
+        ("fp8", torch.uint8, "fp8_e4m3", 1),
+        ("fp8_e5m2", torch.uint8, "fp8_e5m2", 1),
+    ],
+)
+def test_the_kv_dtype_has_one_name(
+    configs: tuple[Any, KVCacheConfig], cache_dtype: str, dtype: torch.dtype, name: str, itemsize: int
+) -> None:
+    config, _ = configs
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.cache_dtype = cache_dtype
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=2, dtype=dtype)
+    found = read_geometry(config, KVCacheConfig(4, [], [KVCacheGroupSpec(["model.layers.0.attn"], spec)]))
+    assert (found.kv_dtype, found.itemsize) == (name, itemsize)
+
+
+def test_context_parallelism_is_refused(configs: tuple[Any, KVCacheConfig]) -> None:
+    config, cache = configs
+    config.parallel_config.decode_context_parallel_size = 2
+    with pytest.raises(Unsupported, match="context parallelism"):
+        read_geometry(config, cache)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_mla_is_one_head_that_every_rank_holds_and_one_stores(
+    start: Start, faults, base_config: Any, monkeypatch: pytest.MonkeyPatch, tp_size: int
+) -> None:
+    hf = base_config.model_config.hf_text_config
+    monkeypatch.setattr(hf, "kv_lora_rank", 2, raising=False)
+    monkeypatch.setattr(hf, "qk_rope_head_dim", 2, raising=False)
+    warm_pool(start, kv_spec=MLA, tp_size=tp_size)
+    assert set(faults.written.values()) == {1}
+    engine = start(kv_spec=MLA, tp_size=tp_size)
+    assert engine.ask(PROMPT, 20, name="again") == oracle.generate(PROMPT, 20)
+    assert engine.computed("again") == 4 + 19
+    assert all(engine.pages(PROMPT))
+    engine.check_at_rest()
