@@ -1,9 +1,9 @@
 """The conformance class: what any back end must do. Inherit it in a test and give it a fixture `make_store`.
 
-    class TestMine(StoreConformance):
-        @pytest.fixture
-        def make_store(self):
-            return lambda: MyStore(...)      # an empty store with room for at least 64 pages of 64 KiB
+class TestMine(StoreConformance):
+    @pytest.fixture
+    def make_store(self):
+        return lambda: MyStore(...)      # an empty store with room for at least 64 pages of 64 KiB
 """
 
 from __future__ import annotations

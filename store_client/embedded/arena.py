@@ -71,14 +71,14 @@ class Arena:
 
     def _populate(self, first: int, stop: int) -> None:
         """Map regions at once instead of fault by fault; a kernel that cannot (before 5.14) faults as ever."""
-        warm, address = self._warm, self._address
-        size = min(len(self._data), self.limit * GRANULE)
-        for region in range(first, min(stop, len(warm))):
-            if not warm[region]:
-                start = region * _REGION_NBYTES
-                if start < size:
-                    _libc.madvise(address + start, min(_REGION_NBYTES, size - start), _MADV_POPULATE_READ)
-                warm[region] = True
+        with self._lock:  # what is punched out, or closed to be punched out by others, must not come back
+            size = min(len(self._data), self.limit * GRANULE) if self._fd >= 0 else 0
+            for region in range(first, min(stop, len(self._warm))):
+                if not self._warm[region]:
+                    start = region * _REGION_NBYTES
+                    if start < size:
+                        _libc.madvise(self._address + start, min(_REGION_NBYTES, size - start), _MADV_POPULATE_READ)
+                    self._warm[region] = True
 
     def warm_up(self, granules: int) -> None:
         """Map the first `granules`, which are secured, in a background thread: first reads run at memory's speed."""
@@ -117,14 +117,21 @@ class Arena:
         size = os.fstat(self._fd).st_size - first * GRANULE
         if size > 0:
             flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
-            _libc.fallocate(self._fd, flags, first * GRANULE, size)
+            with self._lock:
+                _libc.fallocate(self._fd, flags, first * GRANULE, size)
 
     def extend(self, granules: int) -> None:
         """Make the file at least so large, without securing the new part."""
         if os.fstat(self._fd).st_size < granules * GRANULE:
             os.ftruncate(self._fd, granules * GRANULE)
 
+    def abandon_in_child(self) -> None:
+        """After a fork: a thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+        self.close()
+
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1

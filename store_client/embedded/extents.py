@@ -51,8 +51,10 @@ class FreeRuns:
             wanted = (count - len(starts)) * size
             lengths = self._length[fits]
             holds_all = lengths >= wanted
-            best = int(fits[np.argmin(np.where(holds_all, lengths, np.iinfo(np.int64).max))]) if holds_all.any() else (
-                int(fits[np.argmin(lengths)])
+            best = (
+                int(fits[np.argmin(np.where(holds_all, lengths, np.iinfo(np.int64).max))])
+                if holds_all.any()
+                else (int(fits[np.argmin(lengths)]))
             )
             pieces = min(count - len(starts), int(self._length[best]) // size)
             first = int(self._start[best])

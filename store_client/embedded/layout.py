@@ -1,8 +1,8 @@
 """The pool folder: what lies in it, who may use it, and how large things are. Opening is `opening`'s business.
 
-    <pool>/pool.json      which data folder is current; replaced as a whole, never edited
-    <pool>/open.lock      held while a process opens or rebuilds the pool
-    <pool>/<id>/          ledger/data.mdb, table, arena, spaces, write.lock, owners/
+<pool>/pool.json      which data folder is current; replaced as a whole, never edited
+<pool>/open.lock      held while a process opens or rebuilds the pool
+<pool>/<id>/          ledger/data.mdb, table, arena, spaces, write.lock, owners/
 """
 
 import json

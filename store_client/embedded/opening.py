@@ -160,9 +160,7 @@ def _check_files(data: Path, description: Description) -> None:
             raise Unusable(f"{name} has {size} bytes and should have {expected[name]}")
 
 
-def _open_existing(
-    path: Path, description: Description, capacity: int | None, policy: Policy, deadline: float
-) -> Pool:
+def _open_existing(path: Path, description: Description, capacity: int | None, policy: Policy, deadline: float) -> Pool:
     data = description.data(path)
     if capacity is not None and layout.pages_for(capacity) > _GROWS_IN_PLACE * description.max_pages:
         raise Unusable(f"capacity {capacity} bytes is more than its index of {description.max_pages} pages can serve")
@@ -209,7 +207,10 @@ def _let_go(ledger: Ledger | None, owners: Owners | None) -> None:
 
 
 def _check_state(data: Path, ledger: Ledger, table: Table) -> tuple[int, int]:
-    """The stored capacity and what the arena has secured, in granules. Raises Unusable where ledger, table and arena do not fit together."""
+    """The stored capacity and what the arena has secured, in granules.
+
+    Raises Unusable where ledger, table and arena do not fit together.
+    """
     with ledger.peek() as draft:
         if draft.number - table.applied not in (0, 1):
             raise Unusable(f"its page table is at change {table.applied}, its ledger at {draft.number}")

@@ -18,10 +18,11 @@ from store_client.embedded.locks import FileLock, LockTimeout, Owners
 from store_client.embedded.policy import Policy
 from store_client.embedded.reader import Reader
 from store_client.embedded.spaces import Spaces
-from store_client.embedded.table import Table
+from store_client.embedded.table import Found, Table
 from store_client.embedded.writer import Writer
 
 _CHECK_PERIOD_S = 1.0
+_DROP_DEADLINE_S = 1.0
 
 
 class Pool:
@@ -38,13 +39,31 @@ class Pool:
         self.arena = arena
         self.counters = Counters()
         self.writer = Writer(table, ledger, arena, spaces, lock, owners, policy, self.counters)
-        self.reader = Reader(table, arena, self.counters, self.writer)
+        self.reader = Reader(table, arena, self.counters, self._condemn)
         self._identity = identity
         self._ledger, self._lock, self._owners = ledger, lock, owners
         self._next_check = 0.0
         self._uses = 0
         self._idle = threading.Condition()
         self._closing = False
+        self._dropping = threading.Lock()
+
+    def _condemn(self, found: Found) -> None:
+        """Drop a corrupt page soon, in a thread: whoever met it must not wait for the write lock."""
+        self.writer.condemn(found)
+        if self._dropping.acquire(blocking=False):
+            threading.Thread(target=self._drop, name="mooncake-connector-drop", daemon=True).start()
+
+    def _drop(self) -> None:
+        try:
+            with self.use() as usable:
+                if usable:
+                    with self.writer.locked(time.monotonic() + _DROP_DEADLINE_S):
+                        pass  # taking the lock forgets what is condemned
+        except (LockTimeout, OSError, lmdb.Error):
+            pass  # the next put does it
+        finally:
+            self._dropping.release()
 
     @contextmanager
     def use(self) -> Iterator[bool]:
@@ -85,10 +104,10 @@ class Pool:
                 pass
         except (LockTimeout, OSError, lmdb.Error):
             pass  # the counts since the last put are lost, nothing else
+        self.arena.close()  # before others may find themselves alone
         self._owners.leave()
         self._lock.close()
         self._ledger.close()
-        self.arena.close()
         return True
 
     def abandon_in_child(self) -> None:
@@ -98,7 +117,7 @@ class Pool:
         self._lock.close()
         # Without LMDB's own locks this unmaps the child's copy, and frees the file for an opening of the child's own.
         self._ledger.close()
-        self.arena.close()
+        self.arena.abandon_in_child()
 
     def resize(self, capacity_nbytes: int, deadline_s: float) -> None:
         """Change the capacity. Raises PoolError where the file system has no room for it, or the pool stays locked."""

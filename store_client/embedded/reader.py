@@ -18,7 +18,6 @@ from store_client.embedded.counters import Counters
 from store_client.embedded.rows import INLINE_EXTENTS
 from store_client.embedded.scatter import as_pieces, copy_hashed, copy_range, gather
 from store_client.embedded.table import Found, Table
-from store_client.embedded.writer import Writer
 
 logger = get_logger(__name__)
 
@@ -38,8 +37,8 @@ def check_targets(destinations: Sequence[Scatter], nbytes: int, offset: int) -> 
 class Reader:
     """Reads of one pool. All methods may be called from any thread."""
 
-    def __init__(self, table: Table, arena: Arena, counters: Counters, writer: Writer) -> None:
-        self._table, self._arena, self._counters, self._writer = table, arena, counters, writer
+    def __init__(self, table: Table, arena: Arena, counters: Counters, condemn: Callable[[Found], None]) -> None:
+        self._table, self._arena, self._counters, self._condemn = table, arena, counters, condemn
         self._verified: npt.NDArray[np.uint64] = np.zeros(table.max_pages, dtype=np.uint64)
         """Generation of the page at each slot whose checksum this process has seen to be right."""
 
@@ -136,7 +135,7 @@ class Reader:
         return verify is Verify.ONCE and self._verified[found.slot] == found.row.generation
 
     def _report_corrupt(self, found: Found) -> None:
-        self._writer.condemn(found)
+        self._condemn(found)
         self._counters.add(corrupt_pages=1, corrupt=1)
         log_once(
             "store.corrupt", "page %s in the pool does not match its checksum: computed again, and dropped from the "

@@ -58,9 +58,7 @@ def runs(
         source, target = source[size:], target[size:]
 
 
-def copy_hashed(
-    sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_target: bool
-) -> int:
+def copy_hashed(sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_target: bool) -> int:
     """Copy everything and return the xxh3_64 of the target's bytes (or of the source's)."""
     state = xxhash.xxh3_64()
     for target, source in runs(sources, targets, _CHUNK_NBYTES):

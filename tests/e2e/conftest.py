@@ -34,6 +34,7 @@ QWEN3_QUESTIONS = {
     "killed": 500,
     "two models": 500,
     "two ranks": 450,
+    **{f"fault {name}": 400 for name in ("corrupt", "deleted", "locked", "full")},
     **{f"pressure {number}": 382 for number in range(5)},
     **{f"crowd {number}": 450 for number in range(4)},
 }

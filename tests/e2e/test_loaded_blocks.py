@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from models import checkpoint
 
 pytestmark = pytest.mark.engine
@@ -96,7 +97,6 @@ def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
 
     patch.setattr(connector, "request_finished_all_groups", record)
     yield engine
-    del connector, finished, engine
     llm.llm_engine.engine_core.shutdown()
     ensure_kv_transfer_shutdown()
     patch.undo()

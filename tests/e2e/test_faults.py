@@ -1,0 +1,144 @@
+"""A pool that fails under a running engine: every request is answered by recomputation, and the log says why once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.conftest import QWEN3_ARGS, StartServer
+from e2e.pages import PAGE_TOKENS, Pages, wait_for
+from e2e.questions import Question
+from e2e.server import Server
+
+CAPACITY = "24MiB"
+FILE_SYSTEM = "64m"
+
+HOLD_LOCK_AND_STOP = """
+import fcntl, os, signal, sys
+file = open(sys.argv[1], "r+b")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Path]:
+    """A pool on a small file system of its own, where that can be mounted, so that it can be filled."""
+    folder = Path(tempfile.mkdtemp(prefix="mooncake-connector-test-", dir="/dev/shm"))
+    if os.geteuid() == 0:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={FILE_SYSTEM},mode=700", "none", folder], check=True)
+    try:
+        yield folder / "pool"
+    finally:
+        if os.geteuid() == 0:
+            subprocess.run(["umount", "-l", folder], check=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def server(questions: dict[str, Question], start: StartServer, qwen3: Path) -> Server:
+    return start(qwen3, *QWEN3_ARGS, env={"MOONCAKE_CONNECTOR_CAPACITY": CAPACITY})
+
+
+@pytest.fixture(scope="module")
+def pages(server: Server, pool: Path) -> Pages:
+    return Pages(pool, server.model)
+
+
+def answers(server: Server, question: Question) -> int:
+    """Ask with an empty cache of the engine's own; the answer is right. Returns the tokens that were not computed."""
+    server.reset_prefix_cache()
+    answer = server.ask(question.prompt, max_tokens=len(question.answer))
+    assert answer.token_ids == question.answer
+    return answer.cached_tokens
+
+
+def works_again(server: Server, pages: Pages, question: Question) -> None:
+    """What is asked is stored and loaded, sooner or later after a fault has gone."""
+
+    def hit() -> bool:
+        return answers(server, question) == question.num_full_pages * PAGE_TOKENS
+
+    wait_for(hit, "a hit after the fault has gone")
+
+
+def data_folder(pool: Path) -> Path:
+    return pool / str(json.loads((pool / "pool.json").read_text())["id"])
+
+
+def test_checksum_errors_on_every_page(
+    server: Server, pages: Pages, pool: Path, questions: dict[str, Question]
+) -> None:
+    question = questions["fault corrupt"]
+    answers(server, question)
+    pages.wait_for(question.prompt)
+    with open(data_folder(pool) / "arena", "r+b") as arena:
+        for granule in range(0, os.fstat(arena.fileno()).st_blocks * 512, 4096):
+            arena.seek(granule + 7)
+            byte = arena.read(1)
+            arena.seek(granule + 7)
+            arena.write(bytes([byte[0] ^ 1]))
+    assert answers(server, question) == 0
+    wait_for(
+        lambda: server.metric("vllm:mooncake_connector_failures_total", cause="load_page_lost") >= 1,
+        "the failed load in the engine's metrics",
+    )
+    works_again(server, pages, question)
+    assert server.log_text().count("does not match its checksum") == 1
+
+
+def test_pool_deleted_under_the_engine(
+    server: Server, pages: Pages, pool: Path, questions: dict[str, Question]
+) -> None:
+    question = questions["fault deleted"]
+    answers(server, question)
+    shutil.rmtree(pool)
+    answers(server, question)
+    works_again(server, pages, question)
+
+
+def test_lock_held_by_a_stopped_process(
+    server: Server, pages: Pages, pool: Path, questions: dict[str, Question]
+) -> None:
+    stored, question = questions["fault deleted"], questions["fault locked"]
+    works_again(server, pages, stored)
+    command = [sys.executable, "-c", HOLD_LOCK_AND_STOP, str(data_folder(pool) / "write.lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        try:
+            assert answers(server, question) == 0
+            assert answers(server, stored) == stored.num_full_pages * PAGE_TOKENS, "reading needs no lock"
+            wait_for(
+                lambda: server.metric("vllm:mooncake_connector_failures_total", cause="save_pool_refused") >= 1,
+                "the refused save in the engine's metrics",
+            )
+            assert answers(server, question) == 0, "it could not be stored"
+        finally:
+            holder.send_signal(signal.SIGKILL)
+    works_again(server, pages, question)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: a full file system needs root (mount)")
+def test_full_file_system(server: Server, pages: Pages, pool: Path, questions: dict[str, Question]) -> None:
+    ballast = pool.parent / "ballast"
+    shutil.rmtree(pool)
+    with open(ballast, "wb") as file:
+        status = os.statvfs(pool.parent)
+        os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize)
+    for name in ("fault full", "fault corrupt", "fault locked"):
+        answers(server, questions[name])
+        answers(server, questions[name])
+    ballast.unlink()
+    time.sleep(1)
+    works_again(server, pages, questions["fault full"])
