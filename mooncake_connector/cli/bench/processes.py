@@ -16,12 +16,19 @@ from typing import IO, Any
 
 from mooncake_connector.cli.bench.measure import BenchError
 
+_LEAVE_S = 20.0
+"""How long a child that has measured may take to leave: vLLM unlinks its shared memory then."""
+
 
 @contextlib.contextmanager
 def running(
-    command: Sequence[str], log: IO[bytes], env: Mapping[str, str] | None = None
+    command: Sequence[str], log: IO[bytes], env: Mapping[str, str] | None = None, *, grace_s: float = 1.0
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start ``command`` in a session of its own, output to ``log``; at the end it and its children are killed."""
+    """Start ``command`` in a session of its own, output to ``log``.
+
+    At the end its input is closed, it gets ``grace_s`` to leave by itself, then SIGTERM, and at last it and its
+    children are killed.
+    """
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -32,14 +39,25 @@ def running(
     )
     try:
         yield process
+    except BaseException:
+        grace_s = 0
+        raise
     finally:
-        if process.stdin is not None:
-            process.stdin.close()
+        _end(process, grace_s)
+
+
+def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    if process.stdin is not None:
+        process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=grace_s)
+    if process.poll() is None:
+        process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=3)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
+            process.wait(timeout=2)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], deadline_s: float, what: str) -> None:
@@ -64,7 +82,7 @@ def run_script(
     with tempfile.TemporaryFile() as log:
         error = None
         try:
-            with running(command, log, env) as process:
+            with running(command, log, env, grace_s=_LEAVE_S) as process:
                 wait_until(
                     lambda: bool(read_outcome(outcome).get("ready")), process, deadline_s, "the measuring process"
                 )
