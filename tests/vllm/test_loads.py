@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
 import oracle
 import pytest
 from cases import PROMPT, Start, every_runner, warm_pool
 from harness import Engine
 from vllm.v1.request import RequestStatus
+
+from mooncake_connector.keys import page_keys
 
 
 def count_reports(engine: Engine) -> Counter[str]:
@@ -269,6 +272,25 @@ def test_a_load_always_ends_at_its_deadline(start: Start, faults, runner: dict[s
     assert not loader._thread.is_alive()
     assert (engine.workers[0].memory == memory).all()
     engine.run()
+    assert reports == {"r0": 1, "r1": 1}
+    engine.check_at_rest()
+
+
+def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: Start, faults) -> None:
+    """Trap 2. Cure: `Task.end`. The late end is that of a miss, which touches no block; the request is long gone."""
+    other = list(range(200, 300))
+    warm_pool(start, PROMPT, other)
+    engine = start(extra={"load_deadline_s": 0.05}, prefix_caching=False)
+    reports = count_reports(engine)
+    faults.hold_reads()
+    assert engine.ask(PROMPT, 1) == oracle.generate(PROMPT, 1)
+    for space in engine.half._spaces():
+        space.remove(page_keys(PROMPT, 16))
+    faults.release()
+    engine.workers[0].connector._worker._config = msgspec.structs.replace(
+        engine.workers[0].connector._worker._config, load_deadline_s=60.0
+    )
+    assert engine.ask(other, 1) == oracle.generate(other, 1)
     assert reports == {"r0": 1, "r1": 1}
     engine.check_at_rest()
 
