@@ -13,6 +13,7 @@ from store_client.base import Bytes, Scatter
 
 _CHUNK_NBYTES = 256 << 10
 """Small enough that what was just copied is still in the processor's own cache when it is hashed."""
+_WHOLE_NBYTES = 1 << 62
 _KEEP_LOCK_NBYTES = 64 << 10
 
 
@@ -43,6 +44,12 @@ def runs(
     sources: Sequence[memoryview], targets: Sequence[memoryview], limit: int
 ) -> Iterator[tuple[memoryview, memoryview]]:
     """Pairs (target, source) of equal size, at most `limit` bytes, that together copy all of `targets`."""
+    if len(sources) == 1 and limit == _WHOLE_NBYTES:
+        at = 0
+        for target in targets:
+            yield target, sources[0][at : at + len(target)]
+            at += len(target)
+        return
     source_iter, target_iter = iter(sources), iter(targets)
     source, target = memoryview(b""), memoryview(b"")
     while True:
@@ -59,15 +66,24 @@ def runs(
 
 
 def copy_hashed(sources: Sequence[memoryview], targets: Sequence[memoryview], *, hash_target: bool) -> int:
-    """Copy everything and return the xxh3_64 of the target's bytes (or of the source's)."""
+    """Copy everything and return the xxh3_64 of the target's bytes where asked and possible, else of the source's.
+
+    What lies in one piece is hashed in one go, which is faster than piecewise: 1 MiB pages are copied and hashed at 15
+    GB/s so, and at 13 GB/s in chunks, where the copy alone takes 18 GB/s.
+    """
+    if hash_target and len(targets) == 1:
+        for target, source in runs(sources, targets, _WHOLE_NBYTES):
+            copy(target, source)
+        return xxhash.xxh3_64_intdigest(targets[0])
+    if len(sources) == 1:
+        digest = xxhash.xxh3_64_intdigest(sources[0])
+        for target, source in runs(sources, targets, _WHOLE_NBYTES):
+            copy(target, source)
+        return digest
     state = xxhash.xxh3_64()
     for target, source in runs(sources, targets, _CHUNK_NBYTES):
-        if hash_target:
-            copy(target, source)
-            state.update(target)
-        else:
-            state.update(source)
-            copy(target, source)
+        state.update(source)
+        copy(target, source)
     return state.intdigest()
 
 
@@ -79,7 +95,7 @@ def copy_range(sources: Sequence[Bytes], targets: Sequence[memoryview], offset: 
         offset -= skipped
         if skipped < len(source):
             rest.append(source.data[skipped:])
-    for target, piece in runs(rest, targets, 1 << 62):
+    for target, piece in runs(rest, targets, _WHOLE_NBYTES):
         copy(target, piece)
 
 
