@@ -251,6 +251,25 @@ def test_a_local_hit_before_a_failed_load_is_kept(start: Start, faults) -> None:
     engine.check_at_rest()
 
 
+def test_tokens_of_a_local_hit_are_not_written(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of 64 tokens begins inside the local hit of 80; others may be reading those blocks."""
+    long = [*PROMPT, *range(400, 500)]
+    warm_pool(start, long, page_tokens=64)
+    engine = start(page_tokens=64)
+    engine.ask(PROMPT[:90])
+    blocks = engine.workers[0].connector._worker._blocks
+    skipped: dict[int, int] = {}
+    load_page = blocks.load_page
+
+    def record(table: list[int], first_token: int, page: object, skip_tokens: int) -> None:
+        skipped[first_token] = skip_tokens
+        load_page(table, first_token, page, skip_tokens)
+
+    monkeypatch.setattr(blocks, "load_page", record)
+    assert engine.ask(long) == oracle.generate(long, 3)
+    assert skipped == {64: 16, 128: 0}
+
+
 @every_runner
 def test_a_load_always_ends_at_its_deadline(start: Start, faults, runner: dict[str, bool]) -> None:
     """Trap 6. Cure: `Lane.collect` gives up what is queued or hangs in the pool; vLLM has no deadline of its own.

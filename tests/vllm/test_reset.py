@@ -87,6 +87,7 @@ def test_a_save_planned_before_a_reset_is_not_sent_after_it(start: Start) -> Non
     engine.scheduler.reset_prefix_cache(reset_connector=True)
     assert not engine.half._pinned
     engine.run()
+    engine.settle()
     engine.check_at_rest()
     assert not any(engine.pages(PROMPT))
 
