@@ -40,6 +40,9 @@ _LOOKUP_REUSE_S = 0.05
 """A request that waits for blocks is asked about every step; its last lookup serves for so long."""
 _WORTH_WAITING_S = 0.05
 """vLLM waits for pinned blocks instead of preempting only while the oldest pin is younger than this."""
+_LOOKS_A_PAGE = 4
+"""While all only decode, a request takes page_tokens steps to fill a page, and looking at every request in each of
+them would cost 2% of the step: so many looks are enough. A request that ends in between is looked at then."""
 _PINNED_SHARE = 4
 """At most one block in so many is pinned by saves: a stuck pool must not take the engine's memory."""
 
@@ -111,6 +114,7 @@ class SchedulerHalf:
         self._metadata = StepMetadata()
         self._pinned: dict[int, PinnedSave] = {}
         self._num_pinned_blocks = 0
+        self._decode_steps = 0
         self._next_job_id = 0
         self._publishes = publishes
         self._events: list[KVCacheEvent] = []
@@ -183,7 +187,7 @@ class SchedulerHalf:
 
     def build(self, scheduled: SchedulerOutput) -> StepMetadata:
         """The jobs of this step: loads planned above, and saves of the pages that this step completes."""
-        if self._writes:
+        if self._writes and self._completes_pages(scheduled):
             page_tokens = self._page_tokens
             for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
                 tracked = self._tracked.get(req_id)
@@ -196,6 +200,13 @@ class SchedulerHalf:
         if metadata.loads or metadata.saves:
             metadata.namespace = self._namespace()
         return metadata
+
+    def _completes_pages(self, scheduled: SchedulerOutput) -> bool:
+        """Whether to look for pages that became full: after every prefill, and now and then while all only decode."""
+        if scheduled.total_num_scheduled_tokens > len(scheduled.num_scheduled_tokens):
+            return True
+        self._decode_steps += 1
+        return self._decode_steps % max(self._page_tokens // _LOOKS_A_PAGE, 1) == 0
 
     def finished(self, request: Request) -> None:
         """Plan the save of pages that the last step completed; their blocks are pinned before vLLM frees them."""
