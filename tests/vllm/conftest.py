@@ -13,10 +13,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-import harness
 import pytest
+import settings
 from faults import Faults, faulty_store
-from harness import Engine, Setup
+from harness import Engine
+from settings import Setup
 
 import vllm_plugin
 import vllm_plugin.pool
@@ -28,7 +29,7 @@ vllm_plugin.register()  # what vLLM's plugin loader does in a process of its own
 
 @pytest.fixture(scope="session")
 def base_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return harness.base_config(tmp_path_factory.mktemp("model"))
+    return settings.base_config(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -8,21 +8,18 @@ are merged by vLLM's `KVOutputAggregator`, and what crosses processes in an engi
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import oracle
-import torch
 from runner import Runner, as_kv_caches, kv_memory
-from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from settings import NUM_LAYERS, Setup, kv_cache_config, layer_names, vllm_config, worker_kv_cache_config
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -34,7 +31,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -44,142 +41,10 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from mooncake_connector.keys import page_keys, root_digest
 from vllm_plugin.worker import WorkerHalf
 
-NUM_LAYERS = 2
-NUM_KV_HEADS = 2
-MAX_MODEL_LEN = 2048
 PATIENCE_S = 60.0
 """An engine that has requests and does not get anywhere for so long fails its test."""
 
 init_none_hash(sha256)
-
-
-@lru_cache(maxsize=1)
-def base_config(folder: Path) -> VllmConfig:
-    """A small Llama's configuration; its weights do not exist, since nothing here reads them."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": NUM_KV_HEADS,
-        "head_dim": 8,
-        "vocab_size": oracle.VOCAB,
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "torch_dtype": "float16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return VllmConfig(
-        model_config=ModelConfig(
-            model=str(folder), dtype="float16", skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN
-        ),
-        scheduler_config=SchedulerConfig(
-            max_num_batched_tokens=256, max_num_seqs=64, max_model_len=MAX_MODEL_LEN, is_encoder_decoder=False
-        ),
-        cache_config=CacheConfig(block_size=16, enable_prefix_caching=True),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """An engine's settings; the defaults are small, so that every border is met."""
-
-    v2_runner: bool = False
-    async_scheduling: bool = False
-    lazy: bool = False
-    """With async scheduling: a step's forward runs only after the next step was scheduled."""
-    tp_size: int = 1
-    num_blocks: int = 64
-    block_tokens: int = 16
-    page_tokens: int = 16
-    layout: str = "LBHNC"
-    kernel_tokens: int | None = None
-    max_num_batched_tokens: int = 256
-    max_num_seqs: int = 64
-    prefix_caching: bool = True
-    kv_role: str = "kv_both"
-    events: bool = False
-    model_id: str = "test"
-    extra: dict[str, Any] = field(default_factory=dict)
-    transfer: dict[str, Any] | None = None
-    """The whole of `--kv-transfer-config`, in place of the one made of the fields above."""
-    hybrid_manager_off: bool = False
-    """`--disable-hybrid-kv-cache-manager`, which some other connectors need."""
-    keep_pace: bool = False
-    """After every step the connector's threads finish what they have; a real step takes far longer than a page."""
-    kv_spec: Any = None
-    """Instead of full attention of `NUM_KV_HEADS`; a list of specs makes as many groups."""
-    worker_kv_spec: Any = None
-    """What the worker's configuration says where it says more than the scheduler's."""
-
-    @property
-    def mla(self) -> bool:
-        return isinstance(self.kv_spec, MLAAttentionSpec)
-
-    @property
-    def heads_a_rank(self) -> int:
-        return 1 if self.mla else max(NUM_KV_HEADS // self.tp_size, 1)
-
-    def heads(self, rank: int) -> range:
-        if self.mla:
-            return range(1)
-        first = rank * self.heads_a_rank if self.tp_size <= NUM_KV_HEADS else rank * NUM_KV_HEADS // self.tp_size
-        return range(first, first + self.heads_a_rank)
-
-
-def layer_names() -> list[str]:
-    return [f"model.layers.{layer}.self_attn.attn" for layer in range(NUM_LAYERS)]
-
-
-def kv_cache_config(setup: Setup) -> KVCacheConfig:
-    spec = setup.kv_spec or FullAttentionSpec(
-        block_size=setup.block_tokens,
-        num_kv_heads=setup.heads_a_rank,
-        head_size=oracle.HEAD_SIZE,
-        dtype=torch.float16,
-    )
-    specs = spec if isinstance(spec, list) else [spec]
-    names = layer_names()
-    groups = [KVCacheGroupSpec(names if len(specs) == 1 else [names[i]], one) for i, one in enumerate(specs)]
-    return KVCacheConfig(num_blocks=setup.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-def worker_kv_cache_config(setup: Setup) -> KVCacheConfig:
-    config = kv_cache_config(setup)
-    if setup.worker_kv_spec is not None:
-        config.kv_cache_groups[0].kv_cache_spec = setup.worker_kv_spec
-    return config
-
-
-def vllm_config(setup: Setup, base: VllmConfig, pool: Path, rank: int = 0) -> VllmConfig:
-    config = copy.copy(base)
-    config.scheduler_config = copy.copy(base.scheduler_config)
-    config.scheduler_config.max_num_batched_tokens = setup.max_num_batched_tokens
-    config.scheduler_config.max_num_seqs = setup.max_num_seqs
-    config.scheduler_config.async_scheduling = setup.async_scheduling
-    config.scheduler_config.disable_hybrid_kv_cache_manager = setup.hybrid_manager_off
-    config.cache_config = copy.copy(base.cache_config)
-    config.cache_config.block_size = setup.block_tokens
-    config.cache_config.num_gpu_blocks = setup.num_blocks
-    config.cache_config.enable_prefix_caching = setup.prefix_caching
-    config.parallel_config = copy.copy(base.parallel_config)
-    config.parallel_config.tensor_parallel_size = setup.tp_size
-    config.parallel_config.rank = rank
-    if setup.events:
-        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    config.kv_transfer_config = KVTransferConfig(**(setup.transfer or transfer_config(setup, pool)))
-    return config
-
-
-def transfer_config(setup: Setup, pool: Path) -> dict[str, Any]:
-    """What a person writes after `--kv-transfer-config`."""
-    extra = {"pool": str(pool), "capacity": "8MiB", "page_tokens": setup.page_tokens, "model_id": setup.model_id}
-    return {
-        "kv_connector": "MooncakeKVConnector",
-        "kv_role": setup.kv_role,
-        "kv_connector_extra_config": extra | setup.extra,
-    }
 
 
 class Worker:

@@ -11,7 +11,7 @@ import oracle
 import pytest
 import torch
 from cases import PROMPT, Start, warm_pool
-from harness import Setup, kv_cache_config, vllm_config
+from settings import Setup, kv_cache_config, vllm_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 from vllm_plugin.geometry import Geometry, Unsupported, read_geometry

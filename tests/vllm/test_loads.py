@@ -137,6 +137,29 @@ def test_abort_while_loading(start: Start, faults, runner: dict[str, bool], lost
 
 
 @every_runner
+def test_abort_while_loading_saves_nothing_of_what_has_not_arrived(
+    start: Start, faults, runner: dict[str, bool]
+) -> None:
+    """Cure: `finished` plans no save for a request that is loading. Its pages leave the pool meanwhile, so whatever
+    its blocks hold would be stored in their place."""
+    warm_pool(start)
+    engine = start(**runner)
+    faults.hold_reads()
+    name = engine.add(PROMPT)
+    step_until_reading(engine, faults)
+    for space in engine.half._spaces():
+        space.remove(page_keys(PROMPT, 16))
+    engine.abort(name)
+    for _ in range(3):
+        engine.step()
+    faults.release()
+    engine.run()
+    engine.settle()
+    engine.check_at_rest()
+    assert engine.num_pages() == 0
+
+
+@every_runner
 @pytest.mark.parametrize("lost", [False, True], ids=["arrived", "failed"])
 def test_abort_in_the_step_that_reports_the_load(start: Start, faults, runner: dict[str, bool], lost: bool) -> None:
     """The worker has reported, the scheduler has not read it yet, and the abort comes in between."""

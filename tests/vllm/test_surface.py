@@ -11,8 +11,9 @@ import msgspec
 import oracle
 import pytest
 from cases import PROMPT, Start, every_runner, warm_pool
-from harness import Engine, Setup, transfer_config
+from harness import Engine
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from settings import Setup, transfer_config
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

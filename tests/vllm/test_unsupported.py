@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from cases import PROMPT, Start, every_runner, warm_pool
-from harness import layer_names
+from settings import layer_names
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
