@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from mooncake_connector.log import get_logger, log_once
 
@@ -14,7 +14,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def contained(answer: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def contained(answer: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Keep an exception of ours out of the engine: log it once and give `answer()` instead."""
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
@@ -25,7 +25,7 @@ def contained(answer: Callable[[], R]) -> Callable[[Callable[P, R]], Callable[P,
             except Exception as error:
                 name = method.__name__
                 log_once(f"contained.{name}", "%s failed: %r", name, error, logger=logger, exc_info=True)
-                return answer()
+                return cast(R, answer())
 
         return call
 

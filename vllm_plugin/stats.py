@@ -33,7 +33,7 @@ class ConnectorStats(KVConnectorStats):
     """`data`: the sums of :data:`SUMS` that are not zero, and `failures`, a count by cause."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def is_empty(self) -> bool:
         return not self.data

@@ -22,7 +22,7 @@ POOL_OFF = "other process, connection pool off"
 POOL_ON = "other process, connection pool on"
 OWN = "own segment"
 
-_SCRIPT = Path(__file__).parent / "children" / "mooncake_client.py"
+_SCRIPT = Path(__file__).parent / "mooncake_client.py"
 _START_DEADLINE_S = 60.0
 _MEASURE_DEADLINE_S = 240.0
 _LEASE_TTL_MS = 10_000

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import vllm_plugin
 from mooncake_connector.cli.bench import mooncake_peer, processes
 from mooncake_connector.cli.bench.measure import BenchError
 from mooncake_connector.cli.bench.report import Goal, Row, row
 
-_CHILDREN = Path(__file__).parent / "children"
+_CHILDREN = Path(vllm_plugin.__file__).parent / "bench"
 _DEADLINE_S = 600.0
 _HIT_TOKENS = 1900
 _PROMPT_TOKENS = 1960

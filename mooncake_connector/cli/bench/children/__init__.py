@@ -1,1 +1,0 @@
-"""Scripts that other interpreters run: they import nothing of this package, whose name need not be known there."""
