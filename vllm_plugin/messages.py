@@ -64,10 +64,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
     Args:
         saves: job id -> (workers that finished it, pages that every one of them has in the pool).
         failed_loads: requests of which at least one worker could not load a page.
+        stalled: whether a load was given up at its deadline: the pool hangs.
     """
 
     saves: dict[int, tuple[int, int]] = field(default_factory=dict)
     failed_loads: set[str] = field(default_factory=set)
+    stalled: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -75,4 +77,4 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for job_id, (workers, pages) in other.saves.items():
             before = saves.get(job_id)
             saves[job_id] = (workers, pages) if before is None else (before[0] + workers, min(before[1], pages))
-        return WorkerReport(saves, self.failed_loads | other.failed_loads)
+        return WorkerReport(saves, self.failed_loads | other.failed_loads, self.stalled or other.stalled)

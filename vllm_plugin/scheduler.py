@@ -43,6 +43,9 @@ _WORTH_WAITING_S = 0.05
 _LOOKS_A_PAGE = 4
 """While all only decode, a request takes page_tokens steps to fill a page, and looking at every request in each of
 them would cost 2% of the step: so many looks are enough. A request that ends in between is looked at then."""
+_STALL_PAUSE_S = 30.0
+"""After a load that was given up at its deadline the pool is not offered for so long: each further one would wait as
+long for nothing."""
 _PINNED_SHARE = 4
 """At most one block in so many is pinned by saves: a stuck pool must not take the engine's memory."""
 
@@ -122,6 +125,7 @@ class SchedulerHalf:
         self._adapters = AdapterKeys()
         self._manager: KVCacheManager | None = None
         self._reset_digest: str | None = None
+        self._stalled_until_s = 0.0
 
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -145,6 +149,8 @@ class SchedulerHalf:
         if tracked.root is None or tracked.refused or not spaces:
             return 0, False
         now_s = time.monotonic()
+        if now_s < self._stalled_until_s:
+            return 0, False
         offer = tracked.offer
         if offer is None or offer[0] != num_computed_tokens or now_s - offer[2] > _LOOKUP_REUSE_S:
             first = num_computed_tokens // page_tokens
@@ -288,6 +294,8 @@ class SchedulerHalf:
         if isinstance(report, WorkerReport):
             for job_id, (workers, pages) in report.saves.items():
                 self._saved(job_id, workers, pages)
+            if report.stalled:
+                self._stalled_until_s = time.monotonic() + _STALL_PAUSE_S
             for req_id in report.failed_loads:
                 if req_id in self._tracked:
                     self._tracked[req_id].refused = True

@@ -122,6 +122,7 @@ class WorkerHalf:
             if task.pages < len(job.keys):
                 self._failed_blocks |= self._blocks_from(job, task.pages)
                 self._report.failed_loads.add(job.req_id)
+                self._report.stalled |= task.cause == "deadline"
         return results
 
     def take_failed_blocks(self) -> set[int]:

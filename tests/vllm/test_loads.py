@@ -318,8 +318,24 @@ def test_a_load_always_ends_at_its_deadline(start: Start, faults, runner: dict[s
     engine.check_at_rest()
 
 
-def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: Start, faults) -> None:
+def test_a_pool_that_hangs_is_not_offered_for_a_while(start: Start, faults, monkeypatch) -> None:
+    """Cure: `SchedulerHalf.matched_tokens` pauses; every request would wait for its own deadline otherwise."""
+    warm_pool(start)
+    engine = start(extra={"load_deadline_s": 0.05}, prefix_caching=False)
+    reports = count_reports(engine)
+    faults.hold_reads()
+    engine.ask(PROMPT, name="waits")
+    engine.ask(PROMPT, name="does not wait")
+    assert reports == {"waits": 1}
+    faults.release()
+    monkeypatch.setattr(engine.half, "_stalled_until_s", 0.0)
+    engine.ask(PROMPT, name="hits again")
+    assert reports == {"waits": 1, "hits again": 1}
+
+
+def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: Start, faults, monkeypatch) -> None:
     """Trap 2. Cure: `Task.end`. The late end is that of a miss, which touches no block; the request is long gone."""
+    monkeypatch.setattr("vllm_plugin.scheduler._STALL_PAUSE_S", 0.0)
     other = list(range(200, 300))
     warm_pool(start, PROMPT, other)
     engine = start(extra={"load_deadline_s": 0.05}, prefix_caching=False)
