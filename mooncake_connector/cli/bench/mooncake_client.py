@@ -41,7 +41,7 @@ def write(path: str, outcome: dict[str, Any]) -> None:
 
 def connect(order: dict[str, Any]) -> Any:
     """A client that offers ``segment_nbytes`` to the cluster; 0 makes it a pure client."""
-    from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found,unused-ignore]
+    from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
     status = store.setup("127.0.0.1", "P2PHANDSHAKE", order["segment_nbytes"], 64 << 20, "tcp", "", order["master"])
