@@ -118,6 +118,7 @@ class SchedulerHalf:
         self._pinned: dict[int, PinnedSave] = {}
         self._num_pinned_blocks = 0
         self._decode_steps = 0
+        self._backlog = False
         self._next_job_id = 0
         self._publishes = publishes
         self._events: list[KVCacheEvent] = []
@@ -208,8 +209,9 @@ class SchedulerHalf:
         return metadata
 
     def _completes_pages(self, scheduled: SchedulerOutput) -> bool:
-        """Whether to look for pages that became full: after every prefill, and now and then while all only decode."""
-        if scheduled.total_num_scheduled_tokens > len(scheduled.num_scheduled_tokens):
+        """Whether to look for pages to save: after every prefill, and now and then while all only decode."""
+        if self._backlog or scheduled.total_num_scheduled_tokens > len(scheduled.num_scheduled_tokens):
+            self._backlog = False
             return True
         self._decode_steps += 1
         return self._decode_steps % max(self._page_tokens // _LOOKS_A_PAGE, 1) == 0
@@ -237,6 +239,7 @@ class SchedulerHalf:
         room = (start + self._blocks_to_pin(pool.num_gpu_blocks)) * block_tokens // page_tokens
         if room < num_pages:
             self._stats.fail("save_backlog")
+            self._backlog = True
             num_pages = room  # the rest at a later step, when saves have ended
         if num_pages <= first:
             return
