@@ -23,6 +23,7 @@ from store_client.embedded.writer import Writer
 
 _CHECK_PERIOD_S = 1.0
 _DROP_DEADLINE_S = 1.0
+_DROP_PAUSE_S = 0.002
 
 
 class Pool:
@@ -57,9 +58,10 @@ class Pool:
     def _drop(self) -> None:
         try:
             with self.use() as usable:
-                if usable:
+                while usable and self.writer.has_condemned:  # whoever reads a batch meets one page after the other
                     with self.writer.locked(time.monotonic() + _DROP_DEADLINE_S):
-                        pass  # taking the lock forgets what is condemned
+                        pass  # taking the lock forgets them
+                    time.sleep(_DROP_PAUSE_S)
         except (LockTimeout, OSError, lmdb.Error):
             pass  # the next put does it
         finally:

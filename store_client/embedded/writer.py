@@ -82,6 +82,10 @@ class Writer:
             self._next_reclaim = time.monotonic() + _RECLAIM_PERIOD_S
             self._reclaim()
 
+    @property
+    def has_condemned(self) -> bool:
+        return bool(self._condemned)
+
     def condemn(self, found: Found) -> None:
         """Have a corrupt page forgotten at the next occasion; takes no lock."""
         if len(self._condemned) < FORGET_BATCH:

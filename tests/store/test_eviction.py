@@ -112,6 +112,23 @@ def test_a_flipped_byte_is_a_miss_a_counter_and_a_new_chance(pool: Path, read: C
         audit(store)
 
 
+def test_all_corrupt_pages_of_a_batch_are_dropped(pool: Path) -> None:
+    keys = chain("a", 12)
+    with EmbeddedStore(pool, 4 << 20) as store:
+        space = store.space(namespace(), SHARD)
+        put_chain(space, keys)
+        (arena,) = pool.glob("*/arena")
+        content = bytearray(arena.read_bytes())
+        content[7::4096] = bytes(byte ^ 1 for byte in content[7::4096])
+        with open(arena, "r+b") as file:
+            file.write(content)
+        assert space.read(keys, lambda i, view: None, nbytes=65536) == [False] * len(keys)
+        until = time.monotonic() + 10
+        while any(space.contains(keys)):
+            assert time.monotonic() < until, "pages met after the first one were not dropped"
+            time.sleep(0.005)
+
+
 @pytest.mark.parametrize("max_pages", [100_000, 5_000_000])
 def test_the_index_takes_at_most_300_bytes_a_page(max_pages: int) -> None:
     assert index_nbytes(max_pages) / max_pages <= 300
