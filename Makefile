@@ -22,9 +22,9 @@ BUILT := .cache/wheel/.built
 
 help:
 	@echo 'make setup      .venv (command line and tools) and .venvs/vllm (the engine), with the built wheel in both'
-	@echo 'make demo       a prompt asked before and after a restart of a real vLLM server (about 5 minutes)'
+	@echo 'make demo       a prompt asked before and after a restart of a real vLLM server (about 4 minutes with all installs)'
 	@echo 'make test-fast  the tests that need no engine (under 2 minutes)'
-	@echo 'make test       lint, every test, the demo (about half an hour on 2 cores)'
+	@echo 'make test       lint, every test, the demo (about a quarter of an hour on 2 cores)'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make wheel      the wheel, in .cache/wheel'
 	@echo 'make clean      remove everything that was made'
