@@ -90,7 +90,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
                 publishes=events is not None and events.enable_kv_cache_events,
             )
         else:
-            self._worker = WorkerHalf(vllm_config, geometry, config, kv_cache_config.num_blocks, reads, writes)
+            self._worker = WorkerHalf(vllm_config, geometry, config, kv_cache_config.num_blocks, writes=writes)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -214,7 +214,7 @@ class SchedulerHalf:
             self._backlog = False
             return True
         self._decode_steps += 1
-        return self._decode_steps % max(self._page_tokens // _LOOKS_A_PAGE, 1) == 0
+        return self._decode_steps % (self._page_tokens // _LOOKS_A_PAGE) == 0
 
     def finished(self, request: Request) -> None:
         """Plan the save of pages that the last step completed; their blocks are pinned before vLLM frees them."""

@@ -47,11 +47,11 @@ class WorkerHalf:
 
     Args:
         geometry: of the instance; `tp_rank`, `pp_rank` say which shard is this worker's.
-        reads, writes: whether `kv_role` makes this instance a consumer and a producer of the pool.
+        writes: whether `kv_role` makes this instance a producer of the pool; what is read, the scheduler half decides.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, geometry: Geometry, config: Config, num_blocks: int, reads: bool, writes: bool
+        self, vllm_config: VllmConfig, geometry: Geometry, config: Config, num_blocks: int, *, writes: bool
     ) -> None:
         parallel = vllm_config.parallel_config
         rank = parallel.rank % (geometry.tp_size * geometry.pp_size)
@@ -162,20 +162,20 @@ class WorkerHalf:
             return event.synchronize
         return None
 
-    def _space(self, task: Task) -> Space | None:
+    def _ready(self, task: Task) -> tuple[Space, KVBlocks] | None:
+        """What a job works on, or None where it is not there (the cause is noted)."""
         space = self._pool.space(task.namespace, self._shard)
-        if space is None:
-            task.cause = "pool_absent"
-        elif self._blocks is None:
-            task.cause = "unsupported_blocks"
+        if space is None or self._blocks is None:
+            task.cause = "pool_absent" if space is None else "unsupported_blocks"
             return None
-        return space
+        return space, self._blocks
 
     def _load(self, task: Task) -> None:
-        job, blocks, space = task.job, self._blocks, self._space(task)
+        job, ready = task.job, self._ready(task)
         assert isinstance(job, LoadJob)
-        if space is None or blocks is None:
+        if ready is None:
             return
+        space, blocks = ready
         page_tokens = self._fmt.page_tokens
         for start in range(0, len(job.keys), _PAGES_A_READ):
 
@@ -195,13 +195,15 @@ class WorkerHalf:
                 return
 
     def _save(self, task: Task) -> None:
-        job, blocks, space = task.job, self._blocks, self._space(task)
+        job = task.job
         assert isinstance(job, SaveJob)
-        if not self._saves:
-            task.cause, task.pages = "", len(job.keys)
+        if not self._saves:  # another rank stores these heads
+            task.pages = len(job.keys)
             return
-        if space is None or blocks is None:
+        ready = self._ready(task)
+        if ready is None:
             return
+        space, blocks = ready
         if time.monotonic() < self._paused_until_s:
             task.cause = "paused"
             return
