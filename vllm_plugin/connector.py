@@ -22,8 +22,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import vllm_plugin
 from mooncake_connector.config import Config, load_config
+from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import ROOT_LOGGER, get_logger, set_log_level
-from vllm_plugin.contain import contained, nothing
 from vllm_plugin.geometry import Unsupported, read_geometry
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import StepMetadata, WorkerReport

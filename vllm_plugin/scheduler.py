@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent
 
 from mooncake_connector.config import Config
+from mooncake_connector.contain import contained, nothing
 from mooncake_connector.keys import page_keys
 from mooncake_connector.log import get_logger
 from mooncake_connector.namespace import Namespace
 from store_client.base import Space
 from vllm_plugin.adapters import AdapterKeys
-from vllm_plugin.contain import contained, nothing
 from vllm_plugin.geometry import Geometry
 from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
 from vllm_plugin.naming import chain_root, named_tokens
