@@ -1,0 +1,195 @@
+"""A plugin for SGLang that lets HiCache run on a CPU; for tests alone, and inert where there is a GPU.
+
+The folder of this file is put on a server's PYTHONPATH; its `.dist-info` makes it a plugin. What it replaces is CUDA
+itself: the copy kernels between device and host pools, and page-locked memory. The pools, their layouts and the choice
+of a kernel stay SGLang's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Entry point of the group `sglang.srt.plugins`."""
+    if torch.cuda.is_available():
+        return
+    _forget_pinning()
+    from sglang.srt.mem_cache.pool_host import common, mha, mla
+
+    common._cuda_host_register = lambda buffer, granularity=None: None
+    for module in (mha, mla):
+        for name, kernel in KERNELS.items():
+            setattr(module, name, kernel)
+
+
+def _forget_pinning() -> None:
+    """Make `pin_memory=True` mean nothing: torch would look for a GPU."""
+    for name in ("empty", "zeros", "ones", "full", "tensor", "arange", "empty_like", "zeros_like"):
+        setattr(torch, name, _without_pinning(getattr(torch, name)))
+
+
+def _without_pinning(factory: Any) -> Any:
+    def make(*args: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return factory(*args, **options)
+
+    return make
+
+
+# The kernels, by what they move between: lf is [layer][token], on the device and on a layer_first host; pf is
+# [token][layer]; ph is [page][head][token][layer]; direct_pf is [page][layer][token].
+
+Tensor = torch.Tensor
+
+
+def transfer_kv_per_layer(
+    src_k: Tensor, dst_k: Tensor, src_v: Tensor, dst_v: Tensor, src_indices: Tensor, dst_indices: Tensor, **_: Any
+) -> None:
+    transfer_kv_per_layer_mla(src_k, dst_k, src_indices, dst_indices)
+    transfer_kv_per_layer_mla(src_v, dst_v, src_indices, dst_indices)
+
+
+def transfer_kv_per_layer_mla(src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, **_: Any) -> None:
+    dst[dst_indices] = src[src_indices]
+
+
+def transfer_kv_per_layer_pf_lf(
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    **_: Any,
+) -> None:
+    transfer_kv_per_layer_mla_pf_lf(src_k, dst_k, src_indices, dst_indices, layer_id)
+    transfer_kv_per_layer_mla_pf_lf(src_v, dst_v, src_indices, dst_indices, layer_id)
+
+
+def transfer_kv_per_layer_mla_pf_lf(
+    src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, layer_id: int, **_: Any
+) -> None:
+    dst[dst_indices] = src[src_indices, layer_id]
+
+
+def transfer_kv_per_layer_ph_lf(
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    page_size: int,
+    **_: Any,
+) -> None:
+    for src, dst in ((src_k, dst_k), (src_v, dst_v)):
+        dst[dst_indices] = src[src_indices // page_size, :, src_indices % page_size, layer_id]
+
+
+def transfer_kv_per_layer_direct_pf_lf(
+    src_ptrs: list[Tensor],
+    dst_ptrs: list[Tensor],
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    for src, dst in zip(src_ptrs, dst_ptrs, strict=True):
+        dst[dst_indices] = src[src_indices // page_size, layer_id, src_indices % page_size]
+
+
+def transfer_kv_direct(
+    src_layers: list[Tensor], dst_layers: list[Tensor], src_indices: Tensor, dst_indices: Tensor, page_size: int
+) -> None:
+    for src, dst in zip(src_layers, dst_layers, strict=True):
+        dst[dst_indices] = src[src_indices]
+
+
+def transfer_kv_all_layer(
+    src_k_layers: Tensor,
+    dst_k_layers: Tensor,
+    src_v_layers: Tensor,
+    dst_v_layers: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    **_: Any,
+) -> None:
+    transfer_kv_all_layer_mla(src_k_layers, dst_k_layers, src_indices, dst_indices, item_size)
+    transfer_kv_all_layer_mla(src_v_layers, dst_v_layers, src_indices, dst_indices, item_size)
+
+
+def transfer_kv_all_layer_mla(
+    src_layers: Tensor, dst_layers: Tensor, src_indices: Tensor, dst_indices: Tensor, item_size: int, **_: Any
+) -> None:
+    for src, dst in zip(src_layers.tolist(), dst_layers.tolist(), strict=True):
+        _rows(dst, dst_indices, item_size)[dst_indices] = _rows(src, src_indices, item_size)[src_indices]
+
+
+def transfer_kv_all_layer_lf_pf(
+    src_k_layers: Tensor,
+    dst_k: Tensor,
+    src_v_layers: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    **_: Any,
+) -> None:
+    transfer_kv_all_layer_mla_lf_pf(src_k_layers, dst_k, src_indices, dst_indices, item_size)
+    transfer_kv_all_layer_mla_lf_pf(src_v_layers, dst_v, src_indices, dst_indices, item_size)
+
+
+def transfer_kv_all_layer_mla_lf_pf(
+    src_layers: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, item_size: int, **_: Any
+) -> None:
+    for layer, src in enumerate(src_layers.tolist()):
+        tokens = _rows(src, src_indices, item_size)[src_indices]
+        dst[dst_indices, layer] = tokens.view(dst.dtype).view(-1, *dst.shape[2:])
+
+
+def transfer_kv_all_layer_lf_ph(
+    src_k_layers: Tensor,
+    dst_k: Tensor,
+    src_v_layers: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    page_size: int,
+    head_num: int,
+    **_: Any,
+) -> None:
+    for layers, dst in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
+        for layer, src in enumerate(layers.tolist()):
+            tokens = _rows(src, src_indices, item_size)[src_indices]
+            dst[dst_indices // page_size, :, dst_indices % page_size, layer] = tokens.view(dst.dtype).view(
+                -1, head_num, dst.shape[-1]
+            )
+
+
+def transfer_kv_all_layer_direct_lf_pf(
+    src_ptrs: list[Tensor], dst_ptrs: list[Tensor], src_indices: Tensor, dst_indices: Tensor, page_size: int
+) -> None:
+    """`src_ptrs` are all layers of the first of `dst_ptrs`, then all layers of the second."""
+    num_layers = len(src_ptrs) // len(dst_ptrs)
+    for number, src in enumerate(src_ptrs):
+        part, layer = divmod(number, num_layers)
+        dst_ptrs[part][dst_indices // page_size, layer, dst_indices % page_size] = src[src_indices]
+
+
+def _rows(address: int, indices: Tensor, nbytes: int) -> Tensor:
+    """The rows of `nbytes` each that start at `address`, as far as `indices` reach: SGLang passes tables of pointers."""
+    count = int(indices.max()) + 1
+    memory = (ctypes.c_uint8 * (count * nbytes)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(count, nbytes)
+
+
+KERNELS = {name: value for name, value in list(globals().items()) if name.startswith("transfer_kv")}
