@@ -35,6 +35,8 @@ _NOT_WEIGHTS = ("training_args*", "optimizer*", "scheduler*", "scaler*", "rng_st
 # Files beside config.json that change what the weights mean: quantisation settings and the model's own code.
 _MEANING_PATTERNS = ("*quant*config*.json", "*.py")
 _CONFIG_NAMES = ("config.json", "params.json")
+LORA_FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
+"""What makes up a LoRA adapter, for `files_digest`."""
 
 
 def model_digest(
@@ -71,8 +73,7 @@ def model_digest(
 def files_digest(path: Path, patterns: Sequence[str], *, cache_dir: Path | None = None) -> str:
     """64 hex digits over names and contents of the files in folder `path` that match a glob of `patterns`.
 
-    For a LoRA adapter: `files_digest(folder, ("adapter_config.json", "*.safetensors", "*.bin"))`. Raises
-    ModelIdentityError where nothing matches.
+    Raises ModelIdentityError where nothing matches.
     """
     path = Path(path)
     try:

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.fingerprint import default_cache_dir
 from mooncake_connector.log import get_logger, log_once
-from mooncake_connector.model_identity import files_digest
+from mooncake_connector.model_identity import LORA_FILES, files_digest
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-_FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
 _FIRST_WAIT_S = 0.05
 """How long the first request with an adapter waits for its digest; a large one is named from a later request on."""
 
@@ -75,7 +74,7 @@ def _signature(path: str) -> Signature:
 
 
 def _digest(path: str, signature: Signature) -> str:
-    digest = files_digest(Path(path), _FILES, cache_dir=default_cache_dir())
+    digest = files_digest(Path(path), LORA_FILES, cache_dir=default_cache_dir())
     if _signature(path) != signature:
         raise ModelIdentityError(f"the files in {path} changed while they were read")
     return digest
