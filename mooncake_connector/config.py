@@ -113,6 +113,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Literal["DEBUG", "INFO", "WARNING", "ERROR"],
         _field("Least severe message of this package that is logged.", '"DEBUG", "INFO", "WARNING" or "ERROR"'),
     ] = "INFO"
+    sglang_takeover: Annotated[
+        bool,
+        _field(
+            "SGLang's storage backend name `mooncake` means this package, for set-ups that can name no other. Read "
+            "when SGLang starts, before its options are, so set it in the environment (`1`) or in the file.",
+            "true or false",
+        ),
+    ] = False
 
     @property
     def effective_min_hit_tokens(self) -> int:

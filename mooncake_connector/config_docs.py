@@ -55,7 +55,9 @@ def render() -> str:
 
 
 def _default_text(value: object) -> str:
-    return "null" if value is None else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":

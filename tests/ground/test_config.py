@@ -140,6 +140,8 @@ BAD_VALUES = [
     ("eviction", ["lru"], '"lru"'),
     ("log_level", "info", '"INFO"'),
     ("log_level", 20, '"INFO"'),
+    ("sglang_takeover", 1, "true or false"),
+    ("sglang_takeover", "true", "true or false"),
 ]
 
 
@@ -163,6 +165,7 @@ def test_a_bad_value_is_refused_with_key_value_and_what_is_allowed(key, value, a
         ("LOAD_DEADLINE_S", "soon", "above 0"),
         ("MIN_HIT_TOKENS", "1.5", "integer"),
         ("EVICTION", "LRU", '"lru"'),
+        ("SGLANG_TAKEOVER", "mooncake", "true or false"),
     ],
 )
 def test_a_bad_variable_is_refused_with_its_name_value_and_what_is_allowed(variable, text, allowed):

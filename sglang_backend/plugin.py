@@ -1,0 +1,217 @@
+"""The hooks that give SGLang a storage backend of our own name, and the take-over of the name `mooncake`.
+
+SGLang's factory registers a class under any name, but decides by lists of known names who is constructed, what the
+command line accepts, and who reads and writes the host pool without a copy. Each hook adds our name to one of these.
+The hooks rest on parts of SGLang that promise nothing to others, so each target is compared with what it was in the
+version this package knows; where one differs none is placed, since half of them would store wrong or stale pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sglang
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from mooncake_connector.config import environ_name, load_config
+from mooncake_connector.contain import contained, nothing
+from mooncake_connector.errors import ConfigError
+from mooncake_connector.log import get_logger
+from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE
+
+logger = get_logger(__name__)
+
+KNOWN_VERSION = "0.5.23"
+TAKEN_OVER = "mooncake"
+"""The in-tree backend whose name is ours after a take-over."""
+
+_OPTION = "--hicache-storage-backend"
+_FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
+_CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A function of SGLang that we hook (or, without `hook`, call), and its parameters in the version we know."""
+
+    path: str
+    parameters: tuple[str, ...]
+    hook: Callable[..., Any] | None = None
+    type: HookType = HookType.AROUND
+
+
+def install() -> None:
+    """Register the backend and its hooks, or say in one error why not. SGLang applies the hooks after this returns."""
+    found = misfits()
+    if found:
+        logger.error(
+            "SGLang %s is not what mooncake-connector knows (%s), the backend %r is NOT offered: %s; install "
+            "sglang==%s or a mooncake-connector that knows this SGLang",
+            sglang.__version__, KNOWN_VERSION, BACKEND, "; ".join(found), KNOWN_VERSION,
+        )  # fmt: skip
+        return
+    if not version_is_known():
+        logger.error(
+            "SGLang %s is not the version that mooncake-connector was tested with (%s); all it hooks looks as it did, "
+            "so the backend %r is offered, untested",
+            sglang.__version__, KNOWN_VERSION, BACKEND,
+        )  # fmt: skip
+    if BACKEND not in StorageBackendFactory._registry:
+        StorageBackendFactory.register_backend(BACKEND, BACKEND_MODULE, BACKEND_CLASS)
+    for target in TARGETS:
+        if target.hook is not None and not _registered(target):
+            HookRegistry.register(target.path, target.hook, target.type)
+    if takes_over():
+        _take_over()
+
+
+def version_is_known() -> bool:
+    """Whether this SGLang is of the version that the hooks were written for; "+cu130" and the like do not matter."""
+    return sglang.__version__.partition("+")[0] == KNOWN_VERSION
+
+
+def misfits() -> list[str]:
+    """One phrase for each target that is missing here or has other parameters; it imports what the targets are in."""
+    return [found for target in TARGETS if (found := misfit(target))]
+
+
+def misfit(target: Target) -> str | None:
+    """What is wrong with `target` in this SGLang, or None."""
+    try:
+        parameters = tuple(inspect.signature(pkgutil.resolve_name(target.path)).parameters)
+    except Exception as error:
+        return f"{target.path} cannot be found ({error})"
+    if parameters == target.parameters:
+        return None
+    return f"{target.path} has the parameters ({', '.join(parameters)}) instead of ({', '.join(target.parameters)})"
+
+
+def hooked() -> bool:
+    """Whether all hooks are in force in this process: the backend then hears of weights changed at run time."""
+    return all(
+        _registered(target) and target.path in HookRegistry._patched for target in TARGETS if target.hook is not None
+    )
+
+
+def takes_over() -> bool:
+    """Whether the name `mooncake` shall mean our backend; not where the configuration cannot be used."""
+    try:
+        return load_config().sglang_takeover
+    except ConfigError as error:
+        logger.error("the name %r keeps its meaning in SGLang: %s", TAKEN_OVER, error)
+        return False
+
+
+def is_ours(backend: Any) -> bool:
+    """Whether a storage backend is ours, by whatever name it was made, and inside SGLang's failure injector too."""
+    inner = getattr(backend, "_backend", backend)
+    return any((base.__module__, base.__name__) == (BACKEND_MODULE, BACKEND_CLASS) for base in type(inner).__mro__)
+
+
+def _registered(target: Target) -> bool:
+    return any(hook is target.hook for _, hook, _ in HookRegistry._hooks.get(target.path, ()))
+
+
+def _take_over() -> None:
+    StorageBackendFactory.register_backend(TAKEN_OVER, BACKEND_MODULE, BACKEND_CLASS)
+    # SGLang starts Mooncake's transfer engine for a backend of this name, and fails where that is not installed.
+    os.environ.setdefault("SGLANG_HICACHE_MOONCAKE_REUSE_TE", "0")
+    logger.warning(
+        "SGLang's storage backend %r is mooncake-connector in this process (%s)",
+        TAKEN_OVER, environ_name("sglang_takeover"),
+    )  # fmt: skip
+
+
+@contained(nothing)
+def _accept_name(result: None, parser: argparse.ArgumentParser) -> None:
+    """After `add_cli_args`: the command line accepts our name."""
+    action = parser._option_string_actions[_OPTION]
+    if action.choices is not None and BACKEND not in action.choices:
+        action.choices = [*action.choices, BACKEND]  # a copy: the list belongs to SGLang's declaration
+
+
+def _construct(
+    create: Callable[..., Any], factory: type, backend_name: str, backend_class: Any, storage_config: Any, pool: Any
+) -> Any:
+    """Around the factory's switch of names, which raises for ours."""
+    if backend_name == BACKEND:
+        return backend_class(storage_config, pool)
+    return create(factory, backend_name, backend_class, storage_config, pool)
+
+
+@contained(nothing)
+def _without_copies(result: None, controller: Any, *args: Any, **kwargs: Any) -> None:
+    """After an attachment: pages go between host pool and store directly. No request is under way meanwhile."""
+    if is_ours(controller.storage_backend):
+        controller.page_get_func = controller._page_get_zero_copy
+        controller.page_set_func = controller._page_set_zero_copy
+
+
+@contained(nothing)
+def _with_prefixes(attachment: Any, **knobs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before the knobs of storage are applied: a page comes with the keys before it, so the store knows its parent."""
+    if not is_ours(attachment._cache.cache_controller.storage_backend):
+        return None
+    return (attachment,), {**knobs, "hicache_storage_pass_prefix_keys": True}
+
+
+def _reports_weights(update: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """Around a weight update: also one that failed may have changed weights, and pages by them are no longer shared.
+
+    After it, not before: pages by the old weights that are still on their way belong where they were going.
+    """
+    try:
+        return update(manager, recv_req)
+    finally:
+        _weights_changed()
+
+
+@contained(nothing)
+def _weights_changed() -> None:
+    from sglang_backend import hicache
+
+    hicache.weights_changed()
+
+
+_MANAGER_CALL = ("self", "recv_req")
+
+TARGETS = (
+    Target(f"{_FACTORY}.register_backend", ("name", "module_path", "class_name")),
+    Target(
+        f"{_FACTORY}._create_builtin_backend",
+        ("backend_name", "backend_class", "storage_config", "mem_pool_host"),
+        _construct,
+    ),
+    Target("sglang.srt.server_args.ServerArgs.add_cli_args", ("parser",), _accept_name, HookType.AFTER),
+    Target(
+        f"{_CONTROLLER}.attach_storage_backend",
+        ("self", "storage_backend", "prefetch_threshold", "model_name", "storage_backend_extra_config"),
+        _without_copies,
+        HookType.AFTER,
+    ),
+    Target(f"{_CONTROLLER}._page_get_zero_copy", ("self", "operation", "hash_values", "host_indices", "extra_info")),
+    Target(f"{_CONTROLLER}._page_set_zero_copy", ("self", "hash_values", "host_indices", "extra_info")),
+    Target(
+        "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
+        (
+            "self", "storage_backend", "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token",
+            "hicache_storage_pass_prefix_keys", "enable_storage", "enable_storage_metrics", "extra_metric_labels",
+        ),
+        _with_prefixes,
+        HookType.BEFORE,
+    ),
+    Target(f"{_WEIGHTS}.update_weights_from_disk", _MANAGER_CALL, _reports_weights),
+    Target(f"{_WEIGHTS}.update_weights_from_distributed", _MANAGER_CALL, _reports_weights),
+    Target(f"{_WEIGHTS}.update_weights_from_tensor", _MANAGER_CALL, _reports_weights),
+    Target(f"{_WEIGHTS}.update_weights_from_ipc", _MANAGER_CALL, _reports_weights),
+    # Weights may also be written from outside, by RDMA, between the beginning and the end of an update.
+    Target(f"{_WEIGHTS}.end_weight_update", _MANAGER_CALL, _reports_weights),
+)  # fmt: skip
