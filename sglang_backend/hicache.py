@@ -1,0 +1,353 @@
+"""`MooncakeConnectorStorage`: the pool as the third level of SGLang's HiCache.
+
+A thin map of SGLang's storage interface (0.5.23) to :class:`sglang_backend.stored_pool.StoredPool`. Pages of the
+model's own KV cache are canonical, whatever `--hicache-mem-layout`, so that every layout, TP size and engine reads
+them; pools beside it (sliding window, Mamba, indexer, draft) are stored as opaque bytes that only the same kind of
+instance reads.
+
+Keys are SGLang's page hashes, 64 hex digits. No call raises for a fault of the store: what cannot be had is a miss,
+what cannot be stored is reported as not stored.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from mooncake_connector.config import Config, load_config
+from mooncake_connector.contain import contained, nothing
+from mooncake_connector.errors import ConfigError
+from mooncake_connector.log import get_logger, log_once, set_log_level
+from mooncake_connector.namespace import Namespace
+from sglang_backend.figures import Figures
+from sglang_backend.host_pages import CanonicalPages, HostPages, OpaquePages, plain_shape
+from sglang_backend.identity import WHOLE, Identity, identify, of_changed_weights, of_opaque_pool, opaque_pool
+from sglang_backend.stored_pool import StoredPool
+from store_client.base import Shard
+from store_client.pool import Pool
+from store_client.shards import ShardView
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.pool_host.base import HostKVCache
+    from sglang.srt.observability.metrics_collector import StorageMetrics
+
+_SGLANG_KEYS = frozenset(
+    {
+        "allocator",
+        "backend_name",
+        "class_name",
+        "file_storage_path",
+        "hicache_storage_pass_prefix_keys",
+        "interface_v1",
+        "module_path",
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "tp_lcm_size",
+    }
+)
+"""Keys of `--hicache-storage-backend-extra-config` that SGLang reads itself; not every caller of ours removes them."""
+
+_FIRST_WAIT_S = 2.0
+"""How long attaching waits for the model's files to be hashed and the pool to open; both go on in the background."""
+
+_attached: weakref.WeakSet[MooncakeConnectorStorage] = weakref.WeakSet()
+
+logger = get_logger(__name__)
+
+
+def weights_changed() -> None:
+    """The weights in memory are no longer those of the files: this process goes on under a name of its own."""
+    for storage in list(_attached):
+        storage.weights_changed()
+
+
+class MooncakeConnectorStorage(HiCacheStorage):
+    """See the module.
+
+    Args:
+        storage_config: `extra_config` may hold any field of :class:`mooncake_connector.config.Config`.
+        kwargs_or_pool: what SGLang's ways of building a backend pass as a second argument; the host pool that counts
+            is the one that is registered later.
+
+    Raises ConfigError for a key or value that is not allowed; the text names it.
+    """
+
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, kwargs_or_pool: dict[str, Any] | HostKVCache | None = None
+    ) -> None:
+        extra = storage_config.extra_config or {}
+        self._given = {key: value for key, value in extra.items() if key not in _SGLANG_KEYS}
+        self._config: Config = load_config(self._given, os.environ)
+        set_log_level(self._config.log_level)
+        self._storage_config = storage_config
+        self._figures = Figures(enabled=storage_config.enable_storage_metrics)
+        self._counts_lookups = storage_config.tp_rank == 0 and storage_config.pp_rank == 0
+        self._identity: Identity | None = None
+        self._pool: Pool | None = None
+        self._changed_namespace: Namespace | None = None
+        self._kv: StoredPool | None = None
+        self._others: dict[str, StoredPool] = {}
+        self.registered_pools: dict[str, HostKVCache] = {}
+
+    def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
+        """Take the model's KV host pool, and open the store in the background.
+
+        Raises ConfigError and ModelIdentityError, which fail the attachment with their text.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        self._check_page_size(mem_pool_host)
+        shape = plain_shape(mem_pool_host)
+        identity = identify(self._config, self._storage_config, mem_pool_host, shape)
+        self._identity = identity
+        self._pool = Pool(self._config, prepare=identity.namespace)
+        if mem_pool_host.kv_buffer is not None:  # else all of the model's state is in the other pools
+            if shape is None or identity.shard == WHOLE:
+                self._kv = self._stored(OpaquePages(mem_pool_host), WHOLE)
+            else:
+                self._kv = self._stored(CanonicalPages(mem_pool_host, shape, identity.shard), identity.shard)
+        if identity.own:
+            logger.info("pages are shared with SGLang instances of the same settings only: %s", identity.own)
+        _attached.add(self)
+        self._pool.wait(_FIRST_WAIT_S)
+
+    @contained(nothing)
+    def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: str) -> None:
+        self.registered_pools[host_pool_name] = host_pool
+        if host_pool is self.mem_pool_host or host_pool_name == PoolName.KV:
+            return
+        replicated = (
+            self._storage_config.is_mla_model
+            and host_pool_name != PoolName.MAMBA
+            and not isinstance(host_pool, MHATokenToKVPoolHost)
+        )
+        description = opaque_pool(host_pool_name, self._storage_config, host_pool, replicated=replicated)
+        self._others[host_pool_name] = self._stored(OpaquePages(host_pool), WHOLE, description)
+
+    def weights_changed(self) -> None:
+        """Leave the namespace of the model's files; called while no request runs."""
+        namespace = self._pool.prepared if self._pool is not None else None
+        if namespace is not None:
+            self._changed_namespace = of_changed_weights(namespace)
+            logger.info("the weights changed in memory: pages are not shared with other instances from now on")
+
+    @contained(lambda: False)
+    def exists(self, key: str) -> bool:
+        return self._kv is not None and self._kv.contains([bytes.fromhex(key)])[0]
+
+    @contained(lambda: 0)
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        if self._kv is None:
+            return 0
+        hits = self._kv.prefix([bytes.fromhex(key) for key in keys])
+        page_tokens = self._kv.pages.page_slots
+        if hits * page_tokens < (self._config.min_hit_tokens or 0):
+            hits = 0
+        view = self._kv.view
+        if self._counts_lookups and view is not None:
+            view.record_lookup(hit_pages=hits, missed_pages=len(keys) - hits, page_tokens=page_tokens)
+        return hits
+
+    @contained(PoolTransferResult.empty)
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        # Without a buffer of its own, the anchor has what the other pools have.
+        kv_pages = len(keys) if self._kv is None and pool_transfers else self.batch_exists(keys, extra_info)
+        hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        restorable = set(range(1, kv_pages + 1))
+        names = [bytes.fromhex(key) for key in keys[:kv_pages]]
+        for transfer in pool_transfers or []:
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:  # never decides about the KV pages
+                continue
+            other = self._others.get(transfer.name)
+            present = other.contains(names) if other is not None else [False] * kv_pages
+            lengths = _restorable(present, transfer)
+            if lengths:
+                hits[transfer.name] = max(lengths)
+            restorable &= lengths
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        return self._load(self._kv, keys, host_indices) if self._kv is not None else [True] * len(keys)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        return self._save(self._kv, keys, host_indices, extra_info) if self._kv is not None else [True] * len(keys)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return {
+            transfer.name: self._load(self._other(transfer), transfer.keys or [], transfer.host_indices)
+            for transfer in transfers
+        }
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return {
+            transfer.name: self._save(self._other(transfer), transfer.keys or [], transfer.host_indices, extra_info)
+            for transfer in transfers
+        }
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Fill flat pages of SGLang's (`get_dummy_flat_data_page`); None for a page that is not there."""
+        arrived = self._load_flat(keys, target_locations or [])
+        return [target if right else None for target, right in zip(target_locations or [], arrived, strict=False)] or [
+            None
+        ] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    @contained(lambda: False)
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Store flat pages of SGLang's (`get_data_page`), a chain."""
+        if self._kv is None or not isinstance(pages := self._kv.pages, CanonicalPages):
+            return self._no_flat_pages()
+        names = [bytes.fromhex(key) for key in keys]
+        return all(self._kv.save_from(names, lambda i, page: pages.save_flat(values[i], page), None))
+
+    @contained(nothing)
+    def clear(self) -> None:
+        """Forget the pages of this namespace, and nothing else in the pool."""
+        for stored in (self._kv, *self._others.values()):
+            if stored is not None and (view := stored.view) is not None:
+                view.clear()
+
+    def get_stats(self) -> StorageMetrics:
+        """What was moved since the last call."""
+        return self._figures.drain()
+
+    @contained(nothing)
+    def close(self) -> None:
+        """Let go of the store; every later call misses. May be called twice."""
+        _attached.discard(self)
+        if self._pool is not None:
+            self._pool.close()
+
+    def _check_page_size(self, pool: HostKVCache) -> None:
+        page_size = getattr(pool, "page_size", None)
+        if "page_tokens" in self._given and self._config.page_tokens != page_size:
+            raise ConfigError(
+                f"page_tokens is {self._config.page_tokens}, but SGLang's pages have {page_size} tokens: start it with "
+                f"--page-size {self._config.page_tokens}, or leave page_tokens out"
+            )
+        if page_size != self._config.page_tokens:
+            logger.info(
+                "SGLang's pages have %s tokens; vLLM shares them only with page_tokens %s (it is %d by default)",
+                page_size, page_size, self._config.page_tokens,
+            )  # fmt: skip
+
+    def _stored(self, pages: HostPages, shard: Shard, other: dict[str, Any] | None = None) -> StoredPool:
+        view = partial(self._view, shard, pages.unit_nbytes, other)
+        return StoredPool(pages, view, self._figures, load_deadline_s=self._config.load_deadline_s)
+
+    def _view(self, shard: Shard, unit_nbytes: int, other: dict[str, Any] | None) -> ShardView | None:
+        """The pages of the model's own pool, or of another pool of the instance; None while there is no store."""
+        pool = self._pool
+        namespace = self._changed_namespace or (pool.prepared if pool is not None else None)
+        if pool is None or namespace is None:
+            return None
+        return pool.view(namespace if other is None else of_opaque_pool(namespace, other), shard, unit_nbytes)
+
+    def _other(self, transfer: PoolTransfer) -> StoredPool | None:
+        return self._kv if transfer.name == PoolName.KV else self._others.get(transfer.name)
+
+    def _load(self, stored: StoredPool | None, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
+        missed = [False] * len(keys)
+        slots = _first_slots(stored, keys, indices)
+        if stored is None or slots is None:
+            return missed
+        return contained(lambda: missed)(stored.load)([bytes.fromhex(key) for key in keys], slots)
+
+    def _save(
+        self,
+        stored: StoredPool | None,
+        keys: Sequence[str],
+        indices: torch.Tensor | None,
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> list[bool]:
+        failed = [False] * len(keys)
+        slots = _first_slots(stored, keys, indices)
+        if stored is None or slots is None:
+            return failed
+        before = extra_info.prefix_keys if extra_info is not None else None
+        parent = bytes.fromhex(before[-1]) if before else None
+        return contained(lambda: failed)(stored.save)([bytes.fromhex(key) for key in keys], slots, parent)
+
+    def _load_flat(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> list[bool]:
+        if self._kv is None or not isinstance(pages := self._kv.pages, CanonicalPages) or len(targets) != len(keys):
+            return [self._no_flat_pages()] * len(keys)
+        names = [bytes.fromhex(key) for key in keys]
+        load = self._kv.load_into
+        return contained(lambda: [False] * len(keys))(load)(
+            names, lambda i, part, page: pages.load_flat(targets[i], part, page)
+        )
+
+    def _no_flat_pages(self) -> bool:
+        log_once(
+            "sglang.flat",
+            "this host pool cannot be stored through SGLang's copying interface; use --hicache-storage-backend "
+            "mooncake_connector, or with `dynamic` the extra-config key interface_v1: 1",
+            logger=logger,
+        )
+        return False
+
+
+def _restorable(present: Sequence[bool], transfer: PoolTransfer) -> set[int]:
+    """Prefix lengths, in pages, at which a pool has what its hit policy asks for."""
+    length = present.index(False) if False in present else len(present)
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return set(range(1, length + 1))
+    window = max(1, len(transfer.keys or ()))
+    lengths, run = set(), 0
+    for pages, here in enumerate(present, start=1):
+        run = run + 1 if here else 0
+        if run >= min(window, pages):
+            lengths.add(pages)
+    return lengths
+
+
+def _first_slots(stored: StoredPool | None, keys: Sequence[str], indices: torch.Tensor | None) -> list[int] | None:
+    """The first slot of each page, or None where SGLang's indices do not fit the keys."""
+    if stored is None or indices is None or indices.numel() != len(keys) * stored.pages.page_slots:
+        if keys:
+            log_once(
+                "sglang.indices",
+                "SGLang asked for %d pages with %s host indices: not moved",
+                len(keys), None if indices is None else indices.numel(),
+                logger=logger,
+            )  # fmt: skip
+        return None
+    slots: list[int] = indices[:: stored.pages.page_slots].tolist()
+    return slots

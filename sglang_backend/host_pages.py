@@ -1,0 +1,208 @@
+"""Pages in SGLang's host memory: where a page lies in a host KV pool, and the copy between it and a stored page.
+
+SGLang keeps its second cache level in *host pools*: tensors whose axes are ordered by `--hicache-mem-layout`. A page is
+`page_size` consecutive slots. :class:`CanonicalPages` knows the pools of plain K/V and MLA caches and moves canonical
+pages; :class:`OpaquePages` moves the bytes of any other pool as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+from mooncake_connector.page import BlockLayout, PageFormat, SegmentLayout, pack, unpack
+from store_client.base import Bytes, Shard
+from store_client.shards import overlap
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.pool_host.base import HostKVCache
+
+_POOL_AXES = {
+    "layer_first": "lbthd",
+    "page_first": "btlhd",
+    "page_first_direct": "blthd",
+    "page_head": "bhtld",
+}
+"""Order of the axes block, token, layer, head and dim of one host buffer (K or V), slowest first.
+
+Source: `init_kv_buffer` of SGLang's MHATokenToKVPoolHost and MLATokenToKVPoolHost, where block and token are one axis
+of slots in the first two.
+"""
+
+
+class HostPages(Protocol):
+    """Pages of one host pool, each named by the index of its first slot."""
+
+    page_slots: int
+    """Slots of the pool that a page takes."""
+
+    @property
+    def unit_nbytes(self) -> int:
+        """Bytes of one layer and one KV head of a page."""
+
+    def load(self, first_slot: int, part: Shard, page: Bytes) -> None:
+        """Copy what the pool needs of `page`, the stored page of `part`, to the slots from `first_slot` on."""
+
+    def save(self, first_slot: int, page: Bytes) -> None:
+        """Copy the slots from `first_slot` on into `page`, the page of this rank's shard."""
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """Sizes of one rank's part of a plain K/V (or MLA) host pool; dims are elements a token and head."""
+
+    num_layers: int
+    num_heads: int
+    k_dim: int
+    v_dim: int
+    itemsize: int
+    page_tokens: int
+    layout: str
+
+    def page_format(self, shard: Shard) -> PageFormat:
+        """The canonical page of any shard of the same model."""
+        return PageFormat(
+            num_layers=shard.layer_stop - shard.layer_start,
+            page_tokens=self.page_tokens,
+            num_heads=shard.head_stop - shard.head_start,
+            k_dim=self.k_dim,
+            v_dim=self.v_dim,
+            itemsize=self.itemsize,
+        )
+
+
+def plain_shape(pool: HostKVCache) -> PoolShape | None:
+    """Sizes of a pool whose pages are K beside V, or MLA vectors, and nothing else; None for every other pool."""
+    kind = type(pool)
+    if kind not in (MHATokenToKVPoolHost, MLATokenToKVPoolHost) or pool.layout not in _POOL_AXES:
+        return None
+    is_mla = kind is MLATokenToKVPoolHost
+    buffer = pool.kv_buffer
+    if buffer is None or not buffer.is_contiguous() or buffer.device.type != "cpu":
+        return None
+    if not is_mla and pool.layer_num != pool.target_layer_num:  # layers of a draft model are packed behind
+        return None
+    if is_mla and getattr(pool, "dcp_size", 1) > 1:
+        return None
+    return PoolShape(
+        num_layers=pool.layer_num,
+        num_heads=1 if is_mla else pool.head_num,
+        k_dim=pool.kv_cache_dim if is_mla else pool.head_dim,
+        v_dim=0 if is_mla else pool.v_head_dim,
+        itemsize=pool.dtype.itemsize,
+        page_tokens=pool.page_size,
+        layout=pool.layout,
+    )
+
+
+class CanonicalPages:
+    """Pages of a plain K/V or MLA pool, stored as canonical pages whatever the layout.
+
+    Args:
+        shard: the layers and heads that the pool holds, counted over the whole model.
+    """
+
+    def __init__(self, pool: HostKVCache, shape: PoolShape, shard: Shard) -> None:
+        self.page_slots = shape.page_tokens
+        self._shape, self._shard = shape, shard
+        self._buffer = pool.kv_buffer  # what is addressed stays allocated
+        self._fmt = shape.page_format(shard)
+        num_blocks = pool.size // shape.page_tokens
+        v_offset = None if shape.v_dim == 0 else self._buffer[1].data_ptr() - self._buffer[0].data_ptr()
+        self._layout = _block_layout(shape, _POOL_AXES[shape.layout], self._buffer.data_ptr(), num_blocks, v_offset)
+
+    @property
+    def unit_nbytes(self) -> int:
+        shape = self._shape
+        return shape.page_tokens * (shape.k_dim + shape.v_dim) * shape.itemsize
+
+    def load(self, first_slot: int, part: Shard, page: Bytes) -> None:
+        self._load(self._layout, first_slot // self.page_slots, part, page)
+
+    def save(self, first_slot: int, page: Bytes) -> None:
+        pack(self._fmt, self._layout, (first_slot // self.page_slots,), 0, page)
+
+    def load_flat(self, target: torch.Tensor, part: Shard, page: Bytes) -> None:
+        """As `load`, into a page that SGLang handed out flat (`get_dummy_flat_data_page`)."""
+        self._load(self._flat_layout(target), 0, part, page)
+
+    def save_flat(self, source: torch.Tensor, page: Bytes) -> None:
+        """As `save`, from a page that SGLang flattened (`get_data_page`)."""
+        pack(self._fmt, self._flat_layout(source), (0,), 0, page)
+
+    def _load(self, layout: BlockLayout, block: int, part: Shard, page: Bytes) -> None:
+        if part == self._shard:
+            unpack(self._fmt, layout, (block,), 0, page)
+            return
+        common = overlap(part, self._shard)
+        cropped = layout.crop(common.first_layer, common.page.num_layers, common.first_head)
+        unpack(self._shape.page_format(part), cropped, (block,), 0, page, window=common.page)
+
+    def _flat_layout(self, flat: torch.Tensor) -> BlockLayout:
+        """A flat page has the pool's own order, K before V, without other pages in between."""
+        if not flat.is_contiguous() or flat.numel() * flat.element_size() != self._fmt.nbytes:
+            raise ValueError(f"a flat page of {flat.numel()} elements of {flat.dtype}, not {self._fmt.nbytes} bytes")
+        axes = _POOL_AXES[self._shape.layout]
+        v_offset = None if self._shape.v_dim == 0 else self._fmt.k_nbytes
+        return _block_layout(self._shape, axes, flat.data_ptr(), 1, v_offset)
+
+
+def _block_layout(shape: PoolShape, axes: str, address: int, num_blocks: int, v_offset: int | None) -> BlockLayout:
+    """The order `axes` of a contiguous buffer at `address` as a block layout; K and V are alike, `v_offset` apart."""
+    sizes = {
+        "b": num_blocks,
+        "t": shape.page_tokens,
+        "l": shape.num_layers,
+        "h": shape.num_heads,
+        "d": shape.k_dim,
+    }
+    strides = {axis: prod(sizes[inner] for inner in axes[at + 1 :]) * shape.itemsize for at, axis in enumerate(axes)}
+    token, dim = ((shape.page_tokens, strides["t"]),), ((shape.k_dim, strides["d"]),)
+    return BlockLayout(
+        layer_addresses=tuple(address + layer * strides["l"] for layer in range(shape.num_layers)),
+        num_blocks=num_blocks,
+        block_tokens=shape.page_tokens,
+        block_stride=strides["b"],
+        head_stride=strides["h"],
+        k=SegmentLayout(0, token, dim),
+        v=None if v_offset is None else SegmentLayout(v_offset, token, dim),
+    )
+
+
+class OpaquePages:
+    """Pages of a pool whose inside is SGLang's own affair: stored as the bytes that the pool says a page has."""
+
+    def __init__(self, pool: HostKVCache) -> None:
+        self.page_slots = int(getattr(pool, "page_size", 1) or 1)
+        self._pool = pool
+        self._nbytes = sum(len(piece) for piece in self._pieces(0))
+
+    @property
+    def unit_nbytes(self) -> int:
+        return self._nbytes
+
+    def load(self, first_slot: int, part: Shard, page: Bytes) -> None:
+        at = 0
+        for piece in self._pieces(first_slot):
+            np.copyto(piece, page[at : at + len(piece)])
+            at += len(piece)
+
+    def save(self, first_slot: int, page: Bytes) -> None:
+        np.concatenate(self._pieces(first_slot), out=page)
+
+    def _pieces(self, first_slot: int) -> list[Bytes]:
+        slots = torch.arange(first_slot, first_slot + self.page_slots, dtype=torch.int64)
+        pointers, sizes = self._pool.get_page_buffer_meta(slots)
+        return [_bytes_at(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
+
+
+def _bytes_at(address: int, nbytes: int) -> Bytes:
+    memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.frombuffer(memory, dtype=np.uint8)

@@ -1,0 +1,228 @@
+"""Whose pages these are: the namespace and the shard of one SGLang rank.
+
+SGLang's page hashes carry tokens, extra key and salt; everything else that changes KV bytes is said here, from the host
+pool and the server's arguments and never from the served name. Fields are spelled as vLLM's side spells them wherever
+both engines mean the same bytes; whatever has no such meaning makes the namespace SGLang's own (`engine_overrides`).
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.runtime_context import get_server_args
+
+from mooncake_connector.checkpoint import checkpoint_path, plain_values, quantization_while_loading, rope_in_force
+from mooncake_connector.config import Config
+from mooncake_connector.errors import ModelIdentityError
+from mooncake_connector.fingerprint import default_cache_dir
+from mooncake_connector.model_identity import LORA_FILES, files_digest, model_digest
+from mooncake_connector.namespace import Namespace, canonical_json
+from sglang_backend.host_pages import PoolShape
+from store_client.base import Shard
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache.pool_host.base import HostKVCache
+
+_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WHOLE = Shard(0, 1, 0, 1)
+"""Shard of pages that are not divided into layers and heads."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What one rank stores its pages under.
+
+    Args:
+        namespace: makes the namespace; may read all weight files, so it is called in the background.
+        shard: of the model's own KV pool; `WHOLE` where that pool is opaque.
+        own: why pages are not shared with vLLM; empty where they are. Part of the namespace.
+    """
+
+    namespace: Callable[[], Namespace]
+    shard: Shard
+    own: dict[str, Any] = field(default_factory=dict)
+
+
+def identify(config: Config, storage: HiCacheStorageConfig, pool: HostKVCache, shape: PoolShape | None) -> Identity:
+    """Identity of a rank whose KV host pool is `pool`; `shape` is None where its pages are opaque.
+
+    Raises ModelIdentityError without a running server (a controller that is driven directly) and no `model_id`.
+    """
+    args = _server_args()
+    if args is None:
+        return _without_server(config, storage, pool, shape)
+    model = ModelConfig.from_server_args(get_server_args())
+    shard = _shard(storage, pool, shape, model)
+    own = _own_settings(args, storage, pool)
+    if shard is None:
+        shard = WHOLE
+        own["pool"] = opaque_pool("kv", storage, pool, replicated=storage.is_mla_model)
+    return Identity(lambda: _namespace(config, args, model, pool, shape, own), shard, own)
+
+
+def opaque_pool(name: str, storage: HiCacheStorageConfig, pool: HostKVCache, *, replicated: bool) -> dict[str, Any]:
+    """What tells the pages of a pool of unknown inside from those of every other; plain JSON values."""
+    return {
+        "name": str(name),
+        "class": type(pool).__name__,
+        "layout": str(getattr(pool, "layout", "")),
+        "dtype": str(getattr(pool, "dtype", "")),
+        "slots": int(getattr(pool, "page_size", 1) or 1),
+        "tp": [0, 1] if replicated else [storage.tp_rank, storage.tp_size],
+        "pp": [storage.pp_rank, storage.pp_size],
+    }
+
+
+def of_opaque_pool(namespace: Namespace, description: dict[str, Any]) -> Namespace:
+    """The namespace of another pool of the instance that `namespace` belongs to."""
+    overrides = json.loads(namespace.engine_overrides or "{}")
+    return replace(namespace, engine_overrides=canonical_json({**overrides, "engine": "sglang", "pool": description}))
+
+
+def of_changed_weights(namespace: Namespace) -> Namespace:
+    """A namespace that nobody else has: weights that changed in memory are in no file."""
+    return replace(namespace, model_digest=f"memory-{uuid.uuid4().hex}")
+
+
+def _server_args() -> Any | None:
+    try:
+        args = get_server_args()
+    except Exception:  # nothing was published in this process
+        return None
+    return None if args is None else resolving_view(args)
+
+
+def _without_server(
+    config: Config, storage: HiCacheStorageConfig, pool: HostKVCache, shape: PoolShape | None
+) -> Identity:
+    if config.model_id is None:
+        raise ModelIdentityError(
+            "SGLang's arguments are not known in this process, so the model cannot be told from others: set `model_id` "
+            "in --hicache-storage-backend-extra-config to a name that changes whenever the weights do"
+        )
+    heads = shape.num_heads if shape is not None else 1
+    ranks = 1 if storage.is_mla_model else storage.tp_size
+    own: dict[str, Any] = {}
+    shard = WHOLE
+    if shape is None or storage.pp_size > 1:
+        own["pool"] = opaque_pool("kv", storage, pool, replicated=storage.is_mla_model)
+    else:
+        first = 0 if storage.is_mla_model else storage.tp_rank * heads
+        shard = Shard(0, shape.num_layers, first, first + heads)
+    namespace = Namespace(
+        model_name=str(storage.model_name or config.model_id),
+        model_digest=config.model_id,
+        kv_dtype=str(pool.dtype).removeprefix("torch."),
+        num_layers=shape.num_layers if shape is not None else 1,
+        num_kv_heads=heads * ranks,
+        head_dim=shape.k_dim if shape is not None else 1,
+        page_tokens=_page_tokens(pool),
+        engine_overrides=_overrides({}, own),
+    )
+    return Identity(lambda: namespace, shard, own)
+
+
+def _shard(
+    storage: HiCacheStorageConfig, pool: HostKVCache, shape: PoolShape | None, model: ModelConfig
+) -> Shard | None:
+    """The rank's layers and heads, or None where the pool does not hold all of them in full."""
+    if shape is None or storage.attn_cp_size > 1 or storage.dcp_size > 1:
+        return None
+    num_layers = model.num_hidden_layers
+    first_layer = pool.start_layer or 0
+    layers = (first_layer, first_layer + shape.num_layers)
+    in_full = layers == (0, num_layers) if storage.pp_size == 1 else layers[1] <= num_layers
+    if not in_full or model.num_attention_layers != num_layers:  # sliding windows, Mamba layers, shared layers
+        return None
+    if storage.is_mla_model:
+        return Shard(*layers, 0, 1)
+    heads, ranks = model.get_total_num_kv_heads(), storage.tp_size
+    if shape.num_heads != max(1, heads // ranks) or (heads % ranks and ranks % heads):
+        return None
+    first = storage.tp_rank * heads // ranks  # more ranks than heads: consecutive ranks hold the same head
+    return Shard(*layers, first, first + shape.num_heads)
+
+
+def _own_settings(args: Any, storage: HiCacheStorageConfig, pool: HostKVCache) -> dict[str, Any]:
+    """Settings whose pages only another SGLang with the same ones may read."""
+    own: dict[str, Any] = {}
+    if args.speculative_algorithm is not None:  # EAGLE names pages by pairs of tokens; draft layers depend on the draft
+        own["speculative"] = [str(args.speculative_algorithm), str(args.speculative_draft_model_path)]
+    if pool.dtype not in _PLAIN_DTYPES:  # engines scale and pack them differently
+        own["kv_cache"] = [str(args.kv_cache_dtype), str(args.dtype), str(args.quantization_param_path)]
+    if storage.attn_cp_size > 1:
+        own["attn_cp"] = [storage.attn_cp_rank, storage.attn_cp_size]
+    if storage.dcp_size > 1:
+        own["dcp"] = [storage.dcp_rank, storage.dcp_size]
+    for setting in ("modelopt_quant", "quantize_and_serve"):
+        if getattr(args, setting, None):
+            own[setting] = str(getattr(args, setting))
+    return own
+
+
+def _namespace(
+    config: Config, args: Any, model: ModelConfig, pool: HostKVCache, shape: PoolShape | None, own: dict[str, Any]
+) -> Namespace:
+    text = model.hf_text_config
+    is_mla = shape is not None and shape.v_dim == 0
+    quantization = quantization_while_loading(model.hf_config, args.quantization)
+    own = dict(own)
+    if args.speculative_draft_model_path:
+        draft = checkpoint_path(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+        own["draft"] = model_digest(draft, cache_dir=default_cache_dir())
+    if args.quantization_param_path:
+        scales = Path(args.quantization_param_path)
+        own["kv_scales"] = files_digest(scales.parent, (scales.name,))
+    return Namespace(
+        model_name=str(args.model_path),
+        model_digest=config.model_id or _digest(args),
+        kv_dtype=str(pool.dtype).removeprefix("torch."),
+        num_layers=model.num_hidden_layers,
+        num_kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
+        head_dim=shape.k_dim if shape is not None else model.head_dim,
+        kv_lora_rank=text.kv_lora_rank if is_mla else None,
+        rope_dim=text.qk_rope_head_dim if is_mla else None,
+        page_tokens=_page_tokens(pool),
+        rope=rope_in_force(text, model.context_len),
+        quantization=f"sglang:{quantization}" if quantization else "",
+        lora=_adapters(args),
+        engine_overrides=_overrides(json.loads(args.json_model_override_args or "{}"), own),
+    )
+
+
+def _overrides(hf_overrides: dict[str, Any], own: dict[str, Any]) -> str:
+    overrides: dict[str, Any] = {"engine": "sglang", **own} if own else {}
+    if hf_overrides:
+        overrides["hf_overrides"] = plain_values(hf_overrides)
+    return canonical_json(overrides) if overrides else ""
+
+
+def _digest(args: Any) -> str:
+    if args.load_format == "dummy":
+        return f"dummy-{uuid.uuid4().hex}"  # weights made up at start: nobody else has them
+    return model_digest(checkpoint_path(args.model_path, args.revision), cache_dir=default_cache_dir())
+
+
+def _adapters(args: Any) -> str:
+    """Digest of the adapters of `--lora-paths`: SGLang names those by name and path, whatever their files hold.
+
+    Adapters that are loaded at run time get a random name from SGLang and need nothing.
+    """
+    adapters = {}
+    for adapter in args.lora_paths or []:
+        folder = checkpoint_path(adapter.lora_path, None)
+        adapters[adapter.lora_id] = files_digest(folder, LORA_FILES, cache_dir=default_cache_dir())
+    return canonical_json(adapters) if adapters else ""
+
+
+def _page_tokens(pool: HostKVCache) -> int:
+    return int(getattr(pool, "logical_page_size", None) or pool.page_size)

@@ -1,0 +1,160 @@
+"""One host pool of SGLang and its pages in the store.
+
+SGLang asks from threads of its own, one for lookups, one for reads and one for writes, and waits without a limit; so
+every call ends in time here: pages are moved a few at a time with a look at the clock between, writes wait for the
+store's lock at most `_LOCK_WAIT_S`, and after a fault the store is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from mooncake_connector.log import get_logger, log_once
+from sglang_backend.breaker import PAUSE_S, Breaker
+from sglang_backend.figures import Figures
+from sglang_backend.host_pages import HostPages
+from store_client.base import Bytes, Put, Shard
+from store_client.shards import ShardView
+
+_PAGES_A_MOVE = 16
+"""Pages moved between two looks at the clock."""
+_LOCK_WAIT_S = 0.1
+"""Longest wait for the store's lock, which is held for microseconds: longer means that its holder is stopped."""
+
+Load = Callable[[int, Shard, Bytes], None]
+"""Takes page i of a call out of the stored page of a part."""
+Save = Callable[[int, Bytes], None]
+"""Writes page i of a call into the page of this rank's shard."""
+
+T = TypeVar("T")
+
+logger = get_logger(__name__)
+
+
+class StoredPool:
+    """Looks up, loads and saves pages by key; never raises for a fault of the store.
+
+    Args:
+        view: the pages in the store, or None while there is no store.
+        pages: moves a page between the host pool and the store.
+    """
+
+    def __init__(
+        self, pages: HostPages, view: Callable[[], ShardView | None], figures: Figures, *, load_deadline_s: float
+    ) -> None:
+        self.pages = pages
+        self._view = view
+        self._figures = figures
+        self._load_deadline_s = load_deadline_s
+        self._reads, self._writes = Breaker(), Breaker()
+
+    @property
+    def view(self) -> ShardView | None:
+        """The pages in the store, or None while there is no store."""
+        return self._view()
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """How many leading pages are present."""
+        view = self._ready(self._reads)
+        if view is None:
+            return 0
+        return self._guarded("lookup", self._reads, lambda: view.prefix(keys), 0)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        view = self._ready(self._reads)
+        absent = [False] * len(keys)
+        return absent if view is None else self._guarded("lookup", self._reads, lambda: view.contains(keys), absent)
+
+    def load(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[bool]:
+        """Copy page i to the slots from `slots[i]` on; for each whether it arrived. Stops at the first that did not."""
+        return self.load_into(keys, lambda i, part, page: self.pages.load(slots[i], part, page))
+
+    def save(self, keys: Sequence[bytes], slots: Sequence[int], parent: bytes | None) -> list[bool]:
+        """Store the pages at `slots`, a chain that follows `parent`; for each whether the store has it now."""
+        return self.save_from(keys, lambda i, page: self.pages.save(slots[i], page), parent)
+
+    def load_into(self, keys: Sequence[bytes], load: Load) -> list[bool]:
+        arrived: list[bool] = []
+        view = self._ready(self._reads)
+        if view is not None:
+            started_s = time.monotonic()
+            self._guarded("load", self._reads, lambda: self._load(view, keys, load, arrived), None)
+            seconds = time.monotonic() - started_s
+            self._figures.loaded(arrived.count(True), view.nbytes, seconds)
+            if seconds > self._load_deadline_s:
+                self._trip("load", "deadline", self._reads, f"{sum(arrived)} of {len(keys)} pages in {seconds:.3f} s")
+        return arrived + [False] * (len(keys) - len(arrived))
+
+    def _load(self, view: ShardView, keys: Sequence[bytes], load: Load, arrived: list[bool]) -> None:
+        deadline_s = time.monotonic() + self._load_deadline_s
+        for start in range(0, len(keys), _PAGES_A_MOVE):
+            if time.monotonic() > deadline_s:
+                return
+
+            def consume(i: int, part: Shard, page: Bytes, start: int = start) -> None:
+                load(start + i, part, page)
+
+            found = view.read(keys[start : start + _PAGES_A_MOVE], consume)
+            arrived += found
+            if not all(found):
+                self._figures.failed("load", "page_lost")
+                return
+
+    def save_from(self, keys: Sequence[bytes], save: Save, parent: bytes | None) -> list[bool]:
+        stored: list[bool] = []
+        view = self._ready(self._writes)
+        if view is not None:
+            self._guarded("save", self._writes, lambda: self._save(view, keys, save, parent, stored), None)
+        return stored + [False] * (len(keys) - len(stored))
+
+    def _save(
+        self, view: ShardView, keys: Sequence[bytes], save: Save, parent: bytes | None, stored: list[bool]
+    ) -> None:
+        parents = [parent, *keys[:-1]]
+        present = view.contains(keys)
+        for start in range(0, len(keys), _PAGES_A_MOVE):
+            batch = range(start, min(start + _PAGES_A_MOVE, len(keys)))
+            missing = [i for i in batch if not present[i]]
+            started_s = time.monotonic()
+            results = (
+                view.write(
+                    [keys[i] for i in missing],
+                    lambda n, page, missing=missing: save(missing[n], page),  # type: ignore[misc]
+                    parents=[parents[i] for i in missing],
+                    deadline_s=_LOCK_WAIT_S,
+                )
+                if missing
+                else []
+            )
+            outcome = dict(zip(missing, results, strict=True))
+            stored += [outcome.get(i) is not Put.FAILED for i in batch]
+            seconds = time.monotonic() - started_s
+            self._figures.saved(results.count(Put.STORED), view.nbytes, seconds)
+            if Put.FAILED in results:
+                if seconds >= _LOCK_WAIT_S:
+                    self._trip("save", "busy", self._writes, "the store's lock was not free")
+                else:
+                    self._figures.failed("save", "refused")
+                return
+
+    def _ready(self, breaker: Breaker) -> ShardView | None:
+        return None if breaker.is_open else self._view()
+
+    def _guarded(self, what: str, breaker: Breaker, call: Callable[[], T], otherwise: T) -> T:
+        try:
+            return call()
+        except Exception as error:
+            self._trip(what, "error", breaker, repr(error))
+            return otherwise
+
+    def _trip(self, what: str, cause: str, breaker: Breaker, text: str) -> None:
+        breaker.trip()
+        self._figures.failed(what, cause)
+        log_once(
+            f"sglang.{what}.{cause}",
+            "a %s failed: %s; the store is not asked for %d s (said once, see metrics)",
+            what, text, PAUSE_S,
+            logger=logger,
+        )  # fmt: skip
