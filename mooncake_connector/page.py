@@ -12,7 +12,7 @@ This module does not know where layouts come from (the adapters describe them) n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -66,6 +66,16 @@ class PageFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """The part of a page that is moved: some consecutive layers, and of each some consecutive KV heads."""
+
+    first_layer: int
+    num_layers: int
+    first_head: int
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentLayout:
     """Where K (or V) of one head lies inside a block.
 
@@ -101,20 +111,33 @@ class BlockLayout:
     k: SegmentLayout
     v: SegmentLayout | None
 
+    def crop(self, first_layer: int, num_layers: int, first_head: int) -> BlockLayout:
+        """The same blocks seen from layer `first_layer` and head `first_head` on; a window says how many heads."""
+        skipped = first_head * self.head_stride
+        kept = self.layer_addresses[first_layer : first_layer + num_layers]
+        return replace(self, layer_addresses=tuple(address + skipped for address in kept))
+
 
 def pack(
-    fmt: PageFormat, layout: BlockLayout, block_ids: Sequence[int], first_token: int, page: npt.NDArray[np.uint8]
+    fmt: PageFormat,
+    layout: BlockLayout,
+    block_ids: Sequence[int],
+    first_token: int,
+    page: npt.NDArray[np.uint8],
+    window: Window | None = None,
 ) -> None:
     """Copy tokens `[first_token, first_token + page_tokens)` of a request from its blocks into a canonical page.
 
     Args:
+        fmt: of the page; the layout has as many layers as the window, and at least as many heads.
         block_ids: the request's block table; entry i holds tokens `[i * block_tokens, (i + 1) * block_tokens)`.
         page: contiguous, writable, `fmt.nbytes` bytes.
+        window: what of the page to write, all of it by default; the rest is left alone.
 
     Raises:
-        PageError: the page has another size, or the block table does not cover the tokens.
+        PageError: the page has another size, the block table does not cover the tokens, or the window leaves the page.
     """
-    _move(fmt, layout, block_ids, first_token, 0, page, into_blocks=False)
+    _move(fmt, layout, block_ids, first_token, 0, page, window, into_blocks=False)
 
 
 def unpack(
@@ -124,16 +147,18 @@ def unpack(
     first_token: int,
     page: npt.NDArray[np.uint8],
     skip_tokens: int = 0,
+    window: Window | None = None,
 ) -> None:
     """Copy a canonical page into a request's blocks; the inverse of :func:`pack`.
 
     Args:
         skip_tokens: leave the first tokens of the page out: their blocks belong to others (a local prefix-cache hit).
+        window: what of the page to read, all of it by default.
 
     Raises:
         PageError: as for :func:`pack`.
     """
-    _move(fmt, layout, block_ids, first_token, skip_tokens, page, into_blocks=True)
+    _move(fmt, layout, block_ids, first_token, skip_tokens, page, window, into_blocks=True)
 
 
 def _move(
@@ -143,13 +168,18 @@ def _move(
     first_token: int,
     skip_tokens: int,
     page: npt.NDArray[np.uint8],
+    window: Window | None,
     *,
     into_blocks: bool,
 ) -> None:
     if page.nbytes != fmt.nbytes or not page.flags.c_contiguous:
         raise PageError(f"page buffer of {page.nbytes} bytes, expected {fmt.nbytes} contiguous ones")
-    if len(layout.layer_addresses) != fmt.num_layers:
-        raise PageError(f"layout has {len(layout.layer_addresses)} layers, the page format {fmt.num_layers}")
+    if window is None:
+        window = Window(0, fmt.num_layers, 0, fmt.num_heads)
+    elif not _within(window, fmt):
+        raise PageError(f"{window} leaves a page of {fmt.num_layers} layers and {fmt.num_heads} heads")
+    if len(layout.layer_addresses) != window.num_layers:
+        raise PageError(f"layout has {len(layout.layer_addresses)} layers, the page or its window {window.num_layers}")
     pages = page.ctypes.data
     for segment, dim, base in ((layout.k, fmt.k_dim, pages), (layout.v, fmt.v_dim, pages + fmt.k_nbytes)):
         if segment is None:
@@ -158,7 +188,12 @@ def _move(
             for start, within, axis in _slice_axis(segment.token, offset, offset + count):
                 position = token + start - offset
                 engine = block * layout.block_stride + segment.offset + within
-                _copy_run(fmt, layout, segment, dim, axis, base, position, engine, into_blocks)
+                _copy_run(fmt, window, layout, segment, dim, axis, base, position, engine, into_blocks)
+
+
+def _within(window: Window, fmt: PageFormat) -> bool:
+    layers = 0 <= window.first_layer < window.first_layer + window.num_layers <= fmt.num_layers
+    return layers and 0 <= window.first_head < window.first_head + window.num_heads <= fmt.num_heads
 
 
 def _runs(
@@ -183,6 +218,7 @@ def _runs(
 
 def _copy_run(
     fmt: PageFormat,
+    window: Window,
     layout: BlockLayout,
     segment: SegmentLayout,
     dim: int,
@@ -201,14 +237,14 @@ def _copy_run(
         item, dims, dim_axis = run, dims[:-1], segment.dim[:-1]
     else:
         dim_axis = segment.dim
-    heads = (fmt.num_heads, dim * fmt.itemsize)
-    first = page_base + position * row
+    heads = (window.num_heads, dim * fmt.itemsize)
     layer_nbytes = fmt.page_tokens * row
+    first = page_base + window.first_layer * layer_nbytes + position * row + window.first_head * dim * fmt.itemsize
     for index, count, stride in _layer_groups(layout.layer_addresses):
         canonical = _view(first + index * layer_nbytes, ((count, layer_nbytes), *tokens, heads, *dims), item)
         blocks = _view(
             layout.layer_addresses[index] + engine_offset,
-            ((count, stride), *token_axis, (fmt.num_heads, layout.head_stride), *dim_axis),
+            ((count, stride), *token_axis, (window.num_heads, layout.head_stride), *dim_axis),
             item,
         )
         if into_blocks:

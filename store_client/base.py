@@ -215,6 +215,10 @@ class Store(ABC):
         """The pages of `shard` in `namespace`; nothing is written until the first put."""
 
     @abstractmethod
+    def shards(self, namespace: Namespace) -> list[Shard]:
+        """The shards of which pages of `namespace` were ever stored. Cheap: looks at no page and takes no lock."""
+
+    @abstractmethod
     def namespaces(self) -> list[SpaceInfo]:
         """Every namespace and shard that was ever written."""
 

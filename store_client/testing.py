@@ -202,6 +202,18 @@ class StoreConformance:
             assert store.space(name, shard).prefix(keys) == 0
         assert store.space(namespace(), SHARD).prefix(keys) == 2
 
+    def test_shards_lists_those_that_the_namespace_was_stored_in(self, store: Store) -> None:
+        assert store.shards(namespace()) == []
+        half = Shard(0, 4, 0, 1)
+        for shard in (SHARD, half):
+            put_chain(store.space(namespace(), shard), chain("a", 1))
+        put_chain(store.space(namespace("other"), Shard(4, 8, 0, 2)), chain("a", 1))
+        store.space(namespace(), Shard(0, 4, 1, 2)).prefix(chain("a", 1))
+        renamed = namespace(model_name="served under another name", model_digest="m")
+        assert sorted(store.shards(renamed), key=str) == sorted([SHARD, half], key=str)
+        store.close()
+        assert store.shards(namespace()) == []
+
     def test_the_name_shown_to_people_is_no_identity(self, store: Store) -> None:
         keys = chain("a", 1)
         put_chain(store.space(namespace(), SHARD), keys)

@@ -10,13 +10,17 @@ Memory on a device is reached through a staging copy of the blocks in host memor
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from mooncake_connector.page import BlockLayout, PageFormat, SegmentLayout, factor_block, pack, unpack
+from store_client.base import Shard
+from store_client.shards import Overlap, overlap
 from vllm_plugin.geometry import Unsupported
 
 BlockOrder = tuple[SegmentLayout, SegmentLayout | None]
@@ -24,11 +28,21 @@ CacheOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes (key, value) `[token, head, dim]` into block 0 of a cache `[1, head, token, content]` like the engine does."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The pages of a stored part, as this worker's blocks take them in; `layout` is None for blocks on a device."""
+
+    fmt: PageFormat
+    overlap: Overlap
+    layout: BlockLayout | None
+
+
 class KVBlocks:
     """The KV blocks of this worker.
 
     Args:
         tensors: this rank's layers in canonical order, each `[block, head, token, content]`.
+        shard: the layers and heads that they are.
         fmt: geometry of the pages of this rank.
         order: measured order inside a block and head, or None for K beside V.
 
@@ -36,7 +50,9 @@ class KVBlocks:
         Unsupported: the tensors do not have the geometry that the configuration announced.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], fmt: PageFormat, order: BlockOrder | None) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], shard: Shard, fmt: PageFormat, order: BlockOrder | None
+    ) -> None:
         first = tensors[0]
         self._fmt = fmt
         self._tensors = [_as_bytes_view(tensor, fmt) for tensor in tensors]
@@ -47,6 +63,8 @@ class KVBlocks:
         self.block_tokens = int(first.shape[2])
         self._on_device = first.device.type != "cpu"
         self._layout = None if self._on_device else self._layout_of(self._tensors)
+        self._shard = shard
+        self._sources: dict[Shard, _Source] = {}
 
     def save_page(self, block_ids: Sequence[int], first_token: int, page: npt.NDArray[np.uint8]) -> None:
         """Pack tokens `[first_token, first_token + page_tokens)` of a block table into a canonical page."""
@@ -54,34 +72,56 @@ class KVBlocks:
             pack(self._fmt, self._layout, block_ids, first_token, page)
             return
         first_token, touched = self._touched(block_ids, first_token)
-        staged = self._stage(touched)
+        staged = self._stage(self._tensors, touched)
         pack(self._fmt, self._layout_of(staged), range(len(touched)), first_token, page)
 
     def load_page(
-        self, block_ids: Sequence[int], first_token: int, page: npt.NDArray[np.uint8], skip_tokens: int
+        self, part: Shard, block_ids: Sequence[int], first_token: int, page: npt.NDArray[np.uint8], skip_tokens: int
     ) -> None:
-        """Unpack a canonical page into a block table, except its first `skip_tokens` tokens."""
-        if self._layout is not None:
-            unpack(self._fmt, self._layout, block_ids, first_token, page, skip_tokens)
+        """Unpack a canonical page of `part` into a block table, except its first `skip_tokens` tokens.
+
+        Of a part that has other layers or heads beside this worker's those are left out; of one that has not all of
+        them, the others in the blocks stay as they are.
+        """
+        source = self._sources.get(part) or self._source(part)
+        window = source.overlap.page
+        if source.layout is not None:
+            unpack(source.fmt, source.layout, block_ids, first_token, page, skip_tokens, window)
             return
+        first_layer = source.overlap.first_layer
+        tensors = self._tensors[first_layer : first_layer + window.num_layers]
         first_token, touched = self._touched(block_ids, first_token)
-        staged = self._stage(touched)  # blocks that the page covers in part keep their other tokens
-        unpack(self._fmt, self._layout_of(staged), range(len(touched)), first_token, page, skip_tokens)
+        staged = self._stage(tensors, touched)  # blocks that the page covers in part keep their other tokens
+        layout = self._layout_of(staged).crop(0, window.num_layers, source.overlap.first_head)
+        unpack(source.fmt, layout, range(len(touched)), first_token, page, skip_tokens, window)
         skipped = (first_token + skip_tokens) // self.block_tokens
         index = torch.tensor(list(touched[skipped:]), device=self._tensors[0].device)
-        for tensor, host in zip(self._tensors, staged, strict=True):
+        for tensor, host in zip(tensors, staged, strict=True):
             tensor.index_copy_(0, index, host[skipped:].to(tensor.device))
         torch.accelerator.synchronize()
+
+    def _source(self, part: Shard) -> _Source:
+        common = overlap(part, self._shard)
+        fmt = dataclasses.replace(
+            self._fmt,
+            num_layers=part.layer_stop - part.layer_start,
+            num_heads=part.head_stop - part.head_start,
+        )
+        layout = self._layout
+        if layout is not None:
+            layout = layout.crop(common.first_layer, common.page.num_layers, common.first_head)
+        source = self._sources[part] = _Source(fmt, common, layout)
+        return source
 
     def _touched(self, block_ids: Sequence[int], first_token: int) -> tuple[int, Sequence[int]]:
         start = first_token // self.block_tokens
         stop = -(-(first_token + self._fmt.page_tokens) // self.block_tokens)
         return first_token - start * self.block_tokens, block_ids[start:stop]
 
-    def _stage(self, block_ids: Sequence[int]) -> list[torch.Tensor]:
-        """Host copies of some blocks of every layer, with the strides of the originals inside a block."""
+    def _stage(self, tensors: Sequence[torch.Tensor], block_ids: Sequence[int]) -> list[torch.Tensor]:
+        """Host copies of some blocks of some layers, with the strides of the originals inside a block."""
         index = torch.tensor(list(block_ids), device=self._tensors[0].device)
-        return [tensor.index_select(0, index).cpu() for tensor in self._tensors]
+        return [tensor.index_select(0, index).cpu() for tensor in tensors]
 
     def _layout_of(self, tensors: Sequence[torch.Tensor]) -> BlockLayout:
         first = tensors[0]

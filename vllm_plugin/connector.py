@@ -24,10 +24,10 @@ import vllm_plugin
 from mooncake_connector.config import Config, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import ROOT_LOGGER, get_logger, set_log_level
+from store_client.pool import Pool
 from vllm_plugin.geometry import Unsupported, read_geometry
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import StepMetadata, WorkerReport
-from vllm_plugin.pool import Pool
 from vllm_plugin.refusal import RefusingHalf
 from vllm_plugin.scheduler import SchedulerHalf
 from vllm_plugin.stats import ConnectorPromMetrics, ConnectorStats

@@ -68,6 +68,10 @@ class Geometry:
         ranks = [(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
         return list(dict.fromkeys(self.shard(pp, tp) for pp, tp in ranks))
 
+    def unit_nbytes(self, page_tokens: int) -> int:
+        """Bytes of one layer and one KV head of a page, K and V."""
+        return page_tokens * (self.k_dim + self.v_dim) * self.itemsize
+
     def page_format(self, shard: Shard, page_tokens: int) -> PageFormat:
         return PageFormat(
             num_layers=shard.layer_stop - shard.layer_start,

@@ -22,12 +22,12 @@ from mooncake_connector.contain import contained, nothing
 from mooncake_connector.keys import page_keys
 from mooncake_connector.log import get_logger
 from mooncake_connector.namespace import Namespace
-from store_client.base import Space
+from store_client.pool import Pool
+from store_client.shards import ShardView
 from vllm_plugin.adapters import AdapterKeys
 from vllm_plugin.geometry import Geometry
 from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
 from vllm_plugin.naming import chain_root, named_tokens
-from vllm_plugin.pool import Pool
 from vllm_plugin.stats import ConnectorStats
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class SchedulerHalf:
         self._reads = reads
         self._writes = writes
         self._shards = geometry.shards()
+        self._unit_nbytes = geometry.unit_nbytes(self._page_tokens)
         self._world_size = geometry.tp_size * geometry.pp_size
         self._tracked: dict[str, Tracked] = {}
         self._metadata = StepMetadata()
@@ -146,8 +147,8 @@ class SchedulerHalf:
         if not self._reads or beyond < self._min_hit_tokens:
             return 0, False
         tracked = self.track(request)
-        spaces = self._spaces()
-        if tracked.root is None or tracked.refused or not spaces:
+        views = self._views()
+        if tracked.root is None or tracked.refused or not views:
             return 0, False
         now_s = time.monotonic()
         if now_s < self._stalled_until_s:
@@ -156,7 +157,7 @@ class SchedulerHalf:
         if offer is None or offer[0] != num_computed_tokens or now_s - offer[2] > _LOOKUP_REUSE_S:
             first = num_computed_tokens // page_tokens
             keys = self._keys(tracked, request.num_prompt_tokens // page_tokens)[first:]
-            pages = min(space.prefix(keys) for space in spaces)
+            pages = min(view.prefix(keys) for view in views)
             tokens = (first + pages) * page_tokens - num_computed_tokens
             offer = tracked.offer = (num_computed_tokens, max(tokens, 0), now_s)
         if offer[1] < self._min_hit_tokens:
@@ -231,7 +232,7 @@ class SchedulerHalf:
         request = tracked.request
         num_pages = min(num_computed_tokens, request.num_tokens) // self._page_tokens
         first = tracked.saved_pages
-        if num_pages <= first or tracked.root is None or self._manager is None or not self._spaces():
+        if num_pages <= first or tracked.root is None or self._manager is None or not self._views():
             return
         page_tokens, block_tokens = self._page_tokens, self._geometry.block_tokens
         start = first * page_tokens // block_tokens
@@ -354,8 +355,8 @@ class SchedulerHalf:
         with: from now on pages go to a namespace of this instance's own. A request that goes on with KV of the old
         weights is left alone, and so are saves that no worker has been told of.
         """
-        for space in self._spaces():  # it waits for the pool's lock, which the scheduler must not
-            threading.Thread(target=space.clear, name="mooncake-connector-clear", daemon=True).start()
+        for view in self._views():  # it waits for the pool's lock, which the scheduler must not
+            threading.Thread(target=view.clear, name="mooncake-connector-clear", daemon=True).start()
         self._reset_digest = f"reset-{uuid.uuid4().hex}"
         for job in self._metadata.saves:
             self._unpin(job.job_id)
@@ -379,13 +380,13 @@ class SchedulerHalf:
             namespace = self._pool.prepared = dataclasses.replace(namespace, model_digest=self._reset_digest)
         return namespace
 
-    def _spaces(self) -> list[Space]:
-        """All shards' spaces, or nothing while the pool or the identity of the model is not there yet."""
+    def _views(self) -> list[ShardView]:
+        """What each rank sees of the pool; nothing while the pool or the identity of the model is not there yet."""
         namespace = self._namespace()
         if namespace is None:
             return []
-        spaces = [self._pool.space(namespace, shard) for shard in self._shards]
-        return [] if None in spaces else spaces  # type: ignore[return-value]
+        views = [self._pool.view(namespace, shard, self._unit_nbytes) for shard in self._shards]
+        return [] if None in views else views  # type: ignore[return-value]
 
     def _keys(self, tracked: Tracked, num_pages: int) -> list[bytes]:
         keys, page_tokens = tracked.keys, self._page_tokens
@@ -396,7 +397,7 @@ class SchedulerHalf:
         return keys
 
     def _record(self, num_local_pages: int, hit_pages: int, num_prompt_tokens: int) -> None:
-        spaces = self._spaces()
-        if spaces:
+        views = self._views()
+        if views:
             missed = num_prompt_tokens // self._page_tokens - num_local_pages - hit_pages
-            spaces[0].record_lookup(hit_pages=hit_pages, missed_pages=max(missed, 0), page_tokens=self._page_tokens)
+            views[0].record_lookup(hit_pages=hit_pages, missed_pages=max(missed, 0), page_tokens=self._page_tokens)

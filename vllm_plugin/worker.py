@@ -17,12 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from mooncake_connector.config import Config
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Put, Space
+from store_client.base import Put, Shard
+from store_client.pool import Pool
+from store_client.shards import ShardView
 from vllm_plugin.blocks import KVBlocks, probe_cpu_order, register_tensors
 from vllm_plugin.geometry import Geometry, Unsupported
 from vllm_plugin.lane import Lane, Task
 from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
-from vllm_plugin.pool import Pool
 from vllm_plugin.stats import ConnectorStats
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class WorkerHalf:
         self._num_blocks = num_blocks
         self._shard = geometry.shard(pp_rank, tp_rank)
         self._fmt = geometry.page_format(self._shard, int(config.page_tokens))
+        self._unit_nbytes = geometry.unit_nbytes(int(config.page_tokens))
         self._saves = writes and geometry.is_writer(tp_rank)
         self._blocks: KVBlocks | None = None
         self._pool = Pool(config)
@@ -87,7 +89,7 @@ class WorkerHalf:
                     self._vllm_config.model_config.dtype,
                     self._vllm_config.cache_config.cache_dtype,
                 )
-            self._blocks = KVBlocks(tensors, self._fmt, order)
+            self._blocks = KVBlocks(tensors, self._shard, self._fmt, order)
         except Unsupported as error:
             logger.warning("prefix reuse from the pool is off: %s", error)
         except Exception as error:
@@ -162,33 +164,33 @@ class WorkerHalf:
             return event.synchronize
         return None
 
-    def _ready(self, task: Task) -> tuple[Space, KVBlocks] | None:
+    def _ready(self, task: Task) -> tuple[ShardView, KVBlocks] | None:
         """What a job works on, or None where it is not there (the cause is noted)."""
-        space = self._pool.space(task.namespace, self._shard)
-        if space is None or self._blocks is None:
-            task.cause = "pool_absent" if space is None else "unsupported_blocks"
+        view = self._pool.view(task.namespace, self._shard, self._unit_nbytes)
+        if view is None or self._blocks is None:
+            task.cause = "pool_absent" if view is None else "unsupported_blocks"
             return None
-        return space, self._blocks
+        return view, self._blocks
 
     def _load(self, task: Task) -> None:
         job, ready = task.job, self._ready(task)
         assert isinstance(job, LoadJob)
         if ready is None:
             return
-        space, blocks = ready
+        view, blocks = ready
         page_tokens = self._fmt.page_tokens
         for start in range(0, len(job.keys), _PAGES_A_READ):
 
-            def consume(index: int, page: npt.NDArray[np.uint8], start: int = start) -> None:
+            def consume(index: int, part: Shard, page: npt.NDArray[np.uint8], start: int = start) -> None:
                 number = start + index
                 skip = job.skip_tokens if number == 0 else 0
                 with task.touching_blocks():
-                    blocks.load_page(job.block_ids, job.first_token + number * page_tokens, page, skip)
+                    blocks.load_page(part, job.block_ids, job.first_token + number * page_tokens, page, skip)
 
             if task.remaining_s < 0:
                 task.cause = "deadline"
                 return
-            found = space.read(job.keys[start : start + _PAGES_A_READ], consume, nbytes=self._fmt.nbytes)
+            found = view.read(job.keys[start : start + _PAGES_A_READ], consume)
             task.pages += _leading(found)
             if not all(found):
                 task.cause = "page_lost"
@@ -203,23 +205,23 @@ class WorkerHalf:
         ready = self._ready(task)
         if ready is None:
             return
-        space, blocks = ready
+        view, blocks = ready
         if time.monotonic() < self._paused_until_s:
             task.cause = "paused"
             return
         if task.fence is not None:
             task.fence()
-        present = space.contains(job.keys)
+        present = view.contains(job.keys)
         missing = [number for number, found in enumerate(present) if not found]
         task.pages = len(job.keys) - len(missing)
         for start in range(0, len(missing), _PAGES_A_WRITE):
             if task.remaining_s < 0:
                 task.cause = "deadline"
                 return
-            if not self._write(task, space, blocks, missing[start : start + _PAGES_A_WRITE]):
+            if not self._write(task, view, blocks, missing[start : start + _PAGES_A_WRITE]):
                 return
 
-    def _write(self, task: Task, space: Space, blocks: KVBlocks, numbers: list[int]) -> bool:
+    def _write(self, task: Task, view: ShardView, blocks: KVBlocks, numbers: list[int]) -> bool:
         """Store some pages of a save, given by their number in the job; False where the rest is not worth trying."""
         job = task.job
         assert isinstance(job, SaveJob)
@@ -229,10 +231,9 @@ class WorkerHalf:
                 blocks.save_page(job.block_ids, job.first_token + numbers[index] * self._fmt.page_tokens, page)
 
         started_s = time.monotonic()
-        results = space.write(
+        results = view.write(
             [job.keys[number] for number in numbers],
             fill,
-            nbytes=self._fmt.nbytes,
             parents=[job.keys[number - 1] if number else job.parent for number in numbers],
             deadline_s=_LOCK_WAIT_S,
         )

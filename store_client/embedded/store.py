@@ -69,6 +69,11 @@ class EmbeddedStore(Store):
     def space(self, namespace: Namespace, shard: Shard) -> EmbeddedSpace:
         return EmbeddedSpace(self._handle, self._closed, namespace, shard)
 
+    def shards(self, namespace: Namespace) -> list[Shard]:
+        with self._handle.use(self._closed) as pool:
+            known = pool.spaces.all().values() if pool is not None else ()
+            return [shard for other, shard in known if other.digest == namespace.digest]
+
     def namespaces(self) -> list[SpaceInfo]:
         with self._handle.use(self._closed) as pool:
             if pool is None:

@@ -270,7 +270,7 @@ def test_a_page_of_another_size_or_with_gaps_is_refused(small: Case, move) -> No
 
 def test_a_layout_of_other_layers_is_refused(small: Case) -> None:
     fmt = PageFormat(num_layers=3, page_tokens=4, num_heads=1, k_dim=2, v_dim=2, itemsize=1)
-    with pytest.raises(PageError, match="2 layers, the page format 3"):
+    with pytest.raises(PageError, match="2 layers, the page or its window 3"):
         pack(fmt, small.layout, [1], 0, np.zeros(fmt.nbytes, dtype=np.uint8))
 
 

@@ -19,8 +19,8 @@ from faults import Faults, faulty_store
 from harness import Engine
 from settings import Setup
 
+import store_client.pool
 import vllm_plugin
-import vllm_plugin.pool
 import vllm_plugin.worker
 from mooncake_connector.log import forget_causes
 
@@ -44,7 +44,7 @@ def pool() -> Iterator[Path]:
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """Every pool that opens during the test is the real one behind these faults."""
     faults = Faults()
-    monkeypatch.setattr(vllm_plugin.pool, "EmbeddedStore", faulty_store(faults))
+    monkeypatch.setattr(store_client.pool, "EmbeddedStore", faulty_store(faults))
     return faults
 
 

@@ -288,8 +288,8 @@ class Engine:
         keys = page_keys(tokens, size, root=root_digest(None, salt))
         hashes = oracle.chain(tokens, seed=weights)
         present = [True] * len(keys)
-        for shard, space in zip(self.half._shards, self.half._spaces(), strict=True):
-            heads = range(shard.head_start, shard.head_stop)
+        for view in self.half._views():
+            heads = range(view.shard.head_start, view.shard.head_stop)
             expected = [
                 oracle.canonical_page(hashes[i * size : (i + 1) * size], NUM_LAYERS, heads, mla=self.setup.mla)
                 for i in range(len(keys))
@@ -299,7 +299,7 @@ class Engine:
                 assert bytes(page) == bytes(expected[index]), f"page {index} of {len(keys)} holds other KV"
 
             if keys:
-                found = getattr(space, "_space", space).read(keys, check, nbytes=expected[0].nbytes)
+                found = getattr(view.own, "_space", view.own).read(keys, check, nbytes=expected[0].nbytes)
                 present = [a and b for a, b in zip(present, found, strict=True)]
         return present
 

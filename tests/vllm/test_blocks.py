@@ -11,6 +11,7 @@ import torch
 from vllm import _custom_ops as ops
 
 from mooncake_connector.page import PageFormat
+from store_client.base import Shard
 from vllm_plugin.blocks import KVBlocks, probe_cpu_order, probe_order, register_tensors, regroup_kernel_blocks
 from vllm_plugin.geometry import Unsupported
 
@@ -55,8 +56,13 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
+def whole(fmt: PageFormat) -> Shard:
+    """The only shard of a model whose pages have this geometry."""
+    return Shard(0, fmt.num_layers, 0, fmt.num_heads)
+
+
 def kv_blocks(layers: list[torch.Tensor], fmt: PageFormat, where: str, order: Any = None) -> KVBlocks:
-    blocks = KVBlocks(layers, fmt, order)
+    blocks = KVBlocks(layers, whole(fmt), fmt, order)
     if where == "device":
         blocks._layout, blocks._on_device = None, True
     return blocks
@@ -76,7 +82,7 @@ def check_round_trip(
     assert bytes(memory) == expected_page(layers, fmt, source, first_token)
     for skip in (0, min(block_tokens, fmt.page_tokens) // 2, fmt.page_tokens - 1):
         before = as_bytes(others)
-        kv_blocks(others, fmt, where).load_page(target, first_token, memory, skip)
+        kv_blocks(others, fmt, where).load_page(whole(fmt), target, first_token, memory, skip)
         after = as_bytes(others)
         for token in range(first_token + skip, table_tokens):
             place = token // block_tokens, token % block_tokens
@@ -144,7 +150,7 @@ def test_layers_that_share_the_kv_of_others_are_left_out_and_the_order_is_the_mo
 )
 def test_tensors_of_another_geometry_are_refused(wrong: torch.Tensor) -> None:
     with pytest.raises(Unsupported, match="KV tensor"):
-        KVBlocks([wrong], PageFormat(1, 16, 2, 8, 4, 2), None)
+        KVBlocks([wrong], Shard(0, 1, 0, 2), PageFormat(1, 16, 2, 8, 4, 2), None)
 
 
 # The CPU's packing
@@ -180,10 +186,10 @@ def check_packing(
     loaded = [torch.zeros_like(cache) for cache in written]
     for first in range(0, num_tokens, fmt.page_tokens):
         page = np.zeros(fmt.nbytes, dtype=np.uint8)
-        KVBlocks(written, fmt, order).save_page(range(4), first, page)
+        KVBlocks(written, whole(fmt), fmt, order).save_page(range(4), first, page)
         plain = [part[first : first + fmt.page_tokens].to(cache_dtype) for part in (*keys, *values)]
         assert bytes(page) == b"".join(bytes(part.contiguous().view(torch.uint8).numpy()) for part in plain)
-        KVBlocks(loaded, fmt, order).load_page(range(4), first, page, 0)
+        KVBlocks(loaded, whole(fmt), fmt, order).load_page(whole(fmt), range(4), first, page, 0)
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(written, loaded, strict=True))
 
 

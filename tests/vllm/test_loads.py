@@ -13,6 +13,7 @@ from harness import Engine
 from vllm.v1.request import RequestStatus
 
 from mooncake_connector.keys import page_keys
+from store_client.base import Shard
 
 
 def count_reports(engine: Engine) -> Counter[str]:
@@ -147,8 +148,8 @@ def test_abort_while_loading_saves_nothing_of_what_has_not_arrived(
     faults.hold_reads()
     name = engine.add(PROMPT)
     step_until_reading(engine, faults)
-    for space in engine.half._spaces():
-        space.remove(page_keys(PROMPT, 16))
+    for view in engine.half._views():
+        view.own.remove(page_keys(PROMPT, 16))
     engine.abort(name)
     for _ in range(3):
         engine.step()
@@ -284,9 +285,9 @@ def test_tokens_of_a_local_hit_are_not_written(start: Start, monkeypatch: pytest
     skipped: dict[int, int] = {}
     load_page = blocks.load_page
 
-    def record(table: list[int], first_token: int, page: object, skip_tokens: int) -> None:
+    def record(part: Shard, table: list[int], first_token: int, page: object, skip_tokens: int) -> None:
         skipped[first_token] = skip_tokens
-        load_page(table, first_token, page, skip_tokens)
+        load_page(part, table, first_token, page, skip_tokens)
 
     monkeypatch.setattr(blocks, "load_page", record)
     assert engine.ask(long) == oracle.generate(long, 3)
@@ -342,8 +343,8 @@ def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: 
     reports = count_reports(engine)
     faults.hold_reads()
     assert engine.ask(PROMPT, 1) == oracle.generate(PROMPT, 1)
-    for space in engine.half._spaces():
-        space.remove(page_keys(PROMPT, 16))
+    for view in engine.half._views():
+        view.own.remove(page_keys(PROMPT, 16))
     faults.release()
     engine.workers[0].connector._worker._config = msgspec.structs.replace(
         engine.workers[0].connector._worker._config, load_deadline_s=60.0

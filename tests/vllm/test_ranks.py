@@ -35,8 +35,8 @@ def test_each_rank_stores_its_heads_and_of_replicas_one_stores(start: Start, fau
 def test_a_page_that_one_rank_does_not_have_is_a_miss_for_all(start: Start) -> None:
     engine = start(tp_size=2, prefix_caching=False)
     engine.ask(PROMPT)
-    _, second = engine.half._spaces()
-    second.remove(page_keys(PROMPT, 16)[3:4])
+    _, second = engine.half._views()
+    second.own.remove(page_keys(PROMPT, 16)[3:4])
     assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
     assert engine.computed("again") == len(PROMPT) - 48 + 2
     assert all(engine.pages(PROMPT)), "the missing shard was not stored again"

@@ -1,7 +1,6 @@
-"""The pool as the engine sees it: opened in the background, absent while it cannot be, never an exception.
+"""The pool as an engine sees it: opened in the background, absent while it cannot be, never an exception.
 
-Both halves of the connector hold one. While the pool is absent every lookup misses and nothing is saved; opening is
-tried again from time to time.
+While the pool is absent every lookup misses and nothing is saved; opening is tried again from time to time.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from collections.abc import Callable
 from mooncake_connector.config import Config
 from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.namespace import Namespace
-from store_client.base import Shard, Space, Store
+from store_client.base import Shard, Store
 from store_client.embedded import EmbeddedStore
+from store_client.shards import ShardView
 
 _RETRY_S = 10.0
 
@@ -27,7 +27,7 @@ class Pool:
     Args:
         config: names the folder, its capacity and the eviction policy.
         prepare: runs before the pool is opened, in the same background thread; its result is kept in `prepared`.
-            The scheduler half hashes the model's weights there. An exception ends the use of the pool.
+            Adapters hash the model's weights there. An exception ends the use of the pool.
     """
 
     def __init__(self, config: Config, prepare: Callable[[], Namespace] | None = None) -> None:
@@ -35,7 +35,7 @@ class Pool:
         self._prepare = prepare
         self.prepared: Namespace | None = None
         self._store: Store | None = None
-        self._spaces: dict[tuple[bytes, Shard], Space] = {}
+        self._views: dict[tuple[bytes, Shard], ShardView] = {}
         self._closed = threading.Event()
         self._tried = threading.Event()
         self._thread = threading.Thread(target=self._open, name="mooncake-connector-pool", daemon=True)
@@ -49,25 +49,25 @@ class Pool:
     def store(self) -> Store | None:
         return self._store
 
-    def space(self, namespace: Namespace, shard: Shard) -> Space | None:
-        """The pages of one namespace and shard, or None while the pool is absent."""
+    def view(self, namespace: Namespace, shard: Shard, unit_nbytes: int) -> ShardView | None:
+        """The pages of one namespace as one rank sees them, or None while the pool is absent; see `ShardView`."""
         if self._store is None:
             return None
         name = (namespace.digest, shard)
-        space = self._spaces.get(name)
-        if space is None:
+        view = self._views.get(name)
+        if view is None:
             try:
-                space = self._spaces[name] = self._store.space(namespace, shard)
+                view = self._views[name] = ShardView(self._store, namespace, shard, unit_nbytes)
             except Exception as error:
-                log_once("pool.space", "the pool cannot be used: %s", error, logger=logger)
-        return space
+                log_once("pool.view", "the pool cannot be used: %s", error, logger=logger)
+        return view
 
     def close(self) -> None:
         """Release the pool; idempotent."""
         self._closed.set()
         self._thread.join(timeout=2.0)
         store, self._store = self._store, None
-        self._spaces.clear()
+        self._views.clear()
         if store is not None:
             store.close()
 
