@@ -6,40 +6,49 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 REQUIREMENTS := tests/requirements
-# Pins of everything below the direct requirements, for the Python versions that have such a file.
-CONSTRAINTS := $(wildcard $(REQUIREMENTS)/constraints-$(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])').txt)
-PIP_INSTALL := -m pip install -q --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
+# Pins of everything below the direct requirements, for the Python versions that have such files. The two engines ask for
+# other versions of the same packages, so SGLang has a file of its own.
+PY := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
+CONSTRAINTS := $(wildcard $(REQUIREMENTS)/constraints-$(PY).txt)
+SGLANG_CONSTRAINTS := $(wildcard $(REQUIREMENTS)/constraints-sglang-$(PY).txt)
+PIP_INSTALL = -m pip install -q --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 
-PACKAGES := mooncake_connector store_client vllm_plugin
+PACKAGES := mooncake_connector store_client vllm_plugin sglang_backend
 # Folders are listed as well: their time changes when a file is deleted.
 SOURCES := $(shell find $(PACKAGES) -name __pycache__ -prune -o \( -type d -o -type f \) -print) pyproject.toml README.md LICENSE
 
 DEV := .venv
 VLLM := .venvs/vllm
+SGLANG := .venvs/sglang
 BUILT := .cache/wheel/.built
 
-.PHONY: help setup dev vllm models system-packages wheel demo test test-fast lint clean
+.PHONY: help setup dev vllm sglang models system-packages wheel demo demo-engines test test-fast lint clean
 
 help:
-	@echo 'make setup      .venv (command line and tools) and .venvs/vllm (the engine), with the built wheel in both'
-	@echo 'make demo       a prompt asked before and after a restart of a real vLLM server (about 4 minutes with all installs)'
-	@echo 'make test-fast  the tests that need no engine (under 2 minutes)'
-	@echo 'make test       lint, every test, the demo (about a quarter of an hour on 2 cores)'
-	@echo 'make lint       ruff and mypy'
-	@echo 'make wheel      the wheel, in .cache/wheel'
-	@echo 'make clean      remove everything that was made'
+	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
+	@echo 'make demo          a prompt asked before and after a restart of a real vLLM server (about 4 minutes with all installs)'
+	@echo 'make demo-engines  SGLang answers from what vLLM computed (SGLang is 10 GB; about 10 minutes with all installs)'
+	@echo 'make test-fast     the tests that need no engine (under 2 minutes)'
+	@echo 'make test          lint, every test, the demos (about half an hour on 2 cores)'
+	@echo 'make lint          ruff and mypy'
+	@echo 'make wheel         the wheel, in .cache/wheel'
+	@echo 'make clean         remove everything that was made'
 
-setup: dev vllm
+setup: dev vllm sglang
 dev: $(DEV)/.tools $(DEV)/.mooncake $(DEV)/.wheel
 vllm: system-packages $(VLLM)/.engine $(VLLM)/.tests $(VLLM)/.wheel .cache/models/.made
+sglang: system-packages $(SGLANG)/.engine $(SGLANG)/.tests $(SGLANG)/.mooncake $(SGLANG)/.wheel
 wheel: $(BUILT)
 models: .cache/models/.made
 
 demo: vllm
 	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo.py
 
+demo-engines: vllm sglang
+	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo_engines.py
+
 test: setup
-	@$(DEV)/bin/python tests/tools/run.py lint fast slow vllm e2e
+	@$(DEV)/bin/python tests/tools/run.py lint fast slow vllm sglang e2e
 
 test-fast: $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py fast
@@ -61,8 +70,8 @@ $(DEV)/.tools: $(REQUIREMENTS)/dev.txt $(CONSTRAINTS) | $(DEV)/bin/python
 	@$(DEV)/bin/python $(PIP_INSTALL) -r $<
 	@touch $@
 
-$(DEV)/.mooncake: $(REQUIREMENTS)/mooncake.txt $(CONSTRAINTS) | $(DEV)/bin/python
-	@$(DEV)/bin/python $(PIP_INSTALL) -r $< || echo 'NOT INSTALLED: the Mooncake peer of `bench store`; its comparison will be missing' >&2
+$(DEV)/.mooncake $(SGLANG)/.mooncake: %/.mooncake: $(REQUIREMENTS)/mooncake.txt | %/bin/python
+	@$*/bin/python $(PIP_INSTALL) -r $< || echo 'NOT INSTALLED: the Mooncake peer of `bench`; its comparison will be missing' >&2
 	@touch $@
 
 $(BUILT): $(SOURCES) | $(DEV)/.tools
@@ -81,13 +90,28 @@ $(VLLM)/.tests: $(REQUIREMENTS)/vllm-test.txt $(CONSTRAINTS) | $(VLLM)/.engine
 	@$(VLLM)/bin/python $(PIP_INSTALL) -r $<
 	@touch $@
 
+$(SGLANG)/bin/python:
+	$(PYTHON) -m venv $(SGLANG)
+
+$(addprefix $(SGLANG)/.,engine tests mooncake wheel): private CONSTRAINTS := $(SGLANG_CONSTRAINTS)
+
+$(SGLANG)/.engine: $(REQUIREMENTS)/sglang.txt $(SGLANG_CONSTRAINTS) | $(SGLANG)/bin/python
+	@echo 'installing SGLang (10 GB, some minutes)'
+	@$(SGLANG)/bin/python $(PIP_INSTALL) -r $<
+	@touch $@
+
+$(SGLANG)/.tests: $(REQUIREMENTS)/sglang-test.txt $(SGLANG_CONSTRAINTS) | $(SGLANG)/.engine
+	@$(SGLANG)/bin/python $(PIP_INSTALL) -r $<
+	@touch $@
+
 # The same version is built again and again: the first call brings its code, the second what it depends on.
-$(DEV)/.wheel $(VLLM)/.wheel: %/.wheel: $(BUILT)
+$(DEV)/.wheel $(VLLM)/.wheel $(SGLANG)/.wheel: %/.wheel: $(BUILT)
 	@$*/bin/python $(PIP_INSTALL) --no-deps --force-reinstall .cache/wheel/*.whl
 	@$*/bin/python $(PIP_INSTALL) .cache/wheel/*.whl
 	@touch $@
 $(DEV)/.wheel: | $(DEV)/.tools
 $(VLLM)/.wheel: | $(VLLM)/.engine
+$(SGLANG)/.wheel $(SGLANG)/.mooncake: | $(SGLANG)/.engine
 
 .cache/models/.made: $(wildcard tests/models/*.py) $(REQUIREMENTS)/models.txt | $(VLLM)/.tests
 	@echo 'making the checkpoints in .cache/models'

@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("mooncake_connector", "store_client", "vllm_plugin")
+PACKAGES = ("mooncake_connector", "store_client", "vllm_plugin", "sglang_backend")
+# Folder of tests, and the engine that must be installed beside them. Those of e2e start servers in every environment.
+ENGINE_OF = {"vllm": "vllm", "sglang": "sglang", "e2e": "vllm"}
 
 collect_ignore: list[str] = []
-if importlib.util.find_spec("torch") is None:
-    collect_ignore += ["vllm", "e2e"]  # they need the engine: .venvs/vllm has it
-    # `tests` is on sys.path, so `import vllm` would find the folder tests/vllm where the engine is not installed.
-    sys.modules["vllm"] = None  # type: ignore[assignment]
+for folder, engine in ENGINE_OF.items():
+    spec = importlib.util.find_spec(engine)
+    if spec is None or spec.origin is None:
+        collect_ignore.append(folder)
+        # `tests` is on sys.path, so `import vllm` would find the folder tests/vllm where the engine is not installed.
+        sys.modules[engine] = None  # type: ignore[assignment]
 
 
 def pytest_sessionstart() -> None:
@@ -30,7 +34,7 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything under tests/vllm and tests/e2e needs the engine."""
+    """Everything in those folders needs an engine."""
     for item in items:
-        if {"vllm", "e2e"} & set(item.path.relative_to(ROOT / "tests").parts[:1]):
+        if ENGINE_OF.keys() & set(item.path.relative_to(ROOT / "tests").parts[:1]):
             item.add_marker(pytest.mark.engine)

@@ -19,7 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / ".cache" / "results"
-DEV, VLLM = ROOT / ".venv" / "bin", ROOT / ".venvs" / "vllm" / "bin"
+DEV = ROOT / ".venv" / "bin"
+VLLM, SGLANG = (ROOT / ".venvs" / engine / "bin" for engine in ("vllm", "sglang"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ STAGES = {
     "fast": Stage([pytest(DEV, "-m", "not slow and not engine")], limit_s=600),
     "slow": Stage([pytest(DEV, "-m", "slow and not engine")], limit_s=1500),
     "vllm": Stage([pytest(VLLM, "tests/vllm")], limit_s=900),
-    "e2e": Stage([pytest(VLLM, "-v", "tests/e2e")], limit_s=2700),
+    "sglang": Stage([pytest(SGLANG, "tests/sglang")], limit_s=900),
+    "e2e": Stage([pytest(VLLM, "-v", "tests/e2e")], limit_s=4500),
 }
 
 
