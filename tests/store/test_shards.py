@@ -1,0 +1,307 @@
+"""Pages put together from the shards of instances with another TP or PP size, against a plain model of them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store.shard_model import UNIT_NBYTES, Model, Pool, Reader, instances, models, units
+
+from store_client import EmbeddedStore, Put, Shard
+from store_client.shards import ShardView, overlap
+from store_client.testing import DEADLINE_S, chain, namespace, parents_of
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[EmbeddedStore]:
+    """One pool for all examples, cleared for each."""
+    folder = Path(tempfile.mkdtemp(prefix="mooncake-test-"))
+    with EmbeddedStore(folder / "pool", 4 << 20) as store:
+        yield store
+    shutil.rmtree(folder)
+
+
+# What is read
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_page_is_found_where_all_its_layers_and_heads_are_stored_and_read_rightly(
+    opened: EmbeddedStore, data: st.DataObject
+) -> None:
+    """Instances of any TP and PP wrote some shards of some pages; a rank of one more instance reads."""
+    opened.clear()
+    model = data.draw(models)
+    pool = Pool(opened, model)
+    for _ in range(data.draw(st.integers(1, 3))):
+        for shard in data.draw(instances(model)):
+            pool.put(shard, data.draw(st.sets(st.sampled_from(range(len(model.keys))), min_size=2)))
+    for shard in data.draw(instances(model)):
+        view, reader = pool.view(shard), Reader(model, shard)
+        expected = [pool.has(page, shard) for page in range(len(model.keys))]
+        assert view.contains(model.keys) == expected
+        assert view.prefix(model.keys) == [*expected, False].index(False)
+        assert view.read(model.keys, reader.consume) == expected
+        for page, there in enumerate(expected):
+            if there:
+                assert np.array_equal(reader.page(page), reader.expected(page))
+                check_shown(reader.shown[page], shard, own=shard in pool.holders[page])
+
+
+def check_shown(shown: list[Shard], shard: Shard, *, own: bool) -> None:
+    """The own page alone where there is one, and no part that has nothing new."""
+    if own:
+        assert shown == [shard]
+    seen: set[tuple[int, int]] = set()
+    for part in shown:
+        assert units(part) & units(shard) - seen, "a part was read for nothing"
+        seen |= units(part)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_every_element_is_shown_once_where_one_instance_wrote(opened: EmbeddedStore, data: st.DataObject) -> None:
+    opened.clear()
+    model = data.draw(models)
+    pool = Pool(opened, model)
+    for shard in data.draw(instances(model)):
+        pool.put(shard, range(len(model.keys)))
+    for shard in data.draw(instances(model)):
+        reader = Reader(model, shard)
+        assert all(pool.view(shard).read(model.keys, reader.consume))
+        for page, shown in reader.shown.items():
+            counts = Counter(unit for part in shown for unit in units(part) & units(shard))
+            assert set(counts.values()) == {1} and set(counts) == units(shard), page
+
+
+def test_the_model_notices_another_head_layer_and_page() -> None:
+    model = Model(2, 2)
+    whole = model.stored(0, Shard(0, 2, 0, 2))
+    assert not np.array_equal(whole, model.stored(1, Shard(0, 2, 0, 2)))
+    parts = [model.stored(0, Shard(layer, layer + 1, head, head + 1)) for layer in (0, 1) for head in (0, 1)]
+    assert len({part.tobytes() for part in parts}) == 4
+
+
+# Pages that go away between one look and the next
+
+WHOLE = Shard(0, 4, 0, 4)
+HALVES = (Shard(0, 4, 0, 2), Shard(0, 4, 2, 4))
+QUARTERS = tuple(Shard(0, 4, head, head + 1) for head in range(4))
+
+
+@pytest.fixture
+def shared(opened: EmbeddedStore, request: pytest.FixtureRequest) -> Pool:
+    """A pool for a model of which nothing was ever stored."""
+    return Pool(opened, Model(8, 4, name=request.node.name))
+
+
+def put_all(pool: Pool, *shards: Shard) -> None:
+    for shard in shards:
+        pool.put(shard, range(len(pool.model.keys)))
+
+
+def test_a_part_that_vanishes_after_the_lookup_loses_its_page_alone(shared: Pool) -> None:
+    put_all(shared, *HALVES)
+    view, reader = shared.view(WHOLE), Reader(shared.model, WHOLE)
+    assert view.prefix(shared.model.keys) == 4
+    shared.lose(1, HALVES[1])
+    assert view.read(shared.model.keys, reader.consume) == [True, False, True, True]
+    for page in (0, 2, 3):
+        assert np.array_equal(reader.page(page), reader.expected(page))
+    assert view.prefix(shared.model.keys) == 1
+
+
+@pytest.mark.parametrize("lost", HALVES, ids=["the part being read", "the part that comes next"])
+def test_a_part_that_vanishes_during_the_read_loses_its_page(shared: Pool, lost: Shard) -> None:
+    put_all(shared, *HALVES)
+    reader = Reader(shared.model, WHOLE)
+
+    def consume(i: int, part: Shard, page: npt.NDArray[np.uint8]) -> None:
+        reader.consume(i, part, page)
+        if i == 2 and part == HALVES[0]:
+            shared.lose(2, lost)
+
+    assert shared.view(WHOLE).read(shared.model.keys, consume) == [True, True, False, True]
+
+
+def test_smaller_parts_stand_in_for_one_that_vanished(shared: Pool) -> None:
+    put_all(shared, *HALVES, *QUARTERS)
+    view, reader = shared.view(WHOLE), Reader(shared.model, WHOLE)
+    assert view.prefix(shared.model.keys) == 4
+    shared.lose(0, HALVES[1])
+    assert view.read(shared.model.keys, reader.consume) == [True] * 4
+    assert reader.shown[0] == [HALVES[0], QUARTERS[2], QUARTERS[3]]
+    assert reader.shown[1] == list(HALVES)
+    assert np.array_equal(reader.page(0), reader.expected(0))
+
+
+def test_a_part_with_a_wrong_byte_is_a_miss(shared: Pool) -> None:
+    put_all(shared, *HALVES)
+    arena = next(shared.store.path.glob("*/arena"))
+    content = arena.read_bytes()
+    at = content.index(shared.model.stored(3, HALVES[1]).tobytes())
+    with open(arena, "r+b") as file:
+        file.seek(at + 5)
+        file.write(bytes([content[at + 5] ^ 1]))
+    reader = Reader(shared.model, WHOLE)
+    assert shared.view(WHOLE).read(shared.model.keys, reader.consume) == [True, True, True, False]
+
+
+# What is asked of the pool
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: EmbeddedStore) -> None:
+        self._store = store
+        self.listed = 0
+        self.asked: list[tuple[str, Shard]] = []
+
+    def shards(self, name: Any) -> list[Shard]:
+        self.listed += 1
+        return self._store.shards(name)
+
+    def space(self, name: Any, shard: Shard) -> Any:
+        space, asked = self._store.space(name, shard), self.asked
+
+        class Asked:
+            def __getattr__(self, call: str) -> Any:
+                asked.append((call, shard))
+                return getattr(space, call)
+
+        return Asked()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time that a view sees, which stands still unless it is moved."""
+    clock = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr("store_client.shards.time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    return clock
+
+
+def counted(pool: Pool, shard: Shard) -> tuple[ShardView, Counting]:
+    counting = Counting(pool.store)
+    return ShardView(counting, pool.model.namespace, shard, UNIT_NBYTES), counting  # type: ignore[arg-type]
+
+
+def test_no_other_shard_is_asked_for_what_the_own_one_has(shared: Pool) -> None:
+    put_all(shared, WHOLE, *HALVES)
+    view, counting = counted(shared, WHOLE)
+    keys = shared.model.keys
+    assert view.prefix(keys) == 4 and all(view.contains(keys)) and all(view.read(keys, lambda *args: None))
+    assert counting.listed == 0
+    assert {shard for _, shard in counting.asked} == {WHOLE}
+
+
+def test_shards_are_listed_at_a_miss_once_a_second(shared: Pool, clock: SimpleNamespace) -> None:
+    view, counting = counted(shared, WHOLE)
+    keys = shared.model.keys
+    for _ in range(3):
+        assert view.prefix(keys) == 0 and not any(view.contains(keys)) and not any(view.read(keys, lambda *args: None))
+    assert counting.listed == 1
+    put_all(shared, *HALVES)
+    assert view.prefix(keys) == 0
+    clock.now_s += 1.1
+    assert view.prefix(keys) == 4
+    assert counting.listed == 2
+
+
+def test_parts_that_leave_something_out_even_together_are_not_asked(shared: Pool) -> None:
+    """The other stage of a pipeline may have no page yet, or none any more; shards beside the own one never count."""
+    shared.store.shards = lambda name: [HALVES[0], Shard(0, 2, 2, 4), Shard(4, 8, 0, 4)]  # type: ignore[method-assign]
+    try:
+        view, counting = counted(shared, WHOLE)
+        assert view.prefix(shared.model.keys) == 0
+        assert {shard for _, shard in counting.asked} == {WHOLE}
+    finally:
+        del shared.store.shards
+
+
+# What is written
+
+
+def write(view: ShardView, model: Model, pages: Sequence[int]) -> list[Put]:
+    keys = [model.keys[page] for page in pages]
+
+    def fill(i: int, page: npt.NDArray[np.uint8]) -> None:
+        page[:] = model.stored(pages[i], view.shard)
+
+    parents = [parents_of(model.keys)[page] for page in pages]
+    return view.write(keys, fill, parents=parents, deadline_s=DEADLINE_S)
+
+
+def test_a_page_that_others_cover_is_not_stored_again(shared: Pool) -> None:
+    shared.put(HALVES[0], [0, 1, 2])
+    shared.put(HALVES[1], [0, 2])
+    view = shared.view(WHOLE)
+    assert write(view, shared.model, range(4)) == [Put.PRESENT, Put.STORED, Put.PRESENT, Put.STORED]
+    assert view.own.contains(shared.model.keys) == [False, True, False, True]
+    reader = Reader(shared.model, WHOLE)
+    assert view.read(shared.model.keys, reader.consume) == [True] * 4
+    assert all(np.array_equal(reader.page(page), reader.expected(page)) for page in range(4))
+    assert reader.shown[1] == [WHOLE]
+
+
+def fill_up(store: EmbeddedStore) -> None:
+    space, page = store.space(namespace("filler"), WHOLE), np.zeros(4096, np.uint8)
+    for key in chain("filler", (store.stats().capacity_nbytes - store.stats().used_nbytes) // 4096):
+        space.put([key], [page], parents=[None], deadline_s=DEADLINE_S)
+    assert store.stats().used_nbytes == store.stats().capacity_nbytes
+
+
+@pytest.mark.parametrize("covered", [True, False], ids=["parent elsewhere", "parent nowhere"])
+def test_a_page_may_go_on_from_pages_of_other_shards_in_a_full_pool(tmp_path: Path, covered: bool) -> None:
+    """Others are evicted for it, as for a page whose parent is in the own shard; not so for one nobody can reach."""
+    model = Model(4, 4)
+    with EmbeddedStore(tmp_path / "pool", 1 << 20) as store:
+        pool = Pool(store, model)
+        if covered:
+            for shard in HALVES:
+                pool.put(shard, [0])
+        fill_up(store)
+        outcome = write(pool.view(WHOLE), model, [1, 2])
+    assert outcome == ([Put.STORED] * 2 if covered else [Put.FAILED] * 2)
+
+
+def test_a_page_stays_the_child_of_a_parent_in_its_own_shard(shared: Pool) -> None:
+    """A parent that others have as well is still never evicted before it."""
+    view = shared.view(WHOLE)
+    write(view, shared.model, [0])
+    for shard in HALVES:
+        shared.put(shard, [0])
+    view = shared.view(WHOLE)
+    parents: list[Any] = []
+    view.own = SimpleNamespace(  # type: ignore[assignment]
+        contains=view.own.contains,
+        write=lambda keys, fill, **options: parents.extend(options["parents"]) or [Put.STORED] * len(keys),
+    )
+    write(view, shared.model, [1])
+    assert parents == [shared.model.keys[0]]
+
+
+def test_after_clear_nothing_is_found(shared: Pool) -> None:
+    put_all(shared, *HALVES)
+    beside = shared.view(Shard(4, 8, 0, 4))
+    write(beside, shared.model, [0])
+    view = shared.view(WHOLE)
+    write(view, shared.model, range(4))
+    assert view.clear() == 8
+    assert shared.view(WHOLE).contains(shared.model.keys) == [False] * 4
+    assert beside.prefix(shared.model.keys) == 1
+
+
+def test_shards_without_anything_in_common_have_no_overlap() -> None:
+    with pytest.raises(ValueError, match="nothing in common"):
+        overlap(Shard(0, 2, 0, 4), Shard(2, 4, 0, 4))
