@@ -1,4 +1,4 @@
-"""A small client of the completions API that reports what tests are about: tokens, margins, times, cached tokens."""
+"""Small clients that report what tests are about: tokens, margins, times, cached tokens. This one's API is vLLM's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import http.client
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["Answer", "Client", "ServerError"]
+__all__ = ["Answer", "Client", "HttpClient", "Prompt", "ServerError"]
 
 Prompt = str | Sequence[int]
 
@@ -42,11 +42,68 @@ class Answer:
         return min(self.gaps, default=math.inf)
 
 
-class Client:
+class HttpClient:
     """Talks to one server; every call opens a connection of its own, so a client may be shared by threads."""
 
-    def __init__(self, host: str, port: int, model: str, *, timeout_s: float = 300.0) -> None:
-        self._host, self._port, self._model, self._timeout_s = host, port, model, timeout_s
+    def __init__(self, host: str, port: int, *, timeout_s: float = 300.0) -> None:
+        self._host, self._port, self._timeout_s = host, port, timeout_s
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples called `name`, as /metrics prints it, with these labels; 0.0 where there are none."""
+        text = self._read(self._send("GET", "/metrics")).decode()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def _send(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> http.client.HTTPConnection:
+        """A connection on which a request with the JSON of `body` was sent; its answer is still to be read."""
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        payload = b"" if body is None else json.dumps(body).encode()
+        connection.request(method, path, payload, {"Content-Type": "application/json", **(headers or {})})
+        return connection
+
+    def _read(self, connection: http.client.HTTPConnection) -> bytes:
+        try:
+            response = connection.getresponse()
+            content = response.read()
+            if response.status != 200:
+                raise ServerError(f"the server answered {response.status}: {content[:2000]!r}")
+            return content
+        finally:
+            connection.close()
+
+    def _events(self, connection: http.client.HTTPConnection) -> Iterator[Any]:
+        """The JSON events of a stream, up to its [DONE]."""
+        try:
+            response = connection.getresponse()
+            if response.status != 200:
+                raise ServerError(f"the server answered {response.status}: {response.read()[:2000]!r}")
+            for line in response:
+                if not line.startswith(b"data: "):
+                    continue
+                data = line.removeprefix(b"data: ").strip()
+                if data == b"[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise ServerError(f"the stream ended with an error: {event['error']}")
+                yield event
+            raise ServerError("the stream ended without [DONE]")
+        finally:
+            connection.close()
+
+
+class Client(HttpClient):
+    """A client of vLLM's completions API."""
+
+    def __init__(self, host: str, port: int, model: str) -> None:
+        super().__init__(host, port)
+        self._model = model
 
     def ask(
         self,
@@ -67,7 +124,7 @@ class Client:
         token_ids: list[int] = []
         gaps: list[float] = []
         usage: dict[str, Any] = {}
-        for event in self._stream(prompt, max_tokens=max_tokens, cache_salt=cache_salt, ignore_eos=ignore_eos):
+        for event in self._events(self._complete(prompt, max_tokens, cache_salt, ignore_eos)):
             usage = event.get("usage") or usage
             for choice in event["choices"]:
                 if choice["token_ids"] and first is None:
@@ -91,7 +148,7 @@ class Client:
 
     def abandon(self, prompt: Prompt, *, after_s: float, max_tokens: int = 256) -> None:
         """Send a request, and close its connection `after_s` seconds later without reading: the engine aborts it."""
-        connection = self._post("/v1/completions", self._body(prompt, max_tokens, None, True))
+        connection = self._complete(prompt, max_tokens, None, True)
         try:
             time.sleep(after_s)
         finally:
@@ -102,30 +159,20 @@ class Client:
         path = f"/reset_prefix_cache?reset_external={str(connector).lower()}"
         deadline = time.monotonic() + 30
         while True:
-            reply = self._read(self._post(path, None))
+            reply = self._read(self._send("POST", path))
             if json.loads(reply or b"{}").get("success", True):
                 return
             if time.monotonic() > deadline:
                 raise ServerError(f"the engine did not reset its prefix cache within 30 s: {reply!r}")
             time.sleep(0.1)
 
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples called `name`, as /metrics prints it, with these labels; 0.0 where there are none."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
-        connection.request("GET", "/metrics")
-        text = self._read(connection).decode()
-        return sum(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
-
     def tokens_from_connector(self) -> int:
         """Prompt tokens that this server has taken from its KV connector since it started, by its own count."""
         return int(self.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer"))
 
-    def _body(self, prompt: Prompt, max_tokens: int, cache_salt: str | None, ignore_eos: bool) -> dict[str, Any]:
+    def _complete(
+        self, prompt: Prompt, max_tokens: int, cache_salt: str | None, ignore_eos: bool
+    ) -> http.client.HTTPConnection:
         body = {
             "model": self._model,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -138,43 +185,9 @@ class Client:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return body if cache_salt is None else {**body, "cache_salt": cache_salt}
-
-    def _stream(self, prompt: Prompt, *, max_tokens: int, cache_salt: str | None, ignore_eos: bool) -> Iterator[Any]:
-        connection = self._post("/v1/completions", self._body(prompt, max_tokens, cache_salt, ignore_eos))
-        try:
-            response = connection.getresponse()
-            if response.status != 200:
-                raise ServerError(f"the server answered {response.status}: {response.read()[:2000]!r}")
-            for line in response:
-                if not line.startswith(b"data: "):
-                    continue
-                data = line.removeprefix(b"data: ").strip()
-                if data == b"[DONE]":
-                    return
-                event = json.loads(data)
-                if "error" in event:
-                    raise ServerError(f"the stream ended with an error: {event['error']}")
-                yield event
-            raise ServerError("the stream ended without [DONE]")
-        finally:
-            connection.close()
-
-    def _post(self, path: str, body: Any) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
-        payload = b"" if body is None else json.dumps(body).encode()
-        connection.request("POST", path, payload, {"Content-Type": "application/json"})
-        return connection
-
-    def _read(self, connection: http.client.HTTPConnection) -> bytes:
-        try:
-            response = connection.getresponse()
-            content = response.read()
-            if response.status != 200:
-                raise ServerError(f"the server answered {response.status}: {content[:2000]!r}")
-            return content
-        finally:
-            connection.close()
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        return self._send("POST", "/v1/completions", body)
 
 
 def _gaps(logprobs: dict[str, Any] | None) -> list[float]:

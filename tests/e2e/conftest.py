@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from e2e.process import pool_folder, running
 from e2e.questions import Examiner, Question
-from e2e.server import Server, pool_folder, running
+from e2e.server import Server
 from models import checkpoint
 
 QWEN3_ARGS = ("--max-model-len", "8192")

@@ -18,7 +18,8 @@ from rich.table import Table
 
 from e2e.client import Answer, ServerError
 from e2e.pages import PAGE_TOKENS, wait_for
-from e2e.server import Server, ServerDied, pool_folder, running
+from e2e.process import ServerDied, pool_folder, running
+from e2e.server import Server
 from models import checkpoint
 from store_client import EmbeddedStore
 

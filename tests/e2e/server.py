@@ -1,38 +1,22 @@
-"""A real vLLM server as a subprocess: started with the connector or without, waited for, certainly gone at the end."""
+"""A real vLLM server, with the connector or without."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from e2e.client import Client
+from e2e.process import ENVIRONMENTS, ServerProcess, free_port, small_environment
 
-__all__ = ["KV_TRANSFER", "Server", "ServerDied", "pool_folder", "running"]
+__all__ = ["KV_TRANSFER", "Server"]
 
 # What the README tells a person to pass to vLLM, word for word.
 KV_TRANSFER = {"kv_connector": "MooncakeKVConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
-START_DEADLINE_S = 300.0
-STOP_DEADLINE_S = 30.0
 
-
-class ServerDied(AssertionError):
-    """The server ended, or did not answer in time; the message carries the end of its log."""
-
-
-class Server(Client):
-    """One vLLM server on a free port of the loopback interface, in a process group of its own.
+class Server(ServerProcess, Client):
+    """One vLLM server and its client.
 
     `pool` is the connector's pool folder; without one the server runs plain vLLM. vLLM is started as a module because
     the `vllm` command of the CPU build looks for a distribution called `vllm` and does not start.
@@ -48,145 +32,28 @@ class Server(Client):
         env: dict[str, str] | None = None,
         kv_transfer: dict[str, object] | None = None,
     ) -> None:
-        port = _free_port()
-        super().__init__("127.0.0.1", port, model.name)
-        self.model, self.pool, self.log = model, pool, log
-        self._url = f"http://127.0.0.1:{port}"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0
-        self._complaints: list[str] = []
-        self._command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        self.model, self.pool = model, pool
+        port = free_port()
+        command = [
+            *(str(ENVIRONMENTS / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", model.name),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--dtype", "bfloat16", "--enforce-eager", "--enable-prompt-tokens-details"),
             *args,
         ]
-        self._env = _environment()
+        environment = {
+            **small_environment(),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
+            "VLLM_NO_USAGE_STATS": "1",
+        }
         if pool is not None:
-            self._command += ["--kv-transfer-config", json.dumps(kv_transfer or KV_TRANSFER)]
-            self._env["MOONCAKE_CONNECTOR_POOL"] = str(pool)
-        self._env.update(env or {})
-
-    def start(self) -> None:
-        """Launch the process; `wait_until_ready` tells when it answers."""
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "ab") as log:
-            self._log_start = log.tell()
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._env,
-                cwd=tempfile.gettempdir(),  # `-m` puts the working folder on the path: never the source tree
-                start_new_session=True,
-            )
-
-    def wait_until_ready(
-        self, *, deadline_s: float = START_DEADLINE_S, progress: Callable[[], None] | None = None
-    ) -> None:
-        """Wait for /health, calling `progress` about five times a second."""
-        deadline = time.monotonic() + deadline_s
-        while not self.is_healthy():
-            self.check_alive()
-            if time.monotonic() > deadline:
-                raise ServerDied(f"no answer from /health within {deadline_s:g} s\n{self.log_tail()}")
-            if progress is not None:
-                progress()
-            time.sleep(0.2)
-
-    def is_healthy(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=10) as reply:
-                return bool(reply.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
-
-    def check_alive(self) -> None:
-        """Raise `ServerDied` if the process has ended."""
-        status = None if self._process is None else self._process.poll()
-        if status is not None:
-            raise ServerDied(f"the server ended with status {status}\n{self.log_tail()}")
-
-    def stop(self) -> None:
-        """End the server as an operator does (SIGTERM), then kill whatever is left of its process group."""
-        if self._process is None:
-            return
-        self._note_complaints()  # vLLM kills its own engine core when it is told to stop, and logs that as an error
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_DEADLINE_S)
-        self._end_group()
-
-    def kill(self) -> None:
-        """SIGKILL to the whole process group: workers and engine core included, with no time to clean up."""
-        if self._process is None:
-            return
-        self._note_complaints()
-        self._end_group()
-
-    def log_text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def log_tail(self, lines: int = 40) -> str:
-        return f"--- end of {self.log} ---\n" + "\n".join(self.log_text().splitlines()[-lines:])
-
-    def complaints(self) -> list[str]:
-        """Log lines of all lives up to their ends that report an error: none are expected, whatever a test does."""
-        return self._complaints
-
-    def _note_complaints(self) -> None:
-        lines = self.log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
-        self._complaints += [line for line in lines if " ERROR " in line or "Traceback (most recent" in line]
-
-    def _end_group(self) -> None:
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process = None
+            command += ["--kv-transfer-config", json.dumps(kv_transfer or KV_TRANSFER)]
+            environment["MOONCAKE_CONNECTOR_POOL"] = str(pool)
+        environment.update(env or {})
+        ServerProcess.__init__(self, command, port=port, env=environment, log=log, is_complaint=_is_complaint)
+        Client.__init__(self, "127.0.0.1", port, model.name)
 
 
-@contextlib.contextmanager
-def running(server: Server) -> Iterator[Server]:
-    """Start `server`, wait for it, and stop it at the end however the block ends."""
-    server.start()
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
-
-
-@contextlib.contextmanager
-def pool_folder() -> Iterator[Path]:
-    """A path in /dev/shm for a pool that does not exist yet; removed with all it holds at the end."""
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="mooncake-connector-test-", dir=parent) as folder:
-        yield Path(folder) / "pool"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment without what would change the server, and with what makes it small and offline."""
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name != "PYTHONPATH" and not name.startswith(("VLLM_", "MOONCAKE_CONNECTOR_"))
-    }
-    return {
-        **inherited,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "NO_COLOR": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+def _is_complaint(line: str) -> bool:
+    return " ERROR " in line or "Traceback (most recent" in line

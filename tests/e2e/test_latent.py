@@ -8,8 +8,9 @@ import pytest
 
 from e2e.conftest import StartServer
 from e2e.pages import PAGE_TOKENS, Pages
+from e2e.process import running
 from e2e.questions import Examiner, Question
-from e2e.server import Server, running
+from e2e.server import Server
 from models import checkpoint
 
 ARGS = ("--max-model-len", "2048")

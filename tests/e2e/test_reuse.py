@@ -44,9 +44,7 @@ def test_hit_after_the_engines_own_cache_was_reset(
     cached, answer = ask_saved_again(server, pages, question)
     assert answer == question.answer
     assert cached == question.num_full_pages * PAGE_TOKENS
-    wait_for(
-        lambda: server.tokens_from_connector() == before + cached, "the server counts the hit as the connector's"
-    )
+    wait_for(lambda: server.tokens_from_connector() == before + cached, "the server counts the hit as the connector's")
 
 
 def test_a_page_with_wrong_bytes_and_a_right_checksum_changes_the_text(
@@ -159,9 +157,7 @@ def test_aborts_while_loading_hold_no_block(
     assert server.ask(prompt).cached_tokens == len(prompt) // PAGE_TOKENS * PAGE_TOKENS
 
 
-def test_64_requests_at_once_with_shared_prefixes(
-    server: Server, pages: Pages, questions: dict[str, Question]
-) -> None:
+def test_64_requests_at_once_with_shared_prefixes(server: Server, pages: Pages, questions: dict[str, Question]) -> None:
     crowd = [question for name, question in questions.items() if name.startswith("crowd")]
     crowd = [*crowd, *crowd]  # every one of the 32 is asked twice at the same time
     assert len(crowd) == 64

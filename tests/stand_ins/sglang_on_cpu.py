@@ -20,8 +20,9 @@ def register() -> None:
     if torch.cuda.is_available():
         return
     _forget_pinning()
-    from sglang.srt.mem_cache.pool_host import common, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, common, mha, mla
 
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30  # of 10 GiB, which a small machine with two engines has not free
     common._cuda_host_register = lambda buffer, granularity=None: None
     for module in (mha, mla):
         for name, kernel in KERNELS.items():
@@ -186,7 +187,7 @@ def transfer_kv_all_layer_direct_lf_pf(
 
 
 def _rows(address: int, indices: Tensor, nbytes: int) -> Tensor:
-    """The rows of `nbytes` each that start at `address`, as far as `indices` reach: SGLang passes tables of pointers."""
+    """Rows of `nbytes` each from `address` on, as far as `indices` reach: SGLang passes tables of pointers."""
     count = int(indices.max()) + 1
     memory = (ctypes.c_uint8 * (count * nbytes)).from_address(address)
     return torch.frombuffer(memory, dtype=torch.uint8).view(count, nbytes)

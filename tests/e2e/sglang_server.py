@@ -1,0 +1,172 @@
+"""A real SGLang server with HiCache on the CPU, and a client of its native API."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from e2e.client import Answer, HttpClient, Prompt, ServerError
+from e2e.process import ENVIRONMENTS, ServerProcess, free_port, small_environment
+
+__all__ = ["DYNAMIC", "SGLangAnswer", "SGLangServer", "Way"]
+
+STAND_INS = Path(__file__).resolve().parents[1] / "stand_ins"
+PAGE_TOKENS = 64
+ADMIN_KEY = "admin of the tests"
+
+Way = Literal["plain", "no storage", "name", "dynamic", "takeover", "file"]
+"""How the third level gets in: `plain` has no cache at all, `no storage` only HiCache's two levels."""
+
+DYNAMIC = {
+    "backend_name": "mooncake_connector",
+    "module_path": "sglang_backend.hicache",
+    "class_name": "MooncakeConnectorStorage",
+    "interface_v1": 1,
+}
+_BACKEND_OF = {"name": "mooncake_connector", "dynamic": "dynamic", "takeover": "mooncake", "file": "file"}
+
+
+@dataclass(frozen=True, slots=True)
+class SGLangAnswer(Answer):
+    """Of the cached tokens, `from_storage` were read from the third level for this request."""
+
+    from_storage: int
+
+
+class SGLangServer(ServerProcess, HttpClient):
+    """One SGLang server and its client.
+
+    `pool` is the folder of our pool, or of SGLang's own `file` backend. Prompts of one page already are looked up in
+    the storage (SGLang's own threshold is 256 tokens), and the scheduler waits for what it reads from there.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        log: Path,
+        pool: Path | None = None,
+        way: Way = "name",
+        layout: str = "page_first",
+        io_backend: str = "kernel",
+        write_policy: str = "write_through",
+        prefetch_policy: str = "wait_complete",
+        max_total_tokens: int = 8192,
+        extra_config: dict[str, object] | None = None,
+        args: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.model, self.pool = model, pool
+        port = free_port()
+        command = [
+            *(str(ENVIRONMENTS / "sglang" / "bin" / "python"), "-m", "sglang.launch_server"),
+            *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--page-size", str(PAGE_TOKENS)),
+            *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16"),
+            *("--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", str(max_total_tokens)),
+            *("--enable-cache-report", "--enable-metrics", "--admin-api-key", ADMIN_KEY),
+        ]
+        # Threads that wait by spinning would take the cores from each other where there are few.
+        environment = {**small_environment(), "PYTHONPATH": str(STAND_INS), "OMP_WAIT_POLICY": "PASSIVE"}
+        if way == "plain":
+            command += ["--disable-radix-cache"]
+        else:
+            command += ["--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-mem-layout", layout]
+            command += ["--hicache-io-backend", io_backend, "--hicache-write-policy", write_policy]
+        if way in _BACKEND_OF:
+            config = {
+                "prefetch_threshold": PAGE_TOKENS,
+                **(DYNAMIC if way == "dynamic" else {}),
+                **(extra_config or {}),
+            }
+            command += ["--hicache-storage-backend", _BACKEND_OF[way]]
+            command += ["--hicache-storage-prefetch-policy", prefetch_policy]
+            command += ["--hicache-storage-backend-extra-config", json.dumps(config)]
+        if way == "takeover":
+            environment["MOONCAKE_CONNECTOR_SGLANG_TAKEOVER"] = "1"
+        if pool is not None:
+            environment["MOONCAKE_CONNECTOR_POOL"] = str(pool)
+            environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(pool)
+        ServerProcess.__init__(
+            self,
+            [*command, *args],
+            port=port,
+            env={**environment, **(env or {})},
+            log=log,
+            is_complaint=lambda line: "Traceback (most recent" in line,
+        )
+        HttpClient.__init__(self, "127.0.0.1", port)
+
+    def ask(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 8,
+        cache_salt: str | None = None,
+        ignore_eos: bool = True,
+        on_text: Callable[[str], None] | None = None,
+        **fields: object,
+    ) -> SGLangAnswer:
+        """Stream a greedy completion of `prompt` (a text, or token ids) and measure it.
+
+        `fields` are further ones of SGLang's request, such as `extra_key`.
+        """
+        body = {
+            **({"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}),
+            "sampling_params": {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": ignore_eos},
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+            "stream": True,
+            **({} if cache_salt is None else {"cache_salt": cache_salt}),
+            **fields,
+        }
+        started = time.monotonic()
+        first, text, last = None, "", None
+        for last in self._events(self._send("POST", "/generate", body)):
+            if first is None and last["output_ids"]:
+                first = time.monotonic()
+            if on_text is not None and len(last["text"]) > len(text):
+                on_text(last["text"][len(text) :])
+            text = last["text"]
+        if first is None or last is None:
+            raise ServerError("the stream ended without a token")
+        meta = last["meta_info"]
+        return SGLangAnswer(
+            token_ids=tuple(last["output_ids"]),
+            text=text,
+            gaps=tuple(step[0][0] - step[1][0] for step in meta["output_top_logprobs"]),
+            prompt_tokens=meta["prompt_tokens"],
+            cached_tokens=meta["cached_tokens"],
+            ttft_s=first - started,
+            total_s=time.monotonic() - started,
+            from_storage=(meta.get("cached_tokens_details") or {}).get("storage", 0),
+        )
+
+    def abandon(self, prompt: Prompt, *, after_s: float, max_tokens: int = 256) -> None:
+        """Send a request, and close its connection `after_s` seconds later without reading: the engine aborts it."""
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": max_tokens, "ignore_eos": True}}
+        connection = self._send("POST", "/generate", body)
+        try:
+            time.sleep(after_s)
+        finally:
+            connection.close()
+
+    def flush(self) -> None:
+        """Empty the first two levels; waits until no request is under way."""
+        self._read(self._send("POST", "/flush_cache?timeout=30", headers=_AUTHORIZED))
+
+    def admin(self, method: str, path: str = "", body: Any = None, *, key: str | None = ADMIN_KEY) -> tuple[int, str]:
+        """(status, text) of a call of SGLang's API below /hicache/storage-backend, with `key` as the admin's."""
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        connection = self._send(method, f"/hicache/storage-backend{path}", body, headers)
+        try:
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        finally:
+            connection.close()
+
+
+_AUTHORIZED = {"Authorization": f"Bearer {ADMIN_KEY}"}
