@@ -13,7 +13,7 @@ CONSTRAINTS := $(wildcard $(REQUIREMENTS)/constraints-$(PY).txt)
 SGLANG_CONSTRAINTS := $(wildcard $(REQUIREMENTS)/constraints-sglang-$(PY).txt)
 PIP_INSTALL = -m pip install -q --disable-pip-version-check $(addprefix -c ,$(CONSTRAINTS))
 
-PACKAGES := mooncake_connector store_client vllm_plugin sglang_backend
+PACKAGES := mooncake_connector store_client transfer vllm_plugin sglang_backend
 # Folders are listed as well: their time changes when a file is deleted.
 SOURCES := $(shell find $(PACKAGES) -name __pycache__ -prune -o \( -type d -o -type f \) -print) pyproject.toml README.md LICENSE
 

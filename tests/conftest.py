@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("mooncake_connector", "store_client", "vllm_plugin", "sglang_backend")
+PACKAGES = ("mooncake_connector", "store_client", "transfer", "vllm_plugin", "sglang_backend")
 # Folder of tests, and the engine that must be installed beside them. Those of e2e start servers in every environment.
 ENGINE_OF = {"vllm": "vllm", "sglang": "sglang", "e2e": "vllm"}
 

@@ -1,0 +1,135 @@
+"""Registered and granted memory, against a model that counts byte by byte."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transfer.base import Cause, Completion, Outcome, inside
+from transfer.memory import Memory
+
+BASE = 1 << 20
+
+
+def int64(*values):
+    return np.array(values, dtype=np.int64)
+
+
+class Batch:
+    def __init__(self):
+        self.outcome = None
+
+    def abandon(self, outcome):
+        self.outcome = outcome
+
+
+ranges = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12)
+
+
+@given(ranges, ranges)
+def test_a_grant_covers_exactly_the_bytes_of_its_ranges(granted, pieces):
+    memory = Memory()
+    memory.register(BASE, 100)
+    addresses = int64(*(BASE + start for start, _ in granted))
+    grant = memory.grant(addresses, int64(*(size for _, size in granted)))
+    writable = {BASE + start + i for start, size in granted for i in range(size)}
+    assert {a + i for a, n in zip(grant.addresses, grant.nbytes, strict=True) for i in range(n)} == writable
+    assert (grant.addresses[1:] > (grant.addresses + grant.nbytes)[:-1]).all()
+    for start, size in pieces:
+        if size:
+            wanted = {BASE + start + i for i in range(size)}
+            assert grant.covers(int64(BASE + start), int64(size)) == (wanted <= writable)
+
+
+@pytest.mark.parametrize(
+    "address, nbytes",
+    [(9, 1), (20, 1), (19, 2), (10, 11), (10, -1), (-5, 1), (0, 0), (10, 2**63 - 1), (2**63 - 1, 1), (-(2**63), 1)],
+)
+def test_no_piece_slips_past_the_ends_or_through_an_overflow(address, nbytes):
+    assert not inside(int64(address), int64(nbytes), int64(10), int64(10))[0]
+
+
+def test_the_last_byte_is_inside():
+    assert inside(int64(10, 19), int64(10, 1), int64(10), int64(10)).all()
+
+
+def test_a_piece_over_two_regions_is_outside():
+    memory = Memory()
+    memory.register(BASE, 10)
+    memory.register(BASE + 10, 10)
+    with pytest.raises(ValueError, match="source piece 1, 2 bytes at"):
+        memory.begin_sending(Batch(), int64(BASE, BASE + 9), int64(5, 2))
+
+
+def test_overlapping_regions_are_refused():
+    memory = Memory()
+    memory.register(BASE, 10)
+    with pytest.raises(ValueError, match="overlaps"):
+        memory.register(BASE + 9, 10)
+    memory.register(BASE + 10, 10)
+
+
+@pytest.mark.parametrize("address, nbytes", [(0, 1), (BASE, 0), (BASE, -1), (-1, 5), (BASE, 1 << 60)])
+def test_a_region_without_a_sane_address_and_size_is_refused(address, nbytes):
+    with pytest.raises(ValueError, match="expected a positive"):
+        Memory().register(address, nbytes)
+
+
+def test_what_is_not_registered_cannot_be_granted():
+    memory = Memory()
+    memory.register(BASE, 10)
+    with pytest.raises(ValueError, match="outside of registered memory"):
+        memory.grant(int64(BASE, BASE + 8), int64(1, 3))
+
+
+def test_unregistering_fails_its_readers_and_ends_its_grants_only():
+    memory = Memory()
+    first, second = memory.register(BASE, 10), memory.register(BASE + 100, 10)
+    batches = [Batch(), Batch()]
+    for batch, region in zip(batches, (first, second), strict=True):
+        memory.begin_sending(batch, int64(region.address), int64(4))
+    grants = [memory.grant(int64(region.address), int64(4)) for region in (first, second)]
+    memory.unregister(first)
+    memory.unregister(first)
+    assert batches[0].outcome.cause is Cause.SOURCE and batches[1].outcome is None
+    assert memory.granted(grants[0].key) is None and memory.granted(grants[1].key) is not None
+
+
+def test_a_batch_that_ended_is_not_failed_later():
+    memory = Memory()
+    region, batch = memory.register(BASE, 10), Batch()
+    memory.begin_sending(batch, int64(BASE), int64(4))
+    memory.end_sending(batch)
+    memory.unregister(region)
+    assert batch.outcome is None
+
+
+def test_revoke_waits_for_the_step_that_writes():
+    memory = Memory()
+    memory.register(BASE, 10)
+    held = memory.granted(memory.grant(int64(BASE), int64(10)).key)
+    returned = threading.Event()
+    with held.lock:
+        thread = threading.Thread(target=lambda: (memory.revoke(held.grant), returned.set()))
+        thread.start()
+        assert not returned.wait(0.05)
+        assert not held.revoked
+    assert returned.wait(10)
+    thread.join()
+    assert held.revoked and memory.granted(held.grant.key) is None
+
+
+def test_a_completion_keeps_its_first_outcome():
+    completion, seen = Completion(deadline_at=float("inf")), []
+    completion.add_done_callback(seen.append)
+    assert completion.settle(Outcome()) and not completion.settle(Outcome(Cause.DEADLINE))
+    completion.cancel()
+    completion.add_done_callback(seen.append)
+    assert completion.wait(0).ok and seen == [Outcome(), Outcome()]
+
+
+def test_waiting_ends_at_the_deadline_of_the_batch():
+    outcome = Completion(deadline_at=0.0).wait()
+    assert outcome.cause is Cause.DEADLINE and not outcome.ok
