@@ -134,8 +134,8 @@ def _take_over() -> None:
 def _accept_name(result: None, parser: argparse.ArgumentParser) -> None:
     """After `add_cli_args`: the command line accepts our name."""
     action = parser._option_string_actions[_OPTION]
-    if action.choices is not None and BACKEND not in action.choices:
-        action.choices = [*action.choices, BACKEND]  # a copy: the list belongs to SGLang's declaration
+    if action.choices is not None:
+        action.choices = [*action.choices, BACKEND]  # a copy: the list is that of SGLang's declaration
 
 
 def _construct(

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from mooncake_connector import __version__
-from mooncake_connector.cli import bench, store
+from mooncake_connector.cli import bench, doctor, store
 from mooncake_connector.cli.output import EXIT_FAILED, print_error
 from mooncake_connector.errors import MooncakeConnectorError
 
@@ -20,6 +20,12 @@ _HELP = """Share the KV cache of LLM engines: look into a pool of pages, and mea
     vllm serve MODEL --kv-transfer-config \\
       '{"kv_connector": "MooncakeKVConnector", "kv_role": "kv_both"}'
 
+or beside an installed SGLang:
+
+    sglang serve --model-path MODEL --page-size 64 \\
+      --enable-hierarchical-cache --hicache-storage-backend mooncake_connector
+
+    mooncake-connector doctor vllm     # whether the engine will use the pool (or: doctor sglang)
     mooncake-connector store stats     # what is in the pool, how often it hits
 
 Every command takes `--help`. Settings come from the environment (`MOONCAKE_CONNECTOR_POOL`, ...) and the file that
@@ -54,6 +60,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(store.app, name="store")
+app.add_typer(doctor.app, name="doctor")
 app.add_typer(bench.app, name="bench")
 
 

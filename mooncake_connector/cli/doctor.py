@@ -1,0 +1,134 @@
+"""`mooncake-connector doctor`: whether an engine in this environment would use the pool, without starting the engine.
+
+What concerns one engine alone is in the `doctor` module of its adapter; configuration and pool are looked at here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mooncake_connector.checks import Check, Status, failed, ok, warning
+from mooncake_connector.cli.output import EXIT_FAILED, human_nbytes, print_json
+from mooncake_connector.config import Config, load_config
+from mooncake_connector.errors import ConfigError, PoolError
+from store_client import EmbeddedStore
+from store_client.embedded import layout
+
+app = typer.Typer(
+    help="Check whether an engine would use the pool, without starting it.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")]
+
+_COLOURS = {Status.OK: typer.colors.GREEN, Status.WARNING: typer.colors.YELLOW, Status.FAILED: typer.colors.RED}
+
+
+@app.command()
+def vllm(as_json: Json = False) -> None:
+    """vLLM in this environment: its version, our plugin and connector in it, the configuration, the pool.
+
+    Exit code 1 where something will not work.
+    """
+    _examine("vllm", "vllm_plugin.doctor", as_json)
+
+
+@app.command()
+def sglang(as_json: Json = False) -> None:
+    """SGLang in this environment: its version, our hooks and backend in it, the configuration, the pool.
+
+    Exit code 1 where something will not work.
+    """
+    _examine("sglang", "sglang_backend.doctor", as_json)
+
+
+def _examine(engine: str, module: str, as_json: bool) -> None:
+    doctor = importlib.import_module(module)
+    found = []
+    for check in (*_engine_checks(doctor.run()), *_own_checks()):
+        found.append(check)
+        if not as_json:
+            typer.secho(f"{check.status.value:8}", fg=_COLOURS[check.status], nl=False)
+            typer.echo(f"{check.name:14}{check.detail}")
+    healthy = all(check.status is not Status.FAILED for check in found)
+    if as_json:
+        print_json({"engine": engine, "ok": healthy, "checks": [dataclasses.asdict(check) for check in found]})
+    elif healthy:
+        typer.echo(f"start it with: {doctor.START}")
+    if not healthy:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _engine_checks(run: Iterator[Check]) -> list[Check]:
+    """What the adapter finds; engines talk while they are imported, which belongs on stderr."""
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return list(run)
+
+
+def _own_checks() -> Iterator[Check]:
+    try:
+        config = load_config()
+    except ConfigError as error:
+        yield failed("configuration", str(error))
+        return
+    changed = {
+        field: getattr(config, field)
+        for field in Config.__struct_fields__
+        if getattr(config, field) != getattr(Config(), field)
+    }
+    yield ok("configuration", ", ".join(f"{name} = {value}" for name, value in changed.items()) or "defaults")
+    yield from _pool_checks(config)
+
+
+def _pool_checks(config: Config) -> Iterator[Check]:
+    """The folder that an engine would use, looked at as far as possible without making anything."""
+    folder = config.pool
+    try:
+        if folder is None:
+            folder, notice = layout.choose_default(config.capacity)
+            if notice:
+                yield warning("shared memory", notice)
+        yield _pool(folder, config.capacity)
+        yield ok("room", f"{human_nbytes(layout.free_nbytes(_existing(folder)))} free in {_existing(folder)}")
+    except PoolError as error:
+        yield failed("pool", str(error))
+
+
+def _pool(folder: Path, capacity: int | None) -> Check:
+    """Raises PoolError for a folder that an engine could not use either."""
+    if not folder.exists():
+        parent = _existing(folder)
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PoolError(f"pool folder {folder} cannot be created: {parent} may not be written; set `pool`")
+        chosen = layout.check_capacity(parent, capacity, 0)
+        return ok("pool", f"{folder} will be made by the first engine, with {human_nbytes(chosen)}")
+    layout.secure_folder(folder)
+    try:
+        if layout.read_description(folder) is None:
+            chosen = layout.check_capacity(folder, capacity, layout.held_nbytes(folder))
+            return ok("pool", f"{folder} will be filled by the first engine, with {human_nbytes(chosen)}")
+        if capacity is not None:
+            layout.check_capacity(folder, capacity, layout.held_nbytes(folder))
+    except layout.Unusable as reason:
+        return warning("pool", f"{folder} will be made anew by the next engine: {reason}")
+    with EmbeddedStore(folder, rebuild=False) as store:
+        stats = store.stats()
+    used, whole = human_nbytes(stats.used_nbytes), human_nbytes(stats.capacity_nbytes)
+    return ok("pool", f"{folder}, {used} of {whole} used by {stats.pages} pages")
+
+
+def _existing(folder: Path) -> Path:
+    """`folder`, or the nearest folder above it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,0 +1,87 @@
+"""What `mooncake-connector doctor sglang` looks at: SGLang as it would start in this environment, but not started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+
+from mooncake_connector import checks
+from mooncake_connector.checks import Check, failed, ok
+from mooncake_connector.config import environ_name
+from sglang_backend import BACKEND
+
+START = (
+    f"sglang serve --model-path MODEL --page-size 64 --enable-hierarchical-cache --hicache-storage-backend {BACKEND}"
+)
+
+_GROUP = "sglang.srt.plugins"
+_WHITELIST = "SGLANG_PLUGINS"
+_BESIDE_THE_INTERFACE = ("close", "weights_changed")
+
+
+def run() -> Iterator[Check]:
+    """The checks, in the order in which one follows from the other; importing SGLang takes some seconds."""
+    try:
+        import sglang
+        from sglang.srt.plugins import load_plugins
+    except Exception as error:
+        yield checks.not_imported("SGLang", "sglang", error)
+        return
+    try:
+        from sglang_backend import plugin
+    except Exception as error:
+        yield failed("hooks", f"SGLang {sglang.__version__} cannot be hooked: {type(error).__name__}: {error}")
+        return
+    yield checks.version("SGLang", sglang.__version__, plugin.KNOWN_VERSION)
+    misfits = plugin.misfits()
+    yield from (failed("hooks", f"{found}; install sglang=={plugin.KNOWN_VERSION}") for found in misfits)
+    whitelist = [name.strip() for name in os.environ.get(_WHITELIST, "").split(",") if name.strip()]
+    entry = checks.entry_point(_GROUP, BACKEND, "sglang_backend:register", whitelist or None, _WHITELIST)
+    yield entry
+    if misfits or entry.status is checks.Status.FAILED:
+        return
+    load_plugins()
+    yield _hooks(plugin.hooked(), len(plugin.TARGETS))
+    yield _name()
+    yield _backend()
+    yield _take_over(plugin.TAKEN_OVER)
+
+
+def _hooks(in_force: bool, targets: int) -> Check:
+    if in_force:
+        return ok("hooks", f"in force; all {targets} functions of SGLang that they rest on are as known")
+    return failed("hooks", "not in force although all fit; SGLang's log (stderr) says why")
+
+
+def _name() -> Check:
+    from sglang.srt.server_args import ServerArgs
+
+    what, option = "name", f"--hicache-storage-backend {BACKEND}"
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    try:
+        parser.parse_args(["--model-path", "MODEL", *option.split()])
+    except argparse.ArgumentError as error:
+        return failed(what, f"SGLang's command line refuses it: {error}")
+    return ok(what, option)
+
+
+def _backend() -> Check:
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    try:
+        backend = StorageBackendFactory._registry[BACKEND]["loader"]()
+    except Exception as error:
+        return failed("backend", f"SGLang's factory cannot load it: {type(error).__name__}: {error}")
+    return checks.interface("backend", backend, beside=_BESIDE_THE_INTERFACE)
+
+
+def _take_over(name: str) -> Check:
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    entry = StorageBackendFactory._registry[name]
+    variable = environ_name("sglang_takeover")
+    if entry["module_path"].startswith("sglang_backend."):
+        return ok("take-over", f"on: {name!r} is mooncake-connector as well; unset {variable} to get SGLang's own back")
+    return ok("take-over", f"off: {name!r} is SGLang's own; {variable}=1 would make it mooncake-connector")

@@ -1,0 +1,163 @@
+"""`mooncake-connector doctor`: its lines, its exit code, and what it finds out about configuration and pool."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import vllm_plugin.doctor
+from mooncake_connector.checks import failed, ok, warning
+from mooncake_connector.cli.main import app
+from store_client import EmbeddedStore
+from store_client.embedded import layout
+
+MIB = 1 << 20
+INSTALLED = {engine: importlib.util.find_spec(engine) for engine in ("vllm", "sglang") if sys.modules.get(engine, 1)}
+
+
+@pytest.fixture(autouse=True)
+def pool(tmp_path, monkeypatch) -> Path:
+    """The configured pool folder, which does not exist yet."""
+    folder = tmp_path / "pool"
+    monkeypatch.setenv("MOONCAKE_CONNECTOR_POOL", str(folder))
+    monkeypatch.setenv("MOONCAKE_CONNECTOR_CAPACITY", "32MiB")
+    return folder
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Set what the adapter's checks of its engine come to."""
+
+    def engine(*found):
+        monkeypatch.setattr(vllm_plugin.doctor, "run", lambda: iter(found))
+
+    engine(ok("vLLM", "1.0"))
+    return engine
+
+
+def doctor(*arguments: str):
+    return CliRunner().invoke(app, ["doctor", *(arguments or ("vllm",))])
+
+
+def outcome_of(name: str) -> tuple[str, str]:
+    """Status and detail of one check."""
+    report = json.loads(doctor("vllm", "--json").stdout)
+    (found,) = [check for check in report["checks"] if check["name"] == name]
+    return found["status"], found["detail"]
+
+
+class TestWhatAPersonSees:
+    def test_one_line_a_check_and_how_to_start(self, engine):
+        engine(ok("vLLM", "1.0"), warning("plugin", "hm"))
+        result = doctor()
+        assert result.exit_code == 0
+        lines = result.stdout.splitlines()
+        assert [line.split()[:2] for line in lines[:3]] == [
+            ["ok", "vLLM"],
+            ["warning", "plugin"],
+            ["ok", "configuration"],
+        ]
+        assert lines[-1] == f"start it with: {vllm_plugin.doctor.START}"
+
+    def test_what_will_not_work_is_exit_code_1_and_no_advice_to_start(self, engine):
+        engine(ok("vLLM", "1.0"), failed("plugin", "lost"))
+        result = doctor()
+        assert result.exit_code == 1
+        assert "failed  plugin        lost" in result.stdout.splitlines() and "start it" not in result.stdout
+
+    @pytest.mark.parametrize("last, healthy", [(warning("plugin", "hm"), True), (failed("plugin", "lost"), False)])
+    def test_json_has_the_same(self, engine, last, healthy):
+        engine(ok("vLLM", "1.0"), last)
+        result = doctor("vllm", "--json")
+        report = json.loads(result.stdout)
+        assert (report["engine"], report["ok"], result.exit_code) == ("vllm", healthy, 0 if healthy else 1)
+        assert report["checks"][1] == {"name": "plugin", "status": last.status.value, "detail": last.detail}
+
+    def test_what_an_engine_prints_while_it_is_imported_stays_off_stdout(self, monkeypatch):
+        def run():
+            print("noise")
+            yield ok("vLLM", "1.0")
+
+        monkeypatch.setattr(vllm_plugin.doctor, "run", run)
+        assert json.loads(doctor("vllm", "--json").stdout)["ok"] is True
+
+    @pytest.mark.parametrize("engine_name", ["vllm", "sglang"])
+    def test_an_engine_that_is_not_installed_is_told(self, engine_name):
+        if INSTALLED.get(engine_name):
+            pytest.skip(f"{engine_name} is installed here")
+        result = doctor(engine_name)
+        assert result.exit_code == 1
+        assert f"not installed in {sys.prefix}" in result.stdout.splitlines()[0]
+
+
+@pytest.mark.usefixtures("engine")
+class TestConfiguration:
+    def test_what_differs_from_the_defaults_is_named(self, pool):
+        status, detail = outcome_of("configuration")
+        assert status == "ok" and f"pool = {pool}" in detail and "page_tokens" not in detail
+
+    def test_one_that_cannot_be_used_is_told(self, monkeypatch):
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_PAGE_TOKENS", "63")
+        status, detail = outcome_of("configuration")
+        assert status == "failed" and "MOONCAKE_CONNECTOR_PAGE_TOKENS is '63'" in detail
+
+
+@pytest.mark.usefixtures("engine")
+class TestThePool:
+    def test_one_that_is_missing_will_be_made_and_is_not_made_now(self, pool):
+        assert outcome_of("pool") == ("ok", f"{pool} will be made by the first engine, with 32.0 MiB")
+        assert not pool.exists()
+
+    def test_an_empty_folder_will_be_filled_and_is_not_filled_now(self, pool):
+        pool.mkdir(mode=0o700)
+        assert outcome_of("pool") == ("ok", f"{pool} will be filled by the first engine, with 32.0 MiB")
+        assert not list(pool.iterdir())
+
+    def test_one_that_exists_is_opened(self, pool):
+        EmbeddedStore(pool, 16 * MIB).close()
+        assert outcome_of("pool") == ("ok", f"{pool}, 0 B of 16.0 MiB used by 0 pages")
+
+    def test_one_that_others_may_read_is_refused(self, pool):
+        EmbeddedStore(pool, 16 * MIB).close()
+        pool.chmod(0o755)
+        status, detail = outcome_of("pool")
+        assert status == "failed" and "chmod 700" in detail
+
+    def test_one_that_no_folder_can_hold_is_refused(self, pool, monkeypatch):
+        pool.write_text("a file")
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_POOL", str(pool / "below"))
+        status, detail = outcome_of("pool")
+        assert status == "failed" and "cannot be created" in detail and str(pool) in detail
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_POOL", str(pool))
+        status, detail = outcome_of("pool")
+        assert status == "failed" and str(pool) in detail
+
+    @pytest.mark.parametrize("exists", [True, False])
+    def test_a_capacity_without_room_is_refused(self, pool, monkeypatch, exists):
+        if exists:
+            EmbeddedStore(pool, 16 * MIB).close()
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_CAPACITY", "1000TiB")
+        status, detail = outcome_of("pool")
+        assert status == "failed" and "set a smaller `capacity`" in detail
+
+    def test_one_from_before_a_restart_of_the_machine_will_be_made_anew(self, pool, monkeypatch):
+        EmbeddedStore(pool, 16 * MIB).close()
+        monkeypatch.setattr(layout, "boot_id", lambda: "another boot")
+        status, detail = outcome_of("pool")
+        assert status == "warning" and "made anew by the next engine: the machine was restarted" in detail
+
+    def test_its_room_is_that_of_its_file_system(self, pool):
+        status, detail = outcome_of("room")
+        assert status == "ok" and detail.endswith(f"free in {pool.parent}")
+
+    def test_too_little_shared_memory_is_a_warning_that_names_the_other_folder(self, monkeypatch, tmp_path):
+        monkeypatch.delenv("MOONCAKE_CONNECTOR_POOL")
+        notice = "/dev/shm has 64 MiB free: using another folder"
+        monkeypatch.setattr(layout, "choose_default", lambda capacity: (tmp_path / "another", notice))
+        assert outcome_of("shared memory") == ("warning", notice)
+        assert outcome_of("pool")[1].startswith(str(tmp_path / "another"))

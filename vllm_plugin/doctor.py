@@ -1,0 +1,44 @@
+"""What `mooncake-connector doctor vllm` looks at: vLLM as it would start in this environment, but not started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from mooncake_connector import checks
+from mooncake_connector.checks import Check, failed
+from vllm_plugin import CONNECTOR
+
+KNOWN_VERSION = "0.32.0"
+START = (
+    f"""vllm serve MODEL --kv-transfer-config '{{"kv_connector":"{CONNECTOR}","kv_role":"kv_both","""
+    """"kv_load_failure_policy":"recompute"}'"""
+)
+
+_GROUP = "vllm.general_plugins"
+_WHITELIST = "VLLM_PLUGINS"
+
+
+def run() -> Iterator[Check]:
+    """The checks, in the order in which one follows from the other; importing vLLM takes some seconds."""
+    try:
+        import vllm
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from vllm.plugins import load_general_plugins
+    except Exception as error:
+        yield checks.not_imported("vLLM", "vllm", error)
+        return
+    yield checks.version("vLLM", vllm.__version__, KNOWN_VERSION)
+    whitelist = os.environ.get(_WHITELIST)
+    chosen = None if whitelist is None else whitelist.split(",")
+    entry = checks.entry_point(_GROUP, "mooncake_connector", "vllm_plugin:register", chosen, _WHITELIST)
+    yield entry
+    if entry.status is checks.Status.FAILED:
+        return
+    try:
+        load_general_plugins()
+        connector = KVConnectorFactory.get_connector_class_by_name(CONNECTOR)
+    except Exception as error:
+        yield failed("connector", f"vLLM's factory cannot load it: {type(error).__name__}: {error}")
+        return
+    yield checks.interface("connector", connector)
