@@ -1,0 +1,245 @@
+"""The handshake as a state machine: who gets in, who does not, and what it does with any bytes."""
+
+from contextlib import suppress
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transfer.base import TransferError
+from transfer.handshake import (
+    MAX_FRAME_NBYTES,
+    Challenge,
+    Client,
+    HandshakeError,
+    Hello,
+    Identity,
+    Server,
+    Welcome,
+    is_loopback,
+    require_secret,
+)
+
+SECRET = b"sixteen bytes or more"
+SESSION = b"s" * 16
+
+
+def frame(message):
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+def pair(client_identity=None, server_identity=None, **options):
+    client = Client(client_identity or Identity(SECRET), "test", SESSION, **options)
+    return client, Server(server_identity or Identity(SECRET), "test")
+
+
+def run(client, server):
+    """Both sides until they agree; every byte that went either way."""
+    to_server, to_client = client.start(), b""
+    sent = [to_server]
+    while client.terms is None:
+        to_client = server.receive(to_server)
+        assert to_client, "nobody has anything to say"
+        to_server = client.receive(to_client)
+        sent += [to_client, to_server]
+    return sent
+
+
+def test_two_sides_with_one_secret_agree():
+    client, server = pair()
+    run(client, server)
+    assert client.terms.instance == server.identity.instance
+    assert server.terms.instance == client.identity.instance
+    assert client.terms.session == server.terms.session == SESSION
+    assert client.terms.version == server.terms.version
+
+
+@given(st.lists(st.integers(1, 40), min_size=1))
+def test_frames_may_arrive_in_any_cut(cuts):
+    client, server = pair()
+    to_server = client.start()
+    while client.terms is None:
+        to_client = b"".join(feed(server, to_server, cuts))
+        to_server = b"".join(feed(client, to_client, cuts))
+    assert server.terms
+
+
+def feed(side, data, cuts):
+    at, turn = 0, 0
+    while at < len(data):
+        yield side.receive(data[at : at + cuts[turn % len(cuts)]])
+        at += cuts[turn % len(cuts)]
+        turn += 1
+
+
+def test_a_client_with_another_secret_is_refused():
+    client, server = pair(client_identity=Identity(b"another sixteen bytes"))
+    with pytest.raises(HandshakeError, match="wrong secret"):
+        run(client, server)
+    assert server.terms is None and client.terms is None
+
+
+def test_a_client_without_a_secret_is_refused():
+    with pytest.raises(HandshakeError, match="wrong secret"):
+        run(*pair(client_identity=Identity()))
+
+
+def test_a_server_with_another_secret_is_not_believed():
+    client, _ = pair()
+    client.receive(frame(Challenge(1, b"n" * 32, b"i" * 16)))
+    with pytest.raises(HandshakeError, match="the peer has another secret"):
+        client.receive(frame(Welcome(b"m" * 32)))
+    assert client.terms is None
+
+
+def test_a_recorded_handshake_opens_nothing():
+    sent = run(*pair())
+    server = Server(Identity(SECRET), "test")
+    server.receive(sent[0])
+    with pytest.raises(HandshakeError, match="wrong secret"):
+        server.receive(sent[2])
+
+
+def test_a_proof_sent_back_to_its_maker_is_not_believed():
+    client, server = pair()
+    proof = client.receive(server.receive(client.start()))
+    (mac,) = (msgspec.msgpack.decode(proof[4:])["mac"],)
+    with pytest.raises(HandshakeError, match="another secret"):
+        client.receive(frame(Welcome(mac)))
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_changed_frame_is_noticed(which):
+    """A nonce, an instance or a proof that was altered on the way."""
+    client, server = pair()
+    hello = bytearray(client.start())
+    if which == 0:
+        hello[-1] ^= 1  # the last byte of the session
+    challenge = bytearray(server.receive(bytes(hello)))
+    if which == 1:
+        challenge[-1] ^= 1
+    proof = bytearray(client.receive(bytes(challenge)))
+    if which == 2:
+        proof[-1] ^= 1
+    with pytest.raises(HandshakeError, match="wrong secret"):
+        server.receive(bytes(proof))
+
+
+def test_sides_that_do_not_fit_say_what_differs():
+    client, server = pair(Identity(SECRET, b"\x01"), Identity(SECRET, b"\x02"))
+    with pytest.raises(HandshakeError, match="digest 01 does not match 02"):
+        run(client, server)
+    assert server.terms is None
+
+
+def test_a_client_for_something_else_is_refused():
+    client, server = Client(Identity(SECRET), "cma", SESSION), Server(Identity(SECRET), "shm")
+    with pytest.raises(HandshakeError, match="'cma': 'shm' is served here"):
+        run(client, server)
+
+
+def test_a_restarted_peer_is_not_taken_for_its_earlier_life():
+    with pytest.raises(HandshakeError, match="restarted"):
+        run(*pair(expected=b"e" * 16))
+
+
+def test_versions_without_overlap_are_refused_by_either_side():
+    server = Server(Identity(SECRET), "test")
+    with pytest.raises(HandshakeError, match=r"versions 7\.\.9 asked for: this side speaks 1\.\.1"):
+        server.receive(frame(Hello(7, 9, b"n" * 32, b"i" * 16, b"", "test", SESSION)))
+    client, _ = pair()
+    with pytest.raises(HandshakeError, match="wants version 2"):
+        client.receive(frame(Challenge(2, b"n" * 32, b"i" * 16)))
+
+
+def test_a_newer_client_and_this_server_speak_the_older_version():
+    server = Server(Identity(SECRET), "test")
+    answer = server.receive(frame(Hello(1, 9, b"n" * 32, b"i" * 16, b"", "test", SESSION)))
+    assert msgspec.msgpack.decode(answer[4:], type=Challenge).version == 1
+
+
+def test_a_refusal_reaches_the_client():
+    client, _ = pair()
+    client.start()
+    with pytest.raises(HandshakeError, match="the peer refused: 'not today'"):
+        client.receive(Server.refusal(HandshakeError("not today")))
+
+
+def test_an_oversized_frame_is_refused_before_it_is_read():
+    server = Server(Identity(SECRET), "test")
+    with pytest.raises(HandshakeError, match=f"at most {MAX_FRAME_NBYTES}"):
+        server.receive((MAX_FRAME_NBYTES + 1).to_bytes(4, "little"))
+
+
+def test_a_truncated_frame_gets_nowhere():
+    client, server = pair()
+    assert server.receive(client.start()[:-1]) == b"" and server.terms is None
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_no_bytes_get_a_server_to_agree_or_to_fail_otherwise(data, framed):
+    server = Server(Identity(SECRET), "test")
+    with suppress(HandshakeError):
+        server.receive(len(data).to_bytes(4, "little") + data if framed else data)
+    assert server.terms is None
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=70) | st.text(max_size=40),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=8,
+)
+names = ("oldest_version", "version", "nonce", "instance", "compatibility", "purpose", "session", "mac", "reason")
+
+
+@given(
+    st.sampled_from(["Hello", "Challenge", "Proof", "Welcome", "Refusal"]),
+    st.dictionaries(st.sampled_from(names), values),
+)
+def test_no_message_of_wrong_types_gets_through(tag, fields):
+    data = msgspec.msgpack.encode({"type": tag, **fields})
+    for side in (Server(Identity(SECRET), "test"), Client(Identity(SECRET), "test", SESSION)):
+        with suppress(HandshakeError):
+            side.receive(len(data).to_bytes(4, "little") + data)
+        assert side.terms is None
+
+
+@given(st.data())
+def test_no_flipped_byte_gets_a_client_in(data):
+    client, server = pair()
+    hello = client.start()
+    proof = client.receive(server.receive(hello))
+    broken = bytearray(proof)
+    broken[data.draw(st.integers(0, len(broken) - 1))] ^= data.draw(st.integers(1, 255))
+    with suppress(HandshakeError):
+        server.receive(bytes(broken))
+    assert server.terms is None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1"])
+def test_loopback_needs_no_secret(host):
+    assert is_loopback(host)
+    require_secret(host, Identity())
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.1", "192.168.1.1", "::ffff:10.0.0.1", "fe80::1%eth0", "8.8.8.8"]
+)
+def test_any_other_address_needs_one(host):
+    with pytest.raises(TransferError, match="is not loopback and no shared secret"):
+        require_secret(host, Identity())
+    require_secret(host, Identity(SECRET))
+
+
+@pytest.mark.parametrize("host", ["localhost", "", "example.org"])
+def test_names_are_no_addresses(host):
+    with pytest.raises(TransferError, match="literal IP address"):
+        require_secret(host, Identity(SECRET))
+
+
+def test_a_short_secret_is_refused_and_none_is_printed():
+    with pytest.raises(ValueError, match="secret of 5 bytes: expected at least 16"):
+        Identity(b"short")
+    assert SECRET.decode() not in repr(Identity(SECRET))
