@@ -5,10 +5,13 @@ from __future__ import annotations
 import enum
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from mooncake_connector.cli.bench.report import Report
 
 app = typer.Typer(help="Measure this machine's limit, the store, and its peers, side by side.", no_args_is_help=True)
 
@@ -19,10 +22,25 @@ _LEGEND = (
 )
 
 
+_HICACHE_TITLE = "mooncake-connector bench hicache"
+_HICACHE_LEGEND = (
+    "limit: memcpy in the same rounds; peer: SGLang's in-tree Mooncake backend over TCP, pages in another process, the "
+    "better of its connection pool on and off.\n"
+    "Best round of each, rounds interleaved; ok ? = a part of the goal was not measured."
+)
+
+
 class Peer(str, enum.Enum):
     """Stores that the benchmark can start and measure beside ours."""
 
     mooncake = "mooncake"
+
+
+class HicachePeer(str, enum.Enum):
+    """SGLang's own backends that the benchmark can measure beside ours."""
+
+    mooncake = "mooncake"
+    file = "file"
 
 
 @app.callback()
@@ -56,7 +74,7 @@ def store(
     touched.
     """
     # Not at the top: other commands should start without this.
-    from mooncake_connector.cli.bench import store_bench
+    from mooncake_connector.cli.bench import machine, store_bench
     from mooncake_connector.cli.bench.measure import Scale
     from mooncake_connector.cli.bench.vllm_rows import Engine
 
@@ -67,17 +85,64 @@ def store(
     if vllm_python is not None and (model is None or not (model / "config.json").is_file()):
         reason = f"{model} has no config.json" if model else "it is missing"
         raise typer.BadParameter(f"{reason}: --vllm-python needs the folder of a checkpoint", param_hint="--model")
-    stderr = Console(stderr=True)
     report = store_bench.run(
-        folder or store_bench.default_folder(),
+        folder or machine.default_folder(),
         store_bench.QUICK if quick else Scale(),
-        peer_python=str(peer_python or store_bench.default_peer_python()) if peer else None,
+        peer_python=str(peer_python or sys.executable) if peer else None,
         vllm=Engine(vllm_python, model) if vllm_python and model else None,
-        progress=lambda line: stderr.print(line, style="bold yellow" if line.startswith("WARNING") else "dim"),
+        progress=_say,
     )
+    _show(report, _TITLE, _LEGEND, as_json)
+
+
+@app.command()
+def hicache(
+    peer: Annotated[
+        list[HicachePeer] | None, typer.Option(help="Also measure this backend of SGLang's; may be given twice.")
+    ] = None,
+    sglang_python: Annotated[
+        Path | None,
+        typer.Option(help="Python that has SGLang and this package; default: this one.", metavar="PATH"),
+    ] = None,
+    peer_python: Annotated[
+        Path | None,
+        typer.Option(help="Python that has the Mooncake wheel; default: this one.", metavar="PATH"),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the temporary pools lie; default: /dev/shm.", metavar="DIR")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that it works: no true figures.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Speed of SGLang's L3 calls on its own host pools: our backend, memcpy and, with --peer, SGLang's own backends.
+
+    Needs about 4 GiB in /dev/shm, 5 GiB of other memory and two minutes, with both peers ten. Nothing of it stays. Your
+    pool is not touched. No GPU is needed.
+    """
+    from mooncake_connector.cli.bench import hicache_bench, machine
+    from mooncake_connector.cli.bench.hicache_scale import HicacheScale
+
+    if peer_python is not None and HicachePeer.mooncake not in (peer or ()):
+        raise typer.BadParameter("it has no use without --peer mooncake", param_hint="--peer-python")
+    report = hicache_bench.run(
+        folder or machine.default_folder(),
+        hicache_bench.QUICK if quick else HicacheScale(),
+        sglang=sglang_python or Path(sys.executable),
+        peers={item.value for item in peer or ()},
+        peer_python=str(peer_python or sys.executable),
+        progress=_say,
+    )
+    _show(report, _HICACHE_TITLE, _HICACHE_LEGEND, as_json)
+
+
+def _say(line: str) -> None:
+    Console(stderr=True).print(line, style="bold yellow" if line.startswith("WARNING") else "dim")
+
+
+def _show(report: Report, title: str, legend: str, as_json: bool) -> None:
     if as_json:
         typer.echo(report.to_json())
         return
     console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(report.to_table(_TITLE))
-    console.print(_LEGEND)
+    console.print(report.to_table(title))
+    console.print(legend)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import tempfile
 from importlib import metadata
 from pathlib import Path
+
+from mooncake_connector.cli.bench.measure import BenchError
 
 _PACKAGES = ("mooncake-connector", "numpy", "lmdb", "xxhash", "msgspec")
 
@@ -32,6 +36,44 @@ def describe_versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             versions[name] = None
     return versions
+
+
+def engine_version(option: str, python: Path, engine: str, probe: str) -> str:
+    """What ``probe`` prints in ``python``, the value of ``option``: it imports the engine and this package.
+
+    Raises BenchError that says what to install where one of them is missing.
+    """
+    try:
+        done = subprocess.run([python, "-c", probe], capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchError(f"{option} {python} cannot be run: {error}") from error
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise BenchError(
+            f"{option} {python} lacks something ({reason}): it needs {engine} and mooncake-connector; "
+            f"install the latter with `{python} -m pip install mooncake-connector`"
+        )
+    return done.stdout.strip().splitlines()[-1]
+
+
+def default_folder() -> Path:
+    """Shared memory, as a pool uses by default; else the temporary folder."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raise BenchError unless ``folder`` is there and has ``needed`` bytes free."""
+    try:
+        info = os.statvfs(folder)
+    except OSError as error:
+        raise BenchError(f"--folder {folder} cannot be used: {error.strerror}; name an existing folder") from error
+    free = info.f_bavail * info.f_frsize
+    if free < needed:
+        raise BenchError(
+            f"--folder {folder} has {free >> 20} MiB free, the benchmark's pools need {needed >> 20} MiB: "
+            "name another folder, or use --quick"
+        )
 
 
 def _cpu_model() -> str:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from mooncake_connector.cli.bench.measure import BenchError, Scale
 POOL_OFF = "other process, connection pool off"
 POOL_ON = "other process, connection pool on"
 OWN = "own segment"
+SETTINGS = ((POOL_OFF, "0", True), (POOL_ON, "1", True), (OWN, "1", False))
+"""Name, connection pool off or on, and whether the pages are in another process's segment."""
 
 _SCRIPT = Path(__file__).parent / "mooncake_client.py"
 _START_DEADLINE_S = 60.0
@@ -60,6 +62,15 @@ def locate(python: str) -> Install:
     return Install(python, Path(package), version)
 
 
+def locate_or_warn(python: str, progress: Callable[[str], None]) -> Install | None:
+    """`locate`, or None and a warning that its rows will be missing."""
+    try:
+        return locate(python)
+    except BenchError as error:
+        progress(f"WARNING: no Mooncake rows in this report: {error}")
+        return None
+
+
 @contextlib.contextmanager
 def master(install: Install, log: Any) -> Iterator[str]:
     """A running Mooncake master; gives its ``host:port``."""
@@ -81,7 +92,7 @@ def master(install: Install, log: Any) -> Iterator[str]:
 def measure(install: Install, scale: Scale, progress: Callable[[str], None]) -> dict[str, dict[str, Any]]:
     """Seconds by figure for each setting. A setting that fails has its reason under ``error``, and what it got."""
     results: dict[str, dict[str, Any]] = {}
-    for setting, pool, held in ((POOL_OFF, "0", True), (POOL_ON, "1", True), (OWN, "1", False)):
+    for setting, pool, held in SETTINGS:
         progress(f"Mooncake Store: {setting}")
         with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder, tempfile.TemporaryFile() as log:
             try:
@@ -95,18 +106,38 @@ def measure(install: Install, scale: Scale, progress: Callable[[str], None]) -> 
 
 def _measure_one(install: Install, scale: Scale, pool: str, held: bool, folder: Path, log: Any) -> dict[str, Any]:
     segment = 2 * scale.data_nbytes + (64 << 20)
-    env = {"MC_FORCE_TCP": "1", "MC_TCP_ENABLE_CONNECTION_POOL": pool}
-
-    def order(role: str, nbytes: int, address: str) -> list[str]:
-        values = {**asdict(scale), "role": role, "segment_nbytes": nbytes, "master": address}
-        values["outcome"] = str(folder / role)
-        return [install.python, str(_SCRIPT), json.dumps(values)]
-
+    env = tcp_settings(pool)
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(master(install, log))
         if held:
-            holder = stack.enter_context(processes.running(order("hold", segment, address), log, env))
-            ready = folder / "hold"
-            processes.wait_until(ready.exists, holder, _START_DEADLINE_S, "the process that holds the segment")
-        command = order("measure", 0 if held else segment, address)
-        return processes.run_script(command, folder / "measure", deadline_s=_MEASURE_DEADLINE_S, env=env)
+            stack.enter_context(holder(install, address, segment, env, folder, log))
+        outcome = folder / "measure"
+        sizes = {**asdict(scale), "segment_nbytes": 0 if held else segment, "outcome": str(outcome)}
+        order = {"role": "measure", "master": address, **sizes}
+        command = [install.python, str(_SCRIPT), json.dumps(order)]
+        return processes.run_script(command, outcome, deadline_s=_MEASURE_DEADLINE_S, env=env)
+
+
+def tcp_settings(pool: str) -> dict[str, str]:
+    """Environment of a client: TCP alone, its connection pool off ("0") or on ("1")."""
+    return {"MC_FORCE_TCP": "1", "MC_TCP_ENABLE_CONNECTION_POOL": pool}
+
+
+@contextlib.contextmanager
+def holder(
+    install: Install, address: str, segment_nbytes: int, env: Mapping[str, str], folder: Path, log: Any
+) -> Iterator[None]:
+    """A process that offers its memory to the cluster of the master at ``address``."""
+    outcome = folder / "hold"
+    order = {"role": "hold", "master": address, "segment_nbytes": segment_nbytes, "outcome": str(outcome)}
+    with processes.running([install.python, str(_SCRIPT), json.dumps(order)], log, env) as process:
+        processes.wait_until(outcome.exists, process, _START_DEADLINE_S, "the process that holds the segment")
+        yield
+
+
+def overlay(install: Install, folder: Path) -> Path:
+    """A new folder with the peer's wheel alone, so that an engine's interpreter can import it without having it."""
+    folder.mkdir()
+    for found in (install.package, *install.package.parent.glob("mooncake_transfer_engine*.libs")):
+        (folder / found.name).symlink_to(found)
+    return folder

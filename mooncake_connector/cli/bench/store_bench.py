@@ -1,16 +1,14 @@
-"""One run of `bench store`: what is measured, in which order, and where the temporary pools lie."""
+"""One run of `bench store`: what is measured, and in which order."""
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from mooncake_connector.cli.bench import embedded, index, mooncake_peer, store_rows, vllm_rows
-from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
-from mooncake_connector.cli.bench.measure import BenchError, Scale
+from mooncake_connector.cli.bench.machine import check_room, describe_machine, describe_versions
+from mooncake_connector.cli.bench.measure import Scale
 from mooncake_connector.cli.bench.report import Report
 
 Progress = Callable[[str], None]
@@ -25,7 +23,7 @@ def run(
 
     ``peer_python`` None leaves the peer out, as does an interpreter without the wheel (with a warning).
     """
-    _check_room(folder, scale)
+    check_room(folder, 3 * scale.data_nbytes + 300 * scale.large_index + (256 << 20))
     machine, versions = describe_machine(folder), describe_versions()
     if vllm:
         versions["vllm"] = vllm_rows.version(vllm)
@@ -37,7 +35,7 @@ def run(
             progress("lookups, and a bare LMDB")
             lookups = embedded.measure_lookups(space, temporary, scale)
         growth, nbytes_per_page = index.measure(temporary, scale, progress)
-    install = _peer(peer_python, progress)
+    install = mooncake_peer.locate_or_warn(peer_python, progress) if peer_python else None
     peer = mooncake_peer.measure(install, scale, progress) if install else {}
     versions["mooncake"] = install.version if install else None
     rows = [
@@ -51,38 +49,3 @@ def run(
         progress("no --vllm-python and --model: the two vLLM rows are left out")
     rows += store_rows.peer_rows(peer, scale, data[embedded.MEMCPY])
     return Report(machine, versions, rows)
-
-
-def _peer(python: str | None, progress: Progress) -> mooncake_peer.Install | None:
-    if python is None:
-        return None
-    try:
-        return mooncake_peer.locate(python)
-    except BenchError as error:
-        progress(f"WARNING: no Mooncake rows in this report: {error}")
-        return None
-
-
-def _check_room(folder: Path, scale: Scale) -> None:
-    needed = 3 * scale.data_nbytes + 300 * scale.large_index + (256 << 20)
-    try:
-        info = os.statvfs(folder)
-    except OSError as error:
-        raise BenchError(f"--folder {folder} cannot be used: {error.strerror}; name an existing folder") from error
-    free = info.f_bavail * info.f_frsize
-    if free < needed:
-        raise BenchError(
-            f"--folder {folder} has {free >> 20} MiB free, the benchmark's pools need {needed >> 20} MiB: "
-            "name another folder, or use --quick"
-        )
-
-
-def default_folder() -> Path:
-    """Shared memory, as a pool uses by default; else the temporary folder."""
-    shared = Path("/dev/shm")
-    return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-
-
-def default_peer_python() -> str:
-    """The interpreter that runs us: the extra ``mooncake`` installs the wheel there."""
-    return sys.executable

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import vllm_plugin
 from mooncake_connector.cli.bench import mooncake_peer, processes
+from mooncake_connector.cli.bench.machine import engine_version
 from mooncake_connector.cli.bench.measure import BenchError
 from mooncake_connector.cli.bench.report import Goal, Row, row
 
@@ -41,18 +41,8 @@ class Engine:
 
 def version(engine: Engine) -> str:
     """vLLM's version. Raises BenchError that says what to install where vLLM or this package is missing."""
-    probe = "import importlib.metadata as m, vllm, vllm_plugin, lmdb, xxhash; print(vllm.__version__)"
-    try:
-        done = subprocess.run([engine.python, "-c", probe], capture_output=True, text=True, timeout=120)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BenchError(f"--vllm-python {engine.python} cannot be run: {error}") from error
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise BenchError(
-            f"--vllm-python {engine.python} lacks something ({reason}): it needs vLLM and mooncake-connector; "
-            f"install the latter with `{engine.python} -m pip install mooncake-connector`"
-        )
-    return done.stdout.strip().splitlines()[-1]
+    probe = "import vllm, vllm_plugin, lmdb, xxhash; print(vllm.__version__)"
+    return engine_version("--vllm-python", engine.python, "vLLM", probe)
 
 
 def measure(engine: Engine, peer: mooncake_peer.Install | None, folder: Path, progress: Progress) -> list[Row]:
@@ -158,17 +148,9 @@ def _in_tree(engine: Engine, peer: mooncake_peer.Install, progress: Progress) ->
             "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "127.0.0.1",
             "VLLM_HOST_IP": "127.0.0.1",
             "MC_FORCE_TCP": "1",
-            "PYTHONPATH": os.pathsep.join((str(_overlay(peer, folder / "wheel")), str(_CHILDREN))),
+            "PYTHONPATH": os.pathsep.join((str(mooncake_peer.overlay(peer, folder / "wheel")), str(_CHILDREN))),
         }
         return _run_child(engine, "vllm_ttft.py", _ttft_order(transfer), env, progress)
-
-
-def _overlay(peer: mooncake_peer.Install, folder: Path) -> Path:
-    """A folder with the peer's wheel alone, so that vLLM's interpreter can import it without having it installed."""
-    folder.mkdir()
-    for found in (peer.package, *peer.package.parent.glob("mooncake_transfer_engine*.libs")):
-        (folder / found.name).symlink_to(found)
-    return folder
 
 
 def _run_child(
