@@ -12,9 +12,11 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["Answer", "Client", "HttpClient", "Prompt", "ServerError"]
+__all__ = ["CANDIDATES", "Answer", "Client", "HttpClient", "Prompt", "ServerError"]
 
 Prompt = str | Sequence[int]
+CANDIDATES = 4
+"""Likeliest tokens of a step that are asked for."""
 
 
 class ServerError(AssertionError):
@@ -25,13 +27,13 @@ class ServerError(AssertionError):
 class Answer:
     """One greedy completion.
 
-    `gaps[i]` is how far the chosen token of step i was ahead of the next best one, in nats; `cached_tokens` counts the
-    prompt tokens that were not computed, whether they came from the engine's own cache or from the connector.
+    `steps[i]` has the log-probabilities of the likeliest tokens of step i; `cached_tokens` counts the prompt tokens that
+    were not computed, whether they came from the engine's own cache or from the connector.
     """
 
     token_ids: tuple[int, ...]
     text: str
-    gaps: tuple[float, ...]
+    steps: tuple[dict[int, float], ...]
     prompt_tokens: int
     cached_tokens: int
     ttft_s: float
@@ -39,7 +41,9 @@ class Answer:
 
     @property
     def smallest_gap(self) -> float:
-        return min(self.gaps, default=math.inf)
+        """How far the chosen token was ahead of the next best one where it was least so, in nats."""
+        ranked = (sorted(step.values(), reverse=True) for step in self.steps)
+        return min((best - second for best, second, *_ in ranked), default=math.inf)
 
 
 class HttpClient:
@@ -122,7 +126,7 @@ class Client(HttpClient):
         first = None
         texts: list[str] = []
         token_ids: list[int] = []
-        gaps: list[float] = []
+        steps: list[dict[int, float]] = []
         usage: dict[str, Any] = {}
         for event in self._events(self._complete(prompt, max_tokens, cache_salt, ignore_eos)):
             usage = event.get("usage") or usage
@@ -133,13 +137,13 @@ class Client(HttpClient):
                 if on_text is not None and choice["text"]:
                     on_text(choice["text"])
                 token_ids.extend(choice["token_ids"] or ())
-                gaps.extend(_gaps(choice["logprobs"]))
+                steps.extend(_steps(choice["logprobs"]))
         if first is None:
             raise ServerError(f"the stream ended without a token; usage: {usage}")
         return Answer(
             token_ids=tuple(token_ids),
             text="".join(texts),
-            gaps=tuple(gaps),
+            steps=tuple(steps),
             prompt_tokens=usage["prompt_tokens"],
             cached_tokens=(usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
             ttft_s=first - started,
@@ -179,7 +183,7 @@ class Client(HttpClient):
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": ignore_eos,
-            "logprobs": 2,
+            "logprobs": CANDIDATES,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "stream": True,
@@ -190,12 +194,10 @@ class Client(HttpClient):
         return self._send("POST", "/v1/completions", body)
 
 
-def _gaps(logprobs: dict[str, Any] | None) -> list[float]:
-    """Per step, the distance of the best from the second-best log-probability."""
+def _steps(logprobs: dict[str, Any] | None) -> list[dict[int, float]]:
+    """vLLM's candidates, named "token_id:7", by token."""
     if not logprobs:
         return []
-    gaps = []
-    for step in logprobs["top_logprobs"]:
-        best, second = sorted(step.values(), reverse=True)[:2]
-        gaps.append(best - second)
-    return gaps
+    return [
+        {int(name.removeprefix("token_id:")): value for name, value in step.items()} for step in logprobs["top_logprobs"]
+    ]

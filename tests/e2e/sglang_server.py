@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from e2e.client import Answer, HttpClient, Prompt, ServerError
+from e2e.client import CANDIDATES, Answer, HttpClient, Prompt, ServerError
 from e2e.process import ENVIRONMENTS, ServerProcess, free_port, small_environment
 
 __all__ = ["DYNAMIC", "SGLangAnswer", "SGLangServer", "Way"]
@@ -67,6 +67,7 @@ class SGLangServer(ServerProcess, HttpClient):
             *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--page-size", str(PAGE_TOKENS)),
             *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16"),
             *("--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", str(max_total_tokens)),
+            "--sleep-on-idle",
             *("--enable-cache-report", "--enable-metrics", "--admin-api-key", ADMIN_KEY),
         ]
         # Threads that wait by spinning would take the cores from each other where there are few.
@@ -118,7 +119,7 @@ class SGLangServer(ServerProcess, HttpClient):
             **({"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}),
             "sampling_params": {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": ignore_eos},
             "return_logprob": True,
-            "top_logprobs_num": 2,
+            "top_logprobs_num": CANDIDATES,
             "stream": True,
             **({} if cache_salt is None else {"cache_salt": cache_salt}),
             **fields,
@@ -137,7 +138,7 @@ class SGLangServer(ServerProcess, HttpClient):
         return SGLangAnswer(
             token_ids=tuple(last["output_ids"]),
             text=text,
-            gaps=tuple(step[0][0] - step[1][0] for step in meta["output_top_logprobs"]),
+            steps=tuple({token: value for value, token, _ in step} for step in meta["output_top_logprobs"]),
             prompt_tokens=meta["prompt_tokens"],
             cached_tokens=meta["cached_tokens"],
             ttft_s=first - started,
