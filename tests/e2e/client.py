@@ -27,8 +27,8 @@ class ServerError(AssertionError):
 class Answer:
     """One greedy completion.
 
-    `steps[i]` has the log-probabilities of the likeliest tokens of step i; `cached_tokens` counts the prompt tokens that
-    were not computed, whether they came from the engine's own cache or from the connector.
+    `steps[i]` has the log-probabilities of the likeliest tokens of step i; `cached_tokens` counts the prompt tokens
+    that were not computed, whether they came from the engine's own cache or from the connector.
     """
 
     token_ids: tuple[int, ...]
@@ -196,8 +196,5 @@ class Client(HttpClient):
 
 def _steps(logprobs: dict[str, Any] | None) -> list[dict[int, float]]:
     """vLLM's candidates, named "token_id:7", by token."""
-    if not logprobs:
-        return []
-    return [
-        {int(name.removeprefix("token_id:")): value for name, value in step.items()} for step in logprobs["top_logprobs"]
-    ]
+    steps = logprobs["top_logprobs"] if logprobs else []
+    return [{int(name.removeprefix("token_id:")): value for name, value in step.items()} for step in steps]
