@@ -87,7 +87,7 @@ def plain_shape(pool: HostKVCache) -> PoolShape | None:
     buffer = pool.kv_buffer
     if buffer is None or not buffer.is_contiguous() or buffer.device.type != "cpu":
         return None
-    if not is_mla and pool.layer_num != pool.target_layer_num:  # layers of a draft model are packed behind
+    if pool.layer_num != pool.target_layer_num:  # layers of a draft model are packed behind
         return None
     if is_mla and getattr(pool, "dcp_size", 1) > 1:
         return None
@@ -180,7 +180,7 @@ class OpaquePages:
     """Pages of a pool whose inside is SGLang's own affair: stored as the bytes that the pool says a page has."""
 
     def __init__(self, pool: HostKVCache) -> None:
-        self.page_slots = int(getattr(pool, "page_size", 1) or 1)
+        self.page_slots = int(getattr(pool, "logical_page_size", pool.page_size))
         self._pool = pool
         self._nbytes = sum(len(piece) for piece in self._pieces(0))
 

@@ -1,0 +1,53 @@
+"""The backend over SGLang's own host pools, without a server; see host_pools.py and instances.py."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+from faults import Faults, faulty_store
+from instances import open_storage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+import store_client.pool
+from mooncake_connector.log import forget_causes
+
+
+@pytest.fixture
+def pool() -> Iterator[Path]:
+    """Name of a pool folder in shared memory that does not exist yet."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="mooncake-connector-test-"))
+    yield folder / "pool"
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def attach(pool: Path) -> Iterator[Callable[..., HiCacheStorage]]:
+    """Attach the backend to a host pool, over this test's pool folder; see `instances.open_storage`."""
+    forget_causes()
+    attached: list[HiCacheStorage] = []
+
+    def attach_one(host_pool: Any, **options: Any) -> HiCacheStorage:
+        storage = open_storage(host_pool, **{"pool": pool, **options})
+        attached.append(storage)
+        return storage
+
+    yield attach_one
+    for storage in attached:
+        storage.close()
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    """Every pool that opens during the test is the real one behind these faults."""
+    faults = Faults()
+    monkeypatch.setattr(store_client.pool, "EmbeddedStore", faulty_store(faults))
+    yield faults
+    faults.release()
