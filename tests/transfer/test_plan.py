@@ -1,0 +1,283 @@
+"""Routes and copies against a plain model of memory: every byte of every destination block is written exactly once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated.ranks import Instance, Model, heads_of, instances, make_rank, models, tp_sizes
+
+from mooncake_connector.page import SegmentLayout
+from transfer.layout import LayoutError, RankLayout
+from transfer.plan import Copies, Pairing, Route, routes
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Instance, Instance, int]:
+    """Two instances of one model and a request's length; TP, PP, block sizes and memory order of each are its own."""
+    model = draw(models)
+    group = draw(st.sampled_from([0, 0, 0, 2]))
+    common = draw(st.sampled_from([2, 4] if group else [1, 2, 3]))
+    ratios = draw(st.sampled_from([(1, 1), (1, 1), (1, 2), (4, 1), (2, 3), (3, 2), (1, 6)]))
+    tokens = draw(st.integers(1, 30))
+    source, destination = (draw(instances(model, common * ratio, tokens, group)) for ratio in ratios)
+    return source, destination, tokens
+
+
+def apply(copies: Copies, source: np.ndarray, destination: np.ndarray, writes: np.ndarray) -> None:
+    for start, target, nbytes in zip(copies.source, copies.destination, copies.nbytes, strict=True):
+        assert nbytes > 0
+        destination[target : target + nbytes] = source[start : start + nbytes]
+        writes[target : target + nbytes] += 1
+
+
+def pieces_of(whole: range, cuts: set[int]) -> list[range]:
+    borders = [whole.start, *sorted(cut for cut in cuts if whole.start < cut < whole.stop), whole.stop]
+    return [range(start, stop) for start, stop in pairwise(borders)]
+
+
+@settings(max_examples=150)
+@given(pairs(), st.data())
+def test_every_byte_of_every_destination_block_is_written_once_and_with_what_it_stands_for(pair, data):
+    source, destination, tokens = pair
+    memories, targets = source.memory(fill=True), destination.memory(fill=False)
+    writes = [np.zeros(len(memory), dtype=np.int64) for memory in targets]
+    layer_cuts = data.draw(st.sets(st.integers(1, 4), max_size=2))
+    unit_cuts = data.draw(st.sets(st.integers(1, 10), max_size=2))
+    for route in routes(source.ranks, destination.ranks):
+        pairing = Pairing(source.ranks[route.source], destination.ranks[route.destination], route)
+        parts = pieces_of(range(tokens), {cut * pairing.unit for cut in unit_cuts})
+        for layers in pieces_of(pairing.layers, layer_cuts):
+            for part in parts:
+                copies = pairing.copies(layers, part.start, part.stop, source.table, destination.table)
+                side = route.destination
+                apply(copies, memories[route.source], targets[side], writes[side])
+        stop = -(-tokens // pairing.unit) * pairing.unit
+    for rank, target, written in zip(destination.ranks, targets, writes, strict=True):
+        names, places = destination.bytes_of(rank, stop)
+        assert (written[places] == 1).all()
+        assert written.sum() == len(places)
+        assert (target[places] == names).all()
+
+
+@settings(max_examples=60)
+@given(pairs(), st.data())
+def test_both_sides_take_a_pages_checksum_over_the_same_bytes_which_are_those_that_were_copied(pair, data):
+    source, destination, tokens = pair
+    memories, targets = source.memory(fill=True), destination.memory(fill=False)
+    for route in routes(source.ranks, destination.ranks):
+        pairing = Pairing(source.ranks[route.source], destination.ranks[route.destination], route)
+        page_tokens = pairing.unit * data.draw(st.integers(1, 4))
+        first = pairing.unit * data.draw(st.integers(0, (tokens - 1) // pairing.unit))
+        part = (pairing.layers, first, tokens)
+        copies = pairing.copies(*part, source.table, destination.table)
+        target = targets[route.destination]
+        apply(copies, memories[route.source], target, np.zeros_like(target))
+        sent = pairing.source_pages(*part, source.table, page_tokens)
+        landed = pairing.destination_pages(*part, destination.table, page_tokens)
+        pages = [read_pages(runs, memory) for runs, memory in ((sent, memories[route.source]), (landed, target))]
+        assert len(pages[0]) == len(pages[1]) == (-(-tokens // page_tokens) - first // page_tokens if part[0] else 0)
+        for one, other in zip(*pages, strict=True):
+            assert len(one) and (one == other).all()
+        assert sum(map(len, pages[0])) == copies.nbytes.sum()
+
+
+def read_pages(runs, memory: np.ndarray) -> list[np.ndarray]:
+    read = [memory[start : start + size] for start, size in zip(runs.addresses, runs.nbytes, strict=True)]
+    bounds = runs.bounds.tolist()
+    return [np.concatenate(read[i:j]) for i, j in pairwise(bounds)]
+
+
+@settings(max_examples=60)
+@given(pairs(), st.data())
+def test_the_ranges_of_blocks_are_their_bytes_and_no_others(pair, data):
+    _, instance, _ = pair
+    rank = data.draw(st.sampled_from(instance.ranks))
+    chosen = data.draw(st.lists(st.sampled_from(instance.table), unique=True))
+    starts, sizes = rank.ranges(chosen)
+    inside = {int(place) for start, size in zip(starts, sizes, strict=True) for place in range(start, start + size)}
+    _, places = replace(instance, table=chosen).bytes_of(rank)
+    assert inside == set(places.tolist())
+    assert len(starts) < 2 or (starts[1:] > starts[:-1] + sizes[:-1]).all()
+
+
+@settings(max_examples=100)
+@given(pairs())
+def test_every_source_rank_has_a_route_and_two_ranks_have_one_at_most(pair):
+    source, destination, _ = pair
+    found = routes(source.ranks, destination.ranks)
+    assert {route.source for route in found} == set(range(len(source.ranks)))
+    assert len({(route.source, route.destination) for route in found}) == len(found)
+    idle = [route for route in found if not route.num_layers]
+    assert all(sum(other.source == route.source for other in found) == 1 for route in idle)
+
+
+def make_instance(model: Model, tp: int, block_tokens: int = 4, order: str = "LBHN", num_blocks: int = 4) -> Instance:
+    ranks = [
+        make_rank(model, range(model.layers), heads_of(model, rank, tp), block_tokens, num_blocks, order, 0, 0)
+        for rank in range(tp)
+    ]
+    return Instance(model, ranks, list(range(num_blocks)))
+
+
+@pytest.mark.parametrize("heads, tp", [(1, 8), (2, 8), (4, 8), (1, 3)])
+def test_replicas_share_the_work(heads, tp):
+    model = Model(layers=2, heads=heads, k_dim=2, v_dim=0, itemsize=2)
+    ranks = make_instance(model, tp).ranks
+    found = routes(ranks, ranks)
+    assert sorted(route.source for route in found) == sorted(route.destination for route in found) == list(range(tp))
+
+
+def test_of_many_copies_of_a_head_one_is_sent():
+    model = Model(layers=2, heads=2, k_dim=2, v_dim=2, itemsize=2)
+    found = routes(make_instance(model, 8).ranks, make_instance(model, 1).ranks)
+    working = [route for route in found if route.num_layers]
+    assert working == [Route(0, 0, 0, 2, 0, 1), Route(4, 0, 0, 2, 1, 1)]
+    assert [route.source for route in found if not route.num_layers] == [1, 2, 3, 5, 6, 7]
+
+
+def copy_all(source: Instance, destination: Instance) -> Copies:
+    pairing = Pairing(source.ranks[0], destination.ranks[0], routes(source.ranks, destination.ranks)[0])
+    tokens = len(source.table) * source.ranks[0].block_tokens
+    return pairing.copies(pairing.layers, 0, tokens, source.table, destination.table)
+
+
+@pytest.mark.parametrize(
+    "order, source_table, destination_table, pieces",
+    [
+        ("LBHN", [0, 1, 2, 3], [0, 1, 2, 3], 1),  # all layers follow each other and every block is moved
+        ("LBHN", [0, 1, 3, 2], [0, 1, 3, 2], 2 + 2 + 2),
+        ("LBHN", [0, 2, 1, 3], [3, 1, 2, 0], 8),  # nothing follows anything
+        ("BLHN", [0, 2, 1, 3], [3, 1, 2, 0], 4),  # the layers of a block follow each other
+        ("LBNH", [0, 2, 1, 3], [3, 1, 2, 0], 8),
+        ("BHLN", [0, 2, 1, 3], [3, 1, 2, 0], 4),
+        ("HBLN", [0, 2, 1, 3], [3, 1, 2, 0], 12),
+    ],
+)
+def test_pieces_that_follow_each_other_on_both_sides_are_one(order, source_table, destination_table, pieces):
+    model = Model(layers=2, heads=3, k_dim=2, v_dim=2, itemsize=2)
+    source, destination = (
+        replace(make_instance(model, 1, order=order), table=table) for table in (source_table, destination_table)
+    )
+    assert len(copy_all(source, destination).nbytes) == pieces
+
+
+def test_blocks_in_another_order_of_elements_are_refused_with_both_sides_values():
+    model = Model(layers=1, heads=1, k_dim=32, v_dim=32, itemsize=2)
+    source, destination = (make_rank(model, range(1), range(1), 4, 2, "LBHN", group, 0) for group in (0, 2))
+    with pytest.raises(LayoutError, match=r"pieces would have 2 bytes.*SegmentLayout.*SegmentLayout"):
+        Pairing(source, destination, Route(0, 0, 0, 1, 0, 1))
+
+
+def test_a_group_of_tokens_cut_in_two_by_the_other_sides_blocks_is_refused():
+    model = Model(layers=1, heads=1, k_dim=32, v_dim=32, itemsize=2)
+    source = make_rank(model, range(1), range(1), 4, 2, "LBHN", 4, 0)
+    destination = make_rank(model, range(1), range(1), 2, 2, "LBHN", 2, 0)
+    with pytest.raises(LayoutError, match=r"blocks of 4 tokens.*blocks of 2 tokens"):
+        Pairing(source, destination, Route(0, 0, 0, 1, 0, 1))
+
+
+@pytest.mark.parametrize("field, value", [("layers", 3), ("heads", 4), ("k_dim", 8), ("v_dim", 0), ("itemsize", 1)])
+def test_another_model_is_refused_with_both_sides_values(field, value):
+    model = Model(layers=2, heads=2, k_dim=4, v_dim=4, itemsize=2)
+    one, other = (make_instance(m, 1).ranks for m in (model, replace(model, **{field: value})))
+    with pytest.raises(LayoutError, match="differ") as refused:
+        routes(one, other)
+    assert one[0].describe() in str(refused.value) and other[0].describe() in str(refused.value)
+
+
+def test_a_layer_that_no_source_has_is_refused():
+    model = Model(layers=4, heads=2, k_dim=2, v_dim=2, itemsize=2)
+    half = make_rank(model, range(2), range(2), 4, 4, "LBHN", 0, 0)
+    with pytest.raises(LayoutError, match="no source rank has layer 2, KV head 0"):
+        routes([half], make_instance(model, 1).ranks)
+
+
+def test_source_ranks_that_overlap_in_part_are_refused():
+    model = Model(layers=1, heads=3, k_dim=2, v_dim=2, itemsize=2)
+    overlapping = [make_rank(model, range(1), heads, 4, 4, "LBHN", 0, 0) for heads in (range(2), range(1, 3))]
+    with pytest.raises(LayoutError, match="overlap in part"):
+        routes(overlapping, make_instance(model, 1).ranks)
+
+
+@pytest.mark.parametrize(
+    "first, stop, source_table, destination_table, problem",
+    [
+        (2, 8, [0, 1], [0, 1], "moved together"),
+        (-4, 8, [0, 1], [0, 1], "moved together"),
+        (0, 9, [0, 1], [0, 1, 2], "2 blocks of 4 tokens end before token 8"),
+        (0, 9, [0, 1, 2], [0, 1], "2 blocks of 4 tokens end before token 8"),
+        (0, 8, [0, 4], [0, 1], r"block ids 0\.\.4"),
+        (0, 8, [0, 1], [0, -1], r"block ids -1\.\.0"),
+    ],
+)
+def test_tokens_and_blocks_that_are_not_there_are_refused(first, stop, source_table, destination_table, problem):
+    model = Model(layers=1, heads=1, k_dim=2, v_dim=2, itemsize=2)
+    rank = make_instance(model, 1).ranks[0]
+    pairing = Pairing(rank, rank, Route(0, 0, 0, 1, 0, 1))
+    with pytest.raises(LayoutError, match=problem):
+        pairing.copies(pairing.layers, first, stop, source_table, destination_table)
+
+
+def test_layers_outside_of_the_route_are_refused():
+    model = Model(layers=3, heads=1, k_dim=2, v_dim=2, itemsize=2)
+    rank = make_instance(model, 1).ranks[0]
+    pairing = Pairing(rank, rank, Route(0, 0, 1, 1, 0, 1))
+    with pytest.raises(LayoutError, match="the route has"):
+        pairing.copies(range(2), 0, 4, [0], [0])
+
+
+def changed(rank: RankLayout, **fields: object) -> None:
+    own = {name: value for name, value in fields.items() if name in RankLayout.__dataclass_fields__}
+    blocks = {name: value for name, value in fields.items() if name not in own}
+    replace(rank, blocks=replace(rank.blocks, **blocks), **own)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"first_layer": 1},
+        {"first_head": -1},
+        {"num_heads": 3},
+        {"num_heads": 0},
+        {"k_dim": 0},
+        {"itemsize": 0},
+        {"v_dim": 0},
+        {"v": None},
+        {"num_blocks": 0},
+        {"block_tokens": 8},
+        {"block_stride": -1},
+        {"block_stride": 1 << 62},
+        {"head_stride": 1 << 62},
+        {"num_blocks": 1 << 62},
+        {"layer_addresses": (1 << 60, 64)},
+        {"layer_addresses": (-64, 64)},
+        {"layer_addresses": ()},
+        {"k": SegmentLayout(-1, ((4, 8),), ((2, 2),))},
+        {"k": SegmentLayout(0, ((4, -8),), ((2, 2),))},
+        {"k": SegmentLayout(0, ((4, 8),), ())},
+        {"k": SegmentLayout(0, ((-2, 8), (-2, 2)), ((2, 2),))},
+    ],
+)
+def test_an_impossible_layout_is_refused(fields):
+    rank = make_instance(Model(layers=2, heads=2, k_dim=2, v_dim=2, itemsize=2), 1).ranks[0]
+    changed(rank)
+    with pytest.raises(LayoutError):
+        changed(rank, **fields)
+
+
+def test_elements_that_share_bytes_cannot_be_granted():
+    rank = make_instance(Model(layers=2, heads=2, k_dim=2, v_dim=2, itemsize=2), 1).ranks[0]
+    overlapping = replace(rank, blocks=replace(rank.blocks, head_stride=2))
+    with pytest.raises(LayoutError, match="share bytes"):
+        overlapping.ranges([0])
+
+
+def test_the_model_splits_heads_as_engines_do():
+    model = Model(layers=1, heads=4, k_dim=1, v_dim=1, itemsize=1)
+    assert tp_sizes(4) == [1, 2, 4, 8]
+    assert [heads_of(model, rank, 8).start for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
