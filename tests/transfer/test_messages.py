@@ -1,0 +1,132 @@
+"""Messages on the wire: what is sent arrives, and nothing but a message is taken for one."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from simulated.ranks import Model, make_rank
+
+from transfer.messages import (
+    MAX_MESSAGE_NBYTES,
+    Announce,
+    AnyMessage,
+    Close,
+    Granted,
+    Landed,
+    Layouts,
+    MessageError,
+    Report,
+    Reset,
+    State,
+    Status,
+    decode,
+    encode,
+)
+
+HEAD = {"generation": 7, "to": 3, "transfer": "request-1", "grant": 5}
+RANK = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
+MESSAGES: list[AnyMessage] = [
+    Announce(**HEAD, legs=2, computed=True),
+    Granted(**HEAD, legs=2, computed=False, first_token=64, stop_token=100, block_ids=[4, 1], key=b"k" * 16),
+    Report(**HEAD, verified=3, again=[4]),
+    Close(**HEAD, legs=2, done=False, cause="cancelled"),
+    Landed(
+        **HEAD, batch=3, attempt=1, first_layer=0, num_layers=2, first_token=0, stop_token=64, checksums=[(1 << 64) - 1]
+    ),
+    Status(**HEAD, state=State.OPEN, cause=""),
+    Reset(**HEAD),
+    Layouts(**HEAD, ranks=[RANK]),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_arrives_as_it_was_sent(message):
+    arrived = decode(encode(message))
+    assert arrived == message and type(arrived) is type(message)
+
+
+def altered(message: AnyMessage, **fields: object) -> bytes:
+    return msgspec.msgpack.encode({**msgspec.msgpack.decode(encode(message)), **fields})
+
+
+_, GRANTED, REPORT, _, LANDED, _, RESET, LAYOUTS = MESSAGES
+
+
+@pytest.mark.parametrize(
+    "message, fields",
+    [
+        (RESET, {"type": "Unknown"}),
+        (RESET, {"generation": -1}),
+        (RESET, {"generation": 0}),
+        (RESET, {"generation": 1 << 63}),
+        (RESET, {"generation": "7"}),
+        (RESET, {"generation": 7.0}),
+        (RESET, {"to": None}),
+        (RESET, {"transfer": "x" * 257}),
+        (RESET, {"transfer": b"bytes"}),
+        (RESET, {"surplus": 1}),
+        (GRANTED, {"block_ids": [-1]}),
+        (GRANTED, {"block_ids": [1 << 33]}),
+        (GRANTED, {"block_ids": [0] * ((1 << 18) + 1)}),
+        (GRANTED, {"key": b"k" * 15}),
+        (GRANTED, {"key": b"k" * 17}),
+        (GRANTED, {"first_token": 101}),
+        (GRANTED, {"stop_token": 1 << 41}),
+        (LANDED, {"attempt": 2}),
+        (LANDED, {"first_token": 65}),
+        (LANDED, {"checksums": [-1]}),
+        (REPORT, {"again": [1.5]}),
+        (LAYOUTS, {"ranks": []}),
+    ],
+)
+def test_what_may_not_be_is_refused(message, fields):
+    assert decode(altered(message)) == message
+    with pytest.raises(MessageError):
+        decode(altered(message, **fields))
+
+
+def test_a_field_that_is_missing_is_refused():
+    fields = msgspec.msgpack.decode(encode(REPORT))
+    del fields["verified"]
+    with pytest.raises(MessageError, match="verified"):
+        decode(msgspec.msgpack.encode(fields))
+
+
+def test_an_impossible_layout_is_refused_on_arrival():
+    rank = {**msgspec.to_builtins(RANK), "num_heads": 3}
+    with pytest.raises(MessageError, match="KV heads"):
+        decode(altered(LAYOUTS, ranks=[rank]))
+
+
+def test_a_message_too_large_is_neither_sent_nor_read():
+    message = Layouts(**HEAD, ranks=[RANK] * 20_000)
+    with pytest.raises(MessageError, match="at most"):
+        encode(message)
+    with pytest.raises(MessageError, match="at most"):
+        decode(b"\x00" * (MAX_MESSAGE_NBYTES + 1))
+
+
+@settings(max_examples=300)
+@example(b"\x91" * 100_000)
+@example(b"\xdd\xff\xff\xff\xff")
+@given(st.binary(max_size=64))
+def test_no_bytes_do_more_than_be_refused(data):
+    try:
+        decode(data)
+    except MessageError:
+        return
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(MESSAGES), st.data())
+def test_a_damaged_message_is_refused_or_another_legal_one(message, data):
+    damaged = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        again = decode(damaged[: data.draw(st.integers(0, len(damaged)))])
+    except MessageError:
+        return
+    assert decode(encode(again)) == again
