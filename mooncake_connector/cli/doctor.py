@@ -108,27 +108,29 @@ def _pool_checks(config: Config) -> Iterator[Check]:
 
 def _pool(folder: Path, capacity: int | None) -> Check:
     """Raises PoolError for a folder that an engine could not use either."""
-    if not folder.exists():
+    if not os.path.exists(folder):  # unlike Path.exists, it does not raise for a folder that may not be entered
         parent = _existing(folder)
         if not os.access(parent, os.W_OK | os.X_OK):
             raise PoolError(f"pool folder {folder} cannot be created: {parent} may not be written; set `pool`")
         chosen = layout.check_capacity(parent, capacity, 0)
         return ok("pool", f"{folder} will be made by the first engine, with {human_nbytes(chosen)}")
     layout.secure_folder(folder)
+    if not (folder / "pool.json").exists():
+        chosen = layout.check_capacity(folder, capacity, layout.held_nbytes(folder))
+        return ok("pool", f"{folder} will be filled by the first engine, with {human_nbytes(chosen)}")
+    if capacity is not None:
+        layout.check_capacity(folder, capacity, layout.held_nbytes(folder))
     try:
-        if layout.read_description(folder) is None:
-            chosen = layout.check_capacity(folder, capacity, layout.held_nbytes(folder))
-            return ok("pool", f"{folder} will be filled by the first engine, with {human_nbytes(chosen)}")
-        if capacity is not None:
-            layout.check_capacity(folder, capacity, layout.held_nbytes(folder))
-    except layout.Unusable as reason:
-        return warning("pool", f"{folder} will be made anew by the next engine: {reason}")
-    with EmbeddedStore(folder, rebuild=False) as store:
-        stats = store.stats()
+        with EmbeddedStore(folder, rebuild=False) as store:
+            stats = store.stats()
+    except PoolError as error:
+        if isinstance(error.__context__, layout.Unusable):
+            return warning("pool", f"{folder} will be made anew by the next engine: {error.__context__}")
+        raise
     used, whole = human_nbytes(stats.used_nbytes), human_nbytes(stats.capacity_nbytes)
     return ok("pool", f"{folder}, {used} of {whole} used by {stats.pages} pages")
 
 
 def _existing(folder: Path) -> Path:
     """`folder`, or the nearest folder above it that exists."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))

@@ -151,6 +151,22 @@ class TestThePool:
         status, detail = outcome_of("pool")
         assert status == "warning" and "made anew by the next engine: the machine was restarted" in detail
 
+    def test_a_damaged_one_will_be_made_anew_and_is_not_made_anew_now(self, pool):
+        EmbeddedStore(pool, 16 * MIB).close()
+        (table,) = pool.glob("*/table")
+        table.write_bytes(b"")
+        before = (pool / "pool.json").read_text()
+        status, detail = outcome_of("pool")
+        assert status == "warning" and "made anew by the next engine: table has 0 bytes" in detail
+        assert (pool / "pool.json").read_text() == before
+
+    def test_one_of_a_newer_version_is_refused(self, pool):
+        EmbeddedStore(pool, 16 * MIB).close()
+        description = json.loads((pool / "pool.json").read_text())
+        (pool / "pool.json").write_text(json.dumps(description | {"format": 99}))
+        status, detail = outcome_of("pool")
+        assert status == "failed" and "format 99, written by a newer mooncake-connector" in detail
+
     def test_its_room_is_that_of_its_file_system(self, pool):
         status, detail = outcome_of("room")
         assert status == "ok" and detail.endswith(f"free in {pool.parent}")
