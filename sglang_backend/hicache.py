@@ -117,7 +117,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._identity = identity
         self._pool = Pool(self._config, prepare=identity.namespace)
         if mem_pool_host.kv_buffer is not None:  # else all of the model's state is in the other pools
-            if shape is None or identity.shard == WHOLE:
+            if shape is None or identity.shard is None:
                 self._kv = self._stored(OpaquePages(mem_pool_host), WHOLE)
             else:
                 self._kv = self._stored(CanonicalPages(mem_pool_host, shape, identity.shard), identity.shard)

@@ -43,12 +43,12 @@ class Identity:
 
     Args:
         namespace: makes the namespace; may read all weight files, so it is called in the background.
-        shard: of the model's own KV pool; `WHOLE` where that pool is opaque.
+        shard: of the model's own KV pool; None where that pool is opaque.
         own: why pages are not shared with vLLM; empty where they are. Part of the namespace.
     """
 
     namespace: Callable[[], Namespace]
-    shard: Shard
+    shard: Shard | None
     own: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,7 +64,6 @@ def identify(config: Config, storage: HiCacheStorageConfig, pool: HostKVCache, s
     shard = _shard(storage, pool, shape, model)
     own = _own_settings(args, storage, pool)
     if shard is None:
-        shard = WHOLE
         own["pool"] = opaque_pool("kv", storage, pool, replicated=storage.is_mla_model)
     return Identity(lambda: _namespace(config, args, model, pool, shape, own), shard, own)
 
@@ -112,7 +111,7 @@ def _without_server(
     heads = shape.num_heads if shape is not None else 1
     ranks = 1 if storage.is_mla_model else storage.tp_size
     own: dict[str, Any] = {}
-    shard = WHOLE
+    shard = None
     if shape is None or storage.pp_size > 1:
         own["pool"] = opaque_pool("kv", storage, pool, replicated=storage.is_mla_model)
     else:
