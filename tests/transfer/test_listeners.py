@@ -1,0 +1,207 @@
+"""What strangers and broken peers can do to a listening transport: nothing but lose their own connection."""
+
+import os
+import socket
+import threading
+import time
+from contextlib import closing, contextmanager, suppress
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transfer import cma, local, receiver, shm, tcp
+from transfer.base import TransferError, Unavailable
+from transfer.handshake import Client, Identity, shake
+from transfer.memory import Memory
+from transfer.testing_process import Buffer, int64
+from transfer.wire import Order
+
+SECRET = b"sixteen bytes or more"
+KINDS = (cma.CmaTransport, shm.ShmTransport, tcp.TcpTransport)
+NBYTES = 1 << 16
+
+
+class Listening:
+    """A transport with one grant, and a way to talk to it byte by byte."""
+
+    def __init__(self, kind, secret=SECRET):
+        self.identity = Identity(secret)
+        self.memory, self.kind = Memory(), kind
+        self.target = Buffer(NBYTES)
+        self.memory.register(self.target.address, NBYTES)
+        self.grant = self.memory.grant(int64(self.target.address), int64(NBYTES // 2))
+        self.transport = kind(self.memory, self.identity)
+        self.endpoint = self.transport.listen()
+
+    def dial(self):
+        """A connection that has said nothing yet."""
+        if self.kind is tcp.TcpTransport:
+            connection = socket.create_connection(tcp.decode_endpoint(self.endpoint).addresses[0])
+        else:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(local.decode_endpoint(self.endpoint).address)
+        connection.settimeout(30)
+        return closing(connection)
+
+    @contextmanager
+    def greeted(self):
+        """A connection after its handshake, and after the ring where there is one."""
+        with self.dial() as connection:
+            shake(connection, Client(self.identity, self.kind.name, bytes(16)), time.monotonic() + 30)
+            connection.settimeout(30)
+            if self.kind is shm.ShmTransport:
+                ring = shm._Ring()
+                ring.hand_over(connection)
+            yield connection
+
+    def still_serves(self):
+        """A proper peer gets its bytes through."""
+        memory, source = Memory(), Buffer(NBYTES // 2, seed=1)
+        memory.register(source.address, source.nbytes)
+        with self.kind(memory, self.identity) as sender:
+            peer = sender.connect(self.endpoint, deadline_s=30)
+            whole = int64(source.address), self.grant.addresses, self.grant.nbytes
+            assert peer.write(self.grant, *whole, deadline_s=30).wait().ok
+        assert np.array_equal(self.target.bytes[: NBYTES // 2], source.bytes)
+        self.target.bytes[:] = 0
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)
+def listening(request):
+    made = Listening(request.param)
+    yield made
+    made.transport.close()
+
+
+def gone(connection):
+    """Whether the other side closes, whatever it says first."""
+    with suppress(ConnectionError):
+        while connection.recv(4096):
+            pass
+    return True
+
+
+@settings(max_examples=40)
+@given(st.binary(max_size=200))
+def test_a_stranger_that_says_anything_gets_nowhere(listening, data):
+    with listening.dial() as connection:
+        connection.sendall(data)
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        assert gone(connection)
+    assert not listening.target.bytes.any()
+
+
+def orders(listening):
+    address, columns = listening.target.address, 3 if listening.kind is cma.CmaTransport else 2
+    key = st.sampled_from([listening.grant.key, bytes(16), b"k" * 16])
+    place = st.sampled_from([0, 1, 7 << 20, 8 << 20, 2**63, 2**64 - 1])
+    number = st.integers(0, 2**64 - 1)
+    value = st.sampled_from([0, 1, 100, NBYTES // 2, NBYTES, 2**31, 2**62, -1]) | st.integers(0, 3 * NBYTES).map(
+        lambda offset: address + NBYTES // 2 + offset
+    )
+    pieces = st.integers(1, 4)
+
+    @st.composite
+    def order(draw):
+        count = draw(pieces)
+        rows = [int64(*(draw(value) for _ in range(count))) for _ in range(columns)]
+        total = draw(st.sampled_from([int(rows[1].sum()), 100, 2**40, 2**64 - 1])) % 2**64
+        return Order(draw(number), draw(key), draw(st.sampled_from([count, 0, 2**31])), total, draw(place)).encode(
+            *rows
+        )
+
+    return order()
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_peer_with_the_secret_that_orders_anything_writes_outside_of_no_grant(listening, data):
+    outside = listening.target.bytes[NBYTES // 2 :]
+    with listening.greeted() as connection:
+        for order in data.draw(st.lists(orders(listening), min_size=1, max_size=4)):
+            with suppress(OSError):
+                connection.sendall(order.tobytes() + data.draw(st.binary(max_size=300)))
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        assert gone(connection)
+    assert not outside.any()
+
+
+def test_a_listener_serves_on_after_all_that(listening):
+    for noise in (b"", b"\xff" * 64, b"\x00" * 64):
+        with listening.dial() as connection:
+            connection.sendall(noise)
+    with listening.greeted() as connection:
+        connection.sendall(b"\x00" * 4096)
+        assert gone(connection)
+    listening.still_serves()
+
+
+def test_strangers_are_turned_away_beyond_a_number_and_after_a_time(monkeypatch):
+    monkeypatch.setattr(receiver, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(receiver, "HANDSHAKE_S", 0.2)
+    listening = Listening(cma.CmaTransport)
+    with listening.transport:
+        connections = [listening.dial().thing for _ in range(6)]
+        assert all(gone(connection) for connection in connections)
+        for connection in connections:
+            connection.close()
+        listening.still_serves()
+
+
+def test_a_wrong_secret_is_refused_and_logged(caplog):
+    listening = Listening(tcp.TcpTransport)
+    stranger = tcp.TcpTransport(Memory(), Identity(b"another sixteen bytes"))
+    with listening.transport, stranger, pytest.raises(Unavailable, match="wrong secret"):
+        stranger.connect(listening.endpoint, deadline_s=30)
+    assert "wrong secret" in caplog.text
+
+
+def test_a_ring_that_could_shrink_is_refused():
+    listening = Listening(shm.ShmTransport)
+    with listening.transport, listening.dial() as connection:
+        shake(connection, Client(listening.identity, "shm", bytes(16)), time.monotonic() + 30)
+        connection.settimeout(30)
+        file = os.memfd_create("ring", os.MFD_ALLOW_SEALING)
+        os.ftruncate(file, shm.SLOT_NBYTES * shm.NUM_SLOTS)
+        socket.send_fds(connection, [b"ring"], [file])
+        os.close(file)
+        assert gone(connection)
+
+
+@pytest.mark.parametrize("kind", [cma.CmaTransport, shm.ShmTransport])
+def test_processes_of_another_user_are_turned_away_by_both_sides(kind, monkeypatch):
+    listening = Listening(kind)
+    with listening.transport, kind(Memory(), listening.identity) as sender:
+        user = os.geteuid()
+        here = threading.current_thread()
+        for turned_away in (True, False):  # as seen by the one that connects, then by the one that accepts
+            monkeypatch.setattr(
+                os,
+                "geteuid",
+                lambda: user + ((threading.current_thread() is here) == turned_away),  # noqa: B023
+            )
+            with pytest.raises(Unavailable):
+                sender.connect(listening.endpoint, deadline_s=30)
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+        assert sender.connect(listening.endpoint, deadline_s=30).alive
+
+
+def test_tcp_does_not_listen_beyond_loopback_without_a_secret():
+    with pytest.raises(TransferError, match=r"10\.0\.0\.1 is not loopback and no shared secret"):
+        tcp.TcpTransport(Memory(), Identity(), hosts=["127.0.0.1", "10.0.0.1"])
+
+
+def test_tcp_does_not_connect_beyond_loopback_without_a_secret():
+    endpoint = msgspec.msgpack.encode(tcp.TcpEndpoint([("192.0.2.1", 9)], bytes(16)))
+    with tcp.TcpTransport(Memory()) as transport, pytest.raises(Unavailable, match="no shared secret"):
+        transport.connect(endpoint, deadline_s=5)
+
+
+def test_tcp_does_not_listen_everywhere():
+    with pytest.raises(ValueError, match="name the addresses"):
+        tcp.TcpTransport(Memory(), Identity(SECRET), hosts=["0.0.0.0"])

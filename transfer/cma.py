@@ -1,0 +1,123 @@
+"""Same host, one copy: the receiver fetches the pieces from the sender's memory with `process_vm_readv`.
+
+The receiver copies, not the sender, although the kernel would allow both: only so a revoked grant ends for good. A
+sender that was stopped between looking at the grant and writing would come back and write into memory that belongs to
+another request by then. It takes the permission to trace the sender (same user; Yama's ptrace_scope and containers may
+forbid it), which `connect` tries out.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import socket
+import time
+
+import numpy as np
+
+from transfer.base import Int64, Unavailable
+from transfer.handshake import Client, Server
+from transfer.local import LocalTransport, credentials
+from transfer.memory import Revocable
+from transfer.receiver import Connection
+from transfer.sender import Carriage, SendingPeer, Slice, Stream
+from transfer.vectors import IOV_MAX, Pieces, Vector, read_process
+from transfer.wire import ANSWER_NBYTES, PROBE_KEY, Order, Status, WireError, decode_answer
+
+MAX_ORDER_NBYTES = 256 << 20
+STEP_NBYTES = 16 << 20
+"""Copied in one go: what `revoke` and other peers may have to wait for."""
+
+
+class CmaTransport(LocalTransport):
+    """See the module."""
+
+    name = "cma"
+
+    def _connection(self, connection: socket.socket, server: Server) -> Connection:
+        return _FetchingConnection(connection, server, self.memory)
+
+    def _peer(self, connection: socket.socket, client: Client, deadline_at: float) -> SendingPeer:
+        _ask_for_permission(connection, deadline_at)
+        assert client.terms is not None
+        stream = Stream(connection, "cma")
+        return SendingPeer(self.name, client.terms, self.memory, [stream], _Announce(), self._forget)
+
+
+class _Announce(Carriage):
+    """Sends where the bytes are, not the bytes."""
+
+    max_nbytes = MAX_ORDER_NBYTES
+
+    def load(self, part: Slice) -> Vector:
+        pieces = part.pieces
+        order = Order(part.number, part.batch.grant.key, len(pieces.nbytes), pieces.total)
+        return Vector.over(order.encode(pieces.remote, pieces.nbytes, pieces.local))
+
+
+class _FetchingConnection(Connection):
+    """Reads the sender's memory."""
+
+    columns = 3
+    max_nbytes = MAX_ORDER_NBYTES
+
+    def execute(self, order: Order, columns: Int64, held: Revocable) -> None:
+        pid, _ = credentials(self.connection)
+        pieces = Pieces.of(local=columns[2], remote=columns[0], nbytes=columns[1])
+        self.answer(order, self._fetch(pid, pieces, held))
+
+    def probe(self, order: Order, columns: Int64) -> None:
+        """Whether this process can read the sender's memory, and whether it is the sender's that it reads."""
+        if order.nbytes != 8 or order.pieces != 1:
+            raise WireError("a probe of something else than 8 bytes")
+        pid, _ = credentials(self.connection)
+        seen = np.zeros(1, dtype=np.uint64)
+        target = Pieces.of(columns[2], np.array([seen.ctypes.data]), columns[1])
+        status = self._fetch(pid, target, None)
+        if status is Status.OK and int(seen[0]) != order.place:
+            status = Status.UNREADABLE
+        self.answer(order, status)
+
+    def _fetch(self, pid: int, pieces: Pieces, held: Revocable | None) -> Status:
+        if pid <= 0:
+            return Status.UNREADABLE
+        try:
+            for step in pieces.slices(STEP_NBYTES, IOV_MAX):
+                source, target = Vector(step.local, step.nbytes), Vector(step.remote, step.nbytes)
+                while target.left:
+                    if held is None:
+                        read_process(pid, source, target)
+                        continue
+                    with held.lock:
+                        if held.revoked:
+                            return Status.NO_GRANT
+                        read_process(pid, source, target)
+        except OSError as error:
+            return Status.FORBIDDEN if error.errno in (errno.EPERM, errno.ENOSYS, errno.EACCES) else Status.UNREADABLE
+        return Status.OK
+
+
+def _ask_for_permission(connection: socket.socket, deadline_at: float) -> None:
+    """Have the receiver read a number from this process's memory. Raises Unavailable where it cannot."""
+    number = secrets.randbits(64)
+    kept = np.array([number], dtype=np.uint64)
+    here, size = np.array([kept.ctypes.data], dtype=np.int64), np.array([8], dtype=np.int64)
+    connection.settimeout(max(0.001, deadline_at - time.monotonic()))
+    connection.sendall(Order(0, PROBE_KEY, 1, 8, place=number).encode(here, size, here).tobytes())
+    data = b""
+    while len(data) < ANSWER_NBYTES:
+        more = connection.recv(ANSWER_NBYTES - len(data))
+        if not more:
+            raise Unavailable("the peer closed the connection when asked to read our memory")
+        data += more
+    try:
+        _, status = decode_answer(data)
+    except WireError as error:
+        raise Unavailable(str(error)) from error
+    if status is Status.FORBIDDEN:
+        raise Unavailable(
+            "the peer may not read this process's memory (process_vm_readv): Yama's ptrace_scope, a container without "
+            "CAP_SYS_PTRACE, or a seccomp filter forbids it"
+        )
+    if status is not Status.OK:
+        raise Unavailable("the peer does not find this process: it is in another PID namespace")

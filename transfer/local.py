@@ -1,0 +1,147 @@
+"""Peers of the same host and user, over Unix sockets in the abstract namespace: no files, so nothing is left behind.
+
+Abstract names know no permissions; both sides ask the kernel whose process is at the other end instead. A name is
+seen by the processes of one network namespace, as of one pod.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from abc import abstractmethod
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from transfer.base import INSTANCE_NBYTES, Capabilities, Transport, Unavailable
+from transfer.handshake import SESSION_NBYTES, Client, Identity, Server, shake
+from transfer.memory import Memory
+from transfer.receiver import Connection, Receiver
+from transfer.sender import SendingPeer
+
+_PEER = struct.Struct("=iII")
+_BACKLOG = 64
+
+
+class LocalEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a process of this host listens."""
+
+    boot: Annotated[str, Meta(max_length=64)]
+    name: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+    instance: Annotated[bytes, Meta(min_length=INSTANCE_NBYTES, max_length=INSTANCE_NBYTES)]
+
+    @property
+    def address(self) -> bytes:
+        return b"\0mooncake-connector/" + self.name.encode()
+
+
+def decode_endpoint(data: bytes) -> LocalEndpoint:
+    """Raises Unavailable for bytes that are no endpoint."""
+    try:
+        return msgspec.msgpack.decode(data, type=LocalEndpoint)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Unavailable(f"endpoint that cannot be read: {str(error)[:200]}") from None
+
+
+class LocalTransport(Transport):
+    """What transports over Unix sockets share: listening, connecting, closing."""
+
+    capabilities = Capabilities(same_host=True)
+
+    def __init__(self, memory: Memory, identity: Identity | None = None) -> None:
+        super().__init__(memory)
+        self.identity = identity or Identity()
+        self._lock = threading.Lock()
+        self._receiver: Receiver | None = None
+        self._endpoint = b""
+        self._peers: set[SendingPeer] = set()
+
+    @abstractmethod
+    def _connection(self, connection: socket.socket, server: Server) -> Connection:
+        """The receiving side of an accepted socket."""
+
+    @abstractmethod
+    def _peer(self, connection: socket.socket, client: Client, deadline_at: float) -> SendingPeer:
+        """The sending side, once the handshake is over. Raises Unavailable or OSError."""
+
+    def listen(self) -> bytes:
+        with self._lock:
+            if self._receiver is None:
+                endpoint = LocalEndpoint(boot_id(), secrets.token_hex(16), self.identity.instance)
+                listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                listener.bind(endpoint.address)
+                listener.listen(_BACKLOG)
+                self._receiver = Receiver(self.name, [listener], self.identity, self._accept)
+                self._endpoint = msgspec.msgpack.encode(endpoint)
+            return self._endpoint
+
+    def connect(self, endpoint: bytes, *, deadline_s: float) -> SendingPeer:
+        there = decode_endpoint(endpoint)
+        if there.boot != boot_id():
+            raise Unavailable("the peer is on another host")
+        deadline_at = time.monotonic() + deadline_s
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(deadline_s)
+            connection.connect(there.address)
+            check_user(connection)
+            client = Client(self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), there.instance)
+            shake(connection, client, deadline_at)
+            peer = self._peer(connection, client, deadline_at)
+        except ConnectionRefusedError:
+            connection.close()
+            raise Unavailable("nobody listens there: the peer is gone, or in another network namespace") from None
+        except OSError as error:
+            connection.close()
+            raise Unavailable(f"cannot connect: {error}") from error
+        except Unavailable:
+            connection.close()
+            raise
+        with self._lock:
+            self._peers.add(peer)
+        return peer
+
+    def close(self) -> None:
+        with self._lock:
+            peers, receiver = list(self._peers), self._receiver
+            self._receiver = None
+        for peer in peers:
+            peer.close()
+        if receiver is not None:
+            receiver.close()
+
+    def _accept(self, connection: socket.socket, server: Server) -> Connection:
+        check_user(connection)
+        return self._connection(connection, server)
+
+    def _forget(self, peer: SendingPeer) -> None:
+        with self._lock:
+            self._peers.discard(peer)
+
+
+def boot_id() -> str:
+    """Names this host until its next boot."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:64]
+    except OSError:
+        return socket.gethostname()[:64]
+
+
+def credentials(connection: socket.socket) -> tuple[int, int]:
+    """(PID, user) of the process at the other end, as seen from here; PID 0 where it is not visible from here."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    pid, user, _ = _PEER.unpack(data)
+    return pid, user
+
+
+def check_user(connection: socket.socket) -> None:
+    """Raise Unavailable unless the other end belongs to this user."""
+    _, user = credentials(connection)
+    if user != os.geteuid():
+        raise Unavailable(f"the other end belongs to user {user}, this process to {os.geteuid()}")

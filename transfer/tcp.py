@@ -1,0 +1,218 @@
+"""Any host: the bytes go over TCP, from the sender's memory to the receiver's without a copy in between.
+
+Several streams, over several local addresses (NICs) where both sides have them. Slices go to whichever stream takes
+bytes, so a faster path carries more; when a path dies, what it had not delivered goes over the others.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from ipaddress import ip_address
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from transfer.base import INSTANCE_NBYTES, Capabilities, Int64, TransferError, Transport, Unavailable
+from transfer.handshake import SESSION_NBYTES, Client, Identity, Server, Terms, require_secret, shake
+from transfer.memory import Memory, Revocable
+from transfer.receiver import Connection, Receiver
+from transfer.sender import Carriage, SendingPeer, Slice, Stream
+from transfer.vectors import Vector
+from transfer.wire import Order, Status
+
+MAX_ORDER_NBYTES = 4 << 20
+_BACKLOG = 128
+_Port = Annotated[int, Meta(ge=1, le=65535)]
+_Host = Annotated[str, Meta(min_length=2, max_length=64)]
+
+
+class TcpEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a process listens: one literal address for each network."""
+
+    addresses: Annotated[list[tuple[_Host, _Port]], Meta(min_length=1, max_length=64)]
+    instance: Annotated[bytes, Meta(min_length=INSTANCE_NBYTES, max_length=INSTANCE_NBYTES)]
+
+
+def decode_endpoint(data: bytes) -> TcpEndpoint:
+    """Raises Unavailable for bytes that are no endpoint."""
+    try:
+        return msgspec.msgpack.decode(data, type=TcpEndpoint)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Unavailable(f"endpoint that cannot be read: {str(error)[:200]}") from None
+
+
+class TcpTransport(Transport):
+    """See the module.
+
+    Args:
+        hosts: literal addresses to listen on and to connect from, one for each network. Anything but loopback needs a
+            secret. A peer's addresses are paired with these in order.
+        streams: connections over each pair of addresses.
+        lost_after_s: a path on which nothing is acknowledged for this long counts as dead.
+    """
+
+    name = "tcp"
+    capabilities = Capabilities(same_host=False)
+
+    def __init__(
+        self,
+        memory: Memory,
+        identity: Identity | None = None,
+        *,
+        hosts: Sequence[str] = ("127.0.0.1",),
+        streams: int = 2,
+        lost_after_s: float = 5.0,
+    ) -> None:
+        super().__init__(memory)
+        self.identity = identity or Identity()
+        if not hosts or streams < 1:
+            raise ValueError(f"{len(hosts)} hosts, {streams} streams: expected at least one of each")
+        for host in hosts:
+            require_secret(host, self.identity)
+            if ip_address(host).is_unspecified:
+                raise ValueError(f"host {host}: name the addresses that peers reach, they are told them")
+        self._hosts, self._num_streams, self._lost_after_s = tuple(hosts), streams, lost_after_s
+        self._lock = threading.Lock()
+        self._receiver: Receiver | None = None
+        self._endpoint = b""
+        self._peers: set[SendingPeer] = set()
+
+    def listen(self) -> bytes:
+        with self._lock:
+            if self._receiver is None:
+                listeners = [_listener(host) for host in self._hosts]
+                addresses = [listener.getsockname()[:2] for listener in listeners]
+                self._receiver = Receiver(self.name, listeners, self.identity, self._accept)
+                self._endpoint = msgspec.msgpack.encode(TcpEndpoint(addresses, self.identity.instance))
+            return self._endpoint
+
+    def connect(self, endpoint: bytes, *, deadline_s: float) -> SendingPeer:
+        there = decode_endpoint(endpoint)
+        deadline_at = time.monotonic() + deadline_s
+        session = secrets.token_bytes(SESSION_NBYTES)
+        streams: list[Stream] = []
+        terms: Terms | None = None
+        failures: list[str] = []
+        for source, target in self._paths(there.addresses):
+            try:
+                client = Client(self.identity, self.name, session, there.instance)
+                for number in range(self._num_streams):
+                    stream = self._open(source, target, client, deadline_at, number)
+                    terms = client.terms
+                    streams.append(stream)
+                    client = Client(self.identity, self.name, session, there.instance)
+            except (OSError, TransferError) as error:
+                failures.append(f"{target[0]}:{target[1]}: {error}")
+        if terms is None:
+            raise Unavailable("; ".join(failures)[:1000])
+        peer = SendingPeer(self.name, terms, self.memory, streams, _Inline(), self._forget)
+        with self._lock:
+            self._peers.add(peer)
+        return peer
+
+    def close(self) -> None:
+        with self._lock:
+            peers, receiver = list(self._peers), self._receiver
+            self._receiver = None
+        for peer in peers:
+            peer.close()
+        if receiver is not None:
+            receiver.close()
+
+    def _paths(self, addresses: list[tuple[str, int]]) -> list[tuple[str, tuple[str, int]]]:
+        """Own and peer's address of each path; the shorter list is gone through again."""
+        count = max(len(self._hosts), len(addresses))
+        hosts, n = self._hosts, len(addresses)
+        return [(hosts[i % len(hosts)], addresses[i % n]) for i in range(count)]
+
+    def _open(self, source: str, target: tuple[str, int], client: Client, deadline_at: float, number: int) -> Stream:
+        require_secret(target[0], self.identity)
+        left = max(0.001, deadline_at - time.monotonic())
+        connection = socket.create_connection(target, timeout=left, source_address=(source, 0))
+        try:
+            self._tune(connection)
+            shake(connection, client, deadline_at)
+        except BaseException:
+            connection.close()
+            raise
+        return Stream(connection, f"{source}->{target[0]}#{number}")
+
+    def _accept(self, connection: socket.socket, server: Server) -> Connection:
+        self._tune(connection)
+        return _InlineConnection(connection, server, self.memory)
+
+    def _tune(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(self._lost_after_s)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._lost_after_s * 1000))
+
+    def _forget(self, peer: SendingPeer) -> None:
+        with self._lock:
+            self._peers.discard(peer)
+
+
+def _listener(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+class _Inline(Carriage):
+    """The bytes follow the order."""
+
+    max_nbytes = MAX_ORDER_NBYTES
+
+    def load(self, part: Slice) -> Vector:
+        pieces = part.pieces
+        order = Order(part.number, part.batch.grant.key, len(pieces.nbytes), pieces.total)
+        head = order.encode(pieces.remote, pieces.nbytes)
+        addresses = np.concatenate(([head.ctypes.data], pieces.local))
+        return Vector(addresses, np.concatenate(([head.nbytes], pieces.nbytes)), head)
+
+
+class _InlineConnection(Connection):
+    """Fills granted memory from the stream; bytes that may not be written anywhere are read and dropped."""
+
+    max_nbytes = MAX_ORDER_NBYTES
+
+    def execute(self, order: Order, columns: Int64, held: Revocable) -> None:
+        self._vector = Vector(columns[0], columns[1])
+        self._next = lambda: self._take_bytes(order, held)
+
+    def decline(self, order: Order, columns: Int64, status: Status) -> None:
+        vector = Vector(columns[0], columns[1])
+        self._drop_bytes(vector)
+        self._expect(vector, lambda: self.answer(order, status))
+
+    def _take_bytes(self, order: Order, held: Revocable) -> None:
+        with held.lock:
+            if not held.revoked:
+                taken = self.fill(self._vector)
+                if taken == 0:
+                    raise ConnectionResetError("closed by the peer")
+                if self._vector.left:
+                    return
+        if held.revoked and self._vector.left:
+            self._drop_bytes(self._vector)
+            self._expect(self._vector, lambda: self.answer(order, Status.NO_GRANT))
+            return
+        self.answer(order, Status.OK)
+
+    def _drop_bytes(self, vector: Vector) -> None:
+        scratch = np.empty(self.max_nbytes, dtype=np.uint8)
+        vector.divert(scratch.ctypes.data, first=0)
+        vector.keep(scratch)
