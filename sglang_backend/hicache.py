@@ -35,7 +35,7 @@ from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger, log_once, set_log_level
 from mooncake_connector.namespace import Namespace
 from sglang_backend.figures import Figures
-from sglang_backend.host_pages import CanonicalPages, HostPages, OpaquePages, plain_shape
+from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_shape
 from sglang_backend.identity import WHOLE, Identity, identify, of_changed_weights, of_opaque_pool, opaque_pool
 from sglang_backend.stored_pool import StoredPool
 from store_client.base import Shard
@@ -118,7 +118,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._pool = Pool(self._config, prepare=identity.namespace)
         if mem_pool_host.kv_buffer is not None:  # else all of the model's state is in the other pools
             if shape is None or identity.shard is None:
-                self._kv = self._stored(OpaquePages(mem_pool_host), WHOLE)
+                self._kv = self._stored(opaque_pages(mem_pool_host), WHOLE)
             else:
                 self._kv = self._stored(CanonicalPages(mem_pool_host, shape, identity.shard), identity.shard)
         if identity.own:
@@ -137,7 +137,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             and not isinstance(host_pool, MHATokenToKVPoolHost)
         )
         description = opaque_pool(host_pool_name, self._storage_config, host_pool, replicated=replicated)
-        self._others[host_pool_name] = self._stored(OpaquePages(host_pool), WHOLE, description)
+        self._others[host_pool_name] = self._stored(opaque_pages(host_pool), WHOLE, description)
 
     def weights_changed(self) -> None:
         """Leave the namespace of the model's files; called while no request runs."""
@@ -303,6 +303,8 @@ class MooncakeConnectorStorage(HiCacheStorage):
             return failed
         before = extra_info.prefix_keys if extra_info is not None else None
         parent = bytes.fromhex(before[-1]) if before else None
+        if stored is not self._kv and parent is not None and not stored.contains([parent])[0]:
+            parent = None  # states are kept here and there: the page before has none, which is no reason to be evicted
         return contained(lambda: failed)(stored.save)([bytes.fromhex(key) for key in keys], slots, parent)
 
     def _load_flat(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> list[bool]:

@@ -2,7 +2,7 @@
 
 SGLang keeps its second cache level in *host pools*: tensors whose axes are ordered by `--hicache-mem-layout`. A page is
 `page_size` consecutive slots. :class:`CanonicalPages` knows the pools of plain K/V and MLA caches and moves canonical
-pages; :class:`OpaquePages` moves the bytes of any other pool as they are.
+pages; `opaque_pages` moves the bytes of any other pool as they are.
 """
 
 from __future__ import annotations
@@ -176,8 +176,16 @@ def _block_layout(shape: PoolShape, axes: str, address: int, num_blocks: int, v_
     )
 
 
+def opaque_pages(pool: HostKVCache) -> HostPages:
+    """Pages of a pool whose inside is SGLang's own affair. Raises what the pool raises if it has no pages at all."""
+    try:
+        return OpaquePages(pool)
+    except (NotImplementedError, ValueError):  # its layout, or a part of its state, has no address
+        return FlatPages(pool)
+
+
 class OpaquePages:
-    """Pages of a pool whose inside is SGLang's own affair: stored as the bytes that the pool says a page has."""
+    """Pages stored as the bytes that the pool says a page has, without a copy in between."""
 
     def __init__(self, pool: HostKVCache) -> None:
         self.page_slots = int(getattr(pool, "logical_page_size", pool.page_size))
@@ -201,6 +209,32 @@ class OpaquePages:
         slots = torch.arange(first_slot, first_slot + self.page_slots, dtype=torch.int64)
         pointers, sizes = self._pool.get_page_buffer_meta(slots)
         return [_bytes_at(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
+
+
+class FlatPages:
+    """Pages stored as the flat tensors that the pool makes of them."""
+
+    def __init__(self, pool: HostKVCache) -> None:
+        self.page_slots = int(pool.page_size)
+        self._pool = pool
+        self._nbytes = len(_flat_bytes(pool.get_data_page(0)))
+
+    @property
+    def unit_nbytes(self) -> int:
+        return self._nbytes
+
+    def load(self, first_slot: int, part: Shard, page: Bytes) -> None:
+        flat = self._pool.get_dummy_flat_data_page()
+        np.copyto(_flat_bytes(flat), page)
+        self._pool.set_from_flat_data_page(first_slot, flat)
+
+    def save(self, first_slot: int, page: Bytes) -> None:
+        np.copyto(page, _flat_bytes(self._pool.get_data_page(first_slot)))
+
+
+def _flat_bytes(flat: torch.Tensor) -> Bytes:
+    array: Bytes = flat.contiguous().view(torch.uint8).numpy()
+    return array
 
 
 def _bytes_at(address: int, nbytes: int) -> Bytes:

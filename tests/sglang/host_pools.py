@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.base import HostKVCache, host_memory_budget_scope
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost, get_mha_host_pool_cls
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -114,9 +115,14 @@ def mla(
         )
 
 
-def mamba(layers: int = 3, slots: int = 8, temporal: tuple[int, ...] = (2, 5)) -> MambaPoolHost:
-    """States of `layers` Mamba layers, two convolutions beside each temporal state; the last slot is padding."""
+def mamba(layers: int = 3, slots: int = 8, temporal: tuple[int, ...] = (2, 5), extra: bool = False) -> MambaPoolHost:
+    """States of `layers` Mamba layers, two convolutions beside each temporal state.
+
+    Args:
+        extra: further state of a slot, without a layer axis.
+    """
     info = MambaStateBufferInfo(
+        extra_checkpoint_buffers=(torch.zeros((slots, 7), dtype=torch.int64),) if extra else (),
         temporal=torch.zeros((layers, slots, *temporal), dtype=torch.float32),
         conv=tuple(torch.zeros((layers, slots, width, 3), dtype=torch.bfloat16) for width in (4, 2)),
     )
@@ -173,3 +179,11 @@ def fill_with(pool: HostKVCache, page: int, seed: int) -> bytes:
     content = np.random.default_rng(seed).integers(0, 256, flat.numel() * flat.element_size(), dtype=np.uint8)
     pool.set_from_flat_data_page(page * pool.page_size, torch.from_numpy(content).view(flat.dtype))
     return bytes_of(pool, page)
+
+
+def indexer(anchor: MLATokenToKVPoolHost) -> DSAIndexerPoolHost:
+    """The index keys of a DSA model beside the pages of `anchor`; inside `instances.server`, since it asks for DCP."""
+    p = anchor.page_size
+    device = DSATokenToKVPool(p, p, LATENT, torch.bfloat16, ROPE, LAYERS, "cpu", 128, False, LATENT + ROPE)
+    with budget():
+        return DSAIndexerPoolHost(decl=make_dsa_indexer_pool_decl(device), anchor_host=anchor, pin_memory=False)
