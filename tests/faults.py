@@ -38,7 +38,8 @@ class Faults:
 
     def hold_reads(self) -> None:
         self._reads.clear()
-        self._reads_of.clear()
+        for one in list(self._reads_of.values()):  # a read that waits already goes on waiting, until it is released
+            one.clear()
         self.reading.clear()
 
     def hold_writes(self) -> None:
@@ -62,8 +63,9 @@ class Faults:
 
     def wait_to_read(self, shard: Shard) -> None:
         self.reading.set()
+        gate = self._reads_of[shard]  # before the look at all gates: `release` opens those that it knows
         if not self._reads.is_set():
-            assert self._reads_of[shard].wait(GATE_S), "a read was held and never released"
+            assert gate.wait(GATE_S), "a read was held and never released"
 
     def wait_to_write(self) -> None:
         self.writing.set()

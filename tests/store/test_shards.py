@@ -205,6 +205,13 @@ def test_no_other_shard_is_asked_for_what_the_own_one_has(shared: Pool) -> None:
     assert {shard for _, shard in counting.asked} == {WHOLE}
 
 
+def test_where_there_is_no_other_shard_a_miss_costs_one_lookup(shared: Pool) -> None:
+    shared.put(WHOLE, [1])
+    view, counting = counted(shared, WHOLE)
+    assert view.prefix(shared.model.keys) == 0
+    assert counting.asked == [("prefix", WHOLE)]
+
+
 def test_shards_are_listed_at_a_miss_once_a_second(shared: Pool, clock: SimpleNamespace) -> None:
     view, counting = counted(shared, WHOLE)
     keys = shared.model.keys

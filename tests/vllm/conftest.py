@@ -55,6 +55,12 @@ def _like_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     forget_causes()
 
 
+@pytest.fixture(autouse=True)
+def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine another rank may hold the pool's lock for longer than an engine cares to wait."""
+    monkeypatch.setattr(vllm_plugin.worker, "_LOCK_WAIT_S", 30.0)
+
+
 @pytest.fixture
 def start(base_config: Any, pool: Path, faults: Faults) -> Iterator[Callable[..., Engine]]:
     """Start an engine over this test's pool: `start(page_tokens=64, ...)`, see `Setup`."""

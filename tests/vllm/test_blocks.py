@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,8 @@ def whole(fmt: PageFormat) -> Shard:
     return Shard(0, fmt.num_layers, 0, fmt.num_heads)
 
 
-def kv_blocks(layers: list[torch.Tensor], fmt: PageFormat, where: str, order: Any = None) -> KVBlocks:
-    blocks = KVBlocks(layers, whole(fmt), fmt, order)
+def kv_blocks(layers: list[torch.Tensor], fmt: PageFormat, where: str, shard: Shard | None = None) -> KVBlocks:
+    blocks = KVBlocks(layers, shard or whole(fmt), fmt, None)
     if where == "device":
         blocks._layout, blocks._on_device = None, True
     return blocks
@@ -106,6 +107,30 @@ def test_mla_is_one_head_without_v(where: str, itemsize: int, block_tokens: int)
     fmt = PageFormat(NUM_LAYERS, 32, 1, 36, 0, itemsize)
     layers = tensors(1, block_tokens, 36, DTYPES[itemsize], "LBHNC")
     check_round_trip(layers, tensors(1, block_tokens, 36, DTYPES[itemsize], "BLHNC", seed=1), fmt, where)
+
+
+@pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLHNC"])
+@pytest.mark.parametrize("v_dim", [0, 4])
+def test_parts_of_other_shards_fill_the_layers_and_heads_that_they_share(where: str, order: str, v_dim: int) -> None:
+    """The whole model has five layers and four heads, this worker three and two; each part brings what both have."""
+    shard, block_tokens, table, first_token, skip = Shard(1, 4, 1, 3), 16, [3, 1, 5, 2], 24, 4
+    parts = [Shard(0, 2, 0, 4), Shard(2, 5, 0, 2), Shard(2, 3, 2, 3), Shard(3, 5, 2, 4)]
+    model = PageFormat(5, 32, 4, 8, v_dim, 2)
+    fmt = replace(model, num_layers=3, num_heads=2)
+    elements = np.random.default_rng(0).integers(0, 256, (5, 32, 4, (8 + v_dim) * 2), dtype=np.uint8)
+    layers = tensors(2, block_tokens, 8 + v_dim, torch.bfloat16, order)
+    expected = as_bytes(layers)
+    blocks = kv_blocks(layers, fmt, where, shard=shard)
+    for part in parts:
+        held = elements[part.layer_start : part.layer_stop, :, part.head_start : part.head_stop]
+        page = np.concatenate([held[..., :16].ravel(), held[..., 16:].ravel()])
+        blocks.load_page(part, table, first_token, page, skip)
+        for layer in range(max(part.layer_start, 1), min(part.layer_stop, 4)):
+            for head in range(max(part.head_start, 1), min(part.head_stop, 3)):
+                for token in range(skip, 32):
+                    block, place = divmod(first_token + token, block_tokens)
+                    expected[layer - 1, table[block], head - 1, place] = elements[layer, token, head]
+        assert np.array_equal(as_bytes(layers), expected)
 
 
 def test_kernel_blocks_are_put_together_again() -> None:

@@ -80,6 +80,78 @@ def test_ranks_that_end_their_loads_in_different_steps(start: Start, faults, run
     engine.check_at_rest()
 
 
+# Instances with another TP size
+
+SIZES = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
+"""Two KV heads: TP=2 and TP=4 keep the same shards, one KV head each."""
+other_sizes = pytest.mark.parametrize(("wrote", "reads"), SIZES, ids=str)
+
+
+@every_runner
+@other_sizes
+def test_an_instance_loads_what_one_with_another_tp_size_saved(
+    start: Start, faults, runner: dict[str, bool], wrote: int, reads: int
+) -> None:
+    warm_pool(start, tp_size=wrote)
+    num_pages = sum(faults.written.values())
+    engine = start(**runner, tp_size=reads)
+    assert engine.ask(PROMPT, 10, name="again") == oracle.generate(PROMPT, 10)
+    assert engine.computed("again") == 4 + 9
+    assert engine.num_pages() == num_pages, "pages that others cover were stored again"
+    engine.check_at_rest()
+
+
+@other_sizes
+@pytest.mark.parametrize("block_tokens", [16, 64])
+@pytest.mark.parametrize("layout", ["LBNHC", "BHLNC"])
+def test_pages_of_another_tp_size_go_into_every_layout(
+    start: Start, wrote: int, reads: int, block_tokens: int, layout: str
+) -> None:
+    """A page of 32 tokens, from blocks of 16 into some of 64, head before or after token; one begins in a local hit."""
+    long = [*PROMPT, *range(200, 300)]
+    warm_pool(start, long, tp_size=wrote, page_tokens=32)
+    engine = start(tp_size=reads, page_tokens=32, block_tokens=block_tokens, layout=layout)
+    assert engine.ask(PROMPT[:90]) == oracle.generate(PROMPT[:90], 3)
+    assert engine.ask(long, name="again") == oracle.generate(long, 3)
+    assert engine.computed("again") == len(long) % 32 + 2
+
+
+def test_a_conversation_goes_on_over_instances_of_other_tp_sizes(start: Start) -> None:
+    """A page's chain may come from several instances; what one adds, the next one finds."""
+    text = list(PROMPT)
+    for turn, tp_size in enumerate([1, 2, 1, 4, 1]):
+        engine = start(tp_size=tp_size)
+        text += engine.ask(text, 40, name="turn")
+        assert text[len(PROMPT) :] == oracle.generate(PROMPT, 40 * (turn + 1))
+        known = len(PROMPT) + 40 * turn
+        if turn:
+            assert engine.computed("turn") <= known % 16 + 16 + 40, "the turns before were not found"
+        engine.check_at_rest()
+        engine.shut_down()
+
+
+@pytest.mark.parametrize("lost", [Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)], ids=["first half", "second half"])
+def test_a_part_that_is_lost_while_loading_is_recomputed(start: Start, faults, lost: Shard) -> None:
+    warm_pool(start, tp_size=2)
+    engine = start()
+    faults.lose_reads_of = {lost: 3}
+    assert engine.ask(PROMPT, 10, name="again") == oracle.generate(PROMPT, 10)
+    assert engine.computed("again") == len(PROMPT) - 48 + 9
+    engine.check_at_rest()
+
+
+def test_a_page_of_which_a_part_is_gone_is_not_offered(start: Start) -> None:
+    writer = start(tp_size=2)
+    writer.ask(PROMPT)
+    _, second = writer.half._views()
+    second.own.remove(page_keys(PROMPT, 16)[3:4])
+    engine = start()
+    assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
+    assert engine.computed("again") == len(PROMPT) - 48 + 2
+    reported = [stats.kv_connector_stats for stats in engine.stats if stats.kv_connector_stats]
+    assert not any("failures" in figures for figures in reported), "a load was tried that could not succeed"
+
+
 def test_reports_of_workers_add_up_and_keep_the_worst() -> None:
     """The merged report is what the scheduler unpins by; fewer pages on one rank means fewer pages."""
     one = WorkerReport(saves={1: (1, 5), 2: (1, 3)}, failed_loads={"a"})

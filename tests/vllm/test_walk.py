@@ -35,7 +35,10 @@ def prompts(rng: random.Random) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(map(str, settings.values())))
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_random_walk(start: Start, faults, runner: dict[str, bool], settings: dict[str, int]) -> None:
+def test_random_walk(
+    start: Start, faults, runner: dict[str, bool], settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_plugin.scheduler._STALL_PAUSE_S", 0.1)  # one slow load must not end all loads of the walk
     rng = random.Random(f"{runner}{settings}")
     engine = start(**runner, **settings, extra={"load_deadline_s": 0.05, "save_deadline_s": 0.25})
     asked: dict[str, tuple[list[int], int]] = {}
