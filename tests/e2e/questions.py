@@ -11,8 +11,9 @@ import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from e2e.client import Client
+from e2e.client import Answer
 
 __all__ = ["Examiner", "Question", "draw_tokens"]
 
@@ -22,7 +23,7 @@ NUM_BYTES = 256  # the random-weight models know every byte as a token
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt, and the tokens that plain vLLM answers it with."""
+    """A prompt, and the tokens that the plain engine answers it with."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -36,10 +37,14 @@ def draw_tokens(source: random.Random, count: int) -> tuple[int, ...]:
     return tuple(source.randrange(NUM_BYTES) for _ in range(count))
 
 
+class Plain(Protocol):
+    def ask(self, prompt: Sequence[int], *, max_tokens: int) -> Answer: ...
+
+
 class Examiner:
     """Finds questions of wanted lengths by asking `plain`, a server without connector and prefix caching."""
 
-    def __init__(self, plain: Client, *, max_tokens: int = 6, smallest_gap: float = 0.08, draws: int = 200) -> None:
+    def __init__(self, plain: Plain, *, max_tokens: int = 6, smallest_gap: float = 0.08, draws: int = 200) -> None:
         self._plain, self._max_tokens, self._smallest_gap, self._draws = plain, max_tokens, smallest_gap, draws
 
     def question(self, name: str, num_tokens: int, *, prefix: Sequence[int] = ()) -> Question:

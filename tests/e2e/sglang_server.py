@@ -70,8 +70,12 @@ class SGLangServer(ServerProcess, HttpClient):
             "--sleep-on-idle",
             *("--enable-cache-report", "--enable-metrics", "--admin-api-key", ADMIN_KEY),
         ]
-        # Threads that wait by spinning would take the cores from each other where there are few.
-        environment = {**small_environment(), "PYTHONPATH": str(STAND_INS), "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {
+            **small_environment(),
+            "PYTHONPATH": str(STAND_INS),
+            "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin would take the cores from each other where there are few
+            "TORCH_EXTENSIONS_DIR": str(ENVIRONMENTS.parent / ".cache" / "torch_extensions"),
+        }
         if way == "plain":
             command += ["--disable-radix-cache"]
         else:

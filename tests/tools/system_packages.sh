@@ -19,7 +19,8 @@ fi
 {
     echo '***'
     echo "*** NOT INSTALLED: ${missing[*]}"
-    echo '*** vLLM on the CPU needs libnuma1; the comparison with Mooncake needs the others and is skipped without them.'
+    echo '*** vLLM on the CPU needs libnuma1, SGLang g++ and libssl-dev; the comparison with Mooncake needs the others and is'
+    echo '*** skipped without them.'
     echo "*** As root: apt-get install ${missing[*]}"
     echo '***'
 } >&2
