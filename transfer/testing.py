@@ -59,7 +59,8 @@ class Process:
     def __init__(self, transport: type[Transport], secret: bytes = b"") -> None:
         name = f"{transport.__module__}:{transport.__qualname__}"
         command = [sys.executable, "-m", "transfer.testing_process", name, secret.hex()]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # Not from here: `-m` would find a source tree before what is installed.
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
 
     def ask(self, **order: Any) -> Any:
         """Have it do something; see `transfer.testing_process`."""

@@ -1,0 +1,139 @@
+"""Which transport is taken, and what is said about those that are not."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from mooncake_connector.log import forget_causes
+from transfer.base import TransferError, Unavailable
+from transfer.choose import NAMES, make_transports
+from transfer.handshake import Identity
+from transfer.memory import Memory
+
+
+@pytest.fixture(autouse=True)
+def each_cause_is_logged_again():
+    forget_causes()
+
+
+@pytest.fixture
+def opened():
+    made = []
+
+    def make(*names):
+        made.append(make_transports(names, Memory(), Identity()))
+        return made[-1]
+
+    yield make
+    for transports in made:
+        transports.close()
+
+
+def fallbacks(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_the_first_that_both_sides_have_is_taken(opened, caplog):
+    endpoints = opened(*NAMES).listen()
+    assert opened("cma", "shm", "tcp").connect(endpoints, deadline_s=30).transport == "cma"
+    assert opened("tcp", "shm", "cma").connect(endpoints, deadline_s=30).transport == "tcp"
+    assert fallbacks(caplog) == []
+
+
+def test_a_transport_that_the_peer_lacks_is_passed_over_with_one_line(opened, caplog):
+    here, endpoints = opened("cma", "shm", "tcp"), opened("tcp").listen()
+    for _ in range(3):
+        assert here.connect(endpoints, deadline_s=30).transport == "tcp"
+    assert fallbacks(caplog) == [
+        "cma: the peer does not offer it; using tcp",
+        "shm: the peer does not offer it; using tcp",
+    ]
+
+
+def test_a_peer_of_another_host_is_reached_over_tcp(opened, caplog, monkeypatch):
+    endpoints = opened(*NAMES).listen()
+    monkeypatch.setattr("transfer.local.boot_id", lambda: "another boot")
+    assert opened(*NAMES).connect(endpoints, deadline_s=30).transport == "tcp"
+    assert "cma: the peer is on another host; using tcp" in fallbacks(caplog)
+
+
+def test_a_peer_that_nothing_reaches_is_an_error_with_every_reason(opened):
+    there = opened(*NAMES)
+    endpoints = there.listen()
+    there.close()
+    with pytest.raises(Unavailable, match=r"cma: nobody listens there.*shm: nobody.*tcp: 127\.0\.0\.1:\d+: .*refused"):
+        opened(*NAMES).connect(endpoints, deadline_s=30)
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(TransferError, match="'rdma' is unknown: there are cma, shm, tcp"):
+        make_transports(["rdma"], Memory(), Identity())
+
+
+def test_a_transport_that_cannot_listen_is_left_out(opened, caplog, monkeypatch):
+    transports = opened("cma", "tcp")
+
+    def fail(self):
+        raise OSError("no sockets today")
+
+    monkeypatch.setattr("transfer.cma.CmaTransport.listen", fail)
+    assert list(transports.listen()) == ["tcp"]
+    assert fallbacks(caplog) == ["transport cma cannot listen: no sockets today"]
+
+
+WITHOUT_PERMISSION = """
+import ctypes, logging, os, sys
+import numpy as np
+from transfer.base import Grant
+from transfer.choose import make_transports
+from transfer.handshake import Identity
+from transfer.memory import Memory
+from transfer.testing_process import Buffer, int64
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+memory, buffer = Memory(), Buffer(1 << 20, seed=1)
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)  # gives up CAP_SYS_PTRACE
+PR_SET_DUMPABLE = 4
+ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nobody without that capability may read our memory
+memory.register(buffer.address, buffer.nbytes)
+to_parent, to_child = os.pipe(), os.pipe()
+if os.fork() == 0:
+    target = Buffer(1 << 20)
+    memory = Memory()
+    memory.register(target.address, target.nbytes)
+    grant = memory.grant(int64(target.address), int64(target.nbytes))
+    endpoints = make_transports(["cma", "shm", "tcp"], memory, Identity()).listen()
+    os.write(to_parent[1], repr((endpoints, grant.key, target.address)).encode())
+    os.read(to_child[0], 1)
+    os._exit(0 if np.array_equal(target.bytes, buffer.bytes) else 3)
+import ast
+endpoints, key, address = ast.literal_eval(os.read(to_parent[0], 4096).decode())
+with make_transports(["cma", "shm", "tcp"], memory, Identity()) as transports:
+    peer = transports.connect(endpoints, deadline_s=30)
+    grant = Grant(key, int64(address), int64(buffer.nbytes))
+    outcome = peer.write(grant, int64(buffer.address), int64(address), int64(buffer.nbytes), deadline_s=30).wait()
+    os.write(to_child[1], b"x")
+    _, status = os.wait()
+    print(peer.transport, outcome, status)
+"""
+
+
+def test_without_permission_to_read_memory_shm_is_taken():
+    """The real thing: a process that gave up the right, and whose memory may not be read."""
+    command = [sys.executable, "-c", WITHOUT_PERMISSION]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert lines[-1:] == ["shm ok 0"], done.stdout + done.stderr
+    assert lines[0].startswith("cma: the peer may not read this process's memory (process_vm_readv)")
+    assert lines[0].endswith("; using shm")
+
+
+def test_closing_twice_is_fine(opened):
+    transports = opened(*NAMES)
+    transports.listen()
+    transports.close()
+    transports.close()

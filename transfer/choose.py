@@ -1,0 +1,92 @@
+"""Which transport reaches a peer: the first of the configured ones that both sides have and that works, tried out.
+
+A transport that does not work for a peer is a log line with the reason, once, and the next one is tried.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from mooncake_connector.log import get_logger, log_once
+from transfer.base import Peer, TransferError, Transport, Unavailable
+from transfer.cma import CmaTransport
+from transfer.handshake import Identity
+from transfer.memory import Memory
+from transfer.shm import ShmTransport
+from transfer.tcp import TcpTransport
+
+logger = get_logger(__name__)
+
+NAMES = ("cma", "shm", "tcp")
+"""All transports, the fastest first."""
+
+
+def make_transports(
+    names: Sequence[str], memory: Memory, identity: Identity, *, hosts: Sequence[str] = ("127.0.0.1",)
+) -> Transports:
+    """The transports of these names, preferred in this order; `hosts` is for tcp.
+
+    Raises TransferError for an unknown name, or for a host that needs a secret where there is none.
+    """
+    made: list[Transport] = []
+    for name in names:
+        if name == "cma":
+            made.append(CmaTransport(memory, identity))
+        elif name == "shm":
+            made.append(ShmTransport(memory, identity))
+        elif name == "tcp":
+            made.append(TcpTransport(memory, identity, hosts=hosts))
+        else:
+            raise TransferError(f"transport {name!r} is unknown: there are {', '.join(NAMES)}")
+    return Transports(made)
+
+
+class Transports:
+    """The transports of one process, in the order in which they are preferred. Safe to use from any thread."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self._transports = {transport.name: transport for transport in transports}
+
+    def listen(self) -> dict[str, bytes]:
+        """Endpoints by name of transport, to be told to peers; one that cannot listen is left out and logged."""
+        endpoints = {}
+        for name, transport in self._transports.items():
+            try:
+                endpoints[name] = transport.listen()
+            except (OSError, TransferError) as error:
+                log_once(f"transfer.listen:{name}", "transport %s cannot listen: %s", name, error, logger=logger)
+        return endpoints
+
+    def connect(self, endpoints: Mapping[str, bytes], *, deadline_s: float) -> Peer:
+        """A connection to the peer that listens at `endpoints`. Raises Unavailable with what stood in each one's way.
+
+        An attempt takes at most half of the time that is left, so that a peer that hangs on one way has another.
+        """
+        deadline_at = time.monotonic() + deadline_s
+        reasons: list[str] = []
+        for name, transport in self._transports.items():
+            try:
+                if name not in endpoints:
+                    raise Unavailable("the peer does not offer it")
+                left = deadline_at - time.monotonic()
+                is_last = name == next(reversed(self._transports))
+                peer = transport.connect(endpoints[name], deadline_s=max(0.001, left if is_last else left / 2))
+            except Unavailable as error:
+                reasons.append(f"{name}: {error}")
+                continue
+            for reason in reasons:
+                log_once(f"transfer.fallback:{reason[:80]}", "%s; using %s", reason, name, logger=logger)
+            return peer
+        raise Unavailable("no transport reaches the peer: " + "; ".join(reasons))
+
+    def close(self) -> None:
+        """Close all of them. May be called twice."""
+        for transport in self._transports.values():
+            transport.close()
+
+    def __enter__(self) -> Transports:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
