@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated.ranks import Instance, Model, heads_of, instances, make_rank, models, tp_sizes
+from simulated.ranks import TOKENS, Instance, Model, heads_of, instances, make_rank, models, tp_sizes
 
 from mooncake_connector.page import SegmentLayout
 from transfer.layout import LayoutError, RankLayout
@@ -81,9 +81,14 @@ def test_both_sides_take_a_pages_checksum_over_the_same_bytes_which_are_those_th
         landed = pairing.destination_pages(*part, destination.table, page_tokens)
         pages = [read_pages(runs, memory) for runs, memory in ((sent, memories[route.source]), (landed, target))]
         assert len(pages[0]) == len(pages[1]) == (-(-tokens // page_tokens) - first // page_tokens if part[0] else 0)
-        for one, other in zip(*pages, strict=True):
+        for number, (one, other) in enumerate(zip(*pages, strict=True), first // page_tokens):
             assert len(one) and (one == other).all()
+            assert set(tokens_of(one, source.model) // page_tokens) == {number}
         assert sum(map(len, pages[0])) == copies.nbytes.sum()
+
+
+def tokens_of(names: np.ndarray, model: Model) -> np.ndarray:
+    return names // model.itemsize // model.heads // (model.k_dim + model.v_dim) % TOKENS
 
 
 def read_pages(runs, memory: np.ndarray) -> list[np.ndarray]:
@@ -103,6 +108,12 @@ def test_the_ranges_of_blocks_are_their_bytes_and_no_others(pair, data):
     _, places = replace(instance, table=chosen).bytes_of(rank)
     assert inside == set(places.tolist())
     assert len(starts) < 2 or (starts[1:] > starts[:-1] + sizes[:-1]).all()
+
+
+def test_a_block_named_twice_is_granted_once():
+    rank = make_instance(Model(layers=2, heads=2, k_dim=2, v_dim=2, itemsize=2), 1).ranks[0]
+    for twice, once in zip(rank.ranges([2, 0, 2]), rank.ranges([0, 2]), strict=True):
+        assert twice.tolist() == once.tolist()
 
 
 @settings(max_examples=100)
@@ -221,6 +232,14 @@ def test_tokens_and_blocks_that_are_not_there_are_refused(first, stop, source_ta
     pairing = Pairing(rank, rank, Route(0, 0, 0, 1, 0, 1))
     with pytest.raises(LayoutError, match=problem):
         pairing.copies(pairing.layers, first, stop, source_table, destination_table)
+
+
+@pytest.mark.parametrize("page_tokens", [0, 2, 6])
+def test_pages_that_cut_what_is_moved_together_are_refused(page_tokens):
+    rank = make_instance(Model(layers=1, heads=1, k_dim=2, v_dim=2, itemsize=2), 1).ranks[0]
+    pairing = Pairing(rank, rank, Route(0, 0, 0, 1, 0, 1))
+    with pytest.raises(LayoutError, match=f"pages of {page_tokens} tokens"):
+        pairing.source_pages(pairing.layers, 0, 8, [0, 1], page_tokens)
 
 
 def test_layers_outside_of_the_route_are_refused():

@@ -1,0 +1,371 @@
+"""Prefill and decode ranks that run the real protocol over a network, a memory and a clock that are simulated.
+
+The world carries out what the halves order, as slowly and as badly as a test asks for, and holds what must always be
+true: source blocks are not read after their release, nothing is written to blocks after theirs, every transfer is
+released once, and what a consumer says is done is there and right.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from transfer.base import TransferError
+from transfer.consumer import Consumer, Source
+from transfer.granularity import Granularity
+from transfer.messages import AnyMessage, Landed, decode, encode
+from transfer.producer import Producer, Shape
+from transfer.protocol import Abandon, Ending, Half, Order, Release, Revoke, Send, Timing, Verify, Write
+
+LAYERS, TOKENS, UNIT = 4, 24, 4
+KEY = b"key of a grant.."
+LATENCY_S = 0.01
+TIMING = Timing()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What becomes of one message: each number is a copy that arrives so many seconds late."""
+
+    copies: tuple[float, ...] = (0.0,)
+
+
+DROP, DOUBLE = Fault(()), Fault((0.0, 0.3))
+
+
+@dataclass
+class Faults:
+    """Everything that goes wrong; messages, writes and checks are counted in the order in which they begin."""
+
+    messages: dict[int, Fault] = field(default_factory=dict)
+    cuts: list[tuple[float, float]] = field(default_factory=list)
+    """From, to: all messages sent meanwhile are lost."""
+    failed_writes: set[int] = field(default_factory=set)
+    wrong_writes: set[int] = field(default_factory=set)
+    write_s: dict[int, float] = field(default_factory=dict)
+    revoke_s: float = 0.02
+
+
+@dataclass
+class Rank:
+    """One process: its half of the protocol, and what its engine and its memory know. All is lost in a restart."""
+
+    name: str
+    half: Half
+    released: dict[str, tuple[Ending, str, float]] = field(default_factory=dict)
+    opened: dict[str, float] = field(default_factory=dict)
+    """Transfer -> when the engine named it."""
+    finished: dict[str, float] = field(default_factory=dict)
+    granted: dict[str, int] = field(default_factory=dict)
+    """Transfer -> its grant, until revoked."""
+    memory: dict[tuple[str, int, int, int], str] = field(default_factory=dict)
+    """(transfer, grant, layer, token) -> the bytes."""
+    ticking: bool = False
+
+
+class World:
+    """Ranks P0, P1, ... and D0, D1, ..., their network, and the time.
+
+    Args:
+        parts: for each consumer rank, the layers that each producer rank sends it (empty: an idle source; absent: no
+            route).
+    """
+
+    def __init__(
+        self,
+        parts: list[dict[int, range]],
+        faults: Faults | None = None,
+        granularity: Granularity = Granularity.LAYER,
+        timing: Timing = TIMING,
+    ) -> None:
+        self.parts, self.faults, self.granularity, self.timing = parts, faults or Faults(), granularity, timing
+        self.now_s = 0.0
+        self.messages = self.writes = 0
+        self._generation = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._counter = 0
+        self.ranks: dict[str, Rank] = {}
+        self.history: list[Rank] = []
+        self.log: list[str] = []
+        for name in [*self.producers, *self.consumers]:
+            self.start(name)
+
+    @property
+    def producers(self) -> list[str]:
+        return [f"P{number}" for number in range(1 + max(source for part in self.parts for source in part))]
+
+    @property
+    def consumers(self) -> list[str]:
+        return [f"D{number}" for number in range(len(self.parts))]
+
+    # Time
+
+    def at(self, when_s: float, call: Callable[[], None]) -> None:
+        self._counter += 1
+        heapq.heappush(self._events, (when_s, self._counter, call))
+
+    def run(self, until_s: float = 2000.0) -> None:
+        while self._events and self._events[0][0] <= until_s:
+            self.now_s, _, call = heapq.heappop(self._events)
+            call()
+        self.now_s = until_s
+
+    # Lives
+
+    def start(self, name: str) -> None:
+        """A new life of a rank; of an earlier one nothing is left but what it sent."""
+        self._generation += 1
+        half: Half
+        if name[0] == "P":
+            half = Producer(self._generation, lambda peer, granted: self.shape(name, peer), self.timing)
+        else:
+            half = Consumer(self._generation, self.timing)
+        self.ranks[name] = Rank(name, half)
+        self.history.append(self.ranks[name])
+        self.log.append(f"{self.now_s:8.2f} {name} starts as {self._generation}")
+
+    def shape(self, producer: str, consumer: str) -> Shape:
+        layers = self.parts[int(consumer[1:])].get(int(producer[1:]))
+        if layers is None:
+            raise TransferError("no route between these ranks")
+        return Shape(self.granularity, layers, UNIT)
+
+    # What engines do
+
+    def open(self, transfer: str, at_s: float, *, chunks: Iterable[int] = (TOKENS,), step_s: float = 0.1) -> float:
+        """All producer ranks compute a request: each chunk layer by layer. Returns when they are through."""
+        for name in self.producers:
+            self.call(at_s, name, self._open(transfer))
+        for stop in chunks:
+            for layer in range(LAYERS):
+                at_s += step_s
+                for name in self.producers:
+                    self.call(at_s, name, self._compute(transfer, layer, stop))
+        for name in self.producers:
+            self.call(at_s, name, self._finish(transfer))
+        return at_s
+
+    def _open(self, transfer: str) -> Callable[[Rank], None]:
+        def begin(rank: Rank) -> None:
+            rank.opened[transfer] = self.now_s
+            rank.half.open(transfer, self.now_s)
+
+        return begin
+
+    def _compute(self, transfer: str, layer: int, stop: int) -> Callable[[Rank], Any]:
+        return lambda rank: transfer in rank.half.held and rank.half.computed(transfer, layer, stop, self.now_s)
+
+    def _finish(self, transfer: str) -> Callable[[Rank], None]:
+        def finish(rank: Rank) -> None:
+            if transfer in rank.half.held:
+                rank.finished[transfer] = self.now_s
+                rank.half.finished(transfer, TOKENS, self.now_s)
+
+        return finish
+
+    def fetch(
+        self,
+        transfer: str,
+        announce_s: float,
+        grant_s: float,
+        *,
+        computed: bool,
+        first_token: int = 0,
+        known: bool = True,
+    ) -> None:
+        """All consumer ranks ask for a transfer; with `known` they name the producers' lives of that moment."""
+        for number, name in enumerate(self.consumers):
+            self.call(announce_s, name, self._announce(transfer, number, computed, known))
+            self.call(grant_s, name, self._grant(transfer, first_token))
+
+    def _announce(self, transfer: str, number: int, computed: bool, known: bool) -> Callable[[Rank], None]:
+        def announce(rank: Rank) -> None:
+            sources = [
+                Source(
+                    f"P{source}",
+                    self.ranks[f"P{source}"].half.generation if known else 0,
+                    layers,
+                    sum(source in part for part in self.parts),
+                )
+                for source, layers in self.parts[number].items()
+            ]
+            rank.opened[transfer] = self.now_s
+            rank.half.announce(transfer, sources, self.now_s, computed=computed)
+
+        return announce
+
+    def _grant(self, transfer: str, first_token: int) -> Callable[[Rank], None]:
+        def grant(rank: Rank) -> None:
+            if transfer in rank.half.held and rank.half.grant(transfer, first_token, TOKENS, [0], KEY, self.now_s):
+                rank.granted[transfer] = rank.half._grants
+
+        return grant
+
+    def cancel(self, name: str, transfer: str, at_s: float) -> None:
+        self.call(
+            at_s, name, lambda rank: transfer in rank.half.held and rank.half.cancel(transfer, "abort", self.now_s)
+        )
+
+    def crash(self, name: str, at_s: float) -> None:
+        self.at(at_s, lambda: self.start(name))
+
+    def call(self, at_s: float, name: str, call: Callable[[Rank], Any]) -> None:
+        """Do something in a rank, in the life that it has then."""
+        self.at(at_s, lambda: self._in(self.ranks[name], call))
+
+    def _in(self, rank: Rank, call: Callable[[Rank], Any]) -> None:
+        if self.ranks[rank.name] is not rank:
+            return
+        call(rank)
+        self._obey(rank)
+        if not rank.ticking:
+            self._tick(rank)
+
+    def _tick(self, rank: Rank) -> None:
+        if self.ranks[rank.name] is not rank:
+            return
+        wait_s = rank.half.tick(self.now_s)
+        self._obey(rank)
+        rank.ticking = wait_s is not None
+        if wait_s is not None:
+            self.at(self.now_s + wait_s, lambda: self._tick(rank))
+
+    # What is ordered
+
+    def _obey(self, rank: Rank) -> None:
+        for order in rank.half.take():
+            self._carry_out(rank, order)
+
+    def _carry_out(self, rank: Rank, order: Order) -> None:
+        if not isinstance(order, Send):
+            self.log.append(f"{self.now_s:8.2f} {rank.name} {order}")
+        match order:
+            case Send():
+                self._carry(rank, order.peer, order.message)
+            case Write():
+                self._write(rank, order)
+            case Verify():
+                right = self._is_right(rank, order.landed)
+                self._later(
+                    0.01, rank, lambda r: r.half.verified(order.peer, order.transfer, order.landed, right, self.now_s)
+                )
+            case Revoke():
+                self._later(self.faults.revoke_s, rank, lambda r: self._revoke(r, order.transfer))
+            case Release():
+                self._release(rank, order)
+            case Abandon():
+                pass
+
+    def _later(self, wait_s: float, rank: Rank, call: Callable[[Rank], Any]) -> None:
+        self.at(self.now_s + wait_s, lambda: self._in(rank, call))
+
+    def _carry(self, rank: Rank, peer: str, message: AnyMessage) -> None:
+        number, data = self.messages, encode(message)
+        self.messages += 1
+        lost = any(start <= self.now_s < stop for start, stop in self.faults.cuts)
+        fault = DROP if lost else self.faults.messages.get(number, Fault())
+        self.log.append(f"{self.now_s:8.2f} #{number} {rank.name} -> {peer} {fault.copies} {message}")
+        for late_s in fault.copies:
+            self.call(
+                self.now_s + LATENCY_S + late_s, peer, lambda r: r.half.receive(rank.name, decode(data), self.now_s)
+            )
+
+    def _write(self, rank: Rank, order: Write) -> None:
+        number = self.writes
+        self.writes += 1
+        target = self.ranks[order.peer]
+
+        def land(rank: Rank) -> None:
+            assert order.transfer in rank.opened and order.transfer not in rank.released, (
+                "source read after its release"
+            )
+            error = None
+            if number in self.faults.failed_writes:
+                error = "connection lost"
+            elif self.ranks[order.peer] is not target or target.granted.get(order.transfer) != order.granted.grant:
+                error = "refused"
+            else:
+                assert order.transfer not in target.released, "written to after its release"
+                value = "wrong" if number in self.faults.wrong_writes else order.transfer
+                for layer, token in cells(order.batch):
+                    target.memory[order.transfer, order.granted.grant, layer, token] = value
+            rank.half.written(order.peer, order.transfer, order.number, [number], error, self.now_s)
+
+        self._later(self.faults.write_s.get(number, 0.02), rank, land)
+
+    def _is_right(self, rank: Rank, landed: Landed) -> bool:
+        places = [(landed.transfer, landed.grant, layer, token) for layer, token in cells(landed)]
+        return all(rank.memory.get(place) == landed.transfer for place in places)
+
+    def _revoke(self, rank: Rank, transfer: str) -> None:
+        rank.granted.pop(transfer, None)
+        rank.half.revoked(transfer, self.now_s)
+
+    def _release(self, rank: Rank, order: Release) -> None:
+        assert order.transfer in rank.opened, "released what was never begun"
+        assert order.transfer not in rank.released, "released twice"
+        if rank.name[0] == "D":
+            assert order.transfer not in rank.granted, "released before nothing could write to it"
+        rank.released[order.transfer] = (order.ending, order.cause, self.now_s)
+
+    # What must be true in the end
+
+    def endings(self, transfer: str) -> dict[str, Ending]:
+        """What the ranks' present lives made of a transfer."""
+        return {name: rank.released[transfer][0] for name, rank in self.ranks.items() if transfer in rank.released}
+
+    def check(self, first_token: int = 0) -> None:
+        """Nothing hangs, nothing is held or remembered for ever, and what is called done is."""
+        done = defaultdict(set)
+        for rank in self.history:
+            for transfer, (ending, _, at_s) in rank.released.items():
+                self._check_time(rank, transfer, at_s)
+                if ending is Ending.DONE:
+                    done[transfer].add(rank.name)
+                    if rank.name[0] == "D":
+                        self._check_content(rank, transfer, first_token)
+        lives = Counter(rank.name for rank in self.history)
+        for rank in self.history:
+            for transfer, (ending, _, _) in rank.released.items():
+                if ending is Ending.DONE and rank.name[0] == "P":
+                    served = {f"D{d}" for d, part in enumerate(self.parts) if int(rank.name[1:]) in part}
+                    # One that said so may have died before it told its engine.
+                    assert all(name in done[transfer] or lives[name] > 1 for name in served), (
+                        rank.name,
+                        transfer,
+                        done,
+                    )
+        for rank in self.ranks.values():
+            assert rank.half.held == []
+            assert rank.released.keys() == rank.opened.keys()
+            assert rank.half.tick(self.now_s) is None, f"{rank.name} remembers something for ever"
+            assert rank.granted == {}
+        assert self.messages < 3000, "the ranks talk for ever"
+
+    def _check_time(self, rank: Rank, transfer: str, at_s: float) -> None:
+        """No block is held beyond the limits, plus what a write and a revocation take."""
+        own_s = max([self.faults.revoke_s, *self.faults.write_s.values()]) + 2 * self.timing.retry_s
+        if rank.name[0] == "D":
+            assert at_s <= rank.opened[transfer] + self.timing.deadline_s + own_s
+        elif transfer in rank.finished:
+            assert at_s <= rank.finished[transfer] + self.timing.hold_s + own_s
+
+    def _check_content(self, rank: Rank, transfer: str, first_token: int) -> None:
+        places = [
+            (layer, token)
+            for layers in self.parts[int(rank.name[1:])].values()
+            for layer in layers
+            for token in range(first_token, TOKENS)
+        ]
+        have = {(at[2], at[3]) for at, value in rank.memory.items() if at[0] == transfer and value == transfer}
+        assert set(places) <= have, f"{rank.name} calls {transfer} done without all of it"
+
+
+def cells(part: Any) -> Iterable[tuple[int, int]]:
+    """Layers and tokens of a batch."""
+    for layer in range(part.first_layer, part.first_layer + part.num_layers):
+        for token in range(part.first_token, part.stop_token):
+            yield layer, token
