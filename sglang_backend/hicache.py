@@ -219,10 +219,11 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         """Fill flat pages of SGLang's (`get_dummy_flat_data_page`); None for a page that is not there."""
-        arrived = self._load_flat(keys, target_locations or [])
-        return [target if right else None for target, right in zip(target_locations or [], arrived, strict=False)] or [
-            None
-        ] * len(keys)
+        targets = list(target_locations or ())
+        if len(targets) != len(keys) or not all(isinstance(target, torch.Tensor) for target in targets):
+            return [None] * len(keys)
+        arrived = self._load_flat(keys, targets)
+        return [target if right else None for target, right in zip(targets, arrived, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         return self.batch_set([key], [value])
@@ -234,6 +235,8 @@ class MooncakeConnectorStorage(HiCacheStorage):
         """Store flat pages of SGLang's (`get_data_page`), a chain."""
         if self._kv is None or not isinstance(pages := self._kv.pages, CanonicalPages):
             return self._no_flat_pages()
+        if values is None or len(values) != len(keys):
+            return False
         names = [bytes.fromhex(key) for key in keys]
         return all(self._kv.save_from(names, lambda i, page: pages.save_flat(values[i], page), None))
 
@@ -270,7 +273,13 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     def _stored(self, pages: HostPages, shard: Shard, other: dict[str, Any] | None = None) -> StoredPool:
         view = partial(self._view, shard, pages.unit_nbytes, other)
-        return StoredPool(pages, view, self._figures, load_deadline_s=self._config.load_deadline_s)
+        return StoredPool(
+            pages,
+            view,
+            self._figures,
+            load_deadline_s=self._config.load_deadline_s,
+            save_deadline_s=self._config.save_deadline_s,
+        )
 
     def _view(self, shard: Shard, unit_nbytes: int, other: dict[str, Any] | None) -> ShardView | None:
         """The pages of the model's own pool, or of another pool of the instance; None while there is no store."""
@@ -308,7 +317,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         return contained(lambda: failed)(stored.save)([bytes.fromhex(key) for key in keys], slots, parent)
 
     def _load_flat(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> list[bool]:
-        if self._kv is None or not isinstance(pages := self._kv.pages, CanonicalPages) or len(targets) != len(keys):
+        if self._kv is None or not isinstance(pages := self._kv.pages, CanonicalPages):
             return [self._no_flat_pages()] * len(keys)
         names = [bytes.fromhex(key) for key in keys]
         load = self._kv.load_into

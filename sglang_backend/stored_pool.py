@@ -1,8 +1,8 @@
 """One host pool of SGLang and its pages in the store.
 
 SGLang asks from threads of its own, one for lookups, one for reads and one for writes, and waits without a limit; so
-every call ends in time here: pages are moved a few at a time with a look at the clock between, writes wait for the
-store's lock at most `_LOCK_WAIT_S`, and after a fault the store is left alone for a while.
+every call ends in time here: pages are moved in a thread that is given up at a deadline, writes wait for the store's
+lock at most `_LOCK_WAIT_S`, lookups read mapped memory alone, and after a fault the store is left alone for a while.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import TypeVar
 
 from mooncake_connector.log import get_logger, log_once
 from sglang_backend.breaker import PAUSE_S, Breaker
+from sglang_backend.errand import Errand
 from sglang_backend.figures import Figures
 from sglang_backend.host_pages import HostPages
 from store_client.base import Bytes, Put, Shard
 from store_client.shards import ShardView
 
 _PAGES_A_MOVE = 16
-"""Pages moved between two looks at the clock."""
+"""Pages moved at a time: so many are lost at most when a call is given up."""
 _LOCK_WAIT_S = 0.1
 """Longest wait for the store's lock, which is held for microseconds: longer means that its holder is stopped."""
 
@@ -42,12 +43,18 @@ class StoredPool:
     """
 
     def __init__(
-        self, pages: HostPages, view: Callable[[], ShardView | None], figures: Figures, *, load_deadline_s: float
+        self,
+        pages: HostPages,
+        view: Callable[[], ShardView | None],
+        figures: Figures,
+        *,
+        load_deadline_s: float,
+        save_deadline_s: float,
     ) -> None:
         self.pages = pages
         self._view = view
         self._figures = figures
-        self._load_deadline_s = load_deadline_s
+        self._load_deadline_s, self._save_deadline_s = load_deadline_s, save_deadline_s
         self._reads, self._writes = Breaker(), Breaker()
 
     @property
@@ -80,21 +87,19 @@ class StoredPool:
         view = self._ready(self._reads)
         if view is not None:
             started_s = time.monotonic()
-            self._guarded("load", self._reads, lambda: self._load(view, keys, load, arrived), None)
-            seconds = time.monotonic() - started_s
-            self._figures.loaded(arrived.count(True), view.nbytes, seconds)
-            if seconds > self._load_deadline_s:
-                self._trip("load", "deadline", self._reads, f"{sum(arrived)} of {len(keys)} pages in {seconds:.3f} s")
+            self._bounded(
+                "load", self._reads, self._load_deadline_s, lambda errand: self._load(view, keys, load, arrived, errand)
+            )
+            arrived = arrived[: len(keys)]  # what a call that was given up adds is not seen
+            self._figures.loaded(arrived.count(True), view.nbytes, time.monotonic() - started_s)
         return arrived + [False] * (len(keys) - len(arrived))
 
-    def _load(self, view: ShardView, keys: Sequence[bytes], load: Load, arrived: list[bool]) -> None:
-        deadline_s = time.monotonic() + self._load_deadline_s
+    def _load(self, view: ShardView, keys: Sequence[bytes], load: Load, arrived: list[bool], errand: Errand) -> None:
         for start in range(0, len(keys), _PAGES_A_MOVE):
-            if time.monotonic() > deadline_s:
-                return
 
             def consume(i: int, part: Shard, page: Bytes, start: int = start) -> None:
-                load(start + i, part, page)
+                with errand.touching_memory():
+                    load(start + i, part, page)
 
             found = view.read(keys[start : start + _PAGES_A_MOVE], consume)
             arrived += found
@@ -106,22 +111,39 @@ class StoredPool:
         stored: list[bool] = []
         view = self._ready(self._writes)
         if view is not None:
-            self._guarded("save", self._writes, lambda: self._save(view, keys, save, parent, stored), None)
+            self._bounded(
+                "save",
+                self._writes,
+                self._save_deadline_s,
+                lambda errand: self._save(view, keys, save, parent, stored, errand),
+            )
+            stored = stored[: len(keys)]
         return stored + [False] * (len(keys) - len(stored))
 
     def _save(
-        self, view: ShardView, keys: Sequence[bytes], save: Save, parent: bytes | None, stored: list[bool]
+        self,
+        view: ShardView,
+        keys: Sequence[bytes],
+        save: Save,
+        parent: bytes | None,
+        stored: list[bool],
+        errand: Errand,
     ) -> None:
         parents = [parent, *keys[:-1]]
         present = view.contains(keys)
         for start in range(0, len(keys), _PAGES_A_MOVE):
             batch = range(start, min(start + _PAGES_A_MOVE, len(keys)))
             missing = [i for i in batch if not present[i]]
+
+            def fill(n: int, page: Bytes, missing: list[int] = missing) -> None:
+                with errand.touching_memory():
+                    save(missing[n], page)
+
             started_s = time.monotonic()
             results = (
                 view.write(
                     [keys[i] for i in missing],
-                    lambda n, page, missing=missing: save(missing[n], page),  # type: ignore[misc]
+                    fill,
                     parents=[parents[i] for i in missing],
                     deadline_s=_LOCK_WAIT_S,
                 )
@@ -139,6 +161,11 @@ class StoredPool:
                     self._figures.failed("save", "refused")
                 return
 
+    def _bounded(self, what: str, breaker: Breaker, deadline_s: float, call: Callable[[Errand], None]) -> None:
+        errand = Errand(call)
+        if not self._guarded(what, breaker, lambda: errand.finish(deadline_s), True):
+            self._trip(what, "deadline", breaker, f"not over after {deadline_s:g} s", errand)
+
     def _ready(self, breaker: Breaker) -> ShardView | None:
         return None if breaker.is_open else self._view()
 
@@ -149,8 +176,8 @@ class StoredPool:
             self._trip(what, "error", breaker, repr(error))
             return otherwise
 
-    def _trip(self, what: str, cause: str, breaker: Breaker, text: str) -> None:
-        breaker.trip()
+    def _trip(self, what: str, cause: str, breaker: Breaker, text: str, stuck: Errand | None = None) -> None:
+        breaker.trip(stuck)
         self._figures.failed(what, cause)
         log_once(
             f"sglang.{what}.{cause}",
