@@ -215,7 +215,8 @@ class Consumer(Half):
             return
         layers, tokens = leg.source.layers, known.tokens
         inside = layers.start <= message.first_layer < message.first_layer + message.num_layers <= layers.stop
-        if not (inside and tokens.start <= message.first_token < message.stop_token <= tokens.stop):
+        inside = inside and tokens.start <= message.first_token < message.stop_token <= tokens.stop
+        if not inside or message.batch >= len(layers) * len(tokens):
             self._end(known, Ending.FAILED, f"a batch is not in what was granted: {message}"[:512], now_s)
             return
         leg.batches[message.batch] = _Got(message)

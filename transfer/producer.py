@@ -106,8 +106,6 @@ class Producer(Half):
     def computed(self, transfer: str, layer: int, stop_token: int, now_s: float) -> None:
         """All layers of this rank up to `layer` have the KV of the request's tokens before `stop_token`."""
         known = self._mine(transfer)
-        if known.ending is not None:
-            return
         known.progress = [(at, stop) for at, stop in known.progress if at > layer or stop > stop_token]
         known.progress.append((layer, stop_token))
         for leg in known.legs.values():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from transfer.base import TransferError
 from transfer.consumer import Consumer, Source
-from transfer.granularity import Granularity
+from transfer.granularity import Batch, Granularity
 from transfer.messages import Announce, AnyMessage, Close, Granted, Landed, Report, Reset, State, Status
 from transfer.producer import Producer, Shape
 from transfer.protocol import Abandon, Ending, Half, Release, Revoke, Send, Timing, Verify, Write
@@ -152,6 +156,15 @@ def test_more_tokens_than_were_computed_are_not_waited_for():
     assert message.state is State.FAILED and "fewer tokens" in message.cause
 
 
+def test_a_late_grant_gets_at_once_all_that_was_computed():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.computed("t", 1, 4, 0.0)
+    producer.computed("t", 0, 8, 0.0)
+    producer.receive("D0", granted(), 1.0)
+    assert [write.batch for write in orders(producer, Write)] == [Batch(0, 2, 0, 4), Batch(0, 1, 4, 8)]
+
+
 def test_a_second_grant_for_one_transfer_is_refused_and_the_first_goes_on():
     producer = make_producer()
     producer.open("t", 0.0)
@@ -267,6 +280,7 @@ def test_calls_that_cannot_be_meant_are_errors():
         {"stop_token": 9},
         {"first_token": 8},
         {"first_layer": 2},
+        {"batch": 16},
     ],
 )
 def test_a_batch_that_is_not_in_what_was_granted_fails_the_transfer(changes):
@@ -372,3 +386,147 @@ def test_a_close_is_repeated_until_it_is_known_and_for_one_lease_at_most():
             consumer.receive("P0", status(state=State.CLOSED), 1.5)
         times = [now_s for now_s in range(2, 100) if consumer.tick(now_s) is not None or orders(consumer, Send)]
         assert times == ([] if confirmed else list(range(2, 2 + int(Timing().lease_s))))
+
+
+# Anything at all
+
+few = st.integers(0, 3)
+head = {
+    "generation": st.sampled_from([19, 20, 21]),
+    "to": st.sampled_from([0, 10, 10, 10, 9]),
+    "transfer": st.sampled_from(["t", "t", "u"]),
+    "grant": few,
+}
+to_producer = st.one_of(
+    st.builds(announce, **head, legs=few, computed=st.booleans()),
+    st.builds(
+        granted, **head, legs=few, computed=st.booleans(), first_token=st.sampled_from([0, 2, 4]), stop_token=few
+    ),
+    st.builds(granted, **head),
+    st.builds(report, **head, verified=few, again=st.lists(few)),
+    st.builds(close, **head, legs=few, done=st.booleans()),
+    st.builds(Reset, generation=head["generation"], to=head["to"], transfer=head["transfer"]),
+)
+peers = st.sampled_from(["D0", "D1", "stranger"])
+calls = st.sampled_from(["open", "computed", "finished", "cancel", "tick", "lease"])
+
+
+@settings(max_examples=300)
+@given(st.lists(st.one_of(st.tuples(peers, to_producer), calls), max_size=40), st.booleans())
+def test_no_message_makes_a_producer_raise_release_twice_or_hold_for_ever(steps, works):
+    producer, now_s = make_producer(), 0.0
+    opened, finished, released = Counter(), set(), Counter()
+
+    def obey() -> None:
+        while given := producer.take():
+            for order in given:
+                if isinstance(order, Write):
+                    producer.written(order.peer, order.transfer, order.number, [1], None if works else "broken", now_s)
+                elif isinstance(order, Release):
+                    released[order.transfer] += 1
+
+    for step in steps:
+        now_s += 0.5
+        held = producer.held
+        if step == "open" and "t" not in producer._transfers:
+            producer.open("t", now_s)
+            opened["t"] += 1
+        elif step == "computed" and "t" in held:
+            producer.computed("t", 0, 4, now_s)
+        elif step == "finished" and "t" in held and "t" not in finished:
+            producer.finished("t", 8, now_s)
+            finished.add("t")
+        elif step == "cancel" and "t" in held:
+            producer.cancel("t", "", now_s)
+        elif step in ("tick", "lease"):
+            now_s += 40.0 if step == "lease" else 1.0
+            producer.tick(now_s)
+        elif isinstance(step, tuple):
+            producer.receive(*step, now_s)
+        obey()
+        if not producer.held:
+            finished.clear()
+    for transfer in producer.held:
+        producer.cancel(transfer, "", now_s)
+    obey()
+    assert producer.held == [] and released == opened
+    for _ in range(3):
+        now_s += 31.0
+        producer.tick(now_s)
+    assert producer.tick(now_s) is None
+
+
+from_producer = {
+    "generation": st.sampled_from([9, 10, 10, 10, 11]),
+    "to": st.sampled_from([0, 20, 20, 20, 19]),
+    "transfer": st.sampled_from(["t", "t", "t", "u"]),
+    "grant": st.sampled_from([0, 1, 1, 2]),
+}
+to_consumer = st.one_of(
+    st.builds(
+        landed,
+        **from_producer,
+        batch=few,
+        attempt=st.integers(0, 1),
+        first_layer=few,
+        num_layers=few,
+        first_token=st.sampled_from([0, 4]),
+        stop_token=st.sampled_from([4, 8]),
+    ),
+    st.builds(status, **from_producer, state=st.sampled_from([State.OPEN, State.OPEN, State.FAILED, State.CLOSED])),
+    st.builds(
+        Reset, generation=from_producer["generation"], to=from_producer["to"], transfer=from_producer["transfer"]
+    ),
+)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.one_of(st.tuples(st.sampled_from(["P0", "P1"]), to_consumer), st.sampled_from(["grant", "tick"])),
+        max_size=40,
+    ),
+    st.lists(st.booleans(), min_size=1),
+)
+def test_no_message_makes_a_consumer_raise_end_twice_or_call_done_what_is_not_there(steps, rights):
+    consumer, now_s, checks = Consumer(20), 0.0, 0
+    consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 0.0, computed=True)
+    right_cells: Counter[tuple[int, int]] = Counter()
+    endings: list[Ending] = []
+
+    def obey() -> None:
+        nonlocal checks
+        while given := consumer.take():
+            for order in given:
+                if isinstance(order, Verify):
+                    checks += 1
+                    right = rights[checks % len(rights)]
+                    part = order.landed
+                    if right:
+                        right_cells.update(
+                            (layer, token)
+                            for layer in range(part.first_layer, part.first_layer + part.num_layers)
+                            for token in range(part.first_token, part.stop_token)
+                        )
+                    consumer.verified(order.peer, order.transfer, part, right, now_s)
+                elif isinstance(order, Revoke):
+                    consumer.revoked(order.transfer, now_s)
+                elif isinstance(order, Release):
+                    endings.append(order.ending)
+
+    for step in steps:
+        now_s += 0.5
+        if step == "grant" and not consumer._grants:
+            consumer.grant("t", 0, 8, [5], KEY, now_s)
+        elif step == "tick":
+            consumer.tick(now_s)
+        elif isinstance(step, tuple):
+            consumer.receive(*step, now_s)
+        obey()
+    consumer.tick(now_s + 200.0)
+    obey()
+    assert len(endings) == 1
+    if endings == [Ending.DONE]:
+        assert right_cells == Counter({(layer, token): 1 for layer in LAYERS for token in range(8)})
+    consumer.tick(now_s + 300.0)
+    assert consumer.tick(now_s + 300.0) is None
