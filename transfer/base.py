@@ -113,6 +113,7 @@ class Completion:
         self._settled = threading.Event()
         self._outcome: Outcome | None = None
         self._callbacks: list[Callable[[Outcome], None]] = []
+        self._help: Callable[[float], None] | None = None
 
     @property
     def outcome(self) -> Outcome | None:
@@ -139,10 +140,16 @@ class Completion:
         """The outcome; a batch that is not over after `deadline_s` (default: its own deadline) is given up."""
         left = self.deadline_at - time.monotonic()
         left = max(0.0, left if deadline_s is None else min(deadline_s, left))
+        if self._help is not None and self._outcome is None:
+            self._help(left)
         if not self._settled.wait(left):
             self.settle(Outcome(Cause.DEADLINE, f"not over after {left:.3f} s of waiting"))
         assert self._outcome is not None
         return self._outcome
+
+    def help_with(self, help: Callable[[float], None]) -> None:
+        """Let `wait` call `help(seconds at most)` first: a thread that waits anyway may as well take the answer."""
+        self._help = help
 
     def add_done_callback(self, callback: Callable[[Outcome], None]) -> None:
         """Call `callback` once with the outcome: in the transport's thread, or at once. It must not raise or block."""
@@ -214,14 +221,28 @@ class Transport(ABC):
         self.close()
 
 
+_FEW = 8
+"""Up to so many pieces a loop is faster than numpy's calls."""
+
+
+def _one_inside(address: int, nbytes: int, starts: Int64, sizes: Int64) -> bool:
+    index = int(starts.searchsorted(address, side="right")) - 1
+    return index >= 0 and 0 <= nbytes <= int(starts[index]) + int(sizes[index]) - address
+
+
 def inside(addresses: Int64, nbytes: Int64, starts: Int64, sizes: Int64) -> npt.NDArray[np.bool_]:
     """For each piece whether it lies inside one of the ranges, which ascend and do not overlap.
 
     Nothing may be negative or beyond `MAX_PIECE_NBYTES`; a piece that is counts as outside.
     """
+    if len(addresses) <= _FEW:
+        return np.array(
+            [_one_inside(*piece, starts, sizes) for piece in zip(addresses.tolist(), nbytes.tolist(), strict=True)],
+            dtype=np.bool_,
+        )
     sane = (addresses >= 0) & (nbytes >= 0) & (nbytes <= MAX_PIECE_NBYTES) & (addresses <= MAX_PIECE_NBYTES)
     if len(starts) == 0:
         return np.zeros(len(addresses), dtype=np.bool_)
-    index = np.searchsorted(starts, addresses, side="right") - 1
+    index = starts.searchsorted(addresses, side="right") - 1
     safe = np.maximum(index, 0)
     return sane & (index >= 0) & (addresses + np.where(sane, nbytes, 0) <= starts[safe] + sizes[safe])

@@ -18,7 +18,7 @@ import numpy as np
 from transfer.base import Int64, Unavailable
 from transfer.handshake import Client, Server
 from transfer.local import LocalTransport, credentials
-from transfer.memory import Revocable
+from transfer.memory import Memory, Revocable
 from transfer.receiver import Connection
 from transfer.sender import Carriage, SendingPeer, Slice, Stream
 from transfer.vectors import IOV_MAX, Pieces, Vector, read_process
@@ -61,37 +61,39 @@ class _FetchingConnection(Connection):
     columns = 3
     max_nbytes = MAX_ORDER_NBYTES
 
+    def __init__(self, connection: socket.socket, server: Server, memory: Memory) -> None:
+        super().__init__(connection, server, memory)
+        self._pid, _ = credentials(connection)
+
     def execute(self, order: Order, columns: Int64, held: Revocable) -> None:
-        pid, _ = credentials(self.connection)
         pieces = Pieces.of(local=columns[2], remote=columns[0], nbytes=columns[1])
-        self.answer(order, self._fetch(pid, pieces, held))
+        self.answer(order, self._fetch(pieces, held))
 
     def probe(self, order: Order, columns: Int64) -> None:
         """Whether this process can read the sender's memory, and whether it is the sender's that it reads."""
         if order.nbytes != 8 or order.pieces != 1:
             raise WireError("a probe of something else than 8 bytes")
-        pid, _ = credentials(self.connection)
         seen = np.zeros(1, dtype=np.uint64)
         target = Pieces.of(columns[2], np.array([seen.ctypes.data]), columns[1])
-        status = self._fetch(pid, target, None)
+        status = self._fetch(target, None)
         if status is Status.OK and int(seen[0]) != order.place:
             status = Status.UNREADABLE
         self.answer(order, status)
 
-    def _fetch(self, pid: int, pieces: Pieces, held: Revocable | None) -> Status:
-        if pid <= 0:
+    def _fetch(self, pieces: Pieces, held: Revocable | None) -> Status:
+        if self._pid <= 0:
             return Status.UNREADABLE
         try:
             for step in pieces.slices(STEP_NBYTES, IOV_MAX):
-                source, target = Vector(step.local, step.nbytes), Vector(step.remote, step.nbytes)
+                source, target = Vector.of(step.local, step.nbytes), Vector.of(step.remote, step.nbytes)
                 while target.left:
                     if held is None:
-                        read_process(pid, source, target)
+                        read_process(self._pid, source, target)
                         continue
                     with held.lock:
                         if held.revoked:
                             return Status.NO_GRANT
-                        read_process(pid, source, target)
+                        read_process(self._pid, source, target)
         except OSError as error:
             return Status.FORBIDDEN if error.errno in (errno.EPERM, errno.ENOSYS, errno.EACCES) else Status.UNREADABLE
         return Status.OK

@@ -106,7 +106,7 @@ class Memory:
                     f"source piece {worst}, {int(nbytes[worst])} bytes at {int(local[worst]):#x}, "
                     "is outside of registered memory"
                 )
-            used = np.unique(np.searchsorted(self._starts, local, side="right") - 1)
+            used = set((self._starts.searchsorted(local, side="right") - 1).tolist())
             self._sending[batch] = frozenset(self._regions[index] for index in used)
 
     def end_sending(self, batch: Sending) -> None:

@@ -48,6 +48,7 @@ class Connection(ABC):
         self.descriptor = connection.fileno()
         self.born_at = time.monotonic()
         self.unsent = bytearray()
+        self.wants_out = False
         self._server, self._memory = server, memory
         self._header = np.zeros(HEADER_NBYTES, dtype=np.uint8)
         self._columns = np.zeros(0, dtype=np.uint8)
@@ -241,8 +242,10 @@ class Receiver:
                 with contextlib.suppress(BlockingIOError):
                     for _ in range(_TURN_STEPS):
                         connection.step()
-            wanted = select.EPOLLIN | (select.EPOLLOUT if connection.unsent else 0)
-            self._epoll.modify(connection.descriptor, wanted)
+            if connection.wants_out != bool(connection.unsent):
+                connection.wants_out = bool(connection.unsent)
+                wanted = select.EPOLLIN | (select.EPOLLOUT if connection.wants_out else 0)
+                self._epoll.modify(connection.descriptor, wanted)
         except (OSError, TransferError) as error:
             self._drop(connection, error)
         except Exception as error:  # a defect of ours costs this connection, not the others

@@ -7,6 +7,7 @@ stream when it broke goes out again on another; writing the same bytes twice to 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import select
@@ -30,6 +31,8 @@ logger = get_logger(__name__)
 
 INLINE_NBYTES = 64 << 10
 """Batches up to this size are sent from the thread that asks, which saves a change of thread."""
+HELP_S = 0.002
+"""How long a thread that waits for such a batch looks for the answer by itself, at most."""
 TURN_NBYTES = 8 << 20
 """Sent on one stream before answers and other streams get their turn."""
 
@@ -156,6 +159,8 @@ class SendingPeer(Peer):
         self._scratch = np.zeros(0, dtype=np.uint8)
         self._lock = threading.Lock()
         """Guards the streams; taken by this peer's thread, and by others only where it is free."""
+        self._helping = threading.Lock()
+        """Held by another thread while it does this peer's thread's work."""
         self._queue_lock = threading.Lock()
         self._queue: deque[Batch] = deque()
         self._batches: set[Batch] = set()
@@ -214,6 +219,7 @@ class SendingPeer(Peer):
             finally:
                 self._lock.release()
             self._settle()
+            batch.completion.help_with(functools.partial(self._look_for, batch.completion))
             if batch.completion.deadline_at >= self._awake_at and not self._queue:
                 return
         self._wake()
@@ -228,21 +234,36 @@ class SendingPeer(Peer):
             while self._dead is None:
                 self._awake_at = float("inf")  # so that a batch that comes while we look wakes us
                 self._awake_at = self._first_deadline()
-                wait_s = min(max(0.0, self._awake_at - time.monotonic()), 3600.0)
-                for descriptor, event in self._epoll.poll(wait_s):
-                    if descriptor == self._wakeup:
-                        os.eventfd_read(self._wakeup)
-                    elif event & ~select.EPOLLOUT:
-                        with self._lock:
-                            self._take_answers(descriptor)
-                with self._lock:
-                    self._pump()
+                self._turn(min(max(0.0, self._awake_at - time.monotonic()), 3600.0))
                 self._expire()
                 self._settle()
         except Exception as error:  # a defect of ours must not leave batches without an outcome
             log_once(f"transfer.sender:{type(error).__name__}", "transfer thread failed", logger=logger, exc_info=True)
             self._die(Outcome(Cause.PEER_LOST, f"{type(error).__name__}: {error}"))
         self._finish()
+
+    def _turn(self, wait_s: float) -> None:
+        """Wait for something to do, and do it."""
+        for descriptor, event in self._epoll.poll(wait_s):
+            if descriptor == self._wakeup:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wakeup)
+            elif event & ~select.EPOLLOUT:
+                with self._lock:
+                    self._take_answers(descriptor)
+        with self._lock:
+            self._pump()
+
+    def _look_for(self, completion: Completion, wait_s: float) -> None:
+        """Do this peer's thread's work in the thread that waits for `completion`, which saves a change of thread.
+
+        The kernel wakes the thread that came last. Where another one takes the answer, this one notices at the end.
+        """
+        until = time.monotonic() + min(wait_s, HELP_S)
+        with self._helping:
+            while completion.outcome is None and self._dead is None and (left := until - time.monotonic()) > 0:
+                self._turn(left)
+                self._settle()
 
     def _first_deadline(self) -> float:
         with self._queue_lock:
@@ -383,7 +404,7 @@ class SendingPeer(Peer):
             self._batches.clear()
             self._queue.clear()
         self._on_close(self)
-        with self._lock:
+        with self._helping, self._lock:
             for stream in self._streams.values():
                 stream.connection.close()
             self._carriage.close()

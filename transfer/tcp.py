@@ -181,7 +181,7 @@ class _Inline(Carriage):
         order = Order(part.number, part.batch.grant.key, len(pieces.nbytes), pieces.total)
         head = order.encode(pieces.remote, pieces.nbytes)
         addresses = np.concatenate(([head.ctypes.data], pieces.local))
-        return Vector(addresses, np.concatenate(([head.nbytes], pieces.nbytes)), head)
+        return Vector.of(addresses, np.concatenate(([head.nbytes], pieces.nbytes)), head)
 
 
 class _InlineConnection(Connection):
@@ -190,11 +190,11 @@ class _InlineConnection(Connection):
     max_nbytes = MAX_ORDER_NBYTES
 
     def execute(self, order: Order, columns: Int64, held: Revocable) -> None:
-        self._vector = Vector(columns[0], columns[1])
+        self._vector = Vector.of(columns[0], columns[1])
         self._next = lambda: self._take_bytes(order, held)
 
     def decline(self, order: Order, columns: Int64, status: Status) -> None:
-        vector = Vector(columns[0], columns[1])
+        vector = Vector.of(columns[0], columns[1])
         self._drop_bytes(vector)
         self._expect(vector, lambda: self.answer(order, status))
 

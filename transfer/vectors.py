@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,36 +44,51 @@ MSG_NOSIGNAL, MSG_DONTWAIT = 0x4000, 0x40
 class Vector:
     """Pieces of this process's memory that are sent or filled in order, in as many steps as it takes."""
 
-    __slots__ = ("_ends", "_header", "_index", "_iov", "_keep", "_moved")
+    __slots__ = ("_address", "_ends", "_header", "_index", "_iov", "_keep", "_left", "_total")
 
-    def __init__(self, addresses: Int64, nbytes: Int64, keep: object = None) -> None:
-        """`keep` stays referenced as long as the vector does. No piece may be empty."""
-        self._iov = np.empty((len(addresses), 2), dtype=np.uint64)
-        self._iov[:, 0], self._iov[:, 1] = addresses, nbytes
-        self._ends = np.cumsum(nbytes)
-        self._index = self._moved = 0
+    def __init__(self, iov: npt.NDArray[np.uint64], nbytes: int, keep: object = None) -> None:
+        """`iov` has rows of address and size, `nbytes` in all, and is taken over; no piece may be empty.
+
+        `keep` stays referenced as long as the vector does.
+        """
+        self._iov = iov
+        self._address = address_of(iov)
+        self._ends: Int64 | None = None
+        self._index = 0
+        self._total = self._left = nbytes
         self._keep = keep
         self._header = _MsgHdr()
 
     @classmethod
-    def over(cls, *arrays: npt.NDArray[np.uint8]) -> Vector:
-        """All bytes of these contiguous arrays."""
-        addresses = np.array([array.ctypes.data for array in arrays], dtype=np.int64)
-        return cls(addresses, np.array([array.nbytes for array in arrays], dtype=np.int64), arrays)
+    def of(cls, addresses: Int64, nbytes: Int64, keep: object = None) -> Vector:
+        """These pieces."""
+        iov = np.empty((len(addresses), 2), dtype=np.uint64)
+        iov[:, 0], iov[:, 1] = addresses, nbytes
+        return cls(iov, int(nbytes.sum()), keep)
+
+    @classmethod
+    def over(cls, array: npt.NDArray[np.uint8]) -> Vector:
+        """All bytes of a contiguous array."""
+        return cls(np.array(((address_of(array), array.nbytes),), dtype=np.uint64), array.nbytes, array)
 
     @property
     def left(self) -> int:
         """Bytes still to be moved."""
-        return int(self._ends[-1]) - self._moved if len(self._ends) else 0
+        return self._left
 
     def advance(self, nbytes: int) -> None:
         """The next `nbytes` are done."""
-        self._moved += nbytes
-        self._index = int(np.searchsorted(self._ends, self._moved, side="right"))
-        if self._index < len(self._iov):
-            rest = int(self._ends[self._index]) - self._moved
-            self._iov[self._index, 0] += self._iov[self._index, 1] - np.uint64(rest)
-            self._iov[self._index, 1] = rest
+        self._left -= nbytes
+        if not self._left:
+            self._index = len(self._iov)
+            return
+        if self._ends is None:
+            self._ends = self._iov[:, 1].astype(np.int64).cumsum()
+        moved = self._total - self._left
+        self._index = int(self._ends.searchsorted(moved, side="right"))
+        rest = int(self._ends[self._index]) - moved
+        done = int(self._iov[self._index, 1]) - rest
+        self._iov[self._index] = int(self._iov[self._index, 0]) + done, rest
 
     def divert(self, address: int, first: int) -> None:
         """Let all pieces from number `first` on that are still open lie at `address` from now on."""
@@ -95,13 +111,19 @@ class Vector:
         return self._message(_libc.recvmsg, descriptor)
 
     def _message(self, call: ctypes._FuncPointer, descriptor: int) -> int:
-        self._header.iov = self._iov.ctypes.data + 16 * self._index
+        self._header.iov = self._address + 16 * self._index
         self._header.iovlen = min(IOV_MAX, len(self._iov) - self._index)
         moved: int = call(descriptor, ctypes.byref(self._header), MSG_NOSIGNAL | MSG_DONTWAIT)
         if moved < 0:
             raise _os_error()
         self.advance(moved)
         return moved
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Where a contiguous array lies; a third of the cost of `array.ctypes.data`."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def read_process(pid: int, source: Vector, destination: Vector) -> int:
@@ -134,7 +156,7 @@ def copy_out(address: int, addresses: Int64, nbytes: Int64) -> None:
 
 
 def _next(vector: Vector) -> tuple[int, int]:
-    return vector._iov.ctypes.data + 16 * vector._index, min(IOV_MAX, len(vector._iov) - vector._index)
+    return vector._address + 16 * vector._index, min(IOV_MAX, len(vector._iov) - vector._index)
 
 
 def _os_error() -> OSError:
@@ -158,12 +180,13 @@ class Pieces:
         for array in (local, remote, nbytes):
             if array.dtype != np.int64 or array.ndim != 1 or len(array) != len(nbytes):
                 raise ValueError(f"{array.shape} {array.dtype}: expected int64 arrays of one length, {len(nbytes)}")
-        if (nbytes < 0).any():
-            raise ValueError(f"piece {int(np.argmin(nbytes))} has {int(nbytes.min())} bytes: expected 0 or more")
-        if not nbytes.all():
+        least = nbytes.min() if len(nbytes) else 1
+        if least < 0:
+            raise ValueError(f"piece {int(nbytes.argmin())} has {least} bytes: expected 0 or more")
+        if least == 0:
             kept = nbytes > 0
             local, remote, nbytes = local[kept], remote[kept], nbytes[kept]
-        return cls(local, remote, nbytes, np.cumsum(nbytes))
+        return cls(local, remote, nbytes, nbytes.cumsum())
 
     @property
     def total(self) -> int:
@@ -171,6 +194,10 @@ class Pieces:
 
     def slices(self, max_nbytes: int, max_pieces: int) -> Iterator[Pieces]:
         """The same copies in parts of limited size; a piece may be cut."""
+        if self.total <= max_nbytes and len(self.ends) <= max_pieces:
+            if self.total:
+                yield self
+            return
         start = 0
         while start < self.total:
             first = int(np.searchsorted(self.ends, start, side="right"))

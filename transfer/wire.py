@@ -81,6 +81,11 @@ def decode_order(data: bytes, max_nbytes: int) -> Order:
 def decode_columns(order: Order, data: npt.NDArray[np.uint8]) -> Int64:
     """Columns as rows of one array, the second being the sizes. Raises WireError where these are no sizes."""
     columns = data.view("<i8").reshape(-1, order.pieces)
+    if order.pieces == 1:  # the same checks without numpy's cost, which a small transfer would feel
+        address, *rest = (int(row[0]) for row in columns)
+        if rest[0] != order.nbytes or min(address, *rest) < 0:
+            raise WireError(f"a piece of {rest[0]} bytes at {address:#x} in an order of {order.nbytes}")
+        return columns
     sizes = columns[1]
     # Each is checked before they are summed: 65,536 sizes of at most 2^47 cannot overflow.
     if sizes.min() < 1 or sizes.max() > order.nbytes or int(sizes.sum()) != order.nbytes:

@@ -115,7 +115,7 @@ def test_slices_are_the_same_copies_byte_for_byte(sizes, max_nbytes, max_pieces)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.lists(st.integers(1, 60), max_size=20))
 def test_what_is_left_of_a_vector_after_any_steps(sizes, steps):
     addresses = 1000 * np.arange(1, len(sizes) + 1)
-    vector = Vector(addresses, int64(*sizes))
+    vector = Vector.of(addresses, int64(*sizes))
     left = [int(a) + i for a, n in zip(addresses, sizes, strict=True) for i in range(n)]
     for step in steps:
         step = min(step, len(left))
@@ -132,7 +132,7 @@ def test_a_vector_goes_through_a_socket_in_as_many_steps_as_it_takes():
     sizes = np.diff(np.concatenate(([0], cuts, [len(source)])))
     sizes = sizes[sizes > 0]
     offsets = np.cumsum(sizes) - sizes
-    out, into = (Vector(array.ctypes.data + offsets, sizes) for array in (source, target))
+    out, into = (Vector.of(array.ctypes.data + offsets, sizes) for array in (source, target))
     here, there = socket.socketpair()
     with here, there:
         while into.left:
@@ -148,7 +148,7 @@ def test_a_diverted_vector_leaves_its_memory_alone():
     memory, scratch = np.zeros(100, dtype=np.uint8), np.ones(100, dtype=np.uint8)
     here, there = socket.socketpair()
     with here, there:
-        vector = Vector(memory.ctypes.data + int64(0, 10, 50), int64(10, 10, 10))
+        vector = Vector.of(memory.ctypes.data + int64(0, 10, 50), int64(10, 10, 10))
         here.sendall(b"a" * 15)
         vector.receive(there.fileno())
         vector.divert(scratch.ctypes.data, first=0)
