@@ -43,6 +43,21 @@ class HicachePeer(str, enum.Enum):
     file = "file"
 
 
+_TRANSFER_TITLE = "mooncake-connector bench transfer"
+_TRANSFER_LEGEND = (
+    "limit: process_vm_readv of the same pieces (cma), memcpy (shm), sendall/recv_into over one connection (tcp); "
+    "peer: NIXL with UCX's own choice (cma),\nMooncake's Transfer Engine at its better setting (tcp). "
+    "Best round of each, rounds interleaved; ok ? = a part of the goal was not measured."
+)
+
+
+class TransferPeer(str, enum.Enum):
+    """Transfer libraries that the benchmark can start and measure beside ours."""
+
+    mooncake = "mooncake"
+    nixl = "nixl"
+
+
 @app.callback()
 def bench() -> None:
     """Measure this machine's limit, the store, and its peers, side by side."""
@@ -133,6 +148,33 @@ def hicache(
         progress=_say,
     )
     _show(report, _HICACHE_TITLE, _HICACHE_LEGEND, as_json)
+
+
+@app.command()
+def transfer(
+    peer: Annotated[list[TransferPeer] | None, typer.Option(help="Also measure this; may be given twice.")] = None,
+    peer_python: Annotated[
+        Path | None,
+        typer.Option(help="Python that has the peers' wheels; default: this one.", metavar="PATH"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that it works: no true figures.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Speed of the transports between two processes against the bare system calls and, with --peer, other libraries.
+
+    Needs 1 GiB of memory and a minute, with both peers two. Nothing of it stays, and nothing listens beyond loopback.
+    """
+    from mooncake_connector.cli.bench import transfer_bench, transfer_scale
+
+    if peer_python is not None and not peer:
+        raise typer.BadParameter("it has no use without --peer", param_hint="--peer-python")
+    report = transfer_bench.run(
+        transfer_scale.QUICK if quick else transfer_scale.TransferScale(),
+        peers={item.value for item in peer or ()},
+        peer_python=str(peer_python or sys.executable),
+        progress=_say,
+    )
+    _show(report, _TRANSFER_TITLE, _TRANSFER_LEGEND, as_json)
 
 
 def _say(line: str) -> None:

@@ -1,0 +1,245 @@
+"""One run of `bench transfer`: our transports, the bare system calls and the peers, each between two processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mooncake_connector.cli.bench import transfer_peers, transfer_planning, transfer_rows
+from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
+from mooncake_connector.cli.bench.measure import BenchError, Task, best_seconds
+from mooncake_connector.cli.bench.report import Report
+from mooncake_connector.cli.bench.transfer_child import FETCH
+from mooncake_connector.cli.bench.transfer_rows import MEMCPY, RAW_TCP, READV
+from mooncake_connector.cli.bench.transfer_scale import TransferScale
+from transfer.base import Grant, Peer, Unavailable
+from transfer.choose import NAMES, make_transports
+from transfer.handshake import Identity
+from transfer.memory import Memory
+from transfer.vectors import Vector, read_process
+
+Progress = Callable[[str], None]
+
+_DEADLINE_S = 60.0
+_STEP_S = 0.005
+
+
+class _Far:
+    """The other process, and how it is reached."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self.pid: int = found["pid"]
+        self.address: int = found["address"]
+        self.port: int = found["port"]
+        self.endpoints = {name: bytes.fromhex(endpoint) for name, endpoint in found["endpoints"].items()}
+        self.grant = Grant(bytes.fromhex(found["key"]), np.array([self.address]), np.array([found["nbytes"]]))
+
+    def dial(self, kind: bytes) -> socket.socket:
+        """A connection to one of the bare far ends."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=_DEADLINE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(kind)
+        return connection
+
+
+def run(scale: TransferScale, *, peers: Collection[str], peer_python: str, progress: Progress) -> Report:
+    """Measure everything. A transport that does not work here, or a peer, is left out with a warning."""
+    machine, versions = describe_machine(Path(tempfile.gettempdir())), describe_versions()
+    source = np.ones(scale.memory_nbytes, dtype=np.uint8)
+    memory = Memory()
+    memory.register(source.ctypes.data, source.nbytes)
+    with contextlib.ExitStack() as stack:
+        far = stack.enter_context(_far_process(scale))
+        connected = {}
+        for name in NAMES:
+            transports = stack.enter_context(make_transports([name], memory, Identity()))
+            try:
+                connected[name] = transports.connect(far.endpoints, deadline_s=_DEADLINE_S)
+            except Unavailable as error:
+                progress(f"WARNING: {name} is left out: {error}")
+        progress("scattered pieces: ours, process_vm_readv, memcpy and bare TCP in turn")
+        seconds = best_seconds(_moving_tasks(connected, far, source, scale), scale.rounds)
+        progress("one small transfer: ours and bare round trips in turn")
+        quantiles = _small(connected, far, source, scale)
+        progress("a busy Python thread beside each transport")
+        ratios = _disturbance(connected, far, source, scale)
+    progress("planning")
+    planned = transfer_planning.seconds(scale.rounds)
+    measured = transfer_peers.measure(peers, peer_python, scale, progress)
+    rows = [
+        *transfer_rows.moving_rows(seconds, measured, scale),
+        *transfer_rows.latency_rows(quantiles, scale),
+        *transfer_rows.step_rows(ratios),
+        transfer_rows.planning_row(planned),
+        *transfer_rows.peer_rows(measured, scale),
+    ]
+    return Report(machine, versions, rows)
+
+
+@contextlib.contextmanager
+def _far_process(scale: TransferScale) -> Iterator[_Far]:
+    order = json.dumps({"memory_nbytes": scale.memory_nbytes, "small_nbytes": scale.small_nbytes})
+    command = [sys.executable, "-m", "mooncake_connector.cli.bench.transfer_child", order]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin and process.stdout
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise BenchError("the other process of the benchmark did not start: its messages are above")
+        yield _Far(json.loads(line))
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def _moving_tasks(
+    connected: dict[str, Peer], far: _Far, source: np.ndarray[Any, Any], scale: TransferScale
+) -> dict[str, Task]:
+    here, there = scale.scattered(source.ctypes.data, seed=1), scale.scattered(far.address, seed=2)
+    sizes = np.full(scale.pieces, scale.piece_nbytes, dtype=np.int64)
+
+    def ours(peer: Peer) -> Callable[[], None]:
+        def move() -> None:
+            outcome = peer.write(far.grant, here, there, sizes, deadline_s=_DEADLINE_S).wait()
+            if not outcome.ok:
+                raise BenchError(f"{peer.transport}: {outcome}")
+
+        return move
+
+    def readv() -> None:
+        target, origin = Vector.of(here, sizes), Vector.of(there, sizes)
+        while target.left:
+            read_process(far.pid, origin, target)
+
+    half = source.nbytes // 2
+    block = min(1 << 20, half)
+
+    def memcpy() -> None:
+        for offset in range(0, half, block):
+            ctypes.memmove(source.ctypes.data + half + offset, source.ctypes.data + offset, block)
+
+    connection = far.dial(b"t")
+    view = source.data[: scale.data_nbytes]
+
+    def raw_tcp() -> None:
+        connection.sendall(len(view).to_bytes(8, "little"))
+        connection.sendall(view)
+        connection.recv(1)
+
+    bare = {READV: readv, MEMCPY: memcpy, RAW_TCP: raw_tcp}
+    if not _can_read(far.pid, far.address, source):
+        del bare[READV]
+    return {name: Task(run) for name, run in {**{n: ours(p) for n, p in connected.items()}, **bare}.items()}
+
+
+def _can_read(pid: int, address: int, into: np.ndarray[Any, Any]) -> bool:
+    one = np.array([1])
+    try:
+        return read_process(pid, Vector.of(np.array([address]), one), Vector.of(np.array([into.ctypes.data]), one)) == 1
+    except OSError:
+        return False
+
+
+def _small(
+    connected: dict[str, Peer], far: _Far, source: np.ndarray[Any, Any], scale: TransferScale
+) -> dict[str, tuple[float, float]]:
+    """Seconds at the median and the 99th percentile of one small transfer, of ours and of bare round trips."""
+    here, there = np.array([source.ctypes.data]), np.array([far.address])
+    size = np.array([scale.small_nbytes])
+    message = len(view := source.data[: scale.small_nbytes]).to_bytes(8, "little")
+    order = FETCH.pack(os.getpid(), source.ctypes.data, scale.small_nbytes)
+    tcp, vm = far.dial(b"t"), far.dial(b"v")
+
+    def raw_tcp() -> None:
+        tcp.sendall(message)
+        tcp.sendall(view)
+        tcp.recv(1)
+
+    def raw_vm() -> None:
+        vm.sendall(order)
+        vm.recv(1)
+
+    def ours(peer: Peer) -> Callable[[], None]:
+        def move() -> None:
+            if not peer.write(far.grant, here, there, size, deadline_s=_DEADLINE_S).wait().ok:
+                raise BenchError(f"{peer.transport}: a small transfer failed")
+
+        return move
+
+    bare = {RAW_TCP: raw_tcp, **({READV: raw_vm} if "cma" in connected else {})}
+    calls = {**{name: ours(peer) for name, peer in connected.items()}, **bare}
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(scale.small_rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            taken[name].append(time.perf_counter() - start)
+    return {name: (float(np.quantile(all_, 0.5)), float(np.quantile(all_, 0.99))) for name, all_ in taken.items()}
+
+
+def _disturbance(
+    connected: dict[str, Peer], far: _Far, source: np.ndarray[Any, Any], scale: TransferScale
+) -> dict[str, float]:
+    """p99 of steps of pure Python in this thread while another one keeps a transfer going, over p99 without."""
+    count = _calibrate()
+    here, there = scale.scattered(source.ctypes.data, seed=1), scale.scattered(far.address, seed=2)
+    sizes = np.full(scale.pieces, scale.piece_nbytes, dtype=np.int64)
+    ratios = {}
+    for name, peer in connected.items():
+        alone = _steps(count, scale.steps)
+        over = threading.Event()
+
+        def keep_going(peer: Peer = peer, over: threading.Event = over) -> None:
+            while not over.is_set():
+                peer.write(far.grant, here, there, sizes, deadline_s=_DEADLINE_S).wait()
+
+        thread = threading.Thread(target=keep_going)
+        thread.start()
+        try:
+            beside = _steps(count, scale.steps)
+        finally:
+            over.set()
+            thread.join()
+        ratios[name] = beside / min(alone, _steps(count, scale.steps))
+    return ratios
+
+
+def _work(count: int) -> int:
+    total = 0
+    for number in range(count):
+        total += number
+    return total
+
+
+def _calibrate() -> int:
+    """Turns of `_work` that take 5 ms on a quiet machine."""
+    best = min(_timed(200_000) for _ in range(7))
+    return max(1, int(200_000 * _STEP_S / best))
+
+
+def _timed(count: int) -> float:
+    start = time.perf_counter()
+    _work(count)
+    return time.perf_counter() - start
+
+
+def _steps(count: int, steps: int) -> float:
+    return float(np.quantile([_timed(count) for _ in range(steps)], 0.99))

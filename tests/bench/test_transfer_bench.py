@@ -1,0 +1,62 @@
+"""`bench transfer` as a person runs it, at sizes that take seconds, and its rows from figures that are made up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from mooncake_connector.cli.bench import transfer_rows
+from mooncake_connector.cli.bench.transfer_rows import MEMCPY, MOONCAKE_OFF, MOONCAKE_ON, NIXL, NIXL_TCP, RAW_TCP, READV
+from mooncake_connector.cli.bench.transfer_scale import TransferScale
+
+SCALE = TransferScale()
+GB = SCALE.data_nbytes / 1e9
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mooncake_connector.cli.main", "bench", "transfer", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd="/")
+
+
+@pytest.fixture(scope="module")
+def done() -> subprocess.CompletedProcess[str]:
+    return run("--quick", "--json")
+
+
+def test_it_prints_one_json_object_with_a_row_for_each_transport(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    figures = [row["figure"] for row in report["rows"]]
+    assert len(done.stdout.strip().splitlines()) == 1
+    assert figures[:3] == [f"{name}: 64 x 32 KiB, scattered to scattered" for name in ("cma", "shm", "tcp")]
+    assert sum("16 KiB, p50" in figure for figure in figures) == 3 and any("planning" in figure for figure in figures)
+    assert all(row["value"] > 0 for row in report["rows"])
+    assert "bare TCP" in done.stderr and "WARNING" not in done.stderr
+
+
+def test_a_python_without_peers_is_no_peer() -> None:
+    refused = run("--quick", "--peer-python", sys.executable)
+    assert refused.returncode == 2 and "without --peer" in refused.stderr.replace("\n", " ")
+
+
+def test_each_transport_is_held_against_its_own_limit_and_peer() -> None:
+    seconds = {"cma": GB / 4, "shm": GB / 3, "tcp": GB / 2, READV: GB / 4.2, MEMCPY: GB / 9, RAW_TCP: GB / 2.1}
+    peers = {NIXL: GB / 2, NIXL_TCP: GB / 1.1, MOONCAKE_OFF: GB / 0.01, MOONCAKE_ON: GB / 1.5}
+    rows = transfer_rows.moving_rows(seconds, {name: {"scattered": each} for name, each in peers.items()}, SCALE)
+    held = [
+        (row.figure[:3], round(row.limit, 1) if row.limit else None, row.peer and round(row.peer, 1)) for row in rows
+    ]
+    assert held == [("cma", 4.2, 2.0), ("shm", 9.0, None), ("tcp", 2.1, 1.5), ("tcp", None, 1.1)]
+    assert [row.ok for row in rows] == [True, True, True, False]
+
+
+def test_a_peer_that_was_not_measured_leaves_its_goal_open() -> None:
+    seconds = {"cma": GB / 4, "shm": GB / 3, "tcp": GB / 2, READV: GB / 4.2, MEMCPY: GB / 9, RAW_TCP: GB / 2.1}
+    cma, shm, tcp = transfer_rows.moving_rows(seconds, {}, SCALE)
+    assert (cma.ok, shm.ok, tcp.ok) == (None, True, None)
+    failed = {MOONCAKE_OFF: {"scattered": GB / 0.01}, MOONCAKE_ON: {"error": "it died"}}
+    assert transfer_rows.moving_rows(seconds, failed, SCALE)[2].ok is True
