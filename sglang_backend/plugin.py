@@ -181,6 +181,22 @@ def _weights_changed() -> None:
     hicache.weights_changed()
 
 
+def _keeps_drafts(should_backup: Callable[..., bool], controller: Any, transfer: Any) -> bool:
+    """Around the choice of what a rank of an MLA model stores beside rank 0: SGLang knows of Mooncake's keys alone."""
+    return should_backup(controller, transfer) or _is_split_draft(controller, transfer)
+
+
+@contained(lambda: False)
+def _is_split_draft(controller: Any, transfer: Any) -> bool:
+    """Whether each rank has other heads of this draft model's KV cache."""
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    if transfer.name not in ("draft", "draft_swa") or not is_ours(controller.storage_backend):
+        return False
+    entry = controller.mem_pool_host.entry_map.get(transfer.name)
+    return entry is not None and isinstance(entry.host_pool, MHATokenToKVPoolHost)
+
+
 _MANAGER_CALL = ("self", "recv_req")
 
 TARGETS = (
@@ -199,6 +215,11 @@ TARGETS = (
     ),
     Target(f"{_CONTROLLER}._page_get_zero_copy", ("self", "operation", "hash_values", "host_indices", "extra_info")),
     Target(f"{_CONTROLLER}._page_set_zero_copy", ("self", "hash_values", "host_indices", "extra_info")),
+    Target(
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.should_backup",
+        ("self", "transfer"),
+        _keeps_drafts,
+    ),
     Target(
         "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config",
         (

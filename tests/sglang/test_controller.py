@@ -1,0 +1,177 @@
+"""SGLang's own controller with its threads over our backend: ranks of an MLA model, pools beside the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from controllers import Rank
+from host_pools import MLA_LAYOUTS, axes, bytes_of, fill_with, mamba, mha, mla, slots
+from instances import DYNAMIC, server
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_parallel
+
+from mooncake_connector.log import forget_causes
+from sglang_backend import BACKEND
+from store_client.base import StoreStats
+from store_client.embedded import EmbeddedStore
+
+TOKENS = [token * 7 % 257 for token in range(5 * 64 + 10)]
+PAGES = 5
+FULL = PAGES * 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plugins() -> None:
+    load_plugins()
+
+
+@pytest.fixture
+def start(pool: Path) -> Iterator[Callable[..., Rank]]:
+    """Start a rank of the MLA checkpoint (or of Qwen3), whose host pool is filled by `seed`."""
+    forget_causes()
+    ranks: list[Rank] = []
+
+    def start_one(
+        layout: str = "page_first", *, tp: tuple[int, int] = (0, 1), seed: int = 0, is_mla: bool = True, **options: Any
+    ) -> Rank:
+        with server("deepseek-mla" if is_mla else "qwen3", tp_size=tp[1]):
+            if is_mla:
+                device = MLATokenToKVPool(64, 64, torch.bfloat16, 512, 64, 4, "cpu", False)
+                host_pool = mla(layout, latent=512, rope=64, page_tokens=64)
+            else:
+                device = MHATokenToKVPool(64, 64, torch.bfloat16, 4 // tp[1], 64, 8, "cpu", False)
+                host_pool = mha(layout, layers=(0, 8), heads=4 // tp[1], dim=64, page_tokens=64)
+            memory = axes(host_pool)
+            memory[:] = np.random.default_rng(seed).integers(0, 1 << 16, memory.shape, dtype=np.uint16)
+            ranks.append(Rank(device, host_pool, pool, **{"name": BACKEND, "tp_rank": tp[0], **options}))
+        return ranks[-1]
+
+    yield start_one
+    for rank in ranks:
+        rank.detach()
+
+
+def stats(pool: Path) -> StoreStats:
+    with EmbeddedStore(pool) as store:
+        return store.stats()
+
+
+def content(rank: Rank, indices: torch.Tensor) -> Any:
+    return axes(rank.host_pool)[(indices[::64] // 64).tolist()]
+
+
+@pytest.mark.parametrize("layout", MLA_LAYOUTS)
+@pytest.mark.parametrize("way", [{"name": BACKEND}, {"name": "dynamic", **DYNAMIC}], ids=["own name", "dynamic"])
+def test_an_mla_model_finds_its_pages_again(start, layout: str, way: dict[str, Any]) -> None:
+    writer = start(layout, seed=1, **way)
+    stored_at = writer.host_pool.alloc(FULL)
+    assert writer.save(TOKENS[:FULL], stored_at)[0] == FULL
+    reader = start(seed=2)
+    loaded, loaded_at, _ = reader.load(TOKENS)
+    assert loaded == FULL
+    assert np.array_equal(content(reader, loaded_at), content(writer, stored_at))
+    assert reader.load(TOKENS[1:])[0] == 0, "other tokens"
+
+
+def test_the_ranks_of_an_mla_model_share_one_copy_that_one_of_them_wrote(start, pool: Path) -> None:
+    """Each rank has the whole latent cache. One stores it; a page moves once to each rank, from the host's one copy."""
+    size = 4
+    writers = [start(tp=(rank, size), seed=1) for rank in range(size)]
+    for rank, writer in enumerate(writers):
+        assert writer.save(TOKENS[:FULL], writer.host_pool.alloc(FULL))[0] == (0 if rank else FULL)
+    after_saves = stats(pool)
+    assert (after_saves.stored_pages, after_saves.present_pages, after_saves.pages) == (PAGES, 0, PAGES)
+    for rank in range(size):
+        reader = start(tp=(rank, size), seed=2)
+        loaded, indices, _ = reader.load(TOKENS)
+        assert loaded == FULL and np.array_equal(content(reader, indices), axes(writers[0].host_pool)[:PAGES])
+        assert stats(pool).read_pages - after_saves.read_pages == (rank + 1) * PAGES
+    assert stats(pool).stored_pages == PAGES
+
+
+def test_an_instance_with_one_rank_reads_what_two_ranks_wrote(start) -> None:
+    writers = [start("page_head", tp=(rank, 2), seed=rank, is_mla=False) for rank in range(2)]
+    for writer in writers:
+        assert writer.save(TOKENS[:FULL], writer.host_pool.alloc(FULL))[0] == FULL
+    reader = start("layer_first", is_mla=False, seed=9)
+    loaded, indices, _ = reader.load(TOKENS)
+    assert loaded == FULL
+    both = np.concatenate([axes(writer.host_pool)[:PAGES] for writer in writers], axis=4)
+    assert np.array_equal(content(reader, indices), both)
+
+
+class TestSidecars:
+    def state(self, name: PoolName, indices: torch.Tensor | None, count: int = 1) -> list[PoolTransfer]:
+        """A transfer of the last `count` pages; the controller puts in the keys of what was hit."""
+        keys = ["0" * 64] * count
+        return [PoolTransfer(name, host_indices=indices, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+
+    def saved(self, rank: Rank, name: PoolName, pages: int, indices: torch.Tensor) -> tuple[int, dict[str, int]]:
+        tokens = TOKENS[: pages * 64]
+        last = get_storage_hash_str(tokens, None, page_size=64)[-1]
+        return rank.save(tokens, slots(list(range(pages)), 64), [PoolTransfer(name, host_indices=indices, keys=[last])])
+
+    def test_the_last_page_with_a_state_is_the_hit(self, start) -> None:
+        states, restored = mamba(), mamba()
+        expected = fill_with(states, 3, seed=3)
+        writer = start(seed=1, sidecars={PoolName.MAMBA: states})
+        assert self.saved(writer, PoolName.MAMBA, 3, torch.tensor([3])) == (3 * 64, {PoolName.MAMBA: 1})
+        writer.save(TOKENS[:FULL], slots(list(range(PAGES)), 64))  # two more pages, without a state
+        reader = start(seed=2, sidecars={PoolName.MAMBA: restored})
+        loaded, indices, hits = reader.load(TOKENS, self.state(PoolName.MAMBA, restored.alloc(1)))
+        assert (loaded, hits[PoolName.MAMBA]) == (3 * 64, 1)
+        assert np.array_equal(content(reader, indices), axes(writer.host_pool)[:3])
+        assert bytes_of(restored, 0) == expected
+
+    def test_a_state_that_is_lost_after_the_lookup_is_no_hit(self, start, monkeypatch) -> None:
+        states, restored = mamba(), mamba()
+        writer = start(seed=1, sidecars={PoolName.MAMBA: states})
+        self.saved(writer, PoolName.MAMBA, 3, torch.tensor([3]))
+        reader = start(seed=2, sidecars={PoolName.MAMBA: restored})
+        storage = reader.controller.storage_backend
+        look_up = storage.batch_exists_v2
+
+        def look_up_and_lose(*args: Any) -> Any:
+            found = look_up(*args)
+            storage._others[PoolName.MAMBA].view.clear()
+            return found
+
+        monkeypatch.setattr(storage, "batch_exists_v2", look_up_and_lose)
+        loaded, _, hits = reader.load(TOKENS, self.state(PoolName.MAMBA, restored.alloc(1)))
+        assert (loaded, hits[PoolName.MAMBA]) == (3 * 64, 0), "SGLang drops the whole prefetch then"
+
+    @pytest.mark.parametrize(("draft", "stored"), [(mha, 2), (mla, 1)], ids=["mha draft", "mla draft"])
+    def test_every_rank_finds_the_draft_of_an_mla_model(self, start, pool: Path, draft: Any, stored: int) -> None:
+        """An MHA draft's heads are split over the ranks, so each rank stores its own; an MLA draft's are not."""
+        written = []
+        for rank in range(2):
+            host_pool = draft("page_first", page_tokens=64)
+            written.append(fill_with(host_pool, 0, seed=rank if draft is mha else 0))
+            writer = start(tp=(rank, 2), seed=1, sidecars={PoolName.DRAFT: host_pool})
+            writer.save(TOKENS[:64], slots([0], 64), [PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV)])
+        assert stats(pool).stored_pages == 1 + stored
+        for rank in range(2):
+            host_pool = draft("page_first", page_tokens=64)
+            reader = start(tp=(rank, 2), seed=2, sidecars={PoolName.DRAFT: host_pool})
+            loaded, indices, _ = reader.load(TOKENS, [PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV)])
+            assert loaded == 64 and bytes_of(host_pool, int(indices[0]) // 64) == written[rank]
+
+
+def test_detached_and_attached_again(start, pool: Path) -> None:
+    rank = start(seed=1)
+    rank.save(TOKENS[:FULL], slots(list(range(PAGES)), 64))
+    rank.detach()
+    controller = rank.controller
+    with server("deepseek-mla"), get_parallel().override(tp_rank=0, pp_rank=0):
+        controller.attach_storage_backend(BACKEND, 64, "served", {"pool": str(pool)}, controller.mem_pool_host.entries)
+    assert rank.load(TOKENS)[0] == FULL
+    assert controller.clear_storage_backend() is True
+    assert rank.load(TOKENS)[0] == 0
