@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mooncake_connector.log import forget_causes
 from transfer import cma, local, receiver, shm, tcp
 from transfer.base import TransferError, Unavailable
 from transfer.handshake import Client, Identity, shake
@@ -154,6 +155,7 @@ def test_strangers_are_turned_away_beyond_a_number_and_after_a_time(monkeypatch)
 
 
 def test_a_wrong_secret_is_refused_and_logged(caplog):
+    forget_causes()
     listening = Listening(tcp.TcpTransport)
     stranger = tcp.TcpTransport(Memory(), Identity(b"another sixteen bytes"))
     with listening.transport, stranger, pytest.raises(Unavailable, match="wrong secret"):
