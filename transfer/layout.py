@@ -15,8 +15,8 @@ import numpy as np
 from mooncake_connector.page import Axis, BlockLayout, SegmentLayout
 from transfer.base import MAX_PIECE_NBYTES, Int64, TransferError
 
-MAX_BLOCK_ELEMENTS = 1 << 22
-"""Elements of one head of a block, K and V; a plan looks at each of them once."""
+MAX_BLOCK_ELEMENTS = 1 << 24
+"""Elements of a block, all heads, K and V: far beyond any engine's, and few enough to look at each once."""
 
 
 class LayoutError(TransferError):
@@ -57,8 +57,8 @@ class RankLayout:
         blocks = self.blocks
         if min(self.k_dim, self.itemsize, blocks.block_tokens, blocks.num_blocks) < 1 or self.v_dim < 0:
             raise LayoutError(f"dimensions {self.k_dim} + {self.v_dim} of {self.itemsize} bytes, blocks {blocks}")
-        if blocks.block_tokens * (self.k_dim + self.v_dim) > MAX_BLOCK_ELEMENTS:
-            raise LayoutError(f"a block of {blocks.block_tokens} tokens of {self.k_dim} + {self.v_dim} elements")
+        if blocks.block_tokens * self.num_heads * (self.k_dim + self.v_dim) > MAX_BLOCK_ELEMENTS:
+            raise LayoutError(f"more than {MAX_BLOCK_ELEMENTS} elements in a block: {self.describe()}")
         if (blocks.v is None) != (self.v_dim == 0):
             raise LayoutError(f"v_dim={self.v_dim} and V segment {blocks.v}: both or neither")
         self._check_segment(blocks.k, self.k_dim)

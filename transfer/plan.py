@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import gcd
+from math import gcd, lcm
 
 import numpy as np
 
 from transfer.base import Int64
-from transfer.layout import LayoutError, RankLayout, element_offsets
+from transfer.layout import MAX_BLOCK_ELEMENTS, LayoutError, RankLayout, element_offsets
 
 _MIN_RUN_NBYTES = 64
 """Pieces may be as small as one vector of K or V. Smaller ones, down to single elements, are bearable from here on."""
+_MAX_PHASES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +262,9 @@ class _Runs:
     def __init__(self, source: RankLayout, destination: RankLayout, heads: range, unit: int) -> None:
         per_block = [side.block_tokens // unit for side in (source, destination)]
         phases = per_block[0] * per_block[1]  # without a common divisor, by the choice of `unit`
+        period = lcm(source.block_tokens, destination.block_tokens) * (source.k_dim + source.v_dim)
+        if phases > _MAX_PHASES or period > MAX_BLOCK_ELEMENTS:
+            raise LayoutError(f"block sizes with too little in common: {source.describe()}; {destination.describe()}")
         elements = [element_offsets(side) for side in (source, destination)]
         found = []
         for phase in range(phases):

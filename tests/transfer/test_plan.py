@@ -234,6 +234,26 @@ def test_tokens_and_blocks_that_are_not_there_are_refused(first, stop, source_ta
         pairing.copies(pairing.layers, first, stop, source_table, destination_table)
 
 
+@pytest.mark.parametrize("block_tokens", [(33, 32), (5000, 4999), (1 << 21, 3 << 20)])
+def test_block_sizes_that_meet_too_rarely_are_refused(block_tokens):
+    model = Model(layers=1, heads=1, k_dim=2, v_dim=2, itemsize=2)
+    rank = make_rank(model, range(1), range(1), 4, 2, "LBHN", 0, 0)
+    sides = [
+        replace(
+            rank,
+            blocks=replace(
+                rank.blocks,
+                block_tokens=tokens,
+                k=SegmentLayout(0, ((tokens, 8),), ((2, 2),)),
+                v=SegmentLayout(4, ((tokens, 8),), ((2, 2),)),
+            ),
+        )
+        for tokens in block_tokens
+    ]
+    with pytest.raises(LayoutError, match="too little in common"):
+        Pairing(*sides, Route(0, 0, 0, 1, 0, 1))
+
+
 @pytest.mark.parametrize("page_tokens", [0, 2, 6])
 def test_pages_that_cut_what_is_moved_together_are_refused(page_tokens):
     rank = make_instance(Model(layers=1, heads=1, k_dim=2, v_dim=2, itemsize=2), 1).ranks[0]
@@ -263,6 +283,7 @@ def changed(rank: RankLayout, **fields: object) -> None:
         {"first_head": -1},
         {"num_heads": 3},
         {"num_heads": 0},
+        {"model_heads": 1 << 40, "num_heads": 1 << 40, "head_stride": 0},
         {"k_dim": 0},
         {"itemsize": 0},
         {"v_dim": 0},

@@ -129,6 +129,12 @@ def test_what_was_closed_before_the_engine_named_it_is_released_when_it_does():
     assert orders(producer, Release) == [Release("t", Ending.CANCELLED, "client gone")]
 
 
+@pytest.mark.parametrize("message", [report(), announce(computed=True), granted(computed=True)])
+def test_what_the_producer_should_know_and_does_not_is_refused_at_once(message):
+    (answer,) = answers(make_producer(), message)
+    assert (answer.state, answer.grant) == (State.FAILED, message.grant) and "not known" in answer.cause
+
+
 def test_blocks_are_released_when_every_rank_is_through_and_not_before():
     producer = make_producer()
     producer.open("t", 0.0)
