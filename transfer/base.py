@@ -114,6 +114,7 @@ class Completion:
         self._outcome: Outcome | None = None
         self._callbacks: list[Callable[[Outcome], None]] = []
         self._help: Callable[[float], None] | None = None
+        self._stop: Callable[[], None] | None = None
 
     @property
     def outcome(self) -> Outcome | None:
@@ -125,6 +126,8 @@ class Completion:
         with self._lock:
             if self._outcome is not None:
                 return False
+            if self._stop is not None and not outcome.ok:
+                self._stop()
             self._outcome = outcome
             callbacks, self._callbacks = self._callbacks, []
         self._settled.set()
@@ -133,7 +136,7 @@ class Completion:
         return True
 
     def cancel(self) -> None:
-        """Stop sending. What is on its way still arrives, unless the peer revokes its grant."""
+        """Stop sending. What is on its way may still arrive, until the peer revokes its grant."""
         self.settle(Outcome(Cause.CANCELLED, "the sender cancelled the batch"))
 
     def wait(self, deadline_s: float | None = None) -> Outcome:
@@ -146,6 +149,10 @@ class Completion:
             self.settle(Outcome(Cause.DEADLINE, f"not over after {left:.3f} s of waiting"))
         assert self._outcome is not None
         return self._outcome
+
+    def stop_with(self, stop: Callable[[], None]) -> None:
+        """Have `stop` called before any outcome but ok is known: it makes sure that the source is not read any more."""
+        self._stop = stop
 
     def help_with(self, help: Callable[[float], None]) -> None:
         """Let `wait` call `help(seconds at most)` first: a thread that waits anyway may as well take the answer."""
@@ -177,11 +184,12 @@ class Peer(ABC):
     def write(self, grant: Grant, local: Int64, remote: Int64, nbytes: Int64, *, deadline_s: float) -> Completion:
         """Copy `nbytes[i]` bytes from `local[i]`, here, to `remote[i]` in the peer's granted memory, for every i.
 
-        Returns at once; the source must keep its bytes until the outcome is there. Pieces of 0 bytes and beyond 4 GiB
+        Returns at once; the source must keep its bytes until the outcome is there, and is not read by this process
+        afterwards. Pieces of 0 bytes and beyond 4 GiB
         are fine, the order in which pieces arrive is open, and pieces must not overlap in the destination. Raises
         ValueError, before anything is sent, for arrays that do not fit together, a source outside of registered memory
-        or a destination outside of the grant; everything later is an outcome. What a failed batch had on its way may
-        arrive until the grant is revoked: try again under a new grant.
+        or a destination outside of the grant; everything later is an outcome. Until the grant is revoked, anything may
+        still arrive where a failed batch was to write: try again under a new grant.
         """
 
     @abstractmethod

@@ -55,6 +55,7 @@ class Batch:
         self.abandoned = False
         self.again: list[Slice] = []
         self._slices = slices
+        completion.stop_with(self._stop)
 
     def next_slice(self) -> Slice | None:
         """Slices of a broken stream first."""
@@ -65,9 +66,11 @@ class Batch:
 
     def abandon(self, outcome: Outcome) -> None:
         """See `memory.Sending`."""
+        self.completion.settle(outcome)
+
+    def _stop(self) -> None:
         with self.lock:
             self.abandoned = True
-        self.completion.settle(outcome)
 
 
 class Slice:

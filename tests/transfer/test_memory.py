@@ -130,6 +130,18 @@ def test_a_completion_keeps_its_first_outcome():
     assert completion.wait(0).ok and seen == [Outcome(), Outcome()]
 
 
+def test_the_source_is_let_go_before_anybody_hears_of_a_failure():
+    completion, seen = Completion(deadline_at=float("inf")), []
+    completion.stop_with(lambda: seen.append(completion.outcome))
+    completion.add_done_callback(seen.append)
+    completion.cancel()
+    assert seen[0] is None and seen[1].cause is Cause.CANCELLED and len(seen) == 2
+    fine = Completion(deadline_at=float("inf"))
+    fine.stop_with(lambda: seen.append("stopped"))
+    fine.settle(Outcome())
+    assert len(seen) == 2
+
+
 def test_waiting_ends_at_the_deadline_of_the_batch():
     outcome = Completion(deadline_at=0.0).wait()
     assert outcome.cause is Cause.DEADLINE and not outcome.ok
