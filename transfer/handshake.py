@@ -18,10 +18,9 @@ import hashlib
 import hmac
 import ipaddress
 import secrets
-import socket
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -257,7 +256,15 @@ class Server(_Side):
         return len(body).to_bytes(4, "little") + body
 
 
-def shake(connection: socket.socket, client: Client, deadline_at: float) -> Terms:
+class Blocking(Protocol):
+    """What `shake` needs of a socket."""
+
+    def settimeout(self, seconds: float | None, /) -> None: ...
+    def sendall(self, data: bytes, /) -> None: ...
+    def recv(self, nbytes: int, /) -> bytes: ...
+
+
+def shake(connection: Blocking, client: Client, deadline_at: float) -> Terms:
     """Run the client's side over a blocking socket. Raises Unavailable, at the latest at the deadline."""
     try:
         _set_timeout(connection, deadline_at)
@@ -277,7 +284,7 @@ def shake(connection: socket.socket, client: Client, deadline_at: float) -> Term
     return client.terms
 
 
-def _set_timeout(connection: socket.socket, deadline_at: float) -> None:
+def _set_timeout(connection: Blocking, deadline_at: float) -> None:
     left = deadline_at - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")

@@ -22,6 +22,7 @@ from mooncake_connector.log import get_logger, log_once
 from transfer.base import Int64, TransferError
 from transfer.handshake import MAX_FRAME_NBYTES, HandshakeError, Identity, Server
 from transfer.memory import Memory, Revocable
+from transfer.tls import TlsSocket
 from transfer.vectors import Vector
 from transfer.wire import HEADER_NBYTES, Order, Status, WireError, decode_columns, decode_order, encode_answer
 
@@ -42,7 +43,7 @@ class Connection(ABC):
     max_nbytes: int
     """Of one order."""
 
-    def __init__(self, connection: socket.socket, server: Server, memory: Memory) -> None:
+    def __init__(self, connection: socket.socket | TlsSocket, server: Server, memory: Memory) -> None:
         connection.setblocking(False)
         self.connection = connection
         self.descriptor = connection.fileno()
@@ -60,6 +61,11 @@ class Connection(ABC):
     @property
     def is_stranger(self) -> bool:
         return self._server.terms is None
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes have arrived that polling the socket does not show."""
+        return False
 
     @abstractmethod
     def execute(self, order: Order, columns: Int64, held: Revocable) -> None:
@@ -240,8 +246,10 @@ class Receiver:
                 connection.flush()
             if event & ~select.EPOLLOUT:
                 with contextlib.suppress(BlockingIOError):
-                    for _ in range(_TURN_STEPS):
+                    steps = 0
+                    while steps < _TURN_STEPS or connection.pending:
                         connection.step()
+                        steps += 1
             if connection.wants_out != bool(connection.unsent):
                 connection.wants_out = bool(connection.unsent)
                 wanted = select.EPOLLIN | (select.EPOLLOUT if connection.wants_out else 0)

@@ -24,6 +24,7 @@ from mooncake_connector.log import get_logger, log_once
 from transfer.base import OK, Cause, Completion, Grant, Int64, Outcome, Peer
 from transfer.handshake import Terms
 from transfer.memory import Memory
+from transfer.tls import TlsSocket
 from transfer.vectors import Pieces, Vector
 from transfer.wire import ANSWER_NBYTES, MAX_ORDER_PIECES, Status, WireError, decode_answer
 
@@ -111,7 +112,7 @@ class Carriage(ABC):
 class Stream:
     """One connection to the receiver."""
 
-    def __init__(self, connection: socket.socket, label: str) -> None:
+    def __init__(self, connection: socket.socket | TlsSocket, label: str) -> None:
         connection.setblocking(False)
         self.connection = connection
         self.descriptor = connection.fileno()
@@ -126,6 +127,8 @@ class Stream:
     def send(self) -> int:
         """Send what is next. Raises BlockingIOError or another OSError."""
         assert self.vector is not None
+        if isinstance(self.connection, TlsSocket):
+            return self.connection.send_vector(self.vector)
         return self.vector.send(self.descriptor)
 
     def answers(self) -> Iterator[tuple[int, Status]]:

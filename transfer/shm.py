@@ -95,6 +95,7 @@ class _RingConnection(Connection):
 
     def __init__(self, connection: socket.socket, server: Server, memory: Memory) -> None:
         super().__init__(connection, server, memory)
+        self._socket = connection
         self._ring = np.zeros(0, dtype=np.uint8)
 
     def welcome(self) -> None:
@@ -109,7 +110,7 @@ class _RingConnection(Connection):
         self.answer(order, Status.NO_GRANT if held.revoked else Status.OK)
 
     def _take_ring(self) -> None:
-        data, files, _, _ = socket.recv_fds(self.connection, len(_GREETING), 1)
+        data, files, _, _ = socket.recv_fds(self._socket, len(_GREETING), 1)
         try:
             if data != _GREETING or len(files) != 1:
                 raise WireError("no ring after the handshake")

@@ -23,6 +23,7 @@ from transfer.handshake import SESSION_NBYTES, Client, Identity, Server, Terms, 
 from transfer.memory import Memory, Revocable
 from transfer.receiver import Connection, Receiver
 from transfer.sender import Carriage, SendingPeer, Slice, Stream
+from transfer.tls import Tls, TlsSocket
 from transfer.vectors import Vector
 from transfer.wire import Order, Status
 
@@ -54,6 +55,7 @@ class TcpTransport(Transport):
         hosts: literal addresses to listen on and to connect from, one for each network. Anything but loopback needs a
             secret. A peer's addresses are paired with these in order.
         streams: connections over each pair of addresses.
+        tls: certificates for encrypted streams; both sides need them, or neither.
         lost_after_s: a path on which nothing is acknowledged for this long counts as dead.
     """
 
@@ -67,6 +69,7 @@ class TcpTransport(Transport):
         *,
         hosts: Sequence[str] = ("127.0.0.1",),
         streams: int = 2,
+        tls: Tls | None = None,
         lost_after_s: float = 5.0,
     ) -> None:
         super().__init__(memory)
@@ -78,6 +81,7 @@ class TcpTransport(Transport):
             if ip_address(host).is_unspecified:
                 raise ValueError(f"host {host}: name the addresses that peers reach, they are told them")
         self._hosts, self._num_streams, self._lost_after_s = tuple(hosts), streams, lost_after_s
+        self._contexts = None if tls is None else (tls.context(server=False), tls.context(server=True))
         self._lock = threading.Lock()
         self._receiver: Receiver | None = None
         self._endpoint = b""
@@ -134,9 +138,12 @@ class TcpTransport(Transport):
     def _open(self, source: str, target: tuple[str, int], client: Client, deadline_at: float, number: int) -> Stream:
         require_secret(target[0], self.identity)
         left = max(0.001, deadline_at - time.monotonic())
-        connection = socket.create_connection(target, timeout=left, source_address=(source, 0))
+        connection: socket.socket | TlsSocket
+        connection = plain = socket.create_connection(target, timeout=left, source_address=(source, 0))
         try:
-            self._tune(connection)
+            self._tune(plain)
+            if self._contexts:
+                connection = TlsSocket.connected(plain, self._contexts[0])
             shake(connection, client, deadline_at)
         except BaseException:
             connection.close()
@@ -145,7 +152,9 @@ class TcpTransport(Transport):
 
     def _accept(self, connection: socket.socket, server: Server) -> Connection:
         self._tune(connection)
-        return _InlineConnection(connection, server, self.memory)
+        if not self._contexts:
+            return _InlineConnection(connection, server, self.memory)
+        return _TlsConnection(TlsSocket.accepted(connection, self._contexts[1]), server, self.memory)
 
     def _tune(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -216,3 +225,23 @@ class _InlineConnection(Connection):
         scratch = np.empty(self.max_nbytes, dtype=np.uint8)
         vector.divert(scratch.ctypes.data, first=0)
         vector.keep(scratch)
+
+
+class _TlsConnection(_InlineConnection):
+    """The same over TLS."""
+
+    def __init__(self, connection: TlsSocket, server: Server, memory: Memory) -> None:
+        super().__init__(connection, server, memory)
+        self._tls = connection
+        self._next = self._secure
+
+    @property
+    def pending(self) -> bool:
+        return self._tls.pending
+
+    def fill(self, vector: Vector) -> int:
+        return self._tls.fill_vector(vector)
+
+    def _secure(self) -> None:
+        self._tls.handshake()
+        self._next = self._shake

@@ -1,7 +1,7 @@
 """The conformance class: what any transport must do. Inherit it in a test and name the class.
 
 class TestMine(TransportConformance):
-    transport = MyTransport            # called with (memory, identity)
+    transport = MyTransport            # called with (memory, identity, **options)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 from transfer.base import Cause, Grant, Int64, Outcome, Peer, Transport, Unavailable
 from transfer.handshake import Identity
 from transfer.memory import Memory
-from transfer.testing_process import MIB, Buffer, digest, int64
+from transfer.testing_process import MIB, Buffer, digest, int64, make_transport
 
 DEADLINE_S = 30.0
 
@@ -56,9 +56,9 @@ def expected(
 class Process:
     """Another process with a transport of the same class; see `transfer.testing_process`."""
 
-    def __init__(self, transport: type[Transport], secret: bytes = b"") -> None:
+    def __init__(self, transport: type[Transport], options: dict[str, Any] | None = None) -> None:
         name = f"{transport.__module__}:{transport.__qualname__}"
-        command = [sys.executable, "-m", "transfer.testing_process", name, secret.hex()]
+        command = [sys.executable, "-m", "transfer.testing_process", name, json.dumps(options or {})]
         # Not from here: `-m` would find a source tree before what is installed.
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
 
@@ -108,8 +108,17 @@ class TransportConformance:
 
     transport: ClassVar[type[Transport]]
 
+    @pytest.fixture
+    def options(self) -> dict[str, Any]:
+        """For `make_transport`; JSON."""
+        return {}
+
+    @pytest.fixture(autouse=True)
+    def _use(self, options: dict[str, Any]) -> None:
+        self._options = options
+
     def make(self, memory: Memory, secret: bytes = b"") -> Transport:
-        return self.transport(memory, Identity(secret))  # type: ignore[call-arg]
+        return make_transport(self.transport, memory, Identity(secret), self._options)
 
     @pytest.fixture
     def memory(self) -> Memory:
@@ -139,7 +148,7 @@ class TransportConformance:
     @pytest.fixture
     def other(self) -> Iterator[Process]:
         """A receiver in another process."""
-        process = Process(self.transport)
+        process = Process(self.transport, self._options)
         yield process
         process.kill()
 

@@ -1,4 +1,4 @@
-"""The other process of the conformance tests: `python -m transfer.testing_process MODULE:CLASS SECRET_HEX`.
+"""The other process of the conformance tests: `python -m transfer.testing_process MODULE:CLASS OPTIONS`.
 
 Reads one JSON order a line, answers in one line: `offer` grants new memory, `digest` says what it holds, `send` begins
 to write without an end and does not answer.
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from transfer.base import Grant, Int64, Transport
 from transfer.handshake import Identity
 from transfer.memory import Memory
+from transfer.tls import Tls
 
 MIB = 1 << 20
 
@@ -75,11 +76,17 @@ class _Other:
                 completion.wait()
 
 
-def main(name: str, secret: str) -> None:
+def make_transport(kind: Any, memory: Memory, identity: Identity, options: dict[str, Any]) -> Transport:
+    """A transport with options that were JSON."""
+    made: Transport = kind(memory, identity, **{k: Tls(**v) if k == "tls" else v for k, v in options.items()})
+    return made
+
+
+def main(name: str, options: str) -> None:
     module, _, attribute = name.partition(":")
     kind = getattr(importlib.import_module(module), attribute)
     memory = Memory()
-    other = _Other(kind(memory, Identity(bytes.fromhex(secret))), memory)
+    other = _Other(make_transport(kind, memory, Identity(), json.loads(options)), memory)
     for line in sys.stdin:
         order = json.loads(line)
         answer = getattr(other, order.pop("do"))(**order)
@@ -87,5 +94,4 @@ def main(name: str, secret: str) -> None:
 
 
 if __name__ == "__main__":
-    np.seterr(all="raise")
     main(*sys.argv[1:])

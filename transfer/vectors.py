@@ -100,7 +100,8 @@ class Vector:
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """(address, size) of what is still open."""
-        yield from self._iov[self._index :].tolist()
+        for index in range(self._index, len(self._iov)):
+            yield int(self._iov[index, 0]), int(self._iov[index, 1])
 
     def send(self, descriptor: int) -> int:
         """Send what the socket takes now. Raises OSError; BlockingIOError where it takes nothing."""

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from mooncake_connector.log import forget_causes
 from transfer import cma, local, receiver, shm, tcp
-from transfer.base import TransferError, Unavailable
+from transfer.base import Cause, Completion, Grant, Outcome, TransferError, Unavailable
 from transfer.handshake import Client, Identity, shake
 from transfer.memory import Memory
+from transfer.sender import Batch, Slice
 from transfer.testing_process import Buffer, int64
+from transfer.vectors import Pieces
 from transfer.wire import Order
 
 SECRET = b"sixteen bytes or more"
@@ -173,6 +175,25 @@ def test_a_ring_that_could_shrink_is_refused():
         socket.send_fds(connection, [b"ring"], [file])
         os.close(file)
         assert gone(connection)
+
+
+@pytest.mark.parametrize("place", [shm.SLOT_NBYTES * shm.NUM_SLOTS - 50, 2**63, 2**64 - 1])
+def test_an_order_that_reaches_beyond_the_ring_is_refused(place):
+    listening = Listening(shm.ShmTransport)
+    with listening.transport, listening.greeted() as connection:
+        order = Order(1, listening.grant.key, 1, 100, place).encode(listening.grant.addresses, int64(100))
+        connection.sendall(order.tobytes())
+        assert connection.recv(1) == b""
+    assert not listening.target.bytes.any()
+
+
+def test_the_source_of_an_abandoned_batch_is_not_copied_into_the_ring():
+    pieces = Pieces.of(int64(4096), int64(1), int64(100))  # not mapped: reading it would end this process
+    batch = Batch(pieces, Grant(bytes(16), int64(), int64()), Completion(0.0), iter(()))
+    batch.abandon(Outcome(Cause.SOURCE))
+    ring = shm._Ring()
+    assert ring.load(Slice(batch, pieces)).left > 0
+    ring.close()
 
 
 @pytest.mark.parametrize("kind", [cma.CmaTransport, shm.ShmTransport])

@@ -59,6 +59,8 @@ def test_an_order_comes_out_as_it_went_in():
         (Order(1, KEY, 2, 2), (int64(0, 0), int64(2**63 - 1, 3 - 2**63))),
         (Order(1, KEY, 3, 2), (int64(0, 0, 0), int64(2**62, 2**62, 2**63 - 1))),
         (Order(1, KEY, 1, 10), (int64(-1), int64(10))),
+        (Order(1, KEY, 1, 10), (int64(0), int64(11))),
+        (Order(1, KEY, 2, 20), (int64(5, -1), int64(10, 10))),
     ],
 )
 def test_an_order_that_cannot_be_is_refused(order, columns):

@@ -1,0 +1,142 @@
+"""The `tcp` transport over TLS does what every transport must, and lets nobody in without a certificate."""
+
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+
+import msgspec
+import pytest
+
+from transfer.base import TransferError, Unavailable
+from transfer.handshake import Identity
+from transfer.memory import Memory
+from transfer.tcp import TcpTransport, decode_endpoint
+from transfer.testing import TransportConformance
+from transfer.testing_process import Buffer, int64
+from transfer.tls import Tls
+
+pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="makes its certificates with `openssl`")
+
+MAKE = """
+set -e
+openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=authority \
+  -keyout authority.key -out authority.pem
+openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=peer -keyout peer.key -out peer.csr
+openssl x509 -req -in peer.csr -CA authority.pem -CAkey authority.key -CAcreateserial -days 2 -out peer.pem
+"""
+
+
+@pytest.fixture(scope="module")
+def authorities(tmp_path_factory):
+    """Files of two authorities that know nothing of each other."""
+    made = []
+    for name in ("ours", "others"):
+        folder = tmp_path_factory.mktemp(name)
+        subprocess.run(["sh", "-c", MAKE], cwd=folder, check=True, capture_output=True)
+        files = {"certificate": "peer.pem", "key": "peer.key", "authority": "authority.pem"}
+        made.append({role: str(folder / file) for role, file in files.items()})
+    return made
+
+
+@pytest.mark.slow
+class TestTcpWithTls(TransportConformance):
+    transport = TcpTransport
+
+    @pytest.fixture
+    def options(self, authorities):
+        return {"tls": authorities[0]}
+
+
+def connect(listener_tls, tls):
+    memory, there = Memory(), Memory()
+    listener = TcpTransport(there, Identity(), tls=listener_tls)
+    with listener, TcpTransport(memory, Identity(), tls=tls) as sender:
+        return sender.connect(listener.listen(), deadline_s=5).transport
+
+
+def test_a_peer_of_another_authority_is_turned_away_by_both_sides(authorities):
+    ours, others = (Tls(**files) for files in authorities)
+    assert connect(ours, ours) == "tcp"
+    with pytest.raises(Unavailable):
+        connect(ours, others)
+    believes_anybody = Tls(ours.certificate, ours.key, others.authority)
+    with pytest.raises(Unavailable, match="certificate verify failed"):
+        connect(ours, believes_anybody)
+    with pytest.raises(Unavailable):
+        connect(believes_anybody, ours)
+
+
+def test_a_plain_peer_and_a_tls_peer_do_not_meet(authorities):
+    ours = Tls(**authorities[0])
+    with pytest.raises(Unavailable):
+        connect(ours, None)
+    with pytest.raises(Unavailable):
+        connect(None, ours)
+
+
+def test_a_client_without_a_certificate_is_turned_away(authorities):
+    ours = Tls(**authorities[0])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with TcpTransport(Memory(), Identity(), tls=ours) as listener:
+        address = decode_endpoint(listener.listen()).addresses[0]
+        with (
+            socket.create_connection(address, timeout=10) as plain,
+            pytest.raises(ssl.SSLError, match=r"(?i)certificate"),
+        ):
+            context.wrap_socket(plain).recv(1)
+
+
+def test_no_bytes_of_a_transfer_are_seen_on_the_way(authorities):
+    """Negative control: without TLS they are."""
+    for tls, seen in ((None, True), (Tls(**authorities[0]), False)):
+        memory, there, text = Memory(), Memory(), b"canary of the KV cache" * 100
+        source, target = Buffer(len(text)), Buffer(len(text))
+        source.bytes[:] = list(text)
+        with TcpTransport(there, tls=tls) as listener, socket.create_server(("127.0.0.1", 0)) as between:
+            endpoint = listener.listen()
+            wire = relay(between, decode_endpoint(endpoint).addresses[0])
+            with TcpTransport(memory, tls=tls, streams=1) as sender:
+                peer = sender.connect(moved(endpoint, between), deadline_s=30)
+                memory.register(source.address, source.nbytes)
+                there.register(target.address, target.nbytes)
+                grant = there.grant(int64(target.address), int64(target.nbytes))
+                done = peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=30).wait()
+                assert done.ok and bytes(target.bytes) == text
+        assert (b"canary" in bytes(wire)) == seen
+
+
+def moved(endpoint, between):
+    """The same endpoint, but at the address of the relay."""
+    return msgspec.msgpack.encode(msgspec.structs.replace(decode_endpoint(endpoint), addresses=[between.getsockname()]))
+
+
+def relay(between, address):
+    """Pass one connection's bytes on, both ways; what went towards `address` is kept."""
+    wire = bytearray()
+
+    def run():
+        here, _ = between.accept()
+        there = socket.create_connection(address)
+
+        def back():
+            while data := there.recv(65536):
+                here.sendall(data)
+
+        threading.Thread(target=back, daemon=True).start()
+        while data := here.recv(65536):
+            wire.extend(data)
+            there.sendall(data)
+        there.shutdown(socket.SHUT_WR)
+
+    threading.Thread(target=run, daemon=True).start()
+    return wire
+
+
+def test_files_that_are_no_certificates_are_refused_by_name(tmp_path):
+    (tmp_path / "no.pem").write_text("nothing")
+    tls = Tls(*[str(tmp_path / "no.pem")] * 3)
+    with pytest.raises(TransferError, match=r"no\.pem"):
+        TcpTransport(Memory(), tls=tls)
