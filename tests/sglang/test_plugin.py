@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -86,7 +87,7 @@ def run(code: str, **environ: str) -> str:
         env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", **environ},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     return done.stdout + done.stderr
 
@@ -154,36 +155,35 @@ class TestTheFactory:
         assert type(made).__name__ == "HiCacheStorageFailureInjector" and plugin.is_ours(made)
 
 
-MAKE_MOONCAKE = (
-    "import os\nfrom sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory\n"
-    "entry = StorageBackendFactory._registry['mooncake']\n"
-    "print('made by', entry['module_path'], os.environ.get('SGLANG_HICACHE_MOONCAKE_REUSE_TE'))\n"
-)
-
-
 class TestTheTakeOver:
     def test_the_name_mooncake_makes_our_backend(self):
         printed = run(
-            MAKE_MOONCAKE + "from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig as C\n"
-            "print(type(StorageBackendFactory.create_backend('mooncake', "
-            "C(0, 1, 0, 1, 0, 1, False, False, True, 'm'), object())))",
+            "import os\nfrom sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig as Config\n"
+            "from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory\n"
+            "config = Config(0, 1, 0, 1, 0, 1, False, False, True, 'm')\n"
+            "print(type(StorageBackendFactory.create_backend('mooncake', config, object())))\n"
+            "print('engine', os.environ['SGLANG_HICACHE_MOONCAKE_REUSE_TE'])",
             MOONCAKE_CONNECTOR_SGLANG_TAKEOVER="1",
         )
-        assert f"made by {BACKEND_MODULE} 0" in printed
-        assert f"<class '{BACKEND_MODULE}.{BACKEND_CLASS}'>" in printed
+        assert f"<class '{BACKEND_MODULE}.{BACKEND_CLASS}'>\nengine 0" in printed
         assert "SGLang's storage backend 'mooncake' is mooncake-connector in this process" in printed
 
     def test_unasked_it_stays_sglangs_own(self):
-        assert "made by sglang.srt.mem_cache.storage.mooncake_store.mooncake_store None" in run(MAKE_MOONCAKE)
+        assert not plugin.takes_over()
+        assert StorageBackendFactory._registry["mooncake"]["class_name"] == "MooncakeStore"
 
-    def test_a_setting_of_the_user_stays(self):
-        printed = run(MAKE_MOONCAKE, MOONCAKE_CONNECTOR_SGLANG_TAKEOVER="1", SGLANG_HICACHE_MOONCAKE_REUSE_TE="1")
-        assert f"made by {BACKEND_MODULE} 1" in printed
+    def test_a_setting_of_the_user_stays(self, monkeypatch, unhooked):
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_SGLANG_TAKEOVER", "1")
+        monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_REUSE_TE", "1")
+        sglang_backend.register()
+        assert StorageBackendFactory._registry["mooncake"]["class_name"] == BACKEND_CLASS
+        assert os.environ["SGLANG_HICACHE_MOONCAKE_REUSE_TE"] == "1"
 
-    def test_a_configuration_that_cannot_be_used_leaves_it_and_is_told(self):
-        printed = run(MAKE_MOONCAKE, MOONCAKE_CONNECTOR_SGLANG_TAKEOVER="mooncake")
-        assert "made by sglang.srt" in printed
-        assert "MOONCAKE_CONNECTOR_SGLANG_TAKEOVER is 'mooncake': expected true or false" in printed
+    def test_a_configuration_that_cannot_be_used_leaves_it_and_is_told(self, monkeypatch, unhooked, caplog):
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_SGLANG_TAKEOVER", "mooncake")
+        sglang_backend.register()
+        assert StorageBackendFactory._registry["mooncake"]["class_name"] == "MooncakeStore"
+        assert "MOONCAKE_CONNECTOR_SGLANG_TAKEOVER is 'mooncake': expected true or false" in caplog.text
 
 
 class Controller(HiCacheController):
