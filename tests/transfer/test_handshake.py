@@ -95,8 +95,9 @@ def test_a_server_with_another_secret_is_not_believed():
 
 
 def test_a_recorded_handshake_opens_nothing():
-    sent = run(*pair())
-    server = Server(Identity(SECRET), "test")
+    client, first = pair()
+    sent = run(client, first)
+    server = Server(first.identity, "test")
     server.receive(sent[0])
     with pytest.raises(HandshakeError, match="wrong secret"):
         server.receive(sent[2])

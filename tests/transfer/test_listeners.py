@@ -20,7 +20,7 @@ from transfer.memory import Memory
 from transfer.sender import Batch, Slice
 from transfer.testing_process import Buffer, int64
 from transfer.vectors import Pieces
-from transfer.wire import Order
+from transfer.wire import ANSWER_NBYTES, PROBE_KEY, Order, Status, decode_answer
 
 SECRET = b"sixteen bytes or more"
 KINDS = (cma.CmaTransport, shm.ShmTransport, tcp.TcpTransport)
@@ -185,6 +185,16 @@ def test_an_order_that_reaches_beyond_the_ring_is_refused(place):
         connection.sendall(order.tobytes())
         assert connection.recv(1) == b""
     assert not listening.target.bytes.any()
+
+
+def test_a_receiver_that_reads_another_process_than_the_sender_says_so():
+    """As where a PID means somebody else: the number that it finds is not the one that it was told."""
+    listening, kept = Listening(cma.CmaTransport), np.array([5], dtype=np.uint64)
+    address, size = int64(kept.ctypes.data), int64(8)
+    with listening.transport, listening.greeted() as connection:
+        for number, status in ((5, Status.OK), (6, Status.UNREADABLE)):
+            connection.sendall(Order(1, PROBE_KEY, 1, 8, number).encode(address, size, address).tobytes())
+            assert decode_answer(connection.recv(ANSWER_NBYTES)) == (1, status)
 
 
 def test_the_source_of_an_abandoned_batch_is_not_copied_into_the_ring():
