@@ -17,7 +17,7 @@ START = (
 
 _GROUP = "sglang.srt.plugins"
 _WHITELIST = "SGLANG_PLUGINS"
-_BESIDE_THE_INTERFACE = ("close", "weights_changed")
+_BESIDE_THE_INTERFACE = ("close",)
 
 
 def run() -> Iterator[Check]:

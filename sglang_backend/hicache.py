@@ -12,7 +12,6 @@ what cannot be stored is reported as not stored.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,10 +32,10 @@ from mooncake_connector.config import Config, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger, log_once, set_log_level
-from mooncake_connector.namespace import Namespace
 from sglang_backend.figures import Figures
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_shape
-from sglang_backend.identity import WHOLE, Identity, identify, of_changed_weights, of_opaque_pool, opaque_pool
+from sglang_backend.identity import WHOLE, Identity, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
+from sglang_backend.plugin import hooked
 from sglang_backend.stored_pool import StoredPool
 from store_client.base import Shard
 from store_client.pool import Pool
@@ -66,15 +65,7 @@ _SGLANG_KEYS = frozenset(
 _FIRST_WAIT_S = 2.0
 """How long attaching waits for the model's files to be hashed and the pool to open; both go on in the background."""
 
-_attached: weakref.WeakSet[MooncakeConnectorStorage] = weakref.WeakSet()
-
 logger = get_logger(__name__)
-
-
-def weights_changed() -> None:
-    """The weights in memory are no longer those of the files: this process goes on under a name of its own."""
-    for storage in list(_attached):
-        storage.weights_changed()
 
 
 class MooncakeConnectorStorage(HiCacheStorage):
@@ -100,7 +91,6 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._counts_lookups = storage_config.tp_rank == 0 and storage_config.pp_rank == 0
         self._identity: Identity | None = None
         self._pool: Pool | None = None
-        self._changed_namespace: Namespace | None = None
         self._kv: StoredPool | None = None
         self._others: dict[str, StoredPool] = {}
         self.registered_pools: dict[str, HostKVCache] = {}
@@ -121,9 +111,13 @@ class MooncakeConnectorStorage(HiCacheStorage):
                 self._kv = self._stored(opaque_pages(mem_pool_host), WHOLE)
             else:
                 self._kv = self._stored(CanonicalPages(mem_pool_host, shape, identity.shard), identity.shard)
+        if not hooked():
+            logger.warning(
+                "SGLang did not load the plugin of mooncake-connector in this process: do not update weights while it "
+                "serves, since pages of the old ones would be read for the new ones"
+            )
         if identity.own:
             logger.info("pages are shared with SGLang instances of the same settings only: %s", identity.own)
-        _attached.add(self)
         self._pool.wait(_FIRST_WAIT_S)
 
     @contained(nothing)
@@ -138,13 +132,6 @@ class MooncakeConnectorStorage(HiCacheStorage):
         )
         description = opaque_pool(host_pool_name, self._storage_config, host_pool, replicated=replicated)
         self._others[host_pool_name] = self._stored(opaque_pages(host_pool), WHOLE, description)
-
-    def weights_changed(self) -> None:
-        """Leave the namespace of the model's files; called while no request runs."""
-        namespace = self._pool.prepared if self._pool is not None else None
-        if namespace is not None:
-            self._changed_namespace = of_changed_weights(namespace)
-            logger.info("the weights changed in memory: pages are not shared with other instances from now on")
 
     @contained(lambda: False)
     def exists(self, key: str) -> bool:
@@ -254,7 +241,6 @@ class MooncakeConnectorStorage(HiCacheStorage):
     @contained(nothing)
     def close(self) -> None:
         """Let go of the store; every later call misses. May be called twice."""
-        _attached.discard(self)
         if self._pool is not None:
             self._pool.close()
 
@@ -284,9 +270,9 @@ class MooncakeConnectorStorage(HiCacheStorage):
     def _view(self, shard: Shard, unit_nbytes: int, other: dict[str, Any] | None) -> ShardView | None:
         """The pages of the model's own pool, or of another pool of the instance; None while there is no store."""
         pool = self._pool
-        namespace = self._changed_namespace or (pool.prepared if pool is not None else None)
-        if pool is None or namespace is None:
+        if pool is None or pool.prepared is None:
             return None
+        namespace = of_weights_in_memory(pool.prepared)
         return pool.view(namespace if other is None else of_opaque_pool(namespace, other), shard, unit_nbytes)
 
     def _other(self, transfer: PoolTransfer) -> StoredPool | None:

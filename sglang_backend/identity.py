@@ -11,6 +11,7 @@ import json
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from mooncake_connector.checkpoint import checkpoint_path, plain_values, quantiz
 from mooncake_connector.config import Config
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.fingerprint import default_cache_dir
+from mooncake_connector.log import get_logger
 from mooncake_connector.model_identity import LORA_FILES, files_digest, model_digest
 from mooncake_connector.namespace import Namespace, canonical_json
 from sglang_backend.host_pages import PoolShape
@@ -35,6 +37,11 @@ if TYPE_CHECKING:
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WHOLE = Shard(0, 1, 0, 1)
 """Shard of pages that are not divided into layers and heads."""
+
+_memory_digest = ""
+"""What names the weights of this process; empty while they are those of the model's files."""
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,9 +94,24 @@ def of_opaque_pool(namespace: Namespace, description: dict[str, Any]) -> Namespa
     return replace(namespace, engine_overrides=canonical_json({**overrides, "engine": "sglang", "pool": description}))
 
 
-def of_changed_weights(namespace: Namespace) -> Namespace:
-    """A namespace that nobody else has: weights that changed in memory are in no file."""
-    return replace(namespace, model_digest=f"memory-{uuid.uuid4().hex}")
+def weights_changed() -> None:
+    """The weights in memory are no longer those of the files: from now on pages of this process have a name of their own.
+
+    It is the process that changed, so it also holds for a backend that is attached, or knows its namespace, later.
+    """
+    global _memory_digest
+    _memory_digest = f"memory-{uuid.uuid4().hex}"
+    logger.info("the weights changed in memory: pages are not shared with other instances from now on")
+
+
+def of_weights_in_memory(namespace: Namespace) -> Namespace:
+    """`namespace`, which speaks of the model's files, or what stands for it once the weights in memory changed."""
+    return _renamed(namespace, _memory_digest) if _memory_digest else namespace
+
+
+@lru_cache(maxsize=1)
+def _renamed(namespace: Namespace, model_digest: str) -> Namespace:
+    return replace(namespace, model_digest=model_digest)
 
 
 def _server_args() -> Any | None:

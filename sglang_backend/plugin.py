@@ -176,9 +176,9 @@ def _reports_weights(update: Callable[..., Any], manager: Any, recv_req: Any) ->
 
 @contained(nothing)
 def _weights_changed() -> None:
-    from sglang_backend import hicache
+    from sglang_backend import identity
 
-    hicache.weights_changed()
+    identity.weights_changed()
 
 
 def _keeps_drafts(should_backup: Callable[..., bool], controller: Any, transfer: Any) -> bool:
