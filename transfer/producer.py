@@ -220,7 +220,7 @@ class Producer(Half):
         if leg.state is not State.OPEN:
             self._say_status(known, leg, message.grant)
         elif leg.granted is not None and message.grant == leg.granted.grant:
-            leg.verified = max(leg.verified, min(message.verified, len(leg.sent)))
+            leg.verified = max(leg.verified, message.verified)
             for number in message.again:
                 if number < len(leg.sent) and leg.sent[number].checksums is not None and not leg.sent[number].attempt:
                     leg.sent[number].attempt, leg.sent[number].checksums = 1, None
@@ -239,9 +239,8 @@ class Producer(Half):
     def _restarted(self, peer: str, now_s: float) -> None:
         for known in list(self._transfers.values()):
             leg = known.legs.get(peer)
-            if leg is not None and leg.state is not State.CLOSED and leg.life != self._lives[peer]:
+            if leg is not None and leg.life != self._lives[peer]:
                 self._fail(known, leg, Ending.FAILED, "the consumer restarted")
-                leg.state = State.CLOSED
                 self._settle(known, now_s)
 
     # What happens to a leg

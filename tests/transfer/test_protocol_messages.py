@@ -152,14 +152,51 @@ def test_a_layout_that_cannot_be_mapped_is_the_cause_that_the_consumer_is_told()
     assert (first.state, first.cause) == (State.FAILED, "blocks of 3 tokens here, of 4 there")
 
 
-def test_more_tokens_than_were_computed_are_not_waited_for():
+@pytest.mark.parametrize("granted_first", [True, False])
+def test_more_tokens_than_were_computed_are_not_waited_for(granted_first):
     producer = make_producer()
     producer.open("t", 0.0)
-    producer.receive("D0", granted(stop_token=9), 0.0)
-    producer.take()
+    if granted_first:
+        producer.receive("D0", granted(stop_token=9), 0.0)
+        producer.take()
     producer.finished("t", 8, 1.0)
-    (message,) = [order.message for order in orders(producer, Send)]
+    if not granted_first:
+        producer.receive("D0", granted(stop_token=9), 1.0)
+    message = orders(producer, Send)[0].message
     assert message.state is State.FAILED and "fewer tokens" in message.cause
+
+
+def test_a_rank_that_is_through_gets_nothing_more_while_others_do():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(legs=2), 0.0)
+    producer.receive("D1", granted(legs=2), 0.0)
+    producer.receive("D0", close(legs=2, done=False), 0.5)
+    producer.finished("t", 8, 1.0)
+    assert [write.peer for write in orders(producer, Write)] == ["D1"]
+
+
+def test_a_silent_rank_is_given_up_though_another_is_heard_and_prefill_goes_on():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(legs=2), 0.0)
+    for now_s in range(0, 30, 5):
+        producer.receive("D1", granted(legs=2), float(now_s))
+    producer.tick(29.9)
+    assert State.FAILED not in [order.message.state for order in orders(producer, Send)]
+    producer.tick(30.0)
+    failed = [order.peer for order in orders(producer, Send) if order.message.state is State.FAILED]
+    assert failed == ["D0"] and producer.held == ["t"]
+    producer.tick(40.0)
+    assert {order.peer for order in orders(producer, Send)} == {"D1"}  # nobody listens at D0
+
+
+def test_blocks_for_a_consumer_that_restarted_are_released_when_its_new_life_is_met():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", announce(), 0.0)
+    producer.met("D0", 21, 1.0)
+    assert orders(producer, Release) == [Release("t", Ending.FAILED, "the consumer restarted")]
 
 
 def test_a_late_grant_gets_at_once_all_that_was_computed():
@@ -249,7 +286,8 @@ def test_what_landed_is_said_again_until_it_is_confirmed():
     assert said(0.9) == [] and said(1.0) == [0, 1] and said(1.5) == [] and said(2.0) == [0, 1]
     producer.receive("D0", report(verified=1), 2.0)
     assert said(3.0) == [1]
-    producer.receive("D0", report(verified=99), 3.0)
+    producer.receive("D0", report(verified=2), 3.0)
+    producer.receive("D0", report(verified=1), 3.0)  # an earlier one that comes late
     assert said(4.0) == []
 
 
