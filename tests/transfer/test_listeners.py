@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import msgspec
 import numpy as np
@@ -144,15 +144,24 @@ def test_a_listener_serves_on_after_all_that(listening):
     listening.still_serves()
 
 
-def test_strangers_are_turned_away_beyond_a_number_and_after_a_time(monkeypatch):
+def test_strangers_beyond_a_number_are_turned_away_at_once(monkeypatch):
     monkeypatch.setattr(receiver, "MAX_STRANGERS", 4)
+    listening = Listening(cma.CmaTransport)
+    with listening.transport, ExitStack() as stack:
+        first, second = ([stack.enter_context(listening.dial()) for _ in range(n)] for n in (4, 2))
+        assert all(gone(connection) for connection in second)
+        for connection in first:
+            connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
+
+
+def test_strangers_are_turned_away_after_a_time(monkeypatch):
     monkeypatch.setattr(receiver, "HANDSHAKE_S", 0.2)
     listening = Listening(cma.CmaTransport)
     with listening.transport:
-        connections = [listening.dial().thing for _ in range(6)]
-        assert all(gone(connection) for connection in connections)
-        for connection in connections:
-            connection.close()
+        with listening.dial() as connection:
+            assert gone(connection)
         listening.still_serves()
 
 
