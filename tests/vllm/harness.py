@@ -18,7 +18,7 @@ from typing import Any
 
 import oracle
 from runner import Runner, as_kv_caches, kv_memory
-from settings import NUM_LAYERS, Setup, kv_cache_config, layer_names, vllm_config, worker_kv_cache_config
+from settings import Setup, kv_cache_config, layer_names, vllm_config, worker_kv_cache_config
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -52,10 +52,10 @@ class Worker:
 
     def __init__(self, setup: Setup, config: VllmConfig, cache_config: KVCacheConfig, rank: int) -> None:
         self._config = config
-        heads = setup.heads(rank)
-        self.memory = kv_memory(NUM_LAYERS, setup.num_blocks, len(heads), setup.block_tokens, setup.layout)
-        self.runner = Runner(self.memory, heads)
-        caches = as_kv_caches(self.memory, layer_names(), kernel_tokens=setup.kernel_tokens)
+        layers, heads = setup.layers(rank), setup.heads(rank)
+        self.memory = kv_memory(len(layers), setup.num_blocks, len(heads), setup.block_tokens, setup.layout)
+        self.runner = Runner(self.memory, layers, heads)
+        caches = as_kv_caches(self.memory, layer_names(layers), kernel_tokens=setup.kernel_tokens)
         self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
         self.loads_started_after_forward: list[bool] = []
         self._active: ActiveKVConnector | None = None
@@ -130,10 +130,10 @@ class Engine:
         self.scheduler.use_v2_model_runner = setup.v2_runner
         self.connector = self.scheduler.connector
         self.workers = [
-            Worker(setup, vllm_config(setup, base, pool, rank), worker_kv_cache_config(setup), rank)
-            for rank in range(setup.tp_size)
+            Worker(setup, vllm_config(setup, base, pool, rank), worker_kv_cache_config(setup, rank), rank)
+            for rank in range(setup.num_ranks)
         ]
-        self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.tp_size)
+        self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.num_ranks)
         self._hasher = get_request_block_hasher(setup.block_tokens, sha256)
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
         self._in_flight_limit = 2 if setup.async_scheduling else 1
@@ -289,9 +289,10 @@ class Engine:
         hashes = oracle.chain(tokens, seed=weights)
         present = [True] * len(keys)
         for view in self.half._views():
+            layers = range(view.shard.layer_start, view.shard.layer_stop)
             heads = range(view.shard.head_start, view.shard.head_stop)
             expected = [
-                oracle.canonical_page(hashes[i * size : (i + 1) * size], NUM_LAYERS, heads, mla=self.setup.mla)
+                oracle.canonical_page(hashes[i * size : (i + 1) * size], layers, heads, mla=self.setup.mla)
                 for i in range(len(keys))
             ]
 

@@ -69,14 +69,15 @@ class Runner:
 
     Args:
         memory: its KV cache, `[layer, block, head, token]`.
+        layers: numbers of its layers in the model.
         heads: global numbers of the KV heads that this rank holds.
         num_computed: counts, by request, the tokens computed here (shared by nobody).
     """
 
-    def __init__(self, memory: oracle.Slots, heads: range) -> None:
+    def __init__(self, memory: oracle.Slots, layers: range, heads: range) -> None:
         self.memory = memory
-        self._heads = heads
-        self._num_layers, _, _, self._block_tokens = memory.shape
+        self._layers, self._heads = layers, heads
+        self._block_tokens = memory.shape[3]
         self.states: dict[str, State] = {}
         self.num_computed: dict[str, int] = {}
         self.weights = 0
@@ -132,7 +133,7 @@ class Runner:
         stop = start + num_tokens
         assert stop <= len(state.tokens), f"{req_id}: scheduled to {stop}, knows {len(state.tokens)} tokens"
         hashes = state.hash_all()
-        expected = oracle.slots(hashes[:stop], self._num_layers, self._heads)
+        expected = oracle.slots(hashes[:stop], self._layers, self._heads)
         position = np.arange(stop)
         blocks = np.array(state.blocks)[position // self._block_tokens]
         assert blocks.all(), f"{req_id}: its block table has the null block"

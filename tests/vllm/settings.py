@@ -56,6 +56,7 @@ class Setup:
     lazy: bool = False
     """With async scheduling: a step's forward runs only after the next step was scheduled."""
     tp_size: int = 1
+    pp_size: int = 1
     num_blocks: int = 64
     block_tokens: int = 16
     page_tokens: int = 16
@@ -87,18 +88,29 @@ class Setup:
     def heads_a_rank(self) -> int:
         return 1 if self.mla else max(NUM_KV_HEADS // self.tp_size, 1)
 
+    @property
+    def num_ranks(self) -> int:
+        return self.tp_size * self.pp_size
+
+    def layers(self, rank: int) -> range:
+        count = NUM_LAYERS // self.pp_size
+        first = rank // self.tp_size * count
+        return range(first, first + count)
+
     def heads(self, rank: int) -> range:
         if self.mla:
             return range(1)
+        rank %= self.tp_size
         first = rank * self.heads_a_rank if self.tp_size <= NUM_KV_HEADS else rank * NUM_KV_HEADS // self.tp_size
         return range(first, first + self.heads_a_rank)
 
 
-def layer_names() -> list[str]:
-    return [f"model.layers.{layer}.self_attn.attn" for layer in range(NUM_LAYERS)]
+def layer_names(layers: range = range(NUM_LAYERS)) -> list[str]:
+    return [f"model.layers.{layer}.self_attn.attn" for layer in layers]
 
 
-def kv_cache_config(setup: Setup) -> KVCacheConfig:
+def kv_cache_config(setup: Setup, rank: int = 0) -> KVCacheConfig:
+    """Of one worker; vLLM gives its scheduler the first worker's."""
     spec = setup.kv_spec or FullAttentionSpec(
         block_size=setup.block_tokens,
         num_kv_heads=setup.heads_a_rank,
@@ -106,13 +118,13 @@ def kv_cache_config(setup: Setup) -> KVCacheConfig:
         dtype=torch.float16,
     )
     specs = spec if isinstance(spec, list) else [spec]
-    names = layer_names()
+    names = layer_names(setup.layers(rank))
     groups = [KVCacheGroupSpec(names if len(specs) == 1 else [names[i]], one) for i, one in enumerate(specs)]
     return KVCacheConfig(num_blocks=setup.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def worker_kv_cache_config(setup: Setup) -> KVCacheConfig:
-    config = kv_cache_config(setup)
+def worker_kv_cache_config(setup: Setup, rank: int) -> KVCacheConfig:
+    config = kv_cache_config(setup, rank)
     if setup.worker_kv_spec is not None:
         config.kv_cache_groups[0].kv_cache_spec = setup.worker_kv_spec
     return config
@@ -131,6 +143,7 @@ def vllm_config(setup: Setup, base: VllmConfig, pool: Path, rank: int = 0) -> Vl
     config.cache_config.enable_prefix_caching = setup.prefix_caching
     config.parallel_config = copy.copy(base.parallel_config)
     config.parallel_config.tensor_parallel_size = setup.tp_size
+    config.parallel_config.pipeline_parallel_size = setup.pp_size
     config.parallel_config.rank = rank
     if setup.events:
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")

@@ -1,4 +1,4 @@
-"""Tensor parallelism: every rank stores and loads its own shard, and a hit needs all of them."""
+"""Ranks: each stores and loads its own shard, and a hit needs all of them."""
 
 from __future__ import annotations
 
@@ -80,47 +80,56 @@ def test_ranks_that_end_their_loads_in_different_steps(start: Start, faults, run
     engine.check_at_rest()
 
 
-# Instances with another TP size
+# Instances with another TP or PP size
 
-SIZES = [(1, 2), (2, 1), (1, 4), (4, 1), (2, 4), (4, 2)]
-"""Two KV heads: TP=2 and TP=4 keep the same shards, one KV head each."""
-other_sizes = pytest.mark.parametrize(("wrote", "reads"), SIZES, ids=str)
+SPLITS = [
+    pytest.param({"tp_size": tp_size, "pp_size": pp_size}, id=f"tp{tp_size}pp{pp_size}")
+    for tp_size, pp_size in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
+]
+"""Two layers and two KV heads: TP=2 and TP=4 keep the same shards, one KV head each."""
+wrote_and_reads = [
+    pytest.param(*wrote.values, *reads.values, id=f"{wrote.id}-{reads.id}")
+    for wrote in SPLITS
+    for reads in SPLITS
+    if wrote is not reads
+]
+other_splits = pytest.mark.parametrize(("wrote", "reads"), wrote_and_reads)
 
 
-@every_runner
-@other_sizes
-def test_an_instance_loads_what_one_with_another_tp_size_saved(
-    start: Start, faults, runner: dict[str, bool], wrote: int, reads: int
+@pytest.mark.parametrize("runner", [RUNNERS[0], RUNNERS[-1]])
+@other_splits
+def test_an_instance_loads_what_one_that_is_split_otherwise_saved(
+    start: Start, faults, runner: dict[str, bool], wrote: dict[str, int], reads: dict[str, int]
 ) -> None:
-    warm_pool(start, tp_size=wrote)
+    warm_pool(start, **wrote)
     num_pages = sum(faults.written.values())
-    engine = start(**runner, tp_size=reads)
+    engine = start(**runner, **reads)
     assert engine.ask(PROMPT, 10, name="again") == oracle.generate(PROMPT, 10)
     assert engine.computed("again") == 4 + 9
     assert engine.num_pages() == num_pages, "pages that others cover were stored again"
     engine.check_at_rest()
 
 
-@other_sizes
+@other_splits
 @pytest.mark.parametrize("block_tokens", [16, 64])
 @pytest.mark.parametrize("layout", ["LBNHC", "BHLNC"])
-def test_pages_of_another_tp_size_go_into_every_layout(
-    start: Start, wrote: int, reads: int, block_tokens: int, layout: str
+def test_pages_of_another_split_go_into_every_layout(
+    start: Start, wrote: dict[str, int], reads: dict[str, int], block_tokens: int, layout: str
 ) -> None:
     """A page of 32 tokens, from blocks of 16 into some of 64, head before or after token; one begins in a local hit."""
     long = [*PROMPT, *range(200, 300)]
-    warm_pool(start, long, tp_size=wrote, page_tokens=32)
-    engine = start(tp_size=reads, page_tokens=32, block_tokens=block_tokens, layout=layout)
+    warm_pool(start, long, **wrote, page_tokens=32)
+    engine = start(**reads, page_tokens=32, block_tokens=block_tokens, layout=layout)
     assert engine.ask(PROMPT[:90]) == oracle.generate(PROMPT[:90], 3)
     assert engine.ask(long, name="again") == oracle.generate(long, 3)
     assert engine.computed("again") == len(long) % 32 + 2
 
 
-def test_a_conversation_goes_on_over_instances_of_other_tp_sizes(start: Start) -> None:
+def test_a_conversation_goes_on_over_instances_that_are_split_otherwise(start: Start) -> None:
     """A page's chain may come from several instances; what one adds, the next one finds."""
     text = list(PROMPT)
-    for turn, tp_size in enumerate([1, 2, 1, 4, 1]):
-        engine = start(tp_size=tp_size)
+    for turn, (tp_size, pp_size) in enumerate([(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 1)]):
+        engine = start(tp_size=tp_size, pp_size=pp_size)
         text += engine.ask(text, 40, name="turn")
         assert text[len(PROMPT) :] == oracle.generate(PROMPT, 40 * (turn + 1))
         known = len(PROMPT) + 40 * turn
