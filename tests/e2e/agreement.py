@@ -52,11 +52,11 @@ def exact_elements(model: Path, prompt: Sequence[int]) -> Elements:
 
 
 def errors(one: Elements, two: Elements) -> tuple[Elements, Elements]:
-    """(largest, mean) error, each `[K/V, layer]`."""
-    inside = (2, 3, 4)
-    scale = np.sqrt((one**2).mean(axis=inside, keepdims=True))
+    """(largest, mean) error, each `[K/V, layer, page]`."""
+    scale = np.sqrt((one**2).mean(axis=(2, 3, 4), keepdims=True))
     apart = np.abs(one - two) / scale
-    return apart.max(axis=inside), apart.mean(axis=inside)
+    by_page = apart.reshape(*apart.shape[:2], apart.shape[2] // PAGE_TOKENS, -1)
+    return by_page.max(axis=-1), by_page.mean(axis=-1)
 
 
 def _without_rope(model: Path) -> Callable[[Elements], Elements]:
@@ -111,8 +111,8 @@ def table(vllm: Elements, sglang: Elements, exact: Elements) -> str:
     """Errors by layer, in Markdown: of the engines against each other, and of each against the exact values."""
     rows = ["| layer | K: mean | largest | vLLM | SGLang | V: mean | largest | vLLM | SGLang |", "|---" * 9 + "|"]
     largest, mean = errors(vllm, sglang)
-    (_, of_vllm), (_, of_sglang) = errors(exact, vllm), errors(exact, sglang)
+    figures = [mean.mean(axis=2), largest.max(axis=2), *(errors(exact, of)[1].mean(axis=2) for of in (vllm, sglang))]
     for layer in range(mean.shape[1]):
-        figures = [by[half, layer] for half in (0, 1) for by in (mean, largest, of_vllm, of_sglang)]
-        rows.append(f"| {layer} | " + " | ".join(f"{100 * figure:.2g} %" for figure in figures) + " |")
+        columns = " | ".join(f"{100 * figure[half, layer]:.2g} %" for half in (0, 1) for figure in figures)
+        rows.append(f"| {layer} | {columns} |")
     return "\n".join(rows) + "\n"

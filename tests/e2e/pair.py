@@ -137,10 +137,16 @@ def prompts(model: Path) -> Iterator[tuple[int, ...]]:
 
 
 def distance(one: Answer, two: Answer) -> float:
-    """How far the log-probabilities of likely tokens are apart at most, up to the first step with different tokens."""
+    """How far the log-probabilities of likely tokens are apart at most, up to the first step with different tokens.
+
+    Of a token that only one of them has among the likeliest, the other says only that it is less likely than those.
+    """
     apart = 0.0
     for token, another, here, there in zip(one.token_ids, two.token_ids, one.steps, two.steps, strict=True):
-        apart = max([apart, *(abs(here[name] - there[name]) for name in here.keys() & there.keys())])
+        for mine, yours in ((here, there), (there, here)):
+            least = min(yours.values())
+            apart = max([apart, *(abs(mine[name] - yours[name]) for name in mine.keys() & yours.keys())])
+            apart = max([apart, *(mine[name] - least for name in mine.keys() - yours.keys())])
         if token != another:
             break
     return apart

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from e2e.agreement import errors, exact_elements, mistakes, table
@@ -83,31 +84,33 @@ def test_a_hit_on_the_others_pages_is_as_near_as_an_engines_own_ways(every: list
     crossed = {
         engine: max(distance(trial.computed[engine], trial.crossed[engine]) for trial in every) for engine in ENGINES
     }
-    print(f"largest distance in nats: own ways {own:.3f}, hits on the other's pages {crossed}")
+    other_texts = sum(
+        trial.computed[name].token_ids != trial.crossed[name].token_ids for trial in every for name in ENGINES
+    )
+    print(f"nats at most: own ways {own:.3f}, hits on the other's pages {crossed}; texts that differ: {other_texts}")
     assert own > 0
     assert max(crossed.values()) <= 2 * own
 
 
-def test_pages_of_both_engines_agree_in_every_layer(pair: Pair, every: list[Trial], logs: Path) -> None:
+def test_every_page_of_both_engines_agrees_in_every_layer(pair: Pair, every: list[Trial], logs: Path) -> None:
     """With each other, and with what an independent implementation computes in float32."""
-    for number, trial in enumerate(every):
-        vllm, sglang = (trial.pages[engine] for engine in ENGINES)
-        exact = exact_elements(pair.model, trial.prompt)
-        (logs / f"agreement-{pair.model.name}-{number}.md").write_text(table(vllm, sglang, exact))
-        for one, two in ((vllm, sglang), (exact, vllm), (exact, sglang)):
-            largest, mean = errors(one, two)
-            assert mean.max() <= LARGEST_MEAN_ERROR
-            assert largest.max() <= LARGEST_ERROR
+    vllm, sglang = (np.concatenate([trial.pages[engine] for trial in every], axis=2) for engine in ENGINES)
+    exact = np.concatenate([exact_elements(pair.model, trial.prompt) for trial in every], axis=2)
+    (logs / f"agreement-{pair.model.name}.md").write_text(table(vllm, sglang, exact))
+    for one, two in ((vllm, sglang), (exact, vllm), (exact, sglang)):
+        largest, mean = errors(one, two)
+        assert mean.max() <= LARGEST_MEAN_ERROR
+        assert largest.max() <= LARGEST_ERROR
 
 
-def test_a_mistake_in_the_pages_would_be_seen_in_every_layer(pair: Pair, every: list[Trial]) -> None:
+def test_a_mistake_in_the_pages_would_be_seen_in_every_page_and_layer(pair: Pair, every: list[Trial]) -> None:
     pages = every[0].pages
     _, right = errors(pages["vLLM"], pages["SGLang"])
     for name, (make, spoilt) in mistakes(pair.model).items():
         _, wrong = errors(pages["vLLM"], make(pages["SGLang"]))
         for half in spoilt:
-            assert (wrong[half] > LEAST_OF_A_MISTAKE * right[half]).all(), name
-            assert (wrong[half] > LARGEST_MEAN_ERROR).all(), name
+            assert wrong[half].min() > 2 * LARGEST_MEAN_ERROR, name
+            assert (wrong[half].mean(axis=1) > LEAST_OF_A_MISTAKE * right[half].mean(axis=1)).all(), name
 
 
 def test_both_at_once_share_what_they_compute(pair: Pair, trials: dict[str, list[Trial]]) -> None:
@@ -151,6 +154,7 @@ def test_what_the_other_left_in_the_pool_decides_the_text(
     answer = pair.ask(reader, trial.prompt, max_tokens=MAX_TOKENS, cache_salt=salt)
     assert answer.cached_tokens == trial.full_tokens
     assert answer.token_ids != trial.computed[reader].token_ids
+    assert distance(answer, trial.computed[reader]) > 2 * trial.own_spread(), "the bound on hits would see it as well"
 
 
 @dataclass(frozen=True, slots=True)
