@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from mooncake_connector.keys import page_keys, root_digest
-from store_client import EmbeddedStore, Space
+from store_client import EmbeddedStore, Shard
 
 PAGE_TOKENS = 64
 
@@ -22,27 +23,42 @@ class Pages:
     def __init__(self, path: Path, model: Path) -> None:
         self._path, self._model = path, model
 
-    def count(self, prompt: Sequence[int], *, cache_salt: str | None = None) -> int:
-        """Leading pages of `prompt` that every shard ever written for this model has."""
-        keys = _keys(prompt, cache_salt)
+    def count(self, prompt: Sequence[int], *, extra_key: str | None = None, cache_salt: str | None = None) -> int:
+        """Leading pages of `prompt` of which every layer and KV head is there, in whatever shards."""
+        keys = _keys(prompt, extra_key, cache_salt)
         if not self._path.exists():
             return 0
         with EmbeddedStore(self._path) as store:
-            return min((space.prefix(keys) for space in self._spaces(store)), default=0)
+            infos = self._infos(store)
+            held = [store.space(info.namespace, info.shard).contains(keys) for info in infos]
+        for page in range(len(keys)):
+            units = {unit for info, has in zip(infos, held, strict=True) if has[page] for unit in _units(info.shard)}
+            if not infos or len(units) < infos[0].namespace.num_layers * infos[0].namespace.num_kv_heads:
+                return page
+        return len(keys)
 
-    def wait_for(self, prompt: Sequence[int], *, cache_salt: str | None = None) -> None:
-        """Wait until all full pages of `prompt` are in the pool: saving goes on after the answer."""
+    def wait_for(self, prompt: Sequence[int], **tenant: str | None) -> None:
+        """Wait until all full pages of `prompt` are in the pool: saving goes on after the answer. `tenant` as above."""
         pages = len(prompt) // PAGE_TOKENS
         wait_for(
-            lambda: self.count(prompt, cache_salt=cache_salt) == pages,
+            lambda: self.count(prompt, **tenant) == pages,
             f"{pages} pages of the prompt in the pool",
         )
 
-    def falsify(self, prompt: Sequence[int], page: int) -> None:
-        """Replace page number `page` of `prompt` by other bytes of the same size, with a checksum that matches them."""
-        key = _keys(prompt, None)[page]
+    def remove(self, prompt: Sequence[int], page: int) -> None:
+        """Take page number `page` of `prompt` out of the pool."""
+        key = _keys(prompt)[page]
         with EmbeddedStore(self._path) as store:
-            for info in self._infos(store):
+            removed = [store.space(info.namespace, info.shard).remove([key]) for info in self._infos(store)]
+        assert sum(removed), f"page {page} is not in the pool"
+
+    def falsify(self, prompt: Sequence[int], page: int, **tenant: str | None) -> None:
+        """Replace page number `page` of `prompt` by other bytes of the same size, with a checksum that matches them."""
+        key = _keys(prompt, **tenant)[page]
+        with EmbeddedStore(self._path) as store:
+            holders = [info for info in self._infos(store) if store.space(info.namespace, info.shard).prefix([key])]
+            assert holders, f"page {page} is not in the pool"
+            for info in holders:
                 space = store.space(info.namespace, info.shard)
                 nbytes = info.nbytes // info.pages
                 right = np.empty(nbytes, np.uint8)
@@ -56,12 +72,14 @@ class Pages:
     def _infos(self, store: EmbeddedStore):  # type: ignore[no-untyped-def]
         return [info for info in store.namespaces() if Path(info.namespace.model_name) == self._model]
 
-    def _spaces(self, store: EmbeddedStore) -> list[Space]:
-        return [store.space(info.namespace, info.shard) for info in self._infos(store)]
+
+def _units(shard: Shard) -> Iterator[tuple[int, int]]:
+    """The (layer, KV head) pairs of a shard."""
+    return product(range(shard.layer_start, shard.layer_stop), range(shard.head_start, shard.head_stop))
 
 
-def _keys(prompt: Sequence[int], cache_salt: str | None) -> list[bytes]:
-    return page_keys(list(prompt), PAGE_TOKENS, root=root_digest(None, cache_salt))
+def _keys(prompt: Sequence[int], extra_key: str | None = None, cache_salt: str | None = None) -> list[bytes]:
+    return page_keys(list(prompt), PAGE_TOKENS, root=root_digest(extra_key, cache_salt))
 
 
 def wait_for(condition: Callable[[], bool], what: str, *, deadline_s: float = 30.0) -> None:

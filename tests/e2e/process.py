@@ -19,7 +19,7 @@ __all__ = ["ENVIRONMENTS", "ServerDied", "ServerProcess", "free_port", "pool_fol
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2] / ".venvs"  # one for each engine
 
-START_DEADLINE_S = 300.0
+START_DEADLINE_S = 600.0
 STOP_DEADLINE_S = 30.0
 
 

@@ -1,0 +1,139 @@
+"""A pool that fails, or seems to, under a running SGLang that waits for it without a limit of its own.
+
+Every request is answered by recomputation; none hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from e2e.pages import PAGE_TOKENS, Pages, wait_for
+from e2e.questions import Question
+from e2e.sglang.conftest import StartSGLang
+from e2e.sglang_server import SGLangServer
+
+HOLD_LOCK_AND_STOP = """
+import fcntl, os, signal, sys
+file = open(sys.argv[1], "r+b")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(questions: dict[str, Question], start: StartSGLang) -> SGLangServer:
+    return start(layout="page_first_direct", io_backend="direct")
+
+
+@pytest.fixture(scope="module")
+def pages(pool: Path, qwen3: Path) -> Pages:
+    return Pages(pool, qwen3)
+
+
+def hit_tokens(server: SGLangServer, question: Question) -> int:
+    """Ask with empty levels of the engine's own; the answer is right. Returns the tokens that came from the pool."""
+    server.flush()
+    answer = server.ask(question.prompt, max_tokens=len(question.answer))
+    assert answer.token_ids == question.answer
+    return answer.from_storage
+
+
+def full(question: Question) -> int:
+    return question.num_full_pages * PAGE_TOKENS
+
+
+def works_again(server: SGLangServer, question: Question) -> None:
+    """What is asked is stored and loaded, sooner or later after a fault has gone."""
+    wait_for(lambda: hit_tokens(server, question) == full(question), "a hit after the fault has gone", deadline_s=60)
+
+
+def counted(server: SGLangServer, operation: str, cause: str) -> None:
+    wait_for(
+        lambda: server.metric("mooncake_connector_failures_total", operation=operation, cause=cause) >= 1,
+        f"the failed {operation} in SGLang's metrics",
+    )
+
+
+def data_folder(pool: Path) -> Path:
+    return pool / str(json.loads((pool / "pool.json").read_text())["id"])
+
+
+def test_checksum_errors_on_every_page(
+    server: SGLangServer, pages: Pages, pool: Path, questions: dict[str, Question]
+) -> None:
+    question = questions["number 0"]
+    assert hit_tokens(server, question) == 0
+    pages.wait_for(question.prompt)
+    with open(data_folder(pool) / "arena", "r+b") as arena:
+        for granule in range(0, os.fstat(arena.fileno()).st_blocks * 512, 4096):
+            arena.seek(granule + 7)
+            byte = arena.read(1)
+            arena.seek(granule + 7)
+            arena.write(bytes([byte[0] ^ 1]))
+    assert hit_tokens(server, question) == 0
+    counted(server, "load", "page_lost")
+    works_again(server, question)
+
+
+def test_a_page_that_is_gone_ends_the_prefix(
+    server: SGLangServer, pages: Pages, questions: dict[str, Question]
+) -> None:
+    question = questions["number 0"]
+    works_again(server, question)
+    pages.remove(question.prompt, page=3)
+    assert hit_tokens(server, question) == 3 * PAGE_TOKENS
+
+
+def test_pool_deleted_under_the_engine(server: SGLangServer, pool: Path, questions: dict[str, Question]) -> None:
+    question = questions["number 1"]
+    hit_tokens(server, question)
+    shutil.rmtree(pool)
+    wait_for(
+        lambda: hit_tokens(server, question) >= 0 and (pool / "pool.json").exists(),
+        "a new pool in its place",
+        deadline_s=60,
+    )
+    works_again(server, question)
+
+
+def test_lock_held_by_a_stopped_process(server: SGLangServer, pool: Path, questions: dict[str, Question]) -> None:
+    stored, question = questions["number 1"], questions["number 2"]
+    works_again(server, stored)
+    command = [sys.executable, "-c", HOLD_LOCK_AND_STOP, str(data_folder(pool) / "write.lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        try:
+            assert hit_tokens(server, question) == 0
+            assert hit_tokens(server, stored) == full(stored), "reading needs no lock"
+            assert hit_tokens(server, question) == 0, "it could not be stored"
+            counted(server, "save", "busy")
+        finally:
+            holder.send_signal(signal.SIGKILL)
+    works_again(server, question)
+
+
+def test_sglangs_own_failure_injection(
+    start: StartSGLang, questions: dict[str, Question], server: SGLangServer
+) -> None:
+    """A third of the calls fail, and each takes up to a twentieth of a second: some requests hit and some do not."""
+    server.stop()
+    injected = start(
+        env={
+            "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
+            "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05",
+        }
+    )
+    assert "HiCache storage test injector enabled" in injected.log_text()
+    asked = [questions[f"number {number}"] for number in range(4)]
+    shares = [hit_tokens(injected, question) / full(question) for _ in range(8) for question in asked]
+    assert max(shares) == 1
+    assert shares[-16:].count(1) < 16
