@@ -22,8 +22,8 @@ from transfer.sender import Carriage, SendingPeer, Slice, Stream
 from transfer.vectors import Vector, copy_in, copy_out
 from transfer.wire import Order, Status, WireError
 
-SLOT_NBYTES = 1 << 20
-NUM_SLOTS = 8
+SLOT_NBYTES = 4 << 20
+NUM_SLOTS = 4
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _GREETING = b"ring"
 
