@@ -70,6 +70,8 @@ def _our_backend(pool: Path, scale: HicacheScale) -> dict[str, Any]:
         "model_id": "bench",
         "pool": str(pool),
         "capacity": scale.data_nbytes * 3 // 2 + (64 << 20),
+        "load_deadline_s": 600,  # speed is measured here, not patience
+        "save_deadline_s": 600,
     }
     return _backend("dynamic", config, list(scale.layouts), filled=True)
 
