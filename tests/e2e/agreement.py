@@ -8,7 +8,7 @@ K (or V): the mean of it says whether both mean the same, the largest is that of
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,16 +39,20 @@ def elements(pool: Path, model: Path, prompt: Sequence[int], *, cache_salt: str)
     return np.concatenate(list(by_page), axis=2)
 
 
-def exact_elements(model: Path, prompt: Sequence[int]) -> Elements:
+def exact_elements(model: Path, prompts: Iterable[Sequence[int]]) -> list[Elements]:
     """What transformers computes in float32 from the same weights: the values that both engines round."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.inference_mode():
-        network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        layers = network(torch.tensor([prompt[: len(prompt) // PAGE_TOKENS * PAGE_TOKENS]])).past_key_values.layers
-    halves = (torch.stack([getattr(layer, half)[0] for layer in layers]) for half in ("keys", "values"))
-    return np.ascontiguousarray(torch.stack(tuple(halves)).numpy().swapaxes(2, 3))
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    computed = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt[: len(prompt) // PAGE_TOKENS * PAGE_TOKENS]])
+        with torch.inference_mode():
+            layers = network(tokens).past_key_values.layers
+        halves = [torch.stack([getattr(layer, half)[0] for layer in layers]) for half in ("keys", "values")]
+        computed.append(torch.stack(halves).numpy().swapaxes(2, 3))
+    return computed
 
 
 def errors(one: Elements, two: Elements) -> tuple[Elements, Elements]:

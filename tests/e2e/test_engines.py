@@ -95,7 +95,7 @@ def test_a_hit_on_the_others_pages_is_as_near_as_an_engines_own_ways(every: list
 def test_every_page_of_both_engines_agrees_in_every_layer(pair: Pair, every: list[Trial], logs: Path) -> None:
     """With each other, and with what an independent implementation computes in float32."""
     vllm, sglang = (np.concatenate([trial.pages[engine] for trial in every], axis=2) for engine in ENGINES)
-    exact = np.concatenate([exact_elements(pair.model, trial.prompt) for trial in every], axis=2)
+    exact = np.concatenate(exact_elements(pair.model, (trial.prompt for trial in every)), axis=2)
     (logs / f"agreement-{pair.model.name}.md").write_text(table(vllm, sglang, exact))
     for one, two in ((vllm, sglang), (exact, vllm), (exact, sglang)):
         largest, mean = errors(one, two)
