@@ -95,7 +95,7 @@ def of_opaque_pool(namespace: Namespace, description: dict[str, Any]) -> Namespa
 
 
 def weights_changed() -> None:
-    """The weights in memory are no longer those of the files: from now on pages of this process have a name of their own.
+    """The weights in memory are no longer those of the files: pages of this process now have a name of their own.
 
     It is the process that changed, so it also holds for a backend that is attached, or knows its namespace, later.
     """
