@@ -5,6 +5,7 @@ A transport that does not work for a peer is a log line with the reason, once, a
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 
@@ -76,7 +77,8 @@ class Transports:
                 reasons.append(f"{name}: {error}")
                 continue
             for reason in reasons:
-                log_once(f"transfer.fallback:{reason[:80]}", "%s; using %s", reason, name, logger=logger)
+                kind = re.split(r"\d", reason, maxsplit=1)[0]  # ports differ from peer to peer
+                log_once(f"transfer.fallback:{kind[:80]}", "%s; using %s", reason, name, logger=logger)
             return peer
         raise Unavailable("no transport reaches the peer: " + "; ".join(reasons))
 

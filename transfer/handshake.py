@@ -245,7 +245,7 @@ class Server(_Side):
             raise HandshakeError(f"purpose {hello.purpose!r}: {self._purpose!r} is served here")
         if hello.compatibility != self.identity.compatibility:
             raise HandshakeError(
-                f"compatibility digest {hello.compatibility.hex() or 'none'} does not match "
+                f"compatibility: digest {hello.compatibility.hex() or 'none'} does not match "
                 f"{self.identity.compatibility.hex() or 'none'}: model, engine or layout differ"
             )
 

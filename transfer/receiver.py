@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import socket
 import threading
@@ -233,12 +234,12 @@ class Receiver:
             if len(self._strangers()) >= MAX_STRANGERS:
                 raise TransferError(f"{MAX_STRANGERS} connections have not finished their handshake")
             connection = self._make(accepted, Server(self._identity, self._name))
-        except (TransferError, OSError) as error:
+            self._epoll.register(connection.descriptor, select.EPOLLIN)
+        except Exception as error:
             self._log(error)
             accepted.close()
             return
         self._connections[connection.descriptor] = connection
-        self._epoll.register(connection.descriptor, select.EPOLLIN)
 
     def _serve(self, connection: Connection, event: int) -> None:
         try:
@@ -254,10 +255,7 @@ class Receiver:
                 connection.wants_out = bool(connection.unsent)
                 wanted = select.EPOLLIN | (select.EPOLLOUT if connection.wants_out else 0)
                 self._epoll.modify(connection.descriptor, wanted)
-        except (OSError, TransferError) as error:
-            self._drop(connection, error)
-        except Exception as error:  # a defect of ours costs this connection, not the others
-            logger.warning("a transfer connection failed", exc_info=True)
+        except Exception as error:  # also a defect of ours costs this connection only
             self._drop(connection, error)
 
     def _drop(self, connection: Connection, error: Exception) -> None:
@@ -268,7 +266,10 @@ class Receiver:
         connection.close()
 
     def _log(self, error: Exception) -> None:
+        """Once for each kind: what a stranger says must not make a new kind, there is room for so many."""
+        kind = re.split(r"[\d:']", str(error), maxsplit=1)[0] if isinstance(error, TransferError) else ""
         log_once(
-            f"transfer.{self._name}:{type(error).__name__}:{str(error)[:40]}",
-            "%s: a connection was closed: %s", self._name, error, logger=logger,
+            f"transfer.{self._name}:{type(error).__name__}:{kind[:40]}",
+            "%s: a connection was closed: %s: %s", self._name, type(error).__name__, error, logger=logger,
+            exc_info=not isinstance(error, (TransferError, OSError)),
         )  # fmt: skip

@@ -413,6 +413,7 @@ class SendingPeer(Peer):
         with self._helping, self._lock:
             for stream in self._streams.values():
                 stream.connection.close()
+            self._streams.clear()  # their numbers may belong to other files next
             self._carriage.close()
             self._epoll.close()
         with self._queue_lock:  # its number may belong to another file next

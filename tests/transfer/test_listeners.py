@@ -165,6 +165,29 @@ def test_strangers_are_turned_away_after_a_time(monkeypatch):
         listening.still_serves()
 
 
+def test_whatever_strangers_say_makes_few_lines_in_the_log(caplog):
+    forget_causes()
+    listening = Listening(tcp.TcpTransport)
+    with listening.transport:
+        for length in range(2000, 2060):
+            with listening.dial() as connection:
+                connection.sendall(length.to_bytes(4, "little"))
+                assert gone(connection)
+    assert len(caplog.records) == 1
+
+
+def test_a_defect_costs_one_connection_and_is_logged(monkeypatch, caplog):
+    forget_causes()
+    listening = Listening(cma.CmaTransport)
+    with listening.transport:
+        monkeypatch.setattr(cma._FetchingConnection, "probe", lambda *_: 1 / 0)
+        with pytest.raises(Unavailable):
+            listening.still_serves()
+        monkeypatch.undo()
+        listening.still_serves()
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_a_wrong_secret_is_refused_and_logged(caplog):
     forget_causes()
     listening = Listening(tcp.TcpTransport)
