@@ -110,8 +110,6 @@ class Consumer(Half):
             elif leg.life and leg.life != life:
                 leg.closed = True
                 self._end(known, Ending.FAILED, "the producer restarted", now_s)
-            else:
-                leg.life = life
         self._repeat(known, now_s)
 
     def grant(

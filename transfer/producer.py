@@ -290,6 +290,7 @@ class Producer(Half):
         if leg.writing:
             self._orders.append(Abandon(leg.peer, known.name))
         self._say_status(known, leg)
+        leg.send_s = 0.0  # and again from the next tick on
 
     # How a transfer ends
 

@@ -152,6 +152,26 @@ def test_a_layout_that_cannot_be_mapped_is_the_cause_that_the_consumer_is_told()
     assert (first.state, first.cause) == (State.FAILED, "blocks of 3 tokens here, of 4 there")
 
 
+def test_a_leg_that_failed_is_said_to_have_until_the_consumer_knows_and_then_nothing_more_is_said():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(), 0.0)
+    producer.cancel("t", "abort", 0.1)
+    producer.take()
+    said = []
+    for now_s in (0.5, 1.0, 1.5, 2.0, 2.5):
+        producer.tick(now_s)
+        said += [(now_s, order.message.state) for order in orders(producer, Send)]
+    assert said == [(at_s, State.FAILED) for at_s in (0.5, 1.5, 2.5)]
+    (answer,) = answers(producer, close(done=False))
+    assert answer.state is State.CLOSED
+    (answer,) = answers(producer, close(done=False, grant=2))
+    assert (answer.state, answer.grant) == (State.CLOSED, 2)
+    for now_s in range(3, 40):
+        producer.tick(float(now_s))
+    assert orders(producer, Send) == []
+
+
 @pytest.mark.parametrize("granted_first", [True, False])
 def test_more_tokens_than_were_computed_are_not_waited_for(granted_first):
     producer = make_producer()
@@ -378,6 +398,16 @@ def test_one_leg_that_is_done_does_not_make_the_transfer_done():
     assert orders(consumer, Revoke) == [Revoke("t")]
 
 
+def test_the_silence_of_a_producer_counts_from_the_grant():
+    consumer = Consumer(20)
+    consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 1000.0, computed=True)
+    consumer.grant("t", 0, 8, [5], KEY, 1050.0)
+    consumer.tick(1079.9)
+    assert consumer.held == ["t"] and orders(consumer, Revoke) == []
+    consumer.tick(1080.0)
+    assert orders(consumer, Revoke) == [Revoke("t")]
+
+
 def test_nothing_is_read_from_a_transfer_that_has_no_grant():
     consumer = Consumer(20)
     consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 0.0, computed=True)
@@ -411,6 +441,18 @@ def test_a_check_that_comes_back_after_the_end_changes_nothing():
     consumer.verified("P0", "t", landed(), True, 1.0)
     consumer.revoked("t", 1.0)
     consumer.cancel("t", "again", 1.0)
+    assert consumer.take() == []
+
+
+def test_a_check_for_an_earlier_transfer_of_that_name_changes_nothing():
+    consumer = make_consumer()
+    consumer.receive("P0", landed(), 1.0)
+    consumer.cancel("t", "client gone", 1.0)
+    consumer.revoked("t", 1.0)
+    consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 2.0, computed=True)
+    consumer.grant("t", 0, 8, [6], KEY, 2.0)
+    consumer.take()
+    consumer.verified("P0", "t", landed(), True, 2.0)
     assert consumer.take() == []
 
 
