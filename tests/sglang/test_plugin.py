@@ -28,7 +28,7 @@ from sglang.srt.server_args import ServerArgs
 
 import sglang_backend
 from mooncake_connector.log import forget_causes
-from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, hicache, plugin
+from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, identity, plugin
 from sglang_backend.hicache import MooncakeConnectorStorage
 
 DYNAMIC = {"backend_name": BACKEND, "module_path": BACKEND_MODULE, "class_name": BACKEND_CLASS}
@@ -259,7 +259,7 @@ class TestWeightUpdates:
     @pytest.fixture
     def changes(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         changes: list[str] = []
-        monkeypatch.setattr(hicache, "weights_changed", lambda: changes.append("changed"))
+        monkeypatch.setattr(identity, "weights_changed", lambda: changes.append("changed"))
         return changes
 
     @pytest.fixture
@@ -287,7 +287,7 @@ class TestWeightUpdates:
 
     def test_a_fault_of_ours_does_not_reach_the_engine(self, monkeypatch, manager, caplog):
         forget_causes()
-        monkeypatch.setattr(hicache, "weights_changed", lambda: 1 / 0)
+        monkeypatch.setattr(identity, "weights_changed", lambda: 1 / 0)
         assert manager.end_weight_update(object()).success is False
         assert "_weights_changed failed: ZeroDivisionError" in caplog.text
 
