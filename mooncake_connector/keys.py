@@ -21,6 +21,7 @@ KEY_NBYTES = 32
 MAX_TOKEN_32 = 2**32 - 1
 
 _ROOT_TAG = b"sglang-cache-namespace-v1"
+_ADAPTER_TAG = b"mooncake-connector-adapter-v1"
 _WIDE_PAGE = b"\xff"
 
 Tokens = Sequence[int] | npt.NDArray[Any]
@@ -29,11 +30,20 @@ Tokens = Sequence[int] | npt.NDArray[Any]
 def root_digest(extra_key: str | None, cache_salt: str | None) -> bytes:
     """What a chain starts from: b"" without extra key and salt, else 32 bytes that nobody reaches without both.
 
-    `extra_key` is the request's own extra key followed by its LoRA identity, as in SGLang; `cache_salt` the tenant's.
+    Both are the client's to choose, as in SGLang.
     """
     if extra_key is None and cache_salt is None:
         return b""
     return hashlib.sha256(_ROOT_TAG + _encode(extra_key) + _encode(cache_salt)).digest()
+
+
+def adapter_root_digest(adapter: str, cache_salt: str | None) -> bytes:
+    """What a chain starts from under a LoRA adapter, named by the digest of its files.
+
+    A root of its own kind: with an extra key that spells the adapter, a client could store the base model's pages where
+    the adapter's are looked for.
+    """
+    return hashlib.sha256(_ADAPTER_TAG + _encode(adapter) + _encode(cache_salt)).digest()
 
 
 def page_keys(

@@ -43,7 +43,7 @@ class AdapterKeys:
         self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooncake-connector-adapter")
 
     def key(self, request: LoRARequest) -> str | None:
-        """The adapter's part of a chain root, or None: not known yet, not readable, or changed since it was loaded."""
+        """Digest of the adapter's files, or None: not known yet, not readable, or changed since it was loaded."""
         name = (request.lora_int_id, request.lora_path)
         try:
             signature = _signature(request.lora_path)
@@ -55,7 +55,7 @@ class AdapterKeys:
                 timeout_s = _FIRST_WAIT_S
             if adapter.signature != signature:
                 raise ModelIdentityError(f"the files in {request.lora_path} changed while the adapter is in use")
-            return "lora:" + adapter.digest.result(timeout_s)
+            return adapter.digest.result(timeout_s)
         except NotYet:
             return None
         except (ModelIdentityError, OSError) as error:

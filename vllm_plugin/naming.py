@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_connector.keys import content_tokens, root_digest
+from mooncake_connector.keys import adapter_root_digest, content_tokens, root_digest
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -25,7 +25,7 @@ def chain_root(request: Request, adapters: AdapterKeys) -> bytes | None:
     if request.lora_request is None:
         return root_digest(None, request.cache_salt)
     adapter = adapters.key(request.lora_request)
-    return None if adapter is None else root_digest(adapter, request.cache_salt)
+    return None if adapter is None else adapter_root_digest(adapter, request.cache_salt)
 
 
 def named_tokens(request: Request, start: int, stop: int) -> list[int] | npt.NDArray[np.uint64]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_connector.keys import content_tokens, page_keys, root_digest
+from mooncake_connector.keys import adapter_root_digest, content_tokens, page_keys, root_digest
 
 P = 64
 COUNT_UP = list(range(128))
@@ -91,6 +91,12 @@ def test_roots_are_equal_only_for_equal_extra_key_and_salt(extra_a, salt_a, extr
 
 def test_moving_a_letter_from_extra_key_to_salt_changes_the_root():
     assert root_digest("ab", "c") != root_digest("a", "bc")
+
+
+def test_no_extra_key_reaches_an_adapters_pages():
+    roots = {root_digest(extra, salt) for extra in (None, "a", "lora:a") for salt in (None, "s")}
+    adapters = [adapter_root_digest("a", None), adapter_root_digest("a", "s"), adapter_root_digest("b", None)]
+    assert len(set(adapters)) == 3 and roots.isdisjoint(adapters)
 
 
 @given(st.lists(any_token, max_size=40), st.integers(1, 8), st.sampled_from([b"", root_digest(None, "s")]))

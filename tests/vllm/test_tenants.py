@@ -93,7 +93,7 @@ def test_a_large_adapter_is_hashed_without_the_scheduler_waiting(
     until = time.monotonic() + 10
     while keys.key(lora) is None and time.monotonic() < until:
         time.sleep(0.01)
-    assert keys.key(lora) == "lora:True"
+    assert keys.key(lora) == "True"
 
 
 def test_an_adapter_whose_files_are_gone_is_served_without_the_pool(start: Start) -> None:
