@@ -194,9 +194,7 @@ class Consumer(Half):
         leg.accepted = leg.accepted or message.grant != 0
         if isinstance(message, Status):
             self._status(known, leg, message, now_s)
-        elif known.ending is not None:
-            self._close(known, leg)
-        elif known.grant and message.grant:
+        elif known.ending is None and message.grant:
             self._landed(known, leg, message, now_s)
 
     def _status(self, known: _Transfer, leg: _Leg, message: Status, now_s: float) -> None:

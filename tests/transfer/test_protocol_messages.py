@@ -72,8 +72,8 @@ def answers(half: Half, message: AnyMessage, peer: str = "D0") -> list[AnyMessag
     return [order.message for order in half.take() if isinstance(order, Send)]
 
 
-def orders(half: Half, kind: type) -> list:
-    return [order for order in half.take() if isinstance(order, kind)]
+def orders(half: Half, *kinds: type) -> list:
+    return [order for order in half.take() if isinstance(order, kinds)]
 
 
 # Lives
@@ -107,6 +107,15 @@ def test_a_life_that_a_handshake_names_counts_even_if_it_looks_earlier():
     producer.met("D0", 21, 0.0)
     producer.met("D0", 20, 0.0)
     assert answers(producer, announce(generation=20)) != []
+
+
+@pytest.mark.parametrize("generation", [0, 11])
+def test_a_request_that_names_a_later_life_or_none_is_not_ended_by_its_coming(generation):
+    consumer = Consumer(20)
+    consumer.met("P0", 10, 0.0)
+    consumer.announce("t", [Source("P0", generation, LAYERS, 1)], 0.0, computed=True)
+    consumer.met("P0", 11, 1.0)
+    assert consumer.held == ["t"]
 
 
 def test_the_present_life_of_a_producer_that_a_request_names_wrongly_is_not_asked():
@@ -247,7 +256,7 @@ def test_a_report_or_close_of_another_grant_or_batch_changes_nothing(message):
     producer.written("D0", "t", 0, [1], None, 1.0)
     producer.take()
     producer.receive("D0", message, 2.0)
-    assert orders(producer, Write) + orders(producer, Release) == []
+    assert orders(producer, Write, Release) == []
 
 
 def test_a_batch_is_written_again_once_however_often_that_is_asked():
@@ -412,7 +421,7 @@ def test_nothing_is_read_from_a_transfer_that_has_no_grant():
     consumer = Consumer(20)
     consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 0.0, computed=True)
     consumer.receive("P0", landed(grant=0), 1.0)
-    assert orders(consumer, Verify) + orders(consumer, Release) == []
+    assert orders(consumer, Verify, Release) == []
 
 
 @pytest.mark.parametrize("message", [landed(transfer="gone"), status(transfer="gone"), landed(grant=7)])
@@ -430,6 +439,33 @@ def test_a_producer_that_thinks_it_is_over_ends_the_transfer():
     consumer.receive("P0", status(state=State.CLOSED), 1.0)
     consumer.revoked("t", 1.0)
     assert orders(consumer, Release) == [Release("t", Ending.FAILED, "the producer gave up: closed")]
+
+
+def test_a_revocation_that_nobody_ordered_changes_nothing():
+    consumer = make_consumer()
+    consumer.revoked("t", 1.0)
+    assert consumer.take() == []
+
+
+def test_the_life_of_a_producer_that_answers_first_is_the_one_that_counts():
+    consumer = Consumer(20)
+    consumer.announce("t", [Source("P0", 0, LAYERS, 1)], 0.0, computed=False)
+    consumer.grant("t", 0, 8, [5], KEY, 0.0)
+    consumer.receive("P0", status(), 1.0)
+    assert orders(consumer, Revoke) == []
+    consumer.met("P0", 11, 2.0)
+    assert orders(consumer, Revoke) == [Revoke("t")]
+
+
+def test_wrong_bytes_are_not_checked_again_until_they_came_again():
+    consumer = make_consumer()
+    consumer.receive("P0", landed(), 1.0)
+    consumer.verified("P0", "t", landed(), False, 1.0)
+    consumer.take()
+    consumer.receive("P0", landed(), 1.1)
+    assert orders(consumer, Verify) == []
+    consumer.receive("P0", landed(attempt=1), 1.2)
+    assert len(orders(consumer, Verify)) == 1
 
 
 def test_a_check_that_comes_back_after_the_end_changes_nothing():
