@@ -22,7 +22,7 @@ from transfer.sender import Carriage, SendingPeer, Slice, Stream
 from transfer.vectors import Vector, copy_in, copy_out
 from transfer.wire import Order, Status, WireError
 
-SLOT_NBYTES = 4 << 20
+SLOT_NBYTES = 2 << 20
 NUM_SLOTS = 4
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _GREETING = b"ring"

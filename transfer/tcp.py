@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Meta
 
 from transfer.base import INSTANCE_NBYTES, Capabilities, Int64, TransferError, Transport, Unavailable
-from transfer.handshake import SESSION_NBYTES, Client, Identity, Server, Terms, require_secret, shake
+from transfer.handshake import SESSION_NBYTES, Client, Identity, Server, Terms, is_loopback, require_secret, shake
 from transfer.memory import Memory, Revocable
 from transfer.receiver import Connection, Receiver
 from transfer.sender import Carriage, SendingPeer, Slice, Stream
@@ -29,6 +29,7 @@ from transfer.wire import Order, Status
 
 MAX_ORDER_NBYTES = 4 << 20
 _BACKLOG = 128
+_LOOPBACK_BUFFER_NBYTES = 512 << 10
 _Port = Annotated[int, Meta(ge=1, le=65535)]
 _Host = Annotated[str, Meta(min_length=2, max_length=64)]
 
@@ -54,7 +55,7 @@ class TcpTransport(Transport):
     Args:
         hosts: literal addresses to listen on and to connect from, one for each network. Anything but loopback needs a
             secret. A peer's addresses are paired with these in order.
-        streams: connections over each pair of addresses.
+        streams: connections over each pair of addresses; by default one over loopback, two over a network.
         tls: certificates for encrypted streams; both sides need them, or neither.
         lost_after_s: a path on which nothing is acknowledged for this long counts as dead.
     """
@@ -68,13 +69,13 @@ class TcpTransport(Transport):
         identity: Identity | None = None,
         *,
         hosts: Sequence[str] = ("127.0.0.1",),
-        streams: int = 2,
+        streams: int | None = None,
         tls: Tls | None = None,
         lost_after_s: float = 5.0,
     ) -> None:
         super().__init__(memory)
         self.identity = identity or Identity()
-        if not hosts or streams < 1:
+        if not hosts or (streams is not None and streams < 1):
             raise ValueError(f"{len(hosts)} hosts, {streams} streams: expected at least one of each")
         for host in hosts:
             require_secret(host, self.identity)
@@ -105,8 +106,9 @@ class TcpTransport(Transport):
         failures: list[str] = []
         for source, target in self._paths(there.addresses):
             try:
+                require_secret(target[0], self.identity)
                 client = Client(self.identity, self.name, session, there.instance)
-                for number in range(self._num_streams):
+                for number in range(self._num_streams or (1 if is_loopback(target[0]) else 2)):
                     stream = self._open(source, target, client, deadline_at, number)
                     terms = client.terms
                     streams.append(stream)
@@ -136,12 +138,13 @@ class TcpTransport(Transport):
         return [(hosts[i % len(hosts)], addresses[i % n]) for i in range(count)]
 
     def _open(self, source: str, target: tuple[str, int], client: Client, deadline_at: float, number: int) -> Stream:
-        require_secret(target[0], self.identity)
         left = max(0.001, deadline_at - time.monotonic())
         connection: socket.socket | TlsSocket
         connection = plain = socket.create_connection(target, timeout=left, source_address=(source, 0))
         try:
             self._tune(plain)
+            if is_loopback(target[0]):  # more would fall out of the processor's cache before it is received
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER_NBYTES)
             if self._contexts:
                 connection = TlsSocket.connected(plain, self._contexts[0])
             shake(connection, client, deadline_at)
