@@ -19,8 +19,9 @@ from sglang_backend.host_pages import HostPages
 from store_client.base import Bytes, Put, Shard
 from store_client.shards import ShardView
 
-_PAGES_A_MOVE = 16
-"""Pages moved at a time: so many are lost at most when a call is given up."""
+_MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
+"""So many bytes are moved at a time, but at least so many pages: those are lost when a call is given up, while each
+move costs the store a transaction, about 1 ms a write."""
 _LOCK_WAIT_S = 0.1
 """Longest wait for the store's lock, which is held for microseconds: longer means that its holder is stopped."""
 
@@ -95,13 +96,14 @@ class StoredPool:
         return arrived + [False] * (len(keys) - len(arrived))
 
     def _load(self, view: ShardView, keys: Sequence[bytes], load: Load, arrived: list[bool], errand: Errand) -> None:
-        for start in range(0, len(keys), _PAGES_A_MOVE):
+        step = _pages_a_move(view)
+        for start in range(0, len(keys), step):
 
             def consume(i: int, part: Shard, page: Bytes, start: int = start) -> None:
                 with errand.touching_memory():
                     load(start + i, part, page)
 
-            found = view.read(keys[start : start + _PAGES_A_MOVE], consume)
+            found = view.read(keys[start : start + step], consume)
             arrived += found
             if not all(found):
                 self._figures.failed("load", "page_lost")
@@ -131,8 +133,9 @@ class StoredPool:
     ) -> None:
         parents = [parent, *keys[:-1]]
         present = view.contains(keys)
-        for start in range(0, len(keys), _PAGES_A_MOVE):
-            batch = range(start, min(start + _PAGES_A_MOVE, len(keys)))
+        step = _pages_a_move(view)
+        for start in range(0, len(keys), step):
+            batch = range(start, min(start + step, len(keys)))
             missing = [i for i in batch if not present[i]]
 
             def fill(n: int, page: Bytes, missing: list[int] = missing) -> None:
@@ -185,3 +188,7 @@ class StoredPool:
             what, text, PAUSE_S,
             logger=logger,
         )  # fmt: skip
+
+
+def _pages_a_move(view: ShardView) -> int:
+    return max(_MOVE_PAGES, _MOVE_NBYTES // view.nbytes)

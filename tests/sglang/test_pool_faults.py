@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolNa
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from mooncake_connector.errors import ConfigError, ModelIdentityError
-from sglang_backend import identity
+from sglang_backend import identity, stored_pool
 from store_client.embedded import EmbeddedStore
 
 NAMES = keys(PAGES)
@@ -240,8 +240,9 @@ def test_a_save_that_hangs_is_given_up_and_stores_nothing(faults, storage) -> No
     assert storage.batch_set_v1(fresh, slots(WHOLE)) == [True] * PAGES
 
 
-def test_pages_that_arrived_before_a_hang_are_kept(faults, storage) -> None:
-    """Pages are moved 16 at a time: the host pool has 12, so ask for them twice."""
+def test_pages_that_arrived_before_a_hang_are_kept(faults, storage, monkeypatch) -> None:
+    """Small pages are moved by the hundred; here 16 at a time. The host pool has 12, so ask for them twice."""
+    monkeypatch.setattr(stored_pool, "_MOVE_NBYTES", 0)
     calls = []
 
     def hang_at_the_second(names: list[bytes]) -> list[bool]:
