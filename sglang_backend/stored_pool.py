@@ -22,7 +22,7 @@ from store_client.shards import ShardView
 _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
 """So many bytes are moved at a time, but at least so many pages: those are lost when a call is given up, while each
 move costs the store a transaction, about 1 ms a write."""
-_LOCK_WAIT_S = 0.1
+_LOCK_WAIT_S = 0.5
 """Longest wait for the store's lock, which is held for microseconds: longer means that its holder is stopped."""
 
 Load = Callable[[int, Shard, Bytes], None]
