@@ -100,6 +100,7 @@ def test_a_later_life_of_the_producer_ends_what_the_earlier_one_had():
     assert orders(consumer, Revoke) == [Revoke("t")]
     consumer.revoked("t", 1.0)
     assert orders(consumer, Release) == [Release("t", Ending.FAILED, "the producer restarted")]
+    assert consumer.tick(1.0) is None  # nobody is left to be told
 
 
 def test_a_life_that_a_handshake_names_counts_even_if_it_looks_earlier():
@@ -439,6 +440,14 @@ def test_a_producer_that_thinks_it_is_over_ends_the_transfer():
     consumer.receive("P0", status(state=State.CLOSED), 1.0)
     consumer.revoked("t", 1.0)
     assert orders(consumer, Release) == [Release("t", Ending.FAILED, "the producer gave up: closed")]
+
+
+def test_what_lands_after_the_end_is_not_read():
+    consumer = make_consumer()
+    consumer.cancel("t", "client gone", 1.0)
+    consumer.take()
+    consumer.receive("P0", landed(), 1.0)
+    assert orders(consumer, Verify) == []
 
 
 def test_a_revocation_that_nobody_ordered_changes_nothing():
