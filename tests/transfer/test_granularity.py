@@ -73,6 +73,14 @@ def test_what_is_computed_already_leaves_at_once_and_only_once():
     assert divider.computed(2, 10) == [] and divider.complete
 
 
+def test_a_transfer_is_complete_when_its_last_layer_is():
+    divider = Divider(LAYER, range(3), range(10), 4)
+    for layer in range(3):
+        assert not divider.complete
+        divider.computed(layer, 10)
+    assert divider.complete
+
+
 def test_a_chunk_that_completes_no_unit_sends_nothing():
     assert Divider(CHUNK, range(3), range(10), 8).computed(2, 7) == []
 

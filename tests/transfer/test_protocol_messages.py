@@ -411,11 +411,22 @@ def test_one_leg_that_is_done_does_not_make_the_transfer_done():
 def test_the_silence_of_a_producer_counts_from_the_grant():
     consumer = Consumer(20)
     consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 1000.0, computed=True)
+    consumer.tick(1049.0)
+    assert consumer.held == ["t"]
     consumer.grant("t", 0, 8, [5], KEY, 1050.0)
     consumer.tick(1079.9)
     assert consumer.held == ["t"] and orders(consumer, Revoke) == []
     consumer.tick(1080.0)
     assert orders(consumer, Revoke) == [Revoke("t")]
+
+
+def test_a_producer_that_has_sent_all_may_fall_silent_while_others_send():
+    consumer = make_consumer(legs=2)
+    consumer.receive("P0", landed(), 1.0)
+    consumer.verified("P0", "t", landed(), True, 1.0)
+    consumer.receive("P1", status(), 25.0)
+    consumer.tick(40.0)
+    assert orders(consumer, Revoke) == []
 
 
 def test_nothing_is_read_from_a_transfer_that_has_no_grant():
