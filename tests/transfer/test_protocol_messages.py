@@ -488,6 +488,18 @@ def test_wrong_bytes_are_not_checked_again_until_they_came_again():
     assert len(orders(consumer, Verify)) == 1
 
 
+def test_what_is_asked_for_again_is_asked_each_second_until_it_comes():
+    consumer = make_consumer()
+    consumer.receive("P0", landed(), 1.0)
+    consumer.verified("P0", "t", landed(), False, 1.0)
+    consumer.take()
+    asked = []
+    for now_s in (1.5, 2.0, 2.5, 3.0):
+        consumer.tick(now_s)
+        asked += [(now_s, order.message.again) for order in orders(consumer, Send)]
+    assert asked == [(2.0, [0]), (3.0, [0])]
+
+
 def test_a_check_that_comes_back_after_the_end_changes_nothing():
     consumer = make_consumer()
     consumer.receive("P0", landed(), 1.0)
