@@ -1,4 +1,4 @@
-"""The demo is the product's promise on real weights and a real text; it is run as a person runs it."""
+"""The demos are the product's promise on real weights and a real text; they are run as a person runs them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).resolve().parent
 
 
-def test_demo_ends_with_a_hit_and_the_same_text() -> None:
+@pytest.mark.parametrize("name", ["demo", "demo-engines"])
+def test_demo_ends_with_a_hit_and_the_same_text(name: str) -> None:
     demo = subprocess.run(
-        [sys.executable, str(HERE / "demo.py")],
+        [sys.executable, str(HERE / f"{name.replace('-', '_')}.py")],
         env={**os.environ, "PYTHONPATH": str(HERE.parent)},
         stdout=subprocess.PIPE,
         text=True,
@@ -22,7 +25,7 @@ def test_demo_ends_with_a_hit_and_the_same_text() -> None:
     print(demo.stdout)
     last = demo.stdout.rstrip().splitlines()[-1]
     number = r"\d+\.\d{3}"
-    match = re.fullmatch(rf"demo: OK hit_tokens=(\d+) ttft_cold_s={number} ttft_warm_s={number} same_text=yes", last)
+    match = re.fullmatch(rf"{name}: OK hit_tokens=(\d+) ttft_cold_s={number} ttft_warm_s={number} same_text=yes", last)
     assert match, last
     assert int(match[1]) >= 1500
     assert demo.returncode == 0

@@ -86,16 +86,20 @@ class Lives:
             ask(self[number], question, hit_tokens=0)
             if LIVES[number].write_policy == "write_back":
                 assert self.pages.count(question.prompt) == 0
-                fill_the_device(self[number], LIVES[number].max_total_tokens)
+                evicted, *_, still_there = fill_the_device(self[number], LIVES[number].max_total_tokens)
+                self.pages.wait_for(evicted)
+                assert self.pages.count(still_there) == 0
             self.pages.wait_for(question.prompt)
         return question
 
 
-def fill_the_device(server: SGLangServer, tokens: int) -> None:
-    """Make SGLang evict everything it has on the device."""
+def fill_the_device(server: SGLangServer, tokens: int) -> list[tuple[int, ...]]:
+    """Make SGLang evict what it has on the device, and the first of the prompts that this takes; returns these."""
     source = random.Random(4)
-    for _ in range(tokens // 512 + 1):
-        server.ask(draw_tokens(source, 512), max_tokens=1)
+    prompts = [draw_tokens(source, 512) for _ in range(tokens // 512 + 1)]
+    for prompt in prompts:
+        server.ask(prompt, max_tokens=1)
+    return prompts
 
 
 def ask(server: SGLangServer, question: Question, *, hit_tokens: int | None = None, **fields: object) -> int:
