@@ -33,7 +33,7 @@ def storage(attach) -> Any:
     """A backend with all pages of its host pool in the store; the host pool is blank."""
     host_pool = mha("page_first")
     axes(host_pool)[:] = model(1)
-    storage = attach(host_pool, load_deadline_s=0.5, save_deadline_s=0.5)
+    storage = attach(host_pool, load_deadline_s=0.5, save_deadline_s=1.0)
     assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [True] * PAGES
     axes(host_pool)[:] = 0
     return storage
