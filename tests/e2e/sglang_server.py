@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,11 +152,13 @@ class SGLangServer(ServerProcess, HttpClient):
         )
 
     def abandon(self, prompt: Prompt, *, after_s: float, max_tokens: int = 256) -> None:
-        """Send a request, and close its connection `after_s` seconds later without reading: the engine aborts it."""
-        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": max_tokens, "ignore_eos": True}}
-        connection = self._send("POST", "/generate", body)
+        """Send a request, and have it aborted `after_s` seconds later: SGLang notices a closed connection too late."""
+        rid = uuid.uuid4().hex
+        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
+        connection = self._send("POST", "/generate", {"rid": rid, "input_ids": prompt, "sampling_params": sampling})
         try:
             time.sleep(after_s)
+            self._read(self._send("POST", "/abort_request", {"rid": rid}, _AUTHORIZED))
         finally:
             connection.close()
 
