@@ -34,7 +34,7 @@ from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger, log_once, set_log_level
 from sglang_backend.figures import Figures
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_shape
-from sglang_backend.identity import WHOLE, Identity, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
+from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
 from sglang_backend.plugin import hooked
 from sglang_backend.stored_pool import StoredPool
 from store_client.base import Shard
@@ -89,7 +89,6 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._storage_config = storage_config
         self._figures = Figures(enabled=storage_config.enable_storage_metrics)
         self._counts_lookups = storage_config.tp_rank == 0 and storage_config.pp_rank == 0
-        self._identity: Identity | None = None
         self._pool: Pool | None = None
         self._kv: StoredPool | None = None
         self._others: dict[str, StoredPool] = {}
@@ -104,7 +103,6 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._check_page_size(mem_pool_host)
         shape = plain_shape(mem_pool_host)
         identity = identify(self._config, self._storage_config, mem_pool_host, shape)
-        self._identity = identity
         self._pool = Pool(self._config, prepare=identity.namespace)
         if mem_pool_host.kv_buffer is not None:  # else all of the model's state is in the other pools
             if shape is None or identity.shard is None:
