@@ -7,33 +7,19 @@ docs/configuration.md is generated from the schema by `mooncake_connector.config
 
 import difflib
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from mooncake_connector.config_file import read_config_file
+from mooncake_connector.config_values import TRANSPORTS, Hosts, Nbytes, PageTokens, Transports, decode, is_loopback
 from mooncake_connector.errors import ConfigError
 
 ENV_PREFIX = "MOONCAKE_CONNECTOR_"
 ENV_FILE = ENV_PREFIX + "CONFIG"
-
-MIN_CAPACITY_NBYTES = 1 << 20
-MAX_CAPACITY_NBYTES = 1 << 50
-
-_UNITS = {"": 0, "B": 0, "KIB": 10, "MIB": 20, "GIB": 30, "TIB": 40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-
-
-class Nbytes(int):
-    """A size in bytes; from text it takes binary units: "512MiB", "1.5GiB"."""
-
-
-class PageTokens(int):
-    """A page size: a power of two from 16 to 1024."""
 
 
 def _field(description: str, allowed: str, **bounds: Any) -> Meta:
@@ -121,6 +107,123 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "true or false",
         ),
     ] = False
+    prefix_reuse: Annotated[
+        bool,
+        _field(
+            "Whether pages are read from the pool and written to it. Without, only transfers between a prefill and a "
+            "decode instance are served.",
+            "true or false",
+        ),
+    ] = True
+    transports: Annotated[
+        Transports,
+        _field(
+            "How KV may travel between instances, tried in this order for each peer: `cma` reads the other process's "
+            "memory (same host, same user, permission to trace), `shm` goes through shared memory (same host, same "
+            "user), `tcp` reaches any host.",
+            'a list of "cma", "shm" and "tcp", each at most once, at least one',
+        ),
+    ] = Transports(TRANSPORTS)
+    transfer_hosts: Annotated[
+        Hosts,
+        _field(
+            "Addresses of this machine at which peers reach it, for control connections the first, for data all of "
+            "them. One that is not loopback needs `secret_file`.",
+            "a list of 1 to 16 different literal IP addresses; no names, and none of 0.0.0.0, :: and multicast, since "
+            "peers are told them",
+        ),
+    ] = Hosts(("127.0.0.1",))
+    transfer_port: Annotated[
+        int,
+        _field(
+            "Port at which the prefill instance tells its ranks' addresses. Set it where both instances get a request "
+            "at once, since the proxy must know it then.",
+            "an integer from 0 to 65535; 0 for any that is free",
+            ge=0,
+            le=65535,
+        ),
+    ] = 0
+    secret_file: Annotated[
+        Path | None,
+        _field(
+            "File with the secret that all instances of a deployment share: at least 16 bytes, white space around them "
+            "left out, readable by its owner alone.",
+            "an absolute path (`~` is expanded); null for none, which keeps transfers on this machine",
+        ),
+    ] = None
+    tls_certificate: Annotated[
+        Path | None,
+        _field(
+            "Certificate of this instance, in PEM. With `tls_key` and `tls_authority`, all that travels over TCP is "
+            "encrypted, and both sides show a certificate.",
+            "an absolute path (`~` is expanded); null for no TLS",
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        _field("Private key of `tls_certificate`, in PEM.", "an absolute path (`~` is expanded); null for no TLS"),
+    ] = None
+    tls_authority: Annotated[
+        Path | None,
+        _field(
+            "Certificates of the authority that must have signed those of peers, in PEM.",
+            "an absolute path (`~` is expanded); null for no TLS",
+        ),
+    ] = None
+    granularity: Annotated[
+        Literal["auto", "full", "chunk", "layer"],
+        _field(
+            "When KV leaves the prefill instance: with the whole prompt, with each chunk of prefill, or with each "
+            "layer of a chunk. `auto` goes by the length of the prompt.",
+            '"auto", "full", "chunk" or "layer"',
+        ),
+    ] = "auto"
+    granularity_chunk_tokens: Annotated[
+        int,
+        _field(
+            "With `auto`, shorter prompts travel as a whole.",
+            "an integer from 0 to 1073741824, at most `granularity_layer_tokens`",
+            ge=0,
+            le=1 << 30,
+        ),
+    ] = 512
+    granularity_layer_tokens: Annotated[
+        int,
+        _field(
+            "With `auto`, longer prompts travel layer by layer.",
+            "an integer from 0 to 1073741824, at least `granularity_chunk_tokens`",
+            ge=0,
+            le=1 << 30,
+        ),
+    ] = 4096
+    transfer_deadline_s: Annotated[
+        float,
+        _field(
+            "Seconds after which the decode instance gives up a transfer that is not complete, waiting for prefill "
+            "included.",
+            "a number above 0, at most 3600",
+            gt=0,
+            le=3600,
+        ),
+    ] = 120.0
+    transfer_lease_s: Annotated[
+        float,
+        _field(
+            "Seconds without a sign of life after which a peer is given up, and for which the prefill instance keeps "
+            "the KV of a prompt that nobody fetches.",
+            "a number from 1 to 3600",
+            ge=1,
+            le=3600,
+        ),
+    ] = 30.0
+    transfer_failure: Annotated[
+        Literal["recompute", "fail"],
+        _field(
+            "What becomes of a request whose transfer failed: the decode instance computes the prompt itself, or the "
+            "request fails.",
+            '"recompute" or "fail"',
+        ),
+    ] = "recompute"
 
     @property
     def effective_min_hit_tokens(self) -> int:
@@ -129,6 +232,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
+_Given: TypeAlias = tuple[Any, str]
+"""A value, and where it was set, as a message says it."""
 
 
 def load_config(
@@ -140,24 +245,16 @@ def load_config(
     Raises ConfigError that names the source, the key, the value seen and what is allowed.
     """
     environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
+    given: dict[str, _Given] = {}
     file_name = environ.get(ENV_FILE, "")
     if file_name:
-        values |= _checked(read_config_file(Path(file_name)), f"file {file_name}")
-    values |= _from_environ(environ)
+        given |= _checked(read_config_file(Path(file_name)), f"file {file_name}")
+    given |= _from_environ(environ)
     if engine_json is not None:
-        values |= _checked(engine_json, "the engine's JSON")
-    return Config(**values)
-
-
-def parse_nbytes(value: int | str) -> int:
-    """A size in bytes from an integer or from text: "4096", "512MiB", "1.5GiB". Raises ValueError."""
-    if isinstance(value, int):
-        return value
-    match = _SIZE.fullmatch(value)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError("expected an integer with an optional unit B, KiB, MiB, GiB or TiB")
-    return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
+        given |= _checked(engine_json, "the engine's JSON")
+    config = Config(**{name: value for name, (value, _) in given.items()})
+    _check_together(config, {name: source for name, (_, source) in given.items()})
+    return config
 
 
 def environ_name(field: str) -> str:
@@ -172,8 +269,8 @@ def field_metadata(name: str) -> Meta:
     return meta
 
 
-def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
-    values = {}
+def _from_environ(environ: Mapping[str, str]) -> dict[str, _Given]:
+    given = {}
     for variable in sorted(environ):
         if not variable.startswith(ENV_PREFIX) or variable == ENV_FILE or environ[variable] == "":
             continue
@@ -182,17 +279,42 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
         if name not in _FIELDS or variable != environ_name(name):
             known = [environ_name(field) for field in _FIELDS]
             raise ConfigError(f"{source} is unknown{_suggestion(variable, known)}")
-        values[name] = _convert(name, environ[variable], source, strict=False)
-    return values
+        given[name] = (_convert(name, environ[variable], source, strict=False), source)
+    return given
 
 
-def _checked(given: Mapping[str, Any], source: str) -> dict[str, Any]:
-    values = {}
-    for name, value in given.items():
+def _checked(values: Mapping[str, Any], where: str) -> dict[str, _Given]:
+    given = {}
+    for name, value in values.items():
         if name not in _FIELDS:
-            raise ConfigError(f"unknown configuration key {name!r} in {source}{_suggestion(str(name), list(_FIELDS))}")
-        values[name] = _convert(name, value, f"{name} in {source}", strict=True)
-    return values
+            raise ConfigError(f"unknown configuration key {name!r} in {where}{_suggestion(str(name), list(_FIELDS))}")
+        source = f"{name} in {where}"
+        given[name] = (_convert(name, value, source, strict=True), source)
+    return given
+
+
+def _check_together(config: Config, sources: Mapping[str, str]) -> None:
+    """What must hold between fields, whichever sources they come from. Raises ConfigError."""
+
+    def seen(name: str) -> str:
+        value = getattr(config, name)
+        value = "null" if value is None else repr(str(value) if isinstance(value, Path) else value)
+        return f"{sources.get(name, f'{name} by default')} is {value}"
+
+    if config.granularity_chunk_tokens > config.granularity_layer_tokens:
+        raise ConfigError(
+            f"{seen('granularity_chunk_tokens')} and {seen('granularity_layer_tokens')}: expected the first to be at "
+            "most the second"
+        )
+    tls = ("tls_certificate", "tls_key", "tls_authority")
+    if len({getattr(config, name) is None for name in tls}) > 1:
+        raise ConfigError(f"{', '.join(map(seen, tls))}: expected all three for TLS, or none")
+    exposed = [host for host in config.transfer_hosts if not is_loopback(host)]
+    if exposed and config.secret_file is None:
+        raise ConfigError(
+            f"{sources['transfer_hosts']} has {', '.join(exposed)}, not loopback, and {seen('secret_file')}: set "
+            "secret_file to a file with the same secret for all instances, or use 127.0.0.1"
+        )
 
 
 def _suggestion(name: str, known: list[str]) -> str:
@@ -207,39 +329,8 @@ def _convert(name: str, value: Any, source: str, *, strict: bool) -> Any:
         return None
     try:
         return msgspec.convert(
-            value, _FIELDS[name].type, strict=strict, dec_hook=lambda wanted, seen: _decode(wanted, seen, strict)
+            value, _FIELDS[name].type, strict=strict, dec_hook=lambda wanted, seen: decode(wanted, seen, strict)
         )
     except (msgspec.ValidationError, ValueError, OverflowError):
         extra = field_metadata(name).extra or {}
         raise ConfigError(f"{source} is {value!r}: expected {extra['allowed']}") from None
-
-
-def _decode(wanted: type, value: Any, strict: bool) -> Any:
-    """msgspec's hook for the types it does not know; raises ValueError for what is not allowed."""
-    if wanted is Path:
-        return _decode_path(value)
-    if not isinstance(value, int | str):
-        raise ValueError("expected an integer or text")
-    if wanted is Nbytes:
-        nbytes = parse_nbytes(value)
-        if not MIN_CAPACITY_NBYTES <= nbytes <= MAX_CAPACITY_NBYTES:
-            raise ValueError("out of range")
-        return Nbytes(nbytes)
-    if strict and not isinstance(value, int):
-        raise ValueError("expected an integer")
-    tokens = int(value)
-    if not 16 <= tokens <= 1024 or tokens & (tokens - 1):
-        raise ValueError("not a power of two in range")
-    return PageTokens(tokens)
-
-
-def _decode_path(value: Any) -> Path:
-    if not isinstance(value, str) or "\0" in value:
-        raise ValueError("expected text")
-    try:
-        path = Path(value).expanduser()
-    except RuntimeError as error:  # "~somebody" who does not exist
-        raise ValueError(str(error)) from None
-    if not path.is_absolute():
-        raise ValueError("not absolute")
-    return path

@@ -1,5 +1,7 @@
 """Prints docs/configuration.md from the schema: `python -m mooncake_connector.config_docs > docs/configuration.md`."""
 
+import json
+
 import msgspec
 
 from mooncake_connector.config import ENV_FILE, Config, environ_name, field_metadata
@@ -12,12 +14,13 @@ _HEAD = f"""\
 Nothing has to be set. What is set is looked up field by field, the first that has it wins:
 
 1. the engine's own JSON: `kv_connector_extra_config` inside vLLM's `--kv-transfer-config`;
-2. environment variables, one per field; an empty one counts as not set, `null` sets an optional field to its default;
+2. environment variables, one per field; an empty one counts as not set, `null` sets an optional field to its default,
+   a list is separated by commas;
 3. the TOML or YAML file that `{ENV_FILE}` names (`.toml`, `.yaml` or `.yml`);
 4. the default.
 
-An unknown key, a wrong type or an impossible value is an error at start that names the key, the value and what is
-allowed.
+An unknown key, a wrong type, an impossible value or values that do not go together are an error at start that names
+the keys, the values and what is allowed.
 
 The same setting in the three forms:
 
@@ -57,6 +60,8 @@ def render() -> str:
 def _default_text(value: object) -> str:
     if value is None:
         return "null"
+    if isinstance(value, tuple):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

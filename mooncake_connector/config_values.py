@@ -1,0 +1,121 @@
+"""Values of configuration fields that plain types do not describe, and the forms in which they may be written.
+
+Each is checked alone; what must hold between fields is `mooncake_connector.config`'s work.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Any
+
+MIN_CAPACITY_NBYTES = 1 << 20
+MAX_CAPACITY_NBYTES = 1 << 50
+TRANSPORTS = ("cma", "shm", "tcp")
+MAX_HOSTS = 16
+
+_UNITS = {"": 0, "B": 0, "KIB": 10, "MIB": 20, "GIB": 30, "TIB": 40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+class Nbytes(int):
+    """A size in bytes; from text it takes binary units: "512MiB", "1.5GiB"."""
+
+
+class PageTokens(int):
+    """A page size: a power of two from 16 to 1024."""
+
+
+class Transports(tuple[str, ...]):
+    """Names of transports, each once, in the order in which they are tried."""
+
+
+class Hosts(tuple[str, ...]):
+    """Literal IP addresses of this machine, each once."""
+
+
+def decode(wanted: type, value: Any, strict: bool) -> Any:
+    """msgspec's hook for the types that it does not know; raises ValueError for what is not allowed.
+
+    Where not `strict`, text stands for numbers ("64") and for lists ("cma,tcp").
+    """
+    if wanted is Path:
+        return _decode_path(value)
+    if wanted is Transports:
+        return Transports(_decode_names(value, strict, TRANSPORTS, len(TRANSPORTS)))
+    if wanted is Hosts:
+        hosts = Hosts(_decode_names(value, strict, None, MAX_HOSTS))
+        if not all(map(_can_be_told_to_peers, hosts)):
+            raise ValueError("no address of a machine")
+        return hosts
+    if not isinstance(value, int | str):
+        raise ValueError("expected an integer or text")
+    return _decode_nbytes(value) if wanted is Nbytes else _decode_page_tokens(value, strict)
+
+
+def parse_nbytes(value: int | str) -> int:
+    """A size in bytes from an integer or from text: "4096", "512MiB", "1.5GiB". Raises ValueError."""
+    if isinstance(value, int):
+        return value
+    match = _SIZE.fullmatch(value)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError("expected an integer with an optional unit B, KiB, MiB, GiB or TiB")
+    return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host`, a literal IP address, stays on this machine. Raises ValueError for anything else."""
+    return _address(host).is_loopback
+
+
+def _decode_nbytes(value: int | str) -> Nbytes:
+    nbytes = parse_nbytes(value)
+    if not MIN_CAPACITY_NBYTES <= nbytes <= MAX_CAPACITY_NBYTES:
+        raise ValueError("out of range")
+    return Nbytes(nbytes)
+
+
+def _decode_page_tokens(value: int | str, strict: bool) -> PageTokens:
+    if strict and not isinstance(value, int):
+        raise ValueError("expected an integer")
+    tokens = int(value)
+    if not 16 <= tokens <= 1024 or tokens & (tokens - 1):
+        raise ValueError("not a power of two in range")
+    return PageTokens(tokens)
+
+
+def _decode_names(value: Any, strict: bool, known: tuple[str, ...] | None, most: int) -> list[str]:
+    """Between 1 and `most` different names."""
+    if isinstance(value, str) and not strict:
+        value = [name.strip() for name in value.split(",")]
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError("expected a list of text")
+    if not 1 <= len(value) <= most or len(set(value)) < len(value):
+        raise ValueError("none, too many, or one twice")
+    if known is not None and not set(value) <= set(known):
+        raise ValueError("unknown name")
+    return value
+
+
+def _can_be_told_to_peers(host: str) -> bool:
+    address = _address(host)
+    return not (address.is_unspecified or address.is_multicast)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def _decode_path(value: Any) -> Path:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError("expected text")
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:  # "~somebody" who does not exist
+        raise ValueError(str(error)) from None
+    if not path.is_absolute():
+        raise ValueError("not absolute")
+    return path

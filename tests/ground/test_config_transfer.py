@@ -1,0 +1,133 @@
+"""Configuration of transfers between instances: lists, addresses, and what must hold between fields."""
+
+from pathlib import Path
+
+import pytest
+
+from mooncake_connector.config import load_config
+from mooncake_connector.errors import ConfigError
+
+TLS = {"tls_certificate": "/etc/kv/me.pem", "tls_key": "/etc/kv/me.key", "tls_authority": "/etc/kv/ca.pem"}
+
+
+def environ(**fields: str) -> dict[str, str]:
+    return {f"MOONCAKE_CONNECTOR_{name.upper()}": text for name, text in fields.items()}
+
+
+def refusal(engine_json: dict[str, object], variables: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(engine_json, variables or {})
+    return str(caught.value)
+
+
+def test_with_nothing_set_transfers_stay_on_this_machine():
+    config = load_config({}, {})
+    assert config.prefix_reuse is True
+    assert config.transports == ("cma", "shm", "tcp")
+    assert (config.transfer_hosts, config.transfer_port) == (("127.0.0.1",), 0)
+    assert config.secret_file is config.tls_certificate is config.tls_key is config.tls_authority is None
+    bounds = (config.granularity, config.granularity_chunk_tokens, config.granularity_layer_tokens)
+    assert bounds == ("auto", 512, 4096)
+    assert (config.transfer_deadline_s, config.transfer_lease_s, config.transfer_failure) == (120, 30, "recompute")
+
+
+def test_lists_come_from_json_and_from_files(tmp_path):
+    (tmp_path / "config.toml").write_text('transports = ["tcp", "cma"]\n')
+    config = load_config(
+        {"transfer_hosts": ["127.0.0.2", "::1"]}, {"MOONCAKE_CONNECTOR_CONFIG": str(tmp_path / "config.toml")}
+    )
+    assert (config.transports, config.transfer_hosts) == (("tcp", "cma"), ("127.0.0.2", "::1"))
+
+
+def test_a_variable_separates_a_list_by_commas():
+    config = load_config({}, environ(transports="tcp, shm", transfer_hosts="127.0.0.1"))
+    assert (config.transports, config.transfer_hosts) == (("tcp", "shm"), ("127.0.0.1",))
+
+
+def test_a_list_in_the_engines_json_is_a_list():
+    assert "transports in the engine's JSON is 'tcp,shm': expected a list" in refusal({"transports": "tcp,shm"})
+
+
+@pytest.mark.parametrize("value", [[], ["tcp", "tcp"], ["rdma"], ["tcp", 5], ["TCP"], {"tcp": 1}, None, 5])
+def test_transports_are_known_and_each_named_once(value):
+    message = refusal({"transports": value})
+    assert message.startswith(f"transports in the engine's JSON is {value!r}: expected a list of ")
+    assert "each at most once, at least one" in message
+
+
+@pytest.mark.parametrize("text", ["tcp,", "tcp,,cma", "tcp,tcp", ",", "tcp cma"])
+def test_a_variable_with_a_bad_list_is_refused(text):
+    message = refusal({}, environ(transports=text))
+    assert f"MOONCAKE_CONNECTOR_TRANSPORTS is {text!r}: expected a list" in message
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["0.0.0.0", "::", "::ffff:0.0.0.0", "224.0.0.1", "ff02::1", "localhost", "node-7", "10.0.0.1:80", "10.0.0.0/8", ""],
+)
+def test_a_host_is_the_address_of_a_machine(host):
+    message = refusal({"transfer_hosts": ["127.0.0.1", host]})
+    assert "literal IP addresses" in message and repr(host) in message
+
+
+@pytest.mark.parametrize("hosts", [[], ["127.0.0.1", "127.0.0.1"], [f"127.0.0.{n}" for n in range(1, 18)], "127.0.0.1"])
+def test_hosts_are_one_to_sixteen_different_ones(hosts):
+    assert "1 to 16 different" in refusal({"transfer_hosts": hosts})
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "192.168.1.7", "2001:db8::7", "fe80::1%eth0", "::ffff:10.0.0.1"])
+def test_an_address_that_others_reach_needs_a_secret(host):
+    hosts = ["127.0.0.1", host]
+    message = refusal({"transfer_hosts": hosts})
+    assert f"transfer_hosts in the engine's JSON has {host}, not loopback" in message
+    assert "secret_file by default is null: set secret_file" in message
+    config = load_config({"transfer_hosts": hosts, "secret_file": "/etc/kv/secret"}, {})
+    assert (config.transfer_hosts, config.secret_file) == (tuple(hosts), Path("/etc/kv/secret"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
+def test_loopback_needs_no_secret(host):
+    assert load_config({"transfer_hosts": [host]}, {}).transfer_hosts == (host,)
+
+
+@pytest.mark.parametrize("missing", TLS)
+def test_tls_has_all_three_paths_or_none(missing):
+    assert load_config(TLS, {}).tls_key == Path("/etc/kv/me.key")
+    for given in ({key: path for key, path in TLS.items() if key != missing}, {missing: TLS[missing]}):
+        message = refusal(given)
+        assert "expected all three for TLS, or none" in message
+        for key in TLS:
+            seen = repr(TLS[key]) if key in given else "null"
+            assert f"{key} in the engine's JSON is {seen}" in message or f"{key} by default is {seen}" in message
+
+
+def test_granularity_bounds_ascend_whichever_sources_they_come_from():
+    assert load_config({"granularity_chunk_tokens": 4096}, {}).granularity_chunk_tokens == 4096
+    message = refusal({"granularity_chunk_tokens": 1000}, environ(granularity_layer_tokens="999"))
+    assert "granularity_chunk_tokens in the engine's JSON is 1000 and environment variable " in message
+    assert "MOONCAKE_CONNECTOR_GRANULARITY_LAYER_TOKENS is 999: expected the first to be at most the second" in message
+    assert "granularity_layer_tokens by default is 4096" in refusal({"granularity_chunk_tokens": 4097})
+
+
+@pytest.mark.parametrize(
+    "key, value, allowed",
+    [
+        ("prefix_reuse", 0, "true or false"),
+        ("transfer_port", -1, "0 to 65535"),
+        ("transfer_port", 65536, "0 to 65535"),
+        ("transfer_port", "80", "0 to 65535"),
+        ("secret_file", "secret", "absolute path"),
+        ("tls_key", "", "absolute path"),
+        ("granularity", "block", '"auto", "full", "chunk" or "layer"'),
+        ("granularity_chunk_tokens", -1, "at most `granularity_layer_tokens`"),
+        ("granularity_layer_tokens", 1 << 31, "at least `granularity_chunk_tokens`"),
+        ("transfer_deadline_s", 0, "above 0, at most 3600"),
+        ("transfer_deadline_s", 3601, "above 0, at most 3600"),
+        ("transfer_lease_s", 0.5, "from 1 to 3600"),
+        ("transfer_lease_s", float("nan"), "from 1 to 3600"),
+        ("transfer_failure", "retry", '"recompute" or "fail"'),
+    ],
+)
+def test_a_bad_value_is_refused_with_key_value_and_what_is_allowed(key, value, allowed):
+    message = refusal({key: value})
+    assert message.startswith(f"{key} in the engine's JSON is {value!r}: expected ") and allowed in message
