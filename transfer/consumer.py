@@ -5,12 +5,13 @@ One rank of the decode instance. What one rank of the prefill instance sends it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from transfer.messages import Announce, AnyMessage, Close, Granted, Landed, Report, State, Status
+from transfer.base import GRANT_KEY_NBYTES
+from transfer.messages import MAX_NAME_LENGTH, Announce, AnyMessage, Close, Granted, Landed, Report, State, Status
 from transfer.protocol import Ending, Half, Release, Revoke, Timing, Verify
 
 
@@ -75,6 +76,8 @@ class _Transfer:
 class Consumer(Half):
     """Fetches transfers. The engine calls `announce`, then `grant` or `cancel`; see `Half` for the rest."""
 
+    _other = "producer"
+
     def __init__(self, generation: int, timing: Timing | None = None) -> None:
         super().__init__(generation, timing or Timing())
         self._transfers: dict[str, _Transfer] = {}
@@ -95,8 +98,10 @@ class Consumer(Half):
             computed: the request was at the producer first, which must know it.
             deadline_s: seconds until it is given up; `Timing.deadline_s` by default.
 
-        Raises ValueError for a name whose earlier transfer is not released, or without sources.
+        Raises ValueError for a name whose earlier transfer is not released or that is too long, or without sources.
         """
+        if len(transfer) > MAX_NAME_LENGTH:
+            raise ValueError(f"transfer {transfer[:64]!r}...: a name of {len(transfer)} characters")
         known = self._transfers.get(transfer)
         if not sources or (known is not None and not known.released):
             raise ValueError(f"transfer {transfer!r} is under way, or has no sources")
@@ -118,8 +123,10 @@ class Consumer(Half):
         """Let the producers write tokens `[first_token, stop_token)` into these blocks, the request's whole table.
 
         False where the transfer is over already: it has its Release, and nothing was granted. Raises ValueError where
-        it has a grant.
+        it has a grant, or for tokens or a key that cannot be.
         """
+        if not 0 <= first_token <= stop_token or len(key) != GRANT_KEY_NBYTES:
+            raise ValueError(f"transfer {transfer!r}: tokens {first_token}..{stop_token - 1}, key of {len(key)} bytes")
         known = self._transfers.get(transfer)
         if known is None or known.ending is not None:
             return False
@@ -142,12 +149,15 @@ class Consumer(Half):
             self._end(known, Ending.CANCELLED, cause, now_s)
 
     def verified(self, peer: str, transfer: str, landed: Landed, right: bool, now_s: float) -> None:
-        """A `Verify` is over."""
+        """A `Verify` is over. Raises ValueError where none was ordered."""
         known = self._transfers.get(transfer)
         if known is None or known.ending is not None or known.grant != landed.grant:
             return
-        leg = known.legs[peer]
-        leg.batches[landed.batch].right = right
+        leg = known.legs.get(peer)
+        got = None if leg is None else leg.batches.get(landed.batch)
+        if leg is None or got is None or got.right is not None or got.landed != landed:
+            raise ValueError(f"transfer {transfer!r}: no check of batch {landed.batch} from {peer} is under way")
+        got.right = right
         if not right and landed.attempt:
             self._end(known, Ending.FAILED, f"batch {landed.batch} came with wrong bytes twice", now_s)
             return
@@ -218,12 +228,12 @@ class Consumer(Half):
         leg.batches[message.batch] = _Got(message)
         self._orders.append(Verify(leg.source.peer, known.name, message))
 
-    def _restarted(self, peer: str, now_s: float) -> None:
+    def _fail_begun(self, peer: str, spared: Container[int], cause: str, now_s: float) -> None:
         for known in list(self._transfers.values()):
             leg = known.legs.get(peer)
-            if leg is not None and leg.life not in (0, self._lives[peer]):
+            if leg is not None and leg.life not in spared:
                 leg.closed = True
-                self._end(known, Ending.FAILED, "the producer restarted", now_s)
+                self._end(known, Ending.FAILED, cause, now_s)
 
     # How a transfer ends
 
@@ -255,7 +265,8 @@ class Consumer(Half):
         known.ending, known.cause, known.ended_s = ending, cause[:512], now_s
         for leg in known.legs.values():
             leg.send_s = now_s + self._timing.retry_s
-            self._close(known, leg)
+            if not leg.closed:
+                self._close(known, leg)
         if known.grant:
             self._orders.append(Revoke(known.name))
         else:

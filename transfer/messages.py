@@ -19,11 +19,13 @@ from transfer.layout import RankLayout
 MAX_MESSAGE_NBYTES = 4 << 20
 _MAX_BLOCKS = 1 << 18
 _MAX_PAGES = 1 << 17
-_MAX_RANKS = 1 << 10
+_MAX_ENDPOINTS = 8
+MAX_NAME_LENGTH = 256
+"""Characters of a transfer's name."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
 Generation: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-TransferId: TypeAlias = Annotated[str, Meta(max_length=256)]
+TransferId: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
 Text: TypeAlias = Annotated[str, Meta(max_length=512)]
 
 
@@ -122,13 +124,25 @@ class Reset(Message, frozen=True, kw_only=True):
     """Either: your message was meant for an earlier life of mine; `generation` is this one."""
 
 
-class Layouts(Message, frozen=True, kw_only=True):
-    """Either: the KV memory of all ranks of my instance, by rank number (`pp_rank * tp_size + tp_rank`)."""
+class Introduction(Message, frozen=True, kw_only=True):
+    """Consumer: what you must know of my rank to write to it. Once for each control connection, before anything else.
 
-    ranks: Annotated[list[RankLayout], Meta(min_length=1, max_length=_MAX_RANKS)]
+    `transfer` is "". The layers and heads are the route, as numbers of the model: what you send me. `endpoints` says for
+    each transport by name where it listens.
+    """
+
+    layout: RankLayout
+    first_layer: Count
+    num_layers: Count
+    first_head: Count
+    num_heads: Count
+    endpoints: Annotated[
+        dict[Annotated[str, Meta(max_length=16)], Annotated[bytes, Meta(max_length=4096)]],
+        Meta(max_length=_MAX_ENDPOINTS),
+    ]
 
 
-AnyMessage: TypeAlias = Announce | Granted | Report | Close | Landed | Status | Reset | Layouts
+AnyMessage: TypeAlias = Announce | Granted | Report | Close | Landed | Status | Reset | Introduction
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
@@ -148,8 +162,8 @@ def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
         raise MessageError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE_NBYTES} are accepted")
     try:
         message = _decoder.decode(data)
-    except (msgspec.DecodeError, TransferError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise MessageError(f"not a message: {error}") from None
+    except Exception as error:  # also those of a layout's checks, and bare UnicodeDecodeError for text that is no UTF-8
+        raise MessageError(f"not a message: {str(error)[:500]}") from None
     if isinstance(message, Granted | Landed) and message.stop_token < message.first_token:
         raise MessageError(f"tokens {message.first_token}..{message.stop_token - 1}")
     if message.generation == 0:

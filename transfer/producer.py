@@ -5,7 +5,7 @@ One rank of the prefill instance. What it says to one rank of the decode instanc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -53,7 +53,8 @@ class _Leg:
     divider: Divider | None = None
     sent: list[_Sent] = field(default_factory=list)
     verified: int = 0
-    writing: int = 0
+    writing: set[int] = field(default_factory=set)
+    """Batches that a write reads."""
     state: State = State.OPEN
     ending: Ending | None = None
     cause: str = ""
@@ -81,7 +82,12 @@ class _Transfer:
 
 
 class Producer(Half):
-    """Serves transfers: the engine calls `open`, then `computed` and `finished`, or `cancel`. See also `Half`."""
+    """Serves transfers: the engine calls `open`, then `computed` and `finished`, or `cancel`. See also `Half`.
+
+    Calls about a transfer that is not open, or not any more, raise ValueError.
+    """
+
+    _other = "consumer"
 
     def __init__(self, generation: int, shape_of: ShapeOf, timing: Timing | None = None) -> None:
         super().__init__(generation, timing or Timing())
@@ -105,7 +111,9 @@ class Producer(Half):
 
     def computed(self, transfer: str, layer: int, stop_token: int, now_s: float) -> None:
         """All layers of this rank up to `layer` have the KV of the request's tokens before `stop_token`."""
-        known = self._mine(transfer)
+        self._compute(self._computing(transfer), layer, stop_token, now_s)
+
+    def _compute(self, known: _Transfer, layer: int, stop_token: int, now_s: float) -> None:
         known.progress = [(at, stop) for at, stop in known.progress if at > layer or stop > stop_token]
         known.progress.append((layer, stop_token))
         for leg in known.legs.values():
@@ -114,14 +122,24 @@ class Producer(Half):
 
     def finished(self, transfer: str, num_tokens: int, now_s: float) -> None:
         """Prefill is over, with the KV of so many tokens; the lease begins."""
-        known = self._mine(transfer)
-        if known.computed_s is not None:
-            raise ValueError(f"transfer {transfer!r} is finished already")
+        known = self._computing(transfer)
         known.computed_s = now_s
-        self.computed(transfer, _ALL_LAYERS, num_tokens, now_s)
+        self._compute(known, _ALL_LAYERS, num_tokens, now_s)
         for leg in known.legs.values():
             self._check_enough(known, leg)
         self._settle(known, now_s)
+
+    def preempted(self, transfer: str, now_s: float) -> None:
+        """The engine took the blocks in mid-prefill, and will compute again from the start.
+
+        Where a batch was begun the transfer ends: what landed came from blocks that are gone, and what is being read
+        may change under the write, whose outcome counts for nothing any more.
+        """
+        known = self._computing(transfer)
+        if any(leg.sent for leg in known.legs.values()):
+            self._end(known, Ending.CANCELLED, "preempted", now_s)
+        else:
+            known.progress.clear()
 
     def cancel(self, transfer: str, cause: str, now_s: float) -> None:
         """The engine gives the request up; its blocks come free when no write reads them any more."""
@@ -136,10 +154,15 @@ class Producer(Half):
         error: str | None,
         now_s: float,
     ) -> None:
-        """A `Write` is over: with one checksum for each page, or with what went wrong."""
-        known = self._transfers[transfer]
-        leg = known.legs[peer]
-        leg.writing -= 1
+        """A `Write` is over: with one checksum for each page, or with what went wrong.
+
+        Raises ValueError where none was ordered.
+        """
+        known = self._transfers.get(transfer)
+        leg = None if known is None else known.legs.get(peer)
+        if known is None or leg is None or number not in leg.writing:
+            raise ValueError(f"transfer {transfer!r}: no write of batch {number} to {peer} is under way")
+        leg.writing.remove(number)
         if leg.state is State.OPEN:
             if error is not None:
                 self._fail(known, leg, Ending.FAILED, error)
@@ -166,6 +189,12 @@ class Producer(Half):
         known = self._transfers.get(transfer)
         if known is None or not known.opened:
             raise ValueError(f"transfer {transfer!r} is not open here")
+        return known
+
+    def _computing(self, transfer: str) -> _Transfer:
+        known = self._mine(transfer)
+        if known.computed_s is not None:
+            raise ValueError(f"transfer {transfer!r} is finished already")
         return known
 
     # What consumers say
@@ -236,11 +265,13 @@ class Producer(Half):
             self._orders.append(Abandon(leg.peer, known.name))
         self._say_status(known, leg, message.grant)
 
-    def _restarted(self, peer: str, now_s: float) -> None:
+    def _fail_begun(self, peer: str, spared: Container[int], cause: str, now_s: float) -> None:
         for known in list(self._transfers.values()):
             leg = known.legs.get(peer)
-            if leg is not None and leg.life != self._lives[peer]:
-                self._fail(known, leg, Ending.FAILED, "the consumer restarted")
+            if leg is not None and leg.life not in spared:
+                self._fail(known, leg, Ending.FAILED, cause)
+                if peer in self._lost:
+                    leg.state = State.CLOSED  # nobody is left to be told
                 self._settle(known, now_s)
 
     # What happens to a leg
@@ -275,7 +306,7 @@ class Producer(Half):
 
     def _write(self, known: _Transfer, leg: _Leg, number: int) -> None:
         assert leg.granted is not None
-        leg.writing += 1
+        leg.writing.add(number)
         sent = leg.sent[number]
         self._orders.append(Write(leg.peer, known.name, leg.granted, number, sent.attempt, sent.batch))
 

@@ -1,17 +1,18 @@
 """What both halves of the PD protocol share: endings, times, and the orders that they give to whoever runs them.
 
 The protocol is sans-I/O. `transfer.producer.Producer` and `transfer.consumer.Consumer` take calls of the engine,
-messages, results and the time, and answer with orders; sockets, threads, memory and clocks are around them. A call may
-raise ValueError for a mistake of the caller; nothing that a peer sends raises. Neither half is safe to use from two
-threads at once. docs/transfer.md has the rules.
+messages, results and the time, and answer with orders; sockets, threads, memory and clocks are around them. A call
+raises ValueError for a mistake of the caller, and then changes nothing; nothing that a peer sends raises. Neither half is
+safe to use from two threads at once. docs/transfer.md has the rules.
 """
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from transfer.granularity import Batch
 from transfer.messages import AnyMessage, Granted, Landed, Reset
@@ -107,10 +108,15 @@ class Half(ABC):
         generation: the life of this process: larger than its earlier ones, such as `time.time_ns()` at start.
     """
 
+    _other: ClassVar[str]
+    """What the peers are, for causes."""
+
     def __init__(self, generation: int, timing: Timing) -> None:
         self.generation = generation
         self._timing = timing
         self._lives: dict[str, int] = {}
+        self._lost: set[str] = set()
+        """Peers whose last known life is over."""
         self._orders: list[Order] = []
 
     def take(self) -> list[Order]:
@@ -122,13 +128,19 @@ class Half(ABC):
         """A handshake with this life of the peer; what was begun with another one fails."""
         before = self._lives.get(peer)
         self._lives[peer] = generation
+        self._lost.discard(peer)
         if before not in (None, generation):
-            self._restarted(peer, now_s)
+            self._fail_begun(peer, (0, generation), f"the {self._other} restarted", now_s)
+
+    def lost(self, peer: str, now_s: float) -> None:
+        """The peer's process is gone for certain; what was begun with it fails. A later life may come, and is `met`."""
+        self._lost.add(peer)
+        self._fail_begun(peer, (), f"the {self._other} is gone", now_s)
 
     def receive(self, peer: str, message: AnyMessage, now_s: float) -> None:
         """A message came. One from an earlier life of the peer is dropped, one for an earlier life of ours refused."""
         known = self._lives.get(peer, 0)
-        if message.generation < known:
+        if message.generation < known or (message.generation == known and peer in self._lost):
             return
         if message.generation > known:
             self.met(peer, message.generation, now_s)
@@ -148,8 +160,8 @@ class Half(ABC):
         """A message of the peer's present life, meant for this one."""
 
     @abstractmethod
-    def _restarted(self, peer: str, now_s: float) -> None:
-        """The peer has another life than the one known before."""
+    def _fail_begun(self, peer: str, spared: Container[int], cause: str, now_s: float) -> None:
+        """What was begun with the peer's lives fails, apart from those `spared`; 0 stands for whichever comes."""
 
     def _send(self, peer: str, kind: type[AnyMessage], transfer: str, *, to: int, **fields: Any) -> None:
         self._orders.append(Send(peer, kind(generation=self.generation, to=to, transfer=transfer, **fields)))

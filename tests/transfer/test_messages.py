@@ -14,8 +14,8 @@ from transfer.messages import (
     AnyMessage,
     Close,
     Granted,
+    Introduction,
     Landed,
-    Layouts,
     MessageError,
     Report,
     Reset,
@@ -37,7 +37,15 @@ MESSAGES: list[AnyMessage] = [
     ),
     Status(**HEAD, state=State.OPEN, cause=""),
     Reset(**HEAD),
-    Layouts(**HEAD, ranks=[RANK]),
+    Introduction(
+        **{**HEAD, "transfer": "", "grant": 0},
+        layout=RANK,
+        first_layer=0,
+        num_layers=2,
+        first_head=1,
+        num_heads=1,
+        endpoints={"cma": b"\x00name", "tcp": b"127.0.0.1:1"},
+    ),
 ]
 
 
@@ -51,7 +59,7 @@ def altered(message: AnyMessage, **fields: object) -> bytes:
     return msgspec.msgpack.encode({**msgspec.msgpack.decode(encode(message)), **fields})
 
 
-_, GRANTED, REPORT, _, LANDED, _, RESET, LAYOUTS = MESSAGES
+_, GRANTED, REPORT, _, LANDED, _, RESET, INTRODUCTION = MESSAGES
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,13 @@ _, GRANTED, REPORT, _, LANDED, _, RESET, LAYOUTS = MESSAGES
         (LANDED, {"first_token": 65}),
         (LANDED, {"checksums": [-1]}),
         (REPORT, {"again": [1.5]}),
-        (LAYOUTS, {"ranks": []}),
+        (INTRODUCTION, {"endpoints": {f"t{number}": b"" for number in range(9)}}),
+        (INTRODUCTION, {"endpoints": {"x" * 17: b""}}),
+        (INTRODUCTION, {"endpoints": {"tcp": b"x" * 4097}}),
+        (INTRODUCTION, {"endpoints": {"tcp": "text"}}),
+        (INTRODUCTION, {"endpoints": {7: b""}}),
+        (INTRODUCTION, {"num_heads": -1}),
+        (INTRODUCTION, {"layout": None}),
     ],
 )
 def test_what_may_not_be_is_refused(message, fields):
@@ -97,11 +111,27 @@ def test_a_field_that_is_missing_is_refused():
 def test_an_impossible_layout_is_refused_on_arrival():
     rank = {**msgspec.to_builtins(RANK), "num_heads": 3}
     with pytest.raises(MessageError, match="KV heads"):
-        decode(altered(LAYOUTS, ranks=[rank]))
+        decode(altered(INTRODUCTION, layout=rank))
+
+
+@pytest.mark.parametrize("field", [b"request-1", b"cancelled", b"transfer", b"Close"])
+def test_text_that_is_not_utf_8_is_refused_wherever_it_is(field):
+    data = encode(MESSAGES[3])
+    with pytest.raises(MessageError):
+        decode(data.replace(field, b"\xff" * len(field)))
+
+
+def test_what_a_message_says_wrong_is_said_in_few_words():
+    rank = msgspec.to_builtins(RANK)
+    rank["blocks"]["layer_addresses"] = [1 << 60] * 10_000
+    with pytest.raises(MessageError) as caught:
+        decode(altered(INTRODUCTION, layout=rank))
+    assert len(str(caught.value)) < 600
 
 
 def test_a_message_too_large_is_neither_sent_nor_read():
-    message = Layouts(**HEAD, ranks=[RANK] * 20_000)
+    block_ids = [(1 << 32) - 1] * (MAX_MESSAGE_NBYTES // 5)
+    message = Granted(**HEAD, legs=1, computed=True, first_token=0, stop_token=1, block_ids=block_ids, key=b"k" * 16)
     with pytest.raises(MessageError, match="at most"):
         encode(message)
     with pytest.raises(MessageError, match="at most"):

@@ -1,0 +1,201 @@
+"""What the consumer's half makes of single calls and messages, also of such as no well-behaved peer sends."""
+
+from __future__ import annotations
+
+import pytest
+from simulated.halves import KEY, LAYERS, answers, landed, make_consumer, orders, status
+
+from transfer.consumer import Consumer, Source
+from transfer.messages import Close, Report, State
+from transfer.protocol import Ending, Release, Revoke, Send, Timing, Verify
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first_layer": 1},
+        {"num_layers": 0},
+        {"num_layers": 3},
+        {"stop_token": 9},
+        {"first_token": 8},
+        {"first_layer": 2},
+        {"batch": 16},
+    ],
+)
+def test_a_batch_that_is_not_in_what_was_granted_fails_the_transfer(changes):
+    consumer = make_consumer()
+    consumer.receive("P0", landed(**changes), 1.0)
+    given = consumer.take()
+    assert Revoke("t") in given and not any(isinstance(order, Verify) for order in given)
+
+
+def test_batches_that_overlap_do_not_make_a_transfer_complete():
+    consumer = make_consumer()
+    parts = [landed(stop_token=6, batch=0), landed(first_token=4, stop_token=6, batch=1)]
+    for part in parts:
+        consumer.receive("P0", part, 1.0)
+        consumer.verified("P0", "t", part, True, 1.0)
+    consumer.revoked("t", 1.0)
+    assert orders(consumer, Release) == [Release("t", Ending.FAILED, "batches overlap")]
+
+
+def test_a_batch_said_twice_is_checked_once_and_confirmed_again():
+    consumer = make_consumer()
+    part = landed(stop_token=4)
+    for _ in range(2):
+        consumer.receive("P0", part, 1.0)
+    assert len(orders(consumer, Verify)) == 1
+    consumer.verified("P0", "t", part, True, 1.0)
+    consumer.take()
+    (again,) = answers(consumer, part, "P0")
+    assert isinstance(again, Report) and again.verified == 1
+
+
+def test_batches_are_confirmed_up_to_the_first_that_is_missing():
+    consumer = make_consumer()
+    parts = {number: landed(batch=number, first_token=2 * number, stop_token=2 * number + 2) for number in range(3)}
+    verified = []
+    for number in (0, 2, 1):
+        consumer.receive("P0", parts[number], 1.0)
+        consumer.take()
+        consumer.verified("P0", "t", parts[number], True, 1.0)
+        verified += [order.message.verified for order in orders(consumer, Send)]
+    assert verified == [1, 1, 3]
+
+
+def test_one_leg_that_is_done_does_not_make_the_transfer_done():
+    consumer = make_consumer(legs=2)
+    consumer.receive("P0", landed(), 1.0)
+    consumer.verified("P0", "t", landed(), True, 1.0)
+    assert orders(consumer, Revoke) == []
+    consumer.receive("P1", landed(), 1.0)
+    consumer.verified("P1", "t", landed(), True, 1.0)
+    assert orders(consumer, Revoke) == [Revoke("t")]
+
+
+def test_the_silence_of_a_producer_counts_from_the_grant():
+    consumer = Consumer(20)
+    consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 1000.0, computed=True)
+    consumer.tick(1049.0)
+    assert consumer.held == ["t"]
+    consumer.grant("t", 0, 8, [5], KEY, 1050.0)
+    consumer.tick(1079.9)
+    assert consumer.held == ["t"] and orders(consumer, Revoke) == []
+    consumer.tick(1080.0)
+    assert orders(consumer, Revoke) == [Revoke("t")]
+
+
+def test_a_producer_that_has_sent_all_may_fall_silent_while_others_send():
+    consumer = make_consumer(legs=2)
+    consumer.receive("P0", landed(), 1.0)
+    consumer.verified("P0", "t", landed(), True, 1.0)
+    consumer.receive("P1", status(), 25.0)
+    consumer.tick(40.0)
+    assert orders(consumer, Revoke) == []
+
+
+def test_nothing_is_read_from_a_transfer_that_has_no_grant():
+    consumer = Consumer(20)
+    consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 0.0, computed=True)
+    consumer.receive("P0", landed(grant=0), 1.0)
+    assert orders(consumer, Verify, Release) == []
+
+
+@pytest.mark.parametrize("message", [landed(transfer="gone"), status(transfer="gone"), landed(grant=7)])
+def test_a_producer_that_serves_what_is_not_wanted_is_told_to_stop(message):
+    (answer,) = answers(make_consumer(), message, "P0")
+    assert isinstance(answer, Close) and not answer.done and answer.grant == message.grant
+
+
+def test_what_is_over_on_both_sides_is_not_spoken_of():
+    assert answers(make_consumer(), status(transfer="gone", state=State.CLOSED), "P0") == []
+
+
+def test_a_producer_that_thinks_it_is_over_ends_the_transfer():
+    consumer = make_consumer()
+    consumer.receive("P0", status(state=State.CLOSED), 1.0)
+    consumer.revoked("t", 1.0)
+    assert orders(consumer, Release) == [Release("t", Ending.FAILED, "the producer gave up: closed")]
+
+
+def test_what_lands_after_the_end_is_not_read():
+    consumer = make_consumer()
+    consumer.cancel("t", "client gone", 1.0)
+    consumer.take()
+    consumer.receive("P0", landed(), 1.0)
+    assert orders(consumer, Verify) == []
+
+
+def test_a_revocation_that_nobody_ordered_changes_nothing():
+    consumer = make_consumer()
+    consumer.revoked("t", 1.0)
+    assert consumer.take() == []
+
+
+def test_the_life_of_a_producer_that_answers_first_is_the_one_that_counts():
+    consumer = Consumer(20)
+    consumer.announce("t", [Source("P0", 0, LAYERS, 1)], 0.0, computed=False)
+    consumer.grant("t", 0, 8, [5], KEY, 0.0)
+    consumer.receive("P0", status(), 1.0)
+    assert orders(consumer, Revoke) == []
+    consumer.met("P0", 11, 2.0)
+    assert orders(consumer, Revoke) == [Revoke("t")]
+
+
+def test_wrong_bytes_are_not_checked_again_until_they_came_again():
+    consumer = make_consumer()
+    consumer.receive("P0", landed(), 1.0)
+    consumer.verified("P0", "t", landed(), False, 1.0)
+    consumer.take()
+    consumer.receive("P0", landed(), 1.1)
+    assert orders(consumer, Verify) == []
+    consumer.receive("P0", landed(attempt=1), 1.2)
+    assert len(orders(consumer, Verify)) == 1
+
+
+def test_what_is_asked_for_again_is_asked_each_second_until_it_comes():
+    consumer = make_consumer()
+    consumer.receive("P0", landed(), 1.0)
+    consumer.verified("P0", "t", landed(), False, 1.0)
+    consumer.take()
+    asked = []
+    for now_s in (1.5, 2.0, 2.5, 3.0):
+        consumer.tick(now_s)
+        asked += [(now_s, order.message.again) for order in orders(consumer, Send)]
+    assert asked == [(2.0, [0]), (3.0, [0])]
+
+
+def test_a_check_that_comes_back_after_the_end_changes_nothing():
+    consumer = make_consumer()
+    consumer.receive("P0", landed(), 1.0)
+    consumer.cancel("t", "client gone", 1.0)
+    consumer.revoked("t", 1.0)
+    consumer.take()
+    consumer.verified("P0", "t", landed(), True, 1.0)
+    consumer.revoked("t", 1.0)
+    consumer.cancel("t", "again", 1.0)
+    assert consumer.take() == []
+
+
+def test_a_check_for_an_earlier_transfer_of_that_name_changes_nothing():
+    consumer = make_consumer()
+    consumer.receive("P0", landed(), 1.0)
+    consumer.cancel("t", "client gone", 1.0)
+    consumer.revoked("t", 1.0)
+    consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 2.0, computed=True)
+    consumer.grant("t", 0, 8, [6], KEY, 2.0)
+    consumer.take()
+    consumer.verified("P0", "t", landed(), True, 2.0)
+    assert consumer.take() == []
+
+
+def test_a_close_is_repeated_until_it_is_known_and_for_one_lease_at_most():
+    for confirmed in (True, False):
+        consumer = make_consumer()
+        consumer.cancel("t", "client gone", 1.0)
+        consumer.revoked("t", 1.0)
+        consumer.take()
+        if confirmed:
+            consumer.receive("P0", status(state=State.CLOSED), 1.5)
+        times = [now_s for now_s in range(2, 100) if consumer.tick(now_s) is not None or orders(consumer, Send)]
+        assert times == ([] if confirmed else list(range(2, 2 + int(Timing().lease_s))))

@@ -1,0 +1,278 @@
+"""Calls in a wrong order, and messages of any kind in any order: errors or nothing, and never a broken promise."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated.halves import (
+    KEY,
+    LAYERS,
+    announce,
+    answers,
+    close,
+    granted,
+    introduction,
+    landed,
+    make_consumer,
+    make_producer,
+    orders,
+    report,
+    status,
+)
+
+from transfer.consumer import Consumer, Source
+from transfer.messages import Reset, State
+from transfer.producer import Producer
+from transfer.protocol import Ending, Release, Revoke, Verify, Write
+
+
+def writing_producer() -> Producer:
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(), 0.0)
+    producer.computed("t", 0, 8, 0.0)
+    return producer
+
+
+WRONG_AT_THE_PRODUCER = {
+    "open twice": lambda p: p.open("t", 1.0),
+    "computed before open": lambda p: p.computed("other", 0, 8, 1.0),
+    "finished before open": lambda p: p.finished("other", 8, 1.0),
+    "preempted before open": lambda p: p.preempted("other", 1.0),
+    "cancel before open": lambda p: p.cancel("other", "", 1.0),
+    "written of no transfer": lambda p: p.written("D0", "other", 0, [1], None, 1.0),
+    "written to no peer": lambda p: p.written("D1", "t", 0, [1], None, 1.0),
+    "written of no batch": lambda p: p.written("D0", "t", 1, [1], None, 1.0),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_AT_THE_PRODUCER)
+def test_a_call_that_cannot_be_meant_is_an_error_and_changes_nothing_at_the_producer(wrong):
+    producer = writing_producer()
+    producer.take()
+    with pytest.raises(ValueError, match="transfer"):
+        WRONG_AT_THE_PRODUCER[wrong](producer)
+    assert producer.take() == []
+    producer.finished("t", 8, 1.0)
+    for number in (0, 1):
+        producer.written("D0", "t", number, [1], None, 1.0)
+        with pytest.raises(ValueError, match="no write"):
+            producer.written("D0", "t", number, [1], None, 1.0)
+    producer.receive("D0", close(), 2.0)
+    assert orders(producer, Release) == [Release("t", Ending.DONE, "")]
+
+
+@pytest.mark.parametrize(
+    "again",
+    [lambda p: p.finished("t", 16, 1.0), lambda p: p.computed("t", 1, 16, 1.0), lambda p: p.preempted("t", 1.0)],
+    ids=["finished", "computed", "preempted"],
+)
+def test_when_prefill_is_over_nothing_more_is_computed(again):
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.finished("t", 8, 0.0)
+    with pytest.raises(ValueError, match="finished already"):
+        again(producer)
+    producer.receive("D0", granted(stop_token=16), 2.0)
+    assert orders(producer, Write) == []  # of the tokens beyond, which were not computed in time
+
+
+WRONG_AT_THE_CONSUMER = {
+    "announce twice": lambda c: c.announce("t", [Source("P0", 10, LAYERS, 1)], 1.0, computed=True),
+    "announce without sources": lambda c: c.announce("other", [], 1.0, computed=True),
+    "announce a long name": lambda c: c.announce("x" * 257, [Source("P0", 10, LAYERS, 1)], 1.0, computed=True),
+    "grant twice": lambda c: c.grant("t", 0, 8, [5], KEY, 1.0),
+    "grant tokens backwards": lambda c: c.grant("t", 8, 4, [5], KEY, 1.0),
+    "grant tokens below 0": lambda c: c.grant("t", -1, 4, [5], KEY, 1.0),
+    "grant a short key": lambda c: c.grant("t", 0, 8, [5], KEY[1:], 1.0),
+    "verified from no peer": lambda c: c.verified("P7", "t", landed(), True, 1.0),
+    "verified of no batch": lambda c: c.verified("P0", "t", landed(batch=1), True, 1.0),
+    "verified of another batch": lambda c: c.verified("P0", "t", landed(stop_token=4), True, 1.0),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_AT_THE_CONSUMER)
+def test_a_call_that_cannot_be_meant_is_an_error_and_changes_nothing_at_the_consumer(wrong):
+    consumer = make_consumer()
+    consumer.receive("P0", landed(), 0.5)
+    consumer.take()
+    with pytest.raises(ValueError, match="transfer"):
+        WRONG_AT_THE_CONSUMER[wrong](consumer)
+    assert consumer.take() == [] and consumer.held == ["t"]
+    consumer.verified("P0", "t", landed(), True, 1.0)
+    assert orders(consumer, Revoke) == [Revoke("t")]
+
+
+def test_a_check_has_one_result():
+    consumer = make_consumer(legs=2)
+    consumer.receive("P0", landed(), 0.5)
+    consumer.verified("P0", "t", landed(), True, 1.0)
+    with pytest.raises(ValueError, match="no check of batch 0 from P0"):
+        consumer.verified("P0", "t", landed(), False, 1.0)
+
+
+def test_messages_meant_for_the_other_half_do_nothing():
+    producer, consumer = make_producer(), make_consumer()
+    assert answers(producer, status(to=10, generation=20)) == []
+    assert answers(producer, introduction()) == []
+    assert answers(consumer, introduction(), "P0") == []
+    assert answers(consumer, close(to=20, generation=10), "P0") == []
+
+
+# Anything at all
+
+few = st.integers(0, 3)
+head = {
+    "generation": st.sampled_from([19, 20, 21]),
+    "to": st.sampled_from([0, 10, 10, 10, 9]),
+    "transfer": st.sampled_from(["t", "t", "u"]),
+    "grant": few,
+}
+to_producer = st.one_of(
+    st.builds(announce, **head, legs=few, computed=st.booleans()),
+    st.builds(
+        granted, **head, legs=few, computed=st.booleans(), first_token=st.sampled_from([0, 2, 4]), stop_token=few
+    ),
+    st.builds(granted, **head),
+    st.builds(report, **head, verified=few, again=st.lists(few)),
+    st.builds(close, **head, legs=few, done=st.booleans()),
+    st.builds(Reset, generation=head["generation"], to=head["to"], transfer=head["transfer"]),
+)
+peers = st.sampled_from(["D0", "D1", "stranger"])
+calls = st.sampled_from(["open", "computed", "finished", "preempted", "cancel", "lost", "met", "tick", "lease"])
+
+
+@settings(max_examples=300)
+@given(st.lists(st.one_of(st.tuples(peers, to_producer), calls), max_size=40), st.booleans())
+def test_no_message_makes_a_producer_raise_release_twice_or_hold_for_ever(steps, works):
+    producer, now_s = make_producer(), 0.0
+    opened, finished, released = Counter(), set(), Counter()
+
+    def obey() -> None:
+        while given := producer.take():
+            for order in given:
+                if isinstance(order, Write):
+                    producer.written(order.peer, order.transfer, order.number, [1], None if works else "broken", now_s)
+                elif isinstance(order, Release):
+                    released[order.transfer] += 1
+
+    for step in steps:
+        now_s += 0.5
+        held = producer.held
+        if step == "open" and "t" not in producer._transfers:
+            producer.open("t", now_s)
+            opened["t"] += 1
+        elif step == "computed" and "t" in held and "t" not in finished:
+            producer.computed("t", 0, 4, now_s)
+        elif step == "finished" and "t" in held and "t" not in finished:
+            producer.finished("t", 8, now_s)
+            finished.add("t")
+        elif step == "preempted" and "t" in held and "t" not in finished:
+            producer.preempted("t", now_s)
+        elif step == "lost":
+            producer.lost("D0", now_s)
+        elif step == "met":
+            producer.met("D0", 20, now_s)
+        elif step == "cancel" and "t" in held:
+            producer.cancel("t", "", now_s)
+        elif step in ("tick", "lease"):
+            now_s += 40.0 if step == "lease" else 1.0
+            producer.tick(now_s)
+        elif isinstance(step, tuple):
+            producer.receive(*step, now_s)
+        obey()
+        if not producer.held:
+            finished.clear()
+    for transfer in producer.held:
+        producer.cancel(transfer, "", now_s)
+    obey()
+    assert producer.held == [] and released == opened
+    for _ in range(3):
+        now_s += 31.0
+        producer.tick(now_s)
+    assert producer.tick(now_s) is None
+
+
+from_producer = {
+    "generation": st.sampled_from([9, 10, 10, 10, 11]),
+    "to": st.sampled_from([0, 20, 20, 20, 19]),
+    "transfer": st.sampled_from(["t", "t", "t", "u"]),
+    "grant": st.sampled_from([0, 1, 1, 2]),
+}
+to_consumer = st.one_of(
+    st.builds(
+        landed,
+        **from_producer,
+        batch=few,
+        attempt=st.integers(0, 1),
+        first_layer=few,
+        num_layers=few,
+        first_token=st.sampled_from([0, 4]),
+        stop_token=st.sampled_from([4, 8]),
+    ),
+    st.builds(status, **from_producer, state=st.sampled_from([State.OPEN, State.OPEN, State.FAILED, State.CLOSED])),
+    st.builds(
+        Reset, generation=from_producer["generation"], to=from_producer["to"], transfer=from_producer["transfer"]
+    ),
+)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(["P0", "P1"]), to_consumer), st.sampled_from(["grant", "tick", "lost", "met"])
+        ),
+        max_size=40,
+    ),
+    st.lists(st.booleans(), min_size=1),
+)
+def test_no_message_makes_a_consumer_raise_end_twice_or_call_done_what_is_not_there(steps, rights):
+    consumer, now_s, checks = Consumer(20), 0.0, 0
+    consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 0.0, computed=True)
+    right_cells: Counter[tuple[int, int]] = Counter()
+    endings: list[Ending] = []
+
+    def obey() -> None:
+        nonlocal checks
+        while given := consumer.take():
+            for order in given:
+                if isinstance(order, Verify):
+                    checks += 1
+                    right = rights[checks % len(rights)]
+                    part = order.landed
+                    if right:
+                        right_cells.update(
+                            (layer, token)
+                            for layer in range(part.first_layer, part.first_layer + part.num_layers)
+                            for token in range(part.first_token, part.stop_token)
+                        )
+                    consumer.verified(order.peer, order.transfer, part, right, now_s)
+                elif isinstance(order, Revoke):
+                    consumer.revoked(order.transfer, now_s)
+                elif isinstance(order, Release):
+                    endings.append(order.ending)
+
+    for step in steps:
+        now_s += 0.5
+        if step == "grant" and not consumer._grants:
+            consumer.grant("t", 0, 8, [5], KEY, now_s)
+        elif step == "tick":
+            consumer.tick(now_s)
+        elif step == "lost":
+            consumer.lost("P0", now_s)
+        elif step == "met":
+            consumer.met("P0", 10, now_s)
+        elif isinstance(step, tuple):
+            consumer.receive(*step, now_s)
+        obey()
+    consumer.tick(now_s + 200.0)
+    obey()
+    assert len(endings) == 1
+    if endings == [Ending.DONE]:
+        assert right_cells == Counter({(layer, token): 1 for layer in LAYERS for token in range(8)})
+    consumer.tick(now_s + 300.0)
+    assert consumer.tick(now_s + 300.0) is None

@@ -1,0 +1,269 @@
+"""What the producer's half makes of single calls and messages, also of such as no well-behaved peer sends."""
+
+from __future__ import annotations
+
+import pytest
+from simulated.halves import announce, answers, close, granted, make_producer, orders, report
+
+from transfer.granularity import Batch
+from transfer.messages import Landed, State
+from transfer.producer import Producer
+from transfer.protocol import Abandon, Ending, Release, Send, Write
+
+
+def test_what_was_closed_before_the_engine_named_it_is_released_when_it_does():
+    producer = make_producer()
+    producer.receive("D0", close(grant=0, done=False, cause="client gone"), 0.0)
+    producer.take()
+    producer.open("t", 1.0)
+    assert orders(producer, Release) == [Release("t", Ending.CANCELLED, "client gone")]
+
+
+@pytest.mark.parametrize("message", [report(), announce(computed=True), granted(computed=True)])
+def test_what_the_producer_should_know_and_does_not_is_refused_at_once(message):
+    (answer,) = answers(make_producer(), message)
+    assert (answer.state, answer.grant) == (State.FAILED, message.grant) and "not known" in answer.cause
+
+
+def test_blocks_are_released_when_every_rank_is_through_and_not_before():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", close(legs=2), 1.0)
+    producer.finished("t", 8, 1.0)
+    assert orders(producer, Release) == []
+    producer.receive("D1", close(legs=2), 2.0)
+    assert orders(producer, Release) == [Release("t", Ending.DONE, "")]
+
+
+def test_a_layout_that_cannot_be_mapped_is_the_cause_that_the_consumer_is_told():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    (first, *_) = answers(producer, granted(), "stranger")
+    assert (first.state, first.cause) == (State.FAILED, "blocks of 3 tokens here, of 4 there")
+
+
+def test_a_leg_that_failed_is_said_to_have_until_the_consumer_knows_and_then_nothing_more_is_said():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(), 0.0)
+    producer.cancel("t", "abort", 0.1)
+    producer.take()
+    said = []
+    for now_s in (0.5, 1.0, 1.5, 2.0, 2.5):
+        producer.tick(now_s)
+        said += [(now_s, order.message.state) for order in orders(producer, Send)]
+    assert said == [(at_s, State.FAILED) for at_s in (0.5, 1.5, 2.5)]
+    (answer,) = answers(producer, close(done=False))
+    assert answer.state is State.CLOSED
+    (answer,) = answers(producer, close(done=False, grant=2))
+    assert (answer.state, answer.grant) == (State.CLOSED, 2)
+    for now_s in range(3, 40):
+        producer.tick(float(now_s))
+    assert orders(producer, Send) == []
+
+
+@pytest.mark.parametrize("granted_first", [True, False])
+def test_more_tokens_than_were_computed_are_not_waited_for(granted_first):
+    producer = make_producer()
+    producer.open("t", 0.0)
+    if granted_first:
+        producer.receive("D0", granted(stop_token=9), 0.0)
+        producer.take()
+    producer.finished("t", 8, 1.0)
+    if not granted_first:
+        producer.receive("D0", granted(stop_token=9), 1.0)
+    message = orders(producer, Send)[0].message
+    assert message.state is State.FAILED and "fewer tokens" in message.cause
+
+
+def test_a_rank_that_is_through_gets_nothing_more_while_others_do():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(legs=2), 0.0)
+    producer.receive("D1", granted(legs=2), 0.0)
+    producer.receive("D0", close(legs=2, done=False), 0.5)
+    producer.finished("t", 8, 1.0)
+    assert [write.peer for write in orders(producer, Write)] == ["D1"]
+
+
+def test_a_silent_rank_is_given_up_though_another_is_heard_and_prefill_goes_on():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(legs=2), 0.0)
+    for now_s in range(0, 30, 5):
+        producer.receive("D1", granted(legs=2), float(now_s))
+    producer.tick(29.9)
+    assert State.FAILED not in [order.message.state for order in orders(producer, Send)]
+    producer.tick(30.0)
+    failed = [order.peer for order in orders(producer, Send) if order.message.state is State.FAILED]
+    assert failed == ["D0"] and producer.held == ["t"]
+    producer.tick(40.0)
+    assert {order.peer for order in orders(producer, Send)} == {"D1"}  # nobody listens at D0
+
+
+def test_blocks_for_a_consumer_that_restarted_are_released_when_its_new_life_is_met():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", announce(), 0.0)
+    producer.met("D0", 21, 1.0)
+    assert orders(producer, Release) == [Release("t", Ending.FAILED, "the consumer restarted")]
+
+
+def test_a_late_grant_gets_at_once_all_that_was_computed():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.computed("t", 1, 4, 0.0)
+    producer.computed("t", 0, 8, 0.0)
+    producer.receive("D0", granted(), 1.0)
+    assert [write.batch for write in orders(producer, Write)] == [Batch(0, 2, 0, 4), Batch(0, 1, 4, 8)]
+
+
+def test_a_second_grant_for_one_transfer_is_refused_and_the_first_goes_on():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(), 0.0)
+    (message,) = answers(producer, granted(grant=2))
+    assert (message.state, message.grant) == (State.FAILED, 2)
+    producer.finished("t", 8, 1.0)
+    assert [write.granted.grant for write in orders(producer, Write)] == [1]
+
+
+@pytest.mark.parametrize("message", [report(grant=2, again=[0]), report(again=[1]), close(grant=2)])
+def test_a_report_or_close_of_another_grant_or_batch_changes_nothing(message):
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(), 0.0)
+    producer.finished("t", 8, 1.0)
+    producer.written("D0", "t", 0, [1], None, 1.0)
+    producer.take()
+    producer.receive("D0", message, 2.0)
+    assert orders(producer, Write, Release) == []
+
+
+def test_a_batch_is_written_again_once_however_often_that_is_asked():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(), 0.0)
+    producer.finished("t", 8, 1.0)
+    producer.receive("D0", report(again=[0]), 1.5)  # still being written
+    producer.written("D0", "t", 0, [1], None, 1.0)
+    producer.take()
+    for _ in range(3):
+        producer.receive("D0", report(again=[0]), 2.0)
+    producer.written("D0", "t", 0, [1], None, 3.0)
+    producer.receive("D0", report(again=[0]), 4.0)
+    assert [(write.number, write.attempt) for write in orders(producer, Write)] == [(0, 1)]
+
+
+def test_writes_under_way_are_abandoned_when_the_consumer_closes():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(), 0.0)
+    producer.finished("t", 8, 1.0)
+    producer.receive("D0", close(done=False), 2.0)
+    given = producer.take()
+    assert Abandon("D0", "t") in given and not any(isinstance(order, Release) for order in given)
+    producer.written("D0", "t", 0, [], "cancelled", 3.0)
+    assert orders(producer, Release) == [Release("t", Ending.CANCELLED, "")]
+
+
+def test_only_so_many_transfers_are_awaited_that_no_engine_has_named():
+    producer = make_producer()
+    for number in range(4096):
+        producer.receive("D0", announce(transfer=str(number)), 0.0)
+    (message,) = answers(producer, announce(transfer="one more"))
+    assert (message.state, message.cause) == (State.FAILED, "too many transfers are awaited")
+    (message,) = answers(producer, close(transfer="one more"))
+    assert message.state is State.CLOSED
+    producer.open("0", 0.0)
+    assert answers(producer, announce(transfer="one more"))[0].state is State.OPEN
+
+
+def test_what_landed_is_said_again_until_it_is_confirmed():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(), 0.0)
+    producer.computed("t", 0, 8, 0.0)
+    producer.computed("t", 1, 8, 0.0)
+    for number in (0, 1):
+        producer.written("D0", "t", number, [number], None, 0.0)
+    producer.take()
+
+    def said(now_s: float) -> list[int]:
+        producer.tick(now_s)
+        return [m.message.batch for m in orders(producer, Send) if isinstance(m.message, Landed)]
+
+    assert said(0.9) == [] and said(1.0) == [0, 1] and said(1.5) == [] and said(2.0) == [0, 1]
+    producer.receive("D0", report(verified=1), 2.0)
+    assert said(3.0) == [1]
+    producer.receive("D0", report(verified=2), 3.0)
+    producer.receive("D0", report(verified=1), 3.0)  # an earlier one that comes late
+    assert said(4.0) == []
+
+
+# Preemption
+
+
+def preempted(*, sent: bool) -> Producer:
+    """A producer whose engine took the blocks after 4 of 8 tokens."""
+    producer = make_producer()
+    producer.open("t", 0.0)
+    if sent:
+        producer.receive("D0", granted(), 0.0)
+    producer.computed("t", 1, 4, 1.0)
+    assert bool(orders(producer, Write)) is sent
+    producer.preempted("t", 2.0)
+    return producer
+
+
+def test_a_preempted_request_that_sent_nothing_goes_on_and_sends_what_is_computed_again():
+    producer = preempted(sent=False)
+    assert producer.take() == []
+    producer.receive("D0", granted(), 3.0)
+    assert orders(producer, Write) == []
+    producer.computed("t", 1, 4, 4.0)
+    assert [write.batch for write in orders(producer, Write)] == [Batch(0, 2, 0, 4)]
+    producer.finished("t", 8, 5.0)
+    assert [write.batch for write in orders(producer, Write)] == [Batch(0, 2, 4, 8)]
+
+
+def test_a_preempted_request_whose_grant_was_there_before_goes_on_as_well():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(), 0.0)
+    producer.computed("t", 1, 3, 1.0)  # less than a unit
+    producer.preempted("t", 2.0)
+    producer.finished("t", 8, 3.0)
+    assert [write.batch for write in orders(producer, Write)] == [Batch(0, 2, 0, 8)]
+
+
+def test_a_preempted_request_that_sent_something_ends_when_no_write_reads_the_blocks():
+    producer = preempted(sent=True)
+    given = producer.take()
+    assert Abandon("D0", "t") in given and not any(isinstance(order, Release) for order in given)
+    (message,) = [order.message for order in given if isinstance(order, Send)]
+    assert (message.state, message.cause) == (State.FAILED, "preempted")
+    producer.written("D0", "t", 0, [1], None, 3.0)
+    assert producer.take() == [Release("t", Ending.CANCELLED, "preempted")]
+
+
+def test_a_preempted_request_whose_batch_landed_ends_too():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(), 0.0)
+    producer.computed("t", 1, 4, 1.0)
+    producer.written("D0", "t", 0, [1], None, 1.0)
+    producer.take()
+    producer.preempted("t", 2.0)
+    assert orders(producer, Release) == [Release("t", Ending.CANCELLED, "preempted")]
+    producer.computed("t", 1, 8, 3.0)
+    assert orders(producer, Write) == []
+
+
+def test_what_ended_before_is_not_ended_again_by_preemption():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", close(done=False, cause="client gone"), 1.0)
+    assert orders(producer, Release) == [Release("t", Ending.CANCELLED, "client gone")]
+    producer.preempted("t", 2.0)
+    assert producer.take() == []
