@@ -127,8 +127,8 @@ class Reset(Message, frozen=True, kw_only=True):
 class Introduction(Message, frozen=True, kw_only=True):
     """Consumer: what you must know of my rank to write to it. Once for each control connection, before anything else.
 
-    `transfer` is "". The layers and heads are the route, as numbers of the model: what you send me. `endpoints` says for
-    each transport by name where it listens.
+    `transfer` is "". The layers and heads are the route, as numbers of the model: what you send me. `endpoints` says
+    for each transport by name where it listens.
     """
 
     layout: RankLayout

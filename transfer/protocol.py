@@ -2,8 +2,8 @@
 
 The protocol is sans-I/O. `transfer.producer.Producer` and `transfer.consumer.Consumer` take calls of the engine,
 messages, results and the time, and answer with orders; sockets, threads, memory and clocks are around them. A call
-raises ValueError for a mistake of the caller, and then changes nothing; nothing that a peer sends raises. Neither half is
-safe to use from two threads at once. docs/transfer.md has the rules.
+raises ValueError for a mistake of the caller, and then changes nothing; nothing that a peer sends raises. Neither half
+is safe to use from two threads at once. docs/transfer.md has the rules.
 """
 
 from __future__ import annotations
