@@ -25,7 +25,7 @@ class Pool:
     """One process's access to the pool.
 
     Args:
-        config: names the folder, its capacity and the eviction policy.
+        config: names the folder, its capacity and the eviction policy, or says that there is to be no pool.
         prepare: runs before the pool is opened, in the same background thread; its result is kept in `prepared`.
             Adapters hash the model's weights there. An exception ends the use of the pool.
     """
@@ -79,7 +79,7 @@ class Pool:
             logger.warning("prefix reuse from the pool is off: %s", error)
             self._tried.set()
             return
-        while not self._closed.is_set() and not self._try():
+        while self._config.prefix_reuse and not self._closed.is_set() and not self._try():
             self._tried.set()
             self._closed.wait(_RETRY_S)
         self._tried.set()

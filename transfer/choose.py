@@ -16,6 +16,7 @@ from transfer.handshake import Identity
 from transfer.memory import Memory
 from transfer.shm import ShmTransport
 from transfer.tcp import TcpTransport
+from transfer.tls import Tls
 
 logger = get_logger(__name__)
 
@@ -24,9 +25,14 @@ NAMES = ("cma", "shm", "tcp")
 
 
 def make_transports(
-    names: Sequence[str], memory: Memory, identity: Identity, *, hosts: Sequence[str] = ("127.0.0.1",)
+    names: Sequence[str],
+    memory: Memory,
+    identity: Identity,
+    *,
+    hosts: Sequence[str] = ("127.0.0.1",),
+    tls: Tls | None = None,
 ) -> Transports:
-    """The transports of these names, preferred in this order; `hosts` is for tcp.
+    """The transports of these names, preferred in this order; `hosts` and `tls` are for tcp.
 
     Raises TransferError for an unknown name, or for a host that needs a secret where there is none.
     """
@@ -37,7 +43,7 @@ def make_transports(
         elif name == "shm":
             made.append(ShmTransport(memory, identity))
         elif name == "tcp":
-            made.append(TcpTransport(memory, identity, hosts=hosts))
+            made.append(TcpTransport(memory, identity, hosts=hosts, tls=tls))
         else:
             raise TransferError(f"transport {name!r} is unknown: there are {', '.join(NAMES)}")
     return Transports(made)

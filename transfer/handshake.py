@@ -45,6 +45,10 @@ class HandshakeError(TransferError):
     """The other side is not who it should be, or does not fit. The message is fit for a log."""
 
 
+class AnotherInstance(HandshakeError):
+    """The process that was expected is not there any more."""
+
+
 class Hello(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     """First frame of a client; see the module."""
 
@@ -192,7 +196,7 @@ class Client(_Side):
             if not OLDEST_VERSION <= challenge.version <= VERSION:
                 raise HandshakeError(f"the peer wants version {challenge.version}: this side speaks up to {VERSION}")
             if self._expected not in (None, challenge.instance):
-                raise HandshakeError("another process answers there: the peer has restarted")
+                raise AnotherInstance("another process answers there: the peer has restarted")
             self._enter()
             self._challenge = challenge
             answer = self._encode(Proof(self._mac(b"client")))

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -28,6 +30,8 @@ from store_client.pool import Pool
 from vllm_plugin.geometry import Unsupported, read_geometry
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import StepMetadata, WorkerReport
+from vllm_plugin.pd_options import make_access
+from vllm_plugin.pd_scheduler import PDScheduler
 from vllm_plugin.refusal import RefusingHalf
 from vllm_plugin.scheduler import SchedulerHalf
 from vllm_plugin.stats import ConnectorPromMetrics, ConnectorStats
@@ -51,7 +55,7 @@ logger = get_logger(__name__)
 
 
 class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Prefix reuse from the shared pool of this host.
+    """Prefix reuse from the shared pool of this host, and KV that another instance computed (PD disaggregation).
 
     Raises:
         ConfigError: `kv_connector_extra_config`, the environment or the configuration file is wrong.
@@ -65,6 +69,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = load_config(transfer.kv_connector_extra_config)
         _log_like_vllm(config)
         self._scheduler: SchedulerHalf | None = None
+        self._pd: PDScheduler | None = None
         self._worker: WorkerHalf | RefusingHalf | None = None
         try:
             geometry = read_geometry(vllm_config, kv_cache_config)
@@ -73,29 +78,31 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             if role is KVConnectorRole.WORKER:
                 self._worker = RefusingHalf()
             return
-        reads, writes = transfer.is_kv_consumer, transfer.is_kv_producer
+        access = make_access(config, geometry)
         if role is KVConnectorRole.SCHEDULER:
             # vLLM reads the policy after this constructor. A page that the pool lost is a miss, never a failed
-            # request, so the engine's default "fail" has no meaning here.
-            transfer.kv_load_failure_policy = "recompute"
+            # request, so the engine's default "fail" has no meaning here, unless the user asks for it.
+            transfer.kv_load_failure_policy = config.transfer_failure
             pool = Pool(config, prepare=lambda: instance_namespace(vllm_config, geometry, config))
             pool.wait(_IDENTITY_WAIT_S)
             events = vllm_config.kv_events_config
-            self._scheduler = SchedulerHalf(
-                geometry,
-                config,
-                pool,
-                reads=reads,
-                writes=writes,
-                publishes=events is not None and events.enable_kv_cache_events,
+            scheduler = self._scheduler = SchedulerHalf(
+                geometry, config, pool, publishes=events is not None and events.enable_kv_cache_events
+            )
+            engine_id = str(transfer.engine_id)
+            self._pd = PDScheduler(
+                geometry, config, engine_id, access, scheduler.namespace, lambda request: scheduler.track(request).root
             )
         else:
-            self._worker = WorkerHalf(vllm_config, geometry, config, kv_cache_config.num_blocks, writes=writes)
+            self._worker = WorkerHalf(vllm_config, geometry, config, access, kv_cache_config.num_blocks)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: the pool is a cache, a page that was not saved is a later miss."""
-        return False
+        """Whether vLLM computes a preempted request again rather than end it on a result that was under way.
+
+        Needed where the KV itself is the result. A page that was not saved in the pool is only a later miss.
+        """
+        return self._kv_transfer_config.kv_role == "kv_producer"
 
     # Worker side
 
@@ -105,20 +112,39 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(kv_caches)
 
     @contained(nothing)
+    def get_handshake_metadata(self) -> PDHandshake | None:
+        pd = None if self._worker is None else self._worker.pd
+        return None if pd is None else PDHandshake(pd.card)
+
+    @contained(nothing)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls it at every step, before the forward pass, and before any block goes to another request."""
+        pd = None if self._worker is None else self._worker.pd
+        if pd is not None and isinstance(kv_connector_metadata, StepMetadata):
+            pd.prepare(kv_connector_metadata.pd)
+
+    @contained(nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.start_loads(self._step())
+            if self._worker.pd is not None:
+                self._worker.pd.start(self._step().pd)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled only after its load has ended."""
 
+    @contained(nothing)
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to do by layer: pages are saved whole, after the forward pass."""
+        """A layer may travel while the next one is computed. Pages are saved whole, after the forward pass."""
+        if self._worker is not None and self._worker.pd is not None:
+            self._worker.pd.layer_computed(layer_name)
 
     @contained(nothing)
     def wait_for_save(self) -> None:
         if self._worker is not None:
             self._worker.start_saves(self._step())
+            if self._worker.pd is not None:
+                self._worker.pd.step_computed()
 
     @contained(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -137,31 +163,58 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is not None:
-            self._scheduler.bind(kv_cache_manager)
+        for half in (self._scheduler, self._pd):
+            if half is not None:
+                half.bind(kv_cache_manager)
+
+    @contained(nothing)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        if self._pd is not None:
+            cards = {rank: card.card for rank, card in metadata.items() if isinstance(card, PDHandshake)}
+            self._pd.set_ranks(cards)
 
     @contained(nothing)
     def on_new_request(self, request: Request) -> None:
-        if self._scheduler is not None:
+        if self._scheduler is not None and self._pd is not None:
             self._scheduler.track(request)
+            self._pd.track(request)
 
     @contained(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return (0, False) if self._scheduler is None else self._scheduler.matched_tokens(request, num_computed_tokens)
+        """What a transfer will bring, all of the prompt, or else what is in the pool."""
+        if self._scheduler is None or self._pd is None:
+            return 0, False
+        pooled = self._scheduler.matched_tokens(request, num_computed_tokens)
+        coming = self._pd.matched_tokens(request, num_computed_tokens)
+        return (coming, True) if coming else pooled
 
     @contained(nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        if self._scheduler is not None:
-            self._scheduler.after_alloc(request, blocks, num_external_tokens)
+        """Of what is loaded, pages that are in the pool come from there and the rest from the other instance."""
+        if self._scheduler is not None and self._pd is not None:
+            offered = self._scheduler.offered(request)
+            from_pool = self._pd.after_alloc(request, blocks, num_external_tokens, offered)
+            self._scheduler.after_alloc(request, blocks, num_external_tokens, from_pool)
 
     @contained(StepMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return StepMetadata() if self._scheduler is None else self._scheduler.build(scheduler_output)
+        if self._scheduler is None or self._pd is None:
+            return StepMetadata()
+        step = self._scheduler.build(scheduler_output)
+        step.pd = self._pd.build(scheduler_output)
+        return step
 
     @contained(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if self._scheduler is not None:
-            self._scheduler.update(connector_output)
+        for half in (self._scheduler, self._pd):
+            if half is not None:
+                half.update(connector_output)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All groups: there is one, and what is loaded fills it."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -170,10 +223,11 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Never delays the freeing of blocks: those that a save still reads are pinned one by one."""
-        if self._scheduler is not None:
-            self._scheduler.finished(request)
-        return False, None
+        """Blocks are held for another instance that wants them. Those that a save still reads are pinned one by one."""
+        if self._scheduler is None or self._pd is None:
+            return False, None
+        self._scheduler.finished(request)
+        return self._pd.finished(request, block_ids)
 
     @contained(bool)
     def has_pending_block_frees(self) -> bool:
@@ -214,14 +268,21 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(nothing)
     def shutdown(self) -> None:
-        for half in (self._worker, self._scheduler):
+        for half in (self._worker, self._pd, self._scheduler):
             if half is not None:
                 half.close()
-        self._worker = self._scheduler = None
+        self._worker = self._pd = self._scheduler = None
 
     def _step(self) -> StepMetadata:
         metadata = self._connector_metadata
         return metadata if isinstance(metadata, StepMetadata) else StepMetadata()
+
+
+@dataclass(frozen=True, slots=True)
+class PDHandshake(KVConnectorHandshakeMetadata):
+    """A worker's `transfer.directory.RankCard`, on its way to the scheduler's process."""
+
+    card: bytes
 
 
 def _log_like_vllm(config: Config) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from mooncake_connector.namespace import Namespace
+from transfer.fetching import Where
+from transfer.layout import RankLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,74 @@ class SaveJob:
     block_ids: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A request whose KV a prefill instance has or will have; see `transfer.node.Node.announce`."""
+
+    transfer: str
+    where: Where
+    computed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FetchJob:
+    """Fetch tokens `[first_token, stop_token)` of an announced request into its blocks."""
+
+    first_token: int
+    stop_token: int
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What this step computes of a request that is given away.
+
+    Args:
+        block_ids: the block table as it is now.
+        stop_token: after this step the KV of the tokens before it is there.
+        prompt_tokens: of the request.
+    """
+
+    block_ids: list[int]
+    stop_token: int
+    prompt_tokens: int
+
+
+@dataclass(slots=True)
+class PDStep:
+    """Scheduler to worker about transfers between instances, all by request.
+
+    Args:
+        opened: requests that are given away -> name of the transfer.
+        preempted: of those, the ones whose blocks vLLM takes back in this step.
+        progress: of those, the ones that this step computes.
+        finished: of those, the ones whose prefill is over -> tokens.
+        cancelled: of those, the ones that ended otherwise -> why.
+        announced: requests that come from elsewhere.
+        fetched: of those, the ones that have blocks now.
+        dropped: of those, the ones that need nothing (more) -> why.
+        ranks: KV memory of all ranks of this instance, where something is announced.
+    """
+
+    opened: dict[str, str] = field(default_factory=dict)
+    preempted: list[str] = field(default_factory=list)
+    progress: dict[str, Progress] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=dict)
+    cancelled: dict[str, str] = field(default_factory=dict)
+    announced: dict[str, Announcement] = field(default_factory=dict)
+    fetched: dict[str, FetchJob] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    ranks: tuple[RankLayout, ...] = ()
+
+
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to worker. `namespace` is set wherever there are jobs."""
+    """Scheduler to worker. `namespace` is set wherever there are jobs of the pool."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     namespace: Namespace | None = None
+    pd: PDStep = field(default_factory=PDStep)
 
 
 @dataclass(slots=True)
@@ -65,11 +128,17 @@ class WorkerReport(KVConnectorWorkerMetadata):
         saves: job id -> (workers that finished it, pages that every one of them has in the pool).
         failed_loads: requests of which at least one worker could not load a page.
         stalled: whether a load was given up at its deadline: the pool hangs.
+        unfetched: announced requests whose transfer ended before they had blocks.
     """
 
     saves: dict[int, tuple[int, int]] = field(default_factory=dict)
     failed_loads: set[str] = field(default_factory=set)
     stalled: bool = False
+    unfetched: set[str] = field(default_factory=set)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.saves or self.failed_loads or self.stalled or self.unfetched)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -77,4 +146,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for job_id, (workers, pages) in other.saves.items():
             before = saves.get(job_id)
             saves[job_id] = (workers, pages) if before is None else (before[0] + workers, min(before[1], pages))
-        return WorkerReport(saves, self.failed_loads | other.failed_loads, self.stalled or other.stalled)
+        return WorkerReport(
+            saves,
+            self.failed_loads | other.failed_loads,
+            self.stalled or other.stalled,
+            self.unfetched | other.unfetched,
+        )

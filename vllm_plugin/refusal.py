@@ -23,6 +23,7 @@ class RefusingHalf:
     """Same methods as :class:`vllm_plugin.worker.WorkerHalf`."""
 
     def __init__(self) -> None:
+        self.pd = None
         self._refused: set[str] = set()
         self._report = WorkerReport()
 
@@ -44,7 +45,7 @@ class RefusingHalf:
         return set()
 
     def take_report(self) -> WorkerReport | None:
-        if not self._report.saves and not self._report.failed_loads:
+        if self._report.is_empty:
             return None
         report, self._report = self._report, WorkerReport()
         return report

@@ -61,7 +61,7 @@ class Tracked:
         keys: page keys known so far.
         saved_pages: leading pages that are in the pool or on their way there.
         offer: (local tokens, tokens offered beyond them, when) of the last lookup.
-        loading: (first token, end) of a load in flight.
+        loading: (first token, end) of what the pool brings in a load in flight; another source may bring more.
         refused: a load failed; the pool is not offered to this request again.
     """
 
@@ -98,19 +98,14 @@ class SchedulerHalf:
 
     Args:
         pool: whose `prepared` is this instance's namespace once the weights are known.
-        reads, writes: whether `kv_role` makes this instance a consumer and a producer of the pool.
         publishes: whether vLLM publishes KV events.
     """
 
-    def __init__(
-        self, geometry: Geometry, config: Config, pool: Pool, *, reads: bool, writes: bool, publishes: bool
-    ) -> None:
+    def __init__(self, geometry: Geometry, config: Config, pool: Pool, *, publishes: bool) -> None:
         self._geometry = geometry
         self._page_tokens = int(config.page_tokens)
         self._min_hit_tokens = config.effective_min_hit_tokens
         self._pool = pool
-        self._reads = reads
-        self._writes = writes
         self._shards = geometry.shards()
         self._unit_nbytes = geometry.unit_nbytes(self._page_tokens)
         self._world_size = geometry.tp_size * geometry.pp_size
@@ -144,7 +139,7 @@ class SchedulerHalf:
         """Tokens in the pool beyond the local hit, loaded asynchronously; (0, False) for none. No side effect."""
         page_tokens = self._page_tokens
         beyond = request.num_prompt_tokens // page_tokens * page_tokens - num_computed_tokens
-        if not self._reads or beyond < self._min_hit_tokens:
+        if beyond < self._min_hit_tokens:
             return 0, False
         tracked = self.track(request)
         views = self._views()
@@ -164,15 +159,29 @@ class SchedulerHalf:
             return 0, False
         return offer[1], True
 
-    def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Blocks were allocated: where tokens of ours were accepted, plan the load into them."""
+    def offered(self, request: Request) -> int:
+        """Tokens beyond the local hit that the last lookup of a request found in the pool."""
+        tracked = self._tracked.get(request.request_id)
+        return 0 if tracked is None or tracked.offer is None else tracked.offer[1]
+
+    def after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, num_from_pool: int
+    ) -> None:
+        """Blocks were allocated: plan the load of the tokens that the pool is to bring.
+
+        Args:
+            num_external_tokens: tokens beyond the local hit that vLLM waits for.
+            num_from_pool: the first ones of these; a transfer brings the others.
+        """
         tracked = self.track(request)
         offer, tracked.offer = tracked.offer, None
+        if num_external_tokens:  # until vLLM is told that they are there, they are not
+            tracked.loading = (0, 0)
         if offer is None:
             return
         num_local, offered, _ = offer
-        if num_external_tokens:
-            self._plan_load(tracked, blocks, num_local, num_external_tokens)
+        if num_from_pool:
+            self._plan_load(tracked, blocks, num_local, num_from_pool)
         self._stats.add("queried_tokens", request.num_prompt_tokens - num_local)
         self._record(num_local // self._page_tokens, offered // self._page_tokens, request.num_prompt_tokens)
 
@@ -195,7 +204,7 @@ class SchedulerHalf:
 
     def build(self, scheduled: SchedulerOutput) -> StepMetadata:
         """The jobs of this step: loads planned above, and saves of the pages that this step completes."""
-        if self._writes and self._completes_pages(scheduled):
+        if self._completes_pages(scheduled):
             page_tokens = self._page_tokens
             for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
                 tracked = self._tracked.get(req_id)
@@ -206,7 +215,7 @@ class SchedulerHalf:
                     self._plan_save(tracked, num_computed_tokens)
         metadata, self._metadata = self._metadata, StepMetadata()
         if metadata.loads or metadata.saves:
-            metadata.namespace = self._namespace()
+            metadata.namespace = self.namespace()
         return metadata
 
     def _completes_pages(self, scheduled: SchedulerOutput) -> bool:
@@ -220,7 +229,7 @@ class SchedulerHalf:
     def finished(self, request: Request) -> None:
         """Plan the save of pages that the last step completed; their blocks are pinned before vLLM frees them."""
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is not None and self._writes and tracked.loading is None:
+        if tracked is not None and tracked.loading is None:
             self._plan_save(tracked, request.num_computed_tokens)
 
     @contained(nothing)
@@ -373,7 +382,7 @@ class SchedulerHalf:
         self._adapters.close()
         self._pool.close()
 
-    def _namespace(self) -> Namespace | None:
+    def namespace(self) -> Namespace | None:
         """This instance's namespace; None while the identity of the model is not there yet."""
         namespace = self._pool.prepared
         if namespace is not None and self._reset_digest not in (None, namespace.model_digest):
@@ -382,7 +391,7 @@ class SchedulerHalf:
 
     def _views(self) -> list[ShardView]:
         """What each rank sees of the pool; nothing while the pool or the identity of the model is not there yet."""
-        namespace = self._namespace()
+        namespace = self.namespace()
         if namespace is None:
             return []
         views = [self._pool.view(namespace, shard, self._unit_nbytes) for shard in self._shards]

@@ -24,13 +24,21 @@ SUMS = {
     "save_seconds": "Seconds from the submission of a save to its end",
     "saves": "Saves that ended, well or not",
     "saved_pages": "Pages newly stored in the pool",
+    "fetched_tokens": "Prompt tokens that a prefill instance computed for this one",
+    "fetch_bytes": "Bytes of KV that arrived from prefill instances",
+    "fetch_seconds": "Seconds from the announcement of a transfer to its end",
+    "fetches": "Transfers from prefill instances that ended, well or not",
+    "send_bytes": "Bytes of KV that were sent to decode instances",
+    "send_seconds": "Seconds from the beginning of a request that is given away to its release",
+    "sends": "Transfers to decode instances that ended, well or not",
 }
-"""Figure -> documentation. Failures are a table of their own, by cause."""
+"""Figure -> documentation. Failures are a table of their own, by cause, and so are bytes sent by transport."""
+_TABLES = ("failures", "transports")
 
 
 @dataclass
 class ConnectorStats(KVConnectorStats):
-    """`data`: the sums of :data:`SUMS` that are not zero, and `failures`, a count by cause."""
+    """`data`: the sums of :data:`SUMS` that are not zero, `failures` by cause, bytes sent by `transports`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -42,14 +50,20 @@ class ConnectorStats(KVConnectorStats):
         self.data[figure] = self.data.get(figure, 0) + amount
 
     def fail(self, cause: str, count: int = 1) -> None:
-        failures = self.data.setdefault("failures", {})
-        failures[cause] = failures.get(cause, 0) + count
+        self._enter("failures", cause, count)
+
+    def travelled(self, transport: str, nbytes: int) -> None:
+        self._enter("transports", transport, nbytes)
+
+    def _enter(self, table: str, key: str, amount: float) -> None:
+        entries = self.data.setdefault(table, {})
+        entries[key] = entries.get(key, 0) + amount
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         for figure, amount in other.data.items():
-            if figure == "failures":
-                for cause, count in amount.items():
-                    self.fail(cause, count)
+            if figure in _TABLES:
+                for key, part in amount.items():
+                    self._enter(figure, key, part)
             else:
                 self.add(figure, amount)
         return self
@@ -60,12 +74,12 @@ class ConnectorStats(KVConnectorStats):
             "pool hit tokens": int(data.get("hit_tokens", 0)),
             "pool queried tokens": int(data.get("queried_tokens", 0)),
         }
-        for kind in ("load", "save"):
+        for kind, kinds in (("load", "loads"), ("save", "saves"), ("fetch", "fetches"), ("send", "sends")):
             nbytes, seconds = data.get(f"{kind}_bytes", 0), data.get(f"{kind}_seconds", 0.0)
-            if data.get(f"{kind}s"):
-                figures[f"{kind}s"] = int(data[f"{kind}s"])
+            if data.get(kinds):
+                figures[kinds] = int(data[kinds])
                 figures[f"{kind} MB"] = round(nbytes / 1e6, 3)
-                figures[f"{kind} ms (mean)"] = round(1000 * seconds / data[f"{kind}s"], 3)
+                figures[f"{kind} ms (mean)"] = round(1000 * seconds / data[kinds], 3)
         figures.update({f"failed: {cause}": count for cause, count in data.get("failures", {}).items()})
         return figures
 
@@ -90,8 +104,13 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         }
         self._failures = self._counter_cls(
             name=_name("failures"),
-            documentation="Loads and saves that failed, by cause; each was answered by recomputation.",
+            documentation="Loads, saves and transfers that failed, by cause; each was answered by recomputation.",
             labelnames=[*labelnames, "cause"],
+        )
+        self._transports = self._counter_cls(
+            name=_name("transport_bytes"),
+            documentation="Bytes of KV that were sent to decode instances, by transport.",
+            labelnames=[*labelnames, "transport"],
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -100,6 +119,8 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
                 self._sums[figure][engine_idx].inc(amount)
         for cause, count in transfer_stats_data.get("failures", {}).items():
             self._failures.labels(*self.per_engine_labelvalues[engine_idx], cause).inc(count)
+        for transport, nbytes in transfer_stats_data.get("transports", {}).items():
+            self._transports.labels(*self.per_engine_labelvalues[engine_idx], transport).inc(nbytes)
 
 
 def _name(figure: str) -> str:

@@ -1,4 +1,6 @@
-"""The worker half: moves pages between this rank's KV blocks and the pool, in two background threads.
+"""The worker half: moves pages between this rank's KV blocks and the pool, and KV between instances.
+
+Pages go through two background threads, KV of other instances through the transfer node (:mod:`vllm_plugin.pd_worker`).
 
 One thread loads, one saves; the forward pass never waits for either. Every job ends exactly once, in time, and blocks
 are touched only until its end was reported (see :mod:`vllm_plugin.lane`).
@@ -20,10 +22,16 @@ from mooncake_connector.log import get_logger, log_once
 from store_client.base import Put, Shard
 from store_client.pool import Pool
 from store_client.shards import ShardView
+from transfer.base import TransferError
+from transfer.control import Access
+from transfer.layout import RankLayout
+from transfer.node import Node
 from vllm_plugin.blocks import KVBlocks, probe_cpu_order, register_tensors
 from vllm_plugin.geometry import Geometry, Unsupported
 from vllm_plugin.lane import Lane, Task
 from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
+from vllm_plugin.pd_options import make_bounds, make_options, memory_of
+from vllm_plugin.pd_worker import PDWorker
 from vllm_plugin.stats import ConnectorStats
 
 if TYPE_CHECKING:
@@ -49,23 +57,23 @@ class WorkerHalf:
 
     Args:
         geometry: of the instance; `tp_rank`, `pp_rank` say which shard is this worker's.
-        writes: whether `kv_role` makes this instance a producer of the pool; what is read, the scheduler half decides.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, geometry: Geometry, config: Config, num_blocks: int, *, writes: bool
+        self, vllm_config: VllmConfig, geometry: Geometry, config: Config, access: Access, num_blocks: int
     ) -> None:
         parallel = vllm_config.parallel_config
-        rank = parallel.rank % (geometry.tp_size * geometry.pp_size)
-        pp_rank, tp_rank = divmod(rank, geometry.tp_size)
+        self._rank = parallel.rank % (geometry.tp_size * geometry.pp_size)
+        pp_rank, tp_rank = divmod(self._rank, geometry.tp_size)
         self._vllm_config = vllm_config
         self._geometry = geometry
         self._config = config
+        self._access = access
         self._num_blocks = num_blocks
         self._shard = geometry.shard(pp_rank, tp_rank)
         self._fmt = geometry.page_format(self._shard, int(config.page_tokens))
         self._unit_nbytes = geometry.unit_nbytes(int(config.page_tokens))
-        self._saves = writes and geometry.is_writer(tp_rank)
+        self._writes = geometry.is_writer(tp_rank)
         self._blocks: KVBlocks | None = None
         self._pool = Pool(config)
         self._stats = ConnectorStats()
@@ -74,6 +82,12 @@ class WorkerHalf:
         self._paused_until_s = 0.0
         self._loader = Lane("load", self._load)
         self._saver = Lane("save", self._save)
+        self.pd: PDWorker | None = None
+        """None where this rank takes part in no transfers."""
+        self._loading: set[str] = set()
+        """Requests with pages on their way from the pool."""
+        self._arrived: set[str] = set()
+        """Requests of which one source has brought its part."""
         self._pool.wait(1.0)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -91,14 +105,39 @@ class WorkerHalf:
                     self._vllm_config.cache_config.cache_dtype,
                 )
             self._blocks = KVBlocks(tensors, self._shard, self._fmt, order)
+            self.pd = self._make_node(tensors, self._blocks)
         except Unsupported as error:
             logger.warning("prefix reuse from the pool is off: %s", error)
         except Exception as error:
             logger.warning("prefix reuse from the pool is off: %r", error, exc_info=True)
 
+    def _make_node(self, tensors: list[torch.Tensor], blocks: KVBlocks) -> PDWorker | None:
+        geometry, shard = self._geometry, self._shard
+        if blocks.layout is None:
+            logger.info("PD is off: KV blocks are in device memory, which no transport of this version reaches")
+            return None
+        layout = RankLayout(
+            model_layers=geometry.num_layers,
+            model_heads=geometry.num_kv_heads,
+            first_layer=shard.layer_start,
+            first_head=shard.head_start,
+            num_heads=shard.head_stop - shard.head_start,
+            k_dim=geometry.k_dim,
+            v_dim=geometry.v_dim,
+            itemsize=geometry.itemsize,
+            blocks=blocks.layout,
+        )
+        try:
+            node = Node(layout, memory_of(tensors), self._access, make_options(self._config))
+        except (TransferError, ValueError, OSError) as error:
+            logger.error("PD is off: %s", error)
+            return None
+        return PDWorker(node, layout, self._rank, geometry.layer_names, make_bounds(self._config))
+
     def start_loads(self, metadata: StepMetadata) -> None:
         for job in metadata.loads:
             assert metadata.namespace is not None
+            self._loading.add(job.req_id)
             self._loader.submit(Task(job, metadata.namespace, self._config.load_deadline_s))
 
     def start_saves(self, metadata: StepMetadata) -> None:
@@ -111,7 +150,9 @@ class WorkerHalf:
             self._saver.submit(Task(job, metadata.namespace, self._config.save_deadline_s, fence))
 
     def transfer_results(self) -> KVConnectorTransferResults:
-        """Loads that ended since the last step. A failed one is also in :meth:`take_failed_blocks`.
+        """Loads and transfers that ended since the last step. A failed one is also in :meth:`take_failed_blocks`.
+
+        A request that gets pages from the pool and the rest from another instance is reported when it has both.
 
         vLLM asks for this first, for statistics next and for the report last, so all that ended is collected here.
         """
@@ -120,12 +161,23 @@ class WorkerHalf:
         for task in self._loader.collect():
             job = task.job
             assert isinstance(job, LoadJob)
-            results.finished_recving.add(job.req_id)
+            self._loading.discard(job.req_id)
+            self._arrived.add(job.req_id)
             self._count("load", task, len(job.keys))
             if task.pages < len(job.keys):
                 self._failed_blocks |= self._blocks_from(job, task.pages)
                 self._report.failed_loads.add(job.req_id)
                 self._report.stalled |= task.cause == "deadline"
+        if self.pd is not None:
+            transfers = self.pd.take_results(self._stats)
+            results.finished_sending.update(transfers.sent)
+            self._arrived |= transfers.fetched
+            self._failed_blocks |= transfers.failed_blocks
+            self._report.unfetched |= transfers.unfetched
+        for req_id in self._arrived - self._loading:
+            if self.pd is None or not self.pd.fetching(req_id):
+                results.finished_recving.add(req_id)
+        self._arrived -= results.finished_recving
         return results
 
     def take_failed_blocks(self) -> set[int]:
@@ -134,7 +186,7 @@ class WorkerHalf:
 
     def take_report(self) -> WorkerReport | None:
         """Saves that ended and loads that failed since the last step; None where there is nothing to say."""
-        if not self._report.saves and not self._report.failed_loads:
+        if self._report.is_empty:
             return None
         report, self._report = self._report, WorkerReport()
         return report
@@ -152,7 +204,9 @@ class WorkerHalf:
         return stats
 
     def close(self) -> None:
-        """Finish what runs, drop the rest, release the pool; idempotent."""
+        """Finish what runs, drop the rest, release the pool and the node; idempotent."""
+        if self.pd is not None:
+            self.pd.close()
         self._saver.stop(_STOP_S)
         self._loader.stop(_STOP_S)
         self._pool.close()
@@ -200,7 +254,7 @@ class WorkerHalf:
     def _save(self, task: Task) -> None:
         job = task.job
         assert isinstance(job, SaveJob)
-        if not self._saves:  # another rank stores these heads
+        if not self._writes:  # another rank stores these heads
             task.pages = len(job.keys)
             return
         ready = self._ready(task)

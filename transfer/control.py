@@ -1,0 +1,287 @@
+"""Control connections: small messages between two processes over TCP, after the mutual handshake, inside TLS where set.
+
+Runs on asyncio, in a thread of its own (`LoopThread`): bulk data goes another way. A connection carries frames, each a
+length (uint32, little endian) and as many bytes. What cannot be sent is dropped; the protocol repeats itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import secrets
+import socket
+import ssl
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mooncake_connector.log import get_logger, log_once
+from transfer.base import TransferError, Unavailable
+from transfer.handshake import (
+    MAX_FRAME_NBYTES,
+    SESSION_NBYTES,
+    AnotherInstance,
+    Client,
+    HandshakeError,
+    Identity,
+    Server,
+    Terms,
+    require_secret,
+)
+from transfer.messages import MAX_MESSAGE_NBYTES
+from transfer.tls import Tls
+
+_STRANGER_S = 5.0
+"""A connection without a handshake is closed after so long."""
+_MAX_STRANGERS = 64
+_MAX_UNSENT_NBYTES = 16 << 20
+"""A peer that does not read gets no further frames beyond so many bytes."""
+_LOST_AFTER_S = 10
+"""A connection on which nothing is acknowledged for so long counts as dead."""
+_STOP_S = 5.0
+
+logger = get_logger(__name__)
+_Result = TypeVar("_Result")
+
+
+class Gone(Unavailable):
+    """The process that was there has ended: nobody listens at its address any more, or another process does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What opens a control connection to a peer, and what a peer must have to be let in."""
+
+    identity: Identity
+    tls: Tls | None = None
+
+
+class LoopThread:
+    """An event loop in a daemon thread; the only thread that may touch what belongs to it."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def post(self, call: Callable[..., object], *args: object) -> None:
+        """Have `call` made soon, in order; dropped once the loop is closed. From any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(call, *args)
+
+    def run(self, work: Coroutine[Any, Any, _Result], deadline_s: float) -> _Result:
+        """The result of `work`. Raises what it raises, TimeoutError at the deadline. Not from the loop's own thread."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(deadline_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise TimeoutError(f"the control plane did not answer within {deadline_s:g} s") from None
+
+    def close(self) -> None:
+        """Cancel all tasks and end the thread. May be called twice."""
+        if self.loop.is_closed():
+            return
+        with contextlib.suppress(TimeoutError):
+            self.run(_cancel_tasks(), _STOP_S)
+        self.post(self.loop.stop)
+        self._thread.join(_STOP_S)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+async def _cancel_tasks() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Link:
+    """One connection whose other side is known. Belongs to its event loop."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, terms: Terms, leftover: bytes
+    ) -> None:
+        self.terms = terms
+        self._reader, self._writer = reader, writer
+        self._leftover = leftover
+
+    @property
+    def alive(self) -> bool:
+        return not self._writer.is_closing()
+
+    def send(self, frame: bytes) -> None:
+        """Send soon, or drop it where the peer does not read or the connection is over."""
+        transport = self._writer.transport
+        if not transport.is_closing() and transport.get_write_buffer_size() <= _MAX_UNSENT_NBYTES:
+            self._writer.write(len(frame).to_bytes(4, "little") + frame)
+
+    async def receive(self, deadline_s: float | None = None) -> bytes:
+        """The next frame. Raises Unavailable at the deadline, or when the connection ends or carries no frame."""
+        try:
+            return await asyncio.wait_for(self._frame(), deadline_s)
+        except asyncio.TimeoutError:
+            raise Unavailable(f"nothing came within {deadline_s} s") from None
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise Unavailable(f"the connection ended: {error}") from None
+
+    def close(self) -> None:
+        self._writer.close()
+
+    async def flush(self, deadline_s: float) -> None:
+        """Wait until what was sent has left, for so long at most."""
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            self._writer.close()  # sends what is buffered first
+            await asyncio.wait_for(self._writer.wait_closed(), deadline_s)
+
+    async def _frame(self) -> bytes:
+        length = int.from_bytes(await self._exactly(4), "little")
+        if length > MAX_MESSAGE_NBYTES:
+            raise Unavailable(f"a frame of {length} bytes: at most {MAX_MESSAGE_NBYTES} are read")
+        return await self._exactly(length)
+
+    async def _exactly(self, nbytes: int) -> bytes:
+        taken, self._leftover = self._leftover[:nbytes], self._leftover[nbytes:]
+        return taken + await self._reader.readexactly(nbytes - len(taken)) if len(taken) < nbytes else taken
+
+
+async def connect(
+    address: tuple[str, int], purpose: str, access: Access, *, deadline_s: float, expected: bytes | None = None
+) -> Link:
+    """A connection to whoever listens there; `expected` is the instance that must answer, where it is known.
+
+    Raises:
+        Gone: nobody listens there, or another instance.
+        Unavailable: everything else that stands in the way, within `deadline_s`.
+    """
+    host, port = address
+    try:
+        require_secret(host, access.identity)
+        client = Client(access.identity, purpose, secrets.token_bytes(SESSION_NBYTES), expected)
+        context = None if access.tls is None else access.tls.context(server=False)
+        return await asyncio.wait_for(_open(host, port, client, context), deadline_s)
+    except (ConnectionRefusedError, AnotherInstance) as error:
+        raise Gone(f"{host}:{port}: {error}") from error
+    except asyncio.TimeoutError:
+        raise Unavailable(f"{host}:{port}: no answer within {deadline_s:.1f} s") from None
+    except (OSError, TransferError) as error:
+        raise Unavailable(f"{host}:{port}: {error}") from error
+
+
+async def _open(host: str, port: int, client: Client, context: ssl.SSLContext | None) -> Link:
+    reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    try:
+        _tune(writer)
+        writer.write(client.start())
+        while client.terms is None:
+            writer.write(client.receive(await _some(reader)))
+        return Link(reader, writer, client.terms, client.leftover)
+    except BaseException:
+        writer.close()
+        raise
+
+
+async def listen(
+    address: tuple[str, int], purpose: str, access: Access, serve: Callable[[Link], Awaitable[None]]
+) -> Listener:
+    """Accept connections from now on; `serve` runs for each one after its handshake, which is closed when it returns.
+
+    Raises:
+        TransferError: the address needs a secret, or cannot be listened at.
+    """
+    host, port = address
+    require_secret(host, access.identity)
+    listener = Listener(access.identity, purpose, serve)
+    context = None if access.tls is None else access.tls.context(server=True)
+    try:
+        await listener.start(host, port, context)
+    except OSError as error:
+        raise TransferError(f"cannot listen at {host}, port {port}: {error}") from error
+    return listener
+
+
+class Listener:
+    """See `listen`."""
+
+    def __init__(self, identity: Identity, purpose: str, serve: Callable[[Link], Awaitable[None]]) -> None:
+        self._identity, self._purpose, self._serve = identity, purpose, serve
+        self._strangers = 0
+        self._server: asyncio.Server | None = None
+        self.port = 0
+
+    async def start(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
+        shaking_s = None if context is None else _STRANGER_S
+        self._server = await asyncio.start_server(
+            self._accept, host, port, ssl=context, ssl_handshake_timeout=shaking_s
+        )
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        """Accept nobody any more; connections go on."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            link = await self._shake(reader, writer)
+            if link is not None:
+                await self._serve(link)
+        except Exception as error:
+            log_once(
+                f"control.{self._purpose}:{type(error).__name__}",
+                "a %s connection failed: %r", self._purpose, error,
+                logger=logger, exc_info=True,
+            )  # fmt: skip
+        finally:
+            writer.close()
+
+    async def _shake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Link | None:
+        if self._strangers >= _MAX_STRANGERS:
+            return None
+        self._strangers += 1
+        server = Server(self._identity, self._purpose)
+        try:
+            _tune(writer)
+            terms = await asyncio.wait_for(_greet(server, reader, writer), _STRANGER_S)
+            return Link(reader, writer, terms, server.leftover)
+        except HandshakeError as error:
+            writer.write(Server.refusal(error))
+            self._log_refusal(writer, str(error))
+        except (OSError, asyncio.TimeoutError) as error:
+            self._log_refusal(writer, str(error) or f"no handshake within {_STRANGER_S:g} s")
+        finally:
+            self._strangers -= 1
+        return None
+
+    def _log_refusal(self, writer: asyncio.StreamWriter, reason: str) -> None:
+        host = (writer.get_extra_info("peername") or ("unknown",))[0]
+        log_once(
+            f"control.refused:{self._purpose}:{reason[:40]}",
+            "refused a %s connection from %s: %s", self._purpose, host, reason,
+            logger=logger,
+        )  # fmt: skip
+
+
+async def _greet(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Terms:
+    while server.terms is None:
+        writer.write(server.receive(await _some(reader)))
+        await writer.drain()
+    return server.terms
+
+
+async def _some(reader: asyncio.StreamReader) -> bytes:
+    data = await reader.read(MAX_FRAME_NBYTES)
+    if not data:
+        raise ConnectionResetError("closed by the peer during the handshake")
+    return data
+
+
+def _tune(writer: asyncio.StreamWriter) -> None:
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_AFTER_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_AFTER_S * 1000)

@@ -1,0 +1,347 @@
+"""The consumer's side of a rank: finds the ranks of a prefill instance, grants them blocks, checks what lands there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mooncake_connector.log import get_logger, log_once
+from transfer.base import Grant, TransferError, Unavailable
+from transfer.consumer import Consumer, Source
+from transfer.control import Access, Gone, Link, connect
+from transfer.directory import RankCard, look_up
+from transfer.integrity import wrong_pages
+from transfer.layout import RankLayout
+from transfer.memory import Memory
+from transfer.messages import Introduction, Landed, encode
+from transfer.plan import Pairing, Route, routes
+from transfer.protocol import Ending, Order, Release, Revoke, Timing, Verify
+from transfer.shell import RANK_PURPOSE, Ended, Shell, now_s, peer_name
+
+_CONNECT_S = 5.0
+_RECONNECT_S = 1.0
+_UNREACHABLE_S = 1.0
+"""An instance that could not be reached is not tried again for so long: its requests fail at once."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The directory of a prefill instance.
+
+    Args:
+        engine_id: which life of it has the KV; "" where the request does not say.
+    """
+
+    host: str
+    port: int
+    engine_id: str = ""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """All ranks of this rank's own instance, and which of them it is."""
+
+    ranks: tuple[RankLayout, ...]
+    number: int
+
+
+@dataclass(slots=True)
+class _Origin:
+    """A rank of a prefill instance that has a route to this rank."""
+
+    card: RankCard
+    route: Route
+    legs: int
+    pairing: Pairing
+    page_tokens: int
+
+    @property
+    def name(self) -> str:
+        return peer_name(self.card.instance)
+
+
+@dataclass(slots=True)
+class _Remote:
+    """A prefill instance."""
+
+    engine_id: str
+    origins: list[_Origin]
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A transfer that the engine named."""
+
+    where: Where
+    started_s: float
+    announced: bool = False
+    wanted: tuple[int, int, Sequence[int]] | None = None
+    """(first token, stop token, block table)"""
+    unwanted: str = ""
+    """Why the engine gave it up."""
+    granted: Grant | None = None
+    nbytes: int = 0
+    origins: dict[str, _Origin] = field(default_factory=dict)
+
+
+class Fetching(Shell):
+    """See the module. `executor` has one thread, which checks what landed."""
+
+    def __init__(
+        self,
+        generation: int,
+        timing: Timing,
+        layout: RankLayout,
+        memory: Memory,
+        endpoints: Mapping[str, bytes],
+        access: Access,
+        page_tokens: int,
+        loop: asyncio.AbstractEventLoop,
+        executor: Executor,
+        ended: Callable[[Ended], None],
+    ) -> None:
+        self._consumer = Consumer(generation, timing)
+        super().__init__(self._consumer, loop, ended)
+        self._generation, self._timing = generation, timing
+        self._layout, self._memory, self._endpoints, self._executor = layout, memory, dict(endpoints), executor
+        self._access, self._page_tokens = access, page_tokens
+        self._fetches: dict[str, _Fetch] = {}
+        self._remotes: dict[tuple[str, int], asyncio.Task[_Remote]] = {}
+        self._failed_s: dict[tuple[str, int], float] = {}
+
+    # What the engine says
+
+    def announce(self, transfer: str, where: Where, family: Family, computed: bool) -> None:
+        """A request that will want this transfer; it has one ending, whatever happens."""
+        if transfer in self._fetches:
+            self._over(Ended(transfer, Ending.FAILED, "a request of this transfer is under way"))
+            return
+        self._fetches[transfer] = _Fetch(where, now_s())
+        self._start(self._loop.create_task(self._begin(transfer, family, computed)))
+
+    def grant(self, transfer: str, first_token: int, stop_token: int, block_ids: Sequence[int]) -> None:
+        """Fetch tokens `[first_token, stop_token)` into the blocks of this table; nothing if it is over already."""
+        fetch = self._fetches.get(transfer)
+        if fetch is not None:
+            fetch.wanted = (first_token, stop_token, block_ids)
+            if fetch.announced:
+                self._grant(transfer, fetch)
+
+    def drop(self, transfer: str, cause: str) -> None:
+        """The engine does not want it any more; the producer will be told."""
+        fetch = self._fetches.get(transfer)
+        if fetch is not None:
+            fetch.unwanted = cause
+            if fetch.announced:
+                self._consumer.cancel(transfer, cause, now_s())
+                self.pump()
+
+    # How a transfer begins
+
+    async def _begin(self, transfer: str, family: Family, computed: bool) -> None:
+        fetch = self._fetches[transfer]
+        try:
+            remote = await self._remote(fetch.where, family)
+        except Exception as error:
+            if not isinstance(error, TransferError):
+                log_once("transfer.begin", "a transfer cannot begin: %r", error, logger=logger, exc_info=True)
+            del self._fetches[transfer]
+            self._over(Ended(transfer, Ending.FAILED, str(error), seconds=now_s() - fetch.started_s))
+            return
+        fetch.origins = {origin.name: origin for origin in remote.origins}
+        sources = [
+            Source(
+                origin.name,
+                origin.card.generation,
+                range(origin.route.first_layer, origin.route.first_layer + origin.route.num_layers),
+                origin.legs,
+            )
+            for origin in remote.origins
+        ]
+        left_s = self._timing.deadline_s - (now_s() - fetch.started_s)
+        fetch.announced = True
+        self._consumer.announce(transfer, sources, now_s(), computed=computed, deadline_s=left_s)
+        if fetch.unwanted:
+            self._consumer.cancel(transfer, fetch.unwanted, now_s())
+        elif fetch.wanted is not None:
+            self._grant(transfer, fetch)
+        self.pump()
+
+    def _grant(self, transfer: str, fetch: _Fetch) -> None:
+        assert fetch.wanted is not None
+        first, stop, block_ids = fetch.wanted
+        block_tokens = self._layout.block_tokens
+        try:
+            ranges = self._layout.ranges(block_ids[first // block_tokens : -(-stop // block_tokens)])
+            granted = self._memory.grant(*ranges)
+        except (TransferError, ValueError) as error:
+            self._consumer.cancel(transfer, str(error), now_s())
+        else:
+            if self._consumer.grant(transfer, first, stop, block_ids, granted.key, now_s()):
+                fetch.granted = granted
+            else:
+                self._memory.revoke(granted)
+        self.pump()
+
+    # The prefill instance
+
+    async def _remote(self, where: Where, family: Family) -> _Remote:
+        """Raises TransferError, also where the life that has the KV is over."""
+        remote = await self._known(where.address, family)
+        if where.engine_id not in ("", remote.engine_id):
+            self._forget(where.address, remote)  # maybe it restarted since it was asked
+            remote = await self._known(where.address, family)
+        if where.engine_id not in ("", remote.engine_id):
+            raise Unavailable(f"prefill instance {where.engine_id} is gone: {remote.engine_id} answers there")
+        return remote
+
+    async def _known(self, address: tuple[str, int], family: Family) -> _Remote:
+        task = self._remotes.get(address)
+        if task is None:
+            if now_s() < self._failed_s.get(address, 0.0):
+                raise Unavailable(f"{address[0]}:{address[1]} could not be reached a moment ago")
+            task = self._remotes[address] = self._loop.create_task(self._find(address, family))
+        try:
+            return await asyncio.shield(task)
+        except Exception:
+            if self._remotes.get(address) is task:
+                del self._remotes[address]
+                self._failed_s[address] = now_s() + _UNREACHABLE_S
+            raise
+
+    async def _find(self, address: tuple[str, int], family: Family) -> _Remote:
+        card = await look_up(address, self._access, deadline_s=_CONNECT_S)
+        every = routes([rank.layout for rank in card.ranks], family.ranks)
+        origins = []
+        for route in every:
+            if route.destination != family.number:
+                continue
+            rank = card.ranks[route.source]
+            pairing = Pairing(rank.layout, self._layout, route)
+            page_tokens = -(-self._page_tokens // pairing.unit) * pairing.unit
+            legs = sum(other.source == route.source for other in every)
+            origins.append(_Origin(rank, route, legs, pairing, page_tokens))
+        links = await asyncio.gather(*(self._visit(origin) for origin in origins), return_exceptions=True)
+        failures = [link for link in links if isinstance(link, BaseException)]
+        if failures:
+            for link in links:
+                if isinstance(link, Link):
+                    link.close()
+            raise failures[0]
+        remote = _Remote(card.engine_id, origins)
+        for origin, link in zip(origins, links, strict=True):
+            assert isinstance(link, Link)
+            self._links[origin.name] = link
+            self._half.met(origin.name, origin.card.generation, now_s())
+            self._start(self._loop.create_task(self._keep(address, remote, origin, link)))
+        return remote
+
+    async def _visit(self, origin: _Origin) -> Link:
+        """A connection on which this rank has introduced itself. Raises Unavailable, Gone."""
+        card, route = origin.card, origin.route
+        link = await connect(
+            (card.host, card.port), RANK_PURPOSE, self._access, deadline_s=_CONNECT_S, expected=card.instance
+        )
+        introduction = Introduction(
+            generation=self._generation,
+            to=card.generation,
+            transfer="",
+            layout=self._layout,
+            first_layer=route.first_layer,
+            num_layers=route.num_layers,
+            first_head=route.first_head,
+            num_heads=route.num_heads,
+            endpoints=self._endpoints,
+        )
+        link.send(encode(introduction))
+        return link
+
+    async def _keep(self, address: tuple[str, int], remote: _Remote, origin: _Origin, link: Link | None) -> None:
+        """Talk with a rank, and connect again where the connection ends while transfers are under way."""
+        while not remote.lost:
+            if link is not None:
+                try:
+                    await self._converse(origin.name, link)
+                except TransferError:
+                    link.close()
+                if self._links.get(origin.name) is link:
+                    del self._links[origin.name]
+            if remote.lost or not any(origin.name in fetch.origins for fetch in self._fetches.values()):
+                break
+            try:
+                link = await self._visit(origin)
+                self._links[origin.name] = link
+            except Gone:
+                self._half.lost(origin.name, now_s())
+                self.pump()
+                break
+            except Unavailable:
+                link = None
+                await asyncio.sleep(_RECONNECT_S)
+        self._forget(address, remote)
+
+    def _forget(self, address: tuple[str, int], remote: _Remote) -> None:
+        """Ask the directory again before the next transfer."""
+        remote.lost = True
+        for origin in remote.origins:
+            link = self._links.get(origin.name)
+            if link is not None:
+                link.close()
+        task = self._remotes.get(address)
+        if task is not None and task.done() and task.exception() is None and task.result() is remote:
+            del self._remotes[address]
+
+    # What lands
+
+    def _carry_out(self, order: Order) -> None:
+        if isinstance(order, Verify):
+            self._start(self._loop.create_task(self._verify(order)))
+        elif isinstance(order, Revoke):
+            self._start(self._loop.create_task(self._revoke(order.transfer)))
+
+    async def _verify(self, order: Verify) -> None:
+        fetch = self._fetches[order.transfer]
+        assert fetch.wanted is not None
+        right, nbytes = False, 0
+        try:
+            right, nbytes = await self._loop.run_in_executor(
+                self._executor, _check, fetch.origins[order.peer], order.landed, fetch.wanted[2]
+            )
+        except Exception as error:
+            log_once(f"transfer.verify:{type(error).__name__}", "a batch cannot be checked: %r", error, logger=logger)
+        if not right:
+            log_once("transfer.checksum", "a batch arrived with wrong bytes; it is sent once more", logger=logger)
+        fetch.nbytes += nbytes if right else 0
+        self._consumer.verified(order.peer, order.transfer, order.landed, right, now_s())
+        self.pump()
+
+    async def _revoke(self, transfer: str) -> None:
+        granted = self._fetches[transfer].granted
+        if granted is not None:  # a transport may be in the middle of a step
+            await self._loop.run_in_executor(self._executor, self._memory.revoke, granted)
+        self._consumer.revoked(transfer, now_s())
+        self.pump()
+
+    def _release(self, order: Release) -> Ended:
+        fetch = self._fetches.pop(order.transfer)
+        return Ended(order.transfer, order.ending, order.cause, fetch.nbytes, now_s() - fetch.started_s)
+
+
+def _check(origin: _Origin, landed: Landed, block_ids: Sequence[int]) -> tuple[bool, int]:
+    """Whether a batch has the bytes that were sent, and how many. Raises TransferError for a batch that cannot be."""
+    layers = range(landed.first_layer, landed.first_layer + landed.num_layers)
+    pages = origin.pairing.destination_pages(
+        layers, landed.first_token, landed.stop_token, block_ids, origin.page_tokens
+    )
+    return not wrong_pages(pages, landed.checksums), int(np.sum(pages.nbytes))

@@ -1,0 +1,285 @@
+"""The producer's side of a rank: takes connections of consumers, and writes into the memory that they granted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mooncake_connector.log import get_logger, log_once
+from transfer.base import Completion, Grant, Outcome, Peer, TransferError, Unavailable
+from transfer.choose import Transports
+from transfer.control import Link
+from transfer.granularity import Bounds
+from transfer.integrity import page_checksums
+from transfer.layout import RankLayout
+from transfer.messages import Granted, Introduction, MessageError, decode
+from transfer.plan import Pairing, Route
+from transfer.producer import Producer, Shape
+from transfer.protocol import Abandon, Ending, Order, Release, Timing, Write
+from transfer.shell import Ended, Shell, now_s, peer_name
+
+_INTRODUCTION_S = 5.0
+_CONNECT_S = 10.0
+_MIN_BATCH_NBYTES = 1 << 20
+"""Layers travel together until they are worth a batch of so many bytes."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Visitor:
+    """A consumer's rank."""
+
+    link: Link
+    layout: RankLayout
+    pairing: Pairing
+    page_tokens: int
+    """Tokens that share a checksum."""
+    data: asyncio.Future[Peer]
+    """The connection for bulk data."""
+
+
+@dataclass(slots=True)
+class _Serve:
+    """A transfer that the engine named."""
+
+    started_s: float
+    block_ids: Sequence[int] = ()
+    nbytes: int = 0
+    transports: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Writes:
+    """Batches of one leg that are on their way."""
+
+    completions: set[Completion] = field(default_factory=set)
+    count: int = 0
+    abandoned: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Serving(Shell):
+    """See the module. `executor` has one thread, which plans and takes checksums."""
+
+    def __init__(
+        self,
+        generation: int,
+        timing: Timing,
+        layout: RankLayout,
+        transports: Transports,
+        bounds: Bounds,
+        page_tokens: int,
+        loop: asyncio.AbstractEventLoop,
+        executor: Executor,
+        ended: Callable[[Ended], None],
+    ) -> None:
+        self._producer = Producer(generation, self._shape_of, timing)
+        super().__init__(self._producer, loop, ended)
+        self._generation, self._timing = generation, timing
+        self._layout, self._transports, self._executor = layout, transports, executor
+        self._bounds, self._page_tokens = bounds, page_tokens
+        self._visitors: dict[str, _Visitor] = {}
+        self._serves: dict[str, _Serve] = {}
+        self._writes: dict[tuple[str, str], _Writes] = {}
+        self.void: set[str] = set()
+        """Transfers whose blocks the engine took back: no write of theirs counts any more. Added to by any thread."""
+
+    # What the engine says
+
+    def open(self, transfer: str) -> None:
+        """A request begins whose KV a consumer will want."""
+        try:
+            self._producer.open(transfer, now_s())
+        except ValueError as error:  # two requests of one name: the later one is not served
+            self._over(Ended(transfer, Ending.FAILED, str(error)))
+            return
+        self._serves[transfer] = _Serve(now_s())
+        self.pump()
+
+    def blocks(self, tables: Mapping[str, Sequence[int]]) -> None:
+        """The block tables, as long as they are now."""
+        for transfer, block_ids in tables.items():
+            if transfer in self._serves:
+                self._serves[transfer].block_ids = block_ids
+
+    def computed(self, layer: int, stops: Mapping[str, int]) -> None:
+        """All layers up to `layer` have the KV of these transfers' tokens before their stop."""
+        for transfer, stop_token in stops.items():
+            if transfer in self._serves:
+                self._producer.computed(transfer, layer, stop_token, now_s())
+        self.pump()
+
+    def finished(self, transfer: str, num_tokens: int) -> None:
+        """Prefill is over."""
+        if transfer in self._serves:
+            self._producer.finished(transfer, num_tokens, now_s())
+        self.pump()
+
+    def cancel(self, transfer: str, cause: str) -> None:
+        """The engine wants its blocks back."""
+        if transfer in self._serves:
+            self._producer.cancel(transfer, cause, now_s())
+        self.pump()
+
+    def preempted(self, transfer: str) -> None:
+        """The engine took the blocks back, and computes again from the start; it is in `void` already."""
+        if transfer in self._serves:
+            self._producer.preempted(transfer, now_s())
+        if not any(name == transfer for _, name in self._writes):
+            self.void.discard(transfer)
+        self.pump()
+
+    # Consumers
+
+    async def serve(self, link: Link) -> None:
+        """Talk with one consumer's rank until the connection ends."""
+        peer = peer_name(link.terms.instance)
+        try:
+            visitor = self._meet(peer, link, decode(await link.receive(_INTRODUCTION_S)))
+            await self._converse(peer, link)
+        except (Unavailable, MessageError):
+            pass
+        except TransferError as error:
+            log_once(f"transfer.visitor:{str(error)[:60]}", "a decode instance is refused: %s", error, logger=logger)
+        finally:
+            if self._links.get(peer) is link:
+                del self._links[peer]
+                visitor = self._visitors.pop(peer)
+                visitor.data.add_done_callback(_close)
+
+    def _meet(self, peer: str, link: Link, message: object) -> _Visitor:
+        if not isinstance(message, Introduction):
+            raise MessageError(f"{type(message).__name__} before an introduction")
+        route = Route(0, 0, message.first_layer, message.num_layers, message.first_head, message.num_heads)
+        pairing = Pairing(self._layout, message.layout, route)
+        page_tokens = -(-self._page_tokens // pairing.unit) * pairing.unit
+        connecting = self._loop.run_in_executor(None, self._connect, message.endpoints)
+        visitor = _Visitor(link, message.layout, pairing, page_tokens, connecting)
+        before = self._links.get(peer)
+        if before is not None:
+            before.close()
+            self._visitors[peer].data.add_done_callback(_close)
+        self._links[peer], self._visitors[peer] = link, visitor
+        self._half.met(peer, message.generation, now_s())
+        self.pump()
+        return visitor
+
+    def _connect(self, endpoints: Mapping[str, bytes]) -> Peer:
+        return self._transports.connect(endpoints, deadline_s=_CONNECT_S)
+
+    def _shape_of(self, peer: str, granted: Granted) -> Shape:
+        visitor = self._visitors.get(peer)
+        if visitor is None:
+            raise TransferError("the consumer has no connection")
+        visitor.layout.check_blocks(granted.block_ids)
+        pairing, layout = visitor.pairing, self._layout
+        tokens = max(1, granted.stop_token - granted.first_token)
+        layer_nbytes = tokens * layout.num_heads * (layout.k_dim + layout.v_dim) * layout.itemsize
+        min_layers = -(-_MIN_BATCH_NBYTES // layer_nbytes)
+        return Shape(self._bounds.choose(granted.stop_token), pairing.layers, pairing.unit, min_layers)
+
+    # Writes
+
+    def _carry_out(self, order: Order) -> None:
+        if isinstance(order, Write):
+            block_ids = self._serves[order.transfer].block_ids
+            writes = self._writes.setdefault((order.peer, order.transfer), _Writes())
+            writes.count += 1
+            self._start(self._loop.create_task(self._write(order, block_ids, writes)))
+        elif isinstance(order, Abandon):
+            writes = self._writes.get((order.peer, order.transfer), _Writes())
+            writes.abandoned.set()
+            for completion in tuple(writes.completions):
+                completion.cancel()
+
+    async def _write(self, order: Write, block_ids: Sequence[int], writes: _Writes) -> None:
+        checksums: list[int] = []
+        error: str | None
+        try:
+            checksums, error = await self._try_write(order, block_ids, writes)
+        except (TransferError, ValueError) as reason:
+            error = str(reason)
+        except Exception as reason:
+            error = f"{reason!r}"
+            log_once(
+                f"transfer.write:{type(reason).__name__}", "a write failed: %r", reason, logger=logger, exc_info=True
+            )
+        writes.count -= 1
+        if not writes.count:
+            self._writes.pop((order.peer, order.transfer), None)
+        if order.transfer in self.void:
+            error = error or "the blocks were taken back"
+        self._producer.written(order.peer, order.transfer, order.number, checksums, error, now_s())
+        self.pump()
+
+    async def _try_write(self, order: Write, block_ids: Sequence[int], writes: _Writes) -> tuple[list[int], str | None]:
+        visitor = self._visitors.get(order.peer)
+        if visitor is None:
+            raise TransferError("the consumer's connection ended")
+        peer = await asyncio.shield(visitor.data)
+        if writes.abandoned.is_set():
+            raise TransferError("not wanted any more")
+        settled: asyncio.Future[Outcome] = self._loop.create_future()
+        completion, nbytes, checksums = await self._loop.run_in_executor(
+            self._executor, _send, self._layout, visitor, peer, order, block_ids, self._timing.lease_s
+        )
+        writes.completions.add(completion)
+        completion.add_done_callback(lambda outcome: self._settle(settled, outcome))
+        if writes.abandoned.is_set():
+            completion.cancel()
+        outcome = await settled
+        writes.completions.discard(completion)
+        serve = self._serves.get(order.transfer)
+        if outcome.ok and serve is not None:
+            serve.nbytes += nbytes
+            serve.transports.add(peer.transport)
+        return checksums, None if outcome.ok else str(outcome)
+
+    def _settle(self, settled: asyncio.Future[Outcome], outcome: Outcome) -> None:
+        """In whichever thread learns the outcome."""
+
+        def tell() -> None:
+            if not settled.done():
+                settled.set_result(outcome)
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(tell)
+
+    def _release(self, order: Release) -> Ended:
+        serve = self._serves.pop(order.transfer)
+        self.void.discard(order.transfer)
+        seconds = now_s() - serve.started_s
+        return Ended(
+            order.transfer, order.ending, order.cause, serve.nbytes, seconds, "+".join(sorted(serve.transports))
+        )
+
+
+def _send(
+    layout: RankLayout, visitor: _Visitor, peer: Peer, order: Write, block_ids: Sequence[int], deadline_s: float
+) -> tuple[Completion, int, list[int]]:
+    """Start writing a batch, and take its checksums meanwhile. Raises TransferError, ValueError."""
+    batch, granted, pairing = order.batch, order.granted, visitor.pairing
+    layers = range(batch.first_layer, batch.first_layer + batch.num_layers)
+    tokens = (batch.first_token, batch.stop_token)
+    copies = pairing.copies(layers, *tokens, block_ids, granted.block_ids)
+    first, stop = batch.first_token, batch.stop_token
+    there = visitor.layout.block_tokens
+    ranges = visitor.layout.ranges(granted.block_ids[first // there : -(-stop // there)])
+    completion = peer.write(
+        Grant(granted.key, *ranges), copies.source, copies.destination, copies.nbytes, deadline_s=deadline_s
+    )
+    try:
+        checksums = page_checksums(pairing.source_pages(layers, *tokens, block_ids, visitor.page_tokens))
+    except BaseException:
+        completion.cancel()
+        raise
+    return completion, int(np.sum(copies.nbytes)), checksums
+
+
+def _close(connecting: asyncio.Future[Peer]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()

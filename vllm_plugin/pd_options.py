@@ -1,0 +1,59 @@
+"""From configuration and vLLM's settings to what a transfer node needs."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from mooncake_connector.config import Config
+from mooncake_connector.namespace import canonical_json
+from mooncake_connector.secret import read_secret
+from transfer.control import Access
+from transfer.granularity import Bounds, Granularity
+from transfer.handshake import Identity
+from transfer.node import NodeOptions
+from transfer.protocol import Timing
+from transfer.tls import Tls
+from vllm_plugin.geometry import Geometry
+
+_FORMAT = 1
+"""Raised whenever the same bytes would mean something else."""
+
+
+def make_access(config: Config, geometry: Geometry) -> Access:
+    """Who this process is to peers. Raises ConfigError for a secret or certificate that cannot be used."""
+    secret = b"" if config.secret_file is None else read_secret(config.secret_file)
+    tls = None
+    if config.tls_certificate and config.tls_key and config.tls_authority:
+        tls = Tls(str(config.tls_certificate), str(config.tls_key), str(config.tls_authority))
+    return Access(Identity(secret=secret, compatibility=compatibility(geometry)), tls)
+
+
+def compatibility(geometry: Geometry) -> bytes:
+    """Digest of what must be equal for KV to mean the same. The weights are part of each transfer's name."""
+    fields = ("num_layers", "num_kv_heads", "k_dim", "v_dim", "itemsize", "kv_dtype", "is_mla")
+    described = {name: getattr(geometry, name) for name in fields}
+    return hashlib.sha256(canonical_json({"engine": "vllm", "format": _FORMAT, **described}).encode()).digest()
+
+
+def make_bounds(config: Config) -> Bounds:
+    fixed = None if config.granularity == "auto" else Granularity(config.granularity)
+    return Bounds(config.granularity_chunk_tokens, config.granularity_layer_tokens, fixed)
+
+
+def make_options(config: Config) -> NodeOptions:
+    lease_s = config.transfer_lease_s
+    return NodeOptions(
+        transports=config.transports,
+        hosts=config.transfer_hosts,
+        page_tokens=int(config.page_tokens),
+        bounds=make_bounds(config),
+        timing=Timing(lease_s=lease_s, heartbeat_s=min(5.0, lease_s / 6), deadline_s=config.transfer_deadline_s),
+    )
+
+
+def memory_of(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """`(address, nbytes)` of the storages that tensors lie in, each once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sorted(storages.items())

@@ -1,0 +1,235 @@
+"""The scheduler half of PD: which requests are given away or come from elsewhere, and until when their blocks are held.
+
+Runs inside vLLM's scheduler step: it decides by what it has been told, sends nothing and never waits. The workers'
+nodes (`transfer.node`) do the rest; both sides of this speak of requests by vLLM's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.v1.request import RequestStatus
+
+from mooncake_connector.config import Config
+from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.namespace import Namespace
+from transfer.base import TransferError
+from transfer.control import Access
+from transfer.directory import Directory, InstanceCard, RankCard
+from vllm_plugin.geometry import Geometry
+from vllm_plugin.messages import Announcement, FetchJob, PDStep, Progress, WorkerReport
+from vllm_plugin.naming import named_tokens
+from vllm_plugin.pd_params import PrefillLeg, answer_params, parse_params, transfer_name
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Given:
+    """A request whose KV another instance will want."""
+
+    request: Request
+    leg: PrefillLeg
+    over: bool = False
+    """vLLM has finished it; its blocks are held until all workers have reported."""
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A request whose KV another instance has or computes; until it has been fetched, or cannot be."""
+
+    request: Request
+    fetching: bool = False
+
+
+class PDScheduler:
+    """See the module.
+
+    Args:
+        namespace: this instance's, or None while the model's identity is not known.
+        root: the chain root of a request, or None where its KV has no name.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        config: Config,
+        engine_id: str,
+        access: Access,
+        namespace: Callable[[], Namespace | None],
+        root: Callable[[Request], bytes | None],
+    ) -> None:
+        self._geometry, self._config, self._engine_id, self._access = geometry, config, engine_id, access
+        self._namespace, self._root = namespace, root
+        self._given: dict[str, _Given] = {}
+        self._awaited: dict[str, _Awaited] = {}
+        self._step = PDStep()
+        self._cards: list[RankCard] = []
+        self._directory: Directory | None = None
+        self._manager: KVCacheManager | None = None
+
+    def bind(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    def set_ranks(self, cards: Mapping[tuple[int, int], bytes]) -> None:
+        """What the workers say of themselves, by (PP rank, TP rank): from now on others may ask the directory."""
+        if len(cards) != self._geometry.tp_size * self._geometry.pp_size:
+            logger.warning("PD is off: %d ranks are ready for it", len(cards))
+            return
+        self._cards = [msgspec.msgpack.decode(cards[rank], type=RankCard) for rank in sorted(cards)]
+        card = InstanceCard(self._engine_id, self._cards)
+        address = (self._config.transfer_hosts[0], self._config.transfer_port)
+        try:
+            self._directory = Directory(card, address, self._access)
+        except TransferError as error:
+            logger.error("this instance cannot give KV away: %s", error)
+            return
+        logger.info("PD: instance %s is found at %s:%d", self._engine_id, address[0], self._directory.port)
+
+    # Requests
+
+    def track(self, request: Request) -> None:
+        """A new request: announce it or offer it, if its parameters say so."""
+        leg = parse_params(request.kv_transfer_params)
+        if leg is None or request.request_id in self._given or request.request_id in self._awaited:
+            return
+        if not self._cards or (isinstance(leg, PrefillLeg) and self._directory is None):
+            log_once("pd.off", "a request with kv_transfer_params is prefilled here: PD is off", logger=logger)
+            return
+        root, namespace = self._root(request), self._namespace()
+        if root is None or namespace is None:
+            reason = "its KV has no name" if namespace is not None else "the model's identity is not known yet"
+            log_once(f"pd.nameless:{reason}", "a request is prefilled here: %s", reason, logger=logger)
+            return
+        name = transfer_name(leg.transfer_id, namespace, root, named_tokens(request, 0, request.num_prompt_tokens))
+        if isinstance(leg, PrefillLeg):
+            self._given[request.request_id] = _Given(request, leg)
+            self._step.opened[request.request_id] = name
+        else:
+            self._awaited[request.request_id] = _Awaited(request)
+            self._step.announced[request.request_id] = Announcement(name, leg.where, leg.computed)
+
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens beyond the local hit that a transfer will bring, 0 for none. No side effect."""
+        awaited = self._awaited.get(request.request_id)
+        if awaited is None or awaited.fetching:
+            return 0
+        return max(0, request.num_prompt_tokens - num_computed_tokens)
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, num_pooled: int) -> int:
+        """Blocks were allocated. Returns how many of the external tokens the pool should bring.
+
+        Args:
+            num_external_tokens: tokens beyond the local hit that vLLM will wait for.
+            num_pooled: of these, the first ones that are in the pool.
+        """
+        awaited = self._awaited.get(request.request_id)
+        if awaited is None or awaited.fetching:
+            return num_external_tokens
+        if not num_external_tokens:  # vLLM computes, or another connector loads
+            self._drop(request.request_id, "not needed")
+            return 0
+        awaited.fetching = True
+        assert request.kv_transfer_params is not None
+        request.kv_transfer_params["do_remote_prefill"] = False  # one transfer a request
+        stop = request.num_prompt_tokens
+        num_local = stop - num_external_tokens
+        first = (num_local + num_pooled) // self._granule * self._granule
+        if num_local + num_pooled == stop:
+            first = stop
+        block_ids = list(blocks.get_block_ids()[0])
+        self._step.fetched[request.request_id] = FetchJob(max(first, num_local), stop, block_ids)
+        return max(first - num_local, 0)
+
+    @property
+    def _granule(self) -> int:
+        """What the pool brings ends at a multiple of it, so that no block is filled from two sides."""
+        block, page = self._geometry.block_tokens, int(self._config.page_tokens)
+        return max(block, page) if max(block, page) % min(block, page) == 0 else block * page
+
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """vLLM is through with a request: whether its blocks are to be held, and what to tell the router."""
+        if request.request_id in self._awaited:
+            self._drop(request.request_id, "the request ended")
+        given = self._given.get(request.request_id)
+        if given is None:
+            return False, None
+        computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if not computed or request.num_computed_tokens < request.num_prompt_tokens:
+            if self._step.opened.pop(request.request_id, None) is not None:
+                del self._given[request.request_id]  # no worker knows of it
+                return False, None
+            self._step.cancelled[request.request_id] = f"the request ended: {request.status.name.lower()}"
+            given.over = True
+            return True, None
+        given.over = True
+        self._step.finished[request.request_id] = request.num_prompt_tokens
+        assert self._directory is not None
+        answer = answer_params(
+            given.leg,
+            request_id=request.request_id,
+            block_ids=block_ids,
+            num_tokens=request.num_prompt_tokens,
+            engine_id=self._engine_id,
+            host=self._config.transfer_hosts[0],
+            port=self._directory.port,
+            tp_size=self._geometry.tp_size,
+            pp_size=self._geometry.pp_size,
+        )
+        return True, answer
+
+    def _drop(self, req_id: str, cause: str) -> None:
+        del self._awaited[req_id]
+        self._step.dropped[req_id] = cause
+
+    # Steps
+
+    def build(self, scheduled: SchedulerOutput) -> PDStep:
+        """What the workers have to know of this step."""
+        step, self._step = self._step, PDStep()
+        for req_id in scheduled.preempted_req_ids or ():
+            if req_id in self._given:
+                step.preempted.append(req_id)
+        if self._given:
+            for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
+                given = self._given.get(req_id)
+                if given is not None and not given.over:
+                    self._add_progress(step, given.request, num_tokens)
+        if step.announced:
+            step.ranks = tuple(card.layout for card in self._cards)
+        return step
+
+    def _add_progress(self, step: PDStep, request: Request, num_tokens: int) -> None:
+        assert self._manager is not None
+        prompt_tokens = request.num_prompt_tokens
+        if request.num_computed_tokens < prompt_tokens:
+            block_ids = list(self._manager.get_block_ids(request.request_id)[0])
+            stop = min(request.num_computed_tokens + num_tokens, prompt_tokens)
+            step.progress[request.request_id] = Progress(block_ids, stop, prompt_tokens)
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """Take in what the workers report."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            for req_id in report.unfetched:
+                awaited = self._awaited.get(req_id)
+                if awaited is not None and not awaited.fetching:
+                    self._drop(req_id, "another rank could not fetch it")
+        for req_id in output.finished_recving or ():
+            self._awaited.pop(req_id, None)
+        for req_id in output.finished_sending or ():
+            self._given.pop(req_id, None)
+
+    def close(self) -> None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.close()
