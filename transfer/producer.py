@@ -46,7 +46,6 @@ class _Sent:
 @dataclass(slots=True)
 class _Leg:
     peer: str
-    life: int
     heard_s: float
     send_s: float
     granted: Granted | None = None
@@ -213,7 +212,7 @@ class Producer(Half):
             known = self._transfers[message.transfer] = _Transfer(message.transfer, now_s)
         leg = known.legs.get(peer)
         if leg is None:
-            leg = known.legs[peer] = _Leg(peer, message.generation, now_s, now_s + self._timing.heartbeat_s)
+            leg = known.legs[peer] = _Leg(peer, now_s, now_s + self._timing.heartbeat_s)
             if known.ending is not None:
                 self._fail(known, leg, known.ending, f"the transfer is over: {known.cause or known.ending.value}")
         known.heard_s = leg.heard_s = now_s
@@ -268,7 +267,7 @@ class Producer(Half):
     def _fail_begun(self, peer: str, spared: Container[int], cause: str, now_s: float) -> None:
         for known in list(self._transfers.values()):
             leg = known.legs.get(peer)
-            if leg is not None and leg.life not in spared:
+            if leg is not None:  # made by a message of the life that was known then, so of none that is spared
                 self._fail(known, leg, Ending.FAILED, cause)
                 if peer in self._lost:
                     leg.state = State.CLOSED  # nobody is left to be told
