@@ -21,11 +21,11 @@ def change_weights(engine: Engine, weights: int) -> None:
 def test_after_a_reset_lookups_miss_and_new_pages_go_elsewhere(start: Start, runner: dict[str, bool]) -> None:
     engine = start(**runner)
     engine.ask(PROMPT)
-    before = engine.half._namespace()
+    before = engine.half.namespace()
     change_weights(engine, 1)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     assert answer(engine, PROMPT, 3, 1), "KV of the old weights was used"
-    assert engine.half._namespace().digest != before.digest
+    assert engine.half.namespace().digest != before.digest
     assert engine.scheduler.reset_prefix_cache(reset_connector=False)
     engine.add(PROMPT, name="again")
     engine.run()
@@ -96,9 +96,9 @@ def test_reset_before_the_identity_is_known_still_changes_the_namespace(start: S
     engine = start()
     known, engine.half._pool.prepared = engine.half._pool.prepared, None
     assert engine.half.reset()
-    assert engine.half._namespace() is None
+    assert engine.half.namespace() is None
     engine.half._pool.prepared = known
-    assert engine.half._namespace().digest != known.digest
+    assert engine.half.namespace().digest != known.digest
 
 
 def test_a_reset_while_a_save_holds_blocks_says_no_as_vllm_does_for_blocks_in_use(start: Start, faults) -> None:
