@@ -1,0 +1,158 @@
+"""Prefill and decode instances of real nodes, with real memory, and one request's KV of which every byte is known."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from simulated.ranks import SPAN, Instance, Model, heads_of, make_rank
+
+from transfer.control import Access
+from transfer.directory import Directory, InstanceCard
+from transfer.fetching import Family, Where
+from transfer.handshake import Identity
+from transfer.node import Node, NodeOptions
+from transfer.shell import Ended
+
+MODEL = Model(layers=4, heads=4, k_dim=8, v_dim=8, itemsize=2)
+TOKENS = 44
+CHUNKS = (20, TOKENS)
+PATIENCE_S = 20.0
+
+
+class Rank:
+    """A node and its memory."""
+
+    def __init__(self, layout: Any, table: list[int], access: Access, options: NodeOptions) -> None:
+        self.table = table
+        self.bytes = np.zeros(SPAN, dtype=np.uint8)
+        address = self.bytes.ctypes.data
+        moved = tuple(start + address for start in layout.blocks.layer_addresses)
+        self.layout = replace(layout, blocks=replace(layout.blocks, layer_addresses=moved))
+        self.node = Node(self.layout, [(address, SPAN)], access, options)
+
+    def places(self, tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """For each byte of the request: (what it must be, where it is)."""
+        names, places = Instance(MODEL, [self.layout], self.table).bytes_of(self.layout, tokens)
+        return (names * 2654435761 >> 7) % 255 + 1, places - self.bytes.ctypes.data
+
+
+class Instances:
+    """One engine: nodes of all its ranks, and its directory.
+
+    Args:
+        identity: all but the instance, which each rank draws for itself.
+    """
+
+    def __init__(
+        self,
+        tp_size: int,
+        table: list[int],
+        *,
+        block_tokens: int = 8,
+        order: str = "LBHN",
+        engine_id: str = "engine",
+        identity: dict[str, Any] | None = None,
+        tls: Any = None,
+        options: NodeOptions | None = None,
+        port: int = 0,
+    ) -> None:
+        def access() -> Access:
+            return Access(Identity(**(identity or {})), tls)
+
+        self.engine_id = engine_id
+        self.ranks = [
+            Rank(
+                make_rank(MODEL, range(MODEL.layers), heads_of(MODEL, rank, tp_size), block_tokens, 10, order, 0, 0),
+                table,
+                access(),
+                options or NodeOptions(page_tokens=16),
+            )
+            for rank in range(tp_size)
+        ]
+        self.card = InstanceCard(engine_id, [rank.node.card for rank in self.ranks])
+        self.directory = Directory(self.card, ("127.0.0.1", port), access())
+        self.where = Where("127.0.0.1", self.directory.port, engine_id)
+
+    @property
+    def layouts(self) -> tuple[Any, ...]:
+        return tuple(rank.layout for rank in self.ranks)
+
+    # Prefill
+
+    def fill(self) -> None:
+        for rank in self.ranks:
+            values, places = rank.places()
+            rank.bytes[places] = values
+
+    def open(self, name: str) -> None:
+        for rank in self.ranks:
+            rank.node.open(name)
+            rank.node.blocks({name: rank.table})
+
+    def compute(self, name: str, stops: Sequence[int] = CHUNKS, step_s: float = 0.0) -> None:
+        for stop in stops:
+            for layer in range(MODEL.layers):
+                for rank in self.ranks:
+                    rank.node.computed(layer, {name: stop})
+                time.sleep(step_s)
+
+    def finish(self, name: str) -> None:
+        for rank in self.ranks:
+            rank.node.finished(name, TOKENS)
+
+    # Decode
+
+    def announce(self, name: str, where: Where, *, computed: bool) -> None:
+        for number, rank in enumerate(self.ranks):
+            rank.node.announce(name, where, Family(self.layouts, number), computed=computed)
+
+    def grant(self, name: str, first_token: int = 0) -> None:
+        for rank in self.ranks:
+            rank.node.grant(name, first_token, TOKENS, rank.table)
+
+    def drop(self, name: str) -> None:
+        for rank in self.ranks:
+            rank.node.drop(name, "aborted")
+
+    def check(self, *, first_token: int = 0) -> None:
+        """The request's KV is there, and nothing else was written."""
+        for rank in self.ranks:
+            values, places = rank.places(TOKENS)
+            _, before = rank.places(first_token)
+            wanted = np.isin(places, before, invert=True)
+            assert (rank.bytes[places[wanted]] == values[wanted]).all()
+            unit_end = -(-TOKENS // rank.layout.block_tokens) * rank.layout.block_tokens
+            _, allowed = rank.places(unit_end)
+            outside = np.ones(SPAN, dtype=bool)
+            outside[allowed] = False
+            outside[before] = True
+            assert not rank.bytes[outside].any()
+
+    # Outcomes
+
+    def sent(self) -> list[Ended]:
+        return self._one_each(lambda rank: rank.node.take_sent())
+
+    def fetched(self) -> list[Ended]:
+        return self._one_each(lambda rank: rank.node.take_fetched())
+
+    def _one_each(self, take: Callable[[Rank], list[Ended]]) -> list[Ended]:
+        """One ending of each rank, waited for."""
+        found = []
+        for rank in self.ranks:
+            end_s = time.monotonic() + PATIENCE_S
+            while not (ended := take(rank)):
+                assert time.monotonic() < end_s, "a transfer has no ending"
+                time.sleep(0.002)
+            assert len(ended) == 1
+            found += ended
+        return found
+
+    def close(self) -> None:
+        self.directory.close()
+        for rank in self.ranks:
+            rank.node.close()
