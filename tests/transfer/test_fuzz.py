@@ -1,0 +1,198 @@
+"""No bytes make a parser of this package do more than refuse them.
+
+One short round for each parser; with MOONCAKE_CONNECTOR_STRESS_S=600 they go on for so many seconds together.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+import pytest
+from simulated.fuzz import STRESS_S, fuzz
+from simulated.halves import (
+    announce,
+    close,
+    granted,
+    introduction,
+    landed,
+    make_consumer,
+    make_producer,
+    report,
+    status,
+)
+from simulated.ranks import Model, make_rank
+
+from transfer import local, tcp
+from transfer.base import TransferError, Unavailable
+from transfer.directory import InstanceCard, RankCard, decode_card
+from transfer.handshake import Client, HandshakeError, Identity, Server
+from transfer.messages import Granted, Introduction, MessageError, Reset, decode, encode
+from transfer.plan import Pairing, Route, routes
+from transfer.protocol import Send, Verify
+from transfer.wire import (
+    ANSWER_NBYTES,
+    HEADER_NBYTES,
+    Order,
+    Status,
+    WireError,
+    decode_answer,
+    decode_columns,
+    decode_order,
+    encode_answer,
+)
+
+SECRET = b"sixteen bytes or more"
+RANK = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
+
+
+def handshake() -> tuple[bytes, bytes, bytes, bytes]:
+    """What both sides said in one that succeeded."""
+    client, server = Client(Identity(SECRET), "test", bytes(16)), Server(Identity(SECRET), "test")
+    hello = client.start()
+    challenge = server.receive(hello)
+    proof = client.receive(challenge)
+    welcome = server.receive(proof)
+    client.receive(welcome)
+    assert client.terms and server.terms
+    return hello, challenge, proof, welcome
+
+
+def int64(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+HELLO, CHALLENGE, PROOF, WELCOME = handshake()
+REFUSAL = Server.refusal(HandshakeError("not today"))
+TO_PRODUCER = [announce(), granted(), report(again=[0]), close(), introduction()]
+TO_CONSUMER = [landed(), status(), Reset(generation=11, to=20, transfer="t")]
+MESSAGES = [encode(message) for message in TO_PRODUCER + TO_CONSUMER]
+CARD = RankCard("127.0.0.1", 4242, b"i" * 16, 7, RANK)
+
+
+def a_server(data: bytes) -> None:
+    server = Server(Identity(SECRET), "test")
+    with suppress(HandshakeError):
+        for part in (data[: len(data) // 2], data[len(data) // 2 :]):
+            assert len(server.receive(part)) < 2048
+    assert server.terms is None
+
+
+def a_client(data: bytes) -> None:
+    client = Client(Identity(SECRET), "test", bytes(16))
+    client.start()
+    with suppress(HandshakeError):
+        for part in (data[: len(data) // 2], data[len(data) // 2 :]):
+            assert len(client.receive(part)) < 2048
+    assert client.terms is None
+
+
+def messages(data: bytes) -> bool:
+    """Those that pass are no trouble to either half, in mid-transfer."""
+    try:
+        message = decode(data)
+    except MessageError:
+        return False
+    assert decode(encode(message)) == message
+    producer, consumer = make_producer(), make_consumer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(), 0.0)
+    producer.computed("t", 0, 8, 0.0)
+    consumer.receive("P0", landed(stop_token=4), 0.0)
+    for half, peer in ((producer, "D0"), (consumer, "P0")):
+        half.receive(peer, message, 1.0)
+        half.tick(2.0)
+        for order in half.take():
+            if isinstance(order, Send):
+                decode(encode(order.message))
+            elif isinstance(order, Verify):
+                consumer.verified(order.peer, order.transfer, order.landed, False, 2.0)
+    return True
+
+
+def plans(data: bytes) -> bool:
+    """An introduction and a grant that pass are mapped, or refused for what they say."""
+    try:
+        message = decode(data)
+    except MessageError:
+        return False
+    with suppress(TransferError):
+        if isinstance(message, Introduction):
+            route = Route(0, 0, message.first_layer, message.num_layers, message.first_head, message.num_heads)
+            pairing = Pairing(RANK, message.layout, route)
+            pairing.copies(pairing.layers, 0, 4, [1], [0])
+        elif isinstance(message, Granted):
+            pairing = Pairing(RANK, RANK, Route(0, 0, 0, 2, 0, 2))
+            RANK.check_blocks(message.block_ids)
+            table = range(-(-message.stop_token // 4)) if message.stop_token < 1 << 16 else [0]
+            copies = pairing.copies(range(2), message.first_token, message.stop_token, table, message.block_ids)
+            assert (copies.destination < RANK.blocks.layer_addresses[1] + 4 * RANK.blocks.block_stride).all()
+        return True
+    return False
+
+
+def orders(data: bytes) -> bool:
+    with suppress(WireError):
+        order = decode_order(data[:HEADER_NBYTES], 1 << 20)
+        rest = np.frombuffer(data[HEADER_NBYTES:], dtype=np.uint8)
+        if len(rest) == order.pieces * 2 * 8:
+            columns = decode_columns(order, rest)
+            assert columns.min() >= 0 and columns[1].sum() == order.nbytes <= 1 << 20
+            return True
+    return False
+
+
+def answers(data: bytes) -> bool:
+    passed = 0
+    for at in range(0, len(data) - ANSWER_NBYTES + 1, ANSWER_NBYTES):
+        with suppress(WireError):
+            answer = data[at : at + ANSWER_NBYTES]
+            assert encode_answer(*decode_answer(answer)) == answer
+            passed += 1
+    return passed * ANSWER_NBYTES == len(data)
+
+
+def endpoints(data: bytes) -> bool:
+    for module in (tcp, local):
+        with suppress(Unavailable):
+            endpoint = module.decode_endpoint(data)
+            assert module.decode_endpoint(msgspec.msgpack.encode(endpoint)) == endpoint
+            return True
+    return False
+
+
+def cards(data: bytes) -> bool:
+    with suppress(TransferError):
+        card = decode_card(data)
+        routes([rank.layout for rank in card.ranks], [RANK])
+        return True
+    return False
+
+
+TARGETS = {
+    a_server: [HELLO, HELLO + PROOF, PROOF, REFUSAL],
+    a_client: [CHALLENGE, CHALLENGE + WELCOME, WELCOME, REFUSAL],
+    messages: MESSAGES,
+    plans: [encode(granted(block_ids=[3, 1])), encode(introduction())],
+    orders: [
+        Order(1, b"k" * 16, 1, 100).encode(int64(4096), int64(100)).tobytes(),
+        Order(2, b"k" * 16, 3, 100).encode(int64(0, 10, 20), int64(1, 2, 97)).tobytes(),
+    ],
+    answers: [encode_answer(1, Status.OK) + encode_answer(2**64 - 1, Status.FORBIDDEN)],
+    endpoints: [
+        msgspec.msgpack.encode(tcp.TcpEndpoint([("127.0.0.1", 9), ("::1", 65535)], b"i" * 16)),
+        msgspec.msgpack.encode(local.LocalEndpoint("boot", "0" * 32, b"i" * 16)),
+    ],
+    cards: [msgspec.msgpack.encode(InstanceCard("engine", [CARD, CARD]))],
+}
+
+
+@pytest.mark.parametrize("survives", TARGETS, ids=lambda target: target.__name__)
+def test_no_bytes_do_more_than_be_refused(survives):
+    fuzz(survives, TARGETS[survives], STRESS_S / len(TARGETS))
+
+
+@pytest.mark.parametrize("passes", [target for target in TARGETS if target not in (a_server, a_client)])
+def test_the_proper_bytes_that_damaged_ones_are_made_of_pass(passes):
+    assert all(passes(data) for data in TARGETS[passes])
