@@ -22,7 +22,7 @@ from transfer.plan import Pairing, Route, routes
 from transfer.protocol import Ending, Order, Release, Revoke, Timing, Verify
 from transfer.shell import RANK_PURPOSE, Ended, Shell, now_s, peer_name
 
-_CONNECT_S = 5.0
+_CONNECT_S = 10.0
 _RECONNECT_S = 1.0
 _UNREACHABLE_S = 1.0
 """An instance that could not be reached is not tried again for so long: its requests fail at once."""

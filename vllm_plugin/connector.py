@@ -89,10 +89,10 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler = self._scheduler = SchedulerHalf(
                 geometry, config, pool, publishes=events is not None and events.enable_kv_cache_events
             )
-            engine_id = str(transfer.engine_id)
             self._pd = PDScheduler(
-                geometry, config, engine_id, access, scheduler.namespace, lambda request: scheduler.track(request).root
-            )
+                geometry, config, str(transfer.engine_id), vllm_config.parallel_config.data_parallel_index, access,
+                scheduler.namespace, lambda request: scheduler.track(request).root,
+            )  # fmt: skip
         else:
             self._worker = WorkerHalf(vllm_config, geometry, config, access, kv_cache_config.num_blocks)
 

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+_WITHOUT_RESULT = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
+"""All other ends hand the KV over, also a first token that ends the text."""
+
 logger = get_logger(__name__)
 
 
@@ -55,6 +58,7 @@ class PDScheduler:
     """See the module.
 
     Args:
+        dp_rank: of this engine among data-parallel ones, each of which has a port of its own.
         namespace: this instance's, or None while the model's identity is not known.
         root: the chain root of a request, or None where its KV has no name.
     """
@@ -64,11 +68,13 @@ class PDScheduler:
         geometry: Geometry,
         config: Config,
         engine_id: str,
+        dp_rank: int,
         access: Access,
         namespace: Callable[[], Namespace | None],
         root: Callable[[Request], bytes | None],
     ) -> None:
         self._geometry, self._config, self._engine_id, self._access = geometry, config, engine_id, access
+        self._dp_rank = dp_rank
         self._namespace, self._root = namespace, root
         self._given: dict[str, _Given] = {}
         self._awaited: dict[str, _Awaited] = {}
@@ -87,7 +93,8 @@ class PDScheduler:
             return
         self._cards = [msgspec.msgpack.decode(cards[rank], type=RankCard) for rank in sorted(cards)]
         card = InstanceCard(self._engine_id, self._cards)
-        address = (self._config.transfer_hosts[0], self._config.transfer_port)
+        port = self._config.transfer_port
+        address = (self._config.transfer_hosts[0], port + self._dp_rank if port else 0)
         try:
             self._directory = Directory(card, address, self._access)
         except TransferError as error:
@@ -163,8 +170,7 @@ class PDScheduler:
         given = self._given.get(request.request_id)
         if given is None:
             return False, None
-        computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        if not computed or request.num_computed_tokens < request.num_prompt_tokens:
+        if request.status in _WITHOUT_RESULT or request.num_computed_tokens < request.num_prompt_tokens:
             if self._step.opened.pop(request.request_id, None) is not None:
                 del self._given[request.request_id]  # no worker knows of it
                 return False, None
