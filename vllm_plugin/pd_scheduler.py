@@ -41,6 +41,7 @@ class _Given:
     """A request whose KV another instance will want."""
 
     request: Request
+    name: str
     leg: PrefillLeg
     over: bool = False
     """vLLM has finished it; its blocks are held until all workers have reported."""
@@ -50,7 +51,7 @@ class _Given:
 class _Awaited:
     """A request whose KV another instance has or computes; until it has been fetched, or cannot be."""
 
-    request: Request
+    name: str
     fetching: bool = False
 
 
@@ -118,11 +119,14 @@ class PDScheduler:
             log_once(f"pd.nameless:{reason}", "a request is prefilled here: %s", reason, logger=logger)
             return
         name = transfer_name(leg.transfer_id, namespace, root, named_tokens(request, 0, request.num_prompt_tokens))
-        if isinstance(leg, PrefillLeg):
-            self._given[request.request_id] = _Given(request, leg)
+        same = self._given if isinstance(leg, PrefillLeg) else self._awaited
+        if any(other.name == name for other in same.values()):
+            log_once("pd.twice", "a second request of transfer %s is prefilled here", leg.transfer_id, logger=logger)
+        elif isinstance(leg, PrefillLeg):
+            self._given[request.request_id] = _Given(request, name, leg)
             self._step.opened[request.request_id] = name
         else:
-            self._awaited[request.request_id] = _Awaited(request)
+            self._awaited[request.request_id] = _Awaited(name)
             self._step.announced[request.request_id] = Announcement(name, leg.where, leg.computed)
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:

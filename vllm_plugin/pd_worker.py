@@ -66,8 +66,9 @@ class PDWorker:
         self._layers = {name: layout.first_layer + number for number, name in enumerate(layers)}
         self._given: dict[str, _Given] = {}
         self._awaited: dict[str, _Awaited] = {}
-        self._requests: dict[str, str] = {}
-        """Name of a transfer -> request."""
+        self._givers: dict[str, str] = {}
+        self._takers: dict[str, str] = {}
+        """Name of a transfer -> request, of either kind: one instance may be both ends of a transfer."""
         self._stops: dict[str, int] = {}
         self._stops_by_layer: dict[str, int] = {}
         self._results = Results()
@@ -84,7 +85,7 @@ class PDWorker:
         for req_id in step.preempted:
             self._node.preempted(self._given[req_id].transfer)
         for req_id, transfer in step.opened.items():
-            self._given[req_id], self._requests[transfer] = _Given(transfer), req_id
+            self._given[req_id], self._givers[transfer] = _Given(transfer), req_id
             self._node.open(transfer)
         progress = {self._given[req_id].transfer: made for req_id, made in step.progress.items()}
         if progress:
@@ -116,7 +117,11 @@ class PDWorker:
             self._given[req_id].over = True
             self._node.cancel(self._given[req_id].transfer, cause)
         for req_id, wanted in step.announced.items():
-            self._awaited[req_id], self._requests[wanted.transfer] = _Awaited(wanted.transfer), req_id
+            awaited = self._awaited[req_id] = _Awaited(wanted.transfer)
+            if wanted.transfer in self._takers:  # of a request that was aborted, and is not over here
+                awaited.ended = Ended(wanted.transfer, Ending.FAILED, "the transfer is not over")
+                continue
+            self._takers[wanted.transfer] = req_id
             family = Family(step.ranks, self._rank)
             self._node.announce(wanted.transfer, wanted.where, family, computed=wanted.computed)
         for req_id, job in step.fetched.items():
@@ -135,10 +140,10 @@ class PDWorker:
     def take_results(self, stats: ConnectorStats) -> Results:
         """What ended since the last call."""
         for ended in self._node.take_sent():
-            self._given[self._requests.pop(ended.transfer)].ended = True
+            self._given[self._givers.pop(ended.transfer)].ended = True
             _count(stats, "send", ended)
         for ended in self._node.take_fetched():
-            self._awaited[self._requests.pop(ended.transfer)].ended = ended
+            self._awaited[self._takers.pop(ended.transfer)].ended = ended
             _count(stats, "fetch", ended)
         results = Results()
         for req_id, given in list(self._given.items()):
