@@ -104,6 +104,21 @@ def test_only_the_rest_of_a_request_travels(make):
     assert ended.nbytes == sent.nbytes == 4 * 4 * 16 * 2 * (TOKENS - 24)
 
 
+def test_an_instance_may_fetch_from_itself(make):
+    prefill, _ = make
+    p = prefill()
+    p.open("t")
+    p.finish("t")
+    p.announce("t", p.where, computed=True)
+    (rank,) = p.ranks
+    rank.node.grant("t", 0, 32, [6, 3, 5, 8])
+    assert endings(p, "fetched") == {Ending.DONE}
+    assert endings(p, "sent") == {Ending.DONE}
+    rank.table = [6, 3, 5, 8]
+    values, copies = rank.places()
+    assert (rank.bytes[copies] == values).all()
+
+
 def test_many_transfers_at_once(make):
     prefill, decode = make
     p, d = prefill(), decode()
