@@ -138,7 +138,8 @@ def orders(data: bytes) -> bool:
         rest = np.frombuffer(data[HEADER_NBYTES:], dtype=np.uint8)
         if len(rest) == order.pieces * 2 * 8:
             columns = decode_columns(order, rest)
-            assert columns.min() >= 0 and columns[1].sum() == order.nbytes <= 1 << 20
+            assert columns.min() >= 0 and columns[1].min() >= 1 and columns[1].sum() == order.nbytes <= 1 << 20
+            assert order.encode(*columns).tobytes() == data
             return True
     return False
 

@@ -1,0 +1,213 @@
+"""Closed by default: who does not know the secret gets nowhere at any listener, and who does not beyond its grant.
+
+The listeners of an instance are its directory, the control port of each rank, and the data port of each rank.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated.fuzz import damaged
+from simulated.nodes import MODEL, Instances
+from simulated.ranks import make_rank
+from simulated.strangers import dial, greet, is_closed, tcp_port
+
+from mooncake_connector.log import forget_causes
+from transfer.base import TransferError
+from transfer.control import Access
+from transfer.directory import PURPOSE, Directory, InstanceCard, RankCard
+from transfer.handshake import MAX_FRAME_NBYTES, Client, Identity
+from transfer.node import Node, NodeOptions
+from transfer.protocol import Ending
+from transfer.shell import RANK_PURPOSE
+from transfer.testing_process import int64
+from transfer.wire import ANSWER_NBYTES, Order, Status, decode_answer
+
+SECRET = b"sixteen bytes or more"
+P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1, 2, 6]
+PURPOSES = (PURPOSE, RANK_PURPOSE, "tcp")
+
+
+class Deployment:
+    """A prefill instance whose listeners are attacked, and a decode instance that is served all the same."""
+
+    def __init__(self) -> None:
+        identity, options = {"secret": SECRET}, NodeOptions(transports=["tcp"], page_tokens=16)
+        self.prefill = Instances(1, P_TABLE, identity=identity, options=options)
+        self.decode = Instances(1, D_TABLE, identity=identity, options=options)
+        self.prefill.fill()
+        node = self.prefill.ranks[0].node
+        self.ports = {
+            PURPOSE: self.prefill.directory.port,
+            RANK_PURPOSE: node.card.port,
+            "tcp": tcp_port(node._transports.listen()["tcp"]),
+        }
+        self.memory = self.decode.ranks[0].node._fetching._memory
+        self.data_port = tcp_port(self.decode.ranks[0].node._transports.listen()["tcp"])
+        self._served = 0
+
+    def still_serves(self) -> None:
+        """Another request's KV arrives."""
+        self._served += 1
+        name = f"t{self._served}"
+        self.decode.ranks[0].bytes[:] = 0
+        self.prefill.open(name)
+        self.prefill.finish(name)
+        self.decode.announce(name, self.prefill.where, computed=True)
+        self.decode.grant(name)
+        assert [ended.ending for ended in self.decode.fetched()] == [Ending.DONE]
+        self.decode.check()
+        assert [ended.ending for ended in self.prefill.sent()] == [Ending.DONE]
+
+
+@pytest.fixture(scope="module")
+def deployment():
+    deployment = Deployment()
+    yield deployment
+    deployment.decode.close()
+    deployment.prefill.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh_log():
+    forget_causes()
+
+
+@pytest.fixture(params=PURPOSES)
+def purpose(request):
+    return request.param
+
+
+def one_line(caplog, text: str) -> None:
+    assert len([record for record in caplog.records if text in record.getMessage()]) == 1, caplog.text
+
+
+@pytest.mark.parametrize("host", ["10.255.255.1", "0.0.0.0", "::"])
+def test_nothing_listens_beyond_loopback_without_a_secret(host):
+    layout = make_rank(MODEL, range(4), range(4), 8, 10, "LBHN", 0, 0)
+    refusal = f"address {host} is not loopback and no shared secret is set: set the same secret"
+    for transport in ("cma", "tcp"):
+        options = NodeOptions(transports=[transport], hosts=[host])
+        with pytest.raises(TransferError, match=refusal):
+            Node(layout, [(1 << 20, 1 << 16)], Access(Identity()), options)
+    card = InstanceCard("engine", [RankCard(host, 1, bytes(16), 1, layout)])
+    with pytest.raises(TransferError, match=refusal):
+        Directory(card, (host, 0), Access(Identity()))
+
+
+def test_a_wrong_secret_is_refused_and_logged(deployment, purpose, caplog):
+    with dial(deployment.ports[purpose]) as connection:
+        with pytest.raises(TransferError, match="wrong secret"):
+            greet(connection, purpose, Identity(b"another sixteen bytes"))
+        assert is_closed(connection)
+    one_line(caplog, "wrong secret")
+    deployment.still_serves()
+
+
+def test_a_handshake_that_was_recorded_opens_nothing_and_is_logged(deployment, purpose, caplog):
+    client = Client(Identity(SECRET), purpose, bytes(16))
+    recorded = []
+    with dial(deployment.ports[purpose]) as connection:
+        said = client.start()
+        while client.terms is None:
+            recorded.append(said)
+            connection.sendall(said)
+            said = client.receive(connection.recv(MAX_FRAME_NBYTES))
+    assert len(recorded) == 2
+    with dial(deployment.ports[purpose]) as connection:
+        for said in recorded:
+            connection.sendall(said)
+            answer = connection.recv(MAX_FRAME_NBYTES)
+        assert b"wrong secret" in answer
+        assert is_closed(connection)
+    one_line(caplog, "wrong secret")
+    deployment.still_serves()
+
+
+def test_a_handshake_for_another_listener_opens_nothing(deployment, purpose):
+    for other in PURPOSES:
+        if other != purpose:
+            with dial(deployment.ports[purpose]) as connection:
+                with pytest.raises(TransferError, match=f"'{other}': '{purpose}' is served here"):
+                    greet(connection, other, Identity(SECRET))
+                assert is_closed(connection)
+
+
+@pytest.mark.parametrize("length", [MAX_FRAME_NBYTES + 1, (1 << 32) - 1])
+def test_a_frame_too_large_is_refused_before_the_secret_is_asked_for_and_logged(deployment, purpose, length, caplog):
+    with dial(deployment.ports[purpose]) as connection:
+        connection.sendall(length.to_bytes(4, "little"))
+        assert is_closed(connection)
+    one_line(caplog, f"malformed handshake: a frame of {length} bytes")
+    deployment.still_serves()
+
+
+def test_a_handshake_that_is_cut_off_costs_nothing(deployment, purpose):
+    hello = Client(Identity(SECRET), purpose, bytes(16)).start()
+    for length in (0, 1, 4, 5, len(hello) - 1, len(hello)):
+        with dial(deployment.ports[purpose]) as connection:
+            connection.sendall(hello[:length])
+    deployment.still_serves()
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.binary(max_size=300) | damaged([Client(Identity(SECRET), "rank", bytes(16)).start()]))
+def test_a_stranger_that_says_anything_gets_nowhere(deployment, purpose, data):
+    with dial(deployment.ports[purpose]) as connection:
+        connection.sendall(data)
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_WR)
+        assert is_closed(connection)
+
+
+def test_after_any_strangers_the_listeners_serve_on(deployment):
+    deployment.still_serves()
+
+
+# Who knows the secret
+
+
+def writes(connection, key: bytes, address: int) -> Status:
+    """The answer to an order for 100 bytes."""
+    order = Order(1, key, 1, 100).encode(int64(address), int64(100))
+    connection.sendall(order.tobytes() + b"x" * 100)
+    return decode_answer(connection.recv(ANSWER_NBYTES))[1]
+
+
+def test_a_peer_writes_where_it_was_granted_and_nowhere_else(deployment, caplog):
+    there = deployment.decode.ranks[0].bytes
+    there[:] = 0
+    granted = deployment.memory.grant(int64(there.ctypes.data + 1000), int64(200))
+    with dial(deployment.data_port) as connection:
+        greet(connection, "tcp", Identity(SECRET))
+        for offset in (0, 950, 1101, 1200):
+            assert writes(connection, granted.key, there.ctypes.data + offset) is Status.OUTSIDE
+        assert writes(connection, b"k" * 16, there.ctypes.data + 1000) is Status.NO_GRANT
+        assert not there.any()
+        assert writes(connection, granted.key, there.ctypes.data + 1100) is Status.OK
+        assert there.sum() == 100 * ord("x")
+        deployment.memory.revoke(granted)
+        assert writes(connection, granted.key, there.ctypes.data + 1000) is Status.NO_GRANT
+    assert not there[:1100].any()
+    one_line(caplog, "outside of the memory granted to it: refused")
+    deployment.still_serves()
+
+
+def test_an_order_that_ends_in_its_middle_writes_no_more_than_came(deployment):
+    there = deployment.decode.ranks[0].bytes
+    there[:] = 0
+    granted = deployment.memory.grant(int64(there.ctypes.data), int64(200))
+    order = Order(1, granted.key, 1, 200).encode(int64(there.ctypes.data), int64(200)).tobytes()
+    for length in (1, len(order) - 1, len(order), len(order) + 100):
+        with dial(deployment.data_port) as connection:
+            greet(connection, "tcp", Identity(SECRET))
+            connection.sendall((order + b"x" * 200)[:length])
+            connection.shutdown(socket.SHUT_WR)
+            assert is_closed(connection)
+        assert there.sum() == max(0, length - len(order)) * ord("x")
+    deployment.memory.revoke(granted)
+    deployment.still_serves()
