@@ -11,6 +11,7 @@ import enum
 import threading
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from transfer.memory import Memory
 
 Int64: TypeAlias = npt.NDArray[np.int64]
+Numbers: TypeAlias = "Int64 | list[int]"
+"""A column of numbers: a list where there are few, for which numpy's calls cost more than the work, else an array."""
+FEW = 8
+"""So many pieces are few; their order is read in one step."""
 
 GRANT_KEY_NBYTES = 16
 INSTANCE_NBYTES = 16
@@ -98,9 +103,9 @@ class Grant:
     addresses: Int64
     nbytes: Int64
 
-    def covers(self, addresses: Int64, nbytes: Int64) -> bool:
+    def covers(self, addresses: Numbers, nbytes: Numbers) -> bool:
         """Whether each piece lies inside one range."""
-        return bool(inside(addresses, nbytes, self.addresses, self.nbytes).all())
+        return first_outside(addresses, nbytes, self.addresses, self.nbytes) is None
 
 
 class Completion:
@@ -110,7 +115,6 @@ class Completion:
         self.deadline_at = deadline_at
         """In `time.monotonic()` seconds."""
         self._lock = threading.Lock()
-        self._settled = threading.Event()
         self._outcome: Outcome | None = None
         self._callbacks: list[Callable[[Outcome], None]] = []
         self._help: Callable[[float], None] | None = None
@@ -129,8 +133,8 @@ class Completion:
             if self._stop is not None and not outcome.ok:
                 self._stop()
             self._outcome = outcome
+            self._stop = self._help = None  # else a cycle: they know the batch, and it us
             callbacks, self._callbacks = self._callbacks, []
-        self._settled.set()
         for callback in callbacks:
             callback(outcome)
         return True
@@ -143,10 +147,13 @@ class Completion:
         """The outcome; a batch that is not over after `deadline_s` (default: its own deadline) is given up."""
         left = self.deadline_at - time.monotonic()
         left = max(0.0, left if deadline_s is None else min(deadline_s, left))
-        if self._help is not None and self._outcome is None:
-            self._help(left)
-        if not self._settled.wait(left):
-            self.settle(Outcome(Cause.DEADLINE, f"not over after {left:.3f} s of waiting"))
+        if (help := self._help) is not None:
+            help(left)
+        if self._outcome is None:
+            settled = threading.Event()
+            self.add_done_callback(lambda _: settled.set())
+            if not settled.wait(left):
+                self.settle(Outcome(Cause.DEADLINE, f"not over after {left:.3f} s of waiting"))
         assert self._outcome is not None
         return self._outcome
 
@@ -156,7 +163,8 @@ class Completion:
 
     def help_with(self, help: Callable[[float], None]) -> None:
         """Let `wait` call `help(seconds at most)` first: a thread that waits anyway may as well take the answer."""
-        self._help = help
+        if self._outcome is None:
+            self._help = help
 
     def add_done_callback(self, callback: Callable[[Outcome], None]) -> None:
         """Call `callback` once with the outcome: in the transport's thread, or at once. It must not raise or block."""
@@ -229,28 +237,23 @@ class Transport(ABC):
         self.close()
 
 
-_FEW = 8
-"""Up to so many pieces a loop is faster than numpy's calls."""
-
-
-def _one_inside(address: int, nbytes: int, starts: Int64, sizes: Int64) -> bool:
-    index = int(starts.searchsorted(address, side="right")) - 1
-    return index >= 0 and 0 <= nbytes <= int(starts[index]) + int(sizes[index]) - address
-
-
-def inside(addresses: Int64, nbytes: Int64, starts: Int64, sizes: Int64) -> npt.NDArray[np.bool_]:
-    """For each piece whether it lies inside one of the ranges, which ascend and do not overlap.
+def first_outside(addresses: Numbers, nbytes: Numbers, starts: Int64, sizes: Int64) -> int | None:
+    """Number of the first piece that does not lie inside one of the ranges, which ascend and do not overlap.
 
     Nothing may be negative or beyond `MAX_PIECE_NBYTES`; a piece that is counts as outside.
     """
-    if len(addresses) <= _FEW:
-        return np.array(
-            [_one_inside(*piece, starts, sizes) for piece in zip(addresses.tolist(), nbytes.tolist(), strict=True)],
-            dtype=np.bool_,
-        )
-    sane = (addresses >= 0) & (nbytes >= 0) & (nbytes <= MAX_PIECE_NBYTES) & (addresses <= MAX_PIECE_NBYTES)
-    if len(starts) == 0:
-        return np.zeros(len(addresses), dtype=np.bool_)
-    index = starts.searchsorted(addresses, side="right") - 1
-    safe = np.maximum(index, 0)
-    return sane & (index >= 0) & (addresses + np.where(sane, nbytes, 0) <= starts[safe] + sizes[safe])
+    if isinstance(addresses, list):
+        for number, address in enumerate(addresses):
+            index = bisect_right(starts, address) - 1
+            if index < 0 or not 0 <= nbytes[number] <= starts.item(index) + sizes.item(index) - address:
+                return number
+        return None
+    if len(addresses) == 0 or len(starts) == 0:
+        return 0 if len(addresses) else None
+    many = np.asarray(nbytes)
+    sane = (addresses >= 0) & (many >= 0) & (many <= MAX_PIECE_NBYTES) & (addresses <= MAX_PIECE_NBYTES)
+    at = starts.searchsorted(addresses, side="right") - 1
+    safe = np.maximum(at, 0)
+    fits = sane & (at >= 0) & (addresses + np.where(sane, many, 0) <= starts[safe] + sizes[safe])
+    worst = int(fits.argmin())
+    return None if fits[worst] else worst

@@ -15,12 +15,12 @@ import time
 
 import numpy as np
 
-from transfer.base import Int64, Unavailable
-from transfer.handshake import Client, Server
+from transfer.base import Numbers, Unavailable
+from transfer.handshake import Server
 from transfer.local import LocalTransport, credentials
 from transfer.memory import Memory, Revocable
 from transfer.receiver import Connection
-from transfer.sender import Carriage, SendingPeer, Slice, Stream
+from transfer.stream import Carriage, Slice
 from transfer.vectors import IOV_MAX, Pieces, Vector, read_process
 from transfer.wire import ANSWER_NBYTES, PROBE_KEY, Order, Status, WireError, decode_answer
 
@@ -37,11 +37,9 @@ class CmaTransport(LocalTransport):
     def _connection(self, connection: socket.socket, server: Server) -> Connection:
         return _FetchingConnection(connection, server, self.memory)
 
-    def _peer(self, connection: socket.socket, client: Client, deadline_at: float) -> SendingPeer:
+    def _prepare(self, connection: socket.socket, deadline_at: float) -> Carriage:
         _ask_for_permission(connection, deadline_at)
-        assert client.terms is not None
-        stream = Stream(connection, "cma")
-        return SendingPeer(self.name, client.terms, self.memory, [stream], _Announce(), self._forget)
+        return _Announce()
 
 
 class _Announce(Carriage):
@@ -65,20 +63,20 @@ class _FetchingConnection(Connection):
         super().__init__(connection, server, memory)
         self._pid, _ = credentials(connection)
 
-    def execute(self, order: Order, columns: Int64, held: Revocable) -> None:
-        pieces = Pieces.of(local=columns[2], remote=columns[0], nbytes=columns[1])
-        self.answer(order, self._fetch(pieces, held))
+    def execute(self, order: Order, columns: list[Numbers], held: Revocable) -> bool:
+        pieces = Pieces(columns[2], columns[0], columns[1], order.nbytes)
+        return self.answer(order, self._fetch(pieces, held))
 
-    def probe(self, order: Order, columns: Int64) -> None:
+    def probe(self, order: Order, columns: list[Numbers]) -> bool:
         """Whether this process can read the sender's memory, and whether it is the sender's that it reads."""
         if order.nbytes != 8 or order.pieces != 1:
             raise WireError("a probe of something else than 8 bytes")
         seen = np.zeros(1, dtype=np.uint64)
-        target = Pieces.of(columns[2], np.array([seen.ctypes.data]), columns[1])
+        target = Pieces(columns[2], [seen.ctypes.data], columns[1], order.nbytes)
         status = self._fetch(target, None)
         if status is Status.OK and int(seen[0]) != order.place:
             status = Status.UNREADABLE
-        self.answer(order, status)
+        return self.answer(order, status)
 
     def _fetch(self, pieces: Pieces, held: Revocable | None) -> Status:
         if self._pid <= 0:
@@ -103,9 +101,9 @@ def _ask_for_permission(connection: socket.socket, deadline_at: float) -> None:
     """Have the receiver read a number from this process's memory. Raises Unavailable where it cannot."""
     number = secrets.randbits(64)
     kept = np.array([number], dtype=np.uint64)
-    here, size = np.array([kept.ctypes.data], dtype=np.int64), np.array([8], dtype=np.int64)
+    here, size = [kept.ctypes.data], [8]
     connection.settimeout(max(0.001, deadline_at - time.monotonic()))
-    connection.sendall(Order(0, PROBE_KEY, 1, 8, place=number).encode(here, size, here).tobytes())
+    connection.sendall(Order(0, PROBE_KEY, 1, 8, place=number).encode(here, size, here))
     data = b""
     while len(data) < ANSWER_NBYTES:
         more = connection.recv(ANSWER_NBYTES - len(data))

@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import struct
-import threading
 import time
 from abc import abstractmethod
 from pathlib import Path
@@ -19,11 +18,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from transfer.base import INSTANCE_NBYTES, Capabilities, Transport, Unavailable
-from transfer.handshake import SESSION_NBYTES, Client, Identity, Server, shake
-from transfer.memory import Memory
-from transfer.receiver import Connection, Receiver
+from transfer.base import INSTANCE_NBYTES, Capabilities, Unavailable
+from transfer.handshake import SESSION_NBYTES, Client, Server, shake
+from transfer.receiver import Connection
 from transfer.sender import SendingPeer
+from transfer.sockets import SocketTransport
+from transfer.stream import Carriage, Stream
 
 _PEER = struct.Struct("=iII")
 _BACKLOG = 64
@@ -49,37 +49,25 @@ def decode_endpoint(data: bytes) -> LocalEndpoint:
         raise Unavailable(f"endpoint that cannot be read: {str(error)[:200]}") from None
 
 
-class LocalTransport(Transport):
-    """What transports over Unix sockets share: listening, connecting, closing."""
+class LocalTransport(SocketTransport):
+    """What transports over Unix sockets share: listening and connecting."""
 
     capabilities = Capabilities(same_host=True)
-
-    def __init__(self, memory: Memory, identity: Identity | None = None) -> None:
-        super().__init__(memory)
-        self.identity = identity or Identity()
-        self._lock = threading.Lock()
-        self._receiver: Receiver | None = None
-        self._endpoint = b""
-        self._peers: set[SendingPeer] = set()
 
     @abstractmethod
     def _connection(self, connection: socket.socket, server: Server) -> Connection:
         """The receiving side of an accepted socket."""
 
     @abstractmethod
-    def _peer(self, connection: socket.socket, client: Client, deadline_at: float) -> SendingPeer:
-        """The sending side, once the handshake is over. Raises Unavailable or OSError."""
+    def _prepare(self, connection: socket.socket, deadline_at: float) -> Carriage:
+        """What the sending side needs after the handshake. Raises Unavailable or OSError."""
 
-    def listen(self) -> bytes:
-        with self._lock:
-            if self._receiver is None:
-                endpoint = LocalEndpoint(boot_id(), secrets.token_hex(16), self.identity.instance)
-                listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                listener.bind(endpoint.address)
-                listener.listen(_BACKLOG)
-                self._receiver = Receiver(self.name, [listener], self.identity, self._accept)
-                self._endpoint = msgspec.msgpack.encode(endpoint)
-            return self._endpoint
+    def _open(self) -> tuple[list[socket.socket], bytes]:
+        endpoint = LocalEndpoint(boot_id(), secrets.token_hex(16), self.identity.instance)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(endpoint.address)
+        listener.listen(_BACKLOG)
+        return [listener], msgspec.msgpack.encode(endpoint)
 
     def connect(self, endpoint: bytes, *, deadline_s: float) -> SendingPeer:
         there = decode_endpoint(endpoint)
@@ -93,7 +81,8 @@ class LocalTransport(Transport):
             check_user(connection)
             client = Client(self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), there.instance)
             shake(connection, client, deadline_at)
-            peer = self._peer(connection, client, deadline_at)
+            assert client.terms is not None
+            carriage = self._prepare(connection, deadline_at)
         except ConnectionRefusedError:
             connection.close()
             raise Unavailable("nobody listens there: the peer is gone, or in another network namespace") from None
@@ -103,26 +92,11 @@ class LocalTransport(Transport):
         except Unavailable:
             connection.close()
             raise
-        with self._lock:
-            self._peers.add(peer)
-        return peer
-
-    def close(self) -> None:
-        with self._lock:
-            peers, receiver = list(self._peers), self._receiver
-            self._receiver = None
-        for peer in peers:
-            peer.close()
-        if receiver is not None:
-            receiver.close()
+        return self._peer(client.terms, [Stream(connection, self.name)], carriage)
 
     def _accept(self, connection: socket.socket, server: Server) -> Connection:
         check_user(connection)
         return self._connection(connection, server)
-
-    def _forget(self, peer: SendingPeer) -> None:
-        with self._lock:
-            self._peers.discard(peer)
 
 
 def boot_id() -> str:

@@ -12,7 +12,17 @@ from typing import Protocol
 
 import numpy as np
 
-from transfer.base import GRANT_KEY_NBYTES, MAX_PIECE_NBYTES, Cause, Grant, Int64, Outcome, Region, inside
+from transfer.base import (
+    GRANT_KEY_NBYTES,
+    MAX_PIECE_NBYTES,
+    Cause,
+    Grant,
+    Int64,
+    Numbers,
+    Outcome,
+    Region,
+    first_outside,
+)
 
 
 class Revocable:
@@ -40,7 +50,7 @@ class Memory:
         self._lock = threading.Lock()
         self._regions: list[Region] = []
         self._starts = self._sizes = np.zeros(0, dtype=np.int64)
-        self._sending: dict[Sending, frozenset[Region]] = {}
+        self._sending: dict[Sending, tuple[Numbers, Numbers]] = {}
         self._grants: dict[bytes, Revocable] = {}
 
     def register(self, address: int, nbytes: int) -> Region:
@@ -61,8 +71,9 @@ class Memory:
             if region not in self._regions:
                 return
             self._set_regions([other for other in self._regions if other != region])
-            readers = [batch for batch, regions in self._sending.items() if region in regions]
-            grants = [held.grant for held in self._grants.values() if _touches(held.grant, region)]
+            readers = [batch for batch, pieces in self._sending.items() if _touches(*pieces, region)]
+            granted = [held.grant for held in self._grants.values()]
+            grants = [grant for grant in granted if _touches(grant.addresses, grant.nbytes, region)]
         for batch in readers:
             batch.abandon(Outcome(Cause.SOURCE, "the memory to send was unregistered"))
         for grant in grants:
@@ -77,7 +88,7 @@ class Memory:
         if addresses.ndim != 1 or addresses.shape != nbytes.shape:
             raise ValueError(f"{addresses.shape} addresses and {nbytes.shape} sizes: expected as many of both")
         with self._lock:
-            if not inside(addresses, nbytes, self._starts, self._sizes).all():
+            if first_outside(addresses, nbytes, self._starts, self._sizes) is not None:
                 raise ValueError("a granted range is outside of registered memory: register it first")
             starts, sizes = _merge(addresses, nbytes)
             granted = Grant(secrets.token_bytes(GRANT_KEY_NBYTES), starts, sizes)
@@ -96,18 +107,16 @@ class Memory:
         """What was granted under this key, for the receiving side of a transport."""
         return self._grants.get(key)
 
-    def begin_sending(self, batch: Sending, local: Int64, nbytes: Int64) -> None:
+    def begin_sending(self, batch: Sending, local: Numbers, nbytes: Numbers) -> None:
         """Note that `batch` reads these pieces. Raises ValueError where one is outside of registered memory."""
         with self._lock:
-            fits = inside(local, nbytes, self._starts, self._sizes)
-            if not fits.all():
-                worst = int(np.argmin(fits))
+            worst = first_outside(local, nbytes, self._starts, self._sizes)
+            if worst is not None:
                 raise ValueError(
                     f"source piece {worst}, {int(nbytes[worst])} bytes at {int(local[worst]):#x}, "
                     "is outside of registered memory"
                 )
-            used = set((self._starts.searchsorted(local, side="right") - 1).tolist())
-            self._sending[batch] = frozenset(self._regions[index] for index in used)
+            self._sending[batch] = local, nbytes
 
     def end_sending(self, batch: Sending) -> None:
         """`batch` reads no more. May be called twice."""
@@ -120,9 +129,9 @@ class Memory:
         self._sizes = np.array([region.nbytes for region in self._regions], dtype=np.int64)
 
 
-def _touches(grant: Grant, region: Region) -> bool:
-    ends = grant.addresses + grant.nbytes
-    return bool(((grant.addresses < region.address + region.nbytes) & (region.address < ends)).any())
+def _touches(addresses: Numbers, nbytes: Numbers, region: Region) -> bool:
+    starts = np.asarray(addresses)
+    return bool(((starts < region.address + region.nbytes) & (region.address < starts + nbytes)).any())
 
 
 def _merge(addresses: Int64, nbytes: Int64) -> tuple[Int64, Int64]:

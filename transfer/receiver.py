@@ -7,7 +7,6 @@ order that may not be executed is answered, and the connection goes on.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import select
@@ -15,17 +14,26 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable
 
-import numpy as np
-
 from mooncake_connector.log import get_logger, log_once
-from transfer.base import Int64, TransferError
+from transfer.base import Numbers, TransferError
 from transfer.handshake import MAX_FRAME_NBYTES, HandshakeError, Identity, Server
 from transfer.memory import Memory, Revocable
 from transfer.tls import TlsSocket
-from transfer.vectors import Vector
-from transfer.wire import HEADER_NBYTES, Order, Status, WireError, decode_columns, decode_order, encode_answer
+from transfer.vectors import Small, Vector, send_small
+from transfer.wire import (
+    BLOCK_NBYTES,
+    HEADER_NBYTES,
+    PROBE_KEY,
+    Order,
+    Status,
+    WireError,
+    decode_columns,
+    decode_order,
+    encode_answer,
+)
 
 logger = get_logger(__name__)
 
@@ -33,8 +41,6 @@ HANDSHAKE_S = 5.0
 MAX_STRANGERS = 64
 """Connections that have not finished their handshake; more are closed at once."""
 _MAX_UNSENT_NBYTES = 1 << 20
-_TURN_STEPS = 16
-"""Steps of one connection before the others get their turn."""
 
 
 class Connection(ABC):
@@ -49,15 +55,12 @@ class Connection(ABC):
         self.connection = connection
         self.descriptor = connection.fileno()
         self.born_at = time.monotonic()
-        self.unsent = bytearray()
+        self.unsent = b""
         self.wants_out = False
         self._server, self._memory = server, memory
-        self._header = np.zeros(HEADER_NBYTES, dtype=np.uint8)
-        self._columns = np.zeros(0, dtype=np.uint8)
-        self._order: Order | None = None
-        self._held: Revocable | None = None
-        self._vector = Vector.over(self._header)
-        self._next: Callable[[], None] = self._shake
+        self._block = Small(BLOCK_NBYTES)
+        self._got = 0
+        self._next: Callable[[], bool] = self._shake
 
     @property
     def is_stranger(self) -> bool:
@@ -69,42 +72,53 @@ class Connection(ABC):
         return False
 
     @abstractmethod
-    def execute(self, order: Order, columns: Int64, held: Revocable) -> None:
-        """Write what the order says; its pieces lie inside the grant. Answers, now or later, or sets `_next`."""
+    def execute(self, order: Order, columns: list[Numbers], held: Revocable) -> bool:
+        """Write what the order says; its pieces lie inside the grant. Answers, or sets `_next`; as `step`."""
 
-    def decline(self, order: Order, columns: Int64, status: Status) -> None:
-        """Write nothing, and be ready for the next order."""
-        self.answer(order, status)
+    def decline(self, order: Order, columns: list[Numbers], status: Status) -> bool:
+        """Write nothing, and be ready for the next order; as `step`."""
+        return self.answer(order, status)
 
-    def probe(self, order: Order, columns: Int64) -> None:
-        """Answer a question of the transport's own."""
+    def probe(self, order: Order, columns: list[Numbers]) -> bool:
+        """Answer a question of the transport's own; as `step`."""
         raise WireError("a probe, of which this transport knows none")
 
     def welcome(self) -> None:
         """Called once after the handshake."""
-        self._expect_order()
+        self._next = self._take_block
 
-    def step(self) -> None:
-        """Take what has arrived. Raises BlockingIOError where that is nothing, OSError or TransferError at the end."""
-        self._next()
+    def step(self) -> bool:
+        """Take what has arrived, and return whether more probably has: after an answer, others get their turn.
+
+        Raises BlockingIOError where nothing has arrived, OSError or TransferError at the end.
+        """
+        return self._next()
 
     def flush(self) -> None:
         """Send what is waiting to be sent. Raises OSError."""
-        with contextlib.suppress(BlockingIOError):
+        try:
             while self.unsent:
-                del self.unsent[: self.write(self.unsent)]
+                self.unsent = self.unsent[self.write(self.unsent) :]
+        except BlockingIOError:
+            pass
 
-    def answer(self, order: Order, status: Status) -> None:
+    def answer(self, order: Order, status: Status) -> bool:
+        """As `step`."""
         self._say(encode_answer(order.number, status))
-        self._expect_order()
+        self._next = self._take_block
+        return False
 
     def read(self, nbytes: int) -> bytes:
         """Bytes that have arrived, b"" at the end. Raises BlockingIOError."""
         return self.connection.recv(nbytes)
 
-    def write(self, data: bytes | bytearray) -> int:
-        """Send what the socket takes."""
-        return self.connection.send(data)
+    def read_block(self, start: int) -> int:
+        """Fill the block from `start` on; 0 at the end. Raises BlockingIOError."""
+        return self._block.receive(self.descriptor, start)
+
+    def write(self, data: bytes) -> int:
+        """Send what the socket takes. Raises BlockingIOError."""
+        return send_small(self.descriptor, data)
 
     def fill(self, vector: Vector) -> int:
         """Fill with bytes that have arrived, 0 at the end. Raises BlockingIOError."""
@@ -119,7 +133,7 @@ class Connection(ABC):
             raise WireError("the peer does not read our answers")
         self.flush()
 
-    def _shake(self) -> None:
+    def _shake(self) -> bool:
         data = self.read(MAX_FRAME_NBYTES)
         if not data:
             raise ConnectionResetError("closed during the handshake")
@@ -132,43 +146,51 @@ class Connection(ABC):
             if self._server.leftover:
                 raise WireError("bytes out of turn after the handshake")
             self.welcome()
+        return False
 
-    def _expect(self, vector: Vector, then: Callable[[], None]) -> None:
-        self._vector = vector
-        self._next = lambda: self._fill(then)
-
-    def _fill(self, then: Callable[[], None]) -> None:
-        if self.fill(self._vector) == 0:
+    def _take_block(self) -> bool:
+        taken = self.read_block(self._got)
+        if taken == 0:
             raise ConnectionResetError("closed by the peer")
-        if not self._vector.left:
-            then()
+        self._got += taken
+        if self._got < BLOCK_NBYTES:
+            return False
+        self._got = 0
+        order = decode_order(self._block.bytes, self.max_nbytes)
+        rest = HEADER_NBYTES + 8 * self.columns * order.pieces - BLOCK_NBYTES
+        if rest <= 0:
+            return self._obey(order, self._block.bytes)
+        whole = self._block.bytes + array("B", bytes(rest))
+        vector = Vector.over(whole)
+        vector.advance(BLOCK_NBYTES)
+        return self._expect(vector, lambda: self._obey(order, whole))
 
-    def _expect_order(self) -> None:
-        self._order = self._held = None
-        self._expect(Vector.over(self._header), self._take_header)
+    def _expect(self, vector: Vector, then: Callable[[], bool]) -> bool:
+        """Fill `vector`, then call `then`; as `step`."""
 
-    def _take_header(self) -> None:
-        self._order = decode_order(self._header.tobytes(), self.max_nbytes)
-        self._columns = np.empty(self._order.pieces * self.columns * 8, dtype=np.uint8)
-        self._expect(Vector.over(self._columns), self._take_columns)
+        def fill() -> bool:
+            if self.fill(vector) == 0:
+                raise ConnectionResetError("closed by the peer")
+            return not vector.left and then()
 
-    def _take_columns(self) -> None:
-        order = self._order
-        assert order is not None
-        columns = decode_columns(order, self._columns)
-        if order.key == bytes(len(order.key)):
+        self._next = fill
+        return True
+
+    def _obey(self, order: Order, data: array[int]) -> bool:
+        columns = decode_columns(order, data, self.columns)
+        if order.key == PROBE_KEY:
             return self.probe(order, columns)
-        self._held = self._memory.granted(order.key)
-        if self._held is None:
+        held = self._memory.granted(order.key)
+        if held is None:
             return self.decline(order, columns, Status.NO_GRANT)
-        if not self._held.grant.covers(columns[0], columns[1]):
+        if not held.grant.covers(columns[0], columns[1]):
             log_once(
                 "transfer.outside",
                 "a peer wanted to write outside of the memory granted to it: refused",
                 logger=logger,
             )
             return self.decline(order, columns, Status.OUTSIDE)
-        self.execute(order, columns, self._held)
+        return self.execute(order, columns, held)
 
 
 class Receiver:
@@ -185,6 +207,7 @@ class Receiver:
         self._name, self._identity, self._make = name, identity, make
         self._listeners = {listener.fileno(): listener for listener in listeners}
         self._connections: dict[int, Connection] = {}
+        self._strangers: set[Connection] = set()
         self._closing = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -207,19 +230,21 @@ class Receiver:
 
     def _run(self) -> None:
         while not self._closing:
-            for descriptor, event in self._epoll.poll(HANDSHAKE_S if self._strangers() else -1):
+            for descriptor, event in self._epoll.poll(HANDSHAKE_S if self._strangers else -1):
                 if descriptor in self._listeners:
                     self._accept(self._listeners[descriptor])
                 elif descriptor in self._connections:
                     self._serve(self._connections[descriptor], event)
-            for connection in self._strangers():
-                if time.monotonic() - connection.born_at > HANDSHAKE_S:
-                    self._drop(connection, TransferError(f"no handshake within {HANDSHAKE_S:g} s"))
+            if self._strangers:
+                self._turn_strangers_away()
         for connection in list(self._connections.values()):
             connection.close()
 
-    def _strangers(self) -> list[Connection]:
-        return [connection for connection in self._connections.values() if connection.is_stranger]
+    def _turn_strangers_away(self) -> None:
+        self._strangers = {connection for connection in self._strangers if connection.is_stranger}
+        for connection in tuple(self._strangers):
+            if time.monotonic() - connection.born_at > HANDSHAKE_S:
+                self._drop(connection, TransferError(f"no handshake within {HANDSHAKE_S:g} s"))
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -231,7 +256,7 @@ class Receiver:
             time.sleep(0.05)
             return
         try:
-            if len(self._strangers()) >= MAX_STRANGERS:
+            if len(self._strangers) >= MAX_STRANGERS:
                 raise TransferError(f"{MAX_STRANGERS} connections have not finished their handshake")
             connection = self._make(accepted, Server(self._identity, self._name))
             self._epoll.register(connection.descriptor, select.EPOLLIN)
@@ -240,17 +265,18 @@ class Receiver:
             accepted.close()
             return
         self._connections[connection.descriptor] = connection
+        self._strangers.add(connection)
 
     def _serve(self, connection: Connection, event: int) -> None:
         try:
             if event & select.EPOLLOUT:
                 connection.flush()
             if event & ~select.EPOLLOUT:
-                with contextlib.suppress(BlockingIOError):
-                    steps = 0
-                    while steps < _TURN_STEPS or connection.pending:
-                        connection.step()
-                        steps += 1
+                try:
+                    while connection.step() or connection.pending:
+                        pass
+                except BlockingIOError:
+                    pass
             if connection.wants_out != bool(connection.unsent):
                 connection.wants_out = bool(connection.unsent)
                 wanted = select.EPOLLIN | (select.EPOLLOUT if connection.wants_out else 0)
@@ -262,6 +288,7 @@ class Receiver:
         if not isinstance(error, OSError):
             self._log(error)
         del self._connections[connection.descriptor]
+        self._strangers.discard(connection)
         self._epoll.unregister(connection.descriptor)
         connection.close()
 

@@ -1,22 +1,21 @@
-"""The sending side: batches cut into slices, slices put on streams, answers turned into outcomes. One thread a peer.
+"""The sending side: slices of batches put on streams, answers turned into outcomes. One thread a peer.
 
 What differs between transports is a `Carriage`: how the bytes of a slice reach the receiver. A slice that was on a
 stream when it broke goes out again on another; writing the same bytes twice to the same place does no harm.
+
+A small batch costs no change of thread: the one that asks sends it, and where it waits it takes the answer as well.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import select
-import socket
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,16 +23,14 @@ from mooncake_connector.log import get_logger, log_once
 from transfer.base import OK, Cause, Completion, Grant, Int64, Outcome, Peer
 from transfer.handshake import Terms
 from transfer.memory import Memory
-from transfer.tls import TlsSocket
-from transfer.vectors import Pieces, Vector
-from transfer.wire import ANSWER_NBYTES, MAX_ORDER_PIECES, Status, WireError, decode_answer
+from transfer.stream import Batch, Carriage, Slice, Stream
+from transfer.vectors import SMALL_NBYTES, Pieces, Vector
+from transfer.wire import Status, WireError
 
 logger = get_logger(__name__)
 
-INLINE_NBYTES = 64 << 10
-"""Batches up to this size are sent from the thread that asks, which saves a change of thread."""
 HELP_S = 0.002
-"""How long a thread that waits for such a batch looks for the answer by itself, at most."""
+"""How long a thread that waits for a small batch takes the answers by itself, at most."""
 TURN_NBYTES = 8 << 20
 """Sent on one stream before answers and other streams get their turn."""
 
@@ -43,106 +40,6 @@ _FAILURES = {
     Status.UNREADABLE: Outcome(Cause.SOURCE, "the peer could not read the memory to send"),
     Status.FORBIDDEN: Outcome(Cause.SOURCE, "the peer may not read this process's memory"),
 }
-
-
-class Batch:
-    """One call of `Peer.write`. `lock` is held while its source is read."""
-
-    def __init__(self, pieces: Pieces, grant: Grant, completion: Completion, slices: Iterator[Pieces]) -> None:
-        self.grant = grant
-        self.completion = completion
-        self.left = pieces.total
-        self.lock = threading.Lock()
-        self.abandoned = False
-        self.again: list[Slice] = []
-        self._slices = slices
-        completion.stop_with(self._stop)
-
-    def next_slice(self) -> Slice | None:
-        """Slices of a broken stream first."""
-        if self.again:
-            return self.again.pop()
-        pieces = next(self._slices, None)
-        return None if pieces is None else Slice(self, pieces)
-
-    def abandon(self, outcome: Outcome) -> None:
-        """See `memory.Sending`."""
-        self.completion.settle(outcome)
-
-    def _stop(self) -> None:
-        with self.lock:
-            self.abandoned = True
-
-
-class Slice:
-    """Part of a batch that goes over one stream as one order."""
-
-    __slots__ = ("batch", "number", "pieces", "place")
-
-    def __init__(self, batch: Batch, pieces: Pieces) -> None:
-        self.batch = batch
-        self.pieces = pieces
-        self.number = self.place = 0
-
-
-class Carriage(ABC):
-    """How the bytes of slices reach the receiver."""
-
-    max_nbytes: int
-    """Of one slice."""
-
-    def has_room(self) -> bool:
-        """Whether another slice can be loaded now; it is asked again after each answer."""
-        return True
-
-    @abstractmethod
-    def load(self, part: Slice) -> Vector:
-        """What to send for `part`: the order in one piece, then, where they go over the stream, its bytes.
-
-        Called with the batch's lock held; where the batch was abandoned the source must not be read.
-        """
-
-    def unload(self, part: Slice) -> None:  # noqa: B027
-        """`part` was answered, or its stream broke."""
-
-    def close(self) -> None:  # noqa: B027
-        """No slice is loaded any more."""
-
-
-class Stream:
-    """One connection to the receiver."""
-
-    def __init__(self, connection: socket.socket | TlsSocket, label: str) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-        self.descriptor = connection.fileno()
-        self.label = label
-        self.vector: Vector | None = None
-        self.part: Slice | None = None
-        self.diverted = False
-        self.wants_out = False
-        self.unanswered: dict[int, Slice] = {}
-        self._answers = bytearray()
-
-    def send(self) -> int:
-        """Send what is next. Raises BlockingIOError or another OSError."""
-        assert self.vector is not None
-        if isinstance(self.connection, TlsSocket):
-            return self.connection.send_vector(self.vector)
-        return self.vector.send(self.descriptor)
-
-    def answers(self) -> Iterator[tuple[int, Status]]:
-        """What the receiver has said by now. Raises OSError at the end of the stream, WireError."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                data = self.connection.recv(64 * ANSWER_NBYTES)
-                if not data:
-                    raise ConnectionResetError("the peer closed the connection")
-                self._answers += data
-                while len(self._answers) >= ANSWER_NBYTES:
-                    answer = bytes(self._answers[:ANSWER_NBYTES])
-                    del self._answers[:ANSWER_NBYTES]
-                    yield decode_answer(answer)
 
 
 class SendingPeer(Peer):
@@ -164,15 +61,15 @@ class SendingPeer(Peer):
         self._streams = {stream.descriptor: stream for stream in streams}
         self._scratch = np.zeros(0, dtype=np.uint8)
         self._lock = threading.Lock()
-        """Guards the streams; taken by this peer's thread, and by others only where it is free."""
-        self._helping = threading.Lock()
-        """Held by another thread while it does this peer's thread's work."""
+        """Guards the streams; taken by this peer's thread, and by threads that send or help."""
         self._queue_lock = threading.Lock()
+        """Guards what follows."""
         self._queue: deque[Batch] = deque()
         self._batches: set[Batch] = set()
         self._dead: Outcome | None = None
+        self._awake_at = float("inf")
+        """When this peer's thread looks at deadlines by itself."""
         self._settled: list[tuple[Batch, Outcome]] = []
-        self._awake_at = 0.0
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._wakeup, select.EPOLLIN)
@@ -192,25 +89,30 @@ class SendingPeer(Peer):
 
     def write(self, grant: Grant, local: Int64, remote: Int64, nbytes: Int64, *, deadline_s: float) -> Completion:
         pieces = Pieces.of(local, remote, nbytes)
-        completion = Completion(time.monotonic() + deadline_s)
         if not grant.covers(pieces.remote, pieces.nbytes):
             raise ValueError("a destination piece is outside of the grant")
-        slices = pieces.slices(self._carriage.max_nbytes, MAX_ORDER_PIECES)
-        batch = Batch(pieces, grant, completion, slices)
-        self._memory.begin_sending(batch, pieces.local, pieces.nbytes)
-        completion.add_done_callback(lambda _: self._memory.end_sending(batch))
+        completion = Completion(time.monotonic() + deadline_s)
         if not pieces.total:
             completion.settle(OK)
             return completion
+        batch = Batch(pieces, grant, completion, self._carriage.max_nbytes)
+        self._memory.begin_sending(batch, pieces.local, pieces.nbytes)
         with self._queue_lock:
             dead = self._dead
+            is_alone = not self._queue
             if dead is None:
                 self._queue.append(batch)
                 self._batches.add(batch)
+            oversleeps = completion.deadline_at < self._awake_at
+        completion.add_done_callback(lambda _: self._over(batch))
         if dead is not None:
             completion.settle(dead)
-        else:
-            self._hurry(batch, pieces.total)
+            return completion
+        is_small = pieces.total <= SMALL_NBYTES
+        if is_small:
+            completion.help_with(lambda wait_s: self._help(batch, wait_s))
+        if not (is_small and is_alone and self._send_here()) or oversleeps:
+            self._wake()
         return completion
 
     def close(self) -> None:
@@ -218,17 +120,47 @@ class SendingPeer(Peer):
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _hurry(self, batch: Batch, nbytes: int) -> None:
-        if nbytes <= INLINE_NBYTES and self._lock.acquire(blocking=False):
-            try:
-                self._pump()
-            finally:
-                self._lock.release()
-            self._settle()
-            batch.completion.help_with(functools.partial(self._look_for, batch.completion))
-            if batch.completion.deadline_at >= self._awake_at and not self._queue:
+    def _send_here(self) -> bool:
+        """Send in this thread; return whether nothing is left to this peer's own."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._pump()
+        finally:
+            self._lock.release()
+        return not self._queue
+
+    def _help(self, batch: Batch, wait_s: float) -> None:
+        """Take the answers, in the thread that waits for `batch`, while this peer's own thread looks away."""
+        until = time.monotonic() + min(wait_s, HELP_S)
+        with self._lock:
+            stream = self._stream_of(batch)
+            if stream is None:
                 return
-        self._wake()
+            stream.helped = True
+            self._watch(stream)
+        while batch.completion.outcome is None and (left := until - time.monotonic()) > 0:
+            stream.wait(left)
+            with self._lock:
+                self._take_answers(stream)
+                if self._queue:
+                    self._pump()
+            self._settle()
+        with self._lock:
+            stream.helped = False
+            self._watch(stream)
+
+    def _stream_of(self, batch: Batch) -> Stream | None:
+        """The stream on which an answer will come, unless somebody else takes the answers there."""
+        for stream in self._streams.values():
+            if not stream.helped and any(part.batch is batch for part in stream.unanswered.values()):
+                return stream
+        return None
+
+    def _over(self, batch: Batch) -> None:
+        self._memory.end_sending(batch)
+        with self._queue_lock:
+            self._batches.discard(batch)
 
     def _wake(self) -> None:
         with self._queue_lock:
@@ -238,15 +170,22 @@ class SendingPeer(Peer):
     def _run(self) -> None:
         try:
             while self._dead is None:
-                self._awake_at = float("inf")  # so that a batch that comes while we look wakes us
-                self._awake_at = self._first_deadline()
-                self._turn(min(max(0.0, self._awake_at - time.monotonic()), 3600.0))
+                self._turn(self._sleep_s())
                 self._expire()
                 self._settle()
         except Exception as error:  # a defect of ours must not leave batches without an outcome
             log_once(f"transfer.sender:{type(error).__name__}", "transfer thread failed", logger=logger, exc_info=True)
             self._die(Outcome(Cause.PEER_LOST, f"{type(error).__name__}: {error}"))
         self._finish()
+
+    def _sleep_s(self) -> float:
+        now = time.monotonic()
+        with self._queue_lock:
+            first = min((batch.completion.deadline_at for batch in self._batches), default=float("inf"))
+            if now < self._awake_at < first:  # the next batch's deadline is probably later: it need not wake us
+                first = self._awake_at
+            self._awake_at = first
+        return min(max(0.0, first - now), 3600.0)
 
     def _turn(self, wait_s: float) -> None:
         """Wait for something to do, and do it."""
@@ -256,52 +195,36 @@ class SendingPeer(Peer):
                     os.eventfd_read(self._wakeup)
             elif event & ~select.EPOLLOUT:
                 with self._lock:
-                    self._take_answers(descriptor)
+                    stream = self._streams.get(descriptor)
+                    if stream is not None and not stream.helped:
+                        self._take_answers(stream)
         with self._lock:
             self._pump()
-
-    def _look_for(self, completion: Completion, wait_s: float) -> None:
-        """Do this peer's thread's work in the thread that waits for `completion`, which saves a change of thread.
-
-        The kernel wakes the thread that came last. Where another one takes the answer, this one notices at the end.
-        """
-        until = time.monotonic() + min(wait_s, HELP_S)
-        with self._helping:
-            while completion.outcome is None and self._dead is None and (left := until - time.monotonic()) > 0:
-                self._turn(left)
-                self._settle()
-
-    def _first_deadline(self) -> float:
-        with self._queue_lock:
-            return min((batch.completion.deadline_at for batch in self._batches), default=float("inf"))
 
     def _expire(self) -> None:
         now = time.monotonic()
         with self._queue_lock:
-            settled = {batch for batch in self._batches if batch.completion.outcome is not None}
-            self._batches -= settled
             late = [batch for batch in self._batches if batch.completion.deadline_at <= now]
-            self._batches.difference_update(late)
         self._settled += [(batch, Outcome(Cause.DEADLINE, "the peer did not take it in time")) for batch in late]
 
     def _settle(self) -> None:
         """Tell outcomes, holding no lock: callbacks may call us."""
         while self._settled:
-            with contextlib.suppress(IndexError):  # the other thread took it
+            try:
                 batch, outcome = self._settled.pop()
-                batch.completion.settle(outcome)
+            except IndexError:  # another thread took it
+                return
+            batch.completion.settle(outcome)
 
     def _next_slice(self) -> Slice | None:
-        while True:
-            with self._queue_lock:
-                batch = self._queue[0] if self._queue else None
-            if batch is None:
-                return None
-            part = None if batch.completion.outcome else batch.next_slice()
-            if part is not None:
-                return part
-            with self._queue_lock:
+        with self._queue_lock:
+            while self._queue:
+                batch = self._queue[0]
+                part = None if batch.completion.outcome else batch.next_slice()
+                if part is not None:
+                    return part
                 self._queue.popleft()
+        return None
 
     def _pump(self) -> None:
         for stream in list(self._streams.values()):
@@ -312,7 +235,13 @@ class SendingPeer(Peer):
                 continue
             if wants_out != stream.wants_out:
                 stream.wants_out = wants_out
-                self._epoll.modify(stream.descriptor, select.EPOLLIN | (select.EPOLLOUT if wants_out else 0))
+                self._watch(stream)
+
+    def _watch(self, stream: Stream) -> None:
+        """Tell the kernel what to wake this peer's thread for."""
+        if self._streams.get(stream.descriptor) is stream:
+            wanted = (0 if stream.helped else select.EPOLLIN) | (select.EPOLLOUT if stream.wants_out else 0)
+            self._epoll.modify(stream.descriptor, wanted)
 
     def _push(self, stream: Stream) -> bool:
         """Send on one stream what it takes; return whether more is to be sent once it takes more."""
@@ -354,9 +283,8 @@ class SendingPeer(Peer):
         stream.unanswered[part.number] = part
         return True
 
-    def _take_answers(self, descriptor: int) -> None:
-        stream = self._streams.get(descriptor)
-        if stream is None:
+    def _take_answers(self, stream: Stream) -> None:
+        if self._streams.get(stream.descriptor) is not stream:
             return
         try:
             for number, status in stream.answers():
@@ -405,12 +333,8 @@ class SendingPeer(Peer):
 
     def _finish(self) -> None:
         assert self._dead is not None
-        with self._queue_lock:
-            batches = [*self._batches]
-            self._batches.clear()
-            self._queue.clear()
         self._on_close(self)
-        with self._helping, self._lock:
+        with self._lock:
             for stream in self._streams.values():
                 stream.connection.close()
             self._streams.clear()  # their numbers may belong to other files next
@@ -419,5 +343,6 @@ class SendingPeer(Peer):
         with self._queue_lock:  # its number may belong to another file next
             os.close(self._wakeup)
             self._wakeup = -1
-        self._settled += [(batch, self._dead) for batch in batches]
+            self._queue.clear()
+            self._settled += [(batch, self._dead) for batch in self._batches]
         self._settle()

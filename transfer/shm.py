@@ -13,13 +13,13 @@ import socket
 
 import numpy as np
 
-from transfer.base import Int64
-from transfer.handshake import Client, Server
+from transfer.base import Numbers
+from transfer.handshake import Server
 from transfer.local import LocalTransport
 from transfer.memory import Memory, Revocable
 from transfer.receiver import Connection
-from transfer.sender import Carriage, SendingPeer, Slice, Stream
-from transfer.vectors import Vector, copy_in, copy_out
+from transfer.stream import Carriage, Slice
+from transfer.vectors import Vector, address_of, copy_in, copy_out
 from transfer.wire import Order, Status, WireError
 
 SLOT_NBYTES = 2 << 20
@@ -36,15 +36,14 @@ class ShmTransport(LocalTransport):
     def _connection(self, connection: socket.socket, server: Server) -> Connection:
         return _RingConnection(connection, server, self.memory)
 
-    def _peer(self, connection: socket.socket, client: Client, deadline_at: float) -> SendingPeer:
-        assert client.terms is not None
+    def _prepare(self, connection: socket.socket, deadline_at: float) -> Carriage:
         ring = _Ring()
         try:
             ring.hand_over(connection)
         except BaseException:
             ring.close()
             raise
-        return SendingPeer(self.name, client.terms, self.memory, [Stream(connection, "shm")], ring, self._forget)
+        return ring
 
 
 class _Ring(Carriage):
@@ -61,6 +60,7 @@ class _Ring(Carriage):
         except BaseException:
             os.close(self._file)
             raise
+        self._address = address_of(self._memory)
         self._free = list(range(NUM_SLOTS))
 
     def hand_over(self, connection: socket.socket) -> None:
@@ -75,7 +75,7 @@ class _Ring(Carriage):
         pieces = part.pieces
         part.place = self._free.pop() * SLOT_NBYTES
         if not part.batch.abandoned:
-            copy_in(self._memory.ctypes.data + part.place, pieces.local, pieces.nbytes)
+            copy_in(self._address + part.place, pieces.local, pieces.nbytes)
         order = Order(part.number, part.batch.grant.key, len(pieces.nbytes), pieces.total, part.place)
         return Vector.over(order.encode(pieces.remote, pieces.nbytes))
 
@@ -97,28 +97,32 @@ class _RingConnection(Connection):
         super().__init__(connection, server, memory)
         self._socket = connection
         self._ring = np.zeros(0, dtype=np.uint8)
+        self._address = 0
 
     def welcome(self) -> None:
         self._next = self._take_ring
 
-    def execute(self, order: Order, columns: Int64, held: Revocable) -> None:
+    def execute(self, order: Order, columns: list[Numbers], held: Revocable) -> bool:
         if order.place + order.nbytes > len(self._ring):
             raise WireError(f"order at {order.place} of a ring of {len(self._ring)} bytes")
         with held.lock:
             if not held.revoked:
-                copy_out(self._ring.ctypes.data + order.place, columns[0], columns[1])
-        self.answer(order, Status.NO_GRANT if held.revoked else Status.OK)
+                copy_out(self._address + order.place, columns[0], columns[1])
+            status = Status.NO_GRANT if held.revoked else Status.OK
+        return self.answer(order, status)
 
-    def _take_ring(self) -> None:
+    def _take_ring(self) -> bool:
         data, files, _, _ = socket.recv_fds(self._socket, len(_GREETING), 1)
         try:
             if data != _GREETING or len(files) != 1:
                 raise WireError("no ring after the handshake")
             self._ring = _map_ring(files[0])
+            self._address = address_of(self._ring)
         finally:
             for file in files:
                 os.close(file)
-        self._expect_order()
+        self._next = self._take_block
+        return True
 
 
 def _map_ring(file: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

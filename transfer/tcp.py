@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -18,11 +17,13 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from transfer.base import INSTANCE_NBYTES, Capabilities, Int64, TransferError, Transport, Unavailable
+from transfer.base import INSTANCE_NBYTES, Capabilities, Numbers, TransferError, Unavailable
 from transfer.handshake import SESSION_NBYTES, Client, Identity, Server, Terms, is_loopback, require_secret, shake
 from transfer.memory import Memory, Revocable
-from transfer.receiver import Connection, Receiver
-from transfer.sender import Carriage, SendingPeer, Slice, Stream
+from transfer.receiver import Connection
+from transfer.sender import SendingPeer
+from transfer.sockets import SocketTransport
+from transfer.stream import Carriage, Slice, Stream
 from transfer.tls import Tls, TlsSocket
 from transfer.vectors import Vector
 from transfer.wire import Order, Status
@@ -49,7 +50,7 @@ def decode_endpoint(data: bytes) -> TcpEndpoint:
         raise Unavailable(f"endpoint that cannot be read: {str(error)[:200]}") from None
 
 
-class TcpTransport(Transport):
+class TcpTransport(SocketTransport):
     """See the module.
 
     Args:
@@ -73,8 +74,7 @@ class TcpTransport(Transport):
         tls: Tls | None = None,
         lost_after_s: float = 5.0,
     ) -> None:
-        super().__init__(memory)
-        self.identity = identity or Identity()
+        super().__init__(memory, identity)
         if not hosts or (streams is not None and streams < 1):
             raise ValueError(f"{len(hosts)} hosts, {streams} streams: expected at least one of each")
         for host in hosts:
@@ -83,19 +83,17 @@ class TcpTransport(Transport):
                 raise ValueError(f"host {host}: name the addresses that peers reach, they are told them")
         self._hosts, self._num_streams, self._lost_after_s = tuple(hosts), streams, lost_after_s
         self._contexts = None if tls is None else (tls.context(server=False), tls.context(server=True))
-        self._lock = threading.Lock()
-        self._receiver: Receiver | None = None
-        self._endpoint = b""
-        self._peers: set[SendingPeer] = set()
 
-    def listen(self) -> bytes:
-        with self._lock:
-            if self._receiver is None:
-                listeners = [_listener(host) for host in self._hosts]
-                addresses = [listener.getsockname()[:2] for listener in listeners]
-                self._receiver = Receiver(self.name, listeners, self.identity, self._accept)
-                self._endpoint = msgspec.msgpack.encode(TcpEndpoint(addresses, self.identity.instance))
-            return self._endpoint
+    def _open(self) -> tuple[list[socket.socket], bytes]:
+        listeners: list[socket.socket] = []
+        try:
+            listeners += map(_listener, self._hosts)
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            raise
+        addresses = [listener.getsockname()[:2] for listener in listeners]
+        return listeners, msgspec.msgpack.encode(TcpEndpoint(addresses, self.identity.instance))
 
     def connect(self, endpoint: bytes, *, deadline_s: float) -> SendingPeer:
         there = decode_endpoint(endpoint)
@@ -109,7 +107,7 @@ class TcpTransport(Transport):
                 require_secret(target[0], self.identity)
                 client = Client(self.identity, self.name, session, there.instance)
                 for number in range(self._num_streams or (1 if is_loopback(target[0]) else 2)):
-                    stream = self._open(source, target, client, deadline_at, number)
+                    stream = self._dial(source, target, client, deadline_at, number)
                     terms = client.terms
                     streams.append(stream)
                     client = Client(self.identity, self.name, session, there.instance)
@@ -117,19 +115,7 @@ class TcpTransport(Transport):
                 failures.append(f"{target[0]}:{target[1]}: {error}")
         if terms is None:
             raise Unavailable("; ".join(failures)[:1000])
-        peer = SendingPeer(self.name, terms, self.memory, streams, _Inline(), self._forget)
-        with self._lock:
-            self._peers.add(peer)
-        return peer
-
-    def close(self) -> None:
-        with self._lock:
-            peers, receiver = list(self._peers), self._receiver
-            self._receiver = None
-        for peer in peers:
-            peer.close()
-        if receiver is not None:
-            receiver.close()
+        return self._peer(terms, streams, _Inline())
 
     def _paths(self, addresses: list[tuple[str, int]]) -> list[tuple[str, tuple[str, int]]]:
         """Own and peer's address of each path; the shorter list is gone through again."""
@@ -137,7 +123,7 @@ class TcpTransport(Transport):
         hosts, n = self._hosts, len(addresses)
         return [(hosts[i % len(hosts)], addresses[i % n]) for i in range(count)]
 
-    def _open(self, source: str, target: tuple[str, int], client: Client, deadline_at: float, number: int) -> Stream:
+    def _dial(self, source: str, target: tuple[str, int], client: Client, deadline_at: float, number: int) -> Stream:
         left = max(0.001, deadline_at - time.monotonic())
         connection: socket.socket | TlsSocket
         connection = plain = socket.create_connection(target, timeout=left, source_address=(source, 0))
@@ -166,10 +152,6 @@ class TcpTransport(Transport):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._lost_after_s * 1000))
 
-    def _forget(self, peer: SendingPeer) -> None:
-        with self._lock:
-            self._peers.discard(peer)
-
 
 def _listener(host: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -191,9 +173,7 @@ class _Inline(Carriage):
     def load(self, part: Slice) -> Vector:
         pieces = part.pieces
         order = Order(part.number, part.batch.grant.key, len(pieces.nbytes), pieces.total)
-        head = order.encode(pieces.remote, pieces.nbytes)
-        addresses = np.concatenate(([head.ctypes.data], pieces.local))
-        return Vector.of(addresses, np.concatenate(([head.nbytes], pieces.nbytes)), head)
+        return Vector.of(pieces.local, pieces.nbytes, head=order.encode(pieces.remote, pieces.nbytes))
 
 
 class _InlineConnection(Connection):
@@ -201,28 +181,24 @@ class _InlineConnection(Connection):
 
     max_nbytes = MAX_ORDER_NBYTES
 
-    def execute(self, order: Order, columns: Int64, held: Revocable) -> None:
-        self._vector = Vector.of(columns[0], columns[1])
-        self._next = lambda: self._take_bytes(order, held)
+    def execute(self, order: Order, columns: list[Numbers], held: Revocable) -> bool:
+        vector = Vector.of(columns[0], columns[1])
+        self._next = lambda: self._take_bytes(order, vector, held)
+        return True
 
-    def decline(self, order: Order, columns: Int64, status: Status) -> None:
+    def decline(self, order: Order, columns: list[Numbers], status: Status) -> bool:
         vector = Vector.of(columns[0], columns[1])
         self._drop_bytes(vector)
-        self._expect(vector, lambda: self.answer(order, status))
+        return self._expect(vector, lambda: self.answer(order, status))
 
-    def _take_bytes(self, order: Order, held: Revocable) -> None:
+    def _take_bytes(self, order: Order, vector: Vector, held: Revocable) -> bool:
         with held.lock:
             if not held.revoked:
-                taken = self.fill(self._vector)
-                if taken == 0:
+                if self.fill(vector) == 0:
                     raise ConnectionResetError("closed by the peer")
-                if self._vector.left:
-                    return
-        if held.revoked and self._vector.left:
-            self._drop_bytes(self._vector)
-            self._expect(self._vector, lambda: self.answer(order, Status.NO_GRANT))
-            return
-        self.answer(order, Status.OK)
+                return not vector.left and self.answer(order, Status.OK)
+        self._drop_bytes(vector)
+        return self._expect(vector, lambda: self.answer(order, Status.NO_GRANT))
 
     def _drop_bytes(self, vector: Vector) -> None:
         scratch = np.empty(self.max_nbytes, dtype=np.uint8)
@@ -242,9 +218,16 @@ class _TlsConnection(_InlineConnection):
     def pending(self) -> bool:
         return self._tls.pending
 
+    def read_block(self, start: int) -> int:
+        return self._tls.recv_into(memoryview(self._block.bytes)[start:])
+
+    def write(self, data: bytes) -> int:
+        return self._tls.send(data)
+
     def fill(self, vector: Vector) -> int:
         return self._tls.fill_vector(vector)
 
-    def _secure(self) -> None:
+    def _secure(self) -> bool:
         self._tls.handshake()
         self._next = self._shake
+        return True

@@ -81,7 +81,11 @@ class TlsSocket:
         with _as_plain():
             return self._tls.recv(nbytes)
 
-    def send(self, data: bytes | bytearray) -> int:
+    def recv_into(self, buffer: memoryview) -> int:
+        with _as_plain():
+            return self._tls.recv_into(buffer)
+
+    def send(self, data: bytes) -> int:
         with _as_plain():
             return self._tls.send(data)
 

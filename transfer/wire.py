@@ -1,20 +1,22 @@
 """What a sender and a receiver say to each other after the handshake, whatever the transport.
 
 The sender's orders are a header and then columns of int64, one number a piece: destinations, sizes, and (where the
-receiver fetches the bytes itself) sources. The receiver answers each order with its number and a status. All numbers
-are little endian, as are the machines this runs on.
+receiver fetches the bytes itself) sources. Short ones are padded to a block, which the receiver reads in one step, so
+that a small transfer costs it one system call less. The receiver answers each order with its number and a status. All
+numbers are little endian, as are the machines this runs on.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
-from dataclasses import dataclass
+from array import array
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from transfer.base import GRANT_KEY_NBYTES, Int64, TransferError
+from transfer.base import FEW, GRANT_KEY_NBYTES, Numbers, TransferError
 
 MAX_ORDER_PIECES = 1 << 16
 PROBE_KEY = bytes(GRANT_KEY_NBYTES)
@@ -24,6 +26,8 @@ _MAGIC = 0x544B434D  # "MCKT"
 _HEADER = struct.Struct(f"<IIQ{GRANT_KEY_NBYTES}sQQ")
 _ANSWER = struct.Struct("<QII")
 HEADER_NBYTES = _HEADER.size
+BLOCK_NBYTES = HEADER_NBYTES + 3 * 8 * FEW
+"""An order has at least this size."""
 ANSWER_NBYTES = _ANSWER.size
 
 
@@ -45,8 +49,10 @@ class Status(enum.IntEnum):
     """The receiver lacks the permission to read the sender's memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+_STATUSES = {int(status): status for status in Status}
+
+
+class Order(msgspec.Struct, frozen=True):
     """Header of an order: `pieces` copies of `nbytes` in all into memory granted under `key`."""
 
     number: int
@@ -56,19 +62,19 @@ class Order:
     place: int = 0
     """Where in the ring the bytes are (shm), or what a probe expects."""
 
-    def encode(self, *columns: Int64) -> npt.NDArray[np.uint8]:
-        """Header and columns."""
+    def encode(self, *columns: Numbers) -> array[int]:
+        """Bytes of header and columns, and of what fills the block."""
         header = _HEADER.pack(_MAGIC, self.pieces, self.number, self.key, self.nbytes, self.place)
-        return np.frombuffer(
-            header + b"".join(column.astype("<i8", copy=False).tobytes() for column in columns), np.uint8
-        )
+        if isinstance(columns[0], list):
+            data = header + struct.pack(f"<{len(columns) * self.pieces}q", *itertools.chain(*columns))
+        else:
+            data = header + b"".join(np.asarray(column, "<i8").tobytes() for column in columns)
+        return array("B", data.ljust(BLOCK_NBYTES, b"\0"))
 
 
-def decode_order(data: bytes, max_nbytes: int) -> Order:
-    """Raises WireError for anything that no sender sends."""
-    if len(data) != HEADER_NBYTES:
-        raise WireError(f"header of {len(data)} bytes: expected {HEADER_NBYTES}")
-    magic, pieces, number, key, nbytes, place = _HEADER.unpack(data)
+def decode_order(block: array[int], max_nbytes: int) -> Order:
+    """The header at the beginning of an order. Raises WireError for anything that no sender sends."""
+    magic, pieces, number, key, nbytes, place = _HEADER.unpack_from(block)
     if magic != _MAGIC:
         raise WireError(f"header begins with {magic:#010x}: expected {_MAGIC:#010x}")
     if not (1 <= pieces <= MAX_ORDER_PIECES and pieces <= nbytes <= max_nbytes):
@@ -78,20 +84,27 @@ def decode_order(data: bytes, max_nbytes: int) -> Order:
     return Order(number, key, pieces, nbytes, place)
 
 
-def decode_columns(order: Order, data: npt.NDArray[np.uint8]) -> Int64:
-    """Columns as rows of one array, the second being the sizes. Raises WireError where these are no sizes."""
-    columns = data.view("<i8").reshape(-1, order.pieces)
-    if order.pieces == 1:  # the same checks without numpy's cost, which a small transfer would feel
-        address, *rest = (int(row[0]) for row in columns)
-        if rest[0] != order.nbytes or min(address, *rest) < 0:
-            raise WireError(f"a piece of {rest[0]} bytes at {address:#x} in an order of {order.nbytes}")
-        return columns
-    sizes = columns[1]
-    # Each is checked before they are summed: 65,536 sizes of at most 2^47 cannot overflow.
-    if sizes.min() < 1 or sizes.max() > order.nbytes or int(sizes.sum()) != order.nbytes:
+def decode_columns(order: Order, data: array[int], count: int) -> list[Numbers]:
+    """The `count` columns of the whole order `data`, the second being the sizes; they may share its memory.
+
+    Raises WireError where these are no sizes.
+    """
+    pieces = order.pieces
+    columns: list[Numbers]
+    if pieces <= FEW:
+        few = struct.unpack_from(f"<{count * pieces}q", data, HEADER_NBYTES)
+        columns = [list(few[start : start + pieces]) for start in range(0, len(few), pieces)]
+        fit, least = min(columns[1]) >= 1 and sum(columns[1]) == order.nbytes, min(few)
+    else:
+        many = np.frombuffer(data, "<i8", count * pieces, HEADER_NBYTES)
+        columns = list(many.reshape(count, pieces))
+        sizes = many[pieces : 2 * pieces]
+        # Each is checked before they are summed: 65,536 sizes of at most 2^47 cannot overflow.
+        fit, least = sizes.min() >= 1 and sizes.max() <= order.nbytes and sizes.sum() == order.nbytes, int(many.min())
+    if not fit:
         raise WireError(f"pieces of an order do not add up to its {order.nbytes} bytes")
-    if columns.min() < 0:
-        raise WireError(f"address {int(columns.min()):#x} in an order")
+    if least < 0:
+        raise WireError(f"address {least:#x} in an order")
     return columns
 
 
@@ -99,12 +112,10 @@ def encode_answer(number: int, status: Status) -> bytes:
     return _ANSWER.pack(number, status, 0)
 
 
-def decode_answer(data: bytes) -> tuple[int, Status]:
-    """Raises WireError for anything that no receiver sends."""
-    number, status, rest = _ANSWER.unpack(data)
-    try:
-        if rest == 0:
-            return number, Status(status)
-    except ValueError:
-        pass
-    raise WireError(f"answer with status {status}, {rest}")
+def decode_answer(data: bytes, start: int = 0) -> tuple[int, Status]:
+    """The answer at `start`. Raises WireError for anything that no receiver sends."""
+    number, status, rest = _ANSWER.unpack_from(data, start)
+    known = _STATUSES.get(status)
+    if known is None or rest:
+        raise WireError(f"answer with status {status}, {rest}")
+    return number, known

@@ -17,7 +17,7 @@ from transfer import cma, local, receiver, shm, tcp
 from transfer.base import Cause, Completion, Grant, Outcome, TransferError, Unavailable
 from transfer.handshake import Client, Identity, shake
 from transfer.memory import Memory
-from transfer.sender import Batch, Slice
+from transfer.stream import Batch, Slice
 from transfer.testing_process import Buffer, int64
 from transfer.vectors import Pieces
 from transfer.wire import ANSWER_NBYTES, PROBE_KEY, Order, Status, decode_answer
@@ -127,7 +127,7 @@ def test_a_peer_with_the_secret_that_orders_anything_writes_outside_of_no_grant(
     with listening.greeted() as connection:
         for order in data.draw(st.lists(orders(listening), min_size=1, max_size=4)):
             with suppress(OSError):
-                connection.sendall(order.tobytes() + data.draw(st.binary(max_size=300)))
+                connection.sendall(bytes(order) + data.draw(st.binary(max_size=300)))
         with suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
         assert gone(connection)
@@ -214,7 +214,7 @@ def test_an_order_that_reaches_beyond_the_ring_is_refused(place):
     listening = Listening(shm.ShmTransport)
     with listening.transport, listening.greeted() as connection:
         order = Order(1, listening.grant.key, 1, 100, place).encode(listening.grant.addresses, int64(100))
-        connection.sendall(order.tobytes())
+        connection.sendall(order)
         assert connection.recv(1) == b""
     assert not listening.target.bytes.any()
 
@@ -225,13 +225,13 @@ def test_a_receiver_that_reads_another_process_than_the_sender_says_so():
     address, size = int64(kept.ctypes.data), int64(8)
     with listening.transport, listening.greeted() as connection:
         for number, status in ((5, Status.OK), (6, Status.UNREADABLE)):
-            connection.sendall(Order(1, PROBE_KEY, 1, 8, number).encode(address, size, address).tobytes())
+            connection.sendall(Order(1, PROBE_KEY, 1, 8, number).encode(address, size, address))
             assert decode_answer(connection.recv(ANSWER_NBYTES)) == (1, status)
 
 
 def test_the_source_of_an_abandoned_batch_is_not_copied_into_the_ring():
     pieces = Pieces.of(int64(4096), int64(1), int64(100))  # not mapped: reading it would end this process
-    batch = Batch(pieces, Grant(bytes(16), int64(), int64()), Completion(0.0), iter(()))
+    batch = Batch(pieces, Grant(bytes(16), int64(), int64()), Completion(0.0), 1000)
     batch.abandon(Outcome(Cause.SOURCE))
     ring = shm._Ring()
     assert ring.load(Slice(batch, pieces)).left > 0

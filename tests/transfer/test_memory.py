@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.base import Cause, Completion, Outcome, inside
+from transfer.base import Cause, Completion, Outcome, first_outside
 from transfer.memory import Memory
 
 BASE = 1 << 20
@@ -48,11 +48,14 @@ def test_a_grant_covers_exactly_the_bytes_of_its_ranges(granted, pieces):
     [(9, 1), (20, 1), (19, 2), (10, 11), (10, -1), (-5, 1), (0, 0), (10, 2**63 - 1), (2**63 - 1, 1), (-(2**63), 1)],
 )
 def test_no_piece_slips_past_the_ends_or_through_an_overflow(address, nbytes):
-    assert not inside(int64(address), int64(nbytes), int64(10), int64(10))[0]
+    ranges = int64(10), int64(10)
+    assert first_outside([15, address], [1, nbytes], *ranges) == 1
+    assert first_outside(int64(15, address), int64(1, nbytes), *ranges) == 1
 
 
 def test_the_last_byte_is_inside():
-    assert inside(int64(10, 19), int64(10, 1), int64(10), int64(10)).all()
+    for kind in (list, np.array):
+        assert first_outside(kind([10, 19]), kind([10, 1]), int64(10), int64(10)) is None
 
 
 def test_a_piece_over_two_regions_is_outside():
