@@ -72,7 +72,7 @@ class Order(msgspec.Struct, frozen=True):
         return array("B", data.ljust(BLOCK_NBYTES, b"\0"))
 
 
-def decode_order(block: array[int], max_nbytes: int) -> Order:
+def decode_order(block: bytes | array[int], max_nbytes: int) -> Order:
     """The header at the beginning of an order. Raises WireError for anything that no sender sends."""
     magic, pieces, number, key, nbytes, place = _HEADER.unpack_from(block)
     if magic != _MAGIC:
@@ -84,7 +84,7 @@ def decode_order(block: array[int], max_nbytes: int) -> Order:
     return Order(number, key, pieces, nbytes, place)
 
 
-def decode_columns(order: Order, data: array[int], count: int) -> list[Numbers]:
+def decode_columns(order: Order, data: bytes | array[int], count: int) -> list[Numbers]:
     """The `count` columns of the whole order `data`, the second being the sizes; they may share its memory.
 
     Raises WireError where these are no sizes.

@@ -33,6 +33,7 @@ from transfer.plan import Pairing, Route, routes
 from transfer.protocol import Send, Verify
 from transfer.wire import (
     ANSWER_NBYTES,
+    BLOCK_NBYTES,
     HEADER_NBYTES,
     Order,
     Status,
@@ -134,12 +135,14 @@ def plans(data: bytes) -> bool:
 
 def orders(data: bytes) -> bool:
     with suppress(WireError):
-        order = decode_order(data[:HEADER_NBYTES], 1 << 20)
-        rest = np.frombuffer(data[HEADER_NBYTES:], dtype=np.uint8)
-        if len(rest) == order.pieces * 2 * 8:
-            columns = decode_columns(order, rest)
-            assert columns.min() >= 0 and columns[1].min() >= 1 and columns[1].sum() == order.nbytes <= 1 << 20
-            assert order.encode(*columns).tobytes() == data
+        if len(data) < BLOCK_NBYTES:
+            return False
+        order = decode_order(data, 1 << 20)
+        nbytes = HEADER_NBYTES + order.pieces * 2 * 8
+        if len(data) == max(nbytes, BLOCK_NBYTES):
+            columns = decode_columns(order, data, 2)
+            assert min(columns[0]) >= 0 and min(columns[1]) >= 1 and sum(columns[1]) == order.nbytes <= 1 << 20
+            assert order.encode(*columns).tobytes()[:nbytes] == data[:nbytes]
             return True
     return False
 
@@ -178,7 +181,8 @@ TARGETS = {
     plans: [encode(granted(block_ids=[3, 1])), encode(introduction())],
     orders: [
         Order(1, b"k" * 16, 1, 100).encode(int64(4096), int64(100)).tobytes(),
-        Order(2, b"k" * 16, 3, 100).encode(int64(0, 10, 20), int64(1, 2, 97)).tobytes(),
+        Order(2, b"k" * 16, 3, 100).encode([0, 10, 20], [1, 2, 97]).tobytes(),
+        Order(3, b"k" * 16, 20, 20).encode(np.arange(20), np.ones(20, dtype=np.int64)).tobytes(),
     ],
     answers: [encode_answer(1, Status.OK) + encode_answer(2**64 - 1, Status.FORBIDDEN)],
     endpoints: [
