@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from mooncake_connector.checks import Check, Status, failed, ok, warning
+from mooncake_connector.cli.doctor_transfers import transfer_checks
 from mooncake_connector.cli.output import EXIT_FAILED, human_nbytes, print_json
 from mooncake_connector.config import Config, load_config
 from mooncake_connector.errors import ConfigError, PoolError
@@ -37,11 +38,11 @@ _COLOURS = {Status.OK: typer.colors.GREEN, Status.WARNING: typer.colors.YELLOW, 
 
 @app.command()
 def vllm(as_json: Json = False) -> None:
-    """vLLM in this environment: its version, our plugin and connector in it, the configuration, the pool.
+    """vLLM in this environment: its version, our plugin and connector in it, the configuration, the pool, transfers.
 
     Exit code 1 where something will not work.
     """
-    _examine("vllm", "vllm_plugin.doctor", as_json)
+    _examine("vllm", "vllm_plugin.doctor", as_json, transfers=True)
 
 
 @app.command()
@@ -53,10 +54,10 @@ def sglang(as_json: Json = False) -> None:
     _examine("sglang", "sglang_backend.doctor", as_json)
 
 
-def _examine(engine: str, module: str, as_json: bool) -> None:
+def _examine(engine: str, module: str, as_json: bool, *, transfers: bool = False) -> None:
     doctor = importlib.import_module(module)
     found = []
-    for check in (*_engine_checks(doctor.run()), *_own_checks()):
+    for check in (*_engine_checks(doctor.run()), *_own_checks(transfers)):
         found.append(check)
         if not as_json:
             typer.secho(f"{check.status.value:8}", fg=_COLOURS[check.status], nl=False)
@@ -77,7 +78,7 @@ def _engine_checks(run: Iterator[Check]) -> list[Check]:
         return list(run)
 
 
-def _own_checks() -> Iterator[Check]:
+def _own_checks(transfers: bool) -> Iterator[Check]:
     try:
         config = load_config()
     except ConfigError as error:
@@ -89,7 +90,10 @@ def _own_checks() -> Iterator[Check]:
         if getattr(config, field) != getattr(Config(), field)
     }
     yield ok("configuration", ", ".join(f"{name} = {value}" for name, value in changed.items()) or "defaults")
-    yield from _pool_checks(config)
+    if config.prefix_reuse:
+        yield from _pool_checks(config)
+    if transfers:
+        yield from transfer_checks(config)
 
 
 def _pool_checks(config: Config) -> Iterator[Check]:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import vllm_plugin.doctor
 from mooncake_connector.checks import failed, ok, warning
+from mooncake_connector.cli import doctor_transfers
 from mooncake_connector.cli.main import app
 from store_client import EmbeddedStore
 from store_client.embedded import layout
@@ -177,3 +178,38 @@ class TestThePool:
         monkeypatch.setattr(layout, "choose_default", lambda capacity: (tmp_path / "another", notice))
         assert outcome_of("shared memory") == ("warning", notice)
         assert outcome_of("pool")[1].startswith(str(tmp_path / "another"))
+
+
+@pytest.mark.usefixtures("engine")
+class TestTransfers:
+    def test_each_transport_is_tried_with_another_process(self):
+        assert outcome_of("transfers") == ("ok", "at 127.0.0.1 (no secret: this host only)")
+        status, detail = outcome_of("tcp")
+        assert status == "ok" and "reaches other processes" in detail
+
+    def test_one_that_finds_nobody_is_a_warning(self, monkeypatch):
+        monkeypatch.setattr(doctor_transfers.sys, "executable", "/bin/true")
+        status, detail = outcome_of("tcp")
+        assert status == "warning" and "does not work here" in detail
+
+    def test_a_secret_that_others_may_read_is_told(self, monkeypatch, tmp_path):
+        secret = tmp_path / "secret"
+        secret.write_bytes(b"x" * 32)
+        secret.chmod(0o644)
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_SECRET_FILE", str(secret))
+        status, detail = outcome_of("transfers")
+        assert status == "failed" and str(secret) in detail
+
+    def test_an_address_of_another_machine_is_told(self, monkeypatch, tmp_path):
+        secret = tmp_path / "secret"
+        secret.write_bytes(b"x" * 32)
+        secret.chmod(0o600)
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_SECRET_FILE", str(secret))
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSFER_HOSTS", "192.0.2.3")
+        status, detail = outcome_of("transfers")
+        assert status == "failed" and "192.0.2.3, where nobody can listen here" in detail
+
+    def test_without_prefix_reuse_nobody_looks_at_the_pool(self, monkeypatch):
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_PREFIX_REUSE", "0")
+        report = json.loads(doctor("vllm", "--json").stdout)
+        assert not {"pool", "room"} & {check["name"] for check in report["checks"]}
