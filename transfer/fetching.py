@@ -217,7 +217,8 @@ class Fetching(Shell):
         except Exception:
             if self._remotes.get(address) is task:
                 del self._remotes[address]
-                self._failed_s[address] = now_s() + _UNREACHABLE_S
+                failed_s = {other: until_s for other, until_s in self._failed_s.items() if until_s > now_s()}
+                self._failed_s = {**failed_s, address: now_s() + _UNREACHABLE_S}
             raise
 
     async def _find(self, address: tuple[str, int], family: Family) -> _Remote:
