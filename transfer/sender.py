@@ -32,7 +32,11 @@ logger = get_logger(__name__)
 HELP_S = 0.002
 """How long a thread that waits for a small batch takes the answers by itself, at most."""
 TURN_NBYTES = 8 << 20
-"""Sent on one stream before answers and other streams get their turn."""
+"""Sent on one stream before answers get their turn; beside other streams it is what one call takes, in turn."""
+SHARES = 4
+"""Slices of a batch for each stream at least, where there are several: the last ones even out how fast they are..."""
+MIN_SHARE_NBYTES = 256 << 10
+"""...but none smaller than this for its sake."""
 
 _FAILURES = {
     Status.NO_GRANT: Outcome(Cause.REFUSED, "the peer does not know the grant, or revoked it"),
@@ -95,7 +99,7 @@ class SendingPeer(Peer):
         if not pieces.total:
             completion.settle(OK)
             return completion
-        batch = Batch(pieces, grant, completion, self._carriage.max_nbytes)
+        batch = Batch(pieces, grant, completion, self._slice_nbytes(pieces.total))
         self._memory.begin_sending(batch, pieces.local, pieces.nbytes)
         with self._queue_lock:
             dead = self._dead
@@ -119,6 +123,11 @@ class SendingPeer(Peer):
         self._die(Outcome(Cause.PEER_LOST, "the connection was closed on this side"))
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _slice_nbytes(self, total: int) -> int:
+        num_streams = len(self._streams)
+        share = total if num_streams < 2 else max(total // (SHARES * num_streams), MIN_SHARE_NBYTES)
+        return min(share, self._carriage.max_nbytes)
 
     def _send_here(self) -> bool:
         """Send in this thread; return whether nothing is left to this peer's own."""
@@ -245,8 +254,8 @@ class SendingPeer(Peer):
 
     def _push(self, stream: Stream) -> bool:
         """Send on one stream what it takes; return whether more is to be sent once it takes more."""
-        turn = 0
-        while turn < TURN_NBYTES:
+        turn, enough = 0, TURN_NBYTES if len(self._streams) == 1 else 1
+        while turn < enough:
             if stream.vector is None and not self._load(stream):
                 return False
             assert stream.part is not None and stream.vector is not None

@@ -31,6 +31,9 @@ from transfer.wire import Order, Status
 MAX_ORDER_NBYTES = 4 << 20
 _BACKLOG = 128
 _LOOPBACK_BUFFER_NBYTES = 512 << 10
+_UNSENT_NBYTES = 1 << 20
+"""What waits in the kernel for a network: more would be bound to a path that others may overtake."""
+_TCP_NOTSENT_LOWAT = 25
 _Port = Annotated[int, Meta(ge=1, le=65535)]
 _Host = Annotated[str, Meta(min_length=2, max_length=64)]
 
@@ -131,6 +134,8 @@ class TcpTransport(SocketTransport):
             self._tune(plain)
             if is_loopback(target[0]):  # more would fall out of the processor's cache before it is received
                 plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER_NBYTES)
+            else:
+                plain.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_NBYTES)
             if self._contexts:
                 connection = TlsSocket.connected(plain, self._contexts[0])
             shake(connection, client, deadline_at)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from typing import Any
@@ -10,10 +12,13 @@ from typing import Any
 import pytest
 
 from mooncake_connector.cli.bench import transfer_rows
+from mooncake_connector.cli.bench.transfer_links import SCHEDULES, LinkFigures
+from mooncake_connector.cli.bench.transfer_network import network
 from mooncake_connector.cli.bench.transfer_rows import MEMCPY, MOONCAKE_OFF, MOONCAKE_ON, NIXL, NIXL_TCP, RAW_TCP, READV
 from mooncake_connector.cli.bench.transfer_scale import TransferScale
 
 SCALE = TransferScale()
+HAS_NETWORK = os.geteuid() == 0 and bool(shutil.which("ip") and shutil.which("tc"))
 GB = SCALE.data_nbytes / 1e9
 
 
@@ -35,7 +40,10 @@ def test_it_prints_one_json_object_with_a_row_for_each_transport(done: subproces
     assert figures[:3] == [f"{name}: 64 x 32 KiB, scattered to scattered" for name in ("cma", "shm", "tcp")]
     assert sum("16 KiB, p50" in figure for figure in figures) == 3 and any("planning" in figure for figure in figures)
     assert all(row["value"] > 0 for row in report["rows"])
-    assert "bare TCP" in done.stderr and "WARNING" not in done.stderr
+    assert "bare TCP" in done.stderr
+    over_links = [figure for figure in figures if "two links" in figure or "last byte" in figure]
+    assert len(over_links) == (3 + len(SCHEDULES) if HAS_NETWORK else 0)
+    assert ("WARNING: the rows over a network are left out" in done.stderr) == (not HAS_NETWORK)
 
 
 def test_a_python_without_peers_is_no_peer() -> None:
@@ -60,3 +68,29 @@ def test_a_peer_that_was_not_measured_leaves_its_goal_open() -> None:
     assert (cma.ok, shm.ok, tcp.ok) == (None, True, None)
     failed = {MOONCAKE_OFF: {"scattered": GB / 0.01}, MOONCAKE_ON: {"error": "it died"}}
     assert transfer_rows.moving_rows(seconds, failed, SCALE)[2].ok is True
+
+
+def test_rows_over_links_are_held_against_their_goals() -> None:
+    good = LinkFigures(SCALE.link_nbytes * 8 / 1.85e9, 5.0, 1.0, dict.fromkeys(SCHEDULES, 0.019))
+    assert [row.ok for row in transfer_rows.link_rows(good, SCALE)] == [True, True, None, True, None, None, None]
+    bad = LinkFigures(SCALE.link_nbytes * 8 / 1.75e9, 5.0, 0.0, dict.fromkeys(SCHEDULES, 0.021))
+    assert [row.ok for row in transfer_rows.link_rows(bad, SCALE)] == [False, False, None, False, None, None, None]
+    assert transfer_rows.link_rows(None, SCALE) == []
+
+
+@pytest.mark.skipif(not HAS_NETWORK, reason="network namespaces take root, and `ip` and `tc`")
+def test_nothing_of_the_network_stays_and_what_a_killed_run_left_is_removed() -> None:
+    def namespaces() -> str:
+        return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+    over = subprocess.Popen(["true"])
+    over.wait()
+    left = f"mcbench{over.pid}a"
+    subprocess.run(["ip", "netns", "add", left], check=True)
+    try:
+        with pytest.raises(ZeroDivisionError), network() as made:
+            assert made.here in namespaces() and left not in namespaces()
+            raise ZeroDivisionError
+        assert made.here not in namespaces() and made.there not in namespaces()
+    finally:
+        subprocess.run(["ip", "netns", "delete", left], capture_output=True)

@@ -50,6 +50,18 @@ def test_every_path_carries(pair, monkeypatch):
     assert min(carried.values()) > MIB, carried
 
 
+def test_a_batch_that_one_path_could_take_is_shared_as_well(pair, monkeypatch):
+    """A layer of KV must not take as long as one link needs for it."""
+    peer, grant, source, _ = pair
+    carried = dict.fromkeys(peer.paths, 0)
+    for stream in peer._streams.values():
+        send = stream.send
+        monkeypatch.setattr(stream, "send", lambda s=stream, send=send: count(carried, s.label, send()))
+    nbytes = int64(3 * MIB)
+    assert peer.write(grant, int64(source.address), grant.addresses, nbytes, deadline_s=60).wait().ok
+    assert min(carried.values()) >= MIB // 2, carried
+
+
 def count(carried, label, nbytes):
     carried[label] += nbytes
     return nbytes

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mooncake_connector.cli.bench import transfer_peers, transfer_planning, transfer_rows
+from mooncake_connector.cli.bench import transfer_links, transfer_peers, transfer_planning, transfer_rows
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import BenchError, Task, best_seconds
 from mooncake_connector.cli.bench.report import Report
@@ -76,6 +76,8 @@ def run(scale: TransferScale, *, peers: Collection[str], peer_python: str, progr
         quantiles = _small(connected, far, source, scale)
         progress("a busy Python thread beside each transport")
         ratios = _disturbance(connected, far, source, scale)
+    progress("two links of 1 Gbit/s: striping, a link that is cut, layers that travel while the next one is computed")
+    links = transfer_links.measure(scale, progress)
     progress("planning")
     planned = transfer_planning.seconds(scale.rounds)
     measured = transfer_peers.measure(peers, peer_python, scale, progress)
@@ -83,6 +85,7 @@ def run(scale: TransferScale, *, peers: Collection[str], peer_python: str, progr
         *transfer_rows.moving_rows(seconds, measured, scale),
         *transfer_rows.latency_rows(quantiles, scale),
         *transfer_rows.step_rows(ratios),
+        *transfer_rows.link_rows(links, scale),
         transfer_rows.planning_row(planned),
         *transfer_rows.peer_rows(measured, scale),
     ]

@@ -8,6 +8,8 @@ from typing import Any
 from mooncake_connector.cli.bench.measure import gigabytes_per_second
 from mooncake_connector.cli.bench.report import Goal, Row, row
 from mooncake_connector.cli.bench.store_rows import size_text
+from mooncake_connector.cli.bench.transfer_links import LAYER_KV_S, LAYER_S, LinkFigures
+from mooncake_connector.cli.bench.transfer_network import LINK_GBITS, LINKS
 from mooncake_connector.cli.bench.transfer_scale import TransferScale
 
 READV, MEMCPY, RAW_TCP = "process_vm_readv", "memcpy", "sendall/recv_into"
@@ -69,6 +71,28 @@ def step_rows(ratios: Mapping[str, float]) -> list[Row]:
         )
         for name, ratio in ratios.items()
     ]
+
+
+def link_rows(figures: LinkFigures | None, scale: TransferScale) -> list[Row]:
+    """Over two links of 1 Gbit/s, where they could be made."""
+    if figures is None:
+        return []
+    striped = scale.link_nbytes * 8 / figures.striped / 1e9
+    cut = "tcp: one of the two links cut in mid-transfer"
+    rows = [
+        row("tcp: striped over two links", striped, "Gbit/s", limit=LINKS * LINK_GBITS, goal=Goal(at_least=1.8)),
+        row(f"{cut}: what arrived right", 100 * figures.right_share, "%", goal=Goal(at_least=100)),
+        row(f"{cut}: from the cut to the end", figures.after_cut, "s"),
+    ]
+    for (granularity, passes), seconds in figures.last_byte.items():
+        computed = "one pass" if passes == 1 else f"{passes} passes"
+        figure = (
+            f"{granularity}: last byte after the last of {scale.layers} layers, {LAYER_S * 1e3:g} ms each in {computed}, "
+            f"KV {LAYER_KV_S * 1e3:g} ms"
+        )
+        goal = Goal(at_most=LAYER_S * 1e3) if (granularity, passes) == ("layer", 1) else None
+        rows.append(row(figure, seconds * 1e3, "ms", goal=goal))
+    return rows
 
 
 def planning_row(seconds: float) -> Row:

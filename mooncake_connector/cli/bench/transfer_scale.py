@@ -20,6 +20,10 @@ class TransferScale:
     rounds: int = 7
     small_rounds: int = 2000
     steps: int = 400
+    link_nbytes: int = 256 << 20
+    link_rounds: int = 3
+    lost_after_s: float = 5.0
+    layers: int = 32
 
     @property
     def data_nbytes(self) -> int:
@@ -37,4 +41,6 @@ class TransferScale:
         return address + 2 * self.piece_nbytes * order.astype(np.int64)
 
 
-QUICK = TransferScale(pieces=64, rounds=1, small_rounds=20, steps=4)
+QUICK = TransferScale(
+    pieces=64, rounds=1, small_rounds=20, steps=4, link_nbytes=48 << 20, link_rounds=1, lost_after_s=1.0, layers=4
+)

@@ -1,0 +1,134 @@
+"""Transfers over a network: striped over two links, one of them cut, and layers that travel while the next is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.cli.bench.transfer_network import Network, network
+from mooncake_connector.cli.bench.transfer_scale import TransferScale
+
+LAYER_S, LAYER_KV_S = 0.020, 0.015
+SCHEDULES = (("layer", 1), ("full", 1), ("chunk", 4), ("layer", 4))
+"""Granularity, and in how many passes of prefill the prompt is computed."""
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """Times in seconds."""
+
+    striped: float
+    after_cut: float
+    """From the cut to the end of the transfer."""
+    right_share: float
+    """1.0 if what arrived after the cut is what was sent."""
+    last_byte: dict[tuple[str, int], float]
+    """From the last layer to the last byte, by schedule."""
+
+
+def measure(scale: TransferScale, progress: Callable[[str], None]) -> LinkFigures | None:
+    """None, and a warning, where no network namespaces can be made."""
+    try:
+        with network() as net, _ends(net, scale) as (holder, sender):
+            num_paths = len(sender.ask(do="connect", **holder.ask(do="offer"))["paths"])
+            sender.ask(do="write")  # the congestion windows open
+            striped = min(_checked(sender.ask(do="write"))["seconds"] for _ in range(scale.link_rounds))
+            last_byte = _hiding(sender, scale, striped)
+            after_cut = _cut(net, holder, sender, striped, num_paths)
+            right = holder.ask(do="digest") == sender.ask(do="digest")
+    except (BenchError, OSError, subprocess.SubprocessError) as error:
+        progress(f"WARNING: the rows over a network are left out: {error}")
+        return None
+    return LinkFigures(striped, after_cut, float(right), last_byte)
+
+
+def _hiding(sender: _End, scale: TransferScale, striped: float) -> dict[tuple[str, int], float]:
+    """With layers whose KV takes as long as the goal says, at the speed that was just measured."""
+    layer_nbytes = int(scale.link_nbytes / striped * LAYER_KV_S)
+    num_layers = min(scale.layers, scale.link_nbytes // layer_nbytes)
+    order = {"num_layers": num_layers, "layer_nbytes": layer_nbytes, "layer_s": LAYER_S}
+    return {
+        (granularity, passes): _checked(sender.ask(do="layers", granularity=granularity, passes=passes, **order))[
+            "seconds"
+        ]
+        for granularity, passes in SCHEDULES
+    }
+
+
+def _cut(net: Network, holder: _End, sender: _End, striped: float, num_paths: int) -> float:
+    """Let one link die in mid-transfer; seconds from then to the end."""
+    holder.ask(do="clear")
+    sender.tell(do="write")
+    time.sleep(striped / 3)
+    net.set_link(1, "down")
+    cut_at = time.perf_counter()
+    answer = _checked(sender.answer())
+    taken = time.perf_counter() - cut_at
+    if len(answer["paths"]) == num_paths:
+        raise BenchError("the transfer was over before the link was cut")
+    return taken
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    if answer["outcome"] != "ok":
+        raise BenchError(f"a transfer over the links failed: {answer['outcome']}")
+    return answer
+
+
+class _End:
+    """A process of `transfer_network_child`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        self.tell(**order)
+        return self.answer()
+
+    def tell(self, **order: Any) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchError("a process at the end of the links died: its messages are above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+@contextlib.contextmanager
+def _ends(net: Network, scale: TransferScale) -> Iterator[tuple[_End, _End]]:
+    secret = secrets.token_hex(16)
+    roles = (("hold", net.there, net.targets), ("send", net.here, net.sources))
+    with contextlib.ExitStack() as stack:
+        made = []
+        for role, namespace, hosts in roles:
+            order = {"role": role, "hosts": hosts, "secret": secret, "nbytes": scale.link_nbytes}
+            order["lost_after_s"] = scale.lost_after_s
+            command = [sys.executable, "-m", "mooncake_connector.cli.bench.transfer_network_child", json.dumps(order)]
+            process = subprocess.Popen(
+                net.inside(namespace, command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            stack.callback(_kill, process)
+            made.append(_End(process))
+        yield made[0], made[1]
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            if pipe:
+                pipe.close()
