@@ -1,0 +1,272 @@
+"""What broken peers, slow ones and very many do to an instance's control plane: nothing to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated.fuzz import damaged
+from simulated.halves import announce, close, granted, introduction, report
+from simulated.nodes import Instances
+from simulated.strangers import dial, greet, is_closed
+
+import transfer.control
+import transfer.fetching
+import transfer.serving
+from mooncake_connector.log import forget_causes
+from transfer.base import Unavailable
+from transfer.control import Access, LoopThread, connect, listen
+from transfer.directory import PURPOSE, look_up
+from transfer.handshake import Identity
+from transfer.messages import MAX_MESSAGE_NBYTES, encode
+from transfer.node import NodeOptions
+from transfer.protocol import Ending, Timing
+from transfer.shell import RANK_PURPOSE
+
+P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1, 2, 6]
+NOBODY = Access(Identity())
+
+
+def framed(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + body
+
+
+class Pair:
+    """A prefill and a decode instance."""
+
+    def __init__(self, timing: Timing | None = None) -> None:
+        options = NodeOptions(page_tokens=16, timing=timing or Timing())
+        self.prefill, self.decode = (Instances(1, table, options=options) for table in (P_TABLE, D_TABLE))
+        self.prefill.fill()
+        self.control_port = self.prefill.ranks[0].node.card.port
+        self.ports = {PURPOSE: self.prefill.directory.port, RANK_PURPOSE: self.control_port}
+        self._served = 0
+
+    def begin(self, name: str) -> None:
+        """A request that the decode instance waits for."""
+        self.decode.ranks[0].bytes[:] = 0
+        self.prefill.open(name)
+        self.decode.announce(name, self.prefill.where, computed=False)
+        self.decode.grant(name)
+
+    def end(self, name: str) -> None:
+        """It is computed, and arrives."""
+        self.prefill.compute(name)
+        self.prefill.finish(name)
+        (ended,) = self.decode.fetched()
+        assert (ended.transfer, ended.ending) == (name, Ending.DONE), ended
+        self.decode.check()
+        (sent,) = self.prefill.sent()
+        assert (sent.transfer, sent.ending) == (name, Ending.DONE), sent
+
+    def still_serves(self) -> None:
+        self._served += 1
+        self.begin(f"served {self._served}")
+        self.end(f"served {self._served}")
+
+    def close(self) -> None:
+        self.decode.close()
+        self.prefill.close()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end_s, "it never came"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+@pytest.fixture(autouse=True)
+def fresh_log():
+    forget_causes()
+
+
+@pytest.fixture(params=[PURPOSE, RANK_PURPOSE])
+def purpose(request):
+    return request.param
+
+
+# Peers that know the secret and say something wrong
+
+
+def visit(pair: Pair, *frames: bytes) -> None:
+    """A consumer's rank that says this and is turned away."""
+    with dial(pair.control_port) as connection:
+        greet(connection, RANK_PURPOSE, Identity())
+        with suppress(OSError):
+            for frame in frames:
+                connection.sendall(frame)
+            connection.shutdown(socket.SHUT_WR)
+        assert is_closed(connection)
+
+
+INTRODUCTION = framed(encode(introduction()))
+SAID = [INTRODUCTION, *(framed(encode(message)) for message in (announce(to=0), granted(to=0), report(), close()))]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(first=damaged(SAID), then=st.lists(damaged(SAID) | st.binary(max_size=200), max_size=3))
+def test_a_consumer_that_says_anything_loses_its_connection_and_no_more(pair, first, then):
+    visit(pair, first, *then)
+
+
+def test_after_all_that_requests_are_served(pair):
+    pair.still_serves()
+
+
+def test_a_malformed_message_is_logged(pair, caplog):
+    rank = pair.decode.ranks[0]
+    fits = introduction(
+        layout=rank.layout, num_layers=4, num_heads=4, endpoints=rank.node._fetching._endpoints, generation=1
+    )
+    visit(pair, framed(encode(fits)), framed(b"\xc1 nothing"))
+    assert [record.getMessage() for record in caplog.records if "not a message" in record.getMessage()]
+    pair.still_serves()
+
+
+# Slow ones, and very many
+
+
+def test_a_request_under_way_is_not_disturbed_by_a_thousand_strangers(pair, purpose):
+    pair.begin(f"disturbed at its {purpose}")
+    before = len(os.listdir("/proc/self/fd"))
+    with ExitStack() as stack:
+        for _ in range(1000):
+            stack.enter_context(dial(pair.ports[purpose]))
+        pair.end(f"disturbed at its {purpose}")
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before + 5)
+    pair.still_serves()
+
+
+def test_slow_strangers_are_turned_away_after_a_time_and_others_served_then(monkeypatch, purpose, caplog):
+    monkeypatch.setattr(transfer.control, "_STRANGER_S", 0.3)
+    pair = Pair()
+    try:
+        with ExitStack() as stack:
+            slow = [stack.enter_context(dial(pair.ports[purpose])) for _ in range(transfer.control._MAX_STRANGERS)]
+            assert all(is_closed(connection) for connection in slow)
+            pair.still_serves()
+    finally:
+        pair.close()
+    assert "no handshake within 0.3 s" in caplog.text
+
+
+def test_a_stranger_that_says_one_byte_at_a_time_has_no_more_time(monkeypatch, purpose):
+    monkeypatch.setattr(transfer.control, "_STRANGER_S", 0.3)
+    pair = Pair()
+    try:
+        with dial(pair.ports[purpose]) as connection, pytest.raises(OSError):
+            for _ in range(1000):
+                connection.sendall(b"\x00")
+                time.sleep(0.02)
+    finally:
+        pair.close()
+
+
+# What this side asks of others
+
+
+@pytest.fixture
+def loop():
+    thread = LoopThread("mooncake-connector-test")
+    yield thread
+    thread.close()
+
+
+@pytest.fixture
+def silent():
+    """A listener whose connections are accepted and never answered."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()
+
+
+def test_a_listener_that_never_answers_is_given_up_at_the_deadline(loop, silent):
+    for ask in (connect(silent, "rank", NOBODY, deadline_s=0.2), look_up(silent, NOBODY, deadline_s=0.2)):
+        with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
+            loop.run(ask, 20)
+
+
+def test_a_listener_that_answers_a_byte_at_a_time_is_given_up_at_the_deadline(loop):
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while not writer.is_closing():
+                writer.write(b"\x00")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+    async def ask() -> None:
+        async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+            address = server.sockets[0].getsockname()[:2]
+            with pytest.raises(Unavailable):
+                await connect(address, "rank", NOBODY, deadline_s=0.3)
+
+    loop.run(ask(), 20)
+
+
+def test_a_directory_that_answers_with_anything_is_not_believed(loop):
+    answers = [b"", b"\xc1", b"\x80", encode(introduction()), b"\xdd\xff\xff\xff\xff", bytes(MAX_MESSAGE_NBYTES)]
+
+    async def ask(answer: bytes) -> None:
+        async def serve(link) -> None:
+            link.send(answer)
+            await link.flush(5)
+
+        listener = await listen(("127.0.0.1", 0), PURPOSE, NOBODY, serve)
+        try:
+            with pytest.raises(Unavailable):
+                await look_up(("127.0.0.1", listener.port), NOBODY, deadline_s=10)
+        finally:
+            listener.close()
+
+    for answer in answers:
+        loop.run(ask(answer), 20)
+
+
+def test_what_a_peer_does_not_read_is_bounded_and_holds_nobody_up(loop):
+    async def run() -> int:
+        unread: list[int] = []
+
+        async def serve(link) -> None:
+            for _ in range(20):
+                link.send(bytes(MAX_MESSAGE_NBYTES))
+                unread.append(link._writer.transport.get_write_buffer_size())
+
+        listener = await listen(("127.0.0.1", 0), "rank", NOBODY, serve)
+        link = await connect(("127.0.0.1", listener.port), "rank", NOBODY, deadline_s=10)
+        while len(unread) < 20:
+            await asyncio.sleep(0.01)
+        link.close()
+        listener.close()
+        return max(unread)
+
+    assert loop.run(run(), 20) <= transfer.control._MAX_UNSENT_NBYTES + MAX_MESSAGE_NBYTES + 4
+
+
+def test_a_frame_too_large_is_not_read(loop):
+    async def run() -> None:
+        async def serve(link) -> None:
+            link._writer.write((MAX_MESSAGE_NBYTES + 1).to_bytes(4, "little"))
+            await link.receive(10)
+
+        listener = await listen(("127.0.0.1", 0), "rank", NOBODY, serve)
+        link = await connect(("127.0.0.1", listener.port), "rank", NOBODY, deadline_s=10)
+        with pytest.raises(Unavailable, match=f"at most {MAX_MESSAGE_NBYTES} are read"):
+            await link.receive(10)
+        link.close()
+        listener.close()
+
+    loop.run(run(), 20)
