@@ -81,9 +81,12 @@ class _FetchingConnection(Connection):
     def _fetch(self, pieces: Pieces, held: Revocable | None) -> Status:
         if self._pid <= 0:
             return Status.UNREADABLE
+        largest = int(np.max(pieces.nbytes)) if pieces.total > STEP_NBYTES else 1
+        parts = [pieces] if largest <= STEP_NBYTES else pieces.slices(STEP_NBYTES, IOV_MAX)
+        most = min(IOV_MAX, max(1, STEP_NBYTES // largest))
         try:
-            for step in pieces.slices(STEP_NBYTES, IOV_MAX):
-                source, target = Vector.of(step.local, step.nbytes), Vector.of(step.remote, step.nbytes)
+            for part in parts:
+                source, target = Vector.of(part.local, part.nbytes), Vector.of(part.remote, part.nbytes)
                 while target.left:
                     if held is None:
                         read_process(self._pid, source, target)
@@ -91,7 +94,7 @@ class _FetchingConnection(Connection):
                     with held.lock:
                         if held.revoked:
                             return Status.NO_GRANT
-                        read_process(self._pid, source, target)
+                        read_process(self._pid, source, target, most)
         except OSError as error:
             return Status.FORBIDDEN if error.errno in (errno.EPERM, errno.ENOSYS, errno.EACCES) else Status.UNREADABLE
         return Status.OK

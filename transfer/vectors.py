@@ -143,9 +143,9 @@ class Vector:
         """Fill from what the socket has now; 0 at its end. Raises OSError; BlockingIOError where it has nothing."""
         return self._message(_calls(self._left).recvmsg, descriptor)
 
-    def next_iov(self) -> tuple[int, int]:
-        """Address and length of the kernel's list for the next call."""
-        return self._address + 16 * self._index, min(IOV_MAX, self._count - self._index)
+    def next_iov(self, most: int = IOV_MAX) -> tuple[int, int]:
+        """Address and length of the kernel's list for the next call, of `most` pieces."""
+        return self._address + 16 * self._index, min(most, self._count - self._index)
 
     def _message(self, call: Any, descriptor: int) -> int:
         header = self._header = self._header or _MsgHdr()
@@ -188,15 +188,15 @@ def send_small(descriptor: int, data: bytes) -> int:
     return moved
 
 
-def read_process(pid: int, source: Vector, destination: Vector) -> int:
+def read_process(pid: int, source: Vector, destination: Vector, most: int = IOV_MAX) -> int:
     """Copy what is next in `source`, memory of process `pid`, to `destination`; return the bytes that were copied.
 
-    Both advance by that much. Raises OSError: PermissionError without the right to trace the process, ESRCH, EFAULT.
+    Both advance by that much, and each by at most `most` pieces. Raises OSError: PermissionError without the right to trace the process, ESRCH, EFAULT.
     """
     readv = _calls(destination.left).readv
     if readv is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    moved: int = readv(pid, *destination.next_iov(), *source.next_iov(), 0)
+    moved: int = readv(pid, *destination.next_iov(most), *source.next_iov(most), 0)
     if moved < 0:
         raise _os_error()
     source.advance(moved)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mooncake_connector.cli.bench import transfer_links, transfer_peers, transfer_planning, transfer_rows
+from mooncake_connector.cli.bench import transfer_links, transfer_peers, transfer_planning, transfer_rows, transfer_steps
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import BenchError, Task, best_seconds
 from mooncake_connector.cli.bench.report import Report
@@ -34,7 +33,6 @@ from transfer.vectors import Vector, read_process
 Progress = Callable[[str], None]
 
 _DEADLINE_S = 60.0
-_STEP_S = 0.005
 
 
 class _Far:
@@ -71,11 +69,13 @@ def run(scale: TransferScale, *, peers: Collection[str], peer_python: str, progr
             except Unavailable as error:
                 progress(f"WARNING: {name} is left out: {error}")
         progress("scattered pieces: ours, process_vm_readv, memcpy and bare TCP in turn")
-        seconds = best_seconds(_moving_tasks(connected, far, source, scale), scale.rounds)
+        tasks = _moving_tasks(connected, far, source, scale)
+        seconds = best_seconds(tasks, scale.rounds)
         progress("one small transfer: ours and bare round trips in turn")
         quantiles = _small(connected, far, source, scale)
         progress("a busy Python thread beside each transport")
-        ratios = _disturbance(connected, far, source, scale)
+        moves = {name: tasks[name].run for name in connected}
+        ratios = transfer_steps.ratios(moves, scale.steps, scale.step_rounds)
     progress("two links of 1 Gbit/s: striping, a link that is cut, layers that travel while the next one is computed")
     links = transfer_links.measure(scale, progress)
     progress("planning")
@@ -196,53 +196,3 @@ def _small(
             call()
             taken[name].append(time.perf_counter() - start)
     return {name: (float(np.quantile(all_, 0.5)), float(np.quantile(all_, 0.99))) for name, all_ in taken.items()}
-
-
-def _disturbance(
-    connected: dict[str, Peer], far: _Far, source: np.ndarray[Any, Any], scale: TransferScale
-) -> dict[str, float]:
-    """p99 of steps of pure Python in this thread while another one keeps a transfer going, over p99 without."""
-    count = _calibrate()
-    here, there = scale.scattered(source.ctypes.data, seed=1), scale.scattered(far.address, seed=2)
-    sizes = np.full(scale.pieces, scale.piece_nbytes, dtype=np.int64)
-    ratios = {}
-    for name, peer in connected.items():
-        alone = _steps(count, scale.steps)
-        over = threading.Event()
-
-        def keep_going(peer: Peer = peer, over: threading.Event = over) -> None:
-            while not over.is_set():
-                peer.write(far.grant, here, there, sizes, deadline_s=_DEADLINE_S).wait()
-
-        thread = threading.Thread(target=keep_going)
-        thread.start()
-        try:
-            beside = _steps(count, scale.steps)
-        finally:
-            over.set()
-            thread.join()
-        ratios[name] = beside / min(alone, _steps(count, scale.steps))
-    return ratios
-
-
-def _work(count: int) -> int:
-    total = 0
-    for number in range(count):
-        total += number
-    return total
-
-
-def _calibrate() -> int:
-    """Turns of `_work` that take 5 ms on a quiet machine."""
-    best = min(_timed(200_000) for _ in range(7))
-    return max(1, int(200_000 * _STEP_S / best))
-
-
-def _timed(count: int) -> float:
-    start = time.perf_counter()
-    _work(count)
-    return time.perf_counter() - start
-
-
-def _steps(count: int, steps: int) -> float:
-    return float(np.quantile([_timed(count) for _ in range(steps)], 0.99))

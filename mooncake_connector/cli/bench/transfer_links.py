@@ -1,4 +1,4 @@
-"""Transfers over a network: striped over two links, one of them cut, and layers that travel while the next is computed."""
+"""Transfers over a network: striped over two links, one of them cut, and layers sent while the next is computed."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ class TransferScale:
     small_nbytes: int = 16 << 10
     rounds: int = 7
     small_rounds: int = 2000
-    steps: int = 400
+    steps: int = 200
+    step_rounds: int = 3
     link_nbytes: int = 256 << 20
     link_rounds: int = 3
     lost_after_s: float = 5.0
@@ -42,5 +43,5 @@ class TransferScale:
 
 
 QUICK = TransferScale(
-    pieces=64, rounds=1, small_rounds=20, steps=4, link_nbytes=48 << 20, link_rounds=1, lost_after_s=1.0, layers=4
+    pieces=64, rounds=1, small_rounds=20, steps=4, step_rounds=1, link_nbytes=48 << 20, link_rounds=1, lost_after_s=1.0, layers=4
 )
