@@ -191,7 +191,8 @@ def send_small(descriptor: int, data: bytes) -> int:
 def read_process(pid: int, source: Vector, destination: Vector, most: int = IOV_MAX) -> int:
     """Copy what is next in `source`, memory of process `pid`, to `destination`; return the bytes that were copied.
 
-    Both advance by that much, and each by at most `most` pieces. Raises OSError: PermissionError without the right to trace the process, ESRCH, EFAULT.
+    Both advance by that much, and each by at most `most` pieces. Raises OSError: PermissionError without the right to
+    trace the process, ESRCH, EFAULT.
     """
     readv = _calls(destination.left).readv
     if readv is None:

@@ -17,7 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from mooncake_connector.cli.bench import transfer_links, transfer_peers, transfer_planning, transfer_rows, transfer_steps
+from mooncake_connector.cli.bench import (
+    transfer_links,
+    transfer_peers,
+    transfer_planning,
+    transfer_rows,
+    transfer_steps,
+)
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import BenchError, Task, best_seconds
 from mooncake_connector.cli.bench.report import Report

@@ -43,5 +43,14 @@ class TransferScale:
 
 
 QUICK = TransferScale(
-    pieces=64, rounds=1, small_rounds=20, steps=4, step_rounds=1, link_nbytes=48 << 20, link_rounds=1, lost_after_s=1.0, layers=4
+    pieces=64,
+    rounds=1,
+    small_rounds=20,
+    steps=4,
+    step_rounds=1,
+    link_nbytes=48 << 20,
+    link_rounds=1,
+    lost_after_s=1.0,
+    layers=4,
 )
+"""Says only that it works."""

@@ -7,6 +7,7 @@ another process does, where no interpreter is shared.
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 import sys
 import threading
@@ -34,11 +35,15 @@ def ratios(moves: Mapping[str, Callable[[], object]], steps: int, rounds: int) -
     Also `FLOOR`. Rounds are interleaved and the best of each counts: a neighbour's load is not what is measured.
     """
     count = _calibrate()
-    beside = {ALONE: contextlib.nullcontext, FLOOR: _memcpy}
-    best = dict.fromkeys((*beside, *moves), float("inf"))
+    beside: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+        ALONE: contextlib.nullcontext,
+        FLOOR: _memcpy,
+        **{name: functools.partial(_kept_going, move) for name, move in moves.items()},
+    }
+    best = dict.fromkeys(beside, float("inf"))
     for _ in range(rounds):
-        for name in best:
-            with beside[name]() if name in beside else _kept_going(moves[name]):
+        for name, start in beside.items():
+            with start():
                 best[name] = min(best[name], _p99(count, steps))
     alone = best.pop(ALONE)
     return {name: p99 / alone for name, p99 in best.items()}
