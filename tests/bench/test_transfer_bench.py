@@ -7,17 +7,19 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mooncake_connector.cli.bench import transfer_rows
+from mooncake_connector.cli.bench import transfer_peer_client, transfer_rows
 from mooncake_connector.cli.bench.transfer_links import SCHEDULES, LinkFigures
 from mooncake_connector.cli.bench.transfer_network import network
 from mooncake_connector.cli.bench.transfer_rows import MEMCPY, MOONCAKE_OFF, MOONCAKE_ON, NIXL, NIXL_TCP, RAW_TCP, READV
 from mooncake_connector.cli.bench.transfer_scale import TransferScale
 
 SCALE = TransferScale()
+REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
 HAS_NETWORK = os.geteuid() == 0 and bool(shutil.which("ip") and shutil.which("tc"))
 GB = SCALE.data_nbytes / 1e9
 
@@ -49,6 +51,17 @@ def test_it_prints_one_json_object_with_a_row_for_each_transport(done: subproces
 def test_a_python_without_peers_is_no_peer() -> None:
     refused = run("--quick", "--peer-python", sys.executable)
     assert refused.returncode == 2 and "without --peer" in refused.stderr.replace("\n", " ")
+
+
+@pytest.mark.parametrize("engine", transfer_peer_client.INSTALL)
+def test_a_peer_that_is_not_installed_says_what_to_install(engine: str) -> None:
+    order = {"engine": engine, "role": "hold", "pieces": 1, "piece_nbytes": 8}
+    command = [sys.executable, "-I", "-S", transfer_peer_client.__file__, json.dumps(order)]  # without site-packages
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1
+    assert f"-m pip install {transfer_peer_client.INSTALL[engine]}" in refused.stderr
+    pins = [word for word in transfer_peer_client.INSTALL[engine].split() if "==" in word]
+    assert set(pins) <= set((REQUIREMENTS / f"{engine}.txt").read_text().splitlines())
 
 
 def test_each_transport_is_held_against_its_own_limit_and_peer() -> None:

@@ -16,13 +16,23 @@ from pathlib import Path
 from typing import Any
 
 
+INSTALL = {
+    "mooncake": "mooncake-transfer-engine-non-cuda==0.3.13.post1",
+    "nixl": "--no-deps nixl==1.5.1 nixl-cu12==1.5.1",
+}
+"""What pip is told; the versions are those that our figures are compared with."""
+
+
 def main(order: dict[str, Any]) -> None:
     nbytes = 2 * order["pieces"] * order["piece_nbytes"]
     memory = mmap.mmap(-1, nbytes)
     memory.write(b"\1" * nbytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     kind: Any = {"mooncake": Mooncake, "nixl": Nixl}[order["engine"]]
-    engine = kind(order["role"], address, nbytes)
+    try:
+        engine = kind(order["role"], address, nbytes)
+    except ImportError as error:
+        raise SystemExit(f"{error}: {sys.executable} -m pip install {INSTALL[order['engine']]}") from None
     if order["role"] == "hold":
         write(order["outcome"], {**engine.where(), "address": address})
         while sys.stdin.readline():
