@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-
 INSTALL = {
     "mooncake": "mooncake-transfer-engine-non-cuda==0.3.13.post1",
     "nixl": "--no-deps nixl==1.5.1 nixl-cu12==1.5.1",
