@@ -53,6 +53,11 @@ class Memory:
         self._sending: dict[Sending, tuple[Numbers, Numbers]] = {}
         self._grants: dict[bytes, Revocable] = {}
 
+    @property
+    def regions(self) -> list[Region]:
+        """What is registered, by address; another list after each change."""
+        return self._regions
+
     def register(self, address: int, nbytes: int) -> Region:
         """Allow transfers to touch these bytes. Raises ValueError where they overlap what is registered already."""
         if not (0 < address <= MAX_PIECE_NBYTES and 0 < nbytes <= MAX_PIECE_NBYTES):

@@ -42,7 +42,12 @@ class Buffer:
 
 
 def digest(buffer: Buffer) -> str:
-    return hashlib.sha256(buffer.bytes.data).hexdigest()
+    return hashlib.sha256(np.asarray(buffer.bytes).data).hexdigest()
+
+
+def buffer_class(transport: type[Transport]) -> type[Buffer]:
+    """What a transport's tests send from and write to: its own `buffer`, for memory of another kind."""
+    return getattr(transport, "buffer", Buffer)
 
 
 def int64(*values: int) -> Int64:
@@ -55,7 +60,7 @@ class _Other:
         self._buffers: dict[str, Buffer] = {}
 
     def offer(self, nbytes: int) -> dict[str, Any]:
-        buffer = Buffer(nbytes)
+        buffer = buffer_class(type(self._transport))(nbytes)
         self._memory.register(buffer.address, nbytes)
         grant = self._memory.grant(int64(buffer.address), int64(nbytes))
         self._buffers[grant.key.hex()] = buffer
@@ -65,7 +70,7 @@ class _Other:
         return {"digest": digest(self._buffers[key])}
 
     def send(self, endpoint: str, key: str, address: int, nbytes: int) -> None:
-        source = Buffer(nbytes)
+        source = buffer_class(type(self._transport))(nbytes)
         source.bytes[:] = 1
         self._memory.register(source.address, nbytes)
         peer = self._transport.connect(bytes.fromhex(endpoint), deadline_s=30)

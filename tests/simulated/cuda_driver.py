@@ -1,0 +1,215 @@
+"""A stand-in for the CUDA driver's library: device memory is this process's memory, sharing it is `process_vm_readv`.
+
+It is strict where the driver is: calls without a current context fail, a process cannot open what it shares itself,
+nothing is copied before its stream is synchronised, and reading beyond an opened allocation is an illegal address. It
+notes every call, and fails those that a test names in `fail`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import struct
+import threading
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from transfer.cuda import HANDLE_NBYTES, Driver
+from transfer.cuda_ipc import CudaIpcTransport
+from transfer.handshake import Identity
+from transfer.memory import Memory
+from transfer.testing_process import Buffer
+from transfer.vectors import Vector, read_process
+
+INVALID_VALUE, INVALID_CONTEXT, INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 1, 201, 400, 700, 719
+NEED_CONTEXT = (
+    "cuMemGetAddressRange_v2", "cuMemHostAlloc", "cuMemFreeHost", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2",
+    "cuIpcCloseMemHandle", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize", "cuMemcpyAsync",
+)  # fmt: skip
+_HANDLE = struct.Struct("<QQQQ")
+
+
+class Library:
+    """Has the driver's functions as attributes."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.fail: dict[str, int] = {}
+        """How many calls of a function go well before one fails, by name."""
+        self.unshareable = False
+        self.devices: dict[int, int] = {}
+        """By address; others are on device 0."""
+        self.opened: dict[int, tuple[bytes, mmap.mmap]] = {}
+        self.locked: dict[int, Any] = {}
+        self._allocated: dict[int, tuple[int, int]] = {}
+        self._numbers = itertools.count(1)
+        self._queues: dict[int, list[tuple[int, int, int]]] = {}
+        self._thread = threading.local()
+
+    @property
+    def contexts(self) -> list[int]:
+        """Of this thread; the last one is current."""
+        if not hasattr(self._thread, "contexts"):
+            self._thread.contexts = []
+        return self._thread.contexts
+
+    def allocate(self, address: int, nbytes: int) -> None:
+        """Call memory of this process device memory from now on."""
+        self.release(address, nbytes)
+        self._allocated[address] = nbytes, next(self._numbers)
+
+    def release(self, address: int, nbytes: int) -> None:
+        for other, (size, _) in list(self._allocated.items()):
+            if other < address + nbytes and address < other + size:
+                del self._allocated[other]
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> int:
+            self.calls[name] += 1
+            if name in self.fail:
+                self.fail[name] -= 1
+                if self.fail[name] < 0:
+                    return LAUNCH_FAILED
+            if name in NEED_CONTEXT and not self.contexts:
+                return INVALID_CONTEXT
+            values = (one.value if isinstance(one, ctypes._SimpleCData) else one for one in arguments)
+            return getattr(self, "_" + name)(*values) or 0
+
+        return call
+
+    def _range(self, address: int) -> tuple[int, int] | None:
+        for start, (nbytes, _) in self._allocated.items():
+            if start <= address < start + nbytes:
+                return start, nbytes
+        for start, (handle, _) in self.opened.items():
+            nbytes = _HANDLE.unpack_from(handle)[2]
+            if start <= address < start + nbytes:
+                return start, nbytes
+        return None
+
+    def _cuInit(self, flags: int) -> None:
+        pass
+
+    def _cuGetErrorName(self, code: int, out: Any) -> None:
+        out._obj.value = b"CUDA_ERROR_STAND_IN"
+
+    def _cuDeviceGetCount(self, out: Any) -> None:
+        out._obj.value = 2
+
+    def _cuDeviceGet(self, out: Any, ordinal: int) -> None:
+        out._obj.value = ordinal
+
+    def _cuDevicePrimaryCtxRetain(self, out: Any, device: int) -> None:
+        out._obj.value = 1000 + device
+
+    def _cuCtxPushCurrent_v2(self, context: int) -> None:
+        self.contexts.append(context)
+
+    def _cuCtxPopCurrent_v2(self, out: Any) -> None:
+        out._obj.value = self.contexts.pop()
+
+    def _cuPointerGetAttribute(self, out: Any, attribute: int, address: int) -> int:
+        found = self._range(address)
+        if found is None:
+            return INVALID_VALUE
+        out._obj.value = {2: 2, 9: self.devices.get(found[0], 0)}[attribute]
+        return 0
+
+    def _cuMemGetAddressRange_v2(self, start: Any, size: Any, address: int) -> int:
+        found = self._range(address)
+        if found is None:
+            return INVALID_VALUE
+        start._obj.value, size._obj.value = found
+        return 0
+
+    def _cuMemHostAlloc(self, out: Any, nbytes: int, flags: int) -> None:
+        array = np.zeros(nbytes, dtype=np.uint8)
+        self.locked[array.ctypes.data] = array
+        out._obj.value = array.ctypes.data
+
+    def _cuMemFreeHost(self, address: int) -> None:
+        del self.locked[address]
+
+    def _cuIpcGetMemHandle(self, out: Any, address: int) -> int:
+        if self.unshareable or address not in self._allocated:
+            return INVALID_VALUE
+        handle = _HANDLE.pack(os.getpid(), address, *self._allocated[address]).ljust(HANDLE_NBYTES, b"\0")
+        ctypes.memmove(out._obj.bytes, handle, HANDLE_NBYTES)
+        return 0
+
+    def _cuIpcOpenMemHandle_v2(self, out: Any, handle: Any, flags: int) -> int:
+        data = bytes(handle.bytes)
+        pid, _, nbytes, _ = _HANDLE.unpack_from(data)
+        if pid == os.getpid():
+            return INVALID_CONTEXT
+        if not 0 < nbytes < 1 << 40:
+            return INVALID_HANDLE
+        reserved = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, prot=mmap.PROT_READ)
+        address = np.frombuffer(reserved, np.uint8).ctypes.data
+        self.opened[address] = data, reserved
+        out._obj.value = address
+        return 0
+
+    def _cuIpcCloseMemHandle(self, address: int) -> int:
+        return 0 if self.opened.pop(address, None) else INVALID_VALUE
+
+    def _cuStreamCreate(self, out: Any, flags: int) -> None:
+        out._obj.value = next(self._numbers)
+        self._queues[out._obj.value] = []
+
+    def _cuStreamDestroy_v2(self, stream: int) -> None:
+        del self._queues[stream]
+
+    def _cuMemcpyAsync(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self._queues[stream].append((target, source, nbytes))
+
+    def _cuStreamSynchronize(self, stream: int) -> int:
+        queue, self._queues[stream] = self._queues[stream], []
+        return max((self._copy(*copy) for copy in queue), default=0)
+
+    def _copy(self, target: int, source: int, nbytes: int) -> int:
+        found = self._range(source)
+        if found is None or found[0] not in self.opened:
+            ctypes.memmove(target, source, nbytes)
+            return 0
+        if source + nbytes > sum(found):
+            return ILLEGAL_ADDRESS
+        pid, base, _, _ = _HANDLE.unpack_from(self.opened[found[0]][0])
+        there, here = Vector.of([base + source - found[0]], [nbytes]), Vector.of([target], [nbytes])
+        try:
+            while here.left:
+                read_process(pid, there, here)
+        except OSError:
+            return LAUNCH_FAILED
+        return 0
+
+
+LIBRARY = Library()
+
+
+class DeviceBuffer(Buffer):
+    """Memory that the stand-in calls device memory."""
+
+    def __init__(self, nbytes: int, seed: int | None = None) -> None:
+        super().__init__(nbytes, seed)
+        LIBRARY.allocate(self.address, nbytes)
+
+    def free(self) -> None:
+        LIBRARY.release(self.address, self.nbytes)
+        super().free()
+
+
+class SimulatedCudaIpc(CudaIpcTransport):
+    """The transport over the stand-in."""
+
+    buffer = DeviceBuffer
+
+    def __init__(self, memory: Memory, identity: Identity | None = None) -> None:
+        super().__init__(memory, identity, Driver(LIBRARY))

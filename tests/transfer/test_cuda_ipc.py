@@ -1,0 +1,335 @@
+"""The `cuda_ipc` transport over a stand-in for the driver; tests/gpu runs it on a device."""
+
+import ctypes
+import logging
+import subprocess
+import sys
+import time
+from array import array
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated import cuda_driver
+from simulated.cuda_driver import DeviceBuffer, Library, SimulatedCudaIpc
+
+import transfer.cuda
+from mooncake_connector.log import forget_causes
+from transfer.base import Cause, Unavailable
+from transfer.cuda import HANDLE_NBYTES, Allocation, Copier, CudaError, Driver, system_driver
+from transfer.cuda_ipc import CudaIpcTransport, decode_windows, encode_windows
+from transfer.memory import Memory
+from transfer.testing import DEADLINE_S, Process, TransportConformance, folded
+from transfer.testing_process import MIB, Buffer, digest, int64
+from transfer.wire import PROBE_KEY, Order, WireError
+
+TESTS = str(Path(__file__).parents[1])
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    """The stand-in, without a past; other processes find it as well."""
+    monkeypatch.setenv("PYTHONPATH", TESTS)
+    forget_causes()
+    library = cuda_driver.LIBRARY
+    library.__init__()
+    yield library
+    assert not library.contexts, "what the thread worked on before comes back"
+    assert not library.opened, "what was opened is closed"
+    assert not library.locked
+
+
+class TestCudaIpc(TransportConformance):
+    transport = SimulatedCudaIpc
+
+    @pytest.mark.slow
+    def test_a_piece_beyond_4_gib_arrives(self, memory, there, peer, library, monkeypatch):
+        def device_memory(*arguments, **options):
+            made = folded(*arguments, **options)
+            library.allocate(made.address, made.nbytes)
+            return made
+
+        monkeypatch.setattr("transfer.testing.folded", device_memory)
+        super().test_a_piece_beyond_4_gib_arrives(memory, there, peer)
+
+
+@pytest.fixture
+def memory():
+    return Memory()
+
+
+@pytest.fixture
+def there():
+    return Memory()
+
+
+@pytest.fixture
+def sender(memory):
+    with SimulatedCudaIpc(memory) as made:
+        yield made
+
+
+@pytest.fixture
+def receiver(there):
+    with SimulatedCudaIpc(there) as made:
+        yield made
+
+
+@pytest.fixture
+def registered(memory, there):
+    """Device memory of either side, and a grant of it."""
+    source, target = DeviceBuffer(MIB, seed=1), DeviceBuffer(MIB)
+    memory.register(source.address, MIB)
+    there.register(target.address, MIB)
+    return source, target, there.grant(int64(target.address), int64(MIB))
+
+
+@pytest.fixture
+def other():
+    process = Process(SimulatedCudaIpc)
+    yield process
+    process.kill()
+
+
+def write(peer, source, grant):
+    return peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=DEADLINE_S).wait()
+
+
+def comes_about(claim):
+    deadline = time.monotonic() + DEADLINE_S
+    while not claim() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return claim()
+
+
+def test_an_allocation_is_opened_once_and_closed_with_the_connection(there, receiver, other, library):
+    target = DeviceBuffer(64 * MIB)
+    there.register(target.address, target.nbytes)
+    grant = there.grant(int64(target.address), int64(target.nbytes))
+    send = {"endpoint": receiver.listen().hex(), "key": grant.key.hex(), "address": target.address}
+    other.tell(do="send", nbytes=target.nbytes, **send)
+    assert comes_about(lambda: library.calls["cuMemcpyAsync"] >= 4)
+    assert len(library.opened) == 1 and library.calls["cuIpcOpenMemHandle_v2"] == 1
+    other.kill()
+    assert comes_about(lambda: not library.opened)
+    assert target.bytes.all()
+
+
+def test_memory_that_is_no_device_memory_is_unavailable(memory, sender, there, receiver, registered):
+    endpoint = receiver.listen()
+    host = Buffer(4096)
+    region = there.register(host.address, 4096)
+    with pytest.raises(Unavailable, match="the peer's memory is not that of one device"):
+        sender.connect(endpoint, deadline_s=DEADLINE_S)
+    there.unregister(region)
+    memory.register(host.address, 4096)
+    with pytest.raises(Unavailable, match="registered here is not device memory that can be shared"):
+        sender.connect(endpoint, deadline_s=DEADLINE_S)
+
+
+def test_memory_that_the_driver_does_not_share_is_unavailable(sender, receiver, registered, library):
+    """As that of torch's expandable segments."""
+    library.unshareable = True
+    with pytest.raises(Unavailable, match="registered here is not device memory that can be shared"):
+        sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+
+
+def test_a_region_beyond_one_allocation_is_unavailable(memory, sender, receiver, registered, library):
+    beyond = Buffer(8192)
+    library.allocate(beyond.address, 4096)
+    memory.register(beyond.address, 8192)
+    with pytest.raises(Unavailable, match="registered here is not device memory that can be shared"):
+        sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+
+
+def test_memory_on_two_devices_is_unavailable(sender, there, receiver, registered, library):
+    second = DeviceBuffer(4096)
+    library.devices[second.address] = 1
+    there.register(second.address, 4096)
+    with pytest.raises(Unavailable, match="the peer's memory is not that of one device"):
+        sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+
+
+def test_the_copy_is_made_by_the_device_of_the_destination(sender, receiver, registered, library):
+    source, target, grant = registered
+    library.devices[target.address] = 1
+    assert write(sender.connect(receiver.listen(), deadline_s=DEADLINE_S), source, grant).ok
+    assert list(receiver._copiers) == [1]
+
+
+def test_a_peer_whose_device_cannot_read_ours_is_unavailable(sender, other, memory, library, caplog):
+    endpoint, _ = other.offer(4096)
+    source = DeviceBuffer(4096)
+    memory.register(source.address, 4096)
+    sender.connect(endpoint, deadline_s=DEADLINE_S).close()
+    library._allocated[source.address] = 1 << 41, 1  # a handle that nobody can open
+    fresh = SimulatedCudaIpc(memory)
+    with fresh, pytest.raises(Unavailable, match="the peer's device cannot read ours"):
+        fresh.connect(endpoint, deadline_s=DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda windows: {},
+        lambda windows: {Allocation(0, one.address, one.nbytes + 1): handle for one, handle in windows.items()},
+        lambda windows: {Allocation(0, one.address, one.nbytes - 1): handle for one, handle in windows.items()},
+        lambda windows: {Allocation(0, one.address - 64, one.nbytes): handle for one, handle in windows.items()},
+        lambda windows: {Allocation(0, one.address + 64, one.nbytes): handle for one, handle in windows.items()},
+    ],
+)
+def test_a_window_that_is_not_what_was_opened_is_not_read(sender, receiver, registered, monkeypatch, library, forge):
+    source, target, grant = registered
+    peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+    copied = library.calls["cuMemcpyAsync"]
+    with monkeypatch.context() as patch:
+        patch.setattr("transfer.cuda_ipc.encode_windows", lambda windows: encode_windows(forge(windows)))
+        assert write(peer, source, grant).cause is Cause.SOURCE
+    assert library.calls["cuMemcpyAsync"] == copied and not target.bytes.any()
+    assert write(peer, source, grant).ok, "the connection goes on"
+
+
+def test_memory_allocated_again_at_the_same_address_is_shared_anew(memory, sender, other, library):
+    endpoint, grant = other.offer(4096)
+    source = DeviceBuffer(4096, seed=1)
+    region = memory.register(source.address, 4096)
+    peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
+    assert write(peer, source, grant).ok
+    for allocated_again in (False, True):
+        shared = library.calls["cuIpcGetMemHandle"]
+        if allocated_again:
+            memory.unregister(region)
+            library.allocate(source.address, 4096)
+            memory.register(source.address, 4096)
+        assert write(peer, source, grant).ok
+        assert library.calls["cuIpcGetMemHandle"] == shared + allocated_again
+    assert other.digest(grant) == digest(source)
+
+
+def test_a_driver_that_fails_in_the_middle_is_waited_for_before_the_answer(sender, receiver, registered, library):
+    source, target, grant = registered
+    peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+    sizes = np.full(4, 1000)
+    places = np.arange(4) * 2000
+    waited = library.calls["cuStreamSynchronize"]
+    library.fail["cuMemcpyAsync"] = 2
+    outcome = peer.write(grant, source.address + places, target.address + places, sizes, deadline_s=DEADLINE_S).wait()
+    assert outcome.cause is Cause.SOURCE
+    assert library.calls["cuStreamSynchronize"] == waited + 1
+    assert not any(library._queues.values()), "nothing is under way any more"
+    del library.fail["cuMemcpyAsync"]
+    assert write(peer, source, grant).ok
+
+
+def test_a_device_that_fails_while_copying_is_an_outcome(sender, receiver, registered, library, caplog):
+    source, _, grant = registered
+    peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+    library.fail["cuStreamSynchronize"] = 0
+    with caplog.at_level(logging.WARNING):
+        assert write(peer, source, grant).cause is Cause.SOURCE
+    assert "cuda_ipc: a peer's memory cannot be read: cuStreamSynchronize: CUDA_ERROR_STAND_IN (719)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        array("B", b"\0" * 8),
+        array("B", b"MCKW" + (1025).to_bytes(4, "little")),
+        encode_windows({Allocation(0, 1, 1): bytes(HANDLE_NBYTES)}) + array("B", b"\0" * 300),
+        encode_windows({}) + Order(0, PROBE_KEY, 1, 2).encode([8], [2], [8]),
+        array("B", b"MCKW" + (1).to_bytes(4, "little") + bytes(80)),
+    ],
+)
+def test_bytes_that_no_sender_sends_end_the_connection(sender, receiver, registered, monkeypatch, order, caplog):
+    source, target, grant = registered
+    peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr("transfer.cuda_ipc.encode_windows", lambda windows: order)
+        assert write(peer, source, grant).cause is Cause.PEER_LOST
+    assert "WireError" in caplog.text and not target.bytes.any()
+    assert write(sender.connect(receiver.listen(), deadline_s=DEADLINE_S), source, grant).ok
+
+
+HANDLES = st.binary(min_size=HANDLE_NBYTES, max_size=HANDLE_NBYTES)
+WINDOWS = st.lists(st.tuples(HANDLES, st.integers(1, 1 << 30), st.integers(1, 1 << 20)))
+
+
+@given(WINDOWS)
+def test_windows_survive_the_wire_unless_they_overlap(rows):
+    handles = {Allocation(0, address, nbytes): handle for handle, address, nbytes in rows}
+    known = sorted(handles, key=lambda one: one.address)
+    data = encode_windows(handles).tobytes()[8:]
+    if any(a.address + a.nbytes > b.address for a, b in pairwise(known)):
+        with pytest.raises(WireError, match="overlap"):
+            decode_windows(data)
+        return
+    found, starts, sizes = decode_windows(data)
+    assert found == [handles[one] for one in known]
+    assert starts.tolist() == [one.address for one in known] and sizes.tolist() == [one.nbytes for one in known]
+
+
+@given(st.integers(0, 5).flatmap(lambda n: st.binary(min_size=80 * n, max_size=80 * n)))
+def test_windows_of_any_bytes_are_sane_or_an_error(data):
+    try:
+        _, starts, sizes = decode_windows(data)
+    except WireError:
+        return
+    assert (starts > 0).all() and (sizes > 0).all() and ((starts + sizes) > 0).all()
+
+
+class Kernels:
+    """In place of `transfer.device_kernels`: copies when it is launched."""
+
+    def __init__(self):
+        self.widths = []
+
+    def prepare(self, width):
+        self.widths.append(width)
+        return self.launch
+
+    def launch(self, table, chunks, stream):
+        rows = np.ctypeslib.as_array((ctypes.c_int64 * (3 * chunks)).from_address(table)).reshape(3, -1)
+        for source, target, nbytes in rows.T.tolist():
+            ctypes.memmove(target, source, nbytes)
+
+
+def test_many_small_pieces_go_through_the_kernel_and_long_ones_do_not(library, monkeypatch):
+    kernels = Kernels()
+    monkeypatch.setattr(transfer.cuda, "_kernels", lambda: kernels)
+    copier = Copier(Driver(library), 0)
+    source, target = DeviceBuffer(4 * MIB, seed=1), DeviceBuffer(4 * MIB)
+    cases = (100, 20_001, True), (4, 20_001, False), (16, 256 << 10, False), (200, 1000, True)
+    for count, nbytes, by_kernel in cases:
+        target.bytes[:] = 0
+        copies = library.calls["cuMemcpyAsync"]
+        starts = np.arange(count) * nbytes
+        sizes = np.full(count, nbytes)
+        copier.run(copier.plan(source.address + starts, target.address + starts[::-1], sizes))
+        assert library.calls["cuMemcpyAsync"] - copies == (0 if by_kernel else count)
+        for i in range(count):
+            there = target.bytes[starts[count - 1 - i] :][:nbytes]
+            assert np.array_equal(there, source.bytes[starts[i] :][:nbytes])
+    assert len(set(kernels.widths)) == len(kernels.widths), "each is compiled once"
+    copier.close()
+
+
+def test_a_machine_without_a_device_is_unavailable_with_the_reason():
+    library = Library()
+    library._cuDeviceGetCount = lambda out: None
+    with pytest.raises(Unavailable, match="no CUDA device"):
+        Driver(library)
+    library.fail["cuInit"] = 0
+    with pytest.raises(CudaError, match=r"cuInit: CUDA_ERROR_STAND_IN \(719\)"):
+        Driver(library)
+
+
+def test_a_machine_without_a_driver_is_unavailable_with_the_reason_and_imports_nothing(monkeypatch):
+    monkeypatch.setattr(transfer.cuda, "_LIBRARY", "libno_such_cuda.so.1")
+    system_driver.cache_clear()
+    with pytest.raises(Unavailable, match="no CUDA driver: libno_such_cuda"):
+        CudaIpcTransport(Memory())
+    code = "import sys, transfer.cuda_ipc; print([m for m in ('torch', 'triton') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/").stdout == "[]\n"
