@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 from transfer.base import Completion, Grant, Outcome
 from transfer.tls import TlsSocket
@@ -113,24 +114,22 @@ class Stream:
         """Until there may be answers, or the stream ended; not longer than `wait_s`, rounded up to milliseconds."""
         self._poll.poll(wait_s * 1000)
 
-    def answers(self) -> list[tuple[int, Status]]:
+    def answers(self) -> Iterator[tuple[int, Status]]:
         """What the receiver has said by now. Raises OSError at the end of the stream, WireError."""
-        found: list[tuple[int, Status]] = []
-        while True:
+        is_all = False
+        while not is_all:
             try:
                 data = self._read()
             except BlockingIOError:
-                return found
+                return
             if not data:
                 raise ConnectionResetError("the peer closed the connection")
             is_all = len(data) < _TAKEN_NBYTES
-            if self._rest:
-                data = self._rest + data
+            data = self._rest + data
             whole = len(data) - len(data) % ANSWER_NBYTES
-            found += [decode_answer(data, start) for start in range(0, whole, ANSWER_NBYTES)]
             self._rest = data[whole:]
-            if is_all:
-                return found
+            for start in range(0, whole, ANSWER_NBYTES):
+                yield decode_answer(data, start)
 
     def _read(self) -> bytes:
         if isinstance(self.connection, TlsSocket):
