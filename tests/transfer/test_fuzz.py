@@ -5,12 +5,16 @@ One short round for each parser; with MOONCAKE_CONNECTOR_STRESS_S=600 they go on
 
 from __future__ import annotations
 
+import socket
+import threading
 from contextlib import suppress
 
 import msgspec
 import numpy as np
 import pytest
-from simulated.fuzz import STRESS_S, fuzz
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated.fuzz import STRESS_S, damaged, fuzz
 from simulated.halves import (
     announce,
     close,
@@ -25,9 +29,10 @@ from simulated.halves import (
 from simulated.ranks import Model, make_rank
 
 from transfer import local, tcp
-from transfer.base import TransferError, Unavailable
+from transfer.base import Cause, Grant, TransferError, Unavailable
 from transfer.directory import InstanceCard, RankCard, decode_card
 from transfer.handshake import Client, HandshakeError, Identity, Server
+from transfer.memory import Memory
 from transfer.messages import Granted, Introduction, MessageError, Reset, decode, encode
 from transfer.plan import Pairing, Route, routes
 from transfer.protocol import Send, Verify
@@ -201,3 +206,55 @@ def test_no_bytes_do_more_than_be_refused(survives):
 @pytest.mark.parametrize("passes", [target for target in TARGETS if target not in (a_server, a_client)])
 def test_the_proper_bytes_that_damaged_ones_are_made_of_pass(passes):
     assert all(passes(data) for data in TARGETS[passes])
+
+
+class Rogue:
+    """A receiver that passes the handshake, and then says anything."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.says = b""
+        self.endpoint = msgspec.msgpack.encode(tcp.TcpEndpoint([self.listener.getsockname()], b"i" * 16))
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self.listener.accept()
+                with connection, suppress(OSError):
+                    server = Server(Identity(SECRET, instance=b"i" * 16), "tcp")
+                    while server.terms is None:
+                        connection.sendall(server.receive(connection.recv(1024)))
+                    connection.recv(64)
+                    connection.sendall(self.says)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(1 << 16):
+                        pass
+
+
+@pytest.fixture(scope="module")
+def rogue():
+    rogue = Rogue()
+    yield rogue
+    rogue.listener.close()
+
+
+ANSWERS = [encode_answer(number, status) for number in (1, 2) for status in Status]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    answers=damaged(ANSWERS) | st.binary(max_size=100) | st.lists(st.sampled_from(ANSWERS), max_size=3).map(b"".join)
+)
+def test_a_receiver_that_answers_anything_ends_a_batch_and_breaks_nothing(rogue, answers):
+    rogue.says = answers
+    source = np.zeros(100, dtype=np.uint8)
+    memory, place = Memory(), int64(source.ctypes.data)
+    memory.register(source.ctypes.data, source.nbytes)
+    with tcp.TcpTransport(memory, Identity(SECRET)) as transport:
+        peer = transport.connect(rogue.endpoint, deadline_s=30)
+        grant = Grant(b"k" * 16, int64(4096), int64(100))
+        outcome = peer.write(grant, place, int64(4096), int64(100), deadline_s=30).wait()
+        assert outcome.cause is not Cause.DEADLINE and "Error:" not in outcome.detail  # a defect's name
+        assert outcome.ok is (answers[:ANSWER_NBYTES] == encode_answer(1, Status.OK))
+        peer.close()
