@@ -28,7 +28,7 @@ class ServerDied(AssertionError):
 
 
 class ServerProcess:
-    """One server on a port of the loopback interface, in a process group of its own.
+    """One server on a port of `host`, in a process group of its own.
 
     `is_complaint` finds the lines of its log that report an error.
     """
@@ -41,10 +41,11 @@ class ServerProcess:
         env: dict[str, str],
         log: Path,
         is_complaint: Callable[[str], bool],
+        host: str = "127.0.0.1",
     ) -> None:
         self.log = log
         self._command, self._env, self._is_complaint = list(command), env, is_complaint
-        self._url = f"http://127.0.0.1:{port}"
+        self._url = f"http://{host}:{port}"
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
         self._complaints: list[str] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,14 +44,23 @@ class Plain(Protocol):
 class Examiner:
     """Finds questions of wanted lengths by asking `plain`, a server without connector and prefix caching."""
 
-    def __init__(self, plain: Plain, *, max_tokens: int = 6, smallest_gap: float = 0.08, draws: int = 200) -> None:
+    def __init__(
+        self,
+        plain: Plain,
+        *,
+        max_tokens: int = 6,
+        smallest_gap: float = 0.08,
+        draws: int = 200,
+        draw: Callable[[random.Random, int], tuple[int, ...]] = draw_tokens,
+    ) -> None:
         self._plain, self._max_tokens, self._smallest_gap, self._draws = plain, max_tokens, smallest_gap, draws
+        self._draw = draw
 
     def question(self, name: str, num_tokens: int, *, prefix: Sequence[int] = ()) -> Question:
         """A clear question of `num_tokens` tokens that begins with `prefix`; `name` seeds what is drawn."""
         source = random.Random(zlib.crc32(name.encode()))
         for _ in range(self._draws):
-            prompt = (*prefix, *draw_tokens(source, num_tokens - len(prefix)))
+            prompt = (*prefix, *self._draw(source, num_tokens - len(prefix)))
             answer = self._plain.ask(prompt, max_tokens=self._max_tokens)
             if answer.smallest_gap < self._smallest_gap:
                 continue
@@ -67,7 +76,7 @@ class Examiner:
             start, stop = page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS
             if stop > len(prompt):
                 continue
-            other = (*prompt[:start], *draw_tokens(source, PAGE_TOKENS), *prompt[stop:])
+            other = (*prompt[:start], *self._draw(source, PAGE_TOKENS), *prompt[stop:])
             if self._plain.ask(other, max_tokens=self._max_tokens).token_ids == answer:
                 return False
         return True

@@ -18,8 +18,10 @@ KV_TRANSFER = {"kv_connector": "MooncakeKVConnector", "kv_role": "kv_both", "kv_
 class Server(ServerProcess, Client):
     """One vLLM server and its client.
 
-    `pool` is the connector's pool folder; without one the server runs plain vLLM. vLLM is started as a module because
-    the `vllm` command of the CPU build looks for a distribution called `vllm` and does not start.
+    `pool` is the connector's pool folder; without one the server runs plain vLLM. `launcher` is a command that runs
+    the rest of its arguments, such as `ip netns exec NAME`; `host` is the address that the server then listens on.
+    vLLM is started as a module because the `vllm` command of the CPU build looks for a distribution called `vllm` and
+    does not start.
     """
 
     def __init__(
@@ -31,13 +33,16 @@ class Server(ServerProcess, Client):
         args: Sequence[str] = (),
         env: dict[str, str] | None = None,
         kv_transfer: dict[str, object] | None = None,
+        launcher: Sequence[str] = (),
+        host: str = "127.0.0.1",
     ) -> None:
         self.model, self.pool = model, pool
         port = free_port()
         command = [
+            *launcher,
             *(str(ENVIRONMENTS / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", model.name),
-            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--host", host, "--port", str(port)),
             *("--dtype", "bfloat16", "--enforce-eager", "--enable-prompt-tokens-details"),
             *args,
         ]
@@ -51,8 +56,10 @@ class Server(ServerProcess, Client):
             command += ["--kv-transfer-config", json.dumps(kv_transfer or KV_TRANSFER)]
             environment["MOONCAKE_CONNECTOR_POOL"] = str(pool)
         environment.update(env or {})
-        ServerProcess.__init__(self, command, port=port, env=environment, log=log, is_complaint=_is_complaint)
-        Client.__init__(self, "127.0.0.1", port, model.name)
+        ServerProcess.__init__(
+            self, command, port=port, env=environment, log=log, is_complaint=_is_complaint, host=host
+        )
+        Client.__init__(self, host, port, model.name)
 
 
 def _is_complaint(line: str) -> bool:

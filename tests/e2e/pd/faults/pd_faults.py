@@ -1,0 +1,121 @@
+"""A plugin of vLLM that lets a test spoil or stop the transfers of one server while it runs.
+
+A fault is on while a file of its name is in the folder `PD_FAULTS`; `NAME.seen` appears beside it once it has had its
+effect. `batches.sent` has one line for each batch: first layer, number of layers, first token, stop token.
+
+| fault | of | effect |
+|---|---|---|
+| falsify | prefill | what is sent is not what was computed, and its checksums are those of the wrong bytes |
+| hold | prefill | the first batch goes out, unless it is all there is; others wait |
+| corrupt | decode | every batch has one wrong byte when it has landed |
+| corrupt-once | decode | the first batch alone |
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HOLD_LIMIT_S = 300.0
+SPIN_S = 0.002
+
+
+def register() -> None:
+    _spare_the_cores()
+    import transfer.fetching as fetching
+    import transfer.serving as serving
+
+    faults = _Faults(Path(os.environ["PD_FAULTS"]))
+    send, check = serving._send, fetching._check
+
+    def faulty_send(layout: Any, visitor: Any, peer: Any, order: Any, block_ids: Any, deadline_s: float) -> Any:
+        if faults.is_on("hold"):
+            whole = (len(visitor.pairing.layers), 0, order.granted.stop_token)
+            faults.hold((order.batch.num_layers, order.batch.first_token, order.batch.stop_token) == whole)
+        if faults.is_on("falsify"):
+            batch = order.batch
+            layers = range(batch.first_layer, batch.first_layer + batch.num_layers)
+            copies = visitor.pairing.copies(
+                layers, batch.first_token, batch.stop_token, block_ids, order.granted.block_ids
+            )
+            for address, nbytes in zip(copies.source.tolist(), copies.nbytes.tolist(), strict=True):
+                _elements(address, nbytes)[:] = _elements(address, nbytes)[::-1].copy()
+            faults.note("falsify")
+        sent = send(layout, visitor, peer, order, block_ids, deadline_s)
+        faults.record(order.batch)
+        return sent
+
+    def faulty_check(origin: Any, landed: Any, block_ids: Any) -> Any:
+        if faults.is_on("corrupt") or faults.take("corrupt-once"):
+            layers = range(landed.first_layer, landed.first_layer + landed.num_layers)
+            pages = origin.pairing.destination_pages(
+                layers, landed.first_token, landed.stop_token, block_ids, origin.page_tokens
+            )
+            _bytes(int(pages.addresses[0]), 1)[0] ^= 1
+            faults.note("corrupt")
+        return check(origin, landed, block_ids)
+
+    serving._send, fetching._check = faulty_send, faulty_check
+
+
+def _spare_the_cores() -> None:
+    """Let vLLM's processes sleep when they wait for each other.
+
+    They spin for a second after every message, so an engine that steps while it waits for a transfer keeps two cores
+    busy. Several servers on two cores would leave their transfers next to nothing.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    wait = SpinCondition.wait
+
+    def sleepy_wait(self: Any, timeout_ms: int | None = None) -> None:
+        self.busy_loop_s = min(self.busy_loop_s, SPIN_S)
+        wait(self, timeout_ms)
+
+    SpinCondition.wait = sleepy_wait
+
+
+class _Faults:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def is_on(self, kind: str) -> bool:
+        return (self._folder / kind).exists()
+
+    def take(self, kind: str) -> bool:
+        """Whether it is on; from now on it is not."""
+        try:
+            (self._folder / kind).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def note(self, kind: str) -> None:
+        (self._folder / f"{kind}.seen").touch()
+
+    def record(self, batch: Any) -> None:
+        with open(self._folder / "batches.sent", "a") as file:
+            file.write(f"{batch.first_layer} {batch.num_layers} {batch.first_token} {batch.stop_token}\n")
+
+    def hold(self, is_whole: bool) -> None:
+        if not is_whole and not (self._folder / "hold.passed").exists():
+            (self._folder / "hold.passed").touch()
+            return
+        self.note("hold")
+        end = time.monotonic() + HOLD_LIMIT_S
+        while self.is_on("hold") and time.monotonic() < end:
+            time.sleep(0.02)
+
+
+def _bytes(address: int, nbytes: int) -> Any:
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def _elements(address: int, nbytes: int) -> Any:
+    """Numbers of two bytes, as bfloat16 is."""
+    return _bytes(address, nbytes).view(np.uint16)
