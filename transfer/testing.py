@@ -362,6 +362,53 @@ class TransportConformance:
         self.send(peer, second, source, nbytes)
         assert other.digest(second) == digest(source)
 
+    def test_a_deadline_before_those_of_other_batches_is_kept(
+        self, memory: Memory, sender: Transport, other: Process
+    ) -> None:
+        """Small batches, which are sent by the thread that asks: the transport's own has to be told of the deadline."""
+        endpoint, grant = other.offer(4096)
+        peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
+        source = Buffer(4096, seed=20)
+        memory.register(source.address, 4096)
+        other.stop()
+        late = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
+        soon = peer.write(grant, *self.all_of(source, grant), deadline_s=0.2)
+        told = threading.Event()
+        soon.add_done_callback(lambda _: told.set())
+        assert told.wait(DEADLINE_S / 2) and soon.wait().cause is Cause.DEADLINE
+        assert late.outcome is None
+        other.go_on()
+        assert late.wait().ok
+
+    def test_small_batches_have_their_outcome_whether_anybody_waits_or_not(
+        self, memory: Memory, there: Memory, peer: Peer
+    ) -> None:
+        count, rounds, nbytes = 4, 50, 5000
+        source, target = Buffer(count * nbytes, seed=21), Buffer(count * nbytes)
+        memory.register(source.address, source.nbytes)
+        there.register(target.address, target.nbytes)
+        grant = there.grant(int64(target.address), int64(target.nbytes))
+        outcomes: list[Outcome] = []
+        told = threading.Semaphore(0)
+
+        def send(offset: int) -> None:
+            for number in range(rounds):
+                place = int64(source.address + offset), int64(target.address + offset), int64(nbytes)
+                completion = peer.write(grant, *place, deadline_s=DEADLINE_S)
+                completion.add_done_callback(outcomes.append)
+                completion.add_done_callback(lambda _: told.release())
+                if number % 2:
+                    completion.wait()
+
+        threads = [threading.Thread(target=send, args=(nbytes * i,)) for i in range(count)]
+        for thread in threads:
+            thread.start()
+        assert all(told.acquire(timeout=DEADLINE_S) for _ in range(count * rounds))
+        for thread in threads:
+            thread.join()
+        assert outcomes == [Outcome()] * count * rounds
+        assert np.array_equal(target.bytes, source.bytes)
+
     def test_a_source_that_is_used_again_after_a_failure_does_not_travel(
         self, memory: Memory, sender: Transport, other: Process
     ) -> None:

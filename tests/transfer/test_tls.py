@@ -5,10 +5,12 @@ import socket
 import ssl
 import subprocess
 import threading
+from contextlib import ExitStack, suppress
 
 import msgspec
 import pytest
 
+from transfer import receiver
 from transfer.base import TransferError, Unavailable
 from transfer.handshake import Identity
 from transfer.memory import Memory
@@ -74,6 +76,22 @@ def test_a_plain_peer_and_a_tls_peer_do_not_meet(authorities):
         connect(ours, None)
     with pytest.raises(Unavailable):
         connect(None, ours)
+
+
+def test_strangers_at_a_tls_listener_lose_their_own_connection_only(authorities, monkeypatch):
+    """Those that say anything at once, those that say nothing after a time; and proper peers are served beside them."""
+    monkeypatch.setattr(receiver, "HANDSHAKE_S", 1.5)
+    memory, there, tls = Memory(), Memory(), Tls(**authorities[0])
+    with TcpTransport(there, tls=tls) as listener, TcpTransport(memory, tls=tls) as sender, ExitStack() as stack:
+        endpoint = listener.listen()
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(70000), b"\xff" * 64):
+            stranger = socket.create_connection(decode_endpoint(endpoint).addresses[0], timeout=30)
+            stack.enter_context(stranger)
+            with suppress(ConnectionError):
+                stranger.sendall(said)
+                assert sender.connect(endpoint, deadline_s=30).alive
+                while stranger.recv(4096):
+                    pass
 
 
 def test_a_client_without_a_certificate_is_turned_away(authorities):
