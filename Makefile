@@ -22,13 +22,14 @@ VLLM := .venvs/vllm
 SGLANG := .venvs/sglang
 BUILT := .cache/wheel/.built
 
-.PHONY: help setup dev vllm sglang models system-packages wheel demo demo-engines test test-fast lint clean
+.PHONY: help setup dev vllm sglang models system-packages wheel demo demo-engines test test-fast test-gpu lint clean
 
 help:
 	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
 	@echo 'make demo          a prompt asked before and after a restart of a real vLLM server (about 4 minutes with all installs)'
 	@echo 'make demo-engines  SGLang answers from what vLLM computed (SGLang is 10 GB; about 10 minutes with all installs)'
 	@echo 'make test-fast     the tests that need no engine (under 2 minutes)'
+	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
 	@echo 'make test          lint, every test, the demos (about half an hour on 2 cores)'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make wheel         the wheel, in .cache/wheel'
@@ -52,6 +53,9 @@ test: setup
 
 test-fast: $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py fast
+
+test-gpu: $(SGLANG)/.tests $(SGLANG)/.wheel
+	@$(SGLANG)/bin/pytest -v tests/gpu
 
 lint: $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py lint

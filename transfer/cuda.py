@@ -17,8 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from mooncake_connector.log import get_logger, log_once
 from transfer.base import Int64, Unavailable
-from transfer.device_plan import launches
+from transfer.device_plan import Launch, launches
+
+logger = get_logger(__name__)
 
 _LIBRARY = "libcuda.so.1"
 HANDLE_NBYTES = 64
@@ -196,20 +199,11 @@ class Copier:
         kernels = _kernels()
         if kernels is None or len(nbytes) < FEW_PIECES or nbytes.mean() >= LONG_NBYTES:
             return self.plan_each(source, destination, nbytes)
-        parts = launches(source, destination, nbytes)
-        self._room(sum(part.table.size for part in parts))
-        starts: list[Callable[[], object]] = []
-        place = 0
-        for part in parts:
-            table = self._table[place : place + part.table.size]
-            table[:] = part.table.ravel()
-            place += len(table)
-            if part.width not in self._prepared:
-                with self._driver.on(self._device):
-                    self._prepared[part.width] = kernels.prepare(part.width)
-            start, chunks = self._prepared[part.width], part.table.shape[1]
-            starts.append(functools.partial(start, table.ctypes.data, chunks, self._stream.value or 0))
-        return starts
+        try:
+            return self._plan_launches(kernels, launches(source, destination, nbytes))
+        except Exception as error:  # Triton has a compiler, a cache and tools of its own
+            log_once("transfer.cuda", "no copy kernel, pieces go one by one: %s", error, logger=logger, exc_info=True)
+            return self.plan_each(source, destination, nbytes)
 
     def plan_each(self, source: Int64, destination: Int64, nbytes: Int64) -> list[Callable[[], object]]:
         """One call for each piece; any memory of this process will do."""
@@ -224,6 +218,21 @@ class Copier:
                     start()
             finally:
                 self._driver.call("cuStreamSynchronize", self._stream)
+
+    def _plan_launches(self, kernels: Any, parts: list[Launch]) -> list[Callable[[], object]]:
+        self._room(sum(part.table.size for part in parts))
+        starts: list[Callable[[], object]] = []
+        place = 0
+        for part in parts:
+            table = self._table[place : place + part.table.size]
+            table[:] = part.table.ravel()
+            place += len(table)
+            if part.width not in self._prepared:
+                with self._driver.on(self._device):
+                    self._prepared[part.width] = kernels.prepare(part.width)
+            start, chunks = self._prepared[part.width], part.table.shape[1]
+            starts.append(functools.partial(start, table.ctypes.data, chunks, self._stream.value or 0))
+        return starts
 
     def _room(self, words: int) -> None:
         """Let the table have so many, of page-locked memory."""

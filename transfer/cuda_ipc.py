@@ -196,7 +196,7 @@ class _FetchingConnection(Connection):
         for i in np.unique(index).tolist():
             here[i] = starts[i] if self._is_own_process else self._open(device, handles[i])
             real = self._driver.allocation(int(here[i]))
-            if real is None or here[i] != real.address or sizes[i] > real.nbytes:
+            if real is None or here[i] + sizes[i] > real.address + real.nbytes:
                 return None
         return addresses - starts[index] + here[index]
 

@@ -368,7 +368,7 @@ class TransportConformance:
         """Small batches, which are sent by the thread that asks: the transport's own has to be told of the deadline."""
         endpoint, grant = other.offer(4096)
         peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
-        source = Buffer(4096, seed=20)
+        source = self.buffer(4096, seed=20)
         memory.register(source.address, 4096)
         other.stop()
         late = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
@@ -384,7 +384,7 @@ class TransportConformance:
         self, memory: Memory, there: Memory, peer: Peer
     ) -> None:
         count, rounds, nbytes = 4, 50, 5000
-        source, target = Buffer(count * nbytes, seed=21), Buffer(count * nbytes)
+        source, target = self.buffer(count * nbytes, seed=21), self.buffer(count * nbytes)
         memory.register(source.address, source.nbytes)
         there.register(target.address, target.nbytes)
         grant = there.grant(int64(target.address), int64(target.nbytes))

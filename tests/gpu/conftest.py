@@ -1,0 +1,20 @@
+"""What only a GPU can show, in one command: `make test-gpu`. All of it is skipped where there is none."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def kernels():
+    """The module of kernels, compiled for this machine's GPU."""
+    for name in ("torch", "triton"):
+        pytest.importorskip(name, reason=f"the kernel needs {name}: run this in an engine's environment")
+    from transfer import device_kernels
+
+    return device_kernels
+
+
+@pytest.fixture(autouse=True)
+def others_find_the_tests(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))

@@ -1,0 +1,96 @@
+"""Device memory for the tests, and the transport that sends from it. The other process imports this as well."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+
+with contextlib.suppress(ImportError):
+    import torch  # noqa: F401  as in an engine, so that the kernel is used
+
+from transfer.base import Unavailable
+from transfer.cuda import Copier, system_driver
+from transfer.cuda_ipc import CudaIpcTransport
+from transfer.testing_process import Buffer
+
+DEVICE = 0
+
+
+def require() -> None:
+    """Skip a module of tests where no GPU is, and say so."""
+    import pytest
+
+    try:
+        system_driver()
+    except Unavailable as error:
+        pytest.skip(f"NO GPU here, so this was not tried: {error}", allow_module_level=True)
+
+
+@functools.cache
+def copier() -> Copier:
+    """For the tests' own copies."""
+    return Copier(system_driver(), DEVICE)
+
+
+def plain_copy(source: int, destination: int, nbytes: int) -> None:
+    """One plain copy between any two kinds of memory."""
+    columns = (np.array([value], dtype=np.int64) for value in (source, destination, nbytes))
+    copier().run(copier().plan_each(*columns))
+
+
+def allocate(nbytes: int) -> int:
+    """Device memory, until this process ends: as engines do, and what others opened must not be freed."""
+    address = ctypes.c_uint64()
+    with system_driver().on(DEVICE):
+        system_driver().call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+    return address.value
+
+
+class DeviceBytes:
+    """Device memory as if it were an array: each look at it copies all of it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self._address, self._nbytes = address, nbytes
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        host = np.empty(self._nbytes, dtype=np.uint8)
+        plain_copy(self._address, host.ctypes.data, self._nbytes)
+        return host
+
+    def __getitem__(self, key: Any) -> Any:
+        return np.asarray(self)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        host = np.asarray(self)
+        host[key] = value
+        plain_copy(host.ctypes.data, self._address, self._nbytes)
+
+    def __eq__(self, other: object) -> Any:
+        return np.asarray(self) == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def any(self) -> Any:
+        return np.asarray(self).any()
+
+
+class DeviceBuffer(Buffer):
+    """Takes the place of the conformance class's memory."""
+
+    def __init__(self, nbytes: int, seed: int | None = None) -> None:
+        self.address, self.nbytes = allocate(nbytes), nbytes
+        self.bytes: Any = DeviceBytes(self.address, nbytes)
+        self.bytes[:] = 0 if seed is None else np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+    def free(self) -> None:
+        """See `allocate`."""
+
+
+class DeviceCudaIpc(CudaIpcTransport):
+    """The transport, whose tests use device memory."""
+
+    buffer = DeviceBuffer

@@ -1,0 +1,63 @@
+"""The kernel on a device gives what torch's own indexing gives."""
+
+import numpy as np
+import pytest
+from gpu.device import DEVICE, require
+
+from transfer.cuda import Copier, system_driver
+from transfer.device_plan import slots
+from transfer.vectors import Pieces
+
+require()
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def copier(kernels, monkeypatch):
+    """It must use the kernel: one copy for each piece would be right as well."""
+    made = Copier(system_driver(), DEVICE)
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "plan_each", None)
+        yield made
+    made.close()
+
+
+@pytest.mark.parametrize("nbytes", [32 << 10, 576, 1000, 514, 33, 7])
+def test_gathered_to_locked_pages_and_scattered_from_there(copier, nbytes):
+    import torch
+
+    device = torch.device("cuda", DEVICE)
+    blocks = torch.randint(0, 256, (512, nbytes), dtype=torch.uint8, device=device)
+    there = torch.zeros_like(blocks)
+    chosen, wanted = torch.randperm(512)[:300], torch.randperm(512)[:300]
+    local, remote = (base.data_ptr() + index.numpy() * nbytes for base, index in ((blocks, chosen), (there, wanted)))
+    slot_nbytes = 64 * nbytes
+    staging = torch.zeros(4 * slot_nbytes, dtype=torch.uint8, pin_memory=True)
+    torch.cuda.synchronize()
+    sent = b""
+    for slot in slots(Pieces.of(local, remote, np.full(300, nbytes)), slot_nbytes, 4):
+        copier.run(copier.plan(*slot.gather(staging.data_ptr())))
+        sent += staging[slot.place : slot.place + slot.pieces.total].numpy().tobytes()
+        copier.run(copier.plan(*slot.scatter(staging.data_ptr())))
+    assert sent == torch.index_select(blocks, 0, chosen.to(device)).cpu().numpy().tobytes()
+    expected = torch.zeros_like(blocks)
+    expected[wanted.to(device)] = blocks[chosen.to(device)]
+    assert torch.equal(there, expected)
+
+
+def test_pieces_at_every_distance_of_their_addresses(copier):
+    import torch
+
+    device = torch.device("cuda", DEVICE)
+    source = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    cases = [(a, b, n) for a in range(17) for b in range(17) for n in (1, 15, 16, 100, 8192, 8200)]
+    steps = np.arange(len(cases)) * (1 << 20) // (len(cases) + 1) // 16 * 16
+    cases = [(a, b, min(n, 550)) for a, b, n in cases]
+    columns = np.array(cases).T
+    torch.cuda.synchronize()
+    copier.run(copier.plan(source.data_ptr() + steps + columns[0], target.data_ptr() + steps + columns[1], columns[2]))
+    expected, content = np.zeros(1 << 20, dtype=np.uint8), source.cpu().numpy()
+    for step, (a, b, n) in zip(steps, cases, strict=True):
+        expected[step + b : step + b + n] = content[step + a : step + a + n]
+    assert np.array_equal(target.cpu().numpy(), expected)

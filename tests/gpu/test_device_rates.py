@@ -1,0 +1,87 @@
+"""How fast device memory is moved, beside a plain copy of the same bytes. Shown, not asserted."""
+
+import statistics
+import time
+
+import numpy as np
+import pytest
+from gpu.device import DEVICE, DeviceBuffer, DeviceCudaIpc, allocate, plain_copy, require
+
+from transfer.cuda import Copier, system_driver
+from transfer.memory import Memory
+from transfer.testing import DEADLINE_S, Process
+from transfer.testing_process import MIB
+
+require()
+pytestmark = pytest.mark.gpu
+
+NBYTES = 256 * MIB
+PIECE = 32 << 10
+GOAL = 0.85
+ROUNDS = 20
+
+
+def rate(work):
+    """Bytes a second, the median of some rounds after two that warm up."""
+    seconds = []
+    for _ in range(ROUNDS + 2):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return NBYTES / statistics.median(seconds[2:])
+
+
+@pytest.fixture
+def show(capsys):
+    def line(what, measured, limit):
+        reached = "yes" if measured >= GOAL * limit else "NO"
+        with capsys.disabled():
+            print(
+                f"\n{what}: {measured / 1e9:.1f} GB/s, a plain copy {limit / 1e9:.1f} GB/s, ratio "
+                f"{measured / limit:.2f}, goal {GOAL} reached: {reached}"
+            )
+
+    return line
+
+
+def shuffled(base, piece, seed):
+    return base + np.random.default_rng(seed).permutation(NBYTES // piece) * piece
+
+
+@pytest.mark.parametrize("piece", [NBYTES, 1 * MIB, PIECE])
+def test_rate_of_cuda_ipc_between_processes(kernels, show, piece):
+    memory, other = Memory(), Process(DeviceCudaIpc)
+    try:
+        endpoint, grant = other.offer(NBYTES)
+        source, target = DeviceBuffer(NBYTES, seed=1), allocate(NBYTES)
+        memory.register(source.address, NBYTES)
+        local, remote = shuffled(source.address, piece, 1), shuffled(int(grant.addresses[0]), piece, 2)
+        sizes = np.full(len(local), piece)
+        with DeviceCudaIpc(memory) as transport:
+            peer = transport.connect(endpoint, deadline_s=DEADLINE_S)
+
+            def send():
+                assert peer.write(grant, local, remote, sizes, deadline_s=DEADLINE_S).wait().ok
+
+            measured = rate(send)
+    finally:
+        other.kill()
+    show(f"cuda_ipc, pieces of {piece >> 10} KiB", measured, rate(lambda: plain_copy(source.address, target, NBYTES)))
+
+
+def test_rate_of_gathering_to_locked_pages(kernels, show):
+    source = DeviceBuffer(NBYTES, seed=1)
+    staging = system_driver().lock_pages(DEVICE, NBYTES)
+    copier = Copier(system_driver(), DEVICE)
+    local, places = shuffled(source.address, PIECE, 1), staging + np.arange(NBYTES // PIECE) * PIECE
+    sizes = np.full(len(local), PIECE)
+    plan = copier.plan(local, places, sizes)
+    limit = rate(lambda: plain_copy(source.address, staging, NBYTES))
+    show("gather of 32 KiB to locked pages, planned before", rate(lambda: copier.run(plan)), limit)
+    show(
+        "gather of 32 KiB to locked pages, planning counted",
+        rate(lambda: copier.run(copier.plan(local, places, sizes))),
+        limit,
+    )
+    copier.close()
+    system_driver().unlock_pages(DEVICE, staging)
