@@ -17,6 +17,7 @@ import pytest
 import settings
 from faults import Faults, faulty_store
 from harness import Engine
+from pd import Pair
 from settings import Setup
 
 import store_client.pool
@@ -59,6 +60,34 @@ def _like_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine another rank may hold the pool's lock for longer than an engine cares to wait."""
     monkeypatch.setattr(vllm_plugin.worker, "_LOCK_WAIT_S", 30.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_error_is_hidden(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What the connector keeps from the engine, and what fails in its event loops, is a defect all the same."""
+    yield
+    if request.path.name.startswith("test_pd"):
+        records = [*caplog.get_records("setup"), *caplog.get_records("call")]
+        hidden = [
+            one.getMessage() for one in records if one.exc_info or (one.name, one.levelname) == ("asyncio", "ERROR")
+        ]
+        assert not hidden, hidden
+
+
+@pytest.fixture
+def pair(start: Callable[..., Engine]) -> Callable[..., Pair]:
+    """A prefill and a decode instance without a pool: `pair(prefill={...}, decode={...}, granularity=...)`."""
+
+    def start_both(
+        prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, pool: bool = False, **extra: Any
+    ) -> Pair:
+        engines = []
+        for settings in (prefill or {}, decode or {}):
+            own = settings.get("extra", {})
+            engines.append(start(**settings | {"extra": {"prefix_reuse": pool} | extra | own}))
+        return Pair(*engines)
+
+    return start_both
 
 
 @pytest.fixture

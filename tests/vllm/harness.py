@@ -11,7 +11,8 @@ import copy
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,9 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from mooncake_connector.keys import page_keys, root_digest
+from vllm_plugin.messages import PDStep
+from vllm_plugin.pd_worker import Results
+from vllm_plugin.stats import ConnectorStats
 from vllm_plugin.worker import WorkerHalf
 
 PATIENCE_S = 60.0
@@ -55,7 +59,10 @@ class Worker:
         layers, heads = setup.layers(rank), setup.heads(rank)
         self.memory = kv_memory(len(layers), setup.num_blocks, len(heads), setup.block_tokens, setup.layout)
         self.runner = Runner(self.memory, layers, heads)
-        caches = as_kv_caches(self.memory, layer_names(layers), kernel_tokens=setup.kernel_tokens)
+        self._layer_names = layer_names(layers)
+        self.layer_computed: Callable[[int], None] = lambda number: None
+        """Called after each layer of a forward pass, with its number in this rank."""
+        self._caches = caches = as_kv_caches(self.memory, self._layer_names, kernel_tokens=setup.kernel_tokens)
         self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
         self.loads_started_after_forward: list[bool] = []
         self._active: ActiveKVConnector | None = None
@@ -75,7 +82,7 @@ class Worker:
                 self.runner.forward(scheduled)
                 return KVConnectorModelRunnerMixin.kv_connector_no_forward(scheduled, self._config)
             with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(scheduled) as connector_output:
-                output = self.runner.forward(scheduled)
+                output = self.runner.forward(scheduled, self._around_layer)
             output.kv_connector_output = connector_output
             return output
 
@@ -85,18 +92,38 @@ class Worker:
             return active.no_forward(scheduled)
         batch = SimpleNamespace(idx_mapping=None, req_ids=list(scheduled.num_scheduled_tokens), num_tokens=0)
         active.pre_forward(scheduled, batch)
-        output = self.runner.forward(scheduled)
+        output = self.runner.forward(scheduled, self._around_layer)
         active.finish_forward()
         output.kv_connector_output = active.post_forward(scheduled.finished_req_ids)
         return output
 
+    @contextmanager
+    def _around_layer(self, number: int) -> Iterator[None]:
+        """What vLLM's decorator of attention (`maybe_transfer_kv_layer`) does."""
+        name = self._layer_names[number]
+        connector = kv_transfer_state.get_kv_transfer_group()
+        assert connector.has_connector_metadata()
+        connector.wait_for_layer_load(name)
+        yield
+        connector.save_kv_layer(name, self._caches[name], None)
+        self.layer_computed(number)
+
     def tasks(self) -> list[Any]:
         """Jobs of the connector that it has not reported yet."""
-        half = self.connector._worker
+        half = self.half
         return [*half._loader._pending, *half._saver._pending] if isinstance(half, WorkerHalf) else []
+
+    @property
+    def half(self) -> Any:
+        """The worker half of our connector, which may be one of several."""
+        return _ours(self.connector)._worker
 
     def _as_this_worker(self) -> _Agent:
         return _Agent(self.connector)
+
+
+def _ours(connector: Any) -> Any:
+    return getattr(connector, "sub_connectors", [connector])[0]
 
 
 class _Agent:
@@ -133,15 +160,28 @@ class Engine:
             Worker(setup, vllm_config(setup, base, pool, rank), worker_kv_cache_config(setup, rank), rank)
             for rank in range(setup.num_ranks)
         ]
+        self._shake_hands()
         self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.num_ranks)
         self._hasher = get_request_block_hasher(setup.block_tokens, sha256)
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
         self._in_flight_limit = 2 if setup.async_scheduling else 1
         self.requests: dict[str, Request] = {}
         self.texts: dict[str, list[int]] = {}
+        self.answers: dict[str, dict[str, Any] | None] = {}
+        """`kv_transfer_params` of the last output of each request."""
         self.reasons: dict[str, str] = {}
         self.stats: list[Any] = []
         self.metadata: list[Any] = []
+
+    def _shake_hands(self) -> None:
+        """What EngineCore does with what its workers say of themselves once their KV caches are registered."""
+        metadata = {}
+        for rank, worker in enumerate(self.workers):
+            said = worker.connector.get_handshake_metadata()
+            if said is not None:
+                metadata[divmod(rank, self.setup.tp_size)] = pickle.loads(pickle.dumps(said))
+        if metadata:
+            self.connector.set_xfer_handshake_metadata_pp_aware(metadata)
 
     # Requests
 
@@ -149,6 +189,8 @@ class Engine:
         name = name or f"r{len(self.requests)}"
         stop = kwargs.pop("stop", ())
         extra = {key: kwargs.pop(key) for key in ("prompt_logprobs",) if key in kwargs}
+        if "params" in kwargs:
+            extra["extra_args"] = {"kv_transfer_params": copy.deepcopy(kwargs.pop("params"))}
         request = Request(
             request_id=name,
             prompt_token_ids=None if "prompt_embeds" in kwargs else list(prompt),
@@ -158,7 +200,7 @@ class Engine:
             **kwargs,
         )
         self.requests[name] = request
-        self.texts[name] = []
+        self.texts[name], self.answers[name] = [], None
         self.scheduler.add_request(request)
         return name
 
@@ -223,6 +265,7 @@ class Engine:
                 self.texts[one.request_id] += one.new_token_ids
                 if one.finish_reason is not None:
                     self.reasons[one.request_id] = str(one.finish_reason)
+                    self.answers[one.request_id] = pickle.loads(pickle.dumps(one.kv_transfer_params))
             if core_outputs.scheduler_stats is not None:
                 self.stats.append(core_outputs.scheduler_stats)
 
@@ -255,8 +298,12 @@ class Engine:
     @property
     def half(self) -> Any:
         """The scheduler half of our connector, which may be one of several."""
-        ours = getattr(self.connector, "sub_connectors", [self.connector])[0]
-        return ours._scheduler
+        return _ours(self.connector)._scheduler
+
+    @property
+    def pd(self) -> Any:
+        """The same of transfers between instances."""
+        return _ours(self.connector)._pd
 
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -270,6 +317,35 @@ class Engine:
             assert not self.half._tracked and not self.half._pinned and self.half._num_pinned_blocks == 0
         for worker in self.workers:
             assert not worker.connector.get_transfer_results(set()).finished_recving
+        self._check_no_transfers()
+
+    def _check_no_transfers(self) -> None:
+        """Nothing is given away or awaited, and no memory is granted to anyone."""
+        pd = self.pd
+        if pd is None:
+            return
+        assert not pd._given and not pd._awaited and pd._step == PDStep()
+        end_s = time.monotonic() + PATIENCE_S
+        for pd_worker in filter(None, (getattr(worker.half, "pd", None) for worker in self.workers)):
+            node = pd_worker._node
+            while node._serving._serves or node._serving._writes or node._fetching._fetches:
+                assert time.monotonic() < end_s, "a node holds a transfer that the engine knows nothing of"
+                time.sleep(0.001)
+            results = pd_worker.take_results(ConnectorStats())
+            assert results == Results(), f"reported with nobody waiting: {results}"
+            assert not pd_worker._given and not pd_worker._awaited
+            assert not pd_worker._givers and not pd_worker._takers
+            assert not node._serving._producer.held and not node._fetching._consumer.held
+            assert not node._serving.void and not node._fetching._memory._grants
+
+    def wait_until_forgotten(self) -> None:
+        """The nodes know of no transfer any more: the time is over in which peers may ask for what became of one."""
+        end_s = time.monotonic() + PATIENCE_S
+        for worker in self.workers:
+            node = worker.half.pd._node
+            while node._serving._producer._transfers or node._fetching._consumer._transfers:
+                assert time.monotonic() < end_s, "a node remembers a transfer"
+                time.sleep(0.01)
 
     def shut_down(self) -> None:
         self.scheduler.shutdown()

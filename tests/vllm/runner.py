@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import oracle
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -64,6 +67,21 @@ class State:
         self.tokens = list(tokens)
 
 
+AroundLayer: TypeAlias = Callable[[int], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Tokens `[start, stop)` of a request in one step: what its KV must be, and where, from its first token on."""
+
+    req_id: str
+    start: int
+    stop: int
+    expected: oracle.Slots
+    blocks: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+
+
 class Runner:
     """Model runner of one rank.
 
@@ -82,19 +100,23 @@ class Runner:
         self.num_computed: dict[str, int] = {}
         self.weights = 0
 
-    def forward(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Run the batch of one step.
+    def forward(self, scheduled: SchedulerOutput, around_layer: AroundLayer = nullcontext) -> ModelRunnerOutput:
+        """Run the batch of one step, layer by layer; `around_layer(number)` is entered around each one's attention.
 
         Raises:
             WrongKV: a slot that a request attends to does not hold its prefix's KV.
         """
         starts = self._update(scheduled)
+        batch = [self._prepare(req_id, starts[req_id], num) for req_id, num in scheduled.num_scheduled_tokens.items()]
+        for number in range(len(self._layers)):
+            with around_layer(number):
+                for one in batch:
+                    self._attend(number, one)
         output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
-        for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
-            sampled = self._run(req_id, starts[req_id], num_tokens)
-            output.req_id_to_index[req_id] = len(output.req_ids)
-            output.req_ids.append(req_id)
-            output.sampled_token_ids.append(sampled)
+        for one in batch:
+            output.req_id_to_index[one.req_id] = len(output.req_ids)
+            output.req_ids.append(one.req_id)
+            output.sampled_token_ids.append(self._sample(one))
         return output
 
     def _update(self, scheduled: SchedulerOutput) -> dict[str, int]:
@@ -128,24 +150,33 @@ class Runner:
         """What KV depends on besides the tokens: weights and adapter."""
         return self.weights + (new.lora_request.lora_int_id << 20 if new.lora_request else 0)
 
-    def _run(self, req_id: str, start: int, num_tokens: int) -> list[int]:
+    def _prepare(self, req_id: str, start: int, num_tokens: int) -> _Pass:
         state = self.states[req_id]
         stop = start + num_tokens
         assert stop <= len(state.tokens), f"{req_id}: scheduled to {stop}, knows {len(state.tokens)} tokens"
-        hashes = state.hash_all()
-        expected = oracle.slots(hashes[:stop], self._layers, self._heads)
+        expected = oracle.slots(state.hash_all()[:stop], self._layers, self._heads)
         position = np.arange(stop)
         blocks = np.array(state.blocks)[position // self._block_tokens]
         assert blocks.all(), f"{req_id}: its block table has the null block"
-        places = position % self._block_tokens
-        found = self.memory[:, blocks[:start], :, places[:start]]
+        return _Pass(req_id, start, stop, expected, blocks, position % self._block_tokens)
+
+    def _attend(self, number: int, one: _Pass) -> None:
+        """Write the KV of the scheduled tokens in one layer, and compare that of the tokens before."""
+        start, expected = one.start, one.expected[:, number]
+        found = self.memory[number, one.blocks[:start], :, one.places[:start]]
         if not np.array_equal(found, expected[:start]):
-            wrong = np.argwhere((found != expected[:start]).any(axis=2))
-            raise WrongKV(f"{req_id}: of {start} tokens attended to, (token, layer) {wrong[:4].tolist()}.. are wrong")
-        self.memory[:, blocks[start:], :, places[start:]] = expected[start:]
-        self.num_computed[req_id] = self.num_computed.get(req_id, 0) + num_tokens
-        if stop < len(state.tokens):
+            wrong = np.argwhere((found != expected[:start]).any(axis=1))[:, 0]
+            layer = self._layers[number]
+            raise WrongKV(
+                f"{one.req_id}: of {start} tokens attended to in layer {layer}, {wrong[:4].tolist()}.. are wrong"
+            )
+        self.memory[number, one.blocks[start:], :, one.places[start:]] = expected[start:]
+
+    def _sample(self, one: _Pass) -> list[int]:
+        state = self.states[one.req_id]
+        self.num_computed[one.req_id] = self.num_computed.get(one.req_id, 0) + one.stop - one.start
+        if one.stop < len(state.tokens):
             return []
-        token = oracle.sample(hashes[stop - 1])
+        token = oracle.sample(state.hashes[one.stop - 1])
         state.tokens.append(token)
         return [token]
