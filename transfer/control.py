@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import re
 import secrets
 import socket
 import ssl
@@ -140,7 +141,9 @@ class Link:
     async def _frame(self) -> bytes:
         length = int.from_bytes(await self._exactly(4), "little")
         if length > MAX_MESSAGE_NBYTES:
-            raise Unavailable(f"a frame of {length} bytes: at most {MAX_MESSAGE_NBYTES} are read")
+            reason = f"a frame of {length} bytes: at most {MAX_MESSAGE_NBYTES} are read"
+            log_once("control.frame", "a peer's connection is closed: %s", reason, logger=logger)
+            raise Unavailable(reason)
         return await self._exactly(length)
 
     async def _exactly(self, nbytes: int) -> bytes:
@@ -229,6 +232,8 @@ class Listener:
             link = await self._shake(reader, writer)
             if link is not None:
                 await self._serve(link)
+        except asyncio.CancelledError:
+            pass  # closing: asyncio would log it as an error of this callback
         except Exception as error:
             log_once(
                 f"control.{self._purpose}:{type(error).__name__}",
@@ -240,6 +245,7 @@ class Listener:
 
     async def _shake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Link | None:
         if self._strangers >= _MAX_STRANGERS:
+            self._log_refusal(writer, f"too many connections, {_MAX_STRANGERS}, have not finished their handshake")
             return None
         self._strangers += 1
         server = Server(self._identity, self._purpose)
@@ -257,9 +263,11 @@ class Listener:
         return None
 
     def _log_refusal(self, writer: asyncio.StreamWriter, reason: str) -> None:
+        """Once for each kind: what a stranger says must not make a new kind, there is room for so many."""
         host = (writer.get_extra_info("peername") or ("unknown",))[0]
+        kind = re.split(r"[\d:']", reason, maxsplit=1)[0]
         log_once(
-            f"control.refused:{self._purpose}:{reason[:40]}",
+            f"control.refused:{self._purpose}:{kind[:40]}",
             "refused a %s connection from %s: %s", self._purpose, host, reason,
             logger=logger,
         )  # fmt: skip

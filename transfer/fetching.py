@@ -152,12 +152,15 @@ class Fetching(Shell):
     async def _begin(self, transfer: str, family: Family, computed: bool) -> None:
         fetch = self._fetches[transfer]
         try:
-            remote = await self._remote(fetch.where, family)
+            remote = await asyncio.wait_for(self._remote(fetch.where, family), self._timing.deadline_s)
         except Exception as error:
-            if not isinstance(error, TransferError):
+            ending, cause = Ending.FAILED, str(error)
+            if isinstance(error, asyncio.TimeoutError):
+                ending, cause = Ending.EXPIRED, "the prefill instance did not answer by the deadline"
+            elif not isinstance(error, TransferError):
                 log_once("transfer.begin", "a transfer cannot begin: %r", error, logger=logger, exc_info=True)
             del self._fetches[transfer]
-            self._over(Ended(transfer, Ending.FAILED, str(error), seconds=now_s() - fetch.started_s))
+            self._over(Ended(transfer, ending, cause, seconds=now_s() - fetch.started_s))
             return
         fetch.origins = {origin.name: origin for origin in remote.origins}
         sources = [
@@ -199,10 +202,13 @@ class Fetching(Shell):
     async def _remote(self, where: Where, family: Family) -> _Remote:
         """Raises TransferError, also where the life that has the KV is over."""
         remote = await self._known(where.address, family)
-        if where.engine_id not in ("", remote.engine_id):
-            self._forget(where.address, remote)  # maybe it restarted since it was asked
+        if where.engine_id in ("", remote.engine_id):
+            return remote
+        card = await look_up(where.address, self._access, deadline_s=_CONNECT_S)
+        if card.engine_id != remote.engine_id:  # it restarted since it was asked
+            self._forget(where.address, remote)
             remote = await self._known(where.address, family)
-        if where.engine_id not in ("", remote.engine_id):
+        if where.engine_id != remote.engine_id:
             raise Unavailable(f"prefill instance {where.engine_id} is gone: {remote.engine_id} answers there")
         return remote
 
@@ -270,6 +276,7 @@ class Fetching(Shell):
 
     async def _keep(self, address: tuple[str, int], remote: _Remote, origin: _Origin, link: Link | None) -> None:
         """Talk with a rank, and connect again where the connection ends while transfers are under way."""
+        tried_s = -_RECONNECT_S
         while not remote.lost:
             if link is not None:
                 try:
@@ -280,6 +287,9 @@ class Fetching(Shell):
                     del self._links[origin.name]
             if remote.lost or not any(origin.name in fetch.origins for fetch in self._fetches.values()):
                 break
+            # One that takes connections and closes them is not asked again and again.
+            await asyncio.sleep(tried_s + _RECONNECT_S - now_s())
+            tried_s, link = now_s(), None
             try:
                 link = await self._visit(origin)
                 self._links[origin.name] = link
@@ -288,8 +298,7 @@ class Fetching(Shell):
                 self.pump()
                 break
             except Unavailable:
-                link = None
-                await asyncio.sleep(_RECONNECT_S)
+                pass
         self._forget(address, remote)
 
     def _forget(self, address: tuple[str, int], remote: _Remote) -> None:

@@ -34,11 +34,11 @@ logger = get_logger(__name__)
 class _Visitor:
     """A consumer's rank."""
 
-    link: Link
     layout: RankLayout
     pairing: Pairing
     page_tokens: int
     """Tokens that share a checksum."""
+    endpoints: Mapping[str, bytes]
     data: asyncio.Future[Peer]
     """The connection for bulk data."""
 
@@ -140,16 +140,20 @@ class Serving(Shell):
         peer = peer_name(link.terms.instance)
         try:
             visitor = self._meet(peer, link, decode(await link.receive(_INTRODUCTION_S)))
+        except Unavailable:
+            return
+        except TransferError as error:
+            log_once(f"transfer.visitor:{str(error)[:60]}", "a decode instance is refused: %s", error, logger=logger)
+            return
+        try:
             await self._converse(peer, link)
         except (Unavailable, MessageError):
             pass
-        except TransferError as error:
-            log_once(f"transfer.visitor:{str(error)[:60]}", "a decode instance is refused: %s", error, logger=logger)
         finally:
             if self._links.get(peer) is link:
                 del self._links[peer]
-                visitor = self._visitors.pop(peer)
-                visitor.data.add_done_callback(_close)
+                # Writes go on meanwhile: the consumer connects again, unless it is gone.
+                self._loop.call_later(self._timing.lease_s, self._forget, peer, visitor)
 
     def _meet(self, peer: str, link: Link, message: object) -> _Visitor:
         if not isinstance(message, Introduction):
@@ -157,19 +161,26 @@ class Serving(Shell):
         route = Route(0, 0, message.first_layer, message.num_layers, message.first_head, message.num_heads)
         pairing = Pairing(self._layout, message.layout, route)
         page_tokens = -(-self._page_tokens // pairing.unit) * pairing.unit
-        connecting = self._loop.run_in_executor(None, self._connect, message.endpoints)
-        visitor = _Visitor(link, message.layout, pairing, page_tokens, connecting)
-        before = self._links.get(peer)
-        if before is not None:
-            before.close()
-            self._visitors[peer].data.add_done_callback(_close)
+        before = self._visitors.get(peer)
+        data = self._connect(message.endpoints) if before is None else before.data
+        visitor = _Visitor(message.layout, pairing, page_tokens, message.endpoints, data)
+        if peer in self._links:
+            self._links[peer].close()
         self._links[peer], self._visitors[peer] = link, visitor
         self._half.met(peer, message.generation, now_s())
         self.pump()
         return visitor
 
-    def _connect(self, endpoints: Mapping[str, bytes]) -> Peer:
-        return self._transports.connect(endpoints, deadline_s=_CONNECT_S)
+    def _forget(self, peer: str, visitor: _Visitor) -> None:
+        if self._visitors.get(peer) is visitor and peer not in self._links:
+            del self._visitors[peer]
+            visitor.data.add_done_callback(_close)
+
+    def _connect(self, endpoints: Mapping[str, bytes]) -> asyncio.Future[Peer]:
+        def connect() -> Peer:
+            return self._transports.connect(endpoints, deadline_s=_CONNECT_S)
+
+        return self._loop.run_in_executor(None, connect)
 
     def _shape_of(self, peer: str, granted: Granted) -> Shape:
         visitor = self._visitors.get(peer)
@@ -220,6 +231,9 @@ class Serving(Shell):
         visitor = self._visitors.get(order.peer)
         if visitor is None:
             raise TransferError("the consumer's connection ended")
+        if _is_dead(visitor.data):
+            visitor.data.add_done_callback(_close)
+            visitor.data = self._connect(visitor.endpoints)
         peer = await asyncio.shield(visitor.data)
         if writes.abandoned.is_set():
             raise TransferError("not wanted any more")
@@ -278,6 +292,12 @@ def _send(
         completion.cancel()
         raise
     return completion, int(np.sum(copies.nbytes)), checksums
+
+
+def _is_dead(connecting: asyncio.Future[Peer]) -> bool:
+    if not connecting.done():
+        return False
+    return connecting.cancelled() or connecting.exception() is not None or not connecting.result().alive
 
 
 def _close(connecting: asyncio.Future[Peer]) -> None:

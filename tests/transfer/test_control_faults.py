@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -21,9 +22,10 @@ import transfer.control
 import transfer.fetching
 import transfer.serving
 from mooncake_connector.log import forget_causes
-from transfer.base import Unavailable
+from transfer.base import TransferError, Unavailable
 from transfer.control import Access, LoopThread, connect, listen
 from transfer.directory import PURPOSE, look_up
+from transfer.fetching import Where
 from transfer.handshake import Identity
 from transfer.messages import MAX_MESSAGE_NBYTES, encode
 from transfer.node import NodeOptions
@@ -56,9 +58,10 @@ class Pair:
         self.decode.announce(name, self.prefill.where, computed=False)
         self.decode.grant(name)
 
-    def end(self, name: str) -> None:
+    def end(self, name: str, *, computed: bool = False) -> None:
         """It is computed, and arrives."""
-        self.prefill.compute(name)
+        if not computed:
+            self.prefill.compute(name)
         self.prefill.finish(name)
         (ended,) = self.decode.fetched()
         assert (ended.transfer, ended.ending) == (name, Ending.DONE), ended
@@ -270,3 +273,128 @@ def test_a_frame_too_large_is_not_read(loop):
         listener.close()
 
     loop.run(run(), 20)
+
+
+def test_a_silent_prefill_instance_costs_a_request_its_own_deadline_at_most(silent):
+    pair = Pair(Timing(deadline_s=0.5))
+    try:
+        pair.decode.announce("t", Where(*silent), computed=True)
+        (ended,) = pair.decode.fetched()
+        assert ended.ending is Ending.EXPIRED, ended
+    finally:
+        pair.close()
+
+
+def test_stale_parameters_of_one_request_do_not_disturb_another(pair):
+    pair.begin("under way")
+    link_of = pair.decode.ranks[0].node._fetching._links
+    wait_for(lambda: link_of)
+    links = dict(link_of)
+    pair.decode.announce(
+        "stale", Where(pair.prefill.where.host, pair.prefill.where.port, "an earlier life"), computed=True
+    )
+    (ended,) = pair.decode.fetched()
+    assert (ended.transfer, ended.ending) == ("stale", Ending.FAILED)
+    assert link_of == links and all(link.alive for link in links.values())
+    pair.end("under way")
+
+
+def test_a_prefill_instance_that_closes_every_connection_is_not_stormed(monkeypatch):
+    pair, visits = Pair(Timing(deadline_s=2.5)), []
+
+    def refuse(*_: object) -> None:
+        visits.append(None)
+        raise TransferError("not today")
+
+    monkeypatch.setattr(transfer.serving.Serving, "_meet", refuse)
+    try:
+        pair.decode.announce("t", pair.prefill.where, computed=False)
+        (ended,) = pair.decode.fetched()
+        assert ended.ending is Ending.EXPIRED
+        assert 2 <= len(visits) <= 6
+    finally:
+        pair.close()
+
+
+# Connections that break
+
+
+def test_a_data_connection_that_broke_is_made_again_for_the_next_transfer(pair):
+    pair.still_serves()
+    for visitor in pair.prefill.ranks[0].node._serving._visitors.values():
+        visitor.data.result().close()
+    pair.still_serves()
+
+
+def test_a_control_connection_that_breaks_in_mid_transfer_costs_no_transfer(monkeypatch):
+    pair, may_connect = Pair(), threading.Event()
+    monkeypatch.setattr(transfer.fetching, "_RECONNECT_S", 0.01)
+
+    async def late(*arguments, **options):
+        if not may_connect.is_set():
+            raise Unavailable("not yet")
+        return await connect(*arguments, **options)
+
+    try:
+        pair.begin("t")
+        served = pair.prefill.ranks[0].node._serving
+        fetched = pair.decode.ranks[0].node._fetching
+        wait_for(lambda: served._links and fetched._links)
+        monkeypatch.setattr(transfer.fetching, "connect", late)
+        pair.decode.ranks[0].node._thread.post(next(iter(fetched._links.values())).close)
+        wait_for(lambda: not served._links and not fetched._links)
+        pair.prefill.compute("t", step_s=0.01)
+        may_connect.set()
+        pair.end("t", computed=True)
+    finally:
+        pair.close()
+
+
+# What the log says of it
+
+
+def refusals(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_whatever_strangers_say_makes_few_lines_in_the_log(pair, purpose, caplog):
+    for length in range(2000, 2040):
+        with dial(pair.ports[purpose]) as connection:
+            connection.sendall(length.to_bytes(4, "little"))
+            assert is_closed(connection)
+    assert len(refusals(caplog)) == 1 and "a frame of 2000 bytes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "said, line",
+    [
+        (framed(b"\xc1"), "not a message"),
+        (framed(encode(announce(to=0))), "Announce before an introduction"),
+        ((MAX_MESSAGE_NBYTES + 1).to_bytes(4, "little"), f"a frame of {MAX_MESSAGE_NBYTES + 1} bytes"),
+        (framed(encode(introduction())), "model_layers, model_heads, k_dim, v_dim differ"),
+    ],
+    ids=["no message", "another message", "too large", "another model"],
+)
+def test_a_peer_that_begins_with_something_else_than_a_proper_introduction_is_logged(pair, caplog, said, line):
+    visit(pair, said)
+    assert len(refusals(caplog)) == 1 and line in caplog.text
+
+
+def test_strangers_beyond_a_number_are_turned_away_and_logged_once(monkeypatch, purpose, caplog):
+    monkeypatch.setattr(transfer.control, "_MAX_STRANGERS", 4)
+    pair = Pair()
+    try:
+        with ExitStack() as stack:
+            connections = [stack.enter_context(dial(pair.ports[purpose])) for _ in range(8)]
+            assert all(is_closed(connection) for connection in connections[4:])
+            assert len(refusals(caplog)) == 1
+            assert "too many connections, 4, have not finished their handshake" in caplog.text
+    finally:
+        pair.close()
+
+
+def test_closing_with_connections_open_says_nothing(caplog):
+    pair = Pair()
+    pair.still_serves()
+    pair.close()
+    assert refusals(caplog) == []
