@@ -108,15 +108,14 @@ class SendingPeer(Peer):
                 self._queue.append(batch)
                 self._batches.add(batch)
             oversleeps = completion.deadline_at < self._awake_at
-        completion.add_done_callback(lambda _: self._over(batch))
+        is_small = pieces.total <= SMALL_NBYTES
         if dead is not None:
             completion.settle(dead)
-            return completion
-        is_small = pieces.total <= SMALL_NBYTES
+        elif not (is_small and is_alone and self._send_here()) or oversleeps:
+            self._wake()
         if is_small:
             completion.help_with(lambda wait_s: self._help(batch, wait_s))
-        if not (is_small and is_alone and self._send_here()) or oversleeps:
-            self._wake()
+        completion.add_done_callback(lambda _: self._over(batch))
         return completion
 
     def close(self) -> None:
