@@ -58,6 +58,19 @@ class TransferPeer(str, enum.Enum):
     nixl = "nixl"
 
 
+_PD_TITLE = "mooncake-connector bench pd"
+_PD_LEGEND = (
+    "limit: the decode instance alone; peer: vLLM's NixlConnector between two servers of its own, prefill first.\n"
+    "Medians of rounds, which take turns."
+)
+
+
+class PDPeer(str, enum.Enum):
+    """vLLM's own connectors that the benchmark can measure beside ours."""
+
+    nixl = "nixl"
+
+
 @app.callback()
 def bench() -> None:
     """Measure this machine's limit, the store, and its peers, side by side."""
@@ -175,6 +188,39 @@ def transfer(
         progress=_say,
     )
     _show(report, _TRANSFER_TITLE, _TRANSFER_LEGEND, as_json)
+
+
+@app.command()
+def pd(
+    vllm_python: Annotated[Path, typer.Option(help="Python that has vLLM and this package.", metavar="PATH")],
+    model: Annotated[Path, typer.Option(help="Checkpoint that all instances serve.", metavar="DIR")],
+    peer: Annotated[PDPeer | None, typer.Option(help="Also measure this connector.")] = None,
+    peer_python: Annotated[
+        Path | None,
+        typer.Option(help="Python that has the peer's wheel; default: this one.", metavar="PATH"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One round, to see that it works: no true figures.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """What a prefill and a decode instance of real vLLM add to a request, against one instance alone.
+
+    Starts two servers at a time on this machine, on the CPU or whatever vLLM finds; with a peer four in all. Takes some
+    minutes. Nothing listens beyond loopback.
+    """
+    from mooncake_connector.cli.bench import vllm_pd
+    from mooncake_connector.cli.bench.vllm_rows import Engine
+
+    if peer_python is not None and peer is None:
+        raise typer.BadParameter("it has no use without --peer nixl", param_hint="--peer-python")
+    if not (model / "config.json").is_file():
+        raise typer.BadParameter(f"{model} has no config.json: name the folder of a checkpoint", param_hint="--model")
+    report = vllm_pd.run(
+        Engine(vllm_python, model),
+        str(peer_python or sys.executable) if peer else None,
+        vllm_pd.QUICK if quick else vllm_pd.PDScale(),
+        _say,
+    )
+    _show(report, _PD_TITLE, _PD_LEGEND, as_json)
 
 
 def _say(line: str) -> None:

@@ -1,0 +1,232 @@
+"""One run of `bench pd`: a request through a prefill and a decode instance of real vLLM, against one instance alone.
+
+Two servers for each connector. This process does what a router does, so that no router is measured: it sends the
+prefill leg and then the decode leg with its answer (*sequential*), or both at once (*concurrent*), or asks the decode
+instance alone. The three take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mooncake_connector.cli.bench import processes, vllm_pd_peer
+from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
+from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.cli.bench.report import Goal, Report, Row, row
+from mooncake_connector.cli.bench.vllm_pd_client import Instance
+from mooncake_connector.cli.bench.vllm_rows import Engine, version
+
+ALONE, SEQUENTIAL, CONCURRENT = "alone", "sequential", "concurrent"
+_START_DEADLINE_S = 600.0
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PDScale:
+    """What is asked, and how often."""
+
+    prompt_tokens: int = 1800
+    answer_tokens: int = 8
+    rounds: int = 9
+
+
+QUICK = PDScale(prompt_tokens=700, rounds=1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A connector between two servers: their `--kv-transfer-config` and environment, by what `port` each is given."""
+
+    transfer: Callable[[int], dict[str, Any]]
+    env: Callable[[int], dict[str, str]]
+    orders: tuple[str, ...]
+
+
+def run(engine: Engine, peer_python: str | None, scale: PDScale, progress: Progress) -> Report:
+    """Measure ours and, with `peer_python`, vLLM's NixlConnector. A peer that fails is left out with a warning."""
+    machine, versions = describe_machine(Path(tempfile.gettempdir())), describe_versions()
+    versions["vllm"] = version(engine)
+    ours = measure(engine, OURS, scale, "MooncakeKVConnector", progress)
+    theirs: dict[str, list[float]] = {}
+    if peer_python is not None:
+        try:
+            with vllm_pd_peer.overlay(peer_python) as (folder, versions["nixl"]):
+                theirs = measure(engine, nixl(folder), scale, "NixlConnector", progress)
+        except BenchError as error:
+            progress(f"WARNING: NixlConnector was not measured: {error}")
+    return Report(machine, versions, pd_rows(ours, theirs, scale))
+
+
+def pd_rows(ours: Mapping[str, list[float]], theirs: Mapping[str, list[float]], scale: PDScale) -> list[Row]:
+    """Medians. What is added is to one instance alone between the same rounds; the peer has one order."""
+    request = f"vLLM 1P1D, {scale.prompt_tokens:,}-token prompt, {scale.answer_tokens} tokens out"
+    peer_added = _added(theirs, SEQUENTIAL)
+    return [
+        row(
+            f"{request}: added to the whole request, prefill first",
+            _added(ours, SEQUENTIAL),
+            "ms",
+            peer=peer_added,
+            goal=Goal(at_most_of_peer=1),
+        ),
+        row(
+            f"{request}: added to the whole request, both at once, layer by layer",
+            _added(ours, CONCURRENT),
+            "ms",
+            peer=peer_added,
+            goal=Goal(at_most_of_peer=0.5),
+        ),
+        *(
+            row(f"{request}: the whole request, {text}", _median_ms(ours, order), "ms",
+                limit=_median_ms(ours, ALONE), peer=_median_ms(theirs, SEQUENTIAL))
+            for order, text in ((SEQUENTIAL, "prefill first"), (CONCURRENT, "both at once, layer by layer"))
+        ),
+    ]  # fmt: skip
+
+
+def _median_ms(seconds: Mapping[str, list[float]], order: str) -> float | None:
+    return statistics.median(seconds[order]) * 1e3 if seconds.get(order) else None
+
+
+def _added(seconds: Mapping[str, list[float]], order: str) -> float | None:
+    whole, alone = _median_ms(seconds, order), _median_ms(seconds, ALONE)
+    return None if whole is None or alone is None else whole - alone
+
+
+def _our_transfer(port: int) -> dict[str, Any]:
+    config = {"prefix_reuse": False, "transfer_port": port, "granularity": "layer"}
+    return {
+        "kv_connector": "MooncakeKVConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": config,
+    }
+
+
+OURS = Setting(_our_transfer, lambda port: {}, (SEQUENTIAL, CONCURRENT))
+
+
+def nixl(overlay: Path) -> Setting:
+    """vLLM's own connector over NIXL, whose wheel is in `overlay`."""
+    transfer = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "recompute",
+    }
+    return Setting(
+        lambda port: transfer,
+        lambda port: {"PYTHONPATH": str(overlay), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)},
+        (SEQUENTIAL,),
+    )
+
+
+def measure(
+    engine: Engine, setting: Setting, scale: PDScale, name: str, progress: Progress
+) -> dict[str, list[float]]:
+    """Seconds of each request, by order. Raises BenchError where the servers do not start or nothing travels."""
+    vocabulary = json.loads((engine.model / "config.json").read_text()).get("vocab_size", 32000)
+    draw = random.Random(0)
+    prompt = [draw.randrange(vocabulary) for _ in range(scale.prompt_tokens)]
+    progress(f"{name}: starting a prefill and a decode instance of vLLM")
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(tempfile.TemporaryFile())
+        ports = processes.free_ports(4)
+        commands = [_command(engine, ports[i], setting.transfer(ports[2 + i])) for i in (0, 1)]
+        running = [
+            stack.enter_context(
+                processes.running(command, log, {**_ENV, **_cores(i), **setting.env(ports[2 + i])}, grace_s=20)
+            )
+            for i, command in enumerate(commands)
+        ]
+        prefill, decode = (Instance(ports[i], ports[2 + i]) for i in (0, 1))
+        try:
+            for instance, process in zip((prefill, decode), running, strict=True):
+                processes.wait_until(instance.is_healthy, process, _START_DEADLINE_S, "a vLLM server")
+        except BenchError as error:
+            raise BenchError(f"{error}: {processes.last_lines(log)}") from None
+        ways = {ALONE: lambda: decode.ask(prompt, scale.answer_tokens)}
+        for order, ask in ((SEQUENTIAL, _sequential), (CONCURRENT, _concurrent)):
+            if order in setting.orders:
+                ways[order] = lambda ask=ask: ask(prefill, decode, prompt, scale.answer_tokens)  # type: ignore[misc]
+        return _take_turns(ways, decode, scale, name, progress)
+
+
+def _take_turns(
+    ways: Mapping[str, Callable[[], list[int]]], decode: Instance, scale: PDScale, name: str, progress: Progress
+) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    answers: dict[str, list[int]] = {}
+    for number in range(scale.rounds + 1):
+        progress(f"{name}: round {number} of {scale.rounds}" if number else f"{name}: warming up")
+        for way, ask in ways.items():
+            before = decode.tokens_from_connector()
+            start = time.perf_counter()
+            answers[way] = ask()
+            taken = time.perf_counter() - start
+            if way != ALONE and number and decode.tokens_from_connector() - before < scale.prompt_tokens - 1:
+                raise BenchError(f"{way}: the decode instance computed the prompt itself")
+            if number:
+                seconds[way].append(taken)
+    if any(answer != answers[ALONE] for answer in answers.values()):
+        progress(f"WARNING: {name}: the answers of one and of two instances differ")
+    return seconds
+
+
+def _sequential(prefill: Instance, decode: Instance, prompt: list[int], answer_tokens: int) -> list[int]:
+    return decode.ask(prompt, answer_tokens, prefill.prefill(prompt, {}))
+
+
+def _concurrent(prefill: Instance, decode: Instance, prompt: list[int], answer_tokens: int) -> list[int]:
+    transfer_id = uuid.uuid4().hex
+    where = {"remote_host": "127.0.0.1", "remote_port": prefill.transfer_port}
+    params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id, **where}
+    with ThreadPoolExecutor(1) as thread:
+        leg = thread.submit(prefill.prefill, prompt, {"transfer_id": transfer_id})
+        answer = decode.ask(prompt, answer_tokens, params)
+        leg.result()
+    return answer
+
+
+_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait would take the cores from the other instance
+}
+
+
+def _cores(half: int) -> dict[str, str]:
+    """One half of this machine's cores for the computing threads of an instance on the CPU.
+
+    By default vLLM gives each instance all of them and ties the first thread of each to the same core, so that two
+    instances hold each other up.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    middle = len(cores) // 2
+    share = (cores[:middle], cores[middle:])[half] or cores
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, share))}
+
+
+def _command(engine: Engine, port: int, transfer: Mapping[str, Any]) -> list[str]:
+    # As a module: the `vllm` command of the CPU build does not start.
+    return [
+        *(str(engine.python), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(engine.model.resolve()), "--served-model-name", Instance.model),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096"),
+        *("--enforce-eager", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
+        *("--kv-transfer-config", json.dumps(transfer)),
+    ]

@@ -1,0 +1,123 @@
+"""Two hosts with a pool each, and a network between them: PD and the pools together, and what networks do to both."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from e2e.client import Answer
+from e2e.pages import PAGE_TOKENS, Pages, wait_for
+from e2e.pd.conftest import ORDERS, Hosts
+from e2e.pd.instances import Instance
+from e2e.pd.test_crashes import LIMIT_S, half_way, hands_over
+from e2e.questions import Examiner, Question
+
+NAMES = ("stored", "known to decode", "known to prefill", "cut", *ORDERS)
+NUM_TOKENS = 300
+BLOCK_TOKENS = 128
+BLOCK_NBYTES = 23040 * BLOCK_TOKENS  # of KV, all layers
+NUM_BLOCKS = -(-NUM_TOKENS // BLOCK_TOKENS)
+
+
+def draw_pieces(source: random.Random, count: int) -> tuple[int, ...]:
+    """Pieces of words in no order: SmolLM2 looks for a thread in all of them."""
+    return tuple(source.randrange(1000, 40000) for _ in range(count))
+
+
+class Alone:
+    """One instance as it answers without another; what it stores is kept apart."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+
+    def ask(self, prompt: Sequence[int], *, max_tokens: int) -> Answer:
+        return self._instance.ask(prompt, max_tokens=max_tokens, cache_salt="alone")
+
+
+@pytest.fixture(scope="session")
+def told() -> dict[str, Question]:
+    return {}
+
+
+@pytest.fixture
+def questions(hosts: Hosts, told: dict[str, Question]) -> dict[str, Question]:
+    """Questions for SmolLM2 by name, answered by one of the instances alone."""
+    if not told:
+        examiner = Examiner(Alone(hosts.prefill), max_tokens=4, smallest_gap=0.1, draw=draw_pieces)
+        told.update({name: examiner.question(name, NUM_TOKENS) for name in NAMES})
+        hosts.forget()
+    return told
+
+
+def sent_blocks(hosts: Hosts) -> float:
+    return hosts.prefill.figure("send_bytes") / BLOCK_NBYTES
+
+
+def answers(hosts: Hosts, question: Question, order: str = "sequential") -> None:
+    proxy = hosts.proxy([hosts.prefill], [hosts.decode], order=order)
+    assert proxy.ask_whole(question.prompt, max_tokens=len(question.answer)) == question.answer
+
+
+def test_what_travels_is_stored_and_what_is_stored_does_not_travel(
+    hosts: Hosts, questions: dict[str, Question], pools: tuple[Path, Path]
+) -> None:
+    question, before = questions["stored"], sent_blocks(hosts)
+    answers(hosts, question)
+    wait_for(lambda: sent_blocks(hosts) == before + NUM_BLOCKS, "the whole prompt sent, in the metrics")
+    for pool in pools:
+        Pages(pool, hosts.decode.model).wait_for(question.prompt)
+
+    hosts.forget()
+    answers(hosts, question)
+    expected = before + NUM_BLOCKS + 1  # the last block has tokens that fill no page
+    wait_for(lambda: sent_blocks(hosts) == expected, "only the last block sent, in the metrics")
+    for instance in hosts.instances:
+        assert instance.figure("hit_tokens") >= NUM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS, instance.log.stem
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_pages_in_the_pool_of_either_side_are_read_from_there(
+    hosts: Hosts, questions: dict[str, Question], pools: tuple[Path, Path], order: str
+) -> None:
+    """The page in the pool is a wrong one, with the checksum of its bytes: the answer shows who has read it."""
+    name, instance, pool = {
+        "sequential": ("known to decode", hosts.decode, pools[1]),
+        "concurrent": ("known to prefill", hosts.prefill, pools[0]),
+    }[order]
+    question, pages = questions[name], Pages(pool, hosts.decode.model)
+    answer = instance.ask_whole(question.prompt, max_tokens=len(question.answer))
+    assert answer == question.answer
+    pages.wait_for(question.prompt)
+    hosts.forget()
+    answers(hosts, question, order)
+
+    hosts.forget()
+    pages.falsify(question.prompt, page=NUM_TOKENS // PAGE_TOKENS // 2)
+    proxy = hosts.proxy([hosts.prefill], [hosts.decode], order=order)
+    assert proxy.ask_whole(question.prompt, max_tokens=len(question.answer)) != question.answer
+
+
+def test_a_cut_in_mid_transfer(hosts: Hosts, questions: dict[str, Question]) -> None:
+    """Nothing comes through any more and nobody says so: the prompt is computed. With the link, transfers come back."""
+    question = questions["cut"]
+    proxy = hosts.proxy([hosts.prefill], [hosts.decode])
+    with half_way(proxy, hosts.prefill, question) as asking:
+        hosts.link.set(cut=True)
+        hosts.prefill.heal()
+        assert asking.result(LIMIT_S) == question.answer
+    hosts.prefill.holds_no_block()
+    hosts.decode.holds_no_block()
+    hosts.link.set()
+    hands_over(proxy, hosts.decode, questions["stored"])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_link_that_loses_and_delays_packets(hosts: Hosts, questions: dict[str, Question], order: str) -> None:
+    before = hosts.decode.figure("fetched_tokens")
+    hosts.link.set(lose=0.02, delay_ms=10)
+    answers(hosts, questions[order], order)
+    wait_for(lambda: hosts.decode.figure("fetched_tokens") == before + NUM_TOKENS, "the whole prompt fetched")
+    hosts.prefill.holds_no_block()
