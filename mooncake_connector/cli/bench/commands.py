@@ -175,7 +175,8 @@ def transfer(
 ) -> None:
     """Speed of the transports between two processes against the bare system calls and, with --peer, other libraries.
 
-    Needs 1 GiB of memory and a minute, with both peers two. Nothing of it stays, and nothing listens beyond loopback.
+    Needs 1 GiB of memory and a minute, with both peers two. The rows over two links of 1 Gbit/s take root: they make
+    two network namespaces. Nothing of it stays, and nothing listens beyond loopback and those links.
     """
     from mooncake_connector.cli.bench import transfer_bench, transfer_scale
 
