@@ -24,8 +24,6 @@ SMALL_NBYTES = 64 << 10
 """Moved without releasing the interpreter lock."""
 _LONG_NBYTES = 256 << 10
 """Copied without the interpreter lock where the kernel does not do it for all pieces."""
-MAX_CALL_NBYTES = 0x7FFF_F000
-"""Linux moves no more in one call (MAX_RW_COUNT)."""
 MSG_NOSIGNAL, MSG_DONTWAIT = 0x4000, 0x40
 _INT64 = np.dtype(np.int64)
 
