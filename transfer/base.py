@@ -251,6 +251,10 @@ def first_outside(addresses: Numbers, nbytes: Numbers, starts: Int64, sizes: Int
     if len(addresses) == 0 or len(starts) == 0:
         return 0 if len(addresses) else None
     many = np.asarray(nbytes)
+    if many.min() >= 0 and max(many.max(), addresses.max()) <= MAX_PIECE_NBYTES:  # most often all lie in one range
+        index = bisect_right(starts, int(addresses.min())) - 1
+        if index >= 0 and (addresses + many).max() <= starts.item(index) + sizes.item(index):
+            return None
     sane = (addresses >= 0) & (many >= 0) & (many <= MAX_PIECE_NBYTES) & (addresses <= MAX_PIECE_NBYTES)
     at = starts.searchsorted(addresses, side="right") - 1
     safe = np.maximum(at, 0)

@@ -112,7 +112,7 @@ class Vector:
             self._index = self._count
             return
         if self._ends is None:
-            self._ends = np.array(self._iov[1::2], dtype=np.int64).cumsum()
+            self._ends = np.frombuffer(self._iov, dtype=np.int64)[1::2].cumsum()
         moved = self._total - self._left
         index = self._index = int(self._ends.searchsorted(moved, side="right"))
         rest = self._ends.item(index) - moved
