@@ -38,6 +38,8 @@ def launches(source: Int64, destination: Int64, nbytes: Int64, chunk_nbytes: int
     Args:
         chunk_nbytes: of one program at most, a multiple of `MAX_WIDTH`.
     """
+    if len(nbytes) and nbytes.min() > 0 and not np.bitwise_or.reduce(source | destination | nbytes) % MAX_WIDTH:
+        return [Launch(MAX_WIDTH, _chunks(np.stack((source, destination, nbytes)), chunk_nbytes))]
     distance = (source - destination) | MAX_WIDTH
     width = distance & -distance
     head = np.minimum(-source % width, nbytes)
@@ -55,6 +57,8 @@ def launches(source: Int64, destination: Int64, nbytes: Int64, chunk_nbytes: int
 
 
 def _chunks(table: Int64, chunk_nbytes: int) -> Int64:
+    if table[2].max() <= chunk_nbytes:
+        return table
     counts = -(-table[2] // chunk_nbytes)
     owner = np.repeat(np.arange(len(counts)), counts)
     done = (np.arange(len(owner)) - (counts.cumsum() - counts)[owner]) * chunk_nbytes

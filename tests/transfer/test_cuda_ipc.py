@@ -39,7 +39,7 @@ def library(monkeypatch):
     yield library
     assert not library.contexts, "what the thread worked on before comes back"
     assert not library.opened, "what was opened is closed"
-    assert not library.locked
+    assert not library.locked and not library._queues, "page-locked memory and streams are given back"
 
 
 class TestCudaIpc(TransportConformance):
@@ -118,6 +118,18 @@ def test_an_allocation_is_opened_once_and_closed_with_the_connection(there, rece
     assert target.bytes.all()
 
 
+def test_a_peer_that_sends_from_too_many_allocations_is_closed(
+    there, receiver, registered, other, library, monkeypatch, caplog
+):
+    _, target, grant = registered
+    monkeypatch.setattr("transfer.cuda_ipc.MAX_OPEN", 0)
+    with caplog.at_level(logging.WARNING):
+        send = {"endpoint": receiver.listen().hex(), "key": grant.key.hex(), "address": target.address}
+        other.tell(do="send", nbytes=MIB, **send)
+        assert comes_about(lambda: "sends from more than 0 allocations" in caplog.text)
+    assert library.calls["cuIpcOpenMemHandle_v2"] == 0 and not target.bytes.any()
+
+
 def test_memory_that_is_no_device_memory_is_unavailable(memory, sender, there, receiver, registered):
     endpoint = receiver.listen()
     host = Buffer(4096)
@@ -142,6 +154,25 @@ def test_a_region_beyond_one_allocation_is_unavailable(memory, sender, receiver,
     library.allocate(beyond.address, 4096)
     memory.register(beyond.address, 8192)
     with pytest.raises(Unavailable, match="registered here is not device memory that can be shared"):
+        sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+
+
+def test_an_order_names_the_allocations_of_its_pieces_only(memory, sender, receiver, registered, monkeypatch):
+    source, _, grant = registered
+    second = DeviceBuffer(4096)
+    memory.register(second.address, 4096)
+    peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+    named = []
+    monkeypatch.setattr("transfer.cuda_ipc.encode_windows", lambda w: (named.append(set(w)), encode_windows(w))[1])
+    assert write(peer, source, grant).ok
+    assert named == [{Allocation(0, source.address, MIB)}]
+
+
+def test_more_allocations_than_an_order_names_are_unavailable(memory, sender, receiver, registered, monkeypatch):
+    second = DeviceBuffer(4096)
+    memory.register(second.address, 4096)
+    monkeypatch.setattr("transfer.cuda_ipc.MAX_WINDOWS", 1)
+    with pytest.raises(Unavailable, match="1 pieces"):
         sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
 
 
@@ -179,6 +210,7 @@ def test_a_peer_whose_device_cannot_read_ours_is_unavailable(sender, other, memo
         lambda windows: {Allocation(0, one.address, one.nbytes - 1): handle for one, handle in windows.items()},
         lambda windows: {Allocation(0, one.address - 64, one.nbytes): handle for one, handle in windows.items()},
         lambda windows: {Allocation(0, one.address + 64, one.nbytes): handle for one, handle in windows.items()},
+        lambda windows: {Allocation(0, one.address - 64, one.nbytes + 64): handle for one, handle in windows.items()},
     ],
 )
 def test_a_window_that_is_not_what_was_opened_is_not_read(sender, receiver, registered, monkeypatch, library, forge):
@@ -233,23 +265,29 @@ def test_a_device_that_fails_while_copying_is_an_outcome(sender, receiver, regis
     assert "cuda_ipc: a peer's memory cannot be read: cuStreamSynchronize: CUDA_ERROR_STAND_IN (719)" in caplog.text
 
 
+ONE = Allocation(0, 8, 8)
+
+
 @pytest.mark.parametrize(
-    "order",
+    "order, complaint",
     [
-        array("B", b"\0" * 8),
-        array("B", b"MCKW" + (1025).to_bytes(4, "little")),
-        encode_windows({Allocation(0, 1, 1): bytes(HANDLE_NBYTES)}) + array("B", b"\0" * 300),
-        encode_windows({}) + Order(0, PROBE_KEY, 1, 2).encode([8], [2], [8]),
-        array("B", b"MCKW" + (1).to_bytes(4, "little") + bytes(80)),
+        (array("B", b"\0" * 8), "0x00000000, 0 windows"),
+        (array("B", b"MCKW" + (1025).to_bytes(4, "little")), "1025 windows"),
+        (encode_windows({ONE: bytes(HANDLE_NBYTES)}) + array("B", b"\0" * 300), "header begins with"),
+        (encode_windows({}) + Order(0, PROBE_KEY, 1, 2).encode([8], [2], [8]), "a probe of something else than a byte"),
+        (encode_windows({}) + Order(0, PROBE_KEY, 2, 2).encode([8, 9], [1, 1], [8, 9]), "a probe of something else"),
+        (array("B", b"MCKW" + (1).to_bytes(4, "little") + bytes(80)), "0 or 0 as its address or size"),
     ],
 )
-def test_bytes_that_no_sender_sends_end_the_connection(sender, receiver, registered, monkeypatch, order, caplog):
+def test_bytes_that_no_sender_sends_end_the_connection(
+    sender, receiver, registered, monkeypatch, caplog, order, complaint
+):
     source, target, grant = registered
     peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr("transfer.cuda_ipc.encode_windows", lambda windows: order)
         assert write(peer, source, grant).cause is Cause.PEER_LOST
-    assert "WireError" in caplog.text and not target.bytes.any()
+    assert complaint in caplog.text and not target.bytes.any()
     assert write(sender.connect(receiver.listen(), deadline_s=DEADLINE_S), source, grant).ok
 
 
@@ -301,7 +339,7 @@ def test_many_small_pieces_go_through_the_kernel_and_long_ones_do_not(library, m
     monkeypatch.setattr(transfer.cuda, "_kernels", lambda: kernels)
     copier = Copier(Driver(library), 0)
     source, target = DeviceBuffer(4 * MIB, seed=1), DeviceBuffer(4 * MIB)
-    cases = (100, 20_001, True), (4, 20_001, False), (16, 256 << 10, False), (200, 1000, True)
+    cases = (100, 20_001, True), (4, 20_001, False), (16, 256 << 10, False), (200, 1004, True), (150, 1004, True)
     for count, nbytes, by_kernel in cases:
         target.bytes[:] = 0
         copies = library.calls["cuMemcpyAsync"]
@@ -312,7 +350,24 @@ def test_many_small_pieces_go_through_the_kernel_and_long_ones_do_not(library, m
         for i in range(count):
             there = target.bytes[starts[count - 1 - i] :][:nbytes]
             assert np.array_equal(there, source.bytes[starts[i] :][:nbytes])
-    assert len(set(kernels.widths)) == len(kernels.widths), "each is compiled once"
+    assert sorted(kernels.widths) == [1, 4], "each is compiled once"
+    copier.close()
+
+
+def test_a_kernel_that_cannot_be_compiled_costs_no_bytes_and_one_line(library, monkeypatch, caplog):
+    kernels = Kernels()
+    kernels.prepare = lambda width: 1 / 0
+    monkeypatch.setattr(transfer.cuda, "_kernels", lambda: kernels)
+    copier = Copier(Driver(library), 0)
+    source, target = DeviceBuffer(MIB, seed=1), DeviceBuffer(MIB)
+    starts = np.arange(64) * 16_000
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            copier.run(copier.plan(source.address + starts, target.address + starts, np.full(64, 16_000)))
+    assert np.array_equal(target.bytes[: 64 * 16_000], source.bytes[: 64 * 16_000])
+    assert [record.getMessage() for record in caplog.records] == [
+        "no copy kernel, pieces go one by one: division by zero"
+    ]
     copier.close()
 
 

@@ -76,6 +76,13 @@ def test_pages_of_kv_are_one_launch_of_the_widest_words():
     assert part.width == MAX_WIDTH and part.table.shape == (3, 4096)
 
 
+def test_empty_pieces_are_no_chunks():
+    sizes = np.array([64, 0, 32])
+    (part,) = launches(np.array([64, 256, 128]), np.array([512, 1024, 768]), sizes)
+    assert part.table.tolist() == [[64, 128], [512, 768], [64, 32]]
+    assert launches(*(np.zeros(3, dtype=np.int64),) * 3) == launches(*(np.zeros(0, dtype=np.int64),) * 3) == []
+
+
 @given(copies(), st.sampled_from([16, 64, 1000, 4096]), st.integers(1, 4))
 def test_slots_hold_the_bytes_of_the_pieces_in_their_order(pieces, slot_nbytes, num_slots):
     memory = np.random.default_rng(1).integers(0, 256, SPACE, dtype=np.uint8)

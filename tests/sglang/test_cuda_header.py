@@ -1,0 +1,52 @@
+"""What `transfer.cuda` tells ctypes of the driver is what NVIDIA's header says, of which Triton brings a copy."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from transfer import cuda
+
+triton = pytest.importorskip("triton")
+HEADER = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"
+TYPES = {
+    "unsigned int": "c_uint", "int": "c_int", "CUdevice": "c_int", "size_t": "c_ulong", "CUdeviceptr": "c_ulong",
+    "CUcontext": "c_void_p", "CUstream": "c_void_p", "CUipcMemHandle": "Handle", "CUpointer_attribute": "c_int",
+    "CUresult": "c_int",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def header() -> str:
+    return HEADER.read_text()
+
+
+@pytest.mark.parametrize("name", cuda._ARGUMENTS)
+def test_the_arguments_of_each_function(header: str, name: str) -> None:
+    plain = name.removesuffix("_v2")
+    newer = re.search(rf"^#define {plain}\s+{plain}(_v\d+)$", header, re.M)
+    assert name == plain + (newer[1] if newer else ""), "the header calls another version of it"
+    declared = re.search(rf"^CUresult CUDAAPI {plain}\((.*)\);", header, re.M)
+    assert declared
+    types = [re.sub(r"\s*\b\w+$", "", one.strip()) for one in declared[1].split(",")]
+    expected = ["c_void_p" if one.endswith("*") else TYPES[one] for one in types]
+    assert [one.__name__ for one in cuda._ARGUMENTS[name]] == expected
+
+
+@pytest.mark.parametrize(
+    "ours, name",
+    [
+        (cuda.HANDLE_NBYTES, "CU_IPC_HANDLE_SIZE"),
+        (cuda._MEMORY_TYPE, "CU_POINTER_ATTRIBUTE_MEMORY_TYPE"),
+        (cuda._DEVICE_ORDINAL, "CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL"),
+        (cuda._TYPE_DEVICE, "CU_MEMORYTYPE_DEVICE"),
+        (cuda._NON_BLOCKING, "CU_STREAM_NON_BLOCKING"),
+        (cuda._LAZY_PEER_ACCESS, "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS"),
+        (cuda._PORTABLE, "CU_MEMHOSTALLOC_PORTABLE"),
+    ],
+)
+def test_the_constants(header: str, ours: int, name: str) -> None:
+    found = re.search(rf"^\s*(?:#define\s+)?{name}\s*=?\s*(\w+)", header, re.M)
+    assert found and int(found[1], 0) == ours
