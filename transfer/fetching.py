@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -218,14 +219,17 @@ class Fetching(Shell):
             if now_s() < self._failed_s.get(address, 0.0):
                 raise Unavailable(f"{address[0]}:{address[1]} could not be reached a moment ago")
             task = self._remotes[address] = self._loop.create_task(self._find(address, family))
-        try:
-            return await asyncio.shield(task)
-        except Exception:
-            if self._remotes.get(address) is task:
-                del self._remotes[address]
-                failed_s = {other: until_s for other, until_s in self._failed_s.items() if until_s > now_s()}
-                self._failed_s = {**failed_s, address: now_s() + _UNREACHABLE_S}
-            raise
+            task.add_done_callback(partial(self._found, address))
+        return await asyncio.shield(task)
+
+    def _found(self, address: tuple[str, int], task: asyncio.Task[_Remote]) -> None:
+        """Forget a search that failed, also where each transfer that waited for it has met its deadline."""
+        if task.cancelled() or task.exception() is None:
+            return
+        if self._remotes.get(address) is task:
+            del self._remotes[address]
+            failed_s = {other: until_s for other, until_s in self._failed_s.items() if until_s > now_s()}
+            self._failed_s = {**failed_s, address: now_s() + _UNREACHABLE_S}
 
     async def _find(self, address: tuple[str, int], family: Family) -> _Remote:
         card = await look_up(address, self._access, deadline_s=_CONNECT_S)

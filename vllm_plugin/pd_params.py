@@ -80,8 +80,8 @@ def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
 
 def _text(params: Mapping[str, Any], key: str, limit: int) -> str:
     value = params.get(key)
-    if not isinstance(value, str) or not 0 < len(value) <= limit:
-        raise _Unusable(key)
+    if not isinstance(value, str) or not 0 < len(value) <= limit or not value.isprintable():
+        raise _Unusable(key)  # JSON may have lone surrogates, which no message can
     return value
 
 

@@ -175,9 +175,7 @@ class PDScheduler:
         if given is None:
             return False, None
         if request.status in _WITHOUT_RESULT or request.num_computed_tokens < request.num_prompt_tokens:
-            if self._step.opened.pop(request.request_id, None) is not None:
-                del self._given[request.request_id]  # no worker knows of it
-                return False, None
+            # Also where no worker knows of it yet: a consumer may be waiting, and hears of it this way.
             self._step.cancelled[request.request_id] = f"the request ended: {request.status.name.lower()}"
             given.over = True
             return True, None

@@ -140,11 +140,15 @@ class PDWorker:
     def take_results(self, stats: ConnectorStats) -> Results:
         """What ended since the last call."""
         for ended in self._node.take_sent():
-            self._given[self._givers.pop(ended.transfer)].ended = True
-            _count(stats, "send", ended)
+            req_id = self._givers.pop(ended.transfer, None)
+            if req_id is not None:  # otherwise it was said before, and an error here would lose what else ended
+                self._given[req_id].ended = True
+                _count(stats, "send", ended)
         for ended in self._node.take_fetched():
-            self._awaited[self._takers.pop(ended.transfer)].ended = ended
-            _count(stats, "fetch", ended)
+            req_id = self._takers.pop(ended.transfer, None)
+            if req_id is not None:
+                self._awaited[req_id].ended = ended
+                _count(stats, "fetch", ended)
         results = Results()
         for req_id, given in list(self._given.items()):
             if given.over and given.ended:

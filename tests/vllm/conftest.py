@@ -82,9 +82,9 @@ def pair(start: Callable[..., Engine]) -> Callable[..., Pair]:
         prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, pool: bool = False, **extra: Any
     ) -> Pair:
         engines = []
-        for settings in (prefill or {}, decode or {}):
-            own = settings.get("extra", {})
-            engines.append(start(**settings | {"extra": {"prefix_reuse": pool} | extra | own}))
+        for side in (prefill or {}, decode or {}):
+            own = side.get("extra", {})
+            engines.append(start(**side | {"extra": {"prefix_reuse": pool} | extra | own}))
         return Pair(*engines)
 
     return start_both

@@ -86,9 +86,10 @@ def jobs(engine: Engine) -> list[Any]:
     return [job for step in engine.metadata for job in step.pd.fetched.values()]
 
 
-def granted(engine: Engine) -> bool:
+def granted(engine: Engine, transfer_id: str = "") -> bool:
     """Whether a decode instance has said where KV may be written."""
-    return any(leg.granted for known in transfers_of(engine) for leg in list(known.legs.values()))
+    known = [one for one in transfers_of(engine) if one.name.startswith(transfer_id)]
+    return any(leg.granted for one in known for leg in list(one.legs.values()))
 
 
 @dataclass
@@ -119,6 +120,16 @@ class Pair:
             self.prefill.add(prompt, 1, params=prefill_params(transfer_id))
             params = decode_params(self.prefill, transfer_id)
         return self.decode.add(prompt, max_tokens, params=params, **kwargs)
+
+    def add_granted(self, prompt: Sequence[int], max_tokens: int = 3) -> str:
+        """In the concurrent order, before the prefill instance has computed anything; the decode leg.
+
+        The prefill leg is the prefill instance's last request.
+        """
+        name = self.decode.add(prompt, max_tokens, params=decode_params(self.prefill, "x"))
+        run_all(self.decode, until=lambda: granted(self.prefill))
+        self.prefill.add(prompt, 1, params=prefill_params("x"))
+        return name
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 3, **kwargs: Any) -> str:
         """A request from its arrival to its end, nothing left over; the name of its decode leg."""

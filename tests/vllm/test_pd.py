@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from pd import (
     node_of,
     prefill_params,
     run_all,
-    transfers_of,
     wait,
 )
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
@@ -69,14 +69,6 @@ def chunks_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int, int]
     return sent
 
 
-def granted_before_prefill(both: Pair, max_tokens: int = 3) -> str:
-    """A request in the concurrent order, of which the prefill instance computes nothing before it may be sent."""
-    name = both.decode.add(PROMPT, max_tokens, params=decode_params(both.prefill, "x"))
-    run_all(both.decode, until=lambda: granted(both.prefill))
-    both.prefill.add(PROMPT, 1, params=prefill_params("x"))
-    return name
-
-
 @pytest.mark.parametrize(
     ("granularity", "batches"),
     [
@@ -91,7 +83,7 @@ def test_a_transfer_is_cut_as_its_granularity_says(
 ) -> None:
     sent = chunks_of(monkeypatch)
     both = pair(runner | {"max_num_batched_tokens": 32}, runner, granularity=granularity)
-    name = granted_before_prefill(both)
+    name = both.add_granted(PROMPT)
     both.run()
     assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
     assert sorted(sent) == sorted(batches)
@@ -105,15 +97,10 @@ def test_the_granularity_follows_the_length_of_the_prompt(pair: MakePair, monkey
         prompt = [length, *PROMPT][:length]
         transfer_id = f"of {length}"
         both.decode.add(prompt, 1, params=decode_params(both.prefill, transfer_id))
-        run_all(both.decode, until=lambda: granted_to(both, transfer_id))
+        run_all(both.decode, until=partial(granted, both.prefill, transfer_id))
         both.prefill.add(prompt, 1, params=prefill_params(transfer_id))
         both.run()
         assert len(sent) == batches, length
-
-
-def granted_to(both: Pair, transfer_id: str) -> bool:
-    known = [one for one in transfers_of(both.prefill) if one.name.startswith(transfer_id + ":")]
-    return any(leg.granted for one in known for leg in list(one.legs.values()))
 
 
 @pytest.mark.parametrize("granularity", ["chunk", "layer"])
@@ -123,7 +110,7 @@ def test_kv_arrives_while_the_rest_is_still_to_be_computed(
 ) -> None:
     """Prefill does not go on before the layer, or the chunk, is there."""
     both = pair(runner | {"max_num_batched_tokens": 32}, runner, granularity=granularity)
-    name = granted_before_prefill(both)
+    name = both.add_granted(PROMPT)
     (job,) = jobs(both.decode)
     expected = oracle.slots(oracle.chain(PROMPT), range(2), range(2))
     seen: list[tuple[int, int]] = []
@@ -288,7 +275,7 @@ def test_one_transfer_asked_for_by_several_requests(pair: MakePair, runner: dict
 @every_runner
 def test_one_transfer_given_by_several_requests(pair: MakePair, runner: dict[str, bool]) -> None:
     both = pair(runner | {"max_num_batched_tokens": 32}, runner, granularity="layer")
-    name = granted_before_prefill(both)
+    name = both.add_granted(PROMPT)
     both.prefill.add(PROMPT, 1, params=prefill_params("x"))
     both.run()
     assert both.decode.texts[name] == oracle.generate(PROMPT, 3)

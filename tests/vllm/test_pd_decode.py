@@ -1,0 +1,355 @@
+"""The decode instance: requests that end, wait or fail, and parameters that lead nowhere. It always answers."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import oracle
+import pytest
+from cases import Start, every_runner
+from harness import Engine
+from pd import (
+    PD_ONLY,
+    PROMPT,
+    MakePair,
+    Pair,
+    decode_params,
+    every_order,
+    figures,
+    granted,
+    jobs,
+    node_of,
+    port_of,
+    prefill_params,
+    run_all,
+    wait,
+)
+
+from transfer.protocol import Ending
+from transfer.shell import Ended
+
+NUM_TOKENS = len(PROMPT)
+
+
+def announced(engine: Engine) -> list[str]:
+    return [name for step in engine.metadata for name in step.pd.announced]
+
+
+def check_prefilled_here(engine: Engine, prompt: list[int], params: Any, **kwargs: Any) -> None:
+    """A request is answered although nothing comes."""
+    name = engine.add(prompt, 3, params=params, **kwargs)
+    run_all(engine, until=lambda: name in engine.reasons)
+    assert engine.texts[name] == oracle.generate(prompt, 3)
+    assert engine.computed(name) == len(prompt) + 2
+    assert engine.reasons[name] == "length"
+
+
+def no_lease_ended(both: Pair) -> bool:
+    return not {"send_expired", "fetch_expired"} & both.failures().keys()
+
+
+# Aborts
+
+
+@every_runner
+@every_order
+def test_an_abort_before_anything_was_allocated_releases_prefill(
+    pair: MakePair, runner: dict[str, bool], order: str
+) -> None:
+    both = pair(runner, runner)
+    both.decode.abort(both.add(PROMPT, order=order))
+    both.run()
+    assert no_lease_ended(both)
+    both.check_at_rest()
+
+
+@every_runner
+@every_order
+def test_an_abort_while_waiting_for_blocks_releases_prefill(
+    pair: MakePair, runner: dict[str, bool], order: str
+) -> None:
+    both = pair(runner, runner | {"num_blocks": 8, "prefix_caching": False})
+    busy = both.decode.add([3] * 90, 20)
+    both.decode.step()
+    name = both.add(PROMPT, order=order)
+    for _ in range(3):
+        both.decode.step()
+    assert not jobs(both.decode)
+    both.decode.abort(name)
+    both.run()
+    assert both.decode.texts[busy] == oracle.generate([3] * 90, 20)
+    assert no_lease_ended(both)
+    both.check_at_rest()
+
+
+@every_runner
+def test_an_abort_while_fetching_frees_the_blocks_when_nothing_writes_to_them(
+    pair: MakePair, runner: dict[str, bool]
+) -> None:
+    both = pair(runner | {"max_num_batched_tokens": 32}, runner, granularity="chunk")
+    name = both.add_granted(PROMPT)
+    leg = list(both.prefill.requests)[-1]
+    run_all(*both.both, until=lambda: both.prefill.computed(leg) >= 32)
+    both.decode.abort(name)
+    assert both.decode.free_blocks() == 63 - 6
+    both.run()
+    assert both.decode.texts[name] == []
+    assert no_lease_ended(both)
+    both.check_at_rest()
+
+
+@every_runner
+def test_an_abort_while_decoding(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner, runner)
+    name = both.add(PROMPT, 50)
+    run_all(*both.both, until=lambda: len(both.decode.texts[name]) > 2)
+    both.decode.abort(name)
+    both.run()
+    assert no_lease_ended(both)
+    both.check_at_rest()
+
+
+# Waiting
+
+
+@every_runner
+def test_out_of_blocks_requests_wait_for_their_turn(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner | {"num_blocks": 128}, runner | {"num_blocks": 14, "prefix_caching": False})
+    names = [both.add([number, *PROMPT], 8, order=("sequential", "concurrent")[number % 2]) for number in range(6)]
+    both.run()
+    for number, name in enumerate(names):
+        assert both.decode.texts[name] == oracle.generate([number, *PROMPT], 8)
+    assert figures(both.decode)["fetched_tokens"] == 6 * (NUM_TOKENS + 1)
+    assert not both.failures()
+    both.check_at_rest()
+
+
+@every_runner
+def test_a_silent_prefill_instance_is_given_up_at_the_deadline(pair: MakePair, runner: dict[str, bool]) -> None:
+    """It is there, and its leg never comes."""
+    both = pair(runner, runner, transfer_deadline_s=0.2)
+    check_prefilled_here(both.decode, PROMPT, decode_params(both.prefill, "never"))
+    assert both.failures() == {"fetch_expired": 1}
+    both.run()
+    both.check_at_rest()
+
+
+@every_runner
+def test_a_host_that_accepts_and_says_nothing_is_given_up_at_the_deadline(
+    start: Start, runner: dict[str, bool]
+) -> None:
+    engine = start(**runner, extra=PD_ONLY | {"transfer_deadline_s": 0.2})
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        params = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1"}
+        check_prefilled_here(engine, PROMPT, params | {"remote_port": deaf.getsockname()[1]})
+    engine.run()
+    assert figures(engine)["failures"] == {"fetch_expired": 1}
+    engine.check_at_rest()
+
+
+@every_runner
+def test_others_are_served_while_a_transfer_waits(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner, runner)
+    waiting = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "later"))
+    ordinary = both.decode.add([9, *PROMPT], 3)
+    name = both.add([8, *PROMPT])
+    run_all(*both.both, until=lambda: {ordinary, name} <= both.decode.reasons.keys())
+    assert both.decode.computed(name) == 1 + 2
+    both.prefill.add(PROMPT, 1, params=prefill_params("later"))
+    both.run()
+    assert both.decode.texts[waiting] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(waiting) == 1 + 2
+    both.check_at_rest()
+
+
+# After loading
+
+
+@every_runner
+def test_preempted_after_loading_it_computes_and_does_not_ask_again(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner, runner | {"prefix_caching": False})
+    name = both.add(PROMPT, 30)
+    run_all(*both.both, until=lambda: len(both.decode.texts[name]) > 2)
+    while both.decode._queue:
+        both.decode.end_step()
+    both.decode.scheduler.reset_prefix_cache(reset_running_requests=True)
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 30)
+    assert both.decode.computed(name) > NUM_TOKENS
+    assert (len(announced(both.decode)), len(jobs(both.decode))) == (1, 1)
+    assert not both.failures()
+    both.check_at_rest()
+
+
+@every_runner
+def test_late_and_repeated_endings_never_reach_the_scheduler(pair: MakePair, runner: dict[str, bool]) -> None:
+    """vLLM's engine ends itself where it hears of a request that it does not know, or twice."""
+    both = pair(runner, runner)
+    name = both.ask(PROMPT, 3)
+    (transfer,) = {one.transfer for step in both.decode.metadata for one in step.pd.announced.values()}
+    for ending in (Ending.DONE, Ending.FAILED):
+        node_of(both.decode)._ended.put(Ended(transfer, ending))
+        node_of(both.prefill)._sent.put(Ended(transfer, ending))
+    again = both.ask([1, *PROMPT], 3)
+    assert both.decode.computed(again) == both.decode.computed(name) == 1 + 2
+    both.check_at_rest()
+
+
+@every_runner
+def test_prompt_logprobs_need_all_of_the_prompt_so_prefill_is_released(pair: MakePair, runner: dict[str, bool]) -> None:
+    """vLLM skips the lookup, though the connector is told of the request."""
+    both = pair(runner, runner)
+    name = both.add(PROMPT, 3, prompt_logprobs=1)
+    both.run()
+    assert both.decode.computed(name) == NUM_TOKENS + 2
+    assert no_lease_ended(both)
+    both.check_at_rest()
+
+
+# Failure
+
+
+@every_runner
+def test_a_failed_transfer_fails_the_request_where_the_user_says_so(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner, runner, transfer_failure="fail")
+    name = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x"))
+    run_all(both.decode, until=lambda: granted(both.prefill))
+    both.prefill.add(PROMPT, 1, params=prefill_params("x"))
+    both.prefill.abort("r0")
+    both.run()
+    assert both.decode.reasons[name] == "error"
+    assert both.decode.texts[name] == []
+    both.check_at_rest()
+    assert both.decode.ask(PROMPT, 3) == oracle.generate(PROMPT, 3)
+
+
+@every_runner
+@pytest.mark.parametrize("failing", [[0], [1], [0, 1]], ids=str)
+def test_a_transfer_that_fails_on_some_ranks_is_computed_by_all(
+    pair: MakePair, runner: dict[str, bool], failing: list[int]
+) -> None:
+    both = pair(runner | {"tp_size": 2}, runner | {"tp_size": 2})
+    answer = both.handed_over(PROMPT)
+    for rank in failing:  # the prefill instance's rank gives up what this rank wants
+        node = node_of(both.prefill, rank)
+        wait(lambda node=node: node._serving._serves)
+        node.cancel(*node._serving._serves, "test")
+    name = both.decode.add(PROMPT, 3, params=answer)
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(name) == NUM_TOKENS + 2
+    both.check_at_rest()
+
+
+# Parameters that lead nowhere
+
+
+@every_runner
+def test_an_answer_used_a_second_time(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner, runner | {"prefix_caching": False})
+    answer = both.handed_over(PROMPT)
+    name = both.decode.add(PROMPT, 3, params=answer)
+    both.run()
+    assert both.decode.computed(name) == 1 + 2
+    check_prefilled_here(both.decode, PROMPT, answer)
+    both.run()
+    assert no_lease_ended(both)
+    both.check_at_rest()
+
+
+def test_an_answer_after_its_lease(pair: MakePair) -> None:
+    both = pair(transfer_lease_s=1)
+    answer = both.handed_over(PROMPT)
+    both.run()
+    both.prefill.wait_until_forgotten()
+    check_prefilled_here(both.decode, PROMPT, answer)
+    both.run()
+    both.check_at_rest()
+
+
+@every_runner
+def test_an_answer_for_another_prompt(pair: MakePair, runner: dict[str, bool]) -> None:
+    """One token differs; the prefill instance waits for the right one."""
+    both = pair(runner, runner)
+    answer = both.handed_over(PROMPT)
+    check_prefilled_here(both.decode, [*PROMPT[:-1], 5], answer)
+    name = both.decode.add(PROMPT, 3, params=answer)
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
+    both.check_at_rest()
+
+
+@pytest.mark.parametrize(
+    "other", [{"model_id": "another"}, {"extra": {"model_id": "another"}}], ids=["setting", "extra"]
+)
+def test_an_answer_for_another_model(pair: MakePair, other: dict[str, Any]) -> None:
+    both = pair({}, other, transfer_lease_s=1)
+    check_prefilled_here(both.decode, PROMPT, both.handed_over(PROMPT))
+    both.run()
+    both.check_at_rest()
+
+
+def test_another_salt_is_another_transfer(pair: MakePair) -> None:
+    both = pair(transfer_lease_s=1)
+    check_prefilled_here(both.decode, PROMPT, both.handed_over(PROMPT), cache_salt="mine")
+    both.run()
+    both.check_at_rest()
+
+
+@every_runner
+def test_an_answer_of_an_earlier_life_on_the_same_port(start: Start, runner: dict[str, bool]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    prefill = start(**runner, extra=PD_ONLY | {"transfer_port": port})
+    decode = start(**runner, prefix_caching=False, extra=PD_ONLY)
+    first = Pair(prefill, decode)
+    first.ask(PROMPT)
+    stale = first.handed_over(PROMPT)
+    prefill.shut_down()
+    again = Pair(start(**runner, extra=PD_ONLY | {"transfer_port": port}), decode)
+    assert port_of(again.prefill) == port
+    check_prefilled_here(decode, PROMPT, stale)
+    name = again.ask(PROMPT)
+    assert decode.computed(name) == 1 + 2
+    check_prefilled_here(decode, PROMPT, stale)
+    again.run()
+    again.check_at_rest()
+
+
+def test_answers_of_an_earlier_life_do_not_disturb_transfers_under_way(pair: MakePair) -> None:
+    """Clients send what they like; the connections to the instance that is there stay."""
+    both = pair({"max_num_batched_tokens": 32}, granularity="chunk")
+    name = both.add_granted(PROMPT)
+    leg = list(both.prefill.requests)[-1]
+    run_all(*both.both, until=lambda: both.prefill.computed(leg) >= 32)
+    links = dict(node_of(both.decode)._fetching._links)
+    stale = decode_params(both.prefill, "gone") | {"remote_engine_id": "gone", "remote_request_id": "r0"}
+    check_prefilled_here(both.decode, [7, *PROMPT], stale)
+    assert node_of(both.decode)._fetching._links == links
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(name) == 1 + 2
+    both.check_at_rest()
+
+
+def test_nobody_listens(start: Start) -> None:
+    engine = start(prefix_caching=False, extra=PD_ONLY)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    params = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": port}
+    for _ in range(3):
+        check_prefilled_here(engine, PROMPT, params)
+    engine.run()
+    assert figures(engine)["failures"] == {"fetch_failed": 3}
+    engine.check_at_rest()
+
+
+def test_an_instance_that_is_its_own_prefill_instance(start: Start) -> None:
+    engine = start(extra=PD_ONLY, prefix_caching=False)
+    both = Pair(engine, engine)
+    name = both.add(PROMPT)
+    run_all(engine)
+    assert engine.texts[name] == oracle.generate(PROMPT, 3)
+    assert engine.computed(name) == 1 + 2
+    engine.check_at_rest()

@@ -1,0 +1,117 @@
+"""The pool and another instance together: pages that are in the pool come from there, and only the rest travels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import oracle
+import pytest
+from cases import RUNNERS, every_runner
+from pd import PROMPT, MakePair, Pair, every_order, figures, jobs, run_all
+
+NUM_TOKENS = len(PROMPT)
+SHARED = PROMPT[:48]
+"""Three pages."""
+
+
+def warmed(pair: MakePair, runner: dict[str, bool], warm: list[int], **settings: object) -> Pair:
+    """Both read the same pool, which has the pages of a prompt, and have nothing of it in their own cache."""
+    both = pair(runner, runner, pool=True, **settings)
+    both.prefill.ask(warm)
+    for engine in both.both:
+        assert engine.scheduler.reset_prefix_cache()
+    return both
+
+
+@every_runner
+@every_order
+def test_what_is_in_the_pool_is_loaded_and_only_the_rest_travels(
+    pair: MakePair, runner: dict[str, bool], order: str
+) -> None:
+    both = warmed(pair, runner, SHARED)
+    name = both.ask(PROMPT, order=order)
+    assert both.decode.computed(name) == 1 + 2
+    (job,) = jobs(both.decode)
+    if order == "sequential":  # prefill has stored the rest meanwhile, or not yet
+        assert job.first_token >= 48
+    else:
+        assert job.first_token == 48
+    assert figures(both.prefill)["load_bytes"] == 3 * 16 * 2 * 2 * 8
+    both.check_at_rest()
+    assert not both.failures()
+
+
+@every_runner
+def test_what_travels_is_stored_at_both_ends(pair: MakePair, runner: dict[str, bool], tmp_path: Path) -> None:
+    """The decode instance has a pool of its own."""
+    both = pair(runner, runner | {"extra": {"pool": str(tmp_path / "other")}}, pool=True)
+    name = both.ask(PROMPT)
+    assert both.decode.computed(name) == 1 + 2
+    for engine in both.both:
+        assert all(engine.pages(PROMPT))
+    assert figures(both.decode)["fetched_tokens"] == NUM_TOKENS
+    both.check_at_rest()
+
+
+@every_runner
+def test_a_prompt_that_is_in_the_pool_as_a_whole_does_not_travel(pair: MakePair, runner: dict[str, bool]) -> None:
+    """Whole pages all of it: the prefill instance is told that it is through, and counts no failure."""
+    whole = PROMPT[:80]
+    both = warmed(pair, runner, whole)
+    name = both.ask(whole)
+    assert both.decode.computed(name) == 1 + 2
+    assert [(job.first_token, job.stop_token) for job in jobs(both.decode)] == [(80, 80)]
+    assert "fetch_bytes" not in figures(both.decode) or figures(both.decode)["fetch_bytes"] == 0
+    assert not both.failures()
+    both.check_at_rest()
+
+
+@every_runner
+@pytest.mark.parametrize("hold", [False, True], ids=["", "transfer-first"])
+def test_a_page_that_the_pool_lost_is_computed_with_all_after_it(
+    pair: MakePair, faults, runner: dict[str, bool], hold: bool
+) -> None:
+    both = warmed(pair, runner, SHARED)
+    answer = both.handed_over(PROMPT)
+    faults.lose_reads = lambda keys: [index == 1 for index, _ in enumerate(keys)]
+    if hold:
+        faults.hold_reads()
+    name = both.decode.add(PROMPT, 3, params=answer)
+    if hold:
+        run_all(*both.both, until=lambda: not both.prefill.scheduler.has_requests())
+        faults.lose_reads = lambda keys: [index == 1 for index, _ in enumerate(keys)]
+        faults.release()
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(name) == NUM_TOKENS - 16 + 2
+    both.check_at_rest()
+
+
+@every_runner
+def test_a_transfer_that_fails_leaves_what_came_from_the_pool(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = warmed(pair, runner, SHARED, transfer_deadline_s=0.3)
+    name = both.decode.add(PROMPT, 3, params={
+        "do_remote_prefill": True, "transfer_id": "never", "remote_host": "127.0.0.1",
+        "remote_port": both.prefill.pd._directory.port,
+    })  # fmt: skip
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(name) == NUM_TOKENS - 48 + 2
+    both.check_at_rest()
+
+
+@pytest.mark.parametrize("runner", [RUNNERS[0], RUNNERS[-1]])
+@pytest.mark.parametrize(("page_tokens", "block_tokens"), [(32, 16), (16, 32), (16, 48), (64, 48)])
+def test_no_block_is_filled_from_two_sides(
+    pair: MakePair, runner: dict[str, bool], page_tokens: int, block_tokens: int
+) -> None:
+    sizes = {"page_tokens": page_tokens, "block_tokens": block_tokens}
+    both = pair(runner | {"page_tokens": page_tokens}, runner | sizes, pool=True)
+    longer = [*PROMPT, *PROMPT]
+    both.prefill.ask(longer[:70])
+    name = both.ask(longer, order="concurrent")
+    assert both.decode.computed(name) == 1 + 2
+    (job,) = jobs(both.decode)
+    assert job.first_token % block_tokens == 0
+    both.check_at_rest()
+    assert not both.failures()

@@ -1,0 +1,303 @@
+"""The prefill instance: what it hands over, how long it holds blocks, and what happens when its request ends early."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import oracle
+import pytest
+from cases import every_runner
+from harness import Engine
+from pd import (
+    PROMPT,
+    MakePair,
+    Pair,
+    every_order,
+    prefill_params,
+    run_all,
+    transfers_of,
+    wait,
+)
+
+import transfer.serving
+
+NUM_TOKENS = len(PROMPT)
+CHUNKED = {"max_num_batched_tokens": 32}
+
+
+@pytest.fixture(autouse=True)
+def _layers_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer.serving, "_MIN_BATCH_NBYTES", 1)
+
+
+def last(engine: Engine) -> str:
+    return list(engine.requests)[-1]
+
+
+def check_recomputed(both: Pair, name: str, computed: int = NUM_TOKENS + 2) -> None:
+    """The decode leg got nothing, and answers all the same; both sides are at rest."""
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(name) == computed
+    both.check_at_rest()
+
+
+def preempt(engine: Engine) -> None:
+    """All running requests, as vLLM does where weights change; with nothing in flight, which it asks for."""
+    while engine._queue:
+        engine.end_step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+
+def no_lease_ended(both: Pair) -> bool:
+    return not {"send_expired", "fetch_expired"} & both.failures().keys()
+
+
+# The answer
+
+
+def test_the_answer_has_nixls_keys_and_the_transfer(pair: MakePair) -> None:
+    both = pair({"tp_size": 2})
+    answer = both.handed_over(PROMPT)
+    transfer_id = answer.pop("transfer_id")
+    assert isinstance(transfer_id, str) and len(transfer_id) == 32
+    assert len(answer["remote_block_ids"][0]) == 6
+    assert {key: value for key, value in answer.items() if key != "remote_block_ids"} == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": both.prefill.pd._engine_id,
+        "remote_request_id": "r0",
+        "remote_host": "127.0.0.1",
+        "remote_port": both.prefill.pd._directory.port,
+        "tp_size": 2,
+        "pp_size": 1,
+        "remote_num_tokens": NUM_TOKENS,
+        "remote_prefill_cached_tokens": 0,
+    }
+
+
+def test_an_ordinary_request_has_no_answer_and_holds_nothing(pair: MakePair) -> None:
+    both = pair()
+    for params in (None, {}, {"do_remote_decode": False}, {"something": "else"}):
+        name = both.prefill.add(PROMPT, 3, params=params)
+        both.run()
+        assert both.prefill.answers[name] is None
+    both.prefill.check_at_rest()
+
+
+@every_runner
+def test_a_first_token_that_stops_hands_over_as_well(pair: MakePair, runner: dict[str, bool]) -> None:
+    """Trap of other connectors: the request then ends as `stop`, not as `length`."""
+    both = pair(runner, runner)
+    answer = both.handed_over(PROMPT, 5, stop=oracle.generate(PROMPT, 1))
+    assert both.prefill.reasons[last(both.prefill)] == "stop"
+    name = both.decode.add(PROMPT, 3, params=answer)
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(name) == 1 + 2
+    both.check_at_rest()
+
+
+@every_runner
+def test_a_prefill_leg_may_answer_more_than_one_token(pair: MakePair, runner: dict[str, bool]) -> None:
+    """What it computed beyond the prompt stays where it is."""
+    both = pair(runner, runner)
+    answer = both.handed_over(PROMPT, 20)
+    name = both.decode.add(PROMPT, 30, params=answer)
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 30)
+    assert both.decode.computed(name) == 1 + 29
+    both.check_at_rest()
+
+
+# Blocks
+
+
+@every_runner
+def test_blocks_are_held_until_the_consumer_has_them(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner, runner)
+    answer = both.handed_over(PROMPT)
+    for _ in range(20):
+        both.prefill.step()
+    assert both.prefill.free_blocks() == 63 - 6
+    name = both.decode.add(PROMPT, 3, params=answer)
+    both.run()
+    assert both.decode.computed(name) == 1 + 2
+    assert no_lease_ended(both)
+    both.check_at_rest()
+
+
+def test_blocks_that_nobody_asks_for_are_held_for_the_lease(pair: MakePair) -> None:
+    both = pair(transfer_lease_s=1)
+    both.handed_over(PROMPT)
+    assert both.prefill.free_blocks() == 63 - 6
+    both.run()
+    assert both.failures() == {"send_expired": 1}
+    both.prefill.check_at_rest()
+    both.prefill.wait_until_forgotten()
+
+
+@every_runner
+def test_an_abort_after_the_end_changes_nothing(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner, runner)
+    answer = both.handed_over(PROMPT)
+    both.prefill.abort(last(both.prefill))
+    name = both.decode.add(PROMPT, 3, params=answer)
+    both.run()
+    assert both.decode.computed(name) == 1 + 2
+    both.check_at_rest()
+
+
+@every_runner
+def test_out_of_blocks_prefill_waits_for_those_that_are_held(pair: MakePair, runner: dict[str, bool]) -> None:
+    """Room for two prompts: the third is computed once a consumer has the first."""
+    both = pair(runner | {"num_blocks": 14, "prefix_caching": False}, runner)
+    answers = [both.handed_over([number, *PROMPT]) for number in range(2)]
+    third = both.prefill.add([2, *PROMPT], 1, params=prefill_params())
+    for _ in range(20):
+        both.prefill.step()
+    assert both.prefill.computed(third) == 0
+    names = [both.decode.add([0, *PROMPT], 3, params=answers[0])]
+    run_all(*both.both, until=lambda: third in both.prefill.reasons)
+    names += [
+        both.decode.add([number, *PROMPT], 3, params=params)
+        for number, params in [(1, answers[1]), (2, both.prefill.answers[third])]
+    ]
+    both.run()
+    assert [both.decode.computed(name) for name in names] == [1 + 2] * 3
+    assert no_lease_ended(both)
+    both.check_at_rest()
+
+
+# Ends that come too early
+
+
+@every_runner
+def test_an_abort_before_any_worker_knows(pair: MakePair, runner: dict[str, bool]) -> None:
+    """A decode instance that has announced itself is told, rather than left to its deadline."""
+    both = pair(runner, runner)
+    name = both.add_granted(PROMPT)
+    both.prefill.abort(last(both.prefill))
+    check_recomputed(both, name)
+    assert no_lease_ended(both)
+
+
+@every_runner
+def test_an_abort_while_waiting_for_blocks(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner | {"num_blocks": 8, "prefix_caching": False}, runner)
+    long = both.prefill.add(PROMPT, 20)
+    both.prefill.step()
+    name = both.add_granted(PROMPT)
+    for _ in range(3):
+        both.prefill.step()
+    assert both.prefill.computed(last(both.prefill)) == 0
+    both.prefill.abort(last(both.prefill))
+    check_recomputed(both, name)
+    assert both.prefill.texts[long] == oracle.generate(PROMPT, 20)
+    assert no_lease_ended(both)
+
+
+@every_runner
+@pytest.mark.parametrize("granularity", ["full", "layer"])
+def test_an_abort_in_mid_prefill(pair: MakePair, runner: dict[str, bool], granularity: str) -> None:
+    both = pair(runner | CHUNKED, runner, granularity=granularity)
+    name = both.add_granted(PROMPT)
+    leg = last(both.prefill)
+    run_all(*both.both, until=lambda: both.prefill.computed(leg) == 32)
+    both.prefill.abort(leg)
+    check_recomputed(both, name)
+    assert no_lease_ended(both)
+
+
+@every_runner
+def test_an_abort_in_mid_prefill_before_anybody_asked(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner | CHUNKED, runner)
+    leg = both.prefill.add(PROMPT, 1, params=prefill_params())
+    run_all(both.prefill, until=lambda: both.prefill.computed(leg) == 32)
+    both.prefill.abort(leg)
+    both.run()
+    assert both.prefill.answers[leg] is None
+    assert no_lease_ended(both)
+    both.check_at_rest()
+
+
+# Preemption
+
+
+@every_runner
+@every_order
+def test_prefill_preempted_before_anything_was_sent_hands_over_all_the_same(
+    pair: MakePair, runner: dict[str, bool], order: str
+) -> None:
+    both = pair(runner | CHUNKED, runner, granularity="full")
+    if order == "concurrent":
+        name = both.add_granted(PROMPT)
+    else:
+        both.prefill.add(PROMPT, 1, params=prefill_params())
+    leg = last(both.prefill)
+    run_all(*both.both, until=lambda: both.prefill.computed(leg) >= 32)
+    preempt(both.prefill)
+    run_all(*both.both, until=lambda: leg in both.prefill.reasons)
+    assert both.prefill.requests[leg].num_preemptions == 1
+    if order == "sequential":
+        name = both.decode.add(PROMPT, 3, params=both.prefill.answers[leg])
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(name) == 1 + 2
+    both.check_at_rest()
+
+
+@every_runner
+@pytest.mark.parametrize("granularity", ["chunk", "layer"])
+def test_prefill_preempted_after_something_was_sent_is_computed_by_decode(
+    pair: MakePair, runner: dict[str, bool], granularity: str
+) -> None:
+    both = pair(runner | CHUNKED, runner, granularity=granularity)
+    name = both.add_granted(PROMPT)
+    leg = last(both.prefill)
+    run_all(*both.both, until=lambda: both.prefill.computed(leg) >= 32)
+    wait(lambda: any(part.sent for one in transfers_of(both.prefill) for part in list(one.legs.values())))
+    preempt(both.prefill)
+    check_recomputed(both, name)
+    assert both.prefill.requests[leg].num_preemptions == 1
+    assert no_lease_ended(both)
+
+
+@every_runner
+def test_blocks_that_another_request_gets_while_they_are_sent_do_not_count(
+    pair: MakePair, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write is in the middle of its first batch, and goes on when the blocks hold another prompt's KV."""
+    begun, go_on = threading.Event(), threading.Event()
+    send = transfer.serving._send
+
+    def slow(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return send(*args)
+
+    monkeypatch.setattr(transfer.serving, "_send", slow)
+    both = pair(runner | CHUNKED | {"num_blocks": 10, "prefix_caching": False}, runner, granularity="layer")
+    name = both.add_granted(PROMPT)
+    run_all(*both.both, until=lambda: both.prefill.computed(last(both.prefill)) >= 32)
+    wait(begun.is_set)
+    preempt(both.prefill)
+    both.prefill.abort(last(both.prefill))
+    other = both.prefill.add([5] * 100, 20)
+    run_all(both.prefill, until=lambda: other in both.prefill.reasons)
+    go_on.set()
+    check_recomputed(both, name)
+    assert both.prefill.texts[other] == oracle.generate([5] * 100, 20)
+
+
+@every_runner
+def test_prefill_legs_that_push_each_other_out(pair: MakePair, runner: dict[str, bool]) -> None:
+    """Preempted by vLLM itself, out of blocks; every answer is right, and nothing is held at the end."""
+    both = pair(runner | CHUNKED | {"num_blocks": 16, "prefix_caching": False}, runner, granularity="chunk")
+    names = [both.add([number, *PROMPT], 3, order="concurrent") for number in range(6)]
+    for number, name in enumerate(names):
+        run_all(*both.both, until=lambda name=name: name in both.decode.reasons)
+        assert both.decode.texts[name] == oracle.generate([number, *PROMPT], 3)
+    both.run()
+    both.check_at_rest()
