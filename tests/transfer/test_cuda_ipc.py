@@ -338,18 +338,18 @@ def test_many_small_pieces_go_through_the_kernel_and_long_ones_do_not(library, m
     kernels = Kernels()
     monkeypatch.setattr(transfer.cuda, "_kernels", lambda: kernels)
     copier = Copier(Driver(library), 0)
-    source, target = DeviceBuffer(4 * MIB, seed=1), DeviceBuffer(4 * MIB)
+    source, target = DeviceBuffer(4 * MIB + 1, seed=1), DeviceBuffer(4 * MIB + 1)
     cases = (100, 20_001, True), (4, 20_001, False), (16, 256 << 10, False), (200, 1004, True), (150, 1004, True)
     for count, nbytes, by_kernel in cases:
         target.bytes[:] = 0
         copies = library.calls["cuMemcpyAsync"]
         starts = np.arange(count) * nbytes
         sizes = np.full(count, nbytes)
-        copier.run(copier.plan(source.address + starts, target.address + starts[::-1], sizes))
+        copier.run(copier.plan(source.address + 1 + starts, target.address + 1 + starts[::-1], sizes))
         assert library.calls["cuMemcpyAsync"] - copies == (0 if by_kernel else count)
         for i in range(count):
-            there = target.bytes[starts[count - 1 - i] :][:nbytes]
-            assert np.array_equal(there, source.bytes[starts[i] :][:nbytes])
+            there = target.bytes[1 + starts[count - 1 - i] :][:nbytes]
+            assert np.array_equal(there, source.bytes[1 + starts[i] :][:nbytes])
     assert sorted(kernels.widths) == [1, 4], "each is compiled once"
     copier.close()
 
