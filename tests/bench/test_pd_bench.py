@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from mooncake_connector.cli.bench.commands import app
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.vllm_pd import ALONE, CONCURRENT, SEQUENTIAL, PDScale, pd_rows
+from mooncake_connector.cli.bench.vllm_pd import ALONE, CONCURRENT, SEQUENTIAL, PDScale, better, pd_rows
 from mooncake_connector.cli.bench.vllm_pd_client import Instance
 
 OURS = {ALONE: [1.0, 9.0, 1.2], SEQUENTIAL: [1.3, 1.4, 1.5], CONCURRENT: [1.25, 1.25, 9.0]}
@@ -23,6 +23,12 @@ def test_what_is_added_is_held_against_what_the_peer_adds():
     assert [row.ok for row in rows] == [True, True, None, None]
     rows = pd_rows(OURS, {ALONE: [2.0], SEQUENTIAL: [2.09]}, PDScale())
     assert [row.ok for row in rows[:2]] == [False, False]
+
+
+def test_the_peer_is_its_better_setting():
+    slow, quick = {ALONE: [1.0], SEQUENTIAL: [9.0]}, {ALONE: [5.0], SEQUENTIAL: [5.1]}
+    assert better([slow, quick]) == better([quick, slow]) == quick
+    assert better([slow]) == slow and better([]) == {}
 
 
 def test_without_the_peer_nothing_is_judged():

@@ -60,8 +60,8 @@ class TransferPeer(str, enum.Enum):
 
 _PD_TITLE = "mooncake-connector bench pd"
 _PD_LEGEND = (
-    "limit: the decode instance alone; peer: vLLM's NixlConnector between two servers of its own, prefill first.\n"
-    "Medians of rounds, which take turns."
+    "limit: the decode instance alone; peer: vLLM's NixlConnector between two servers of its own, prefill first, the "
+    "better of its num_threads 4 (its default) and 0.\nMedians of rounds, which take turns."
 )
 
 
@@ -205,8 +205,8 @@ def pd(
 ) -> None:
     """What a prefill and a decode instance of real vLLM add to a request, against one instance alone.
 
-    Starts two servers at a time on this machine, on the CPU or whatever vLLM finds; with a peer four in all. Takes some
-    minutes. Nothing listens beyond loopback.
+    Starts two servers at a time on this machine, on the CPU or whatever vLLM finds; with the peer six in all. Takes
+    some minutes. Nothing listens beyond loopback.
     """
     from mooncake_connector.cli.bench import vllm_pd
     from mooncake_connector.cli.bench.vllm_rows import Engine
