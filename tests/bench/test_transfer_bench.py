@@ -17,6 +17,7 @@ from mooncake_connector.cli.bench.transfer_links import SCHEDULES, LinkFigures
 from mooncake_connector.cli.bench.transfer_network import network
 from mooncake_connector.cli.bench.transfer_rows import MEMCPY, MOONCAKE_OFF, MOONCAKE_ON, NIXL, NIXL_TCP, RAW_TCP, READV
 from mooncake_connector.cli.bench.transfer_scale import TransferScale
+from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
 
 SCALE = TransferScale()
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
@@ -73,6 +74,11 @@ def test_each_transport_is_held_against_its_own_limit_and_peer() -> None:
     ]
     assert held == [("cma", 4.2, 2.0), ("shm", 9.0, None), ("tcp", 2.1, 1.5), ("tcp", None, 1.1)]
     assert [row.ok for row in rows] == [True, True, True, False]
+
+
+def test_tls_is_held_against_the_same_without() -> None:
+    *_, tls = transfer_rows.moving_rows({"tcp": GB / 2, RAW_TCP: GB / 2.1, TLS: GB / 0.5}, {}, SCALE)
+    assert (tls.figure, round(tls.value, 1), round(tls.limit, 1)) == ("tcp with TLS (limit: tcp without)", 0.5, 2.0)
 
 
 def test_a_peer_that_was_not_measured_leaves_its_goal_open() -> None:

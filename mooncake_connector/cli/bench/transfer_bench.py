@@ -30,10 +30,13 @@ from mooncake_connector.cli.bench.report import Report
 from mooncake_connector.cli.bench.transfer_child import FETCH
 from mooncake_connector.cli.bench.transfer_rows import MEMCPY, RAW_TCP, READV
 from mooncake_connector.cli.bench.transfer_scale import TransferScale
+from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
+from mooncake_connector.cli.bench.transfer_tls import make_certificate
 from transfer.base import Grant, Peer, Unavailable
 from transfer.choose import NAMES, make_transports
 from transfer.handshake import Identity
 from transfer.memory import Memory
+from transfer.tls import Tls
 from transfer.vectors import Vector, read_process
 
 Progress = Callable[[str], None]
@@ -66,7 +69,8 @@ def run(scale: TransferScale, *, peers: Collection[str], peer_python: str, progr
     memory = Memory()
     memory.register(source.ctypes.data, source.nbytes)
     with contextlib.ExitStack() as stack:
-        far = stack.enter_context(_far_process(scale))
+        tls = _certificate(stack, progress)
+        far = stack.enter_context(_far_process(scale, tls))
         connected = {}
         for name in NAMES:
             transports = stack.enter_context(make_transports([name], memory, Identity()))
@@ -75,7 +79,11 @@ def run(scale: TransferScale, *, peers: Collection[str], peer_python: str, progr
             except Unavailable as error:
                 progress(f"WARNING: {name} is left out: {error}")
         progress("scattered pieces: ours, process_vm_readv, memcpy and bare TCP in turn")
-        tasks = _moving_tasks(connected, far, source, scale)
+        moving = dict(connected)
+        if tls is not None:
+            secured = stack.enter_context(make_transports(["tcp"], memory, Identity(), tls=Tls(**tls)))
+            moving[TLS] = secured.connect({"tcp": far.endpoints[TLS]}, deadline_s=_DEADLINE_S)
+        tasks = _moving_tasks(moving, far, source, scale)
         seconds = best_seconds(tasks, scale.rounds)
         progress("one small transfer: ours and bare round trips in turn")
         quantiles = _small(connected, far, source, scale)
@@ -98,9 +106,17 @@ def run(scale: TransferScale, *, peers: Collection[str], peer_python: str, progr
     return Report(machine, versions, rows)
 
 
+def _certificate(stack: contextlib.ExitStack, progress: Progress) -> dict[str, str] | None:
+    try:
+        return make_certificate(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+    except (OSError, subprocess.CalledProcessError) as error:
+        progress(f"WARNING: {TLS} is left out, its certificate is made with openssl: {error}")
+        return None
+
+
 @contextlib.contextmanager
-def _far_process(scale: TransferScale) -> Iterator[_Far]:
-    order = json.dumps({"memory_nbytes": scale.memory_nbytes, "small_nbytes": scale.small_nbytes})
+def _far_process(scale: TransferScale, tls: dict[str, str] | None) -> Iterator[_Far]:
+    order = json.dumps({"memory_nbytes": scale.memory_nbytes, "tls": tls})
     command = [sys.executable, "-m", "mooncake_connector.cli.bench.transfer_child", order]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout

@@ -1,7 +1,7 @@
 """The other process of `bench transfer`: grants memory to our transports, and is the far end of the bare ones.
 
-Argument: one JSON object with memory_nbytes and small_nbytes. Prints one JSON object with everything that the measuring
-process needs, and leaves when its standard input is closed.
+Argument: one JSON object with memory_nbytes, and tls, where certificates could be made. Prints one JSON object with
+everything that the measuring process needs, and leaves when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
 from transfer.choose import NAMES, make_transports
 from transfer.handshake import Identity
 from transfer.memory import Memory
+from transfer.tls import Tls
 from transfer.vectors import Vector, read_process
 
 FETCH = struct.Struct("<iqq")
@@ -32,8 +34,14 @@ def main(order: dict[str, Any]) -> None:
     grant = memory.grant(np.array([data.ctypes.data]), np.array([data.nbytes]))
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_serve, args=(listener, data), daemon=True).start()
-    with make_transports(NAMES, memory, Identity()) as transports:
+    tls = Tls(**order["tls"]) if order["tls"] else None
+    with (
+        make_transports(NAMES, memory, Identity()) as transports,
+        make_transports(["tcp"] if tls else [], memory, Identity(), tls=tls) as secured,
+    ):
         endpoints = {name: endpoint.hex() for name, endpoint in transports.listen().items()}
+        if tls is not None:
+            endpoints[TLS] = secured.listen()["tcp"].hex()
         port = listener.getsockname()[1]
         found = {"pid": os.getpid(), "port": port, "key": grant.key.hex(), "address": data.ctypes.data}
         print(json.dumps({**found, "nbytes": data.nbytes, "endpoints": endpoints}), flush=True)

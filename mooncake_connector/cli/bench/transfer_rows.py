@@ -12,6 +12,7 @@ from mooncake_connector.cli.bench.transfer_links import LAYER_KV_S, LAYER_S, Lin
 from mooncake_connector.cli.bench.transfer_network import LINK_GBITS, LINKS
 from mooncake_connector.cli.bench.transfer_scale import TransferScale
 from mooncake_connector.cli.bench.transfer_steps import FLOOR
+from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
 
 READV, MEMCPY, RAW_TCP = "process_vm_readv", "memcpy", "sendall/recv_into"
 NIXL, NIXL_TCP = "NIXL, UCX's own choice", "NIXL, UCX_TLS=tcp"
@@ -41,6 +42,8 @@ def moving_rows(seconds: Mapping[str, float], peers: PeerSeconds, scale: Transfe
         for name, (limit, goal) in _LIMITS.items()
         if name in rates
     ]
+    if TLS in rates and "tcp" in rates:
+        rows.append(row(f"{TLS} (limit: tcp without)", rates[TLS], "GB/s", limit=rates["tcp"]))
     if "tcp" in rates and peers:
         goal = Goal(at_least_of_peer=2)
         rows.append(row("tcp, against NIXL over TCP", rates["tcp"], "GB/s", peer=theirs.get(NIXL_TCP), goal=goal))
