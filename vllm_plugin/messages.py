@@ -93,6 +93,7 @@ class PDStep:
         progress: of those, the ones that this step computes.
         finished: of those, the ones whose prefill is over -> tokens.
         cancelled: of those, the ones that ended otherwise -> why.
+        unreported: of those, the ones whose end vLLM hears of in another way.
         announced: requests that come from elsewhere.
         fetched: of those, the ones that have blocks now.
         dropped: of those, the ones that need nothing (more) -> why.
@@ -104,6 +105,7 @@ class PDStep:
     progress: dict[str, Progress] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
     cancelled: dict[str, str] = field(default_factory=dict)
+    unreported: set[str] = field(default_factory=set)
     announced: dict[str, Announcement] = field(default_factory=dict)
     fetched: dict[str, FetchJob] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)

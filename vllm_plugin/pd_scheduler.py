@@ -167,8 +167,15 @@ class PDScheduler:
         block, page = self._geometry.block_tokens, int(self._config.page_tokens)
         return max(block, page) if max(block, page) % min(block, page) == 0 else block * page
 
-    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """vLLM is through with a request: whether its blocks are to be held, and what to tell the router."""
+    def finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]], *, loading: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """vLLM is through with a request: whether its blocks are to be held, and what to tell the router.
+
+        Args:
+            loading: a load into its blocks is under way, at whose end vLLM forgets the request. It ends itself where it
+                hears of a request after that.
+        """
         if request.request_id in self._awaited:
             self._drop(request.request_id, "the request ended")
         given = self._given.get(request.request_id)
@@ -177,6 +184,10 @@ class PDScheduler:
         if request.status in _WITHOUT_RESULT or request.num_computed_tokens < request.num_prompt_tokens:
             # Also where no worker knows of it yet: a consumer may be waiting, and hears of it this way.
             self._step.cancelled[request.request_id] = f"the request ended: {request.status.name.lower()}"
+            if loading:  # nothing was computed, so nothing is being sent
+                del self._given[request.request_id]
+                self._step.unreported.add(request.request_id)
+                return False, None
             given.over = True
             return True, None
         given.over = True

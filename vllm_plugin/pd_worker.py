@@ -31,6 +31,8 @@ class _Given:
     transfer: str
     over: bool = False
     ended: bool = False
+    reported: bool = True
+    """Whether vLLM waits for its end."""
 
 
 @dataclass(slots=True)
@@ -115,6 +117,7 @@ class PDWorker:
             self._node.finished(self._given[req_id].transfer, num_tokens)
         for req_id, cause in step.cancelled.items():
             self._given[req_id].over = True
+            self._given[req_id].reported = req_id not in step.unreported
             self._node.cancel(self._given[req_id].transfer, cause)
         for req_id, wanted in step.announced.items():
             awaited = self._awaited[req_id] = _Awaited(wanted.transfer)
@@ -153,7 +156,8 @@ class PDWorker:
         for req_id, given in list(self._given.items()):
             if given.over and given.ended:
                 del self._given[req_id]
-                results.sent.add(req_id)
+                if given.reported:
+                    results.sent.add(req_id)
         for req_id, awaited in list(self._awaited.items()):
             if awaited.ended is not None:
                 self._conclude(req_id, awaited, awaited.ended, results, stats)

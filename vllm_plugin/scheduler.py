@@ -139,22 +139,21 @@ class SchedulerHalf:
         """Tokens in the pool beyond the local hit, loaded asynchronously; (0, False) for none. No side effect."""
         page_tokens = self._page_tokens
         beyond = request.num_prompt_tokens // page_tokens * page_tokens - num_computed_tokens
-        if beyond < self._min_hit_tokens:
-            return 0, False
         tracked = self.track(request)
+        offer, tracked.offer = tracked.offer, None  # which may be of a shorter local hit
         views = self._views()
-        if tracked.root is None or tracked.refused or not views:
+        if beyond < self._min_hit_tokens or tracked.root is None or tracked.refused or not views:
             return 0, False
         now_s = time.monotonic()
         if now_s < self._stalled_until_s:
             return 0, False
-        offer = tracked.offer
         if offer is None or offer[0] != num_computed_tokens or now_s - offer[2] > _LOOKUP_REUSE_S:
             first = num_computed_tokens // page_tokens
             keys = self._keys(tracked, request.num_prompt_tokens // page_tokens)[first:]
             pages = min(view.prefix(keys) for view in views)
             tokens = (first + pages) * page_tokens - num_computed_tokens
-            offer = tracked.offer = (num_computed_tokens, max(tokens, 0), now_s)
+            offer = (num_computed_tokens, max(tokens, 0), now_s)
+        tracked.offer = offer
         if offer[1] < self._min_hit_tokens:
             return 0, False
         return offer[1], True
@@ -163,6 +162,11 @@ class SchedulerHalf:
         """Tokens beyond the local hit that the last lookup of a request found in the pool."""
         tracked = self._tracked.get(request.request_id)
         return 0 if tracked is None or tracked.offer is None else tracked.offer[1]
+
+    def loads(self, request: Request) -> bool:
+        """Whether vLLM waits for the end of a load into this request's blocks."""
+        tracked = self._tracked.get(request.request_id)
+        return tracked is not None and tracked.loading is not None
 
     def after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, num_from_pool: int

@@ -7,7 +7,7 @@ from pathlib import Path
 import oracle
 import pytest
 from cases import RUNNERS, every_runner
-from pd import PROMPT, MakePair, Pair, every_order, figures, jobs, run_all
+from pd import PROMPT, MakePair, Pair, decode_params, every_order, figures, jobs, prefill_params, run_all
 
 NUM_TOKENS = len(PROMPT)
 SHARED = PROMPT[:48]
@@ -115,3 +115,37 @@ def test_no_block_is_filled_from_two_sides(
     assert job.first_token % block_tokens == 0
     both.check_at_rest()
     assert not both.failures()
+
+
+def test_what_the_pool_has_beyond_a_shorter_local_hit_is_not_loaded_beyond_a_longer_one(pair: MakePair) -> None:
+    """Requests wait for blocks between two lookups."""
+    both = warmed(pair, {}, PROMPT[:80])
+    decode = both.decode
+    name = decode.add(PROMPT, 3, params=decode_params(both.prefill, "x"))
+    request = decode.requests[name]
+    assert decode.connector.get_num_new_matched_tokens(request, 0) == (NUM_TOKENS, True)
+    assert decode.half.offered(request) == 80
+    assert decode.connector.get_num_new_matched_tokens(request, 80) == (NUM_TOKENS - 80, True)
+    assert decode.half.offered(request) == 0
+    decode.abort(name)
+    both.run()
+    both.check_at_rest()
+
+
+@every_runner
+def test_a_prefill_leg_that_is_aborted_while_it_loads_is_reported_once(
+    pair: MakePair, faults, runner: dict[str, bool]
+) -> None:
+    """vLLM forgets it when the load has ended, and would end itself over a second report."""
+    both = warmed(pair, runner, SHARED)
+    faults.hold_reads()
+    name = both.prefill.add(PROMPT, 1, params=prefill_params())
+    run_all(*both.both, until=faults.reading.is_set)
+    both.prefill.abort(name)
+    for _ in range(3):
+        both.prefill.step()
+    faults.release()
+    both.run()
+    both.check_at_rest()
+    again = both.ask(PROMPT)
+    assert both.decode.computed(again) == 1 + 2

@@ -1,0 +1,125 @@
+"""Random requests of all kinds between two instances with tiny caches: ordinary ones, legs in both orders, aborts.
+
+Every request is answered as the model alone would, and at the end neither side holds or knows anything.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import oracle
+import pytest
+from cases import RUNNERS
+from harness import Engine
+from pd import MakePair, Pair, decode_params, prefill_params, run_all
+from test_walk import prompts
+
+import transfer.serving
+
+NUM_REQUESTS = 40
+SETTINGS: list[dict[str, Any]] = [
+    {"prefill": {"num_blocks": 30}, "decode": {"num_blocks": 26, "prefix_caching": False}, "granularity": "layer"},
+    {"prefill": {"num_blocks": 30, "tp_size": 2}, "decode": {"num_blocks": 12, "block_tokens": 48}},
+    {"prefill": {"num_blocks": 28, "layout": "LBNHC"}, "decode": {"num_blocks": 30, "pp_size": 2}, "pool": True},
+]  # fmt: skip
+
+
+class Walk:
+    """Requests under way, and what each must answer."""
+
+    def __init__(self, both: Pair, rng: random.Random) -> None:
+        self.both, self.rng, self.source = both, rng, prompts(rng)
+        self.asked: dict[str, dict[str, tuple[list[int], int]]] = {"prefill": {}, "decode": {}}
+        self.waiting: dict[str, tuple[list[int], int]] = {}
+        """Prefill legs whose answer goes to the decode instance."""
+        self.count = 0
+
+    def ask(self) -> None:
+        self.count += 1
+        prompt, num_tokens = next(self.source), self.rng.choice([1, 2, 20, 60])
+        kind = self.rng.choice(["ordinary", "sequential", "sequential", "concurrent", "concurrent", "lost"])
+        name = f"n{self.count}"
+        if kind == "ordinary":
+            self.add(self.rng.choice(["prefill", "decode"]), prompt, num_tokens, name, None)
+        elif kind == "sequential":
+            self.add("prefill", prompt, 1, name, prefill_params())
+            self.waiting[name] = (prompt, num_tokens)
+        else:
+            self.add("decode", prompt, num_tokens, f"{name}d", decode_params(self.both.prefill, name))
+            if kind == "concurrent":
+                self.add("prefill", prompt, self.rng.choice([1, 1, 1, 5]), name, prefill_params(name))
+
+    def add(self, side: str, prompt: list[int], num_tokens: int, name: str, params: Any) -> None:
+        getattr(self.both, side).add(prompt, num_tokens, name=name, params=params)
+        self.asked[side][name] = (prompt, num_tokens)
+
+    def hand_over(self) -> None:
+        for name in [name for name in self.waiting if name in self.both.prefill.reasons]:
+            prompt, num_tokens = self.waiting.pop(name)
+            if self.rng.random() < 0.9:  # otherwise the proxy died
+                self.add("decode", prompt, num_tokens, f"{name}d", self.both.prefill.answers[name])
+
+    def abort_one(self, engine: Engine) -> None:
+        if engine.scheduler.requests:
+            engine.abort(self.rng.choice(list(engine.scheduler.requests)))
+
+    def step(self) -> None:
+        for engine in self.both.both:
+            dice = self.rng.random()
+            if dice < 0.01:
+                self.abort_one(engine)
+            elif dice < 0.02 and engine.begin_step() is not None:  # between a forward pass and its results
+                self.abort_one(engine)
+                while engine._queue:
+                    engine.end_step()
+            if self.rng.random() < 0.9:
+                engine.step()
+
+    def check(self) -> None:
+        answered = 0
+        for side, asked in self.asked.items():
+            engine = getattr(self.both, side)
+            for name, (prompt, num_tokens) in asked.items():
+                expected = oracle.generate(prompt, num_tokens)
+                if engine.reasons[name] == "abort":
+                    expected = expected[: len(engine.texts[name])]
+                else:
+                    assert engine.reasons[name] == "length"
+                    answered += 1
+                assert engine.texts[name] == expected
+        assert 0 < answered < sum(map(len, self.asked.values()))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["layer", "tp", "pp-pool"])
+@pytest.mark.parametrize("runner", [RUNNERS[0], *RUNNERS[3:]])
+def test_random_walk(
+    pair: MakePair, runner: dict[str, bool], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer.serving, "_MIN_BATCH_NBYTES", 1)
+    rng = random.Random(f"{runner}{settings}")
+    sides = {side: runner | {"max_num_batched_tokens": 64} | settings[side] for side in ("prefill", "decode")}
+    extra = {key: value for key, value in settings.items() if key not in sides}
+    both = pair(**sides, **{"granularity": "chunk"} | extra, transfer_lease_s=1, transfer_deadline_s=1.0)
+    walk = Walk(both, rng)
+    while (
+        walk.count < NUM_REQUESTS or walk.waiting or any(one.scheduler.has_unfinished_requests() for one in both.both)
+    ):
+        if walk.count < NUM_REQUESTS and rng.random() < 0.2:
+            walk.ask()
+        walk.step()
+        walk.hand_over()
+    run_all(*both.both)
+    walk.check()
+    both.check_at_rest()
+    for engine in both.both:
+        engine.wait_until_forgotten()
+    if settings.get("pool"):
+        assert check_texts(both, walk) > 0
+
+
+def check_texts(both: Pair, walk: Walk) -> int:
+    """Pages of these texts in the pool; they have the right bytes."""
+    asked = [*walk.asked["prefill"].values(), *walk.asked["decode"].values()]
+    texts = [[*prompt, *oracle.generate(prompt, num_tokens)] for prompt, num_tokens in asked]
+    return sum(sum(engine.pages(text)) for engine in both.both for text in texts)
