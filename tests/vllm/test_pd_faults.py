@@ -1,0 +1,152 @@
+"""Instances that die and bytes that change on their way: decode goes on, with what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from cases import Start, every_runner
+from pd import PROMPT, MakePair, Pair, decode_params, figures, granted, node_of, run_all
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from test_surface import multi
+
+import transfer.fetching
+
+NUM_TOKENS = len(PROMPT)
+
+
+@every_runner
+@pytest.mark.parametrize("computed", [0, 32])
+def test_a_prefill_instance_that_dies_under_a_transfer(pair: MakePair, runner: dict[str, bool], computed: int) -> None:
+    """Its processes are gone, so its listeners refuse: nobody waits for a lease."""
+    both = pair(runner | {"max_num_batched_tokens": 32}, runner, granularity="layer")
+    name = both.add_granted(PROMPT)
+    leg = list(both.prefill.requests)[-1]
+    run_all(*both.both, until=lambda: both.prefill.computed(leg) >= computed)
+    both.prefill.shut_down()
+    run_all(both.decode)
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(name) == NUM_TOKENS + 2
+    assert figures(both.decode)["failures"] == {"fetch_failed": 1}
+    both.decode.check_at_rest()
+
+
+@every_runner
+def test_a_decode_instance_that_dies_is_given_up_after_the_lease(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner, runner, transfer_lease_s=1)
+    both.handed_over(PROMPT)
+    both.decode.add([1, *PROMPT], 1, params=decode_params(both.prefill, "x"))
+    run_all(both.decode, until=lambda: granted(both.prefill))
+    both.decode.shut_down()
+    run_all(both.prefill)
+    both.prefill.check_at_rest()
+    both.prefill.wait_until_forgotten()
+
+
+@every_runner
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_page_spoilt_between_its_arrival_and_the_check(
+    pair: MakePair, runner: dict[str, bool], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: it is sent again. Twice: it is computed."""
+    both = pair(runner, runner)
+    check: Callable[..., Any] = transfer.fetching._check
+    spoilt = []
+
+    def spoil(origin: Any, landed: Any, block_ids: Any) -> Any:
+        if len(spoilt) < times:
+            spoilt.append(landed.attempt)
+            both.decode.workers[0].memory[1, block_ids[2], 0, 5] ^= np.uint64(1)
+        return check(origin, landed, block_ids)
+
+    monkeypatch.setattr(transfer.fetching, "_check", spoil)
+    name = both.ask(PROMPT)
+    assert spoilt == list(range(times))
+    assert both.decode.computed(name) == (1 if times == 1 else NUM_TOKENS) + 2
+    assert figures(both.decode).get("failures", {}) == ({} if times == 1 else {"fetch_failed": 1})
+    both.check_at_rest()
+
+
+def test_closing_an_instance_that_has_visitors_is_quiet(pair: MakePair, caplog: pytest.LogCaptureFixture) -> None:
+    both = pair()
+    both.ask(PROMPT)
+    assert node_of(both.decode)._fetching._links
+    both.prefill.shut_down()
+    assert not [record for record in caplog.records if record.name == "asyncio" and record.levelname == "ERROR"]
+
+
+# Figures
+
+
+def test_figures_of_both_sides(pair: MakePair) -> None:
+    both = pair()
+    both.ask(PROMPT)
+    nbytes = NUM_TOKENS + (-NUM_TOKENS % 16)
+    nbytes *= 2 * 2 * 8
+    sent, fetched = figures(both.prefill), figures(both.decode)
+    assert (sent["sends"], sent["send_bytes"], sent["transports"]) == (1, nbytes, {"cma": nbytes})
+    assert (fetched["fetches"], fetched["fetch_bytes"], fetched["fetched_tokens"]) == (1, nbytes, NUM_TOKENS)
+    assert sent["send_seconds"] > 0 and fetched["fetch_seconds"] > 0
+    assert "fetches" not in sent and "sends" not in fetched
+
+
+def test_figures_reach_prometheus(pair: MakePair) -> None:
+    registry = CollectorRegistry()
+
+    class Registered(Counter):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs, registry=registry)
+
+    both = pair(transfer_deadline_s=0.2)
+    both.ask(PROMPT)
+    both.decode.add([1, *PROMPT], 1, params=decode_params(both.prefill, "never"))
+    both.run()
+    prometheus = type(both.decode.connector).build_prom_metrics(
+        both.decode.scheduler.vllm_config, {Counter: Registered, Gauge: Gauge, Histogram: Histogram},
+        ["engine"], {0: ["0"], 1: ["1"]},
+    )  # fmt: skip
+    for index, engine in enumerate(both.both):
+        prometheus.observe(figures(engine), index)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"vllm:mooncake_connector_{name}_total", labels)
+
+    assert value("fetched_tokens", engine="1") == NUM_TOKENS
+    assert value("sends", engine="0") == 1
+    assert value("transport_bytes", engine="0", transport="cma") == 96 * 2 * 2 * 8
+    assert value("failures", engine="1", cause="fetch_expired") == 1
+
+
+def test_the_handshake_has_all_ranks_in_order(pair: MakePair) -> None:
+    both = pair({"tp_size": 2, "pp_size": 2})
+    cards = both.prefill.pd._cards
+    assert [(card.layout.first_layer, card.layout.first_head) for card in cards] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({card.port for card in cards}) == len({card.instance for card in cards}) == 4
+
+
+def test_a_rank_without_a_node_turns_transfers_off(pair: MakePair, caplog: pytest.LogCaptureFixture) -> None:
+    both = pair()
+    both.prefill.pd._cards, both.prefill.pd._directory = [], None
+    both.prefill.pd.set_ranks({})
+    name = both.prefill.add(PROMPT, 1, params={"do_remote_decode": True})
+    run_all(both.prefill)
+    assert both.prefill.answers[name] is None
+    assert "PD is off: 0 ranks are ready for it" in caplog.text
+    both.prefill.check_at_rest()
+
+
+@every_runner
+def test_inside_multi_connector_kv_is_given_and_taken(
+    start: Start, pool: Path, tmp_path: Path, runner: dict[str, bool]
+) -> None:
+    settings = {"transfer": multi(pool, tmp_path), "hybrid_manager_off": True}
+    both = Pair(start(**runner, **settings), start(**runner, **settings))
+    for engine in both.both:
+        assert engine.pd._directory is not None
+    name = both.ask(PROMPT)
+    assert both.decode.computed(name) == 1 + 2
+    both.check_at_rest()
