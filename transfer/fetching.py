@@ -154,6 +154,8 @@ class Fetching(Shell):
         fetch = self._fetches[transfer]
         try:
             remote = await asyncio.wait_for(self._remote(fetch.where, family), self._timing.deadline_s)
+            if remote.lost:
+                raise Unavailable("the prefill instance was lost just now")
         except Exception as error:
             ending, cause = Ending.FAILED, str(error)
             if isinstance(error, asyncio.TimeoutError):
@@ -289,7 +291,7 @@ class Fetching(Shell):
                     link.close()
                 if self._links.get(origin.name) is link:
                     del self._links[origin.name]
-            if remote.lost or not any(origin.name in fetch.origins for fetch in self._fetches.values()):
+            if remote.lost or not any(fetch.where.address == address for fetch in self._fetches.values()):
                 break
             # One that takes connections and closes them is not asked again and again.
             await asyncio.sleep(tried_s + _RECONNECT_S - now_s())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import mooncake_connector.cli.doctor
 import vllm_plugin.doctor
 from mooncake_connector.checks import failed, ok, warning
 from mooncake_connector.cli import doctor_transfers
@@ -27,6 +28,7 @@ def pool(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "pool"
     monkeypatch.setenv("MOONCAKE_CONNECTOR_POOL", str(folder))
     monkeypatch.setenv("MOONCAKE_CONNECTOR_CAPACITY", "32MiB")
+    monkeypatch.setattr(mooncake_connector.cli.doctor, "transfer_checks", lambda config: iter(()))
     return folder
 
 
@@ -182,6 +184,11 @@ class TestThePool:
 
 @pytest.mark.usefixtures("engine")
 class TestTransfers:
+    @pytest.fixture(autouse=True)
+    def looked_at(self, pool, monkeypatch):
+        monkeypatch.setattr(mooncake_connector.cli.doctor, "transfer_checks", doctor_transfers.transfer_checks)
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSPORTS", "tcp")
+
     def test_each_transport_is_tried_with_another_process(self):
         assert outcome_of("transfers") == ("ok", "at 127.0.0.1 (no secret: this host only)")
         status, detail = outcome_of("tcp")

@@ -121,6 +121,7 @@ INTRODUCTION = framed(encode(introduction()))
 SAID = [INTRODUCTION, *(framed(encode(message)) for message in (announce(to=0), granted(to=0), report(), close()))]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(first=damaged(SAID), then=st.lists(damaged(SAID) | st.binary(max_size=200), max_size=3))
 def test_a_consumer_that_says_anything_loses_its_connection_and_no_more(pair, first, then):
@@ -144,6 +145,7 @@ def test_a_malformed_message_is_logged(pair, caplog):
 # Slow ones, and very many
 
 
+@pytest.mark.slow
 def test_a_request_under_way_is_not_disturbed_by_a_thousand_strangers(pair, purpose):
     pair.begin(f"disturbed at its {purpose}")
     before = len(os.listdir("/proc/self/fd"))

@@ -198,6 +198,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("survives", TARGETS, ids=lambda target: target.__name__)
 def test_no_bytes_do_more_than_be_refused(survives):
     fuzz(survives, TARGETS[survives], STRESS_S / len(TARGETS))

@@ -396,6 +396,7 @@ def processes():
         process.end()
 
 
+@pytest.mark.slow
 def test_a_producer_that_is_killed_fails_its_transfers_at_once_and_serves_again_on_its_port(make, processes):
     _, decode = make
     d = decode()
@@ -420,6 +421,7 @@ def test_a_producer_that_is_killed_fails_its_transfers_at_once_and_serves_again_
     assert endings(d, "fetched") == {Ending.FAILED}
 
 
+@pytest.mark.slow
 def test_a_producer_that_is_stopped_is_given_up_and_writes_nothing_when_it_wakes(make, processes):
     _, decode = make
     timing = Timing(lease_s=2.0, heartbeat_s=0.3, retry_s=0.2)
