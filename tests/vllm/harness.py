@@ -328,12 +328,14 @@ class Engine:
         end_s = time.monotonic() + PATIENCE_S
         for pd_worker in filter(None, (getattr(worker.half, "pd", None) for worker in self.workers)):
             node = pd_worker._node
-            while node._serving._serves or node._serving._writes or node._fetching._fetches:
+            while True:
+                held = node._serving._serves or node._serving._writes or node._fetching._fetches
+                results = pd_worker.take_results(ConnectorStats())
+                assert results == Results(), f"reported with nobody waiting: {results}"
+                if not held and not pd_worker._given and not pd_worker._awaited:
+                    break
                 assert time.monotonic() < end_s, "a node holds a transfer that the engine knows nothing of"
                 time.sleep(0.001)
-            results = pd_worker.take_results(ConnectorStats())
-            assert results == Results(), f"reported with nobody waiting: {results}"
-            assert not pd_worker._given and not pd_worker._awaited
             assert not pd_worker._givers and not pd_worker._takers
             assert not node._serving._producer.held and not node._fetching._consumer.held
             assert not node._serving.void and not node._fetching._memory._grants
