@@ -50,10 +50,13 @@ def test_traffic_leaves_no_memory_descriptors_or_threads_behind(trio: Trio, aske
     after = [settled(instance) for instance in trio.instances]
     for old, new in zip(before, after, strict=True):
         assert new.keys() == old.keys(), "other processes than before"
-        for pid, (nbytes, descriptors, threads) in new.items():
-            assert nbytes - old[pid][0] <= MOST_GROWTH_NBYTES
-            assert descriptors - old[pid][1] <= MOST_NEW_DESCRIPTORS
-            assert threads - old[pid][2] <= 0
+        for pid, (_, descriptors, threads) in new.items():
+            name = psutil.Process(pid).name()
+            assert threads - old[pid][2] <= 0, f"{name} has {threads} threads, {old[pid][2]} before"
+            assert descriptors - old[pid][1] <= MOST_NEW_DESCRIPTORS, f"{name} has {descriptors} descriptors"
+        for pid, (nbytes, _, _) in new.items():
+            grown = nbytes - old[pid][0]
+            assert grown <= MOST_GROWTH_NBYTES, f"{psutil.Process(pid).name()} grew by {grown} bytes to {nbytes}"
 
 
 def settled(instance: Instance) -> dict[int, tuple[int, int, int]]:
