@@ -226,9 +226,8 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are held for another instance that wants them. Those that a save still reads are pinned one by one."""
         if self._scheduler is None or self._pd is None:
             return False, None
-        loading = self._scheduler.loads(request)
         self._scheduler.finished(request)
-        return self._pd.finished(request, block_ids, loading=loading)
+        return self._pd.finished(request, block_ids)
 
     @contained(bool)
     def has_pending_block_frees(self) -> bool:

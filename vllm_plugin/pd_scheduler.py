@@ -43,6 +43,8 @@ class _Given:
     request: Request
     name: str
     leg: PrefillLeg
+    computing: bool = False
+    """Its blocks hold KV of its own, which may be on its way."""
     over: bool = False
     """vLLM has finished it; its blocks are held until all workers have reported."""
 
@@ -167,15 +169,8 @@ class PDScheduler:
         block, page = self._geometry.block_tokens, int(self._config.page_tokens)
         return max(block, page) if max(block, page) % min(block, page) == 0 else block * page
 
-    def finished(
-        self, request: Request, block_ids: Sequence[Sequence[int]], *, loading: bool
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """vLLM is through with a request: whether its blocks are to be held, and what to tell the router.
-
-        Args:
-            loading: a load into its blocks is under way, at whose end vLLM forgets the request. It ends itself where it
-                hears of a request after that.
-        """
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """vLLM is through with a request: whether its blocks are to be held, and what to tell the router."""
         if request.request_id in self._awaited:
             self._drop(request.request_id, "the request ended")
         given = self._given.get(request.request_id)
@@ -184,7 +179,9 @@ class PDScheduler:
         if request.status in _WITHOUT_RESULT or request.num_computed_tokens < request.num_prompt_tokens:
             # Also where no worker knows of it yet: a consumer may be waiting, and hears of it this way.
             self._step.cancelled[request.request_id] = f"the request ended: {request.status.name.lower()}"
-            if loading:  # nothing was computed, so nothing is being sent
+            if not given.computing:
+                # Nothing is being sent. If something loads into its blocks, vLLM forgets the request when that ends,
+                # and would end itself over a word about it after that.
                 del self._given[request.request_id]
                 self._step.unreported.add(request.request_id)
                 return False, None
@@ -217,11 +214,13 @@ class PDScheduler:
         step, self._step = self._step, PDStep()
         for req_id in scheduled.preempted_req_ids or ():
             if req_id in self._given:
+                self._given[req_id].computing = False
                 step.preempted.append(req_id)
         if self._given:
             for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
                 given = self._given.get(req_id)
                 if given is not None and not given.over:
+                    given.computing = True
                     self._add_progress(step, given.request, num_tokens)
         if step.announced:
             step.ranks = tuple(card.layout for card in self._cards)

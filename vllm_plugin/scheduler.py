@@ -163,11 +163,6 @@ class SchedulerHalf:
         tracked = self._tracked.get(request.request_id)
         return 0 if tracked is None or tracked.offer is None else tracked.offer[1]
 
-    def loads(self, request: Request) -> bool:
-        """Whether vLLM waits for the end of a load into this request's blocks."""
-        tracked = self._tracked.get(request.request_id)
-        return tracked is not None and tracked.loading is not None
-
     def after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, num_from_pool: int
     ) -> None:
