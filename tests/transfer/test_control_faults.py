@@ -148,6 +148,7 @@ def test_a_malformed_message_is_logged(pair, caplog):
 @pytest.mark.slow
 def test_a_request_under_way_is_not_disturbed_by_a_thousand_strangers(pair, purpose):
     pair.begin(f"disturbed at its {purpose}")
+    wait_for(lambda: pair.prefill.ranks[0].node._serving._visitors)
     before = len(os.listdir("/proc/self/fd"))
     with ExitStack() as stack:
         for _ in range(1000):
