@@ -11,18 +11,17 @@ from __future__ import annotations
 import errno
 import secrets
 import socket
-import time
 
 import numpy as np
 
 from transfer.base import Numbers, Unavailable
 from transfer.handshake import Server
-from transfer.local import LocalTransport, credentials
+from transfer.local import LocalTransport, credentials, probe
 from transfer.memory import Memory, Revocable
 from transfer.receiver import Connection
 from transfer.stream import Carriage, Slice
 from transfer.vectors import IOV_MAX, Pieces, Vector, read_process
-from transfer.wire import ANSWER_NBYTES, PROBE_KEY, Order, Status, WireError, decode_answer
+from transfer.wire import PROBE_KEY, Order, Status, WireError
 
 MAX_ORDER_NBYTES = 256 << 20
 STEP_NBYTES = 16 << 20
@@ -105,18 +104,8 @@ def _ask_for_permission(connection: socket.socket, deadline_at: float) -> None:
     number = secrets.randbits(64)
     kept = np.array([number], dtype=np.uint64)
     here, size = [kept.ctypes.data], [8]
-    connection.settimeout(max(0.001, deadline_at - time.monotonic()))
-    connection.sendall(Order(0, PROBE_KEY, 1, 8, place=number).encode(here, size, here))
-    data = b""
-    while len(data) < ANSWER_NBYTES:
-        more = connection.recv(ANSWER_NBYTES - len(data))
-        if not more:
-            raise Unavailable("the peer closed the connection when asked to read our memory")
-        data += more
-    try:
-        _, status = decode_answer(data)
-    except WireError as error:
-        raise Unavailable(str(error)) from error
+    order = Order(0, PROBE_KEY, 1, 8, place=number).encode(here, size, here)
+    status = probe(connection, order, deadline_at, "our memory")
     if status is Status.FORBIDDEN:
         raise Unavailable(
             "the peer may not read this process's memory (process_vm_readv): Yama's ptrace_scope, a container without "

@@ -15,7 +15,6 @@ import contextlib
 import os
 import socket
 import struct
-import time
 from array import array
 
 import numpy as np
@@ -24,12 +23,12 @@ from mooncake_connector.log import get_logger, log_once
 from transfer.base import MAX_PIECE_NBYTES, Capabilities, Int64, Numbers, Region, Unavailable, first_outside
 from transfer.cuda import HANDLE_NBYTES, Allocation, Copier, CudaError, Driver, system_driver
 from transfer.handshake import Identity, Server
-from transfer.local import LocalTransport, credentials
+from transfer.local import LocalTransport, credentials, probe
 from transfer.memory import Memory, Revocable
 from transfer.receiver import Connection
 from transfer.stream import Carriage, Slice
 from transfer.vectors import Vector
-from transfer.wire import ANSWER_NBYTES, PROBE_KEY, Order, Status, WireError, decode_answer
+from transfer.wire import PROBE_KEY, Order, Status, WireError
 
 logger = get_logger(__name__)
 
@@ -249,18 +248,7 @@ def _try_out(connection: socket.socket, windows: dict[Allocation, bytes], deadli
     """Have the receiver read a byte of the first window. Raises Unavailable where it cannot."""
     here = [min(window.address for window in windows)]
     order = Order(0, PROBE_KEY, 1, 1).encode(here, [1], here)
-    connection.settimeout(max(0.001, deadline_at - time.monotonic()))
-    connection.sendall(encode_windows(windows) + order)
-    data = b""
-    while len(data) < ANSWER_NBYTES:
-        more = connection.recv(ANSWER_NBYTES - len(data))
-        if not more:
-            raise Unavailable("the peer closed the connection when asked to read our device memory")
-        data += more
-    try:
-        _, status = decode_answer(data)
-    except WireError as error:
-        raise Unavailable(str(error)) from error
+    status = probe(connection, encode_windows(windows) + order, deadline_at, "our device memory")
     if status is Status.FORBIDDEN:
         raise Unavailable("the peer's memory is not that of one device")
     if status is not Status.OK:

@@ -187,9 +187,8 @@ class Fetching(Shell):
     def _grant(self, transfer: str, fetch: _Fetch) -> None:
         assert fetch.wanted is not None
         first, stop, block_ids = fetch.wanted
-        block_tokens = self._layout.block_tokens
         try:
-            ranges = self._layout.ranges(block_ids[first // block_tokens : -(-stop // block_tokens)])
+            ranges = self._layout.ranges(self._layout.holding(block_ids, first, stop))
             granted = self._memory.grant(*ranges)
         except (TransferError, ValueError) as error:
             self._consumer.cancel(transfer, str(error), now_s())
@@ -242,7 +241,7 @@ class Fetching(Shell):
                 continue
             rank = card.ranks[route.source]
             pairing = Pairing(rank.layout, self._layout, route)
-            page_tokens = -(-self._page_tokens // pairing.unit) * pairing.unit
+            page_tokens = pairing.checksum_tokens(self._page_tokens)
             legs = sum(other.source == route.source for other in every)
             origins.append(_Origin(rank, route, legs, pairing, page_tokens))
         links = await asyncio.gather(*(self._visit(origin) for origin in origins), return_exceptions=True)

@@ -118,6 +118,10 @@ class RankLayout:
             raise LayoutError(f"block ids {ids.min()}..{ids.max()}; there are blocks 0..{self.blocks.num_blocks - 1}")
         return ids
 
+    def holding(self, block_ids: Sequence[int], first_token: int, stop_token: int) -> Sequence[int]:
+        """Those of a request's block table that hold tokens `[first_token, stop_token)`."""
+        return block_ids[first_token // self.block_tokens : -(-stop_token // self.block_tokens)]
+
     def ranges(self, block_ids: Sequence[int]) -> tuple[Int64, Int64]:
         """Addresses and sizes of all bytes of these blocks, ascending and merged: what a grant of them covers."""
         starts, sizes = _block_runs(self)

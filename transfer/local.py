@@ -12,6 +12,7 @@ import socket
 import struct
 import time
 from abc import abstractmethod
+from array import array
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from transfer.receiver import Connection
 from transfer.sender import SendingPeer
 from transfer.sockets import SocketTransport
 from transfer.stream import Carriage, Stream
+from transfer.wire import ANSWER_NBYTES, Status, WireError, decode_answer
 
 _PEER = struct.Struct("=iII")
 _BACKLOG = 64
@@ -119,3 +121,19 @@ def check_user(connection: socket.socket) -> None:
     _, user = credentials(connection)
     if user != os.geteuid():
         raise Unavailable(f"the other end belongs to user {user}, this process to {os.geteuid()}")
+
+
+def probe(connection: socket.socket, order: bytes | array[int], deadline_at: float, what: str) -> Status:
+    """Send a probe, which asks the receiver to read `what`, and wait for its answer. Raises Unavailable, OSError."""
+    connection.settimeout(max(0.001, deadline_at - time.monotonic()))
+    connection.sendall(order)
+    data = b""
+    while len(data) < ANSWER_NBYTES:
+        more = connection.recv(ANSWER_NBYTES - len(data))
+        if not more:
+            raise Unavailable(f"the peer closed the connection when asked to read {what}")
+        data += more
+    try:
+        return decode_answer(data)[1]
+    except WireError as error:
+        raise Unavailable(str(error)) from error

@@ -142,6 +142,10 @@ class Pairing:
         self._runs = _Runs(source, destination, heads, self.unit)
         self._check_runs()
 
+    def checksum_tokens(self, page_tokens: int) -> int:
+        """Tokens that share a checksum where pages of `page_tokens` are asked for: whole units. Both sides use it."""
+        return -(-page_tokens // self.unit) * self.unit
+
     def copies(
         self,
         layers: range,

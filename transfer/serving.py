@@ -160,7 +160,7 @@ class Serving(Shell):
             raise MessageError(f"{type(message).__name__} before an introduction")
         route = Route(0, 0, message.first_layer, message.num_layers, message.first_head, message.num_heads)
         pairing = Pairing(self._layout, message.layout, route)
-        page_tokens = -(-self._page_tokens // pairing.unit) * pairing.unit
+        page_tokens = pairing.checksum_tokens(self._page_tokens)
         before = self._visitors.get(peer)
         data = self._connect(message.endpoints) if before is None else before.data
         visitor = _Visitor(message.layout, pairing, page_tokens, message.endpoints, data)
@@ -280,9 +280,7 @@ def _send(
     layers = range(batch.first_layer, batch.first_layer + batch.num_layers)
     tokens = (batch.first_token, batch.stop_token)
     copies = pairing.copies(layers, *tokens, block_ids, granted.block_ids)
-    first, stop = batch.first_token, batch.stop_token
-    there = visitor.layout.block_tokens
-    ranges = visitor.layout.ranges(granted.block_ids[first // there : -(-stop // there)])
+    ranges = visitor.layout.ranges(visitor.layout.holding(granted.block_ids, *tokens))
     completion = peer.write(
         Grant(granted.key, *ranges), copies.source, copies.destination, copies.nbytes, deadline_s=deadline_s
     )

@@ -73,7 +73,6 @@ class PDWorker:
         """Name of a transfer -> request, of either kind: one instance may be both ends of a transfer."""
         self._stops: dict[str, int] = {}
         self._stops_by_layer: dict[str, int] = {}
-        self._results = Results()
 
     @property
     def card(self) -> bytes:
@@ -181,8 +180,7 @@ class PDWorker:
         if ended.ending is Ending.DONE:
             stats.add("fetched_tokens", job.stop_token - job.first_token)
         elif not awaited.dropped:
-            size = self._layout.block_tokens
-            results.failed_blocks.update(job.block_ids[job.first_token // size : -(-job.stop_token // size)])
+            results.failed_blocks.update(self._layout.holding(job.block_ids, job.first_token, job.stop_token))
 
     def close(self) -> None:
         self._node.close()

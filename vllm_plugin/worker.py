@@ -30,7 +30,7 @@ from vllm_plugin.blocks import KVBlocks, probe_cpu_order, register_tensors
 from vllm_plugin.geometry import Geometry, Unsupported
 from vllm_plugin.lane import Lane, Task
 from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
-from vllm_plugin.pd_options import make_bounds, make_options, memory_of
+from vllm_plugin.pd_options import make_options, memory_of
 from vllm_plugin.pd_worker import PDWorker
 from vllm_plugin.stats import ConnectorStats
 
@@ -127,12 +127,13 @@ class WorkerHalf:
             itemsize=geometry.itemsize,
             blocks=blocks.layout,
         )
+        options = make_options(self._config)
         try:
-            node = Node(layout, memory_of(tensors), self._access, make_options(self._config))
+            node = Node(layout, memory_of(tensors), self._access, options)
         except (TransferError, ValueError, OSError) as error:
             logger.error("PD is off: %s", error)
             return None
-        return PDWorker(node, layout, self._rank, geometry.layer_names, make_bounds(self._config))
+        return PDWorker(node, layout, self._rank, geometry.layer_names, options.bounds)
 
     def start_loads(self, metadata: StepMetadata) -> None:
         for job in metadata.loads:
