@@ -78,6 +78,8 @@ class PDScheduler:
     ) -> None:
         self._geometry, self._config, self._engine_id, self._access = geometry, config, engine_id, access
         self._dp_rank = dp_rank
+        self._computes_what_failed = config.transfer_failure == "recompute"
+        """Otherwise a transfer that failed before its request has blocks is asked for all the same, to fail then."""
         self._namespace, self._root = namespace, root
         self._given: dict[str, _Given] = {}
         self._awaited: dict[str, _Awaited] = {}
@@ -240,7 +242,7 @@ class PDScheduler:
         if isinstance(report, WorkerReport):
             for req_id in report.unfetched:
                 awaited = self._awaited.get(req_id)
-                if awaited is not None and not awaited.fetching:
+                if awaited is not None and not awaited.fetching and self._computes_what_failed:
                     self._drop(req_id, "another rank could not fetch it")
         for req_id in output.finished_recving or ():
             self._awaited.pop(req_id, None)

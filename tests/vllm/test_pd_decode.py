@@ -225,6 +225,22 @@ def test_a_failed_transfer_fails_the_request_where_the_user_says_so(pair: MakePa
 
 
 @every_runner
+def test_a_transfer_that_failed_while_its_request_waited_for_blocks_fails_it_as_well(
+    pair: MakePair, runner: dict[str, bool]
+) -> None:
+    both = pair(runner, runner | {"num_blocks": 8, "prefix_caching": False}, transfer_failure="fail")
+    busy = both.decode.add([3] * 90, 20)
+    both.decode.step()
+    name = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x") | {"remote_engine_id": "gone"})
+    run_all(both.decode, until=lambda: figures(both.decode).get("failures"))
+    assert not jobs(both.decode)
+    both.run()
+    assert both.decode.reasons[name] == "error"
+    assert both.decode.texts[busy] == oracle.generate([3] * 90, 20)
+    both.check_at_rest()
+
+
+@every_runner
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1]], ids=str)
 def test_a_transfer_that_fails_on_some_ranks_is_computed_by_all(
     pair: MakePair, runner: dict[str, bool], failing: list[int]
