@@ -37,11 +37,15 @@ from transfer.tls import Tls
 _STRANGER_S = 5.0
 """A connection without a handshake is closed after so long."""
 _MAX_STRANGERS = 64
+_BACKLOG = 128
+_ACCEPT_AGAIN_S = 0.05
 _MAX_UNSENT_NBYTES = 16 << 20
 """A peer that does not read gets no further frames beyond so many bytes."""
 _LOST_AFTER_S = 10
 """A connection on which nothing is acknowledged for so long counts as dead."""
 _STOP_S = 5.0
+_CANCEL_S = 0.1
+"""A task that has not ended for so long is cancelled again."""
 
 logger = get_logger(__name__)
 _Result = TypeVar("_Result")
@@ -64,7 +68,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def post(self, call: Callable[..., object], *args: object) -> None:
@@ -83,21 +87,19 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancel all tasks and end the thread. May be called twice."""
-        if self.loop.is_closed():
-            return
-        with contextlib.suppress(TimeoutError):
-            self.run(_cancel_tasks(), _STOP_S)
         self.post(self.loop.stop)
         self._thread.join(_STOP_S)
-        if not self._thread.is_alive():
-            self.loop.close()
 
-
-async def _cancel_tasks() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    def _run(self) -> None:
+        self.loop.run_forever()
+        # More than once: a task may lose a cancellation (`wait_for` does, before Python 3.12, where it comes with the
+        # result), and others begin meanwhile.
+        while tasks := asyncio.all_tasks(self.loop):
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=_CANCEL_S))
+        self.loop.run_until_complete(asyncio.sleep(0))  # connections that were closed last let go of their sockets
+        self.loop.close()
 
 
 class Link:
@@ -197,87 +199,110 @@ async def listen(
     """
     host, port = address
     require_secret(host, access.identity)
-    listener = Listener(access.identity, purpose, serve)
     context = None if access.tls is None else access.tls.context(server=True)
     try:
-        await listener.start(host, port, context)
-    except OSError as error:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server(address, family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
         raise TransferError(f"cannot listen at {host}, port {port}: {error}") from error
-    return listener
+    return Listener(listening, purpose, access.identity, context, serve)
 
 
 class Listener:
-    """See `listen`."""
+    """See `listen`. Connections count as strangers from the start, before TLS has begun."""
 
-    def __init__(self, identity: Identity, purpose: str, serve: Callable[[Link], Awaitable[None]]) -> None:
-        self._identity, self._purpose, self._serve = identity, purpose, serve
+    def __init__(
+        self,
+        listening: socket.socket,
+        purpose: str,
+        identity: Identity,
+        context: ssl.SSLContext | None,
+        serve: Callable[[Link], Awaitable[None]],
+    ) -> None:
+        self.port: int = listening.getsockname()[1]
+        self._purpose, self._identity, self._context, self._serve = purpose, identity, context, serve
         self._strangers = 0
-        self._server: asyncio.Server | None = None
-        self.port = 0
-
-    async def start(self, host: str, port: int, context: ssl.SSLContext | None) -> None:
-        shaking_s = None if context is None else _STRANGER_S
-        self._server = await asyncio.start_server(
-            self._accept, host, port, ssl=context, ssl_handshake_timeout=shaking_s
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.get_running_loop().create_task(self._accept(listening))
 
     def close(self) -> None:
         """Accept nobody any more; connections go on."""
-        if self._server is not None:
-            self._server.close()
+        self._accepting.cancel()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listening:
+            listening.setblocking(False)
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(listening)
+                except OSError as error:  # out of file descriptors: the listener stays readable, so do not spin
+                    log_once(f"control.accept:{error.errno}", "cannot accept a peer: %s", error, logger=logger)
+                    await asyncio.sleep(_ACCEPT_AGAIN_S)
+                    continue
+                if self._strangers >= _MAX_STRANGERS:
+                    connection.close()
+                    reason = f"too many connections, {_MAX_STRANGERS}, have not finished their handshake"
+                    self._log_refusal(address[0], reason)
+                    continue
+                self._strangers += 1
+                task = loop.create_task(self._talk(connection, address[0]))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _talk(self, connection: socket.socket, host: str) -> None:
         try:
-            link = await self._shake(reader, writer)
+            link = await self._shake(connection, host)
             if link is not None:
-                await self._serve(link)
-        except asyncio.CancelledError:
-            pass  # closing: asyncio would log it as an error of this callback
+                try:
+                    await self._serve(link)
+                finally:
+                    link.close()
         except Exception as error:
             log_once(
                 f"control.{self._purpose}:{type(error).__name__}",
                 "a %s connection failed: %r", self._purpose, error,
                 logger=logger, exc_info=True,
             )  # fmt: skip
-        finally:
-            writer.close()
 
-    async def _shake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Link | None:
-        if self._strangers >= _MAX_STRANGERS:
-            self._log_refusal(writer, f"too many connections, {_MAX_STRANGERS}, have not finished their handshake")
+    async def _shake(self, connection: socket.socket, host: str) -> Link | None:
+        try:
+            return await asyncio.wait_for(self._greet(connection, host), _STRANGER_S)
+        except (OSError, asyncio.TimeoutError) as error:
+            self._log_refusal(host, str(error) or f"no handshake within {_STRANGER_S:g} s")
             return None
-        self._strangers += 1
+        finally:
+            self._strangers -= 1
+
+    async def _greet(self, connection: socket.socket, host: str) -> Link | None:
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._context)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         server = Server(self._identity, self._purpose)
         try:
             _tune(writer)
-            terms = await asyncio.wait_for(_greet(server, reader, writer), _STRANGER_S)
-            return Link(reader, writer, terms, server.leftover)
+            while server.terms is None:
+                writer.write(server.receive(await _some(reader)))
+                await writer.drain()
+            return Link(reader, writer, server.terms, server.leftover)
         except HandshakeError as error:
+            self._log_refusal(host, str(error))
             writer.write(Server.refusal(error))
-            self._log_refusal(writer, str(error))
-        except (OSError, asyncio.TimeoutError) as error:
-            self._log_refusal(writer, str(error) or f"no handshake within {_STRANGER_S:g} s")
-        finally:
-            self._strangers -= 1
-        return None
+            writer.close()
+            return None
+        except BaseException:
+            writer.close()
+            raise
 
-    def _log_refusal(self, writer: asyncio.StreamWriter, reason: str) -> None:
+    def _log_refusal(self, host: str, reason: str) -> None:
         """Once for each kind: what a stranger says must not make a new kind, there is room for so many."""
-        host = (writer.get_extra_info("peername") or ("unknown",))[0]
         kind = re.split(r"[\d:']", reason, maxsplit=1)[0]
         log_once(
             f"control.refused:{self._purpose}:{kind[:40]}",
             "refused a %s connection from %s: %s", self._purpose, host, reason,
             logger=logger,
         )  # fmt: skip
-
-
-async def _greet(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Terms:
-    while server.terms is None:
-        writer.write(server.receive(await _some(reader)))
-        await writer.drain()
-    return server.terms
 
 
 async def _some(reader: asyncio.StreamReader) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import pytest
+from certificates import CAN_MAKE, make_certificate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated.fuzz import damaged
@@ -31,6 +33,7 @@ from transfer.messages import MAX_MESSAGE_NBYTES, encode
 from transfer.node import NodeOptions
 from transfer.protocol import Ending, Timing
 from transfer.shell import RANK_PURPOSE
+from transfer.tls import Tls
 
 P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1, 2, 6]
 NOBODY = Access(Identity())
@@ -394,6 +397,29 @@ def test_strangers_beyond_a_number_are_turned_away_and_logged_once(monkeypatch, 
             assert "too many connections, 4, have not finished their handshake" in caplog.text
     finally:
         pair.close()
+
+
+@pytest.mark.skipif(not CAN_MAKE, reason="makes its certificates with `openssl`")
+def test_strangers_that_have_not_even_begun_with_tls_count(monkeypatch, tmp_path):
+    monkeypatch.setattr(transfer.control, "_MAX_STRANGERS", 4)
+    monkeypatch.setattr(transfer.control, "_STRANGER_S", 600.0)
+    tls = Tls(**make_certificate(tmp_path))
+    prefill, decode = (Instances(1, table, tls=tls) for table in (P_TABLE, D_TABLE))
+    prefill.fill()
+    try:
+        with ExitStack() as stack:
+            early = [stack.enter_context(dial(prefill.directory.port)) for _ in range(4)]
+            assert is_closed(stack.enter_context(dial(prefill.directory.port)))
+            assert not select.select(early, [], [], 0)[0]
+        wait_for(lambda: not prefill.directory._listener._strangers)
+        prefill.open("t")
+        prefill.finish("t")
+        decode.announce("t", prefill.where, computed=True)
+        decode.grant("t")
+        assert [ended.ending for ended in decode.fetched()] == [Ending.DONE]
+    finally:
+        decode.close()
+        prefill.close()
 
 
 def test_closing_with_connections_open_says_nothing(caplog):
