@@ -296,8 +296,10 @@ def _set_timeout(connection: Blocking, deadline_at: float) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, a literal IP address, stays on this machine."""
-    address = ipaddress.ip_address(host.partition("%")[0])
+    """Whether `host` stays on this machine. Raises ValueError for what is no literal address, but a name to look up."""
+    address = ipaddress.ip_address(host)
+    if getattr(address, "scope_id", None) and not address.is_link_local:
+        raise ValueError(f"{host!r}: only a link-local address has a scope")
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
 

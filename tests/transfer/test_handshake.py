@@ -234,7 +234,9 @@ def test_any_other_address_needs_one(host):
     require_secret(host, Identity(SECRET))
 
 
-@pytest.mark.parametrize("host", ["localhost", "", "example.org"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "", "example.org", "127.0.0.1%x.example.org", "::1%x.example.org", "::1%lo"]
+)
 def test_names_are_no_addresses(host):
     with pytest.raises(TransferError, match="literal IP address"):
         require_secret(host, Identity(SECRET))
