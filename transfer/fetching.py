@@ -287,6 +287,8 @@ class Fetching(Shell):
                 try:
                     await self._converse(origin.name, link)
                 except TransferError:
+                    pass
+                finally:
                     link.close()
                 if self._links.get(origin.name) is link:
                     del self._links[origin.name]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -177,10 +179,13 @@ class Serving(Shell):
             visitor.data.add_done_callback(_close)
 
     def _connect(self, endpoints: Mapping[str, bytes]) -> asyncio.Future[Peer]:
-        def connect() -> Peer:
-            return self._transports.connect(endpoints, deadline_s=_CONNECT_S)
+        connecting = self._loop.create_task(self._dial(endpoints))
+        connecting.add_done_callback(_look)
+        return connecting
 
-        return self._loop.run_in_executor(None, connect)
+    async def _dial(self, endpoints: Mapping[str, bytes]) -> Peer:
+        connect = partial(self._transports.connect, endpoints, deadline_s=_CONNECT_S)
+        return await self._loop.run_in_executor(None, connect)
 
     def _shape_of(self, peer: str, granted: Granted) -> Shape:
         visitor = self._visitors.get(peer)
@@ -260,7 +265,7 @@ class Serving(Shell):
             if not settled.done():
                 settled.set_result(outcome)
 
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(tell)
 
     def _release(self, order: Release) -> Ended:
@@ -296,6 +301,12 @@ def _is_dead(connecting: asyncio.Future[Peer]) -> bool:
     if not connecting.done():
         return False
     return connecting.cancelled() or connecting.exception() is not None or not connecting.result().alive
+
+
+def _look(connecting: asyncio.Future[Peer]) -> None:
+    """A failure is told to whoever wants to write; asyncio would log it as an error where nobody does."""
+    if not connecting.cancelled():
+        connecting.exception()
 
 
 def _close(connecting: asyncio.Future[Peer]) -> None:

@@ -6,7 +6,7 @@ import socket
 import threading
 from abc import abstractmethod
 
-from transfer.base import Transport
+from transfer.base import Transport, Unavailable
 from transfer.handshake import Identity, Server, Terms
 from transfer.memory import Memory
 from transfer.receiver import Connection, Receiver
@@ -24,6 +24,7 @@ class SocketTransport(Transport):
         self._receiver: Receiver | None = None
         self._endpoint = b""
         self._peers: set[SendingPeer] = set()
+        self._closed = False
 
     @abstractmethod
     def _open(self) -> tuple[list[socket.socket], bytes]:
@@ -44,16 +45,21 @@ class SocketTransport(Transport):
         with self._lock:
             peers, receiver = list(self._peers), self._receiver
             self._receiver = None
+            self._closed = True
         for peer in peers:
             peer.close()
         if receiver is not None:
             receiver.close()
 
     def _peer(self, terms: Terms, streams: list[Stream], carriage: Carriage) -> SendingPeer:
-        """A peer over these streams, which is closed with this transport."""
+        """A peer over these streams, which is closed with this transport. Raises Unavailable where that is closed."""
         peer = SendingPeer(self.name, terms, self.memory, streams, carriage, self._forget)
         with self._lock:
             self._peers.add(peer)
+            closed = self._closed
+        if closed:
+            peer.close()
+            raise Unavailable("this side was closed meanwhile")
         return peer
 
     def _forget(self, peer: SendingPeer) -> None:

@@ -137,3 +137,13 @@ def test_closing_twice_is_fine(opened):
     transports.listen()
     transports.close()
     transports.close()
+
+
+@pytest.mark.parametrize("name", ["cma", "shm", "tcp"])
+def test_a_transport_that_is_closed_connects_no_more(name):
+    """Nobody would close the connection: one may be made by another thread while the transport is closed."""
+    with make_transports([name], Memory(), Identity()) as here, make_transports([name], Memory(), Identity()) as there:
+        endpoints = there.listen()
+        here.close()
+        with pytest.raises(Unavailable, match="closed meanwhile"):
+            here.connect(endpoints, deadline_s=10)
