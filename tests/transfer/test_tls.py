@@ -1,14 +1,13 @@
 """The `tcp` transport over TLS does what every transport must, and lets nobody in without a certificate."""
 
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 from contextlib import ExitStack, suppress
 
 import msgspec
 import pytest
+from certificates import CAN_MAKE, make_certificate
 
 from transfer import receiver
 from transfer.base import TransferError, Unavailable
@@ -19,27 +18,13 @@ from transfer.testing import TransportConformance
 from transfer.testing_process import Buffer, int64
 from transfer.tls import Tls
 
-pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="makes its certificates with `openssl`")
-
-MAKE = """
-set -e
-openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=authority \
-  -keyout authority.key -out authority.pem
-openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=peer -keyout peer.key -out peer.csr
-openssl x509 -req -in peer.csr -CA authority.pem -CAkey authority.key -CAcreateserial -days 2 -out peer.pem
-"""
+pytestmark = pytest.mark.skipif(not CAN_MAKE, reason="makes its certificates with `openssl`")
 
 
 @pytest.fixture(scope="module")
 def authorities(tmp_path_factory):
     """Files of two authorities that know nothing of each other."""
-    made = []
-    for name in ("ours", "others"):
-        folder = tmp_path_factory.mktemp(name)
-        subprocess.run(["sh", "-c", MAKE], cwd=folder, check=True, capture_output=True)
-        files = {"certificate": "peer.pem", "key": "peer.key", "authority": "authority.pem"}
-        made.append({role: str(folder / file) for role, file in files.items()})
-    return made
+    return [make_certificate(tmp_path_factory.mktemp(name)) for name in ("ours", "others")]
 
 
 @pytest.mark.slow
