@@ -40,6 +40,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from mooncake_connector.keys import page_keys, root_digest
+from vllm_plugin.connector import MooncakeKVConnector
 from vllm_plugin.messages import PDStep
 from vllm_plugin.pd_worker import Results
 from vllm_plugin.stats import ConnectorStats
@@ -123,7 +124,7 @@ class Worker:
 
 
 def _ours(connector: Any) -> Any:
-    return getattr(connector, "sub_connectors", [connector])[0]
+    return next(one for one in getattr(connector, "sub_connectors", [connector]) if type(one) is MooncakeKVConnector)
 
 
 class _Agent:

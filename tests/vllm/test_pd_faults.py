@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import oracle
 import pytest
-from cases import Start, every_runner
-from pd import PROMPT, MakePair, Pair, decode_params, figures, granted, node_of, run_all
+from cases import every_runner
+from pd import PROMPT, MakePair, decode_params, figures, granted, node_of, run_all
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from test_surface import multi
 
 import transfer.fetching
 
@@ -57,11 +55,11 @@ def test_a_page_spoilt_between_its_arrival_and_the_check(
     check: Callable[..., Any] = transfer.fetching._check
     spoilt = []
 
-    def spoil(origin: Any, landed: Any, block_ids: Any) -> Any:
+    def spoil(origin: Any, landed: Any, block_ids: Any, *rest: Any) -> Any:
         if len(spoilt) < times:
             spoilt.append(landed.attempt)
             both.decode.workers[0].memory[1, block_ids[2], 0, 5] ^= np.uint64(1)
-        return check(origin, landed, block_ids)
+        return check(origin, landed, block_ids, *rest)
 
     monkeypatch.setattr(transfer.fetching, "_check", spoil)
     name = both.ask(PROMPT)
@@ -137,16 +135,3 @@ def test_a_rank_without_a_node_turns_transfers_off(pair: MakePair, caplog: pytes
     assert both.prefill.answers[name] is None
     assert "PD is off: 0 ranks are ready for it" in caplog.text
     both.prefill.check_at_rest()
-
-
-@every_runner
-def test_inside_multi_connector_kv_is_given_and_taken(
-    start: Start, pool: Path, tmp_path: Path, runner: dict[str, bool]
-) -> None:
-    settings = {"transfer": multi(pool, tmp_path), "hybrid_manager_off": True}
-    both = Pair(start(**runner, **settings), start(**runner, **settings))
-    for engine in both.both:
-        assert engine.pd._directory is not None
-    name = both.ask(PROMPT)
-    assert both.decode.computed(name) == 1 + 2
-    both.check_at_rest()
