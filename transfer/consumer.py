@@ -228,6 +228,9 @@ class Consumer(Half):
         leg.batches[message.batch] = _Got(message)
         self._orders.append(Verify(leg.source.peer, known.name, message))
 
+    def _deals_with(self, peer: str) -> bool:
+        return any(peer in known.legs for known in self._transfers.values())
+
     def _fail_begun(self, peer: str, spared: Container[int], cause: str, now_s: float) -> None:
         for known in list(self._transfers.values()):
             leg = known.legs.get(peer)

@@ -77,7 +77,8 @@ class _Remote:
 
     engine_id: str
     origins: list[_Origin]
-    lost: bool = False
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its connections are over, or are those of a later look-up."""
 
 
 @dataclass(slots=True)
@@ -154,7 +155,7 @@ class Fetching(Shell):
         fetch = self._fetches[transfer]
         try:
             remote = await asyncio.wait_for(self._remote(fetch.where, family), self._timing.deadline_s)
-            if remote.lost:
+            if remote.lost.is_set():
                 raise Unavailable("the prefill instance was lost just now")
         except Exception as error:
             ending, cause = Ending.FAILED, str(error)
@@ -282,7 +283,7 @@ class Fetching(Shell):
     async def _keep(self, address: tuple[str, int], remote: _Remote, origin: _Origin, link: Link | None) -> None:
         """Talk with a rank, and connect again where the connection ends while transfers are under way."""
         tried_s = -_RECONNECT_S
-        while not remote.lost:
+        while not remote.lost.is_set():
             if link is not None:
                 try:
                     await self._converse(origin.name, link)
@@ -292,25 +293,33 @@ class Fetching(Shell):
                     link.close()
                 if self._links.get(origin.name) is link:
                     del self._links[origin.name]
-            if remote.lost or not any(fetch.where.address == address for fetch in self._fetches.values()):
+            if remote.lost.is_set() or not any(fetch.where.address == address for fetch in self._fetches.values()):
                 break
             # One that takes connections and closes them is not asked again and again.
             await asyncio.sleep(tried_s + _RECONNECT_S - now_s())
+            if remote.lost.is_set():
+                break
             tried_s, link = now_s(), None
             try:
                 link = await self._visit(origin)
-                self._links[origin.name] = link
             except Gone:
                 self._half.lost(origin.name, now_s())
                 self.pump()
                 break
             except Unavailable:
-                pass
+                continue
+            if remote.lost.is_set():  # the instance was asked again meanwhile, over connections of its own
+                link.close()
+            else:
+                self._links[origin.name] = link
         self._forget(address, remote)
+        self._leave(origin.name)
 
     def _forget(self, address: tuple[str, int], remote: _Remote) -> None:
         """Ask the directory again before the next transfer."""
-        remote.lost = True
+        if remote.lost.is_set():  # whose connections are over: those to its ranks are others now
+            return
+        remote.lost.set()
         for origin in remote.origins:
             link = self._links.get(origin.name)
             if link is not None:

@@ -26,6 +26,8 @@ from transfer.serving import Serving
 from transfer.shell import RANK_PURPOSE, Ended
 
 _START_S = 10.0
+_MAX_CONNECTING = 64
+"""Consumers that are being connected to at the same time: each may take seconds, and must not hold up the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Node:
         ]
         self._thread = LoopThread("mooncake-connector-transfer")
         loop = self._thread.loop
+        loop.set_default_executor(ThreadPoolExecutor(_MAX_CONNECTING, thread_name_prefix="mooncake-connector-connect"))
         try:
             endpoints = self._transports.listen()
             self._serving = Serving(

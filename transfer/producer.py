@@ -264,6 +264,9 @@ class Producer(Half):
             self._orders.append(Abandon(leg.peer, known.name))
         self._say_status(known, leg, message.grant)
 
+    def _deals_with(self, peer: str) -> bool:
+        return any(peer in known.legs for known in self._transfers.values())
+
     def _fail_begun(self, peer: str, spared: Container[int], cause: str, now_s: float) -> None:
         for known in list(self._transfers.values()):
             leg = known.legs.get(peer)

@@ -137,6 +137,14 @@ class Half(ABC):
         self._lost.add(peer)
         self._fail_begun(peer, (), f"the {self._other} is gone", now_s)
 
+    def forget(self, peer: str) -> bool:
+        """Remember nothing of a peer that has no connection any more. False while a transfer has to do with it."""
+        if self._deals_with(peer):
+            return False
+        self._lives.pop(peer, None)
+        self._lost.discard(peer)
+        return True
+
     def receive(self, peer: str, message: AnyMessage, now_s: float) -> None:
         """A message came. One from an earlier life of the peer is dropped, one for an earlier life of ours refused."""
         known = self._lives.get(peer, 0)
@@ -158,6 +166,10 @@ class Half(ABC):
     @abstractmethod
     def _handle(self, peer: str, message: AnyMessage, now_s: float) -> None:
         """A message of the peer's present life, meant for this one."""
+
+    @abstractmethod
+    def _deals_with(self, peer: str) -> bool:
+        """Whether a transfer has a leg to or from the peer."""
 
     @abstractmethod
     def _fail_begun(self, peer: str, spared: Container[int], cause: str, now_s: float) -> None:

@@ -177,6 +177,7 @@ class Serving(Shell):
         if self._visitors.get(peer) is visitor and peer not in self._links:
             del self._visitors[peer]
             visitor.data.add_done_callback(_close)
+            self._leave(peer)
 
     def _connect(self, endpoints: Mapping[str, bytes]) -> asyncio.Future[Peer]:
         connecting = self._loop.create_task(self._dial(endpoints))

@@ -18,6 +18,8 @@ from transfer.protocol import Ending, Half, Order, Release, Send
 
 RANK_PURPOSE = "rank"
 """What control connections between ranks are called in the handshake."""
+_LEAVE_S = 30.0
+"""How often to look whether transfers with a rank are over that has no connection any more."""
 
 logger = get_logger(__name__)
 
@@ -108,6 +110,11 @@ class Shell(ABC):
                 raise
             self._half.receive(peer, message, now_s())
             self.pump()
+
+    def _leave(self, peer: str) -> None:
+        """Forget a rank whose connection is over, as soon as no transfer has to do with it."""
+        if peer not in self._links and not self._half.forget(peer):
+            self._loop.call_later(_LEAVE_S, self._leave, peer)
 
     def _start(self, work: asyncio.Task[None]) -> None:
         """Keep a task from being collected."""

@@ -1,0 +1,143 @@
+"""Instances come and go: what is left of those that went, and what those that cannot be reached cost the others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+from simulated.halves import introduction
+from simulated.nodes import Instances
+from simulated.strangers import dial, greet
+
+import transfer.fetching
+import transfer.shell
+from transfer.base import Unavailable
+from transfer.handshake import Identity
+from transfer.messages import encode
+from transfer.node import NodeOptions
+from transfer.protocol import Ending, Timing
+from transfer.shell import RANK_PURPOSE
+
+P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1, 2, 6]
+QUICK = Timing(lease_s=0.5, heartbeat_s=0.1, retry_s=0.1)
+
+
+@pytest.fixture
+def start():
+    made = []
+
+    def instance(table: list[int], tp_size: int = 1, timing: Timing | None = None) -> Instances:
+        made.append(Instances(tp_size, table, options=NodeOptions(page_tokens=16, timing=timing or Timing())))
+        if table is P_TABLE:
+            made[-1].fill()
+        return made[-1]
+
+    yield instance
+    for instances in made:
+        instances.close()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end_s, "it never came"
+        time.sleep(0.005)
+
+
+def hand_over(prefill: Instances, decode: Instances, name: str) -> None:
+    prefill.open(name)
+    prefill.finish(name)
+    decode.announce(name, prefill.where, computed=True)
+    decode.grant(name)
+    assert {ended.ending for ended in decode.fetched()} == {Ending.DONE}
+    assert {ended.ending for ended in prefill.sent()} == {Ending.DONE}
+
+
+def test_nothing_is_left_of_decode_instances_that_went(start, monkeypatch):
+    monkeypatch.setattr(transfer.shell, "_LEAVE_S", 0.05)
+    prefill = start(P_TABLE, timing=QUICK)
+    serving = prefill.ranks[0].node._serving
+    for number in range(3):
+        decode = start(D_TABLE)
+        hand_over(prefill, decode, f"t{number}")
+        assert serving._producer._lives
+        decode.close()
+    wait_for(lambda: not serving._visitors and not serving._producer._lives)
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_nothing_is_left_of_prefill_instances_that_went(start, monkeypatch, under_way):
+    monkeypatch.setattr(transfer.shell, "_LEAVE_S", 0.05)
+    decode = start(D_TABLE, timing=QUICK)
+    fetching = decode.ranks[0].node._fetching
+    for number in range(3):
+        prefill = start(P_TABLE)
+        hand_over(prefill, decode, f"t{number}")
+        assert fetching._consumer._lives
+        if under_way:
+            decode.announce("cut off", prefill.where, computed=False)
+            decode.grant("cut off")
+            wait_for(lambda: fetching._memory._grants)
+        prefill.close()
+        if under_way:
+            assert {ended.ending for ended in decode.fetched()} == {Ending.FAILED}
+    wait_for(lambda: not fetching._remotes and not fetching._consumer._lives and not fetching._consumer._lost)
+
+
+def test_a_connection_that_is_still_being_made_again_does_not_disturb_those_that_came_later(start, monkeypatch):
+    prefill, decode = start(P_TABLE, tp_size=2), start(D_TABLE)
+    fetching, post = decode.ranks[0].node._fetching, decode.ranks[0].node._thread.post
+    connect = transfer.fetching.connect
+    waiting, go_on = [], threading.Event()
+
+    async def late(*args, **kwargs):
+        if waiting:
+            return await connect(*args, **kwargs)
+        waiting.append(asyncio.current_task())
+        while not go_on.is_set():
+            await asyncio.sleep(0.001)
+        raise Unavailable("not yet")
+
+    decode.announce("first", prefill.where, computed=False)
+    wait_for(lambda: len(fetching._links) == 2)
+    broken, idle = fetching._links.values()
+    monkeypatch.setattr(transfer.fetching, "connect", late)
+    post(broken.close)
+    wait_for(lambda: waiting)
+    decode.drop("first")
+    decode.fetched()
+    post(idle.close)
+    wait_for(lambda: not fetching._remotes)
+    decode.announce("second", prefill.where, computed=False)
+    wait_for(lambda: len(fetching._links) == 2)
+    links = dict(fetching._links)
+    go_on.set()
+    wait_for(waiting[0].done)
+    assert fetching._links == links and all(link.alive for link in links.values())
+
+
+def test_decode_instances_that_cannot_be_reached_do_not_hold_up_the_others(start, monkeypatch):
+    prefill, decode = start(P_TABLE), start(D_TABLE)
+    node, rank = prefill.ranks[0].node, decode.ranks[0]
+    connect, go_on = node._transports.connect, threading.Event()
+
+    def slow(endpoints, **kwargs):
+        if "nowhere" in endpoints:
+            assert go_on.wait(60)
+            raise Unavailable("nobody is there")
+        return connect(endpoints, **kwargs)
+
+    monkeypatch.setattr(node._transports, "connect", slow)
+    said = introduction(layout=rank.layout, num_layers=4, num_heads=4, endpoints={"nowhere": b""}, generation=1)
+    with ExitStack() as stack:
+        stack.callback(go_on.set)
+        for _ in range(40):
+            connection = stack.enter_context(dial(node.card.port))
+            greet(connection, RANK_PURPOSE, Identity())
+            connection.sendall(len(encode(said)).to_bytes(4, "little") + encode(said))
+        wait_for(lambda: len(node._serving._visitors) == 40)
+        hand_over(prefill, decode, "t")
