@@ -220,7 +220,7 @@ class TransportConformance:
             ).wait()
             for owner, region in zip((memory, there), regions, strict=True):
                 owner.unregister(region)  # before it is unmapped, also where the machine was too slow
-            assert outcome.ok
+            assert outcome.ok, outcome
             assert np.array_equal(target.content, source.content)
 
     def test_pieces_beyond_the_registered_or_granted_memory_are_errors(

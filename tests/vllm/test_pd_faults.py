@@ -99,9 +99,9 @@ def test_figures_reach_prometheus(pair: MakePair) -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs, registry=registry)
 
-    both = pair(transfer_deadline_s=0.2)
+    both = pair()
     both.ask(PROMPT)
-    both.decode.add([1, *PROMPT], 1, params=decode_params(both.prefill, "never"))
+    both.decode.add([1, *PROMPT], 1, params=decode_params(both.prefill, "x") | {"remote_engine_id": "gone"})
     both.run()
     prometheus = type(both.decode.connector).build_prom_metrics(
         both.decode.scheduler.vllm_config, {Counter: Registered, Gauge: Gauge, Histogram: Histogram},
@@ -116,7 +116,7 @@ def test_figures_reach_prometheus(pair: MakePair) -> None:
     assert value("fetched_tokens", engine="1") == NUM_TOKENS
     assert value("sends", engine="0") == 1
     assert value("transport_bytes", engine="0", transport="cma") == 96 * 2 * 2 * 8
-    assert value("failures", engine="1", cause="fetch_expired") == 1
+    assert value("failures", engine="1", cause="fetch_failed") == 1
 
 
 def test_the_handshake_has_all_ranks_in_order(pair: MakePair) -> None:

@@ -107,6 +107,9 @@ def test_random_walk(
     ):
         if walk.count < NUM_REQUESTS and rng.random() < 0.2:
             walk.ask()
+            if walk.count == NUM_REQUESTS // 2:  # however few steps there are
+                for engine in both.both:
+                    walk.abort_one(engine)
         walk.step()
         walk.hand_over()
     run_all(*both.both)

@@ -14,6 +14,8 @@ from cases import RUNNERS, Start
 from harness import Engine
 
 NUM_REQUESTS = 120
+CROWD = [[number] * 100 for number in range(4)]
+"""Prompts that do not fit into any of these caches together, with 60 tokens more each: some are preempted."""
 SETTINGS = [
     {"num_blocks": 28, "prefix_caching": False},
     {"num_blocks": 28, "page_tokens": 64, "prefix_caching": True},
@@ -55,6 +57,7 @@ def test_random_walk(
     faults.release()
     faults.lose_reads = None
     faults.refuse_writes = False
+    asked |= {engine.add(prompt, 60): (prompt, 60) for prompt in CROWD}
     engine.run()
     check_answers(engine, asked)
     engine.check_at_rest()
