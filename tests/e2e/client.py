@@ -122,33 +122,30 @@ class Client(HttpClient):
 
         `on_text` is called with every piece of the text as it arrives.
         """
-        started = time.monotonic()
-        first = None
-        texts: list[str] = []
-        token_ids: list[int] = []
-        steps: list[dict[int, float]] = []
-        usage: dict[str, Any] = {}
-        for event in self._events(self._complete(prompt, max_tokens, cache_salt, ignore_eos)):
-            usage = event.get("usage") or usage
-            for choice in event["choices"]:
-                if choice["token_ids"] and first is None:
-                    first = time.monotonic()
-                texts.append(choice["text"])
-                if on_text is not None and choice["text"]:
-                    on_text(choice["text"])
-                token_ids.extend(choice["token_ids"] or ())
-                steps.extend(_steps(choice["logprobs"]))
-        if first is None:
-            raise ServerError(f"the stream ended without a token; usage: {usage}")
-        return Answer(
-            token_ids=tuple(token_ids),
-            text="".join(texts),
-            steps=tuple(steps),
-            prompt_tokens=usage["prompt_tokens"],
-            cached_tokens=(usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
-            ttft_s=first - started,
-            total_s=time.monotonic() - started,
-        )
+        return _gather(self._events(self._complete(prompt, max_tokens, cache_salt, ignore_eos)), on_text)
+
+    def chat(self, text: str, *, max_tokens: int = 8) -> Answer:
+        """Stream the greedy answer to what a user says."""
+        body = {
+            **self.chat_body(text, max_tokens),
+            "logprobs": True,
+            "top_logprobs": CANDIDATES,
+            "return_tokens_as_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return _gather(self._events(self._send("POST", "/v1/chat/completions", body)))
+
+    def chat_body(self, text: str, max_tokens: int) -> dict[str, Any]:
+        """A request of the chat completions API, not streamed."""
+        return {
+            "model": self._model,
+            "messages": [{"role": "user", "content": text}],
+            "max_completion_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
 
     def abandon(self, prompt: Prompt, *, after_s: float, max_tokens: int = 256) -> None:
         """Send a request, and close its connection `after_s` seconds later without reading: the engine aborts it."""
@@ -194,7 +191,44 @@ class Client(HttpClient):
         return self._send("POST", "/v1/completions", body)
 
 
+def _gather(events: Iterator[Any], on_text: Callable[[str], None] | None = None) -> Answer:
+    """The answer that a stream of completions, or of chat completions, brings from now on."""
+    started = time.monotonic()
+    first = None
+    texts: list[str] = []
+    token_ids: list[int] = []
+    steps: list[dict[int, float]] = []
+    usage: dict[str, Any] = {}
+    for event in events:
+        usage = event.get("usage") or usage
+        for choice in event["choices"]:
+            text = choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
+            if choice.get("token_ids") and first is None:
+                first = time.monotonic()
+            texts.append(text)
+            if on_text is not None and text:
+                on_text(text)
+            token_ids.extend(choice.get("token_ids") or ())
+            steps.extend(_steps(choice["logprobs"]))
+    if first is None:
+        raise ServerError(f"the stream ended without a token; usage: {usage}")
+    return Answer(
+        token_ids=tuple(token_ids),
+        text="".join(texts),
+        steps=tuple(steps),
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=(usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
+        ttft_s=first - started,
+        total_s=time.monotonic() - started,
+    )
+
+
 def _steps(logprobs: dict[str, Any] | None) -> list[dict[int, float]]:
     """vLLM's candidates, named "token_id:7", by token."""
-    steps = logprobs["top_logprobs"] if logprobs else []
+    if not logprobs:
+        return []
+    if "content" in logprobs:  # of a chat
+        steps = [{one["token"]: one["logprob"] for one in step["top_logprobs"]} for step in logprobs["content"] or ()]
+    else:
+        steps = logprobs["top_logprobs"]
     return [{int(name.removeprefix("token_id:")): value for name, value in step.items()} for step in steps]

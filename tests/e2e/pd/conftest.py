@@ -12,7 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from certificates import CAN_MAKE, make_certificate
 
+from e2e.pd.chat import CHAT_TEMPLATE, Chatting, draw_letters
 from e2e.pd.fleet import Fleet, Group
 from e2e.pd.hosts import Host, Link, NoNamespaces, two_hosts
 from e2e.pd.instances import Instance
@@ -41,16 +43,18 @@ LENGTHS = {
     "one to two": 450,
     **{f"crowd {number}": 130 + 41 * number for number in range(8)},
 }
+COMMON = ("--max-model-len", "4096", "--chat-template", CHAT_TEMPLATE)
 
 
 @pytest.fixture(scope="session")
 def asked(qwen3: Path, logs: Path) -> dict[str, Question]:
     """Questions for the Qwen3 checkpoint by name, answered by vLLM without the connector or a cache."""
-    plain = Server(qwen3, log=logs / "pd-plain.log", args=["--max-model-len", "4096", "--no-enable-prefix-caching"])
+    plain = Server(qwen3, log=logs / "pd-plain.log", args=[*COMMON, "--no-enable-prefix-caching"])
     with running(plain):
         examiner = Examiner(plain)
         found = {name: examiner.question(name, length) for name, length in LENGTHS.items()}
         found["shared/more"] = examiner.question("shared/more", 1000, prefix=found["shared"].prompt)
+        found["chat"] = Examiner(Chatting(plain), draw=draw_letters).question("chat", 300)
         return found
 
 
@@ -88,7 +92,7 @@ def trio(asked: dict[str, Question], fleet: Fleet, qwen3: Path, logs: Path) -> T
                 log=logs / f"pd-trio-{number}.log",
                 pool=logs / "no-pool",
                 config={**BOUNDS, **times, "transports": transports},
-                args=[*MEMORY, "--max-model-len", "4096", "--max-num-batched-tokens", str(chunk)],
+                args=[*MEMORY, *COMMON, "--max-num-batched-tokens", str(chunk)],
             )
             for number, (transports, chunk) in enumerate(kinds)
         ]
@@ -100,11 +104,13 @@ def trio(asked: dict[str, Question], fleet: Fleet, qwen3: Path, logs: Path) -> T
 
 
 class Hosts(Group):
-    """A prefill and a decode instance with a pool each, in network namespaces where those can be made."""
+    """A prefill and a decode instance with a pool each, in network namespaces where those can be made, and with TLS."""
 
-    def __init__(self, prefill: Instance, decode: Instance, link: Link | None, logs: Path) -> None:
+    def __init__(self, prefill: Instance, decode: Instance, plain: Instance, link: Link | None, logs: Path) -> None:
         super().__init__([prefill, decode], logs)
         self.prefill, self.decode = prefill, decode
+        self.plain = plain
+        """Like `decode`, but without TLS, and not running."""
         self._link = link
 
     @property
@@ -145,12 +151,14 @@ def hosts(
         secret = tmp_path_factory.mktemp("secret") / "secret"
         secret.touch(mode=0o600)
         secret.write_text("as long as it has to be, and longer")
-        instances = []
-        for number, pool in enumerate(pools):
+        files = make_certificate(tmp_path_factory.mktemp("tls")) if CAN_MAKE else {}
+        tls = {f"tls_{role}": path for role, path in files.items()}
+
+        def instance(name: str, number: int, pool: Path, more: dict[str, object]) -> Instance:
             apart = {} if network is None else {
-                "host": network[number].control,  # type: ignore[union-attr]
-                "transfer_host": network[number].data,  # type: ignore[union-attr]
-                "launcher": network[number].launcher,  # type: ignore[union-attr]
+                "host": network[number].control,
+                "transfer_host": network[number].data,
+                "launcher": network[number].launcher,
                 "env": {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"},
             }  # fmt: skip
             config = {
@@ -162,11 +170,15 @@ def hosts(
                 "granularity_chunk_tokens": CHUNK_TOKENS,
                 "transfer_deadline_s": 40,
                 "transfer_lease_s": 10,
+                **more,
             }
             args = ["--max-model-len", "2048", "--max-num-batched-tokens", "256"]
-            log = logs / f"pd-host-{number}.log"
-            instances.append(Instance(smollm2, log=log, pool=pool, config=config, args=args, **apart))  # type: ignore[arg-type]
-        return Hosts(*instances, network and network[2], logs)
+            log = logs / f"pd-host-{name}.log"
+            return Instance(smollm2, log=log, pool=pool, config=config, args=args, **apart)  # type: ignore[arg-type]
+
+        prefill, decode = (instance(str(number), number, pool, tls) for number, pool in enumerate(pools))
+        plain = instance("plain", 1, logs / "no-pool", {"prefix_reuse": False})
+        return Hosts(prefill, decode, plain, network and network[2], logs)
 
     group = fleet.use("hosts", make)
     assert isinstance(group, Hosts)
@@ -185,7 +197,7 @@ def smollm2() -> Path:
 
 
 class Ranks(Group):
-    """One instance of two ranks, and one of one."""
+    """One instance of two ranks, and one of one. Neither computes what the other one should have."""
 
 
 @pytest.fixture
@@ -196,7 +208,7 @@ def ranks(asked: dict[str, Question], fleet: Fleet, qwen3: Path, logs: Path) -> 
                 qwen3,
                 log=logs / f"pd-tp{tp_size}.log",
                 pool=logs / "no-pool",
-                config={"granularity": granularity, "transfer_deadline_s": 60},
+                config={"granularity": granularity, "transfer_deadline_s": 60, "transfer_failure": "fail"},
                 args=["--max-model-len", "2048", "--tensor-parallel-size", str(tp_size)],
             )
             for tp_size, granularity in ((2, "layer"), (1, "chunk"))

@@ -44,9 +44,14 @@ class PDClient(Client):
             **more,
         }
 
-    def post(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def chat_whole(self, text: str, *, max_tokens: int) -> tuple[tuple[int, ...], str]:
+        """Tokens and text of a greedy answer in a chat that is not streamed."""
+        choice = self.post(self.chat_body(text, max_tokens), path="/v1/chat/completions")["choices"][0]
+        return tuple(choice["token_ids"]), choice["message"]["content"]
+
+    def post(self, body: Mapping[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
         """The answer to a request that is not streamed."""
-        reply: dict[str, Any] = json.loads(self._read(self._send("POST", "/v1/completions", body)))
+        reply: dict[str, Any] = json.loads(self._read(self._send("POST", path, body)))
         return reply
 
     def limit(self, seconds: float) -> None:

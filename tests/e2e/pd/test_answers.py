@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 
 from e2e.pages import wait_for
+from e2e.pd.chat import as_text
 from e2e.pd.conftest import GRANULARITIES, ORDERS, TRANSPORTS, Trio
 from e2e.pd.instances import Instance
 from e2e.questions import Question
@@ -67,6 +68,21 @@ def test_two_instances_answer_as_one(
     trio.forget()
     assert proxy.ask_whole(question.prompt, max_tokens=len(question.answer)) == question.answer
     counted.wait_until_sent(2 * num_blocks(question), transport)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_chats_are_answered_as_by_one(trio: Trio, asked: dict[str, Question], order: str) -> None:
+    """Streamed and not."""
+    prefill, decode = trio.pair("cma")
+    proxy, question = trio.proxy([prefill], [decode], order=order), asked["chat"]
+    counted, text, most = Counted(prefill, decode), as_text(question.prompt), len(question.answer)
+    streamed = proxy.chat(text, max_tokens=most)
+    wait_for(lambda: counted.fetched() > len(text), "the chat's KV fetched, in the metrics")
+    trio.forget()
+    whole = proxy.chat_whole(text, max_tokens=most)
+    wait_for(lambda: counted.fetched() > 2 * len(text), "the chat's KV fetched again, in the metrics")
+    assert streamed.token_ids == question.answer
+    assert (streamed.token_ids, streamed.text) == whole
 
 
 def test_layers_travel_while_the_next_ones_are_computed(trio: Trio, asked: dict[str, Question]) -> None:
