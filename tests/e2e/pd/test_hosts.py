@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from certificates import CAN_MAKE
 
 from e2e.client import Answer
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.pd.conftest import ORDERS, Hosts
 from e2e.pd.instances import Instance
 from e2e.pd.test_crashes import LIMIT_S, half_way, hands_over
+from e2e.process import running
 from e2e.questions import Examiner, Question
 
-NAMES = ("stored", "known to decode", "known to prefill", "cut", *ORDERS)
+NAMES = ("stored", "known to decode", "known to prefill", "cut", "plain", *ORDERS)
 NUM_TOKENS = 300
 BLOCK_TOKENS = 128
 BLOCK_NBYTES = 23040 * BLOCK_TOKENS  # of KV, all layers
@@ -74,6 +76,7 @@ def test_what_travels_is_stored_and_what_is_stored_does_not_travel(
     answers(hosts, question)
     expected = before + NUM_BLOCKS + 1  # the last block has tokens that fill no page
     wait_for(lambda: sent_blocks(hosts) == expected, "only the last block sent, in the metrics")
+    assert hosts.prefill.figure("transport_bytes", transport="tcp") == hosts.prefill.figure("send_bytes")
     for instance in hosts.instances:
         assert instance.figure("hit_tokens") >= NUM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS, instance.log.stem
 
@@ -121,3 +124,20 @@ def test_a_link_that_loses_and_delays_packets(hosts: Hosts, questions: dict[str,
     answers(hosts, questions[order], order)
     wait_for(lambda: hosts.decode.figure("fetched_tokens") == before + NUM_TOKENS, "the whole prompt fetched")
     hosts.prefill.holds_no_block()
+
+
+@pytest.mark.skipif(not CAN_MAKE, reason="NOT TESTED: certificates are made with `openssl`")
+def test_an_instance_without_tls_gets_nothing(hosts: Hosts, questions: dict[str, Question]) -> None:
+    """Though it knows the secret. It computes, and the others serve on."""
+    question, before = questions["plain"], hosts.prefill.figure("send_bytes")
+    hand_over = {"do_remote_decode": True, "do_remote_prefill": False}
+    with running(hosts.plain) as plain:
+        leg = hosts.prefill.post(hosts.prefill.body(question.prompt, 1, kv_transfer_params=hand_over))
+        body = plain.body(question.prompt, len(question.answer), kv_transfer_params=leg["kv_transfer_params"])
+        assert tuple(plain.post(body)["choices"][0]["token_ids"]) == question.answer
+        wait_for(lambda: plain.figure("failures", cause="fetch_failed") == 1, "the failure in the metrics")
+        assert plain.figure("fetched_tokens") == 0
+    assert not plain.complaints()
+    assert hosts.prefill.figure("send_bytes") == before
+    hosts.forget()
+    hands_over(hosts.proxy([hosts.prefill], [hosts.decode]), hosts.decode, question)
