@@ -33,6 +33,8 @@ ORDERS = ("sequential", "concurrent")
 TRANSPORTS = {"cma": (0, 1), "shm": (1, 2), "tcp": (2, 0)}
 """Transport -> which of the trio prefills, and which decodes."""
 MEMORY = ("--num-gpu-blocks-override", "64")  # all of it is soon in use, so that a process does not grow by it
+CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
+"""oneDNN and torch keep compiled code for each batch size, up to megabytes: not for hundreds of sizes."""
 LENGTHS = {
     "full": 150,
     "chunk": 450,
@@ -93,6 +95,7 @@ def trio(asked: dict[str, Question], fleet: Fleet, qwen3: Path, logs: Path) -> T
                 pool=logs / "no-pool",
                 config={**BOUNDS, **times, "transports": transports},
                 args=[*MEMORY, *COMMON, "--max-num-batched-tokens", str(chunk)],
+                env=CACHES,
             )
             for number, (transports, chunk) in enumerate(kinds)
         ]

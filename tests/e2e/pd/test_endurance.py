@@ -5,67 +5,124 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from e2e.pd.conftest import LONG, ORDERS, Trio
-from e2e.pd.instances import Instance
-from e2e.questions import Question
+from e2e.pd.instances import Instance, Proxy
+from e2e.questions import Question, draw_tokens
 
-SECONDS = 900.0 if LONG else 20.0
+WARM_UP_S, SECONDS = (60.0, 900.0) if LONG else (10.0, 20.0)
 AT_ONCE = 4
-MOST_GROWTH_NBYTES = 256 << 20
-"""The engine itself grows with every batch size that it meets first: torch alone by over a megabyte each (the caches of
-oneDNN). Of this connector one layer of KV a request would be more."""
+FILLERS = 40
+"""More batch sizes than vLLM keeps oneDNN primitives for in each layer; two blocks each are more than there are."""
+MOST_GROWTH_NBYTES = 24 << 20
+"""Of a process. One layer of KV for each of the long form's requests would be ten times as much."""
 MOST_NEW_DESCRIPTORS = 4  # HTTP connections that are just being closed, and the like
 
 
-def test_traffic_leaves_no_memory_descriptors_or_threads_behind(trio: Trio, asked: dict[str, Question]) -> None:
-    """The first third warms up: connections between all pairs, allocator, caches."""
+class Size(NamedTuple):
+    """Of a process; bytes that are its own alone."""
+
+    nbytes: int
+    descriptors: int
+    threads: int
+
+
+def test_traffic_leaves_no_memory_descriptors_or_threads_behind(
+    trio: Trio, asked: dict[str, Question], logs: Path
+) -> None:
+    """What is used for the first time grows a process once: KV blocks, batch sizes, connections between all pairs."""
     first, second, third = trio.instances
     proxies = [trio.proxy([one], [two], order=order) for one, two in ((first, second), (second, third), (third, first))
                for order in ORDERS]  # fmt: skip
     crowd = [question for name, question in asked.items() if name.startswith("crowd")]
     source = random.Random(5)
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        list(threads.map(fill, trio.instances))
+        list(threads.map(lambda both: answers(*both), [(proxy, question) for proxy in proxies for question in crowd]))
+    traffic(proxies, crowd, source, WARM_UP_S)
 
-    def traffic(seconds: float) -> int:
-        end = time.monotonic() + seconds
-
-        def client(seed: int) -> int:
-            draw, answered = random.Random(seed), 0
-            while time.monotonic() < end:
-                proxy, question = draw.choice(proxies), draw.choice(crowd)
-                if draw.random() < 0.2:
-                    proxy.abandon(question.prompt, after_s=draw.uniform(0, 1))
-                    continue
-                answer = proxy.ask_whole(question.prompt, max_tokens=len(question.answer))
-                assert answer == question.answer
-                answered += 1
-            return answered
-
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            return sum(threads.map(client, [source.randrange(1 << 30) for _ in range(AT_ONCE)]))
-
-    assert traffic(SECONDS / 3) > 0
-    before = [settled(instance) for instance in trio.instances]
-    assert traffic(SECONDS) > 0
+    before, fetched = [settled(instance) for instance in trio.instances], fetched_tokens(trio)
+    answered, abandoned = traffic(proxies, crowd, source, SECONDS)
     after = [settled(instance) for instance in trio.instances]
+    fetched = fetched_tokens(trio) - fetched
+    (logs / "endurance.md").write_text(
+        f"{SECONDS:.0f} s: {answered} requests answered, {abandoned} abandoned, {fetched:.0f} tokens fetched\n\n"
+        + "".join(table(number, *sizes) for number, sizes in enumerate(zip(before, after, strict=True)))
+    )
+    assert answered > 0
+    assert fetched > 0
     for old, new in zip(before, after, strict=True):
         assert new.keys() == old.keys(), "other processes than before"
-        for pid, (_, descriptors, threads) in new.items():
+        for pid, size in new.items():
             name = psutil.Process(pid).name()
-            assert threads - old[pid][2] <= 0, f"{name} has {threads} threads, {old[pid][2]} before"
-            assert descriptors - old[pid][1] <= MOST_NEW_DESCRIPTORS, f"{name} has {descriptors} descriptors"
-        for pid, (nbytes, _, _) in new.items():
-            grown = nbytes - old[pid][0]
-            assert grown <= MOST_GROWTH_NBYTES, f"{psutil.Process(pid).name()} grew by {grown} bytes to {nbytes}"
+            assert size.threads <= old[pid].threads, f"{name} has {size.threads} threads, {old[pid].threads} before"
+            assert size.descriptors <= old[pid].descriptors + MOST_NEW_DESCRIPTORS, (
+                f"{name} has {size.descriptors} files"
+            )
+            grown = size.nbytes - old[pid].nbytes
+            assert grown <= MOST_GROWTH_NBYTES, f"{name} grew by {grown} bytes to {size.nbytes}"
 
 
-def settled(instance: Instance) -> dict[int, tuple[int, int, int]]:
-    """(bytes of its own, file descriptors, threads) of each process when nothing is under way."""
+def fill(instance: Instance) -> None:
+    """Use all its KV memory, and fill its caches of batch sizes."""
+    source = random.Random(7)
+    for number in range(FILLERS):
+        instance.ask_whole(draw_tokens(source, 129 + number), max_tokens=1)
+
+
+def traffic(proxies: list[Proxy], questions: list[Question], source: random.Random, seconds: float) -> tuple[int, int]:
+    """Ask these at random, a fifth of them in vain: (number answered, number abandoned)."""
+    end = time.monotonic() + seconds
+
+    def client(seed: int) -> tuple[int, int]:
+        draw, answered, abandoned = random.Random(seed), 0, 0
+        while time.monotonic() < end:
+            proxy, question = draw.choice(proxies), draw.choice(questions)
+            if draw.random() < 0.2:
+                proxy.abandon(question.prompt, after_s=draw.uniform(0, 1))
+                abandoned += 1
+            else:
+                answers(proxy, question, salt=draw.choice([None, f"{draw.random()}"]))
+                answered += 1
+        return answered, abandoned
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        done = list(threads.map(client, [source.randrange(1 << 30) for _ in range(AT_ONCE)]))
+    return sum(answered for answered, _ in done), sum(abandoned for _, abandoned in done)
+
+
+def answers(proxy: Proxy, question: Question, *, salt: str | None = None) -> None:
+    """With a new `salt` all of the prompt is computed and fetched, whatever either instance has cached."""
+    more = {} if salt is None else {"cache_salt": salt}
+    choice = proxy.post(proxy.body(question.prompt, len(question.answer), **more))["choices"][0]
+    assert tuple(choice["token_ids"]) == question.answer
+
+
+def fetched_tokens(trio: Trio) -> float:
+    return sum(instance.figure("fetched_tokens") for instance in trio.instances)
+
+
+def settled(instance: Instance) -> dict[int, Size]:
+    """Every process when nothing is under way."""
     instance.holds_no_block()
-    return {process.pid: size(process) for process in instance.processes()}
+    return {process.pid: measure(process) for process in instance.processes()}
 
 
-def size(process: psutil.Process) -> tuple[int, int, int]:
-    return process.memory_full_info().uss, process.num_fds(), process.num_threads()
+def measure(process: psutil.Process) -> Size:
+    return Size(process.memory_full_info().uss, process.num_fds(), process.num_threads())
+
+
+def table(number: int, before: dict[int, Size], after: dict[int, Size]) -> str:
+    """One instance's lines."""
+    lines = (
+        f"| {number} {psutil.Process(pid).name()} "
+        f"| {old.nbytes / 2**20:.1f} {(new.nbytes - old.nbytes) / 2**20:+.1f} MB "
+        f"| {old.descriptors} {new.descriptors - old.descriptors:+} files "
+        f"| {old.threads} {new.threads - old.threads:+} threads |\n"
+        for (pid, old), new in zip(before.items(), after.values(), strict=False)
+    )
+    return "".join(lines)
