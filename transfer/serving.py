@@ -245,7 +245,7 @@ class Serving(Shell):
             raise TransferError("not wanted any more")
         settled: asyncio.Future[Outcome] = self._loop.create_future()
         completion, nbytes, checksums = await self._loop.run_in_executor(
-            self._executor, _send, self._layout, visitor, peer, order, block_ids, self._timing.lease_s
+            self._executor, _send, self._layout, visitor, peer, order, block_ids, self._timing.hold_s
         )
         writes.completions.add(completion)
         completion.add_done_callback(lambda outcome: self._settle(settled, outcome))

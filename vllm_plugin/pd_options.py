@@ -43,13 +43,18 @@ def make_bounds(config: Config) -> Bounds:
 
 
 def make_options(config: Config) -> NodeOptions:
-    lease_s = config.transfer_lease_s
+    lease_s, deadline_s = config.transfer_lease_s, config.transfer_deadline_s
     return NodeOptions(
         transports=config.transports,
         hosts=config.transfer_hosts,
         page_tokens=int(config.page_tokens),
         bounds=make_bounds(config),
-        timing=Timing(lease_s=lease_s, heartbeat_s=min(5.0, lease_s / 6), deadline_s=config.transfer_deadline_s),
+        timing=Timing(
+            lease_s=lease_s,
+            heartbeat_s=min(5.0, lease_s / 6),
+            deadline_s=deadline_s,
+            hold_s=max(Timing().hold_s, lease_s, deadline_s),
+        ),
     )
 
 

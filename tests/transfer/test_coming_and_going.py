@@ -120,6 +120,21 @@ def test_a_connection_that_is_still_being_made_again_does_not_disturb_those_that
     assert fetching._links == links and all(link.alive for link in links.values())
 
 
+def test_a_batch_may_take_longer_than_the_lease_while_both_sides_are_heard(start):
+    prefill, decode = start(P_TABLE, timing=QUICK), start(D_TABLE, timing=QUICK)
+    decode.announce("t", prefill.where, computed=False)
+    decode.grant("t")
+    grants = decode.ranks[0].node._fetching._memory._grants
+    wait_for(lambda: grants)
+    (granted,) = grants.values()
+    with granted.lock:  # as a slow network would
+        prefill.open("t")
+        prefill.finish("t")
+        time.sleep(3 * QUICK.lease_s)
+    assert {ended.ending for ended in decode.fetched()} == {Ending.DONE}
+    assert {ended.ending for ended in prefill.sent()} == {Ending.DONE}
+
+
 def test_decode_instances_that_cannot_be_reached_do_not_hold_up_the_others(start, monkeypatch):
     prefill, decode = start(P_TABLE), start(D_TABLE)
     node, rank = prefill.ranks[0].node, decode.ranks[0]
