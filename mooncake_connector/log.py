@@ -4,6 +4,7 @@ A fault that repeats on every page must not flood an engine's log; the counters 
 """
 
 import logging
+import re
 import threading
 
 ROOT_LOGGER = "mooncake_connector"
@@ -11,6 +12,7 @@ ROOT_LOGGER = "mooncake_connector"
 _MAX_CAUSES = 4096
 _lock = threading.Lock()
 _seen: set[str] = set()
+_VARYING = re.compile("[0-9'\"`]")
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -39,7 +41,7 @@ def log_once(
     """Log `message % args` the first time this process meets `cause`; return whether it was logged.
 
     `cause` is a short, stable name ("store.checksum", "pool.full:/dev/shm/x"), not the message. After 4,096 different
-    causes further new ones are dropped: by then somebody put a varying value into the cause.
+    causes further new ones are dropped: by then somebody put a varying value into the cause (see `kind_of`).
     """
     with _lock:
         if cause in _seen or len(_seen) >= _MAX_CAUSES:
@@ -48,6 +50,11 @@ def log_once(
     target = logger if logger is not None else logging.getLogger(ROOT_LOGGER)
     target.log(level, message, *args, exc_info=exc_info)
     return True
+
+
+def kind_of(reason: str) -> str:
+    """What is the same in reasons that differ in numbers and quoted text only: all before the first of these."""
+    return _VARYING.split(reason, maxsplit=1)[0][:80]
 
 
 def forget_causes() -> None:

@@ -5,11 +5,10 @@ A transport that does not work for a peer is a log line with the reason, once, a
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.base import Peer, TransferError, Transport, Unavailable
 from transfer.cma import CmaTransport
 from transfer.handshake import Identity
@@ -83,8 +82,7 @@ class Transports:
                 reasons.append(f"{name}: {error}")
                 continue
             for reason in reasons:
-                kind = re.split(r"\d", reason, maxsplit=1)[0]  # ports differ from peer to peer
-                log_once(f"transfer.fallback:{kind[:80]}", "%s; using %s", reason, name, logger=logger)
+                log_once(f"transfer.fallback:{kind_of(reason)}", "%s; using %s", reason, name, logger=logger)
             return peer
         raise Unavailable("no transport reaches the peer: " + "; ".join(reasons))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import re
 import secrets
 import socket
 import ssl
@@ -18,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.base import TransferError, Unavailable
 from transfer.handshake import (
     MAX_FRAME_NBYTES,
@@ -169,11 +168,16 @@ async def connect(
         context = None if access.tls is None else access.tls.context(server=False)
         return await asyncio.wait_for(_open(host, port, client, context), deadline_s)
     except (ConnectionRefusedError, AnotherInstance) as error:
-        raise Gone(f"{host}:{port}: {error}") from error
+        raise Gone(_failure(error, address)) from error
     except asyncio.TimeoutError:
-        raise Unavailable(f"{host}:{port}: no answer within {deadline_s:.1f} s") from None
+        raise Unavailable(_failure(f"no answer within {deadline_s:.1f} s", address)) from None
     except (OSError, TransferError) as error:
-        raise Unavailable(f"{host}:{port}: {error}") from error
+        raise Unavailable(_failure(error, address)) from error
+
+
+def _failure(reason: object, address: tuple[str, int]) -> str:
+    """Begins with what does not depend on the address, which may come from anybody (`log.kind_of`)."""
+    return f"{getattr(reason, 'strerror', None) or reason} (at {address[0]!r}, port {address[1]})"
 
 
 async def _open(host: str, port: int, client: Client, context: ssl.SSLContext | None) -> Link:
@@ -297,9 +301,8 @@ class Listener:
 
     def _log_refusal(self, host: str, reason: str) -> None:
         """Once for each kind: what a stranger says must not make a new kind, there is room for so many."""
-        kind = re.split(r"[\d:']", reason, maxsplit=1)[0]
         log_once(
-            f"control.refused:{self._purpose}:{kind[:40]}",
+            f"control.refused:{self._purpose}:{kind_of(reason)}",
             "refused a %s connection from %s: %s", self._purpose, host, reason,
             logger=logger,
         )  # fmt: skip

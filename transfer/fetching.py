@@ -212,14 +212,14 @@ class Fetching(Shell):
             self._forget(where.address, remote)
             remote = await self._known(where.address, family)
         if where.engine_id != remote.engine_id:
-            raise Unavailable(f"prefill instance {where.engine_id} is gone: {remote.engine_id} answers there")
+            raise Unavailable(f"prefill instance {where.engine_id!r} is gone: {remote.engine_id!r} answers there")
         return remote
 
     async def _known(self, address: tuple[str, int], family: Family) -> _Remote:
         task = self._remotes.get(address)
         if task is None:
             if now_s() < self._failed_s.get(address, 0.0):
-                raise Unavailable(f"{address[0]}:{address[1]} could not be reached a moment ago")
+                raise Unavailable(f"the prefill instance at {address} could not be reached a moment ago")
             task = self._remotes[address] = self._loop.create_task(self._find(address, family))
             task.add_done_callback(partial(self._found, address))
         return await asyncio.shield(task)

@@ -312,6 +312,6 @@ def require_secret(host: str, identity: Identity) -> None:
         raise TransferError(f"address {host!r}: expected a literal IP address") from None
     if not local and not identity.secret:
         raise TransferError(
-            f"address {host} is not loopback and no shared secret is set: set the same secret of at least "
+            f"address {host!r} is not loopback and no shared secret is set: set the same secret of at least "
             f"{MIN_SECRET_NBYTES} bytes on all peers, or use 127.0.0.1"
         )

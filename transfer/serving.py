@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.base import Completion, Grant, Outcome, Peer, TransferError, Unavailable
 from transfer.choose import Transports
 from transfer.control import Link
@@ -145,7 +145,8 @@ class Serving(Shell):
         except Unavailable:
             return
         except TransferError as error:
-            log_once(f"transfer.visitor:{str(error)[:60]}", "a decode instance is refused: %s", error, logger=logger)
+            reason = str(error)
+            log_once(f"transfer.visitor:{kind_of(reason)}", "a decode instance is refused: %s", reason, logger=logger)
             return
         try:
             await self._converse(peer, link)

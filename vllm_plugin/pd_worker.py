@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.fetching import Family
 from transfer.granularity import Bounds, Granularity
 from transfer.layout import RankLayout
@@ -86,7 +86,11 @@ class PDWorker:
         for req_id in step.preempted:
             self._node.preempted(self._given[req_id].transfer)
         for req_id, transfer in step.opened.items():
-            self._given[req_id], self._givers[transfer] = _Given(transfer), req_id
+            given = self._given[req_id] = _Given(transfer)
+            if transfer in self._givers:  # of a request that ended early, and is not over here
+                given.ended = True
+                continue
+            self._givers[transfer] = req_id
             self._node.open(transfer)
         progress = {self._given[req_id].transfer: made for req_id, made in step.progress.items()}
         if progress:
@@ -195,7 +199,7 @@ def _count(stats: ConnectorStats, kind: str, ended: Ended) -> None:
     if ended.ending in (Ending.FAILED, Ending.EXPIRED):
         stats.fail(f"{kind}_{ended.ending.value}")
         log_once(
-            f"pd.{kind}:{ended.cause[:40]}",
+            f"pd.{kind}:{kind_of(ended.cause)}",
             "a transfer ended after %.3f s: %s; its tokens are computed where they are wanted (said once, see metrics)",
             ended.seconds,
             ended.cause,

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from mooncake_connector.log import forget_causes, get_logger, log_once, set_log_level
+from mooncake_connector.log import forget_causes, get_logger, kind_of, log_once, set_log_level
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +47,17 @@ def test_loggers_of_all_packages_obey_the_configured_level():
         assert get_logger("store_client.embedded").isEnabledFor(logging.DEBUG)
     finally:
         logging.getLogger("mooncake_connector").setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    "reason, kind",
+    [
+        ("connect call failed ('192.0.2.7', 9)", "connect call failed ("),
+        ("no answer within 10.0 s (at '192.0.2.7', port 9)", "no answer within "),
+        ("unknown field `what a stranger says`", "unknown field "),
+        ("nothing that varies", "nothing that varies"),
+        ("x" * 100, "x" * 80),
+    ],
+)
+def test_reasons_that_differ_in_numbers_and_quotes_are_of_one_kind(reason, kind):
+    assert kind_of(reason) == kind

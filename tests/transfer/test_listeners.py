@@ -258,7 +258,7 @@ def test_processes_of_another_user_are_turned_away_by_both_sides(kind, monkeypat
 
 
 def test_tcp_does_not_listen_beyond_loopback_without_a_secret():
-    with pytest.raises(TransferError, match=r"10\.0\.0\.1 is not loopback and no shared secret"):
+    with pytest.raises(TransferError, match=r"10\.0\.0\.1' is not loopback and no shared secret"):
         tcp.TcpTransport(Memory(), Identity(), hosts=["127.0.0.1", "10.0.0.1"])
 
 

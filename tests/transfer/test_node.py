@@ -146,7 +146,7 @@ def test_another_life_of_the_instance_does_not_have_the_kv(make):
     d.announce("t", Where("127.0.0.1", p.where.port, "first life"), computed=True)
     (ended,) = d.fetched()
     assert ended.ending is Ending.FAILED
-    assert "first life is gone: second life answers" in ended.cause
+    assert "'first life' is gone: 'second life' answers" in ended.cause
 
 
 def test_a_transfer_that_the_producer_does_not_know_fails_at_once(make):

@@ -89,7 +89,7 @@ def one_line(caplog, text: str) -> None:
 @pytest.mark.parametrize("host", ["10.255.255.1", "0.0.0.0", "::"])
 def test_nothing_listens_beyond_loopback_without_a_secret(host):
     layout = make_rank(MODEL, range(4), range(4), 8, 10, "LBHN", 0, 0)
-    refusal = f"address {host} is not loopback and no shared secret is set: set the same secret"
+    refusal = f"address {host!r} is not loopback and no shared secret is set: set the same secret"
     for transport in ("cma", "tcp"):
         options = NodeOptions(transports=[transport], hosts=[host])
         with pytest.raises(TransferError, match=refusal):

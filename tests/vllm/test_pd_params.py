@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pd import PD_ONLY, PROMPT, port_of, prefill_params, run_all
 
+from mooncake_connector.config import load_config
 from mooncake_connector.namespace import Namespace
 from transfer.messages import MAX_NAME_LENGTH
+from vllm_plugin.pd_options import make_options
 from vllm_plugin.pd_params import DecodeLeg, PrefillLeg, answer_params, parse_params, transfer_name
 
 LEG = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": 9}
@@ -123,3 +125,23 @@ def test_an_engine_answers_whatever_the_parameters_are(start: Start) -> None:
 def test_the_namespace_of_a_name_is_the_real_one() -> None:
     """The stand-in above has what `transfer_name` reads."""
     assert "digest" in dir(Namespace)
+
+
+def test_where_clients_send_us_makes_few_lines_in_the_log(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """The log has room for so many causes; whoever may send requests must not use it up."""
+    engine = start(extra=PD_ONLY)
+    for number in range(8):
+        where = {"remote_host": f"127.0.0.{number + 2}", "remote_engine_id": f"{number}", "transfer_id": f"{number}"}
+        engine.add(PROMPT, 1, params=LEG | where)
+    for letter in "abcdef":
+        engine.add(PROMPT, 1, params=LEG | {"remote_host": f"{letter}::", "transfer_id": letter})
+    run_all(engine)
+    said = [record.getMessage() for record in caplog.records if "a transfer ended" in record.getMessage()]
+    assert len(said) == 2, said
+    engine.check_at_rest()
+
+
+def test_a_prefill_instance_holds_kv_for_as_long_as_it_is_told_to() -> None:
+    for settings_s in ({"transfer_lease_s": 600.0}, {"transfer_deadline_s": 600.0}):
+        assert make_options(load_config(settings_s, {})).timing.hold_s >= 600
+    assert make_options(load_config({}, {})).timing.hold_s == 300

@@ -184,6 +184,19 @@ def test_an_abort_before_any_worker_knows(pair: MakePair, runner: dict[str, bool
 
 
 @every_runner
+def test_a_prefill_leg_that_is_sent_again_before_any_worker_knew_of_the_first(
+    pair: MakePair, runner: dict[str, bool]
+) -> None:
+    """The transfer ends with the first one, so decode computes; nothing of either is left."""
+    both = pair(runner, runner)
+    name = both.add_granted(PROMPT)
+    both.prefill.abort(last(both.prefill))
+    both.prefill.add(PROMPT, 1, params=prefill_params("x"))
+    check_recomputed(both, name)
+    assert no_lease_ended(both)
+
+
+@every_runner
 def test_an_abort_while_waiting_for_blocks(pair: MakePair, runner: dict[str, bool]) -> None:
     both = pair(runner | {"num_blocks": 8, "prefix_caching": False}, runner)
     long = both.prefill.add(PROMPT, 20)
