@@ -122,7 +122,8 @@ class Client(HttpClient):
 
         `on_text` is called with every piece of the text as it arrives.
         """
-        return _gather(self._events(self._complete(prompt, max_tokens, cache_salt, ignore_eos)), on_text)
+        started = time.monotonic()
+        return _gather(started, self._events(self._complete(prompt, max_tokens, cache_salt, ignore_eos)), on_text)
 
     def chat(self, text: str, *, max_tokens: int = 8) -> Answer:
         """Stream the greedy answer to what a user says."""
@@ -134,7 +135,8 @@ class Client(HttpClient):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return _gather(self._events(self._send("POST", "/v1/chat/completions", body)))
+        started = time.monotonic()
+        return _gather(started, self._events(self._send("POST", "/v1/chat/completions", body)))
 
     def chat_body(self, text: str, max_tokens: int) -> dict[str, Any]:
         """A request of the chat completions API, not streamed."""
@@ -191,9 +193,8 @@ class Client(HttpClient):
         return self._send("POST", "/v1/completions", body)
 
 
-def _gather(events: Iterator[Any], on_text: Callable[[str], None] | None = None) -> Answer:
-    """The answer that a stream of completions, or of chat completions, brings from now on."""
-    started = time.monotonic()
+def _gather(started: float, events: Iterator[Any], on_text: Callable[[str], None] | None = None) -> Answer:
+    """The answer that a stream of completions, or of chat completions, brings; it was asked for at `started`."""
     first = None
     texts: list[str] = []
     token_ids: list[int] = []
