@@ -118,10 +118,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     transports: Annotated[
         Transports,
         _field(
-            "How KV may travel between instances, tried in this order for each peer: `cma` reads the other process's "
+            "How KV may travel between instances, tried in this order for each peer. From GPU to GPU: `cuda_ipc` (same "
+            "host, same user). Where KV is in memory of the host: `cma` reads the other process's "
             "memory (same host, same user, permission to trace), `shm` goes through shared memory (same host, same "
             "user), `tcp` reaches any host.",
-            'a list of "cma", "shm" and "tcp", each at most once, at least one',
+            'a list of "cuda_ipc", "cma", "shm" and "tcp", each at most once, at least one',
         ),
     ] = Transports(TRANSPORTS)
     transfer_hosts: Annotated[

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.base import Peer, TransferError, Transport, Unavailable
 from transfer.cma import CmaTransport
+from transfer.cuda import Driver
+from transfer.cuda_ipc import CudaIpcTransport
 from transfer.handshake import Identity
 from transfer.memory import Memory
 from transfer.shm import ShmTransport
@@ -19,8 +21,11 @@ from transfer.tls import Tls
 
 logger = get_logger(__name__)
 
-NAMES = ("cma", "shm", "tcp")
-"""All transports, the fastest first."""
+HOST_NAMES = ("cma", "shm", "tcp")
+"""The transports between memory of hosts, the fastest first."""
+DEVICE_NAMES = ("cuda_ipc",)
+"""Those between memory of devices."""
+NAMES = DEVICE_NAMES + HOST_NAMES
 
 
 def make_transports(
@@ -30,14 +35,23 @@ def make_transports(
     *,
     hosts: Sequence[str] = ("127.0.0.1",),
     tls: Tls | None = None,
+    driver: Driver | None = None,
 ) -> Transports:
-    """The transports of these names, preferred in this order; `hosts` and `tls` are for tcp.
+    """The transports of these names that serve this memory, preferred in this order; `hosts` and `tls` are for tcp.
 
-    Raises TransferError for an unknown name, or for a host that needs a secret where there is none.
+    Args:
+        driver: of the devices that have the memory; None for memory of the host.
+
+    Raises TransferError for an unknown name, for a host that needs a secret where there is none, or where none of the
+    names is left.
     """
     made: list[Transport] = []
     for name in names:
-        if name == "cma":
+        if name in NAMES and (name in DEVICE_NAMES) is (driver is None):
+            continue
+        if name == "cuda_ipc":
+            made.append(CudaIpcTransport(memory, identity, driver))
+        elif name == "cma":
             made.append(CmaTransport(memory, identity))
         elif name == "shm":
             made.append(ShmTransport(memory, identity))
@@ -45,6 +59,9 @@ def make_transports(
             made.append(TcpTransport(memory, identity, hosts=hosts, tls=tls))
         else:
             raise TransferError(f"transport {name!r} is unknown: there are {', '.join(NAMES)}")
+    if not made:
+        kind = "the host" if driver is None else "a device"
+        raise TransferError(f"transports {', '.join(names)}: none of them serves memory of {kind}")
     return Transports(made)
 
 

@@ -22,6 +22,7 @@ from transfer.messages import Introduction, Landed, encode
 from transfer.plan import Pairing, Route, routes
 from transfer.protocol import Ending, Order, Release, Revoke, Timing, Verify
 from transfer.shell import RANK_PURPOSE, Ended, Shell, now_s, peer_name
+from transfer.staging import Staging
 
 _CONNECT_S = 10.0
 _RECONNECT_S = 1.0
@@ -98,7 +99,7 @@ class _Fetch:
 
 
 class Fetching(Shell):
-    """See the module. `executor` has one thread, which checks what landed."""
+    """See the module. `executor` has one thread, which checks what landed, on a device through `staging`."""
 
     def __init__(
         self,
@@ -111,13 +112,14 @@ class Fetching(Shell):
         page_tokens: int,
         loop: asyncio.AbstractEventLoop,
         executor: Executor,
+        staging: Staging | None,
         ended: Callable[[Ended], None],
     ) -> None:
         self._consumer = Consumer(generation, timing)
         super().__init__(self._consumer, loop, ended)
         self._generation, self._timing = generation, timing
         self._layout, self._memory, self._endpoints, self._executor = layout, memory, dict(endpoints), executor
-        self._access, self._page_tokens = access, page_tokens
+        self._access, self._page_tokens, self._staging = access, page_tokens, staging
         self._fetches: dict[str, _Fetch] = {}
         self._remotes: dict[tuple[str, int], asyncio.Task[_Remote]] = {}
         self._failed_s: dict[tuple[str, int], float] = {}
@@ -342,7 +344,7 @@ class Fetching(Shell):
         right, nbytes = False, 0
         try:
             right, nbytes = await self._loop.run_in_executor(
-                self._executor, _check, fetch.origins[order.peer], order.landed, fetch.wanted[2]
+                self._executor, _check, fetch.origins[order.peer], order.landed, fetch.wanted[2], self._staging
             )
         except Exception as error:
             log_once(f"transfer.verify:{type(error).__name__}", "a batch cannot be checked: %r", error, logger=logger)
@@ -364,10 +366,12 @@ class Fetching(Shell):
         return Ended(order.transfer, order.ending, order.cause, fetch.nbytes, now_s() - fetch.started_s)
 
 
-def _check(origin: _Origin, landed: Landed, block_ids: Sequence[int]) -> tuple[bool, int]:
+def _check(
+    origin: _Origin, landed: Landed, block_ids: Sequence[int], staging: Staging | None
+) -> tuple[bool, int]:
     """Whether a batch has the bytes that were sent, and how many. Raises TransferError for a batch that cannot be."""
     layers = range(landed.first_layer, landed.first_layer + landed.num_layers)
     pages = origin.pairing.destination_pages(
         layers, landed.first_token, landed.stop_token, block_ids, origin.page_tokens
     )
-    return not wrong_pages(pages, landed.checksums), int(np.sum(pages.nbytes))
+    return not wrong_pages(pages, landed.checksums, staging), int(np.sum(pages.nbytes))

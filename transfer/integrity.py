@@ -9,13 +9,17 @@ import ctypes
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import xxhash
 
 from transfer.plan import PageRuns
+from transfer.staging import Staging
 
 
-def page_checksums(runs: PageRuns) -> list[int]:
-    """One checksum for each page."""
+def page_checksums(runs: PageRuns, staging: Staging | None = None) -> list[int]:
+    """One checksum for each page; of memory on a device through `staging`. Raises CudaError."""
+    if staging is not None:
+        return _staged_checksums(runs, staging)
     addresses, sizes, bounds = runs.addresses.tolist(), runs.nbytes.tolist(), runs.bounds.tolist()
     found = []
     for start, stop in pairwise(bounds):
@@ -26,12 +30,27 @@ def page_checksums(runs: PageRuns) -> list[int]:
     return found
 
 
-def wrong_pages(runs: PageRuns, checksums: Sequence[int]) -> list[int]:
+def wrong_pages(runs: PageRuns, checksums: Sequence[int], staging: Staging | None = None) -> list[int]:
     """Numbers of the pages whose bytes are not those that the other side took these checksums of.
 
     All are wrong where there is not one checksum for each page; without pages, surplus checksums make number 0 wrong.
     """
-    own = page_checksums(runs)
+    own = page_checksums(runs, staging)
     if len(own) != len(checksums):
         return list(range(len(own))) or [0]
     return [number for number, (one, other) in enumerate(zip(own, checksums, strict=True)) if one != other]
+
+
+def _staged_checksums(runs: PageRuns, staging: Staging) -> list[int]:
+    """A part from the device may hold many pages, and a page may come in many parts."""
+    ends = np.concatenate(([0], runs.nbytes.cumsum()))[runs.bounds[1:]].tolist()
+    digests = [xxhash.xxh3_64() for _ in ends]
+    page = done = 0
+    for part in staging.read(runs.addresses, runs.nbytes):
+        view = memoryview(part)
+        while len(view):
+            taken = min(len(view), ends[page] - done)
+            digests[page].update(view[:taken])
+            done, view = done + taken, view[taken:]
+            page += done == ends[page]
+    return [digest.intdigest() for digest in digests]

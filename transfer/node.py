@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from transfer.choose import NAMES, make_transports
 from transfer.control import Access, Listener, LoopThread, listen
+from transfer.cuda import system_driver
 from transfer.directory import RankCard
 from transfer.fetching import Family, Fetching, Where
 from transfer.granularity import Bounds
@@ -24,6 +25,7 @@ from transfer.memory import Memory
 from transfer.protocol import Timing
 from transfer.serving import Serving
 from transfer.shell import RANK_PURPOSE, Ended
+from transfer.staging import Staging
 
 _START_S = 10.0
 _MAX_CONNECTING = 64
@@ -52,14 +54,20 @@ class Node:
     Args:
         layout: this rank's KV memory.
         regions: `(address, nbytes)` of the memory that holds it.
+        device: number of the CUDA device that the memory is on; None for memory of the host.
 
     Raises:
-        TransferError: an address cannot be listened at, or needs a secret.
+        TransferError: an address cannot be listened at, or needs a secret; no transport serves such memory.
         ValueError: regions overlap.
     """
 
     def __init__(
-        self, layout: RankLayout, regions: Sequence[tuple[int, int]], access: Access, options: NodeOptions
+        self,
+        layout: RankLayout,
+        regions: Sequence[tuple[int, int]],
+        access: Access,
+        options: NodeOptions,
+        device: int | None = None,
     ) -> None:
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[Ended] = queue.SimpleQueue()
@@ -67,9 +75,12 @@ class Node:
         for region in regions:
             memory.register(*region)
         generation = time.time_ns()
+        driver = None if device is None else system_driver()
         self._transports = make_transports(
-            options.transports, memory, access.identity, hosts=options.hosts, tls=access.tls
+            options.transports, memory, access.identity, hosts=options.hosts, tls=access.tls, driver=driver
         )
+        self._staging = [] if driver is None or device is None else [Staging(driver, device) for _ in range(2)]
+        for_sums, for_checks = self._staging or (None, None)
         self._executors = [
             ThreadPoolExecutor(1, thread_name_prefix=f"mooncake-connector-{work}") for work in ("send", "verify")
         ]
@@ -80,11 +91,11 @@ class Node:
             endpoints = self._transports.listen()
             self._serving = Serving(
                 generation, options.timing, layout, self._transports, options.bounds, options.page_tokens,
-                loop, self._executors[0], self._sent.put,
+                loop, self._executors[0], for_sums, self._sent.put,
             )  # fmt: skip
             self._fetching = Fetching(
                 generation, options.timing, layout, memory, endpoints, access, options.page_tokens,
-                loop, self._executors[1], self._ended.put,
+                loop, self._executors[1], for_checks, self._ended.put,
             )  # fmt: skip
             host = options.hosts[0]
             self._listener: Listener = self._thread.run(
@@ -160,7 +171,9 @@ class Node:
         self._thread.close()
         self._transports.close()
         for executor in self._executors:
-            executor.shutdown(wait=False, cancel_futures=True)
+            executor.shutdown(wait=bool(self._staging), cancel_futures=True)
+        while self._staging:
+            self._staging.pop().close()
 
 
 def _drain(ended: queue.SimpleQueue[Ended]) -> list[Ended]:

@@ -23,6 +23,7 @@ from transfer.plan import Pairing, Route
 from transfer.producer import Producer, Shape
 from transfer.protocol import Abandon, Ending, Order, Release, Timing, Write
 from transfer.shell import Ended, Shell, now_s, peer_name
+from transfer.staging import Staging
 
 _INTRODUCTION_S = 5.0
 _CONNECT_S = 10.0
@@ -65,7 +66,7 @@ class _Writes:
 
 
 class Serving(Shell):
-    """See the module. `executor` has one thread, which plans and takes checksums."""
+    """See the module. `executor` has one thread, which plans and takes checksums, on a device through `staging`."""
 
     def __init__(
         self,
@@ -77,13 +78,14 @@ class Serving(Shell):
         page_tokens: int,
         loop: asyncio.AbstractEventLoop,
         executor: Executor,
+        staging: Staging | None,
         ended: Callable[[Ended], None],
     ) -> None:
         self._producer = Producer(generation, self._shape_of, timing)
         super().__init__(self._producer, loop, ended)
         self._generation, self._timing = generation, timing
         self._layout, self._transports, self._executor = layout, transports, executor
-        self._bounds, self._page_tokens = bounds, page_tokens
+        self._bounds, self._page_tokens, self._staging = bounds, page_tokens, staging
         self._visitors: dict[str, _Visitor] = {}
         self._serves: dict[str, _Serve] = {}
         self._writes: dict[tuple[str, str], _Writes] = {}
@@ -246,7 +248,7 @@ class Serving(Shell):
             raise TransferError("not wanted any more")
         settled: asyncio.Future[Outcome] = self._loop.create_future()
         completion, nbytes, checksums = await self._loop.run_in_executor(
-            self._executor, _send, self._layout, visitor, peer, order, block_ids, self._timing.hold_s
+            self._executor, _send, visitor, peer, order, block_ids, self._timing.hold_s, self._staging
         )
         writes.completions.add(completion)
         completion.add_done_callback(lambda outcome: self._settle(settled, outcome))
@@ -280,7 +282,12 @@ class Serving(Shell):
 
 
 def _send(
-    layout: RankLayout, visitor: _Visitor, peer: Peer, order: Write, block_ids: Sequence[int], deadline_s: float
+    visitor: _Visitor,
+    peer: Peer,
+    order: Write,
+    block_ids: Sequence[int],
+    deadline_s: float,
+    staging: Staging | None,
 ) -> tuple[Completion, int, list[int]]:
     """Start writing a batch, and take its checksums meanwhile. Raises TransferError, ValueError."""
     batch, granted, pairing = order.batch, order.granted, visitor.pairing
@@ -292,7 +299,7 @@ def _send(
         Grant(granted.key, *ranges), copies.source, copies.destination, copies.nbytes, deadline_s=deadline_s
     )
     try:
-        checksums = page_checksums(pairing.source_pages(layers, *tokens, block_ids, visitor.page_tokens))
+        checksums = page_checksums(pairing.source_pages(layers, *tokens, block_ids, visitor.page_tokens), staging)
     except BaseException:
         completion.cancel()
         raise

@@ -62,14 +62,14 @@ class KVBlocks:
         self.num_blocks = int(first.shape[0])
         self.block_tokens = int(first.shape[2])
         self._on_device = first.device.type != "cpu"
-        self.layout = None if self._on_device else self._layout_of(self._tensors)
-        """Where their bytes lie; None where that is on a device."""
+        self.layout = self._layout_of(self._tensors)
+        """Where their bytes lie; on a device these are its addresses."""
         self._shard = shard
         self._sources: dict[Shard, _Source] = {}
 
     def save_page(self, block_ids: Sequence[int], first_token: int, page: npt.NDArray[np.uint8]) -> None:
         """Pack tokens `[first_token, first_token + page_tokens)` of a block table into a canonical page."""
-        if self.layout is not None:
+        if not self._on_device:
             pack(self._fmt, self.layout, block_ids, first_token, page)
             return
         first_token, touched = self._touched(block_ids, first_token)
@@ -108,9 +108,9 @@ class KVBlocks:
             num_layers=part.layer_stop - part.layer_start,
             num_heads=part.head_stop - part.head_start,
         )
-        layout = self.layout
-        if layout is not None:
-            layout = layout.crop(common.first_layer, common.page.num_layers, common.first_head)
+        layout = None
+        if not self._on_device:
+            layout = self.layout.crop(common.first_layer, common.page.num_layers, common.first_head)
         source = self._sources[part] = _Source(fmt, common, layout)
         return source
 

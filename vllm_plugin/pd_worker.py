@@ -18,6 +18,7 @@ from transfer.layout import RankLayout
 from transfer.node import Node
 from transfer.protocol import Ending
 from transfer.shell import Ended
+from vllm_plugin.device_order import DeviceOrder
 from vllm_plugin.messages import FetchJob, PDStep
 from vllm_plugin.stats import ConnectorStats
 
@@ -29,6 +30,8 @@ class _Given:
     """A request that is given away."""
 
     transfer: str
+    attempt: int = 0
+    """Raised when what was computed so far does not count any more."""
     over: bool = False
     ended: bool = False
     reported: bool = True
@@ -61,18 +64,22 @@ class PDWorker:
     Args:
         rank: number of this rank in its instance, `pp_rank * tp_size + tp_rank`.
         layers: names of this rank's layers, in order.
+        device: makes calls when the device has done what was queued before them.
     """
 
-    def __init__(self, node: Node, layout: RankLayout, rank: int, layers: Sequence[str], bounds: Bounds) -> None:
+    def __init__(
+        self, node: Node, layout: RankLayout, rank: int, layers: Sequence[str], bounds: Bounds, device: DeviceOrder
+    ) -> None:
         self._node, self._layout, self._rank, self._bounds = node, layout, rank, bounds
+        self._device = device
         self._layers = {name: layout.first_layer + number for number, name in enumerate(layers)}
         self._given: dict[str, _Given] = {}
         self._awaited: dict[str, _Awaited] = {}
         self._givers: dict[str, str] = {}
         self._takers: dict[str, str] = {}
         """Name of a transfer -> request, of either kind: one instance may be both ends of a transfer."""
-        self._stops: dict[str, int] = {}
-        self._stops_by_layer: dict[str, int] = {}
+        self._stops: list[tuple[_Given, int]] = []
+        self._stops_by_layer: list[tuple[_Given, int]] = []
 
     @property
     def card(self) -> bytes:
@@ -84,7 +91,9 @@ class PDWorker:
     def prepare(self, step: PDStep) -> None:
         """Before the forward pass, and before vLLM gives any block to another request."""
         for req_id in step.preempted:
-            self._node.preempted(self._given[req_id].transfer)
+            with self._device.lock:
+                self._given[req_id].attempt += 1
+                self._node.preempted(self._given[req_id].transfer)
         for req_id, transfer in step.opened.items():
             given = self._given[req_id] = _Given(transfer)
             if transfer in self._givers:  # of a request that ended early, and is not over here
@@ -92,36 +101,33 @@ class PDWorker:
                 continue
             self._givers[transfer] = req_id
             self._node.open(transfer)
-        progress = {self._given[req_id].transfer: made for req_id, made in step.progress.items()}
+        progress = [(self._given[req_id], made) for req_id, made in step.progress.items()]
         if progress:
-            self._node.blocks({transfer: made.block_ids for transfer, made in progress.items()})
-        self._stops = {transfer: made.stop_token for transfer, made in progress.items()}
-        self._stops_by_layer = {
-            transfer: made.stop_token
-            for transfer, made in progress.items()
+            self._node.blocks({given.transfer: made.block_ids for given, made in progress})
+        self._stops = [(given, made.stop_token) for given, made in progress]
+        self._stops_by_layer = [
+            (given, made.stop_token)
+            for given, made in progress
             if self._bounds.choose(made.prompt_tokens) is Granularity.LAYER
-        }
+        ]
 
     def layer_computed(self, name: str) -> None:
         """The forward pass has written a layer of this step's tokens."""
         if self._stops_by_layer and name in self._layers:
-            self._node.computed(self._layers[name], self._stops_by_layer)
+            self._computed(self._layers[name], self._stops_by_layer)
 
     def step_computed(self) -> None:
         """The forward pass is over."""
         if self._stops:
-            self._node.computed(self._layout.layer_stop - 1, self._stops)
-            self._stops, self._stops_by_layer = {}, {}
+            self._computed(self._layout.layer_stop - 1, self._stops)
+            self._stops, self._stops_by_layer = [], []
 
     def start(self, step: PDStep) -> None:
         """What does not have to be said before the forward pass."""
         for req_id, num_tokens in step.finished.items():
-            self._given[req_id].over = True
-            self._node.finished(self._given[req_id].transfer, num_tokens)
+            self._finished(self._given[req_id], num_tokens)
         for req_id, cause in step.cancelled.items():
-            self._given[req_id].over = True
-            self._given[req_id].reported = req_id not in step.unreported
-            self._node.cancel(self._given[req_id].transfer, cause)
+            self._cancelled(self._given[req_id], cause, reported=req_id not in step.unreported)
         for req_id, wanted in step.announced.items():
             awaited = self._awaited[req_id] = _Awaited(wanted.transfer)
             if wanted.transfer in self._takers:  # of a request that was aborted, and is not over here
@@ -134,12 +140,51 @@ class PDWorker:
             awaited = self._awaited[req_id]
             awaited.job = job  # told or not: whatever ended before counts as failed
             if awaited.ended is None:
-                self._node.grant(awaited.transfer, job.first_token, job.stop_token, job.block_ids)
+                self._granted(awaited, job)
         for req_id, cause in step.dropped.items():
             dropped = self._awaited.get(req_id)
             if dropped is not None:  # otherwise its end and the engine's word of it passed each other
                 dropped.dropped = True
                 self._node.drop(dropped.transfer, cause)
+
+    def _computed(self, layer: int, stops: Sequence[tuple[_Given, int]]) -> None:
+        told = [(given, given.attempt, stop_token) for given, stop_token in stops]
+
+        def tell() -> None:
+            current = {
+                given.transfer: stop_token
+                for given, attempt, stop_token in told
+                if given.attempt == attempt and not given.ended
+            }
+            if current:
+                self._node.computed(layer, current)
+
+        self._device.then(tell)
+
+    def _finished(self, given: _Given, num_tokens: int) -> None:
+        """After all that was computed."""
+        given.over, attempt = True, given.attempt
+
+        def tell() -> None:
+            if given.attempt == attempt and not given.ended:
+                self._node.finished(given.transfer, num_tokens)
+
+        self._device.then(tell)
+
+    def _cancelled(self, given: _Given, cause: str, *, reported: bool) -> None:
+        given.over, given.reported = True, reported
+        with self._device.lock:
+            given.attempt += 1
+            self._node.cancel(given.transfer, cause)
+
+    def _granted(self, awaited: _Awaited, job: FetchJob) -> None:
+        """After what a former owner of the blocks still computes into them."""
+
+        def tell() -> None:
+            if awaited.ended is None:  # else the name may belong to another request by now
+                self._node.grant(awaited.transfer, job.first_token, job.stop_token, job.block_ids)
+
+        self._device.then(tell)
 
     # Results
 
@@ -148,12 +193,14 @@ class PDWorker:
         for ended in self._node.take_sent():
             req_id = self._givers.pop(ended.transfer, None)
             if req_id is not None:  # otherwise it was said before, and an error here would lose what else ended
-                self._given[req_id].ended = True
+                with self._device.lock:
+                    self._given[req_id].ended = True
                 _count(stats, "send", ended)
         for ended in self._node.take_fetched():
             req_id = self._takers.pop(ended.transfer, None)
             if req_id is not None:
-                self._awaited[req_id].ended = ended
+                with self._device.lock:
+                    self._awaited[req_id].ended = ended
                 _count(stats, "fetch", ended)
         results = Results()
         for req_id, given in list(self._given.items()):
@@ -187,6 +234,7 @@ class PDWorker:
             results.failed_blocks.update(self._layout.holding(job.block_ids, job.first_token, job.stop_token))
 
     def close(self) -> None:
+        self._device.close()
         self._node.close()
 
 

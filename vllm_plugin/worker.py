@@ -27,6 +27,7 @@ from transfer.control import Access
 from transfer.layout import RankLayout
 from transfer.node import Node
 from vllm_plugin.blocks import KVBlocks, probe_cpu_order, register_tensors
+from vllm_plugin.device_order import DeviceOrder, Wait, recorder
 from vllm_plugin.geometry import Geometry, Unsupported
 from vllm_plugin.lane import Lane, Task
 from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
@@ -75,6 +76,7 @@ class WorkerHalf:
         self._unit_nbytes = geometry.unit_nbytes(int(config.page_tokens))
         self._writes = geometry.is_writer(tp_rank)
         self._blocks: KVBlocks | None = None
+        self._record: Callable[[], Wait | None] = lambda: None
         self._pool = Pool(config)
         self._stats = ConnectorStats()
         self._failed_blocks: set[int] = set()
@@ -105,6 +107,7 @@ class WorkerHalf:
                     self._vllm_config.cache_config.cache_dtype,
                 )
             self._blocks = KVBlocks(tensors, self._shard, self._fmt, order)
+            self._record = recorder(tensors[0].device)
             self.pd = self._make_node(tensors, self._blocks)
         except Unsupported as error:
             logger.warning("prefix reuse from the pool is off: %s", error)
@@ -113,8 +116,9 @@ class WorkerHalf:
 
     def _make_node(self, tensors: list[torch.Tensor], blocks: KVBlocks) -> PDWorker | None:
         geometry, shard = self._geometry, self._shard
-        if blocks.layout is None:
-            logger.info("PD is off: KV blocks are in device memory, which no transport of this version reaches")
+        device = tensors[0].device
+        if device.type not in ("cpu", "cuda"):
+            logger.warning("PD is off: no transport reaches KV blocks in memory of kind %s", device.type)
             return None
         layout = RankLayout(
             model_layers=geometry.num_layers,
@@ -129,11 +133,11 @@ class WorkerHalf:
         )
         options = make_options(self._config)
         try:
-            node = Node(layout, memory_of(tensors), self._access, options)
+            node = Node(layout, memory_of(tensors), self._access, options, device.index)
         except (TransferError, ValueError, OSError) as error:
             logger.error("PD is off: %s", error)
             return None
-        return PDWorker(node, layout, self._rank, geometry.layer_names, options.bounds)
+        return PDWorker(node, layout, self._rank, geometry.layer_names, options.bounds, DeviceOrder(self._record))
 
     def start_loads(self, metadata: StepMetadata) -> None:
         for job in metadata.loads:
@@ -146,7 +150,7 @@ class WorkerHalf:
         if not metadata.saves:
             return
         assert metadata.namespace is not None
-        fence = self._fence()
+        fence = self._record()
         for job in metadata.saves:
             self._saver.submit(Task(job, metadata.namespace, self._config.save_deadline_s, fence))
 
@@ -211,14 +215,6 @@ class WorkerHalf:
         self._saver.stop(_STOP_S)
         self._loader.stop(_STOP_S)
         self._pool.close()
-
-    def _fence(self) -> Callable[[], None] | None:
-        """Waits until the work queued on the device so far is done; nothing to wait for on the CPU."""
-        if torch.accelerator.is_available():
-            event = torch.Event()
-            event.record()
-            return event.synchronize
-        return None
 
     def _ready(self, task: Task) -> tuple[ShardView, KVBlocks] | None:
         """What a job works on, or None where it is not there (the cause is noted)."""

@@ -18,7 +18,7 @@ from mooncake_connector.config import Config
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.secret import read_secret
 from transfer.base import TransferError, Unavailable
-from transfer.choose import make_transports
+from transfer.choose import HOST_NAMES, make_transports
 from transfer.handshake import Identity
 from transfer.memory import Memory
 from transfer.tls import Tls
@@ -34,7 +34,9 @@ def transfer_checks(config: Config) -> Iterator[Check]:
         if config.tls_certificate and config.tls_key and config.tls_authority:
             tls = Tls(str(config.tls_certificate), str(config.tls_key), str(config.tls_authority))
             tls.context(server=True)
-        make_transports(config.transports, Memory(), Identity(secret), hosts=config.transfer_hosts, tls=tls).close()
+        host_names = [name for name in config.transports if name in HOST_NAMES]
+        if host_names:  # the others need the engine's device
+            make_transports(host_names, Memory(), Identity(secret), hosts=config.transfer_hosts, tls=tls).close()
         for host in config.transfer_hosts:
             _listen(host)
     except (ConfigError, TransferError, ValueError) as error:
@@ -42,7 +44,7 @@ def transfer_checks(config: Config) -> Iterator[Check]:
         return
     kept = "secret" if secret else "no secret: this host only"
     yield ok("transfers", f"at {', '.join(config.transfer_hosts)} ({kept}{', TLS' if tls else ''})")
-    for name in config.transports:
+    for name in host_names:
         yield _reaches_neighbour(name)
 
 

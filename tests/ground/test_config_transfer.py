@@ -23,7 +23,7 @@ def refusal(engine_json: dict[str, object], variables: dict[str, str] | None = N
 def test_with_nothing_set_transfers_stay_on_this_machine():
     config = load_config({}, {})
     assert config.prefix_reuse is True
-    assert config.transports == ("cma", "shm", "tcp")
+    assert config.transports == ("cuda_ipc", "cma", "shm", "tcp")
     assert (config.transfer_hosts, config.transfer_port) == (("127.0.0.1",), 0)
     assert config.secret_file is config.tls_certificate is config.tls_key is config.tls_authority is None
     bounds = (config.granularity, config.granularity_chunk_tokens, config.granularity_layer_tokens)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from simulated.cuda_driver import LIBRARY
 from simulated.ranks import SPAN, Instance, Model, heads_of, make_rank
 
 from transfer.control import Access
@@ -26,13 +27,17 @@ PATIENCE_S = 20.0
 class Rank:
     """A node and its memory."""
 
-    def __init__(self, layout: Any, table: list[int], access: Access, options: NodeOptions) -> None:
+    def __init__(
+        self, layout: Any, table: list[int], access: Access, options: NodeOptions, device: int | None
+    ) -> None:
         self.table = table
         self.bytes = np.zeros(SPAN, dtype=np.uint8)
         address = self.bytes.ctypes.data
         moved = tuple(start + address for start in layout.blocks.layer_addresses)
         self.layout = replace(layout, blocks=replace(layout.blocks, layer_addresses=moved))
-        self.node = Node(self.layout, [(address, SPAN)], access, options)
+        if device is not None:
+            LIBRARY.allocate(address, SPAN)
+        self.node = Node(self.layout, [(address, SPAN)], access, options, device)
 
     def places(self, tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """For each byte of the request: (what it must be, where it is)."""
@@ -45,6 +50,7 @@ class Instances:
 
     Args:
         identity: all but the instance, which each rank draws for itself.
+        device: of the stand-in for the CUDA driver, which then has the memory.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Instances:
         tls: Any = None,
         options: NodeOptions | None = None,
         port: int = 0,
+        device: int | None = None,
     ) -> None:
         def access() -> Access:
             return Access(Identity(**(identity or {})), tls)
@@ -70,6 +77,7 @@ class Instances:
                 table,
                 access(),
                 options or NodeOptions(page_tokens=16),
+                device,
             )
             for rank in range(tp_size)
         ]

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from simulated.cuda_driver import LIBRARY
 
 from mooncake_connector.log import forget_causes
 from transfer.base import TransferError, Unavailable
 from transfer.choose import NAMES, make_transports
+from transfer.cuda import Driver
 from transfer.handshake import Identity
 from transfer.memory import Memory
 
@@ -68,8 +70,19 @@ def test_a_peer_that_nothing_reaches_is_an_error_with_every_reason(opened):
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(TransferError, match="'rdma' is unknown: there are cma, shm, tcp"):
+    with pytest.raises(TransferError, match="'rdma' is unknown: there are cuda_ipc, cma, shm, tcp"):
         make_transports(["rdma"], Memory(), Identity())
+
+
+def test_a_device_has_transports_of_its_own():
+    with make_transports(NAMES, Memory(), Identity(), driver=Driver(LIBRARY)) as transports:
+        assert list(transports.listen()) == ["cuda_ipc"]
+    with make_transports(NAMES, Memory(), Identity()) as transports:
+        assert "cuda_ipc" not in transports.listen()
+    with pytest.raises(TransferError, match="cma, tcp: none of them serves memory of a device"):
+        make_transports(["cma", "tcp"], Memory(), Identity(), driver=Driver(LIBRARY))
+    with pytest.raises(TransferError, match="cuda_ipc: none of them serves memory of the host"):
+        make_transports(["cuda_ipc"], Memory(), Identity())
 
 
 def test_a_transport_that_cannot_listen_is_left_out(opened, caplog, monkeypatch):

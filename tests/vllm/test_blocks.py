@@ -65,7 +65,7 @@ def whole(fmt: PageFormat) -> Shard:
 def kv_blocks(layers: list[torch.Tensor], fmt: PageFormat, where: str, shard: Shard | None = None) -> KVBlocks:
     blocks = KVBlocks(layers, shard or whole(fmt), fmt, None)
     if where == "device":
-        blocks._layout, blocks._on_device = None, True
+        blocks._on_device = True
     return blocks
 
 

@@ -60,10 +60,10 @@ def chunks_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int, int]
     sent = []
     send = transfer.serving._send
 
-    def noted(layout: Any, visitor: Any, peer: Any, order: Any, *rest: Any) -> Any:
+    def noted(visitor: Any, peer: Any, order: Any, *rest: Any) -> Any:
         batch = order.batch
         sent.append((batch.first_layer, batch.num_layers, batch.first_token, batch.stop_token))
-        return send(layout, visitor, peer, order, *rest)
+        return send(visitor, peer, order, *rest)
 
     monkeypatch.setattr(transfer.serving, "_send", noted)
     return sent

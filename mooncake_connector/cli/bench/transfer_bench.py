@@ -33,7 +33,7 @@ from mooncake_connector.cli.bench.transfer_scale import TransferScale
 from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
 from mooncake_connector.cli.bench.transfer_tls import make_certificate
 from transfer.base import Grant, Peer, Unavailable
-from transfer.choose import NAMES, make_transports
+from transfer.choose import HOST_NAMES, make_transports
 from transfer.handshake import Identity
 from transfer.memory import Memory
 from transfer.tls import Tls
@@ -72,7 +72,7 @@ def run(scale: TransferScale, *, peers: Collection[str], peer_python: str, progr
         tls = _certificate(stack, progress)
         far = stack.enter_context(_far_process(scale, tls))
         connected = {}
-        for name in NAMES:
+        for name in HOST_NAMES:
             transports = stack.enter_context(make_transports([name], memory, Identity()))
             try:
                 connected[name] = transports.connect(far.endpoints, deadline_s=_DEADLINE_S)

@@ -6,6 +6,7 @@ everything that the measuring process needs, and leaves when its standard input 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
-from transfer.choose import NAMES, make_transports
+from transfer.choose import HOST_NAMES, make_transports
 from transfer.handshake import Identity
 from transfer.memory import Memory
 from transfer.tls import Tls
@@ -36,11 +37,11 @@ def main(order: dict[str, Any]) -> None:
     threading.Thread(target=_serve, args=(listener, data), daemon=True).start()
     tls = Tls(**order["tls"]) if order["tls"] else None
     with (
-        make_transports(NAMES, memory, Identity()) as transports,
-        make_transports(["tcp"] if tls else [], memory, Identity(), tls=tls) as secured,
+        make_transports(HOST_NAMES, memory, Identity()) as transports,
+        contextlib.nullcontext() if tls is None else make_transports(["tcp"], memory, Identity(), tls=tls) as secured,
     ):
         endpoints = {name: endpoint.hex() for name, endpoint in transports.listen().items()}
-        if tls is not None:
+        if secured is not None:
             endpoints[TLS] = secured.listen()["tcp"].hex()
         port = listener.getsockname()[1]
         found = {"pid": os.getpid(), "port": port, "key": grant.key.hex(), "address": data.ctypes.data}

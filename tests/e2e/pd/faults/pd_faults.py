@@ -34,7 +34,7 @@ def register() -> None:
     faults = _Faults(Path(os.environ["PD_FAULTS"]))
     send, check = serving._send, fetching._check
 
-    def faulty_send(layout: Any, visitor: Any, peer: Any, order: Any, block_ids: Any, deadline_s: float) -> Any:
+    def faulty_send(visitor: Any, peer: Any, order: Any, block_ids: Any, *rest: Any) -> Any:
         if faults.is_on("hold"):
             whole = (len(visitor.pairing.layers), 0, order.granted.stop_token)
             faults.hold((order.batch.num_layers, order.batch.first_token, order.batch.stop_token) == whole)
@@ -47,11 +47,11 @@ def register() -> None:
             for address, nbytes in zip(copies.source.tolist(), copies.nbytes.tolist(), strict=True):
                 _elements(address, nbytes)[:] = _elements(address, nbytes)[::-1].copy()
             faults.note("falsify")
-        sent = send(layout, visitor, peer, order, block_ids, deadline_s)
+        sent = send(visitor, peer, order, block_ids, *rest)
         faults.record(order.batch)
         return sent
 
-    def faulty_check(origin: Any, landed: Any, block_ids: Any) -> Any:
+    def faulty_check(origin: Any, landed: Any, block_ids: Any, *rest: Any) -> Any:
         if faults.is_on("corrupt") or faults.take("corrupt-once"):
             layers = range(landed.first_layer, landed.first_layer + landed.num_layers)
             pages = origin.pairing.destination_pages(
@@ -59,7 +59,7 @@ def register() -> None:
             )
             _bytes(int(pages.addresses[0]), 1)[0] ^= 1
             faults.note("corrupt")
-        return check(origin, landed, block_ids)
+        return check(origin, landed, block_ids, *rest)
 
     serving._send, fetching._check = faulty_send, faulty_check
 

@@ -1,0 +1,126 @@
+"""Nodes whose KV is in device memory, over a stand-in for the driver: what is moved and checked goes through it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated.cuda_driver import LIBRARY
+from simulated.nodes import Instances
+
+import transfer.fetching
+import transfer.integrity
+import transfer.node
+from transfer.base import TransferError
+from transfer.cuda import Driver
+from transfer.granularity import Bounds, Granularity
+from transfer.integrity import page_checksums
+from transfer.node import NodeOptions
+from transfer.plan import PageRuns
+from transfer.protocol import Ending
+from transfer.staging import Staging
+
+P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1]
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    """The stand-in, without a past."""
+    LIBRARY.__init__()
+    monkeypatch.setattr(transfer.node, "system_driver", lambda: Driver(LIBRARY))
+    yield LIBRARY
+    assert not LIBRARY.contexts and not LIBRARY.opened and not LIBRARY.locked and not LIBRARY._queues
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    monkeypatch.setattr(transfer.integrity, "ctypes", None)  # the processor cannot read a device's memory
+    made = []
+
+    def make(granularity: Granularity, devices: tuple[int | None, int | None] = (0, 0)) -> tuple[Instances, Instances]:
+        options = NodeOptions(page_tokens=16, bounds=Bounds(fixed=granularity))
+        made.append(Instances(2, P_TABLE, options=options, device=devices[0]))
+        made[-1].fill()
+        made.append(Instances(1, D_TABLE, block_tokens=12, order="BLHN", device=devices[1]))
+        return made[-2], made[-1]
+
+    yield make
+    for instance in made:
+        instance.close()
+
+
+def ask(p: Instances, d: Instances) -> set[Ending]:
+    p.open("t")
+    d.announce("t", p.where, computed=False)
+    d.grant("t")
+    p.compute("t")
+    p.finish("t")
+    return {ended.ending for ended in d.fetched()}
+
+
+@pytest.mark.parametrize("granularity", Granularity)
+def test_kv_goes_from_device_to_device(pair, library, granularity):
+    p, d = pair(granularity)
+    assert ask(p, d) == {Ending.DONE}
+    d.check()
+    assert {ended.transport for ended in p.sent()} == {"cuda_ipc"}
+    assert library.calls["cuMemcpyAsync"] > 0
+
+
+@pytest.mark.parametrize("times, ending", [(1, Ending.DONE), (3, Ending.FAILED)])
+def test_wrong_bytes_on_a_device_are_noticed(pair, monkeypatch, times, ending):
+    """Two ranks send: of three wrong batches two are of one rank."""
+    p, d = pair(Granularity.FULL)
+    check, left = transfer.fetching._check, [times]
+
+    def spoilt(*args):
+        if left[0]:
+            left[0] -= 1
+            _, places = d.ranks[0].places(4)
+            d.ranks[0].bytes[places] ^= 1
+        return check(*args)
+
+    monkeypatch.setattr(transfer.fetching, "_check", spoilt)
+    assert ask(p, d) == {ending}
+
+
+@pytest.mark.parametrize("name", ["cuMemcpyAsync", "cuStreamSynchronize"])
+def test_a_device_that_fails_ends_the_transfer(pair, library, name):
+    """Its checksums cannot be taken; nobody waits for them."""
+    p, d = pair(Granularity.FULL)
+    library.fail[name] = 0
+    assert ask(p, d) == {Ending.FAILED}
+    del library.fail[name]
+
+
+def test_memory_of_a_host_and_of_a_device_do_not_reach_each_other(pair):
+    p, d = pair(Granularity.FULL, (0, None))
+    assert ask(p, d) == {Ending.FAILED}
+
+
+def test_without_a_driver_there_is_no_node_of_a_device(monkeypatch):
+    def none() -> Driver:
+        raise TransferError("no CUDA driver")
+
+    monkeypatch.setattr(transfer.node, "system_driver", none)
+    with pytest.raises(TransferError, match="no CUDA driver"):
+        Instances(1, P_TABLE, device=0)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 300), max_size=30),
+    cuts=st.lists(st.integers(0, 30), max_size=6),
+    staging_nbytes=st.integers(1, 700),
+)
+def test_checksums_do_not_depend_on_the_parts_in_which_bytes_come_from_a_device(sizes, cuts, staging_nbytes):
+    memory = np.random.default_rng(1).integers(0, 256, 16384, dtype=np.uint8)
+    nbytes = np.array(sizes, dtype=np.int64)
+    addresses = memory.ctypes.data + 17 + nbytes.cumsum() * 3 // 2
+    bounds = np.array([0, *sorted({cut for cut in cuts if 0 < cut < len(sizes)}), len(sizes)], dtype=np.int64)
+    runs = PageRuns(addresses, nbytes, bounds if sizes else bounds[:1])
+    staging = Staging(Driver(LIBRARY), 0, staging_nbytes)
+    try:
+        assert page_checksums(runs, staging) == page_checksums(runs)
+    finally:
+        staging.close()
