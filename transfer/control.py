@@ -76,13 +76,13 @@ class LoopThread:
             self.loop.call_soon_threadsafe(call, *args)
 
     def run(self, work: Coroutine[Any, Any, _Result], deadline_s: float) -> _Result:
-        """The result of `work`. Raises what it raises, TimeoutError at the deadline. Not from the loop's own thread."""
+        """The result of `work`. Raises what it raises, TransferError at the deadline. Not from the loop's thread."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result(deadline_s)
         except concurrent.futures.TimeoutError:
             future.cancel()
-            raise TimeoutError(f"the control plane did not answer within {deadline_s:g} s") from None
+            raise TransferError(f"the control plane did not answer within {deadline_s:g} s") from None
 
     def close(self) -> None:
         """Cancel all tasks and end the thread. May be called twice."""

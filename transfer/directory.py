@@ -18,7 +18,8 @@ from transfer.messages import Generation
 
 PURPOSE = "directory"
 _MAX_RANKS = 1 << 10
-_START_S = 5.0
+_START_S = 60.0
+_FLUSH_S = 5.0
 
 
 class RankCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,7 +75,7 @@ class Directory:
 
     async def _serve(self, link: Link) -> None:
         link.send(self._card)
-        await link.flush(_START_S)
+        await link.flush(_FLUSH_S)
 
     def close(self) -> None:
         """May be called twice."""

@@ -27,7 +27,8 @@ from transfer.serving import Serving
 from transfer.shell import RANK_PURPOSE, Ended
 from transfer.staging import Staging
 
-_START_S = 10.0
+_START_S = 60.0
+"""Engines start where every core may be busy, with compilers for one."""
 _MAX_CONNECTING = 64
 """Consumers that are being connected to at the same time: each may take seconds, and must not hold up the others."""
 

@@ -27,7 +27,7 @@ from transfer.handshake import Identity
 from transfer.memory import Memory
 from transfer.testing_process import MIB, Buffer, buffer_class, digest, int64, make_transport
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def scattered(source: Buffer, target: int, sizes: Int64, seed: int) -> tuple[Int64, Int64]:

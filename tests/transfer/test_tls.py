@@ -33,7 +33,7 @@ class TestTcpWithTls(TransportConformance):
 
     @pytest.fixture
     def options(self, authorities):
-        return {"tls": authorities[0]}
+        return {"tls": authorities[0], "lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
 
 
 def connect(listener_tls, tls):
