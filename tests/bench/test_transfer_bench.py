@@ -81,6 +81,15 @@ def test_tls_is_held_against_the_same_without() -> None:
     assert (tls.figure, round(tls.value, 1), round(tls.limit, 1)) == ("tcp with TLS (limit: tcp without)", 0.5, 2.0)
 
 
+def test_a_small_transfer_is_held_against_a_bare_one_and_shown_beside_a_peer() -> None:
+    ours = {"shm": (60e-6, 90e-6), "tcp": (80e-6, 90e-6), RAW_TCP: (50e-6, 70e-6)}
+    peers = {NIXL: {"small": [40e-6, 50e-6]}, NIXL_TCP: {"error": "it died"}}
+    rows = transfer_rows.latency_rows(ours, peers, SCALE)
+    assert [(round(row.value), round(row.limit), row.peer and round(row.peer), row.ok) for row in rows] == [
+        (60, 50, 40, True), (90, 70, 50, True), (80, 50, None, False), (90, 70, None, True),
+    ]  # fmt: skip
+
+
 def test_a_peer_that_was_not_measured_leaves_its_goal_open() -> None:
     seconds = {"cma": GB / 4, "shm": GB / 3, "tcp": GB / 2, READV: GB / 4.2, MEMCPY: GB / 9, RAW_TCP: GB / 2.1}
     cma, shm, tcp = transfer_rows.moving_rows(seconds, {}, SCALE)

@@ -97,7 +97,7 @@ def run(scale: TransferScale, *, peers: Collection[str], peer_python: str, progr
     measured = transfer_peers.measure(peers, peer_python, scale, progress)
     rows = [
         *transfer_rows.moving_rows(seconds, measured, scale),
-        *transfer_rows.latency_rows(quantiles, scale),
+        *transfer_rows.latency_rows(quantiles, measured, scale),
         *transfer_rows.step_rows(ratios),
         *transfer_rows.link_rows(links, scale),
         transfer_rows.planning_row(planned),

@@ -1,8 +1,9 @@
 """One process of a peer of `bench transfer`; run as a script by the interpreter that has the peer's wheel.
 
 It imports nothing of this package: that interpreter need not have it. Argument: one JSON object with engine
-("mooncake", "nixl"), role, pieces, piece_nbytes, rounds, budget_s, outcome (path of the JSON file to write) and, to
-``measure``, there (what ``hold`` wrote). ``hold`` offers memory until its standard input is closed.
+("mooncake", "nixl"), role, pieces, piece_nbytes, rounds, small_nbytes, small_rounds, budget_s, outcome (path of the
+JSON file to write) and, to ``measure``, there (what ``hold`` wrote). ``hold`` offers memory until its standard input is
+closed.
 """
 
 import base64
@@ -55,7 +56,22 @@ def main(order: dict[str, Any]) -> None:
             write(order["outcome"], {"scattered": best})
         if spent > order["budget_s"]:
             break
-    write(order["outcome"], {"scattered": best, "ready": True})
+    engine.prepare(far, here[:1], there[:1], order["small_nbytes"])
+    many = sorted(seconds_of(engine.write, order["small_rounds"], order["budget_s"] / 4))
+    small = [many[int(quantile * (len(many) - 1))] for quantile in (0.5, 0.99)]
+    write(order["outcome"], {"scattered": best, "small": small, "ready": True})
+
+
+def seconds_of(call: Any, rounds: int, budget_s: float) -> list[float]:
+    """Of each of so many calls, or as many as there is time for, the first ones left out."""
+    warm = min(rounds // 10, 100)
+    taken: list[float] = []
+    end = time.perf_counter() + budget_s
+    while len(taken) < warm + rounds and (len(taken) <= warm or time.perf_counter() < end):
+        begin = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - begin)
+    return taken[warm:]
 
 
 def write(path: str, outcome: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ _BUDGET_S = 20.0
 def measure(
     peers: Collection[str], python: str, scale: TransferScale, progress: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
-    """Best seconds for each setting of each peer; nothing, and a warning, where one fails."""
+    """What was measured of each setting of each peer; an error, and a warning, where one fails."""
     results: dict[str, dict[str, Any]] = {}
     for setting, (engine, env) in _SETTINGS.items():
         if engine not in peers:
@@ -52,7 +52,8 @@ def _measure_one(
     engine: str, python: str, scale: TransferScale, env: Mapping[str, str], folder: Path, log: Any
 ) -> dict[str, Any]:
     sizes = {"pieces": scale.pieces, "piece_nbytes": scale.piece_nbytes, "rounds": scale.rounds}
-    order = {**sizes, "engine": engine, "budget_s": _BUDGET_S}
+    small = {"small_nbytes": scale.small_nbytes, "small_rounds": scale.small_rounds}
+    order = {**sizes, **small, "engine": engine, "budget_s": _BUDGET_S}
 
     def command(role: str, outcome: Path, **more: Any) -> list[str]:
         return [python, str(_SCRIPT), json.dumps({**order, **more, "role": role, "outcome": str(outcome)})]

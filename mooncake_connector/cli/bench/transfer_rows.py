@@ -17,10 +17,10 @@ from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
 READV, MEMCPY, RAW_TCP = "process_vm_readv", "memcpy", "sendall/recv_into"
 NIXL, NIXL_TCP = "NIXL, UCX's own choice", "NIXL, UCX_TLS=tcp"
 MOONCAKE_OFF, MOONCAKE_ON = "Mooncake Transfer Engine, pool off", "Mooncake Transfer Engine, pool on"
-SCATTERED = "scattered"
+SCATTERED, SMALL = "scattered", "small"
 
 PeerSeconds = Mapping[str, Mapping[str, Any]]
-"""What was measured of each peer and setting: seconds under `SCATTERED`, or nothing."""
+"""What was measured of each peer and setting: seconds under `SCATTERED`, (p50, p99) under `SMALL`, or nothing."""
 
 _LIMITS = {
     "cma": (READV, Goal(at_least_of_limit=0.9, at_least_of_peer=1.8)),
@@ -50,17 +50,18 @@ def moving_rows(seconds: Mapping[str, float], peers: PeerSeconds, scale: Transfe
     return rows
 
 
-def latency_rows(quantiles: Mapping[str, tuple[float, float]], scale: TransferScale) -> list[Row]:
+def latency_rows(quantiles: Mapping[str, tuple[float, float]], peers: PeerSeconds, scale: TransferScale) -> list[Row]:
     """One small transfer, held against the bare round trip of its kind, at the median and the 99th percentile."""
     rows = []
-    for name, bare in (("cma", READV), ("shm", RAW_TCP), ("tcp", RAW_TCP)):
+    for name, bare, peer in (("cma", READV, NIXL), ("shm", RAW_TCP, NIXL), ("tcp", RAW_TCP, NIXL_TCP)):
         if name not in quantiles:
             continue
         for which, label in enumerate(("p50", "p99")):
             value, limit = quantiles[name][which] * 1e6, quantiles[bare][which] * 1e6
             figure = f"{name}: one transfer of {size_text(scale.small_nbytes)}, {label} (limit: {bare})"
             goal = Goal(at_most=round(1.5 * limit, 1))
-            rows.append(row(figure, value, "us", limit=limit, goal=goal))
+            theirs = peers.get(peer, {}).get(SMALL)
+            rows.append(row(figure, value, "us", limit=limit, peer=theirs and theirs[which] * 1e6, goal=goal))
     return rows
 
 
