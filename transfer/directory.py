@@ -39,10 +39,14 @@ class InstanceCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: Annotated[list[RankCard], Meta(min_length=1, max_length=_MAX_RANKS)]
 
 
+_decoder = msgspec.msgpack.Decoder(InstanceCard)
+"""Made once, when this is imported: msgspec crashes where two threads use a type for the first time at once."""
+
+
 def decode_card(data: bytes) -> InstanceCard:
     """Raises Unavailable for bytes that are no card."""
     try:
-        return msgspec.msgpack.decode(data, type=InstanceCard)
+        return _decoder.decode(data)
     except (msgspec.MsgspecError, TransferError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise Unavailable(f"the directory's answer cannot be read: {str(error)[:200]}") from None
 

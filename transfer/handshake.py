@@ -20,7 +20,7 @@ import ipaddress
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -88,6 +88,10 @@ class Refusal(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True)
 
 
 _Frame = TypeVar("_Frame", Hello, Challenge, Proof, Welcome)
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind | Refusal) for kind in (Hello, Challenge, Proof, Welcome)
+}
+"""Made once, when this is imported: msgspec crashes where two threads use a type for the first time at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +155,7 @@ class _Side:
             return None
         body = bytes(self._buffer[4 : 4 + length])
         try:
-            frame = msgspec.msgpack.decode(body, type=kind | Refusal)
+            frame = _decoders[kind].decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
             raise HandshakeError(f"malformed handshake: {str(error)[:200]}") from None
         if isinstance(frame, Refusal):

@@ -43,10 +43,14 @@ class LocalEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return b"\0mooncake-connector/" + self.name.encode()
 
 
+_decoder = msgspec.msgpack.Decoder(LocalEndpoint)
+"""Made once, when this is imported: msgspec crashes where two threads use a type for the first time at once."""
+
+
 def decode_endpoint(data: bytes) -> LocalEndpoint:
     """Raises Unavailable for bytes that are no endpoint."""
     try:
-        return msgspec.msgpack.decode(data, type=LocalEndpoint)
+        return _decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Unavailable(f"endpoint that cannot be read: {str(error)[:200]}") from None
 
