@@ -33,8 +33,14 @@ ORDERS = ("sequential", "concurrent")
 TRANSPORTS = {"cma": (0, 1), "shm": (1, 2), "tcp": (2, 0)}
 """Transport -> which of the trio prefills, and which decodes."""
 MEMORY = ("--num-gpu-blocks-override", "64")  # all of it is soon in use, so that a process does not grow by it
-CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
-"""oneDNN and torch keep compiled code for each batch size, up to megabytes: not for hundreds of sizes."""
+STEADY = {
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+    "LRU_CACHE_CAPACITY": "16",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+}
+"""Little grows by itself: oneDNN keeps code for few batch sizes, glibc keeps little of what was freed."""
 LENGTHS = {
     "full": 150,
     "chunk": 450,
@@ -95,7 +101,7 @@ def trio(asked: dict[str, Question], fleet: Fleet, qwen3: Path, logs: Path) -> T
                 pool=logs / "no-pool",
                 config={**BOUNDS, **times, "transports": transports},
                 args=[*MEMORY, *COMMON, "--max-num-batched-tokens", str(chunk)],
-                env=CACHES,
+                env=STEADY,
             )
             for number, (transports, chunk) in enumerate(kinds)
         ]

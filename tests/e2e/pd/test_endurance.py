@@ -16,8 +16,8 @@ from e2e.questions import Question, draw_tokens
 
 WARM_UP_S, SECONDS = (60.0, 900.0) if LONG else (10.0, 20.0)
 AT_ONCE = 4
-FILLERS = 40
-"""More batch sizes than vLLM keeps oneDNN primitives for in each layer; two blocks each are more than there are."""
+FILLERS = 80
+"""More batch sizes than vLLM keeps oneDNN primitives for in each layer; a new block for each is more than there are."""
 MOST_GROWTH_NBYTES = 24 << 20
 """Of a process. One layer of KV for each of the long form's requests would be ten times as much."""
 MOST_NEW_DESCRIPTORS = 4  # HTTP connections that are just being closed, and the like
