@@ -19,7 +19,7 @@ AT_ONCE = 4
 FILLERS = 80
 """More batch sizes than vLLM keeps oneDNN primitives for in each layer; a new block for each is more than there are."""
 MOST_GROWTH_NBYTES = 24 << 20
-"""Of a process. One layer of KV for each of the long form's requests would be ten times as much."""
+"""Of a process. In the long form one layer of KV kept of each request is over twice as much on a busy machine."""
 MOST_NEW_DESCRIPTORS = 4  # HTTP connections that are just being closed, and the like
 
 
