@@ -7,7 +7,8 @@ from pathlib import Path
 import oracle
 import pytest
 from cases import RUNNERS, every_runner
-from pd import PROMPT, MakePair, Pair, decode_params, every_order, figures, jobs, prefill_params, run_all
+from pd import PROMPT, MakePair, Pair, decode_params, every_order, figures, jobs, node_of, prefill_params, run_all
+from test_pd_prefill import preempt
 
 NUM_TOKENS = len(PROMPT)
 SHARED = PROMPT[:48]
@@ -149,3 +150,25 @@ def test_a_prefill_leg_that_is_aborted_while_it_loads_is_reported_once(
     both.check_at_rest()
     again = both.ask(PROMPT)
     assert both.decode.computed(again) == 1 + 2
+
+
+@every_runner
+def test_a_prefill_leg_that_was_preempted_and_is_aborted_while_it_loads_again(
+    pair: MakePair, faults, runner: dict[str, bool]
+) -> None:
+    """It did compute, less than a page, but holds nothing of that any more."""
+    both = warmed(pair, runner | {"max_num_batched_tokens": 4}, SHARED)
+    name = both.prefill.add(PROMPT, 1, params=prefill_params())
+    run_all(both.prefill, until=lambda: both.prefill.computed(name))
+    faults.hold_reads()
+    preempt(both.prefill)
+    run_all(both.prefill, until=faults.reading.is_set)
+    both.prefill.abort(name)
+    run_all(both.prefill, until=lambda: not node_of(both.prefill)._serving._serves)
+    for _ in range(3):
+        both.prefill.step()
+    assert name in both.prefill.scheduler.requests, "its blocks are free while they are loaded into"
+    faults.release()
+    both.run()
+    assert both.prefill.requests[name].num_preemptions == 1
+    both.check_at_rest()
