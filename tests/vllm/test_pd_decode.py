@@ -100,6 +100,19 @@ def test_an_abort_while_fetching_frees_the_blocks_when_nothing_writes_to_them(
 
 
 @every_runner
+def test_the_same_transfer_asked_for_again_while_the_aborted_one_is_not_over(
+    pair: MakePair, runner: dict[str, bool]
+) -> None:
+    both = pair(runner, runner)
+    name = both.add_granted(PROMPT)
+    both.decode.abort(name)
+    again = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x"))
+    both.run()
+    assert both.decode.texts[again] == oracle.generate(PROMPT, 3)
+    both.check_at_rest()
+
+
+@every_runner
 def test_an_abort_while_decoding(pair: MakePair, runner: dict[str, bool]) -> None:
     both = pair(runner, runner)
     name = both.add(PROMPT, 50)
