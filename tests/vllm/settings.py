@@ -154,8 +154,9 @@ def vllm_config(setup: Setup, base: VllmConfig, pool: Path, rank: int = 0) -> Vl
 def transfer_config(setup: Setup, pool: Path) -> dict[str, Any]:
     """What a person writes after `--kv-transfer-config`."""
     extra = {"pool": str(pool), "capacity": "8MiB", "page_tokens": setup.page_tokens, "model_id": setup.model_id}
+    unhurried = {"load_deadline_s": 40.0, "save_deadline_s": 40.0}  # a busy machine leaves a thread waiting for seconds
     return {
         "kv_connector": "MooncakeKVConnector",
         "kv_role": setup.kv_role,
-        "kv_connector_extra_config": extra | setup.extra,
+        "kv_connector_extra_config": unhurried | extra | setup.extra,
     }
