@@ -45,10 +45,13 @@ class TcpEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     instance: Annotated[bytes, Meta(min_length=INSTANCE_NBYTES, max_length=INSTANCE_NBYTES)]
 
 
+_decoder = msgspec.msgpack.Decoder(TcpEndpoint)
+
+
 def decode_endpoint(data: bytes) -> TcpEndpoint:
     """Raises Unavailable for bytes that are no endpoint."""
     try:
-        return msgspec.msgpack.decode(data, type=TcpEndpoint)
+        return _decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Unavailable(f"endpoint that cannot be read: {str(error)[:200]}") from None
 
