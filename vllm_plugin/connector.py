@@ -7,6 +7,7 @@ finds that out, it refuses what the scheduler plans.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -286,10 +287,14 @@ class PDHandshake(KVConnectorHandshakeMetadata):
 
 
 def _log_like_vllm(config: Config) -> None:
-    """Send this package's log lines where vLLM's go; vLLM configures only its own logger."""
+    """Send this package's log lines where vLLM's go; vLLM configures only its own logger.
+
+    Its handlers have a level of their own (VLLM_LOGGING_LEVEL), which is none of `log_level`.
+    """
     ours = logging.getLogger(ROOT_LOGGER)
     if not ours.handlers:
-        for handler in logging.getLogger("vllm").handlers:
+        for handler in map(copy.copy, logging.getLogger("vllm").handlers):
+            handler.setLevel(logging.NOTSET)
             ours.addHandler(handler)
         ours.propagate = not ours.handlers
     set_log_level(config.log_level)
