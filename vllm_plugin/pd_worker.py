@@ -34,6 +34,7 @@ class _Given:
     """Raised when what was computed so far does not count any more."""
     over: bool = False
     ended: bool = False
+    """Whether its transfer is; the name may be another request's by now."""
     reported: bool = True
     """Whether vLLM waits for its end."""
 
@@ -91,9 +92,11 @@ class PDWorker:
     def prepare(self, step: PDStep) -> None:
         """Before the forward pass, and before vLLM gives any block to another request."""
         for req_id in step.preempted:
+            given = self._given[req_id]
             with self._device.lock:
-                self._given[req_id].attempt += 1
-                self._node.preempted(self._given[req_id].transfer)
+                given.attempt += 1
+            if not given.ended:
+                self._node.preempted(given.transfer)
         for req_id, transfer in step.opened.items():
             given = self._given[req_id] = _Given(transfer)
             if transfer in self._givers:  # of a request that ended early, and is not over here
@@ -101,7 +104,7 @@ class PDWorker:
                 continue
             self._givers[transfer] = req_id
             self._node.open(transfer)
-        progress = [(self._given[req_id], made) for req_id, made in step.progress.items()]
+        progress = [(given, made) for req_id, made in step.progress.items() if not (given := self._given[req_id]).ended]
         if progress:
             self._node.blocks({given.transfer: made.block_ids for given, made in progress})
         self._stops = [(given, made.stop_token) for given, made in progress]
@@ -175,6 +178,7 @@ class PDWorker:
         given.over, given.reported = True, reported
         with self._device.lock:
             given.attempt += 1
+        if not given.ended:
             self._node.cancel(given.transfer, cause)
 
     def _granted(self, awaited: _Awaited, job: FetchJob) -> None:
