@@ -8,7 +8,6 @@ order that may not be executed is answered, and the connection goes on.
 from __future__ import annotations
 
 import os
-import re
 import select
 import socket
 import threading
@@ -17,7 +16,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable
 
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.base import Numbers, TransferError
 from transfer.handshake import MAX_FRAME_NBYTES, HandshakeError, Identity, Server
 from transfer.memory import Memory, Revocable
@@ -294,9 +293,9 @@ class Receiver:
 
     def _log(self, error: Exception) -> None:
         """Once for each kind: what a stranger says must not make a new kind, there is room for so many."""
-        kind = re.split(r"[\d:']", str(error), maxsplit=1)[0] if isinstance(error, TransferError) else ""
+        kind = kind_of(str(error)) if isinstance(error, TransferError) else ""
         log_once(
-            f"transfer.{self._name}:{type(error).__name__}:{kind[:40]}",
+            f"transfer.{self._name}:{type(error).__name__}:{kind}",
             "%s: a connection was closed: %s: %s", self._name, type(error).__name__, error, logger=logger,
             exc_info=not isinstance(error, (TransferError, OSError)),
         )  # fmt: skip
