@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from simulated.cuda_driver import LIBRARY
 from simulated.ranks import SPAN, Instance, Model, heads_of, make_rank
 
+import transfer.fetching
 from transfer.control import Access
 from transfer.directory import Directory, InstanceCard
 from transfer.fetching import Family, Where
@@ -164,3 +166,17 @@ class Instances:
         self.directory.close()
         for rank in self.ranks:
             rank.node.close()
+
+
+def spoil_arrivals(monkeypatch: pytest.MonkeyPatch, decode: Instances, times: int) -> None:
+    """So many batches have a wrong byte in the first rank's memory when they are checked."""
+    check, left, rank = transfer.fetching._check, [times], decode.ranks[0]
+
+    def spoilt(*args: Any) -> tuple[bool, int]:
+        if left[0]:
+            left[0] -= 1
+            _, places = rank.places(4)
+            rank.bytes[places] ^= 1
+        return check(*args)
+
+    monkeypatch.setattr(transfer.fetching, "_check", spoilt)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from simulated.nodes import TOKENS, Instances
+from simulated.nodes import TOKENS, Instances, spoil_arrivals
 
 import transfer.fetching
 import transfer.serving
@@ -265,16 +265,7 @@ def test_blocks_that_were_taken_back_while_they_are_sent_never_count(make, monke
 def test_wrong_bytes_are_sent_once_more_and_then_given_up(make, monkeypatch, times, ending):
     prefill, decode = make
     p, d = prefill(options=options(Granularity.FULL)), decode()
-    check, left = transfer.fetching._check, [times]
-
-    def spoilt(*args):
-        if left[0]:
-            left[0] -= 1
-            _, places = d.ranks[0].places(4)
-            d.ranks[0].bytes[places] ^= 1
-        return check(*args)
-
-    monkeypatch.setattr(transfer.fetching, "_check", spoilt)
+    spoil_arrivals(monkeypatch, d, times)
     p.open("t")
     p.finish("t")
     d.announce("t", p.where, computed=True)
