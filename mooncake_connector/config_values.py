@@ -13,6 +13,7 @@ from typing import Any
 MIN_CAPACITY_NBYTES = 1 << 20
 MAX_CAPACITY_NBYTES = 1 << 50
 TRANSPORTS = ("cuda_ipc", "cma", "shm", "tcp")
+"""All there are, in the order in which they are tried by default."""
 MAX_HOSTS = 16
 
 _UNITS = {"": 0, "B": 0, "KIB": 10, "MIB": 20, "GIB": 30, "TIB": 40}

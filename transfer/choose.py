@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from mooncake_connector.config_values import TRANSPORTS
 from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.base import Peer, TransferError, Transport, Unavailable
 from transfer.cma import CmaTransport
@@ -21,11 +22,10 @@ from transfer.tls import Tls
 
 logger = get_logger(__name__)
 
-HOST_NAMES = ("cma", "shm", "tcp")
-"""The transports between memory of hosts, the fastest first."""
 DEVICE_NAMES = ("cuda_ipc",)
-"""Those between memory of devices."""
-NAMES = DEVICE_NAMES + HOST_NAMES
+"""The transports between memory of devices."""
+HOST_NAMES = tuple(name for name in TRANSPORTS if name not in DEVICE_NAMES)
+"""Those between memory of hosts, the fastest first."""
 
 
 def make_transports(
@@ -47,7 +47,7 @@ def make_transports(
     """
     made: list[Transport] = []
     for name in names:
-        if name in NAMES and (name in DEVICE_NAMES) is (driver is None):
+        if name in TRANSPORTS and (name in DEVICE_NAMES) is (driver is None):
             continue
         if name == "cuda_ipc":
             made.append(CudaIpcTransport(memory, identity, driver))
@@ -58,7 +58,7 @@ def make_transports(
         elif name == "tcp":
             made.append(TcpTransport(memory, identity, hosts=hosts, tls=tls))
         else:
-            raise TransferError(f"transport {name!r} is unknown: there are {', '.join(NAMES)}")
+            raise TransferError(f"transport {name!r} is unknown: there are {', '.join(TRANSPORTS)}")
     if not made:
         kind = "the host" if driver is None else "a device"
         raise TransferError(f"transports {', '.join(names)}: none of them serves memory of {kind}")

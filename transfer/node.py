@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from transfer.choose import NAMES, make_transports
+from mooncake_connector.config_values import TRANSPORTS
+from transfer.choose import make_transports
 from transfer.control import Access, Listener, LoopThread, listen
 from transfer.cuda import system_driver
 from transfer.directory import RankCard
@@ -42,7 +43,7 @@ class NodeOptions:
         page_tokens: tokens that share a checksum; rounded up to what moves together.
     """
 
-    transports: Sequence[str] = NAMES
+    transports: Sequence[str] = TRANSPORTS
     hosts: Sequence[str] = ("127.0.0.1",)
     page_tokens: int = 64
     bounds: Bounds = field(default_factory=Bounds)

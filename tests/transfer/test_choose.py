@@ -7,9 +7,10 @@ import sys
 import pytest
 from simulated.cuda_driver import LIBRARY
 
+from mooncake_connector.config_values import TRANSPORTS
 from mooncake_connector.log import forget_causes
 from transfer.base import TransferError, Unavailable
-from transfer.choose import NAMES, make_transports
+from transfer.choose import make_transports
 from transfer.cuda import Driver
 from transfer.handshake import Identity
 from transfer.memory import Memory
@@ -38,7 +39,7 @@ def fallbacks(caplog):
 
 
 def test_the_first_that_both_sides_have_is_taken(opened, caplog):
-    endpoints = opened(*NAMES).listen()
+    endpoints = opened(*TRANSPORTS).listen()
     assert opened("cma", "shm", "tcp").connect(endpoints, deadline_s=30).transport == "cma"
     assert opened("tcp", "shm", "cma").connect(endpoints, deadline_s=30).transport == "tcp"
     assert fallbacks(caplog) == []
@@ -55,18 +56,18 @@ def test_a_transport_that_the_peer_lacks_is_passed_over_with_one_line(opened, ca
 
 
 def test_a_peer_of_another_host_is_reached_over_tcp(opened, caplog, monkeypatch):
-    endpoints = opened(*NAMES).listen()
+    endpoints = opened(*TRANSPORTS).listen()
     monkeypatch.setattr("transfer.local.boot_id", lambda: "another boot")
-    assert opened(*NAMES).connect(endpoints, deadline_s=30).transport == "tcp"
+    assert opened(*TRANSPORTS).connect(endpoints, deadline_s=30).transport == "tcp"
     assert "cma: the peer is on another host; using tcp" in fallbacks(caplog)
 
 
 def test_a_peer_that_nothing_reaches_is_an_error_with_every_reason(opened):
-    there = opened(*NAMES)
+    there = opened(*TRANSPORTS)
     endpoints = there.listen()
     there.close()
     with pytest.raises(Unavailable, match=r"cma: nobody listens there.*shm: nobody.*tcp: 127\.0\.0\.1:\d+: .*refused"):
-        opened(*NAMES).connect(endpoints, deadline_s=30)
+        opened(*TRANSPORTS).connect(endpoints, deadline_s=30)
 
 
 def test_an_unknown_name_is_refused():
@@ -75,9 +76,9 @@ def test_an_unknown_name_is_refused():
 
 
 def test_a_device_has_transports_of_its_own():
-    with make_transports(NAMES, Memory(), Identity(), driver=Driver(LIBRARY)) as transports:
+    with make_transports(TRANSPORTS, Memory(), Identity(), driver=Driver(LIBRARY)) as transports:
         assert list(transports.listen()) == ["cuda_ipc"]
-    with make_transports(NAMES, Memory(), Identity()) as transports:
+    with make_transports(TRANSPORTS, Memory(), Identity()) as transports:
         assert "cuda_ipc" not in transports.listen()
     with pytest.raises(TransferError, match="cma, tcp: none of them serves memory of a device"):
         make_transports(["cma", "tcp"], Memory(), Identity(), driver=Driver(LIBRARY))
@@ -146,7 +147,7 @@ def test_without_permission_to_read_memory_shm_is_taken():
 
 
 def test_closing_twice_is_fine(opened):
-    transports = opened(*NAMES)
+    transports = opened(*TRANSPORTS)
     transports.listen()
     transports.close()
     transports.close()
