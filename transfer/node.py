@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from mooncake_connector.config_values import TRANSPORTS
-from transfer.choose import make_transports
+from transfer.base import TransferError
+from transfer.choose import DEVICE_NAMES, HOST_NAMES, make_transports
 from transfer.control import Access, Listener, LoopThread, listen
 from transfer.cuda import system_driver
 from transfer.directory import RankCard
@@ -71,6 +72,7 @@ class Node:
         options: NodeOptions,
         device: int | None = None,
     ) -> None:
+        _require_one_that_serves(options.transports, device)
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         memory = Memory()
@@ -176,6 +178,14 @@ class Node:
             executor.shutdown(wait=bool(self._staging), cancel_futures=True)
         while self._staging:
             self._staging.pop().close()
+
+
+def _require_one_that_serves(transports: Sequence[str], device: int | None) -> None:
+    kind, serving = ("the host", HOST_NAMES) if device is None else ("a device", DEVICE_NAMES)
+    if not set(transports) & set(serving):
+        raise TransferError(
+            f"transports {', '.join(transports)}: none of them serves memory of {kind}; add {' or '.join(serving)}"
+        )
 
 
 def _drain(ended: queue.SimpleQueue[Ended]) -> list[Ended]:

@@ -34,9 +34,7 @@ def transfer_checks(config: Config) -> Iterator[Check]:
         if config.tls_certificate and config.tls_key and config.tls_authority:
             tls = Tls(str(config.tls_certificate), str(config.tls_key), str(config.tls_authority))
             tls.context(server=True)
-        host_names = [name for name in config.transports if name in HOST_NAMES]
-        if host_names:  # the others need the engine's device
-            make_transports(host_names, Memory(), Identity(secret), hosts=config.transfer_hosts, tls=tls).close()
+        make_transports(config.transports, Memory(), Identity(secret), hosts=config.transfer_hosts, tls=tls).close()
         for host in config.transfer_hosts:
             _listen(host)
     except (ConfigError, TransferError, ValueError) as error:
@@ -44,8 +42,9 @@ def transfer_checks(config: Config) -> Iterator[Check]:
         return
     kept = "secret" if secret else "no secret: this host only"
     yield ok("transfers", f"at {', '.join(config.transfer_hosts)} ({kept}{', TLS' if tls else ''})")
-    for name in host_names:
-        yield _reaches_neighbour(name)
+    for name in config.transports:
+        if name in HOST_NAMES:  # the others need the engine's device
+            yield _reaches_neighbour(name)
 
 
 def _listen(host: str) -> None:

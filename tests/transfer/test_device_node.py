@@ -100,6 +100,18 @@ def test_without_a_driver_there_is_no_node_of_a_device(monkeypatch):
         Instances(1, P_TABLE, device=0)
 
 
+@pytest.mark.parametrize(
+    "device, names, refusal",
+    [
+        (0, ["cma", "tcp"], "transports cma, tcp: none of them serves memory of a device; add cuda_ipc"),
+        (None, ["cuda_ipc"], "transports cuda_ipc: none of them serves memory of the host; add cma or shm or tcp"),
+    ],
+)
+def test_there_is_no_node_without_a_transport_for_its_memory(device, names, refusal):
+    with pytest.raises(TransferError, match=refusal):
+        Instances(1, P_TABLE, options=NodeOptions(transports=names), device=device)
+
+
 @given(
     sizes=st.lists(st.integers(1, 300), max_size=30),
     cuts=st.lists(st.integers(0, 30), max_size=6),

@@ -6,7 +6,6 @@ everything that the measuring process needs, and leaves when its standard input 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -38,10 +37,10 @@ def main(order: dict[str, Any]) -> None:
     tls = Tls(**order["tls"]) if order["tls"] else None
     with (
         make_transports(HOST_NAMES, memory, Identity()) as transports,
-        contextlib.nullcontext() if tls is None else make_transports(["tcp"], memory, Identity(), tls=tls) as secured,
+        make_transports(["tcp"] if tls else [], memory, Identity(), tls=tls) as secured,
     ):
         endpoints = {name: endpoint.hex() for name, endpoint in transports.listen().items()}
-        if secured is not None:
+        if tls:
             endpoints[TLS] = secured.listen()["tcp"].hex()
         port = listener.getsockname()[1]
         found = {"pid": os.getpid(), "port": port, "key": grant.key.hex(), "address": data.ctypes.data}
