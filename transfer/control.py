@@ -17,7 +17,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from mooncake_connector.config import Config
 from mooncake_connector.log import get_logger, kind_of, log_once
+from mooncake_connector.secret import read_secret
 from transfer.base import TransferError, Unavailable
 from transfer.handshake import (
     MAX_FRAME_NBYTES,
@@ -60,6 +62,15 @@ class Access:
 
     identity: Identity
     tls: Tls | None = None
+
+    @classmethod
+    def configured(cls, config: Config, compatibility: bytes = b"") -> Access:
+        """With the deployment's secret and certificates. Raises ConfigError for a secret that cannot be used."""
+        secret = b"" if config.secret_file is None else read_secret(config.secret_file)
+        tls = None
+        if config.tls_certificate and config.tls_key and config.tls_authority:
+            tls = Tls(str(config.tls_certificate), str(config.tls_key), str(config.tls_authority))
+        return cls(Identity(secret, compatibility), tls)
 
 
 class LoopThread:

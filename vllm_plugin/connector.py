@@ -28,10 +28,11 @@ from mooncake_connector.config import Config, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import ROOT_LOGGER, get_logger, set_log_level
 from store_client.pool import Pool
+from transfer.control import Access
 from vllm_plugin.geometry import Unsupported, read_geometry
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import StepMetadata, WorkerReport
-from vllm_plugin.pd_options import make_access
+from vllm_plugin.pd_options import compatibility
 from vllm_plugin.pd_scheduler import PDScheduler
 from vllm_plugin.refusal import RefusingHalf
 from vllm_plugin.scheduler import SchedulerHalf
@@ -79,7 +80,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             if role is KVConnectorRole.WORKER:
                 self._worker = RefusingHalf()
             return
-        access = make_access(config, geometry)
+        access = Access.configured(config, compatibility(geometry))
         if role is KVConnectorRole.SCHEDULER:
             # vLLM reads the policy after this constructor. A page that the pool lost is a miss, never a failed
             # request, so the engine's default "fail" has no meaning here, unless the user asks for it.

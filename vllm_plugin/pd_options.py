@@ -8,26 +8,13 @@ import torch
 
 from mooncake_connector.config import Config
 from mooncake_connector.namespace import canonical_json
-from mooncake_connector.secret import read_secret
-from transfer.control import Access
 from transfer.granularity import Bounds, Granularity
-from transfer.handshake import Identity
 from transfer.node import NodeOptions
 from transfer.protocol import Timing
-from transfer.tls import Tls
 from vllm_plugin.geometry import Geometry
 
 _FORMAT = 1
 """Raised whenever the same bytes would mean something else."""
-
-
-def make_access(config: Config, geometry: Geometry) -> Access:
-    """Who this process is to peers. Raises ConfigError for a secret or certificate that cannot be used."""
-    secret = b"" if config.secret_file is None else read_secret(config.secret_file)
-    tls = None
-    if config.tls_certificate and config.tls_key and config.tls_authority:
-        tls = Tls(str(config.tls_certificate), str(config.tls_key), str(config.tls_authority))
-    return Access(Identity(secret=secret, compatibility=compatibility(geometry)), tls)
 
 
 def compatibility(geometry: Geometry) -> bytes:

@@ -16,12 +16,11 @@ import msgspec
 from mooncake_connector.checks import Check, failed, ok, warning
 from mooncake_connector.config import Config
 from mooncake_connector.errors import ConfigError
-from mooncake_connector.secret import read_secret
 from transfer.base import TransferError, Unavailable
 from transfer.choose import HOST_NAMES, make_transports
+from transfer.control import Access
 from transfer.handshake import Identity
 from transfer.memory import Memory
-from transfer.tls import Tls
 
 _PATIENCE_S = 20.0
 
@@ -29,18 +28,17 @@ _PATIENCE_S = 20.0
 def transfer_checks(config: Config) -> Iterator[Check]:
     """Raises nothing that a configuration may cause."""
     try:
-        secret = b"" if config.secret_file is None else read_secret(config.secret_file)
-        tls = None
-        if config.tls_certificate and config.tls_key and config.tls_authority:
-            tls = Tls(str(config.tls_certificate), str(config.tls_key), str(config.tls_authority))
+        access = Access.configured(config)
+        identity, tls = access.identity, access.tls
+        if tls:
             tls.context(server=True)
-        make_transports(config.transports, Memory(), Identity(secret), hosts=config.transfer_hosts, tls=tls).close()
+        make_transports(config.transports, Memory(), identity, hosts=config.transfer_hosts, tls=tls).close()
         for host in config.transfer_hosts:
             _listen(host)
     except (ConfigError, TransferError, ValueError) as error:
         yield failed("transfers", str(error))
         return
-    kept = "secret" if secret else "no secret: this host only"
+    kept = "secret" if identity.secret else "no secret: this host only"
     yield ok("transfers", f"at {', '.join(config.transfer_hosts)} ({kept}{', TLS' if tls else ''})")
     for name in config.transports:
         if name in HOST_NAMES:  # the others need the engine's device
