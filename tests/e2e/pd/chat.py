@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from e2e.client import Answer, Client
 
-__all__ = ["CHAT_TEMPLATE", "Chatting", "as_text", "draw_letters"]
-
 CHAT_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 
 
