@@ -1,57 +1,75 @@
-"""The other process of the conformance tests: `python -m transfer.testing_process MODULE:CLASS OPTIONS`.
+"""The other process of the conformance tests: `Process` is the tests' end of it, and runs this module as the other.
 
-Reads one JSON order a line, answers in one line: `offer` grants new memory, `digest` says what it holds, `send` begins
-to write without an end and does not answer.
+`python -m transfer.testing_process MODULE:CLASS OPTIONS` reads one JSON order a line, answers in one line: `offer`
+grants new memory, `digest` says what it holds, `send` begins to write without an end and does not answer.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import importlib
 import json
-import mmap
+import os
+import signal
+import subprocess
 import sys
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from transfer.base import Grant, Int64, Transport
+from transfer.base import Grant, Transport
 from transfer.handshake import Identity
 from transfer.memory import Memory
+from transfer.testing_memory import Buffer, buffer_class, digest, int64
 from transfer.tls import Tls
 
-MIB = 1 << 20
 
+class Process:
+    """Another process with a transport of the same class."""
 
-class Buffer:
-    """Memory of its own, which `free` really unmaps."""
+    def __init__(self, transport: type[Transport], options: dict[str, Any] | None = None) -> None:
+        name = f"{transport.__module__}:{transport.__qualname__}"
+        command = [sys.executable, "-m", __name__, name, json.dumps(options or {})]
+        # Not from here: `-m` would find a source tree before what is installed.
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
 
-    def __init__(self, nbytes: int, seed: int | None = None) -> None:
-        """Random bytes of `seed`, or zeros."""
-        self._map = mmap.mmap(-1, nbytes)
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
-        self.address = self.bytes.ctypes.data
-        self.nbytes = nbytes
-        if seed is not None:
-            self.bytes[:] = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    def ask(self, **order: Any) -> Any:
+        """Have it do something, and wait for the answer."""
+        self.tell(**order)
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert line, "the other process died"
+        return json.loads(line)
 
-    def free(self) -> None:
-        self.bytes = np.zeros(0, dtype=np.uint8)
-        self._map.close()
+    def tell(self, **order: Any) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
 
+    def offer(self, nbytes: int) -> tuple[bytes, Grant]:
+        """Its endpoint, and a grant of `nbytes` new bytes."""
+        answer = self.ask(do="offer", nbytes=nbytes)
+        grant = Grant(bytes.fromhex(answer["key"]), int64(answer["address"]), int64(nbytes))
+        return bytes.fromhex(answer["endpoint"]), grant
 
-def digest(buffer: Buffer) -> str:
-    return hashlib.sha256(np.asarray(buffer.bytes).data).hexdigest()
+    def digest(self, grant: Grant) -> str:
+        """Of what the granted memory holds now."""
+        answer: str = self.ask(do="digest", key=grant.key.hex())["digest"]
+        return answer
 
+    def stop(self) -> None:
+        """Stop it, and wait until it is stopped."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
-def buffer_class(transport: type[Transport]) -> type[Buffer]:
-    """What a transport's tests send from and write to: its own `buffer`, for memory of another kind."""
-    return getattr(transport, "buffer", Buffer)
+    def go_on(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
 
-
-def int64(*values: int) -> Int64:
-    return np.array(values, dtype=np.int64)
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe:
+                    pipe.close()
 
 
 class _Other:

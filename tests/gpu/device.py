@@ -15,7 +15,7 @@ with contextlib.suppress(ImportError):
 from transfer.base import Unavailable
 from transfer.cuda import Copier, system_driver
 from transfer.cuda_ipc import CudaIpcTransport
-from transfer.testing_process import Buffer
+from transfer.testing_memory import Buffer
 
 DEVICE = 0
 

@@ -9,8 +9,9 @@ from gpu.device import DEVICE, DeviceBuffer, DeviceCudaIpc, allocate, plain_copy
 
 from transfer.cuda import Copier, system_driver
 from transfer.memory import Memory
-from transfer.testing import DEADLINE_S, Process
-from transfer.testing_process import MIB
+from transfer.testing_fixtures import DEADLINE_S
+from transfer.testing_memory import MIB
+from transfer.testing_process import Process
 
 require()
 pytestmark = pytest.mark.gpu

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Large:
-    """In place of `transfer.testing.folded`: a device has no address space without memory."""
+    """In place of `transfer.testing_memory.folded`: a device has no address space without memory."""
 
     def __init__(self, nbytes, fold, seed=None):
         self._buffer = DeviceBuffer(nbytes, seed)

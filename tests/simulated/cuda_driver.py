@@ -22,7 +22,7 @@ from transfer.cuda import HANDLE_NBYTES, Driver
 from transfer.cuda_ipc import CudaIpcTransport
 from transfer.handshake import Identity
 from transfer.memory import Memory
-from transfer.testing_process import Buffer
+from transfer.testing_memory import Buffer
 from transfer.vectors import Vector, read_process
 
 INVALID_VALUE, INVALID_CONTEXT, INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 1, 201, 400, 700, 719

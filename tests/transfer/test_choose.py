@@ -100,7 +100,7 @@ from transfer.base import Grant
 from transfer.choose import make_transports
 from transfer.handshake import Identity
 from transfer.memory import Memory
-from transfer.testing_process import Buffer, int64
+from transfer.testing_memory import Buffer, int64
 
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 memory, buffer = Memory(), Buffer(1 << 20, seed=1)

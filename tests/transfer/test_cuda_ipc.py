@@ -22,8 +22,10 @@ from transfer.base import Cause, Unavailable
 from transfer.cuda import HANDLE_NBYTES, Allocation, Copier, CudaError, Driver, system_driver
 from transfer.cuda_ipc import CudaIpcTransport, decode_windows, encode_windows
 from transfer.memory import Memory
-from transfer.testing import DEADLINE_S, Process, TransportConformance, folded
-from transfer.testing_process import MIB, Buffer, digest, int64
+from transfer.testing import TransportConformance
+from transfer.testing_fixtures import DEADLINE_S
+from transfer.testing_memory import MIB, Buffer, digest, folded, int64
+from transfer.testing_process import Process
 from transfer.wire import PROBE_KEY, Order, WireError
 
 TESTS = str(Path(__file__).parents[1])

@@ -14,7 +14,7 @@ from mooncake_connector.log import forget_causes
 from transfer.base import Cause
 from transfer.memory import Memory
 from transfer.tcp import TcpTransport
-from transfer.testing_process import MIB, Buffer, int64
+from transfer.testing_memory import MIB, Buffer, int64
 
 NBYTES = 48 * MIB
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -121,7 +121,7 @@ from transfer.base import Grant
 from transfer.handshake import Identity
 from transfer.memory import Memory
 from transfer.tcp import TcpTransport
-from transfer.testing_process import Buffer, int64
+from transfer.testing_memory import Buffer, int64
 
 NBYTES = 256 << 20
 hosts = sys.argv[2].split(",")

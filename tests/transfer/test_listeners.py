@@ -18,7 +18,7 @@ from transfer.base import Cause, Completion, Grant, Outcome, TransferError, Unav
 from transfer.handshake import Client, Identity, shake
 from transfer.memory import Memory
 from transfer.stream import Batch, Slice
-from transfer.testing_process import Buffer, int64
+from transfer.testing_memory import Buffer, int64
 from transfer.vectors import Pieces
 from transfer.wire import ANSWER_NBYTES, PROBE_KEY, Order, Status, decode_answer
 

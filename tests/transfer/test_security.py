@@ -24,7 +24,7 @@ from transfer.handshake import MAX_FRAME_NBYTES, Client, Identity
 from transfer.node import Node, NodeOptions
 from transfer.protocol import Ending
 from transfer.shell import RANK_PURPOSE
-from transfer.testing_process import int64
+from transfer.testing_memory import int64
 from transfer.wire import ANSWER_NBYTES, Order, Status, decode_answer
 
 SECRET = b"sixteen bytes or more"

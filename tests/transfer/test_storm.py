@@ -18,7 +18,7 @@ from transfer.cma import CmaTransport
 from transfer.memory import Memory
 from transfer.shm import ShmTransport
 from transfer.tcp import TcpTransport
-from transfer.testing_process import MIB, Buffer
+from transfer.testing_memory import MIB, Buffer
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 MAKE = {"cma": CmaTransport, "shm": ShmTransport, "tcp": lambda memory: TcpTransport(memory, hosts=HOSTS, streams=2)}

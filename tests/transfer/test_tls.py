@@ -15,7 +15,7 @@ from transfer.handshake import Identity
 from transfer.memory import Memory
 from transfer.tcp import TcpTransport, decode_endpoint
 from transfer.testing import TransportConformance
-from transfer.testing_process import Buffer, int64
+from transfer.testing_memory import Buffer, int64
 from transfer.tls import Tls
 
 pytestmark = pytest.mark.skipif(not CAN_MAKE, reason="makes its certificates with `openssl`")
