@@ -17,6 +17,7 @@ from mooncake_connector.cli.bench.transfer_links import SCHEDULES, LinkFigures
 from mooncake_connector.cli.bench.transfer_network import network
 from mooncake_connector.cli.bench.transfer_rows import MEMCPY, MOONCAKE_OFF, MOONCAKE_ON, NIXL, NIXL_TCP, RAW_TCP, READV
 from mooncake_connector.cli.bench.transfer_scale import TransferScale
+from mooncake_connector.cli.bench.transfer_steps import Beside
 from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
 
 SCALE = TransferScale()
@@ -87,6 +88,14 @@ def test_a_small_transfer_is_held_against_a_bare_one_and_shown_beside_a_peer() -
     rows = transfer_rows.latency_rows(ours, peers, SCALE)
     assert [(round(row.value), round(row.limit), row.peer and round(row.peer), row.ok) for row in rows] == [
         (60, 50, 40, True), (90, 70, 50, True), (80, 50, None, False), (90, 70, None, True),
+    ]  # fmt: skip
+
+
+def test_a_transfer_and_a_busy_thread_are_held_against_each_of_them_without_the_other() -> None:
+    found = {"cma": Beside(1.05, 1.02, GB / 3), "shm": Beside(1.4, 1.1, GB / 0.5)}
+    rows = transfer_rows.step_rows(found, {"cma": GB / 8, "shm": GB / 4}, SCALE)
+    assert [(round(row.value, 2), round(row.limit, 2), row.unit, row.ok) for row in rows] == [
+        (1.05, 1.02, "times", True), (3, 8, "GB/s", None), (1.4, 1.1, "times", False), (0.5, 4, "GB/s", None),
     ]  # fmt: skip
 
 

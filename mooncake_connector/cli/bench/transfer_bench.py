@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
+import functools
 import os
-import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +26,13 @@ from mooncake_connector.cli.bench.machine import describe_machine, describe_vers
 from mooncake_connector.cli.bench.measure import BenchError, Task, best_seconds
 from mooncake_connector.cli.bench.report import Report
 from mooncake_connector.cli.bench.transfer_child import FETCH
+from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, Far, far_process
+from mooncake_connector.cli.bench.transfer_mover import moving_elsewhere
 from mooncake_connector.cli.bench.transfer_rows import MEMCPY, RAW_TCP, READV
 from mooncake_connector.cli.bench.transfer_scale import TransferScale
 from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
 from mooncake_connector.cli.bench.transfer_tls import make_certificate
-from transfer.base import Grant, Peer, Unavailable
+from transfer.base import Peer, Unavailable
 from transfer.choose import HOST_NAMES, make_transports
 from transfer.handshake import Identity
 from transfer.memory import Memory
@@ -40,26 +40,6 @@ from transfer.tls import Tls
 from transfer.vectors import Vector, read_process
 
 Progress = Callable[[str], None]
-
-_DEADLINE_S = 60.0
-
-
-class _Far:
-    """The other process, and how it is reached."""
-
-    def __init__(self, found: dict[str, Any]) -> None:
-        self.pid: int = found["pid"]
-        self.address: int = found["address"]
-        self.port: int = found["port"]
-        self.endpoints = {name: bytes.fromhex(endpoint) for name, endpoint in found["endpoints"].items()}
-        self.grant = Grant(bytes.fromhex(found["key"]), np.array([self.address]), np.array([found["nbytes"]]))
-
-    def dial(self, kind: bytes) -> socket.socket:
-        """A connection to one of the bare far ends."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=_DEADLINE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(kind)
-        return connection
 
 
 def run(scale: TransferScale, *, peers: Collection[str], peer_python: str, progress: Progress) -> Report:
@@ -70,26 +50,28 @@ def run(scale: TransferScale, *, peers: Collection[str], peer_python: str, progr
     memory.register(source.ctypes.data, source.nbytes)
     with contextlib.ExitStack() as stack:
         tls = _certificate(stack, progress)
-        far = stack.enter_context(_far_process(scale, tls))
+        far = stack.enter_context(far_process(scale, tls))
         connected = {}
         for name in HOST_NAMES:
             transports = stack.enter_context(make_transports([name], memory, Identity()))
             try:
-                connected[name] = transports.connect(far.endpoints, deadline_s=_DEADLINE_S)
+                connected[name] = transports.connect(far.endpoints, deadline_s=DEADLINE_S)
             except Unavailable as error:
                 progress(f"WARNING: {name} is left out: {error}")
         progress("scattered pieces: ours, process_vm_readv, memcpy and bare TCP in turn")
         moving = dict(connected)
         if tls is not None:
             secured = stack.enter_context(make_transports(["tcp"], memory, Identity(), tls=Tls(**tls)))
-            moving[TLS] = secured.connect({"tcp": far.endpoints[TLS]}, deadline_s=_DEADLINE_S)
+            moving[TLS] = secured.connect({"tcp": far.endpoints[TLS]}, deadline_s=DEADLINE_S)
         tasks = _moving_tasks(moving, far, source, scale)
         seconds = best_seconds(tasks, scale.rounds)
         progress("one small transfer: ours and bare round trips in turn")
         quantiles = _small(connected, far, source, scale)
         progress("a busy Python thread beside each transport")
-        moves = {name: tasks[name].run for name in connected}
-        ratios = transfer_steps.ratios(moves, scale.steps, scale.step_rounds)
+        beside = {}
+        for name in connected:
+            elsewhere = functools.partial(moving_elsewhere, name, far, scale)
+            beside[name] = transfer_steps.beside(tasks[name].run, elsewhere, scale.steps, scale.step_rounds)
     progress("two links of 1 Gbit/s: striping, a link that is cut, layers that travel while the next one is computed")
     links = transfer_links.measure(scale, progress)
     progress("planning")
@@ -98,7 +80,7 @@ def run(scale: TransferScale, *, peers: Collection[str], peer_python: str, progr
     rows = [
         *transfer_rows.moving_rows(seconds, measured, scale),
         *transfer_rows.latency_rows(quantiles, measured, scale),
-        *transfer_rows.step_rows(ratios),
+        *transfer_rows.step_rows(beside, seconds, scale),
         *transfer_rows.link_rows(links, scale),
         transfer_rows.planning_row(planned),
         *transfer_rows.peer_rows(measured, scale),
@@ -114,40 +96,12 @@ def _certificate(stack: contextlib.ExitStack, progress: Progress) -> dict[str, s
         return None
 
 
-@contextlib.contextmanager
-def _far_process(scale: TransferScale, tls: dict[str, str] | None) -> Iterator[_Far]:
-    order = json.dumps({"memory_nbytes": scale.memory_nbytes, "tls": tls})
-    command = [sys.executable, "-m", "mooncake_connector.cli.bench.transfer_child", order]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin and process.stdout
-    try:
-        line = process.stdout.readline()
-        if not line:
-            raise BenchError("the other process of the benchmark did not start: its messages are above")
-        yield _Far(json.loads(line))
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
-
-
 def _moving_tasks(
-    connected: dict[str, Peer], far: _Far, source: np.ndarray[Any, Any], scale: TransferScale
+    connected: dict[str, Peer], far: Far, source: np.ndarray[Any, Any], scale: TransferScale
 ) -> dict[str, Task]:
+    ours = {name: Task(far.moves(peer, source, scale)) for name, peer in connected.items()}
     here, there = scale.scattered(source.ctypes.data, seed=1), scale.scattered(far.address, seed=2)
     sizes = np.full(scale.pieces, scale.piece_nbytes, dtype=np.int64)
-
-    def ours(peer: Peer) -> Callable[[], None]:
-        def move() -> None:
-            outcome = peer.write(far.grant, here, there, sizes, deadline_s=_DEADLINE_S).wait()
-            if not outcome.ok:
-                raise BenchError(f"{peer.transport}: {outcome}")
-
-        return move
 
     def readv() -> None:
         target, origin = Vector.of(here, sizes), Vector.of(there, sizes)
@@ -172,7 +126,7 @@ def _moving_tasks(
     bare = {READV: readv, MEMCPY: memcpy, RAW_TCP: raw_tcp}
     if not _can_read(far.pid, far.address, source):
         del bare[READV]
-    return {name: Task(run) for name, run in {**{n: ours(p) for n, p in connected.items()}, **bare}.items()}
+    return {**ours, **{name: Task(run) for name, run in bare.items()}}
 
 
 def _can_read(pid: int, address: int, into: np.ndarray[Any, Any]) -> bool:
@@ -184,7 +138,7 @@ def _can_read(pid: int, address: int, into: np.ndarray[Any, Any]) -> bool:
 
 
 def _small(
-    connected: dict[str, Peer], far: _Far, source: np.ndarray[Any, Any], scale: TransferScale
+    connected: dict[str, Peer], far: Far, source: np.ndarray[Any, Any], scale: TransferScale
 ) -> dict[str, tuple[float, float]]:
     """Seconds at the median and the 99th percentile of one small transfer, of ours and of bare round trips."""
     here, there = np.array([source.ctypes.data]), np.array([far.address])
@@ -204,7 +158,7 @@ def _small(
 
     def ours(peer: Peer) -> Callable[[], None]:
         def move() -> None:
-            if not peer.write(far.grant, here, there, size, deadline_s=_DEADLINE_S).wait().ok:
+            if not peer.write(far.grant, here, there, size, deadline_s=DEADLINE_S).wait().ok:
                 raise BenchError(f"{peer.transport}: a small transfer failed")
 
         return move

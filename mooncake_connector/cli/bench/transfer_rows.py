@@ -11,7 +11,7 @@ from mooncake_connector.cli.bench.store_rows import size_text
 from mooncake_connector.cli.bench.transfer_links import LAYER_KV_S, LAYER_S, LinkFigures
 from mooncake_connector.cli.bench.transfer_network import LINK_GBITS, LINKS
 from mooncake_connector.cli.bench.transfer_scale import TransferScale
-from mooncake_connector.cli.bench.transfer_steps import FLOOR
+from mooncake_connector.cli.bench.transfer_steps import Beside
 from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
 
 READV, MEMCPY, RAW_TCP = "process_vm_readv", "memcpy", "sendall/recv_into"
@@ -65,14 +65,16 @@ def latency_rows(quantiles: Mapping[str, tuple[float, float]], peers: PeerSecond
     return rows
 
 
-def step_rows(ratios: Mapping[str, float]) -> list[Row]:
-    """A busy Python thread beside a transfer, held against itself alone; the limit is the floor of `transfer_steps`."""
-    figure = "5 ms steps of a Python thread beside it, p99 over undisturbed (limit: beside memcpy in another process)"
-    return [
-        row(f"{name}: {figure}", ratio, "times", limit=ratios[FLOOR], goal=Goal(at_most=1.1))
-        for name, ratio in ratios.items()
-        if name != FLOOR
-    ]
+def step_rows(beside: Mapping[str, Beside], seconds: Mapping[str, float], scale: TransferScale) -> list[Row]:
+    """A transfer and a busy Python thread of one process: what it does to the thread's steps, and they to it."""
+    limit = "limit: beside the same between two other processes"
+    figure = f"5 ms steps of a Python thread beside it, p99 over undisturbed ({limit})"
+    rows = []
+    for name, found in beside.items():
+        rows.append(row(f"{name}: {figure}", found.here, "times", limit=found.elsewhere, goal=Goal(at_most=1.1)))
+        rates = [gigabytes_per_second(scale.data_nbytes, taken) for taken in (found.seconds, seconds[name])]
+        rows.append(row(f"{name}: beside such a thread (limit: alone)", rates[0], "GB/s", limit=rates[1]))
+    return rows
 
 
 def link_rows(figures: LinkFigures | None, scale: TransferScale) -> list[Row]:

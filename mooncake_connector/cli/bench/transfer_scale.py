@@ -20,7 +20,7 @@ class TransferScale:
     rounds: int = 7
     small_rounds: int = 2000
     steps: int = 200
-    step_rounds: int = 3
+    step_rounds: int = 5
     link_nbytes: int = 256 << 20
     link_rounds: int = 3
     lost_after_s: float = 5.0

@@ -1,80 +1,71 @@
-"""What a transfer does to a Python thread beside it, which stands for the engine's: p99 of steps of 5 ms.
+"""What a transfer and a busy Python thread of the same process, which stands for the engine's, do to each other.
 
-On a machine with few cores a transfer also takes processor time and memory bandwidth. The floor is what copying in
-another process does, where no interpreter is shared.
+The thread's side is the p99 of steps of 5 ms over that of steps alone, the transfer's side how long it takes. On a
+machine with few cores a transfer also takes processor time and memory bandwidth, so the floor is what the same transfer
+does from another process, where no interpreter is shared.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 STEP_S = 0.005
-ALONE, FLOOR = "alone", "memcpy in another process"
-_MEMCPY = """
-import ctypes
-half = 64 << 20
-memory = ctypes.create_string_buffer(b"1" * 2 * half, 2 * half)
-address = ctypes.addressof(memory)
-print(flush=True)
-while True:
-    ctypes.memmove(address, address + half, half)
-"""
 
 
-def ratios(moves: Mapping[str, Callable[[], object]], steps: int, rounds: int) -> dict[str, float]:
-    """p99 of the steps beside each of `moves`, called again and again in another thread, over p99 of steps alone.
+@dataclass(frozen=True)
+class Beside:
+    """Medians over all rounds. The first two are p99 of the steps over p99 of those alone, just before."""
 
-    Also `FLOOR`. Rounds are interleaved and the best of each counts: a neighbour's load is not what is measured.
-    """
+    here: float
+    elsewhere: float
+    seconds: float
+    """Of one transfer from the process with the busy thread."""
+
+
+def beside(
+    move: Callable[[], object],
+    elsewhere: Callable[[], contextlib.AbstractContextManager[None]],
+    steps: int,
+    rounds: int,
+) -> Beside:
+    """Steps alone, beside `move` called again and again in another thread, and beside `elsewhere`, in turn."""
     count = _calibrate()
-    beside: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-        ALONE: contextlib.nullcontext,
-        FLOOR: _memcpy,
-        **{name: functools.partial(_kept_going, move) for name, move in moves.items()},
-    }
-    best = dict.fromkeys(beside, float("inf"))
+    here, there, taken = [], [], []
     for _ in range(rounds):
-        for name, start in beside.items():
-            with start():
-                best[name] = min(best[name], _p99(count, steps))
-    alone = best.pop(ALONE)
-    return {name: p99 / alone for name, p99 in best.items()}
+        alone = _p99(count, steps)
+        with _kept_going(move) as seconds:
+            here.append(_p99(count, steps) / alone)
+        taken += seconds
+        with elsewhere():
+            there.append(_p99(count, steps) / alone)
+    return Beside(float(np.median(here)), float(np.median(there)), float(np.median(taken)))
 
 
 @contextlib.contextmanager
-def _kept_going(move: Callable[[], object]) -> Iterator[None]:
+def _kept_going(move: Callable[[], object]) -> Iterator[list[float]]:
+    """The list gets the seconds of each call."""
     over = threading.Event()
+    seconds: list[float] = []
 
     def go_on() -> None:
         while not over.is_set():
+            start = time.perf_counter()
             move()
+            seconds.append(time.perf_counter() - start)
 
     thread = threading.Thread(target=go_on)
     thread.start()
     try:
-        yield
+        yield seconds
     finally:
         over.set()
         thread.join()
-
-
-@contextlib.contextmanager
-def _memcpy() -> Iterator[None]:
-    with subprocess.Popen([sys.executable, "-c", _MEMCPY], stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout
-            process.stdout.readline()
-            yield
-        finally:
-            process.kill()
 
 
 def _work(count: int) -> int:
