@@ -29,6 +29,8 @@ from transfer.wire import ANSWER_NBYTES, Status, WireError, decode_answer
 
 _PEER = struct.Struct("=iII")
 _BACKLOG = 64
+_BACKLOG_S = 0.01
+"""Between attempts to get into a full one."""
 
 
 class LocalEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,7 +85,7 @@ class LocalTransport(SocketTransport):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(deadline_s)
-            connection.connect(there.address)
+            _reach(connection, there.address, deadline_at)
             check_user(connection)
             client = Client(self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), there.instance)
             shake(connection, client, deadline_at)
@@ -103,6 +105,18 @@ class LocalTransport(SocketTransport):
     def _accept(self, connection: socket.socket, server: Server) -> Connection:
         check_user(connection)
         return self._connection(connection, server)
+
+
+def _reach(connection: socket.socket, address: bytes, deadline_at: float) -> None:
+    """Connect. Unlike TCP, the kernel does not wait for room in the listener's backlog where there is a timeout."""
+    while True:
+        try:
+            connection.connect(address)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_at:
+                raise
+            time.sleep(_BACKLOG_S)
 
 
 def boot_id() -> str:
@@ -131,6 +145,12 @@ def probe(connection: socket.socket, order: bytes | array[int], deadline_at: flo
     """Send a probe, which asks the receiver to read `what`, and wait for its answer. Raises Unavailable, OSError."""
     connection.settimeout(max(0.001, deadline_at - time.monotonic()))
     connection.sendall(order)
+    return take_answer(connection, deadline_at, what)
+
+
+def take_answer(connection: socket.socket, deadline_at: float, what: str) -> Status:
+    """Wait for the receiver's answer. Raises Unavailable, OSError."""
+    connection.settimeout(max(0.001, deadline_at - time.monotonic()))
     data = b""
     while len(data) < ANSWER_NBYTES:
         more = connection.recv(ANSWER_NBYTES - len(data))

@@ -34,7 +34,7 @@ HELP_S = 0.002
 TURN_NBYTES = 8 << 20
 """Sent on one stream before answers get their turn; beside other streams it is what one call takes, in turn."""
 SHARES = 4
-"""Slices of a batch for each stream at least, where there are several: the last ones even out how fast they are..."""
+"""Slices of a batch for each stream, at least, of several or of a relay: the last ones even out their speeds..."""
 MIN_SHARE_NBYTES = 256 << 10
 """...but none smaller than this for its sake."""
 
@@ -74,8 +74,8 @@ class SendingPeer(Peer):
         self._awake_at = float("inf")
         """When this peer's thread looks at deadlines by itself."""
         self._settled: list[tuple[Batch, Outcome]] = []
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wakeup, select.EPOLLIN)
         for descriptor in self._streams:
             self._epoll.register(descriptor, select.EPOLLIN)
@@ -124,8 +124,9 @@ class SendingPeer(Peer):
             self._thread.join()
 
     def _slice_nbytes(self, total: int) -> int:
-        num_streams = len(self._streams)
-        share = total if num_streams < 2 else max(total // (SHARES * num_streams), MIN_SHARE_NBYTES)
+        num_streams = max(1, len(self._streams))  # 0 where the last one has just broken
+        is_shared = num_streams > 1 or self._carriage.is_relay
+        share = max(total // (SHARES * num_streams), MIN_SHARE_NBYTES) if is_shared else total
         return min(share, self._carriage.max_nbytes)
 
     def _send_here(self) -> bool:
@@ -306,10 +307,11 @@ class SendingPeer(Peer):
 
     def _answered(self, part: Slice, status: Status) -> None:
         batch = part.batch
-        batch.left -= part.pieces.total
         if status is not Status.OK:
             self._settled.append((batch, _FAILURES[status]))
-        elif not batch.left:
+            return
+        batch.left -= part.pieces.total
+        if not batch.left:
             self._settled.append((batch, OK))
 
     def _drop(self, stream: Stream, error: Exception) -> None:
@@ -333,6 +335,7 @@ class SendingPeer(Peer):
                 part.batch.again.append(part)
                 if part.batch not in self._queue:
                     self._queue.appendleft(part.batch)
+        self._wake()  # the others may have had their turn, and nothing to do then
 
     def _die(self, outcome: Outcome) -> None:
         with self._queue_lock:

@@ -15,14 +15,15 @@ import numpy as np
 
 from transfer.base import Numbers
 from transfer.handshake import Server
-from transfer.local import LocalTransport
+from transfer.local import LocalTransport, take_answer
 from transfer.memory import Memory, Revocable
 from transfer.receiver import Connection
 from transfer.stream import Carriage, Slice
 from transfer.vectors import Vector, address_of, copy_in, copy_out
-from transfer.wire import Order, Status, WireError
+from transfer.wire import Order, Status, WireError, encode_answer
 
-SLOT_NBYTES = 2 << 20
+SLOT_NBYTES = 8 << 20
+"""Also what is copied in one go; beside a busy Python thread each go waits 5 ms for the interpreter lock."""
 NUM_SLOTS = 4
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _GREETING = b"ring"
@@ -39,7 +40,7 @@ class ShmTransport(LocalTransport):
     def _prepare(self, connection: socket.socket, deadline_at: float) -> Carriage:
         ring = _Ring()
         try:
-            ring.hand_over(connection)
+            ring.hand_over(connection, deadline_at)
         except BaseException:
             ring.close()
             raise
@@ -50,6 +51,7 @@ class _Ring(Carriage):
     """The sender's side of the shared memory."""
 
     max_nbytes = SLOT_NBYTES
+    is_relay = True
 
     def __init__(self) -> None:
         self._file = os.memfd_create("mooncake-connector-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -63,10 +65,12 @@ class _Ring(Carriage):
         self._address = address_of(self._memory)
         self._free = list(range(NUM_SLOTS))
 
-    def hand_over(self, connection: socket.socket) -> None:
+    def hand_over(self, connection: socket.socket, deadline_at: float) -> None:
+        """Raises Unavailable or OSError where the receiver cannot map it."""
         socket.send_fds(connection, [_GREETING], [self._file])
         os.close(self._file)
         self._file = -1
+        take_answer(connection, deadline_at, "the ring")
 
     def has_room(self) -> bool:
         return bool(self._free)
@@ -102,6 +106,10 @@ class _RingConnection(Connection):
     def welcome(self) -> None:
         self._next = self._take_ring
 
+    def close(self) -> None:
+        super().close()
+        self._ring = np.zeros(0, dtype=np.uint8)  # what refers to this connection in a cycle must not keep it mapped
+
     def execute(self, order: Order, columns: list[Numbers], held: Revocable) -> bool:
         if order.place + order.nbytes > len(self._ring):
             raise WireError(f"order at {order.place} of a ring of {len(self._ring)} bytes")
@@ -121,6 +129,7 @@ class _RingConnection(Connection):
         finally:
             for file in files:
                 os.close(file)
+        self._say(encode_answer(0, Status.OK))
         self._next = self._take_block
         return True
 

@@ -52,11 +52,22 @@ class SocketTransport(Transport):
             receiver.close()
 
     def _peer(self, terms: Terms, streams: list[Stream], carriage: Carriage) -> SendingPeer:
-        """A peer over these streams, which is closed with this transport. Raises Unavailable where that is closed."""
-        peer = SendingPeer(self.name, terms, self.memory, streams, carriage, self._forget)
+        """A peer over these streams, which is closed with this transport.
+
+        Raises Unavailable where that is closed, or where this process has no descriptors or threads left.
+        """
+        try:
+            peer = SendingPeer(self.name, terms, self.memory, streams, carriage, self._forget)
+        except (OSError, RuntimeError) as error:
+            for stream in streams:
+                stream.connection.close()
+            carriage.close()
+            raise Unavailable(f"no connection can be kept: {error}") from error
         with self._lock:
             self._peers.add(peer)
             closed = self._closed
+        if not peer.alive:  # it may have been forgotten before it was known
+            self._forget(peer)
         if closed:
             peer.close()
             raise Unavailable("this side was closed meanwhile")

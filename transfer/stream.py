@@ -64,6 +64,8 @@ class Carriage(ABC):
 
     max_nbytes: int
     """Of one slice."""
+    is_relay = False
+    """Whether the receiver begins with a slice when the sender is done with it: only several keep both busy."""
 
     def has_room(self) -> bool:
         """Whether another slice can be loaded now; it is asked again after each answer."""

@@ -29,6 +29,8 @@ from transfer.vectors import Vector
 from transfer.wire import Order, Status
 
 MAX_ORDER_NBYTES = 4 << 20
+FURTHER_PATH_S = 2.0
+"""How long a path is tried where another is connected already: one that swallows everything must not hold that up."""
 _BACKLOG = 128
 _LOOPBACK_BUFFER_NBYTES = 512 << 10
 _UNSENT_NBYTES = 1 << 20
@@ -108,12 +110,16 @@ class TcpTransport(SocketTransport):
         streams: list[Stream] = []
         terms: Terms | None = None
         failures: list[str] = []
-        for source, target in self._paths(there.addresses):
+        paths = self._paths(there.addresses)
+        for tried, (source, target) in enumerate(paths):
+            left = max(0.0, deadline_at - time.monotonic())
+            share = left / (len(paths) - tried)
+            until = time.monotonic() + (share if terms is None else min(share, FURTHER_PATH_S))
             try:
                 require_secret(target[0], self.identity)
                 client = Client(self.identity, self.name, session, there.instance)
                 for number in range(self._num_streams or (1 if is_loopback(target[0]) else 2)):
-                    stream = self._dial(source, target, client, deadline_at, number)
+                    stream = self._dial(source, target, client, until, number)
                     terms = client.terms
                     streams.append(stream)
                     client = Client(self.identity, self.name, session, there.instance)

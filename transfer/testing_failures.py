@@ -96,6 +96,21 @@ class FailureConformance(TransportFixtures):
         with pytest.raises(Unavailable):
             sender.connect(endpoint, deadline_s=DEADLINE_S)
 
+    def test_a_peer_that_went_unnoticed_is_lost(
+        self, memory: Memory, sender: Transport, there: Memory, receiver: Transport
+    ) -> None:
+        peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+        source, target = self.buffer(MIB, seed=21), self.buffer(MIB)
+        memory.register(source.address, MIB)
+        there.register(target.address, MIB)
+        grant = there.grant(int64(target.address), int64(MIB))
+        receiver.close()
+        is_last = False
+        while not is_last:  # at every moment until it is noticed, and after that
+            is_last = not peer.alive
+            outcome = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S).wait()
+            assert outcome.cause is Cause.PEER_LOST
+
     def test_a_sender_killed_in_mid_batch_leaves_the_receiver_serving(
         self, memory: Memory, sender: Transport, there: Memory, receiver: Transport, other: Process
     ) -> None:

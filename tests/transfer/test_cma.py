@@ -1,8 +1,46 @@
-"""The `cma` transport does what every transport must."""
+"""The `cma` transport does what every transport must; and what only it can get wrong."""
 
+import ctypes
+import mmap
+import time
+
+from transfer import cma
+from transfer.base import Cause
 from transfer.cma import CmaTransport
+from transfer.memory import Memory
 from transfer.testing import TransportConformance
+from transfer.testing_memory import MIB, Buffer, int64
+
+PROT_NONE, PROT_READ = 0, 1
 
 
 class TestCma(TransportConformance):
     transport = CmaTransport
+
+
+def test_a_batch_of_which_a_slice_failed_is_never_ok(monkeypatch):
+    """Though the answer to its last slice comes before anybody was told of the failure."""
+    monkeypatch.setattr(cma._Announce, "max_nbytes", MIB)
+    memory, there = Memory(), Memory()
+    source, target = mmap.mmap(-1, 2 * MIB), Buffer(2 * MIB)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(source))
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    memory.register(address, 2 * MIB)
+    there.register(target.address, 2 * MIB)
+    with CmaTransport(memory) as sender, CmaTransport(there) as receiver:
+        peer = sender.connect(receiver.listen(), deadline_s=30)
+        take = peer._take_answers
+
+        def take_late(stream):
+            time.sleep(0.2)
+            take(stream)
+
+        monkeypatch.setattr(peer, "_take_answers", take_late)
+        grant = there.grant(int64(target.address), int64(2 * MIB))
+        protect(address, MIB, PROT_NONE)
+        try:
+            outcome = peer.write(grant, int64(address), grant.addresses, grant.nbytes, deadline_s=30).wait()
+        finally:
+            protect(address, MIB, PROT_READ)
+    assert outcome.cause is Cause.SOURCE

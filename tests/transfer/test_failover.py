@@ -6,14 +6,16 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
+import msgspec
 import numpy as np
 import pytest
 
 from mooncake_connector.log import forget_causes
 from transfer.base import Cause
 from transfer.memory import Memory
-from transfer.tcp import TcpTransport
+from transfer.tcp import TcpEndpoint, TcpTransport, decode_endpoint
 from transfer.testing_memory import MIB, Buffer, int64
 
 NBYTES = 48 * MIB
@@ -101,6 +103,55 @@ def test_a_path_that_cannot_be_connected_is_left_out():
         endpoint = receiver.listen()
         receiver._receiver._listeners[min(receiver._receiver._listeners)].shutdown(socket.SHUT_RDWR)
         assert sender.connect(endpoint, deadline_s=30).paths == [f"{host}->{host}#0" for host in HOSTS[1:]]
+
+
+@pytest.fixture
+def swallowed():
+    """An address at which nobody answers at all, as behind a firewall: a listener whose backlog is full."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind((HOSTS[1], 0))
+        listener.listen(0)
+        for _ in range(3):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(listener.getsockname())
+        time.sleep(0.1)
+        yield listener.getsockname()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_path_that_answers_nothing_leaves_time_for_the_others(swallowed, at):
+    with TcpTransport(Memory(), hosts=HOSTS[:2]) as sender, TcpTransport(Memory()) as receiver:
+        there = decode_endpoint(receiver.listen())
+        addresses = [*there.addresses]
+        addresses.insert(at, swallowed)
+        endpoint = msgspec.msgpack.encode(TcpEndpoint(addresses, there.instance))
+        start = time.monotonic()
+        peer = sender.connect(endpoint, deadline_s=8)
+        assert len(peer.paths) == 1 and time.monotonic() - start < 7
+
+
+def test_what_a_breaking_path_leaves_is_taken_by_one_that_has_nothing_to_do(monkeypatch):
+    """It breaks between the kernel's word that it takes bytes and the sending, when the other has had its turn."""
+    memory, there = Memory(), Memory()
+    source, target = Buffer(MIB, seed=1), Buffer(MIB)
+    memory.register(source.address, MIB)
+    there.register(target.address, MIB)
+    with TcpTransport(memory, streams=2) as sender, TcpTransport(there) as receiver:
+        peer = sender.connect(receiver.listen(), deadline_s=30)
+        grant = there.grant(int64(target.address), int64(MIB))
+        first, second = peer._streams.values()
+        is_first_time = [True]
+
+        def breaks():
+            if is_first_time.pop() if is_first_time else first.unanswered:
+                raise BlockingIOError
+            raise ConnectionResetError("the test broke it")
+
+        monkeypatch.setattr(second, "send", breaks)
+        assert peer.write(grant, *whole(source, grant), deadline_s=30).wait(20).ok
+    assert np.array_equal(target.bytes, source.bytes)
 
 
 NETWORK = """

@@ -1,10 +1,13 @@
 """What strangers and broken peers can do to a listening transport: nothing but lose their own connection."""
 
+import gc
 import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -20,7 +23,7 @@ from transfer.memory import Memory
 from transfer.stream import Batch, Slice
 from transfer.testing_memory import Buffer, int64
 from transfer.vectors import Pieces
-from transfer.wire import ANSWER_NBYTES, PROBE_KEY, Order, Status, decode_answer
+from transfer.wire import ANSWER_NBYTES, PROBE_KEY, Order, Status, WireError, decode_answer
 
 SECRET = b"sixteen bytes or more"
 KINDS = (cma.CmaTransport, shm.ShmTransport, tcp.TcpTransport)
@@ -57,7 +60,7 @@ class Listening:
             connection.settimeout(30)
             if self.kind is shm.ShmTransport:
                 ring = shm._Ring()
-                ring.hand_over(connection)
+                ring.hand_over(connection, time.monotonic() + 30)
             yield connection
 
     def still_serves(self):
@@ -101,7 +104,8 @@ def test_a_stranger_that_says_anything_gets_nowhere(listening, data):
 def orders(listening):
     address, columns = listening.target.address, 3 if listening.kind is cma.CmaTransport else 2
     key = st.sampled_from([listening.grant.key, bytes(16), b"k" * 16])
-    place = st.sampled_from([0, 1, 7 << 20, 8 << 20, 2**63, 2**64 - 1])
+    ring = shm.SLOT_NBYTES * shm.NUM_SLOTS
+    place = st.sampled_from([0, 1, ring - 1, ring, 2**63, 2**64 - 1])
     number = st.integers(0, 2**64 - 1)
     value = st.sampled_from([0, 1, 100, NBYTES // 2, NBYTES, 2**31, 2**62, -1]) | st.integers(0, 3 * NBYTES).map(
         lambda offset: address + NBYTES // 2 + offset
@@ -208,6 +212,58 @@ def test_a_ring_that_could_shrink_is_refused():
         socket.send_fds(connection, [b"ring"], [file])
         os.close(file)
         assert gone(connection)
+
+
+def test_a_peer_that_cannot_map_the_ring_is_not_reached_over_shm(monkeypatch):
+    """It is out of memory or of descriptors: another transport has to be found, not to fail at each write."""
+
+    def refuse(_):
+        raise WireError("ring that cannot be mapped: the test forbids it")
+
+    listening = Listening(shm.ShmTransport)
+    monkeypatch.setattr(shm, "_map_ring", refuse)
+    sender = shm.ShmTransport(Memory(), listening.identity)
+    with listening.transport, sender, pytest.raises(Unavailable, match="closed the connection when asked to read"):
+        sender.connect(listening.endpoint, deadline_s=30)
+
+
+def test_the_ring_of_a_closed_connection_is_unmapped_at_once():
+    """Not when Python next looks for cycles, which is seldom in an engine."""
+
+    def rings():
+        return Path("/proc/self/maps").read_text().count("mooncake-connector-ring")
+
+    listening, before = Listening(shm.ShmTransport), rings()
+    gc.disable()
+    try:
+        with listening.transport:
+            with listening.greeted():
+                assert rings() == before + 2  # of the sender as well
+            deadline = time.monotonic() + 30
+            while rings() > before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert rings() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", [cma.CmaTransport, shm.ShmTransport])
+def test_more_peers_than_wait_in_the_backlog_are_accepted(kind, monkeypatch):
+    """All ranks of an instance connect at once while the receiving thread copies."""
+    accept, busy = receiver.Receiver._accept, threading.Event()
+
+    def late(self, listener):
+        busy.wait(30)
+        accept(self, listener)
+
+    monkeypatch.setattr(local, "_BACKLOG", 2)
+    monkeypatch.setattr(receiver.Receiver, "_accept", late)
+    listening = Listening(kind)
+    with listening.transport, kind(Memory(), listening.identity) as sender, ThreadPoolExecutor(8) as callers:
+        connecting = [callers.submit(sender.connect, listening.endpoint, deadline_s=30) for _ in range(8)]
+        time.sleep(0.1)
+        busy.set()
+        assert all(each.result().alive for each in connecting)
 
 
 @pytest.mark.parametrize("place", [shm.SLOT_NBYTES * shm.NUM_SLOTS - 50, 2**63, 2**64 - 1])
