@@ -211,7 +211,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         float,
         _field(
             "Seconds without a sign of life after which a peer is given up, and for which the prefill instance keeps "
-            "the KV of a prompt that nobody fetches.",
+            "the KV of a prompt that nobody fetches. Below 5 it must be the same on both sides.",
             "a number from 1 to 3600",
             ge=1,
             le=3600,

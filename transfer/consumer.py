@@ -228,6 +228,11 @@ class Consumer(Half):
         leg.batches[message.batch] = _Got(message)
         self._orders.append(Verify(leg.source.peer, known.name, message))
 
+    def owes(self, peer: str) -> bool:
+        """Whether the peer has not confirmed the end of a transfer: it holds blocks for it."""
+        legs = [known.legs.get(peer) for known in self._transfers.values()]
+        return any(leg is not None and not leg.closed for leg in legs)
+
     def _deals_with(self, peer: str) -> bool:
         return any(peer in known.legs for known in self._transfers.values())
 

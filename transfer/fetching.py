@@ -283,7 +283,16 @@ class Fetching(Shell):
         return link
 
     async def _keep(self, address: tuple[str, int], remote: _Remote, origin: _Origin, link: Link | None) -> None:
-        """Talk with a rank, and connect again where the connection ends while transfers are under way."""
+        try:
+            await self._keep_talking(address, remote, origin, link)
+        finally:
+            self._forget(address, remote)
+            self._leave(origin.name)
+
+    async def _keep_talking(
+        self, address: tuple[str, int], remote: _Remote, origin: _Origin, link: Link | None
+    ) -> None:
+        """Talk with a rank, and connect again where the connection ends while there is anything to say."""
         tried_s = -_RECONNECT_S
         while not remote.lost.is_set():
             if link is not None:
@@ -295,7 +304,8 @@ class Fetching(Shell):
                     link.close()
                 if self._links.get(origin.name) is link:
                     del self._links[origin.name]
-            if remote.lost.is_set() or not any(fetch.where.address == address for fetch in self._fetches.values()):
+            is_wanted = any(fetch.where.address == address for fetch in self._fetches.values())
+            if remote.lost.is_set() or not (is_wanted or self._consumer.owes(origin.name)):
                 break
             # One that takes connections and closes them is not asked again and again.
             await asyncio.sleep(tried_s + _RECONNECT_S - now_s())
@@ -314,8 +324,6 @@ class Fetching(Shell):
                 link.close()
             else:
                 self._links[origin.name] = link
-        self._forget(address, remote)
-        self._leave(origin.name)
 
     def _forget(self, address: tuple[str, int], remote: _Remote) -> None:
         """Ask the directory again before the next transfer."""

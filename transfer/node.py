@@ -166,7 +166,10 @@ class Node:
         return _drain(self._ended)
 
     def close(self) -> None:
-        """Give everything up. May be called twice."""
+        """Give everything up; when it returns, no thread of the node reads or writes the engine's memory any more.
+
+        What is being hashed is hashed to the end, one batch at most. May be called twice.
+        """
         with contextlib.suppress(AttributeError):
             self._thread.post(self._listener.close)
         self._stop()
@@ -175,7 +178,7 @@ class Node:
         self._thread.close()
         self._transports.close()
         for executor in self._executors:
-            executor.shutdown(wait=bool(self._staging), cancel_futures=True)
+            executor.shutdown(cancel_futures=True)
         while self._staging:
             self._staging.pop().close()
 

@@ -32,11 +32,11 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds. `heartbeat_s` must fit several times into `lease_s`: heartbeats get lost."""
+    """Seconds. `heartbeat_s` must fit several times into `lease_s`, also into the peer's: heartbeats get lost."""
 
     lease_s: float = 30.0
     """A peer that says nothing for so long is given up; a finished prefill that nobody asks for, too."""
-    heartbeat_s: float = 5.0
+    heartbeat_s: float = 1.0
     retry_s: float = 1.0
     """What has not been answered is said again."""
     deadline_s: float = 120.0

@@ -69,14 +69,21 @@ class Shell(ABC):
         """Carry out what the half ordered; after each of its calls."""
         while orders := self._half.take():
             for order in orders:
-                if isinstance(order, Send):
-                    self._send(order.peer, order.message)
-                elif isinstance(order, Release):
-                    self._over(self._release(order))
-                else:
-                    self._carry_out(order)
+                try:
+                    self._obey(order)
+                except Exception as error:  # a defect of ours must not lose the orders after it: each is given once
+                    what = f"{type(order).__name__}: {error!r}"
+                    log_once("transfer.order", "an order failed: %s", what, logger=logger, exc_info=True)
         if self._timer is None:
             self._timer = self._loop.call_soon(self._tick)
+
+    def _obey(self, order: Order) -> None:
+        if isinstance(order, Send):
+            self._send(order.peer, order.message)
+        elif isinstance(order, Release):
+            self._over(self._release(order))
+        else:
+            self._carry_out(order)
 
     def _over(self, ended: Ended) -> None:
         line = "transfer %s %s bytes=%d seconds=%.6f transport=%s cause=%s"

@@ -38,7 +38,7 @@ def make_options(config: Config) -> NodeOptions:
         bounds=make_bounds(config),
         timing=Timing(
             lease_s=lease_s,
-            heartbeat_s=min(5.0, lease_s / 6),
+            heartbeat_s=min(Timing().heartbeat_s, lease_s / 6),
             deadline_s=deadline_s,
             hold_s=max(Timing().hold_s, lease_s, deadline_s),
         ),

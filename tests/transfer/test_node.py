@@ -319,6 +319,37 @@ def test_a_connection_that_breaks_is_made_again(make):
     d.check()
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_closing_returns_when_no_thread_reads_the_engine_s_memory(make, monkeypatch, side):
+    """The engine unmaps it next."""
+    prefill, decode = make
+    module, name = {
+        "prefill": (transfer.serving, "page_checksums"),
+        "decode": (transfer.fetching, "wrong_pages"),
+    }[side]
+    hashed, hashing, inside = getattr(module, name), threading.Event(), []
+
+    def hash_slowly(*args):
+        inside.append(args)
+        hashing.set()
+        time.sleep(0.3)
+        try:
+            return hashed(*args)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(module, name, hash_slowly)
+    p, d = prefill(), decode()
+    p.open("t")
+    d.announce("t", p.where, computed=False)
+    d.grant("t")
+    p.compute("t")
+    p.finish("t")
+    assert hashing.wait(10)
+    (p if side == "prefill" else d).ranks[0].node.close()
+    assert not inside
+
+
 def test_closing_leaves_no_thread_and_no_descriptor():
     def one() -> None:
         p, d = Instances(1, P_TABLE), Instances(1, D_TABLE, block_tokens=12)

@@ -141,6 +141,13 @@ def test_where_clients_send_us_makes_few_lines_in_the_log(start: Start, caplog: 
     engine.check_at_rest()
 
 
+def test_instances_may_have_different_leases() -> None:
+    """Each keeps the other's with its own heartbeats, which have to come several times in any but the shortest."""
+    for lease_s in (5.0, 30.0, 3600.0):
+        assert 4 * make_options(load_config({"transfer_lease_s": lease_s}, {})).timing.heartbeat_s <= 5
+    assert 4 * make_options(load_config({"transfer_lease_s": 1.0}, {})).timing.heartbeat_s <= 1
+
+
 def test_a_prefill_instance_holds_kv_for_as_long_as_it_is_told_to() -> None:
     for settings_s in ({"transfer_lease_s": 600.0}, {"transfer_deadline_s": 600.0}):
         assert make_options(load_config(settings_s, {})).timing.hold_s >= 600
