@@ -82,18 +82,22 @@ def show(theirs: Answer, cold: SGLangAnswer, warm: SGLangAnswer) -> None:
     table.add_row("not computed", *(str(answer.cached_tokens) for answer in answers))
     table.add_row("time to first token", *(f"{answer.ttft_s:.3f} s" for answer in answers))
     table.add_row("text as vLLM's", "", *(yes(answer.text == theirs.text) for answer in (cold, warm)))
+    table.add_row("text as SGLang computes it", yes(theirs.text == cold.text), "", yes(warm.text == cold.text))
     console.print(table)
 
 
 def conclude(theirs: Answer, cold: SGLangAnswer, warm: SGLangAnswer) -> int:
-    """Print the last line; the exit status is 0 only if SGLang hit vLLM's pages and all texts are the same."""
+    """Print the last line; the exit status is 0 only if SGLang hit vLLM's pages and answers as it does without.
+
+    vLLM itself may say it in other words: the engines' kernels round differently, so on some processors a near tie
+    between two tokens goes the other way.
+    """
     if warm.from_storage == 0:
         return fail(f"SGLang took nothing from the pool; see {LOGS / 'demo-engines-sglang.log'}")
     if theirs.cached_tokens or cold.cached_tokens:
         return fail(f"vLLM and SGLang should have computed all, not found {theirs.cached_tokens}, {cold.cached_tokens}")
-    if not theirs.text == cold.text == warm.text:
-        texts = f"vLLM: {theirs.text!r}\n  SGLang computes: {cold.text!r}\n  SGLang reads: {warm.text!r}"
-        return fail(f"the texts differ:\n  {texts}")
+    if warm.text != cold.text:
+        return fail(f"the texts differ:\n  SGLang computes: {cold.text!r}\n  SGLang reads: {warm.text!r}")
     print(
         f"demo-engines: OK hit_tokens={warm.from_storage} ttft_cold_s={cold.ttft_s:.3f} "
         f"ttft_warm_s={warm.ttft_s:.3f} same_text=yes",
