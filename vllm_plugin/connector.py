@@ -198,7 +198,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None and self._pd is not None:
             offered = self._scheduler.offered(request)
             from_pool = self._pd.after_alloc(request, blocks, num_external_tokens, offered)
-            self._scheduler.after_alloc(request, blocks, num_external_tokens, from_pool)
+            self._scheduler.after_alloc(request, blocks, from_pool)
 
     @contained(StepMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -61,7 +61,8 @@ class Tracked:
         keys: page keys known so far.
         saved_pages: leading pages that are in the pool or on their way there.
         offer: (local tokens, tokens offered beyond them, when) of the last lookup.
-        loading: (first token, end) of what the pool brings in a load in flight; another source may bring more.
+        loading: (first token, end) of what the pool brings to blocks that no step has used yet; None once one has, or
+            the load has ended. It may be nothing: another source brings more, or all, and does not say so here.
         refused: a load failed; the pool is not offered to this request again.
     """
 
@@ -163,18 +164,15 @@ class SchedulerHalf:
         tracked = self._tracked.get(request.request_id)
         return 0 if tracked is None or tracked.offer is None else tracked.offer[1]
 
-    def after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, num_from_pool: int
-    ) -> None:
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_from_pool: int) -> None:
         """Blocks were allocated: plan the load of the tokens that the pool is to bring.
 
         Args:
-            num_external_tokens: tokens beyond the local hit that vLLM waits for.
-            num_from_pool: the first ones of these; a transfer brings the others.
+            num_from_pool: tokens beyond the local hit that vLLM waits for from here; others may bring more.
         """
         tracked = self.track(request)
         offer, tracked.offer = tracked.offer, None
-        if num_external_tokens:  # until vLLM is told that they are there, they are not
+        if not request.num_computed_tokens:  # vLLM will count what anybody loads before it is there
             tracked.loading = (0, 0)
         if offer is None:
             return
@@ -203,6 +201,7 @@ class SchedulerHalf:
 
     def build(self, scheduled: SchedulerOutput) -> StepMetadata:
         """The jobs of this step: loads planned above, and saves of the pages that this step completes."""
+        self._start(scheduled)
         if self._completes_pages(scheduled):
             page_tokens = self._page_tokens
             for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
@@ -216,6 +215,13 @@ class SchedulerHalf:
         if metadata.loads or metadata.saves:
             metadata.namespace = self.namespace()
         return metadata
+
+    def _start(self, scheduled: SchedulerOutput) -> None:
+        """Requests that start or resume in this step have their blocks filled up to where it computes."""
+        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
+        for req_id in (*(new.req_id for new in scheduled.scheduled_new_reqs), *resumed):
+            if req_id in self._tracked:
+                self._tracked[req_id].loading = None
 
     def _completes_pages(self, scheduled: SchedulerOutput) -> bool:
         """Whether to look for pages to save: after every prefill, and now and then while all only decode."""
