@@ -217,11 +217,19 @@ class SchedulerHalf:
         return metadata
 
     def _start(self, scheduled: SchedulerOutput) -> None:
-        """Requests that start or resume in this step have their blocks filled up to where it computes."""
+        """Requests that start or resume in this step have their blocks filled up to where it computes.
+
+        Unless another connector fills them in this very step. Which ones is not said here, and vLLM hears of a failure
+        after more was planned: whatever starts with tokens in such a step is left alone.
+        """
         resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
         for req_id in (*(new.req_id for new in scheduled.scheduled_new_reqs), *resumed):
-            if req_id in self._tracked:
-                self._tracked[req_id].loading = None
+            tracked = self._tracked.get(req_id)
+            if tracked is None:
+                continue
+            tracked.loading = None
+            if scheduled.has_sync_kv_loads and tracked.request.num_computed_tokens:
+                tracked.root = None
 
     def _completes_pages(self, scheduled: SchedulerOutput) -> bool:
         """Whether to look for pages to save: after every prefill, and now and then while all only decode."""

@@ -251,7 +251,8 @@ class Engine:
         if not self.scheduler.has_requests():
             return None
         scheduled = self.scheduler.schedule()
-        assert not scheduled.has_sync_kv_loads, "only asynchronous loads survive a failure with async scheduling"
+        at_once = scheduled.has_sync_kv_loads and self.setup.transfer is None  # otherwise another connector may do so
+        assert not at_once, "only asynchronous loads survive a failure with async scheduling"
         self.metadata.append(scheduled.kv_connector_metadata)
         sent = pickle.loads(pickle.dumps(scheduled))
         self._queue.append((sent, None if self.setup.lazy else self._execute(sent)))

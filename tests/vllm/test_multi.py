@@ -12,6 +12,7 @@ from harness import Engine
 from settings import Setup, transfer_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+from mooncake_connector.keys import page_keys
 from vllm_plugin.connector import MooncakeKVConnector
 
 COLD = list(range(200, 300))
@@ -73,3 +74,27 @@ def test_what_another_connector_loaded_is_saved_with_the_rest(
     assert engine.computed("again") == len(PROMPT) - 48 + 2
     assert engine.pages(PROMPT) == [True] * 6
     engine.check_at_rest()
+
+
+class AtOnce(Store):
+    """Another one, which loads the first blocks of a prompt in the step that computes the others."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return (48, False) if request.all_token_ids[0] == PROMPT[0] and not num_computed_tokens else (0, False)
+
+
+@pytest.mark.parametrize("v2_runner", [False, True])
+def test_what_another_connector_loads_in_the_same_step_is_not_saved(
+    start: Start, pool: Path, other: Path, v2_runner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With asynchronous scheduling the next step is planned as well before vLLM hears that the load failed."""
+    monkeypatch.setitem(KVConnectorFactory._registry, "Store", lambda: AtOnce)
+    engine = beside_a_store(start, pool, other, v2_runner=v2_runner, async_scheduling=True, lazy=True)
+    loading, cold = engine.add(PROMPT), engine.add(COLD)
+    for _ in range(2):
+        engine.begin_step()
+    for name in (loading, cold):
+        engine.abort(name)
+    engine.begin_step()
+    saved = [job.keys for step in engine.metadata for job in step.metadata[1].saves]
+    assert saved == [page_keys(COLD, 16)]
