@@ -29,7 +29,8 @@ class Task:
     """One job on its way through a thread: queued, begun, and then ended by the thread or given up by the engine.
 
     Args:
-        fence: waits until the device has computed what a save reads; None where there is nothing to wait for.
+        fence: waits until the device has done what it was given before: a save reads what that computed, and a load
+            fills blocks that it may still write for their former owner. None where there is nothing to wait for.
         pages: leading pages of a load that arrived; pages of a save that are in the pool.
         stored: pages of a save that were not in the pool before.
         cause: why not all pages were moved; empty where they were.

@@ -140,10 +140,14 @@ class WorkerHalf:
         return PDWorker(node, layout, self._rank, geometry.layer_names, options.bounds, DeviceOrder(self._record))
 
     def start_loads(self, metadata: StepMetadata) -> None:
+        """Queue this step's loads; a forward pass under way may still write to their blocks for whom they were."""
+        if not metadata.loads:
+            return
+        assert metadata.namespace is not None
+        fence = self._record()
         for job in metadata.loads:
-            assert metadata.namespace is not None
             self._loading.add(job.req_id)
-            self._loader.submit(Task(job, metadata.namespace, self._config.load_deadline_s))
+            self._loader.submit(Task(job, metadata.namespace, self._config.load_deadline_s, fence))
 
     def start_saves(self, metadata: StepMetadata) -> None:
         """Queue this step's saves; the forward pass that computes their pages has been launched."""
@@ -230,6 +234,8 @@ class WorkerHalf:
         if ready is None:
             return
         view, blocks = ready
+        if task.fence is not None:
+            task.fence()
         page_tokens = self._fmt.page_tokens
         for start in range(0, len(job.keys), _PAGES_A_READ):
 

@@ -1,0 +1,72 @@
+"""Loads into blocks that a device still works on: a forward pass under way may write for their former owner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import oracle
+import pytest
+from cases import PROMPT, Start, every_runner, warm_pool
+from harness import Engine
+from test_pd_device import Device
+
+import vllm_plugin.worker
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    device = Device()
+    monkeypatch.setattr(vllm_plugin.worker, "recorder", lambda where: device.record)
+    yield device
+    device.done.set()
+
+
+def load_under_way(engine: Engine, device: Device) -> str:
+    """A request whose load was handed to its thread while the device is busy."""
+    device.done.clear()
+    name = engine.add(PROMPT)
+    engine.run(until=engine.workers[0].tasks)
+    return name
+
+
+@every_runner
+def test_blocks_are_filled_when_their_former_owner_has_left_the_device(
+    start: Start, runner: dict[str, bool], device: Device
+) -> None:
+    """For a producer vLLM frees the blocks of a request that ends although its last forward pass may be under way."""
+    warm_pool(start)
+    engine = start(**runner, kv_role="kv_producer")
+    before = engine.workers[0].runner.memory.copy()
+    name = load_under_way(engine, device)
+    time.sleep(0.05)  # for a load that does not wait
+    assert (engine.workers[0].runner.memory == before).all()
+    device.done.set()
+    engine.run()
+    assert engine.texts[name] == oracle.generate(PROMPT, 3)
+    assert engine.computed(name) == 4 + 2
+    engine.check_at_rest()
+
+
+@every_runner
+def test_after_a_fault_of_the_device_what_would_be_loaded_is_recomputed(
+    start: Start, runner: dict[str, bool], device: Device
+) -> None:
+    warm_pool(start)
+    engine = start(**runner)
+    name = load_under_way(engine, device)
+    device.fault = RuntimeError("an illegal memory access")
+    device.done.set()
+    engine.run()
+    assert engine.texts[name] == oracle.generate(PROMPT, 3)
+    assert engine.computed(name) == len(PROMPT) + 2
+    engine.check_at_rest()
+
+
+def test_a_device_that_hangs_costs_a_load_its_deadline_and_no_more(start: Start, device: Device) -> None:
+    warm_pool(start)
+    engine = start(extra={"load_deadline_s": 0.05})
+    name = load_under_way(engine, device)
+    engine.run(until=lambda: name in engine.reasons)
+    assert engine.texts[name] == oracle.generate(PROMPT, 3)
+    assert engine.computed(name) == len(PROMPT) + 2
