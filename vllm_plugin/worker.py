@@ -137,7 +137,10 @@ class WorkerHalf:
         except (TransferError, ValueError, OSError) as error:
             logger.error("PD is off: %s", error)
             return None
-        return PDWorker(node, layout, self._rank, geometry.layer_names, options.bounds, DeviceOrder(self._record))
+        # A batch in parts runs through the layers once for each: a layer is named when one part of it is computed.
+        in_parts = self._vllm_config.parallel_config.use_ubatching
+        layers = () if in_parts else geometry.layer_names
+        return PDWorker(node, layout, self._rank, layers, options.bounds, DeviceOrder(self._record))
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Queue this step's loads; a forward pass under way may still write to their blocks for whom they were."""

@@ -62,6 +62,8 @@ class Setup:
     page_tokens: int = 16
     layout: str = "LBHNC"
     kernel_tokens: int | None = None
+    dual_batch_overlap: bool = False
+    """`--enable-dbo`: vLLM computes a large batch in two parts, one half a layer ahead of the other."""
     max_num_batched_tokens: int = 256
     max_num_seqs: int = 64
     prefix_caching: bool = True
@@ -145,6 +147,7 @@ def vllm_config(setup: Setup, base: VllmConfig, pool: Path, rank: int = 0) -> Vl
     config.parallel_config.tensor_parallel_size = setup.tp_size
     config.parallel_config.pipeline_parallel_size = setup.pp_size
     config.parallel_config.rank = rank
+    config.parallel_config.enable_dbo = setup.dual_batch_overlap
     if setup.events:
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     config.kv_transfer_config = KVTransferConfig(**(setup.transfer or transfer_config(setup, pool)))

@@ -14,6 +14,7 @@ from pd import (
     MakePair,
     Pair,
     every_order,
+    node_of,
     prefill_params,
     run_all,
     transfers_of,
@@ -52,6 +53,23 @@ def preempt(engine: Engine) -> None:
 
 def no_lease_ended(both: Pair) -> bool:
     return not {"send_expired", "fetch_expired"} & both.failures().keys()
+
+
+@every_runner
+def test_where_batches_are_computed_in_parts_no_layer_is_given_away_before_the_step_is_over(
+    pair: MakePair, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM names a layer after each part of a batch, and does not say which requests are in it."""
+    both = pair(runner | CHUNKED | {"dual_batch_overlap": True}, runner, granularity="layer")
+    name = both.add_granted(PROMPT)
+    node, told = node_of(both.prefill), []
+    computed = node.computed
+    monkeypatch.setattr(node, "computed", lambda layer, stops: (told.append(layer), computed(layer, stops)))
+    both.run()
+    assert told == [1, 1, 1]
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(name) == 1 + 2
+    both.check_at_rest()
 
 
 # The answer
