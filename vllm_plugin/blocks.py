@@ -99,7 +99,7 @@ class KVBlocks:
         index = torch.tensor(list(touched[skipped:]), device=self._tensors[0].device)
         for tensor, host in zip(tensors, staged, strict=True):
             tensor.index_copy_(0, index, host[skipped:].to(tensor.device))
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(self._tensors[0].device)
 
     def _source(self, part: Shard) -> _Source:
         common = overlap(part, self._shard)

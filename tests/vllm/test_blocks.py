@@ -109,6 +109,16 @@ def test_mla_is_one_head_without_v(where: str, itemsize: int, block_tokens: int)
     check_round_trip(layers, tensors(1, block_tokens, 36, DTYPES[itemsize], "BLHNC", seed=1), fmt, where)
 
 
+def test_what_is_loaded_is_waited_for_on_the_device_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need not be the current one of the thread that loads."""
+    waited: list[tuple[torch.device, ...]] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *device: waited.append(device))
+    fmt = PageFormat(NUM_LAYERS, 16, 2, 8, 4, 2)
+    layers = tensors(2, 16, 12, DTYPES[2], "LBHNC")
+    kv_blocks(layers, fmt, "device").load_page(whole(fmt), [1], 0, np.zeros(fmt.nbytes, dtype=np.uint8), 0)
+    assert waited == [(layers[0].device,)]
+
+
 @pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLHNC"])
 @pytest.mark.parametrize("v_dim", [0, 4])
 def test_parts_of_other_shards_fill_the_layers_and_heads_that_they_share(where: str, order: str, v_dim: int) -> None:
