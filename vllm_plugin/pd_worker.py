@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.fetching import Family
 from transfer.granularity import Bounds, Granularity
@@ -19,7 +20,7 @@ from transfer.node import Node
 from transfer.protocol import Ending
 from transfer.shell import Ended
 from vllm_plugin.device_order import DeviceOrder
-from vllm_plugin.messages import FetchJob, PDStep
+from vllm_plugin.messages import Announcement, FetchJob, PDStep
 from vllm_plugin.stats import ConnectorStats
 
 logger = get_logger(__name__)
@@ -76,9 +77,10 @@ class PDWorker:
         self._layers = {name: layout.first_layer + number for number, name in enumerate(layers)}
         self._given: dict[str, _Given] = {}
         self._awaited: dict[str, _Awaited] = {}
-        self._givers: dict[str, str] = {}
-        self._takers: dict[str, str] = {}
-        """Name of a transfer -> request, of either kind: one instance may be both ends of a transfer."""
+        self._givers: dict[str, _Given] = {}
+        self._takers: dict[str, _Awaited] = {}
+        """By transfer, of either kind: one instance may be both ends of one. The id of a request that ended early may
+        be another's before its transfer is over."""
         self._stops: list[tuple[_Given, int]] = []
         self._stops_by_layer: list[tuple[_Given, int]] = []
 
@@ -92,19 +94,14 @@ class PDWorker:
     def prepare(self, step: PDStep) -> None:
         """Before the forward pass, and before vLLM gives any block to another request."""
         for req_id in step.preempted:
-            given = self._given[req_id]
-            with self._device.lock:
-                given.attempt += 1
-            if not given.ended:
-                self._node.preempted(given.transfer)
+            self._preempted(req_id)
         for req_id, transfer in step.opened.items():
-            given = self._given[req_id] = _Given(transfer)
-            if transfer in self._givers:  # of a request that ended early, and is not over here
-                given.ended = True
-                continue
-            self._givers[transfer] = req_id
-            self._node.open(transfer)
-        progress = [(given, made) for req_id, made in step.progress.items() if not (given := self._given[req_id]).ended]
+            self._open(req_id, transfer)
+        progress = [
+            (given, made)
+            for req_id, made in step.progress.items()
+            if (given := self._given.get(req_id)) is not None and not given.ended
+        ]
         if progress:
             self._node.blocks({given.transfer: made.block_ids for given, made in progress})
         self._stops = [(given, made.stop_token) for given, made in progress]
@@ -128,27 +125,34 @@ class PDWorker:
     def start(self, step: PDStep) -> None:
         """What does not have to be said before the forward pass."""
         for req_id, num_tokens in step.finished.items():
-            self._finished(self._given[req_id], num_tokens)
+            self._finished(req_id, num_tokens)
         for req_id, cause in step.cancelled.items():
-            self._cancelled(self._given[req_id], cause, reported=req_id not in step.unreported)
+            self._cancelled(req_id, cause, reported=req_id not in step.unreported)
         for req_id, wanted in step.announced.items():
-            awaited = self._awaited[req_id] = _Awaited(wanted.transfer)
-            if wanted.transfer in self._takers:  # of a request that was aborted, and is not over here
-                awaited.ended = Ended(wanted.transfer, Ending.FAILED, "the transfer is not over")
-                continue
-            self._takers[wanted.transfer] = req_id
-            family = Family(step.ranks, self._rank)
-            self._node.announce(wanted.transfer, wanted.where, family, computed=wanted.computed)
+            self._announced(req_id, wanted, Family(step.ranks, self._rank))
         for req_id, job in step.fetched.items():
-            awaited = self._awaited[req_id]
-            awaited.job = job  # told or not: whatever ended before counts as failed
-            if awaited.ended is None:
-                self._granted(awaited, job)
+            self._granted(req_id, job)
         for req_id, cause in step.dropped.items():
-            dropped = self._awaited.get(req_id)
-            if dropped is not None:  # otherwise its end and the engine's word of it passed each other
-                dropped.dropped = True
-                self._node.drop(dropped.transfer, cause)
+            self._dropped(req_id, cause)
+
+    # Requests: what fails for one of them costs no other its transfer
+
+    @contained(nothing)
+    def _preempted(self, req_id: str) -> None:
+        given = self._given[req_id]
+        with self._device.lock:
+            given.attempt += 1
+        if not given.ended:
+            self._node.preempted(given.transfer)
+
+    @contained(nothing)
+    def _open(self, req_id: str, transfer: str) -> None:
+        given = self._given[req_id] = _Given(transfer)
+        if transfer in self._givers:  # of a request that ended early, and is not over here
+            given.ended = True
+            return
+        self._givers[transfer] = given
+        self._node.open(transfer)
 
     def _computed(self, layer: int, stops: Sequence[tuple[_Given, int]]) -> None:
         told = [(given, given.attempt, stop_token) for given, stop_token in stops]
@@ -164,8 +168,10 @@ class PDWorker:
 
         self._device.then(tell)
 
-    def _finished(self, given: _Given, num_tokens: int) -> None:
+    @contained(nothing)
+    def _finished(self, req_id: str, num_tokens: int) -> None:
         """After all that was computed."""
+        given = self._given[req_id]
         given.over, attempt = True, given.attempt
 
         def tell() -> None:
@@ -174,15 +180,31 @@ class PDWorker:
 
         self._device.then(tell)
 
-    def _cancelled(self, given: _Given, cause: str, *, reported: bool) -> None:
+    @contained(nothing)
+    def _cancelled(self, req_id: str, cause: str, *, reported: bool) -> None:
+        given = self._given[req_id]
         given.over, given.reported = True, reported
         with self._device.lock:
             given.attempt += 1
         if not given.ended:
             self._node.cancel(given.transfer, cause)
 
-    def _granted(self, awaited: _Awaited, job: FetchJob) -> None:
+    @contained(nothing)
+    def _announced(self, req_id: str, wanted: Announcement, family: Family) -> None:
+        awaited = self._awaited[req_id] = _Awaited(wanted.transfer)
+        if wanted.transfer in self._takers:  # of a request that was aborted, and is not over here
+            awaited.ended = Ended(wanted.transfer, Ending.FAILED, "the transfer is not over")
+            return
+        self._takers[wanted.transfer] = awaited
+        self._node.announce(wanted.transfer, wanted.where, family, computed=wanted.computed)
+
+    @contained(nothing)
+    def _granted(self, req_id: str, job: FetchJob) -> None:
         """After what a former owner of the blocks still computes into them."""
+        awaited = self._awaited[req_id]
+        awaited.job = job  # told or not: whatever ended before counts as failed
+        if awaited.ended is not None:
+            return
 
         def tell() -> None:
             if awaited.ended is None:  # else the name may belong to another request by now
@@ -190,21 +212,28 @@ class PDWorker:
 
         self._device.then(tell)
 
+    @contained(nothing)
+    def _dropped(self, req_id: str, cause: str) -> None:
+        awaited = self._awaited.get(req_id)
+        if awaited is not None:  # otherwise its end and the engine's word of it passed each other
+            awaited.dropped = True
+            self._node.drop(awaited.transfer, cause)
+
     # Results
 
     def take_results(self, stats: ConnectorStats) -> Results:
         """What ended since the last call."""
         for ended in self._node.take_sent():
-            req_id = self._givers.pop(ended.transfer, None)
-            if req_id is not None:  # otherwise it was said before, and an error here would lose what else ended
+            given = self._givers.pop(ended.transfer, None)
+            if given is not None:  # otherwise it was said before
                 with self._device.lock:
-                    self._given[req_id].ended = True
+                    given.ended = True
                 _count(stats, "send", ended)
         for ended in self._node.take_fetched():
-            req_id = self._takers.pop(ended.transfer, None)
-            if req_id is not None:
+            awaited = self._takers.pop(ended.transfer, None)
+            if awaited is not None:
                 with self._device.lock:
-                    self._awaited[req_id].ended = ended
+                    awaited.ended = ended
                 _count(stats, "fetch", ended)
         results = Results()
         for req_id, given in list(self._given.items()):
@@ -222,6 +251,7 @@ class PDWorker:
         awaited = self._awaited.get(req_id)
         return awaited is not None and awaited.job is not None
 
+    @contained(nothing)
     def _conclude(self, req_id: str, awaited: _Awaited, ended: Ended, results: Results, stats: ConnectorStats) -> None:
         job = awaited.job
         if job is None:
@@ -230,18 +260,19 @@ class PDWorker:
             else:
                 results.unfetched.add(req_id)  # until the scheduler drops it, or has given it blocks meanwhile
             return
-        del self._awaited[req_id]
-        results.fetched.add(req_id)
         if ended.ending is Ending.DONE:
             stats.add("fetched_tokens", job.stop_token - job.first_token)
         elif not awaited.dropped:
             results.failed_blocks.update(self._layout.holding(job.block_ids, job.first_token, job.stop_token))
+        del self._awaited[req_id]
+        results.fetched.add(req_id)
 
     def close(self) -> None:
         self._device.close()
         self._node.close()
 
 
+@contained(nothing)
 def _count(stats: ConnectorStats, kind: str, ended: Ended) -> None:
     stats.add(f"{kind}s" if kind == "send" else f"{kind}es")
     stats.add(f"{kind}_seconds", ended.seconds)

@@ -26,6 +26,7 @@ from pd import (
     wait,
 )
 
+import transfer.fetching
 from transfer.protocol import Ending
 from transfer.shell import Ended
 
@@ -121,6 +122,24 @@ def test_an_abort_while_decoding(pair: MakePair, runner: dict[str, bool]) -> Non
     both.run()
     assert no_lease_ended(both)
     both.check_at_rest()
+
+
+@every_runner
+def test_a_request_that_is_refused_twice_keeps_nobody_waiting(
+    start: Start, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM tells of a request that its server refuses by one under the client's own id, which ends at once."""
+    monkeypatch.setattr(transfer.fetching, "_CONNECT_S", 0.3)
+    engine = start(**runner, extra=PD_ONLY)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": deaf.getsockname()[1]}
+        for other in ("first", "second"):
+            engine.abort(engine.add([0], 1, params=params | {"transfer_id": "refused"}, name="chat"))
+            engine.add(PROMPT, 3, params=params | {"transfer_id": other}, name=other)
+            engine.step()
+        engine.run()
+    assert engine.texts["first"] == engine.texts["second"] == oracle.generate(PROMPT, 3)
+    engine.check_at_rest()
 
 
 # Waiting
