@@ -245,7 +245,10 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(bool)
     def reset_cache(self) -> bool | None:
-        return None if self._scheduler is None else self._scheduler.reset()
+        if self._scheduler is None or self._pd is None:
+            return None
+        self._pd.reset()
+        return self._scheduler.reset()
 
     # Both sides
 

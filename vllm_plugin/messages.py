@@ -89,7 +89,7 @@ class PDStep:
 
     Args:
         opened: requests that are given away -> name of the transfer.
-        preempted: of those, the ones whose blocks vLLM takes back in this step.
+        preempted: of those, the ones whose KV does not count any more, or whose blocks vLLM takes back in this step.
         progress: of those, the ones that this step computes.
         finished: of those, the ones whose prefill is over -> tokens.
         cancelled: of those, the ones that ended otherwise -> why.

@@ -180,13 +180,13 @@ class PDScheduler:
             return False, None
         if request.status in _WITHOUT_RESULT or request.num_computed_tokens < request.num_prompt_tokens:
             # Also where no worker knows of it yet: a consumer may be waiting, and hears of it this way.
-            self._step.cancelled[request.request_id] = f"the request ended: {request.status.name.lower()}"
+            cause = f"the request ended: {request.status.name.lower()}"
             if not given.computing:
                 # Nothing is being sent. If something loads into its blocks, vLLM forgets the request when that ends,
                 # and would end itself over a word about it after that.
-                del self._given[request.request_id]
-                self._step.unreported.add(request.request_id)
+                self._withdraw(request.request_id, cause)
                 return False, None
+            self._step.cancelled[request.request_id] = cause
             given.over = True
             return True, None
         given.over = True
@@ -208,6 +208,28 @@ class PDScheduler:
     def _drop(self, req_id: str, cause: str) -> None:
         del self._awaited[req_id]
         self._step.dropped[req_id] = cause
+
+    def _withdraw(self, req_id: str, cause: str) -> None:
+        """Cancel what vLLM hears nothing more of."""
+        del self._given[req_id]
+        self._step.cancelled[req_id] = cause
+        self._step.unreported.add(req_id)
+
+    def reset(self) -> None:
+        """The weights were changed in memory: KV of the old ones is neither given away nor waited for any more.
+
+        A request whose blocks are being fetched goes on with it, as one that runs does.
+        """
+        cause = "the weights were changed"
+        for req_id in [req_id for req_id, awaited in self._awaited.items() if not awaited.fetching]:
+            self._drop(req_id, cause)
+        for req_id, given in list(self._given.items()):
+            if given.over:
+                self._step.cancelled[req_id] = cause
+                continue
+            if given.computing:  # into blocks that may be another request's from the next step on
+                self._step.preempted.append(req_id)
+            self._withdraw(req_id, cause)
 
     # Steps
 

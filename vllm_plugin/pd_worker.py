@@ -182,7 +182,9 @@ class PDWorker:
 
     @contained(nothing)
     def _cancelled(self, req_id: str, cause: str, *, reported: bool) -> None:
-        given = self._given[req_id]
+        given = self._given.get(req_id)
+        if given is None:  # its end and the engine's word of it passed each other
+            return
         given.over, given.reported = True, reported
         with self._device.lock:
             given.attempt += 1

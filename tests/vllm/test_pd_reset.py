@@ -1,0 +1,132 @@
+"""Weights changed in memory under transfers: nothing computed with the old ones is taken for what the new ones give."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import oracle
+import pytest
+from cases import every_runner
+from harness import Engine
+from pd import PROMPT, MakePair, decode_params, granted, node_of, prefill_params, run_all, wait
+from test_pd_prefill import CHUNKED, last
+
+import transfer.serving
+
+NUM_TOKENS = len(PROMPT)
+
+
+def change_weights(engine: Engine, *, start_over: bool = False) -> None:
+    """As an RL loop does between two steps; requests that run start over, or go on with the KV that they have."""
+    while engine._queue:
+        engine.end_step()
+    for worker in engine.workers:
+        worker.runner.weights = 1
+        for state in worker.runner.states.values():
+            if start_over:
+                state.seed, state.hashes = 1, []
+    engine.scheduler.reset_prefix_cache(reset_running_requests=start_over, reset_connector=True)
+
+
+def check_computed(engine: Engine, name: str, *, weights: int = 0) -> None:
+    assert engine.texts[name] == oracle.generate(PROMPT, 3, seed=weights)
+    assert engine.computed(name) == NUM_TOKENS + 2
+
+
+@every_runner
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_decode_leg_that_waits_is_computed_with_the_new_weights(
+    pair: MakePair, runner: dict[str, bool], announced: bool
+) -> None:
+    both = pair(runner, runner | {"num_blocks": 8, "prefix_caching": False}, pool=True)
+    params = both.handed_over(PROMPT)
+    busy = both.decode.add([3] * 90, 20)
+    both.decode.step()
+    name = both.decode.add(PROMPT, 3, params=params)
+    if announced:
+        both.decode.step()
+    change_weights(both.decode)
+    both.run()
+    assert both.decode.reasons[busy] == "length"
+    check_computed(both.decode, name, weights=1)
+    both.decode.pages(PROMPT, weights=1)
+    assert not {"send_expired", "fetch_expired"} & both.failures().keys()
+    both.check_at_rest()
+
+
+@every_runner
+@pytest.mark.parametrize("start_over", [False, True])
+@pytest.mark.parametrize("computed", [0, 32])
+def test_a_prefill_leg_under_way_hands_nothing_over(
+    pair: MakePair, runner: dict[str, bool], computed: int, start_over: bool
+) -> None:
+    both = pair(runner | CHUNKED, runner, granularity="full")
+    name = both.add_granted(PROMPT)
+    leg = last(both.prefill)
+    run_all(*both.both, until=lambda: both.prefill.computed(leg) >= computed)
+    change_weights(both.prefill, start_over=start_over)
+    both.run()
+    assert both.prefill.answers[leg] is None
+    check_computed(both.decode, name)
+    both.check_at_rest()
+
+
+@every_runner
+def test_blocks_held_for_a_consumer_come_free(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner, runner)
+    answer = both.handed_over(PROMPT)
+    change_weights(both.prefill)
+    run_all(both.prefill)
+    assert not both.failures()
+    name = both.decode.add(PROMPT, 3, params=answer)
+    both.run()
+    check_computed(both.decode, name)
+    both.check_at_rest()
+
+
+@every_runner
+def test_what_is_sent_while_its_blocks_are_computed_again_does_not_count(
+    pair: MakePair, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of it is on its way; it arrives in the middle of the next forward pass."""
+    go_on = threading.Event()
+    send = transfer.serving._send
+
+    def slow(*args: Any) -> Any:
+        assert go_on.wait(60)
+        return send(*args)
+
+    monkeypatch.setattr(transfer.serving, "_send", slow)
+    both = pair(runner | {"num_blocks": 7, "prefix_caching": False}, runner, granularity="layer")
+    name = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x"))
+    run_all(both.decode, until=lambda: granted(both.prefill))
+    leg = both.prefill.add(PROMPT, 5, params=prefill_params("x"))
+    run_all(both.prefill, until=lambda: both.prefill.computed(leg) > NUM_TOKENS)
+    wait(lambda: node_of(both.prefill)._serving._writes)
+
+    def layer_computed(number: int) -> None:
+        go_on.set()
+        wait(lambda: not node_of(both.decode)._fetching._fetches)
+
+    change_weights(both.prefill, start_over=True)
+    both.prefill.workers[0].layer_computed = layer_computed
+    both.run()
+    check_computed(both.decode, name)
+    both.check_at_rest()
+
+
+@every_runner
+def test_a_word_that_passes_the_end_of_its_transfer_is_dropped(pair: MakePair, runner: dict[str, bool]) -> None:
+    """The consumer has all of it, and the scheduler does not know yet."""
+    both = pair(runner, runner)
+    name = both.add(PROMPT)
+    worker = both.prefill.workers[0].half.pd
+    run_all(both.decode, until=lambda: name in both.decode.reasons)
+    wait(lambda: not worker._node._sent.empty())
+    both.prefill.begin_step()
+    assert both.prefill.pd._given
+    both.prefill.connector.reset_cache()
+    both.run()
+    assert both.decode.computed(name) == 1 + 2
+    both.check_at_rest()
