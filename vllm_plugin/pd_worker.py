@@ -217,8 +217,10 @@ class PDWorker:
     @contained(nothing)
     def _dropped(self, req_id: str, cause: str) -> None:
         awaited = self._awaited.get(req_id)
-        if awaited is not None:  # otherwise its end and the engine's word of it passed each other
-            awaited.dropped = True
+        if awaited is None:  # its end and the engine's word of it passed each other
+            return
+        awaited.dropped = True
+        if awaited.ended is None:  # else the name may belong to another request by now
             self._node.drop(awaited.transfer, cause)
 
     # Results

@@ -79,6 +79,16 @@ def test_a_prefill_leg_whose_id_is_used_again_while_the_first_one_is_not_over(wo
     assert results(worker) == Results(sent={"chat"})
 
 
+def test_a_request_that_is_dropped_after_its_transfer_ended_leaves_the_next_one_of_that_name_alone(
+    worker: PDWorker, node: Node
+) -> None:
+    worker.start(PDStep(announced={"first": announcement("same")}))
+    node.fetched = [Ended("same", Ending.FAILED, "the prefill instance is gone")]
+    assert results(worker) == Results(unfetched={"first"})
+    worker.start(PDStep(announced={"retry": announcement("same")}, dropped={"first": "the request ended"}))
+    assert node.told == [("announce", "same"), ("announce", "same")]
+
+
 def test_what_cannot_be_done_for_one_request_is_done_for_the_others(
     worker: PDWorker, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
