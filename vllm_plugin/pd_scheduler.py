@@ -114,6 +114,10 @@ class PDScheduler:
         leg = parse_params(request.kv_transfer_params)
         if leg is None or request.request_id in self._given or request.request_id in self._awaited:
             return
+        if request.request_id in self._step.cancelled or request.request_id in self._step.dropped:
+            # The workers hear of a step's requests by their ids, and would take this one for the one that ended.
+            log_once("pd.again", "a request with the id of one that ended just now is prefilled here", logger=logger)
+            return
         if not self._cards or (isinstance(leg, PrefillLeg) and self._directory is None):
             log_once("pd.off", "a request with kv_transfer_params is prefilled here: PD is off", logger=logger)
             return

@@ -114,6 +114,18 @@ def test_the_same_transfer_asked_for_again_while_the_aborted_one_is_not_over(
 
 
 @every_runner
+def test_an_id_used_again_before_any_worker_knew_of_the_first_request(pair: MakePair, runner: dict[str, bool]) -> None:
+    """vLLM leaves clients' ids as they are under VLLM_DISABLE_REQUEST_ID_RANDOMIZATION; a word is about one request."""
+    both = pair(runner, runner)
+    both.decode.abort(both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "first"), name="x"))
+    both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "again"), name="x")
+    other = both.ask([1, *PROMPT])
+    assert both.decode.texts["x"] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(other) == 1 + 2
+    both.check_at_rest()
+
+
+@every_runner
 def test_an_abort_while_decoding(pair: MakePair, runner: dict[str, bool]) -> None:
     both = pair(runner, runner)
     name = both.add(PROMPT, 50)

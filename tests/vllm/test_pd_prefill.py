@@ -215,6 +215,20 @@ def test_a_prefill_leg_that_is_sent_again_before_any_worker_knew_of_the_first(
 
 
 @every_runner
+def test_an_id_used_again_before_any_worker_knew_of_the_first_request(pair: MakePair, runner: dict[str, bool]) -> None:
+    """vLLM leaves clients' ids as they are under VLLM_DISABLE_REQUEST_ID_RANDOMIZATION; a word is about one request."""
+    both = pair(runner, runner)
+    for _ in range(2):
+        both.prefill.abort(both.prefill.add(PROMPT, 1, params=prefill_params(), name="x"))
+    both.prefill.add(PROMPT, 1, params=prefill_params(), name="x")
+    both.ask([1, *PROMPT])
+    assert both.prefill.texts["x"] == oracle.generate(PROMPT, 1)
+    assert both.prefill.answers["x"] is None
+    assert not both.failures()
+    both.check_at_rest()
+
+
+@every_runner
 def test_an_abort_while_waiting_for_blocks(pair: MakePair, runner: dict[str, bool]) -> None:
     both = pair(runner | {"num_blocks": 8, "prefix_caching": False}, runner)
     long = both.prefill.add(PROMPT, 20)
