@@ -288,16 +288,17 @@ class Producer(Half):
         except TransferError as error:
             self._fail(known, leg, Ending.FAILED, str(error))
             return
-        if granted.first_token % shape.unit:
-            cause = f"tokens from {granted.first_token} on are wanted where {shape.unit} are moved together"
+        tokens = range(granted.first_token, granted.stop_token)
+        if not shape.layers or not tokens:
+            return
+        if tokens.start % shape.unit:
+            cause = f"tokens from {tokens.start} on are wanted where {shape.unit} are moved together"
             self._fail(known, leg, Ending.FAILED, cause)
             return
-        tokens = range(granted.first_token, granted.stop_token)
-        if shape.layers and tokens:
-            leg.divider = Divider(shape.granularity, shape.layers, tokens, shape.unit, shape.min_layers)
-            for layer, stop_token in known.progress:
-                self._advance(known, leg, layer, stop_token)
-            self._check_enough(known, leg)
+        leg.divider = Divider(shape.granularity, shape.layers, tokens, shape.unit, shape.min_layers)
+        for layer, stop_token in known.progress:
+            self._advance(known, leg, layer, stop_token)
+        self._check_enough(known, leg)
 
     def _advance(self, known: _Transfer, leg: _Leg, layer: int, stop_token: int) -> None:
         if leg.divider is None or leg.state is not State.OPEN:

@@ -76,6 +76,14 @@ def test_more_tokens_than_were_computed_are_not_waited_for(granted_first):
     assert message.state is State.FAILED and "fewer tokens" in message.cause
 
 
+@pytest.mark.parametrize("stop_token", [6, 8])
+def test_tokens_that_begin_between_two_units_are_refused_unless_there_are_none(stop_token):
+    producer = make_producer()
+    producer.open("t", 0.0)
+    (answer, *_) = answers(producer, granted(first_token=6, stop_token=stop_token))
+    assert answer.state is (State.OPEN if stop_token == 6 else State.FAILED)
+
+
 def test_a_rank_that_is_through_gets_nothing_more_while_others_do():
     producer = make_producer()
     producer.open("t", 0.0)

@@ -55,13 +55,16 @@ def test_what_travels_is_stored_at_both_ends(pair: MakePair, runner: dict[str, b
 
 
 @every_runner
-def test_a_prompt_that_is_in_the_pool_as_a_whole_does_not_travel(pair: MakePair, runner: dict[str, bool]) -> None:
+@pytest.mark.parametrize(("num_tokens", "block_tokens"), [(80, 16), (48, 32)], ids=["", "ends-within-a-block"])
+def test_a_prompt_that_is_in_the_pool_as_a_whole_does_not_travel(
+    pair: MakePair, runner: dict[str, bool], num_tokens: int, block_tokens: int
+) -> None:
     """Whole pages all of it: the prefill instance is told that it is through, and counts no failure."""
-    whole = PROMPT[:80]
-    both = warmed(pair, runner, whole)
+    whole = PROMPT[:num_tokens]
+    both = warmed(pair, runner | {"block_tokens": block_tokens}, whole)
     name = both.ask(whole)
     assert both.decode.computed(name) == 1 + 2
-    assert [(job.first_token, job.stop_token) for job in jobs(both.decode)] == [(80, 80)]
+    assert [(job.first_token, job.stop_token) for job in jobs(both.decode)] == [(num_tokens, num_tokens)]
     assert "fetch_bytes" not in figures(both.decode) or figures(both.decode)["fetch_bytes"] == 0
     assert not both.failures()
     both.check_at_rest()
