@@ -20,6 +20,7 @@ import numpy.typing as npt
 from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.namespace import Namespace
 from transfer.fetching import Where
+from transfer.messages import MAX_NAME_LENGTH
 
 _MAX_TRANSFER_ID = 200
 
@@ -39,11 +40,13 @@ class DecodeLeg:
 
     Args:
         computed: the request was there first, and this is its answer.
+        name: what that instance calls the transfer; "" where it did not say. Good for giving it up, and nothing else.
     """
 
     transfer_id: str
     where: Where
     computed: bool
+    name: str = ""
 
 
 class _Unusable(Exception):
@@ -75,7 +78,8 @@ def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
     engine_id = "" if params.get("remote_engine_id") is None else _text(params, "remote_engine_id", 256)
     where = Where(_text(params, "remote_host", 64), _port(params), engine_id)
     computed = params.get("remote_request_id") is not None
-    return DecodeLeg(_text(params, "transfer_id", _MAX_TRANSFER_ID), where, computed)
+    name = "" if params.get("transfer_name") is None else _text(params, "transfer_name", MAX_NAME_LENGTH)
+    return DecodeLeg(_text(params, "transfer_id", _MAX_TRANSFER_ID), where, computed, name)
 
 
 def _text(params: Mapping[str, Any], key: str, limit: int) -> str:
@@ -97,6 +101,7 @@ def _port(params: Mapping[str, Any]) -> int:
 def answer_params(
     leg: PrefillLeg,
     *,
+    name: str,
     request_id: str,
     block_ids: Sequence[Sequence[int]],
     num_tokens: int,
@@ -119,6 +124,7 @@ def answer_params(
         "pp_size": pp_size,
         "remote_num_tokens": num_tokens,
         "transfer_id": leg.transfer_id,
+        "transfer_name": name,
     }
 
 

@@ -7,7 +7,7 @@ nodes (`transfer.node`) do the rest; both sides of this speak of requests by vLL
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -54,6 +54,8 @@ class _Awaited:
     """A request whose KV another instance has or computes; until it has been fetched, or cannot be."""
 
     name: str
+    called: str = ""
+    """What the prefill instance calls it, if it said so: another name where the prompt is another."""
     fetching: bool = False
 
 
@@ -134,7 +136,7 @@ class PDScheduler:
             self._given[request.request_id] = _Given(request, name, leg)
             self._step.opened[request.request_id] = name
         else:
-            self._awaited[request.request_id] = _Awaited(name)
+            self._awaited[request.request_id] = _Awaited(name, leg.name)
             self._step.announced[request.request_id] = Announcement(name, leg.where, leg.computed)
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
@@ -198,6 +200,7 @@ class PDScheduler:
         assert self._directory is not None
         answer = answer_params(
             given.leg,
+            name=given.name,
             request_id=request.request_id,
             block_ids=block_ids,
             num_tokens=request.num_prompt_tokens,
@@ -210,8 +213,13 @@ class PDScheduler:
         return True, answer
 
     def _drop(self, req_id: str, cause: str) -> None:
-        del self._awaited[req_id]
+        awaited = self._awaited.pop(req_id)
         self._step.dropped[req_id] = cause
+        announced = self._step.announced.get(req_id)
+        if announced is not None and awaited.called:
+            # Nothing will be fetched by any name, and the prefill instance releases what it knows by its own. vLLM says
+            # by a request without the prompt that its server refused one.
+            self._step.announced[req_id] = replace(announced, transfer=awaited.called)
 
     def _withdraw(self, req_id: str, cause: str) -> None:
         """Cancel what vLLM hears nothing more of."""

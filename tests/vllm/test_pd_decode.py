@@ -154,6 +154,33 @@ def test_a_request_that_is_refused_twice_keeps_nobody_waiting(
     engine.check_at_rest()
 
 
+@every_runner
+def test_a_request_that_decode_refuses_releases_prefill(pair: MakePair, runner: dict[str, bool]) -> None:
+    """vLLM tells so by a request without the prompt, which ends at once."""
+    both = pair(runner | {"tp_size": 2}, runner)
+    answer = both.handed_over(PROMPT)
+    both.decode.abort(both.decode.add([0], 1, params=answer))
+    both.run()
+    assert not both.failures()
+    both.check_at_rest()
+    check_prefilled_here(both.decode, PROMPT, answer)
+
+
+@every_runner
+def test_a_request_that_is_refused_takes_nothing_from_one_of_the_same_answer(
+    pair: MakePair, runner: dict[str, bool]
+) -> None:
+    both = pair(runner, runner)
+    answer = both.handed_over(PROMPT)
+    name = both.decode.add(PROMPT, 3, params=answer)
+    both.decode.step()
+    both.decode.abort(both.decode.add([0], 1, params=answer))
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(name) == 1 + 2
+    both.check_at_rest()
+
+
 # Waiting
 
 

@@ -41,13 +41,13 @@ def test_a_prefill_leg_makes_a_transfer_of_its_own_or_takes_the_proxys() -> None
 
 def test_a_decode_leg_is_what_the_prefill_leg_answered() -> None:
     answer = answer_params(
-        PrefillLeg("t"), request_id="r", block_ids=[[1, 2]], num_tokens=20, engine_id="e", host="h", port=7,
-        tp_size=2, pp_size=1,
+        PrefillLeg("t"), name="t:digest", request_id="r", block_ids=[[1, 2]], num_tokens=20, engine_id="e", host="h",
+        port=7, tp_size=2, pp_size=1,
     )  # fmt: skip
     leg = parse_params(msgspec.json.decode(msgspec.json.encode(answer)))
     assert isinstance(leg, DecodeLeg)
-    assert (leg.transfer_id, leg.where.host, leg.where.port, leg.where.engine_id, leg.computed) == (
-        "t", "h", 7, "e", True,
+    assert (leg.transfer_id, leg.where.host, leg.where.port, leg.where.engine_id, leg.computed, leg.name) == (
+        "t", "h", 7, "e", True, "t:digest",
     )  # fmt: skip
 
 
@@ -57,6 +57,11 @@ def test_in_the_concurrent_order_nobody_has_computed_yet() -> None:
     assert (leg.where.engine_id, leg.computed) == ("", False)
     text = parse_params(LEG | {"remote_port": "9"})
     assert text == leg
+
+
+@pytest.mark.parametrize("value", ["", 7, "x" * 257, "\ud800"])
+def test_an_answer_with_a_name_that_cannot_be_makes_an_ordinary_request(value: Any) -> None:
+    assert parse_params(LEG | {"transfer_name": value}) is None
 
 
 @pytest.mark.parametrize("key", ["transfer_id", "remote_host", "remote_port"])
@@ -75,7 +80,8 @@ anything = st.recursive(
 )
 likely = st.sampled_from(["x", "127.0.0.1", "9", 9, True, None, "\ud800", "\x00"])
 KEYS = ["do_remote_decode", "do_remote_prefill", "transfer_id", "remote_host", "remote_port", "remote_engine_id"]
-dictionaries = st.dictionaries(st.sampled_from([*KEYS, "remote_request_id", "remote_block_ids"]), likely | anything)
+KEYS += ["remote_request_id", "remote_block_ids", "transfer_name"]
+dictionaries = st.dictionaries(st.sampled_from(KEYS), likely | anything)
 
 
 @settings(deadline=None, max_examples=300)

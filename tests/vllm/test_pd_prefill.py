@@ -80,6 +80,7 @@ def test_the_answer_has_nixls_keys_and_the_transfer(pair: MakePair) -> None:
     answer = both.handed_over(PROMPT)
     transfer_id = answer.pop("transfer_id")
     assert isinstance(transfer_id, str) and len(transfer_id) == 32
+    assert answer.pop("transfer_name").startswith(f"{transfer_id}:")
     assert len(answer["remote_block_ids"][0]) == 6
     assert {key: value for key, value in answer.items() if key != "remote_block_ids"} == {
         "do_remote_prefill": True,
