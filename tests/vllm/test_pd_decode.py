@@ -26,7 +26,6 @@ from pd import (
     wait,
 )
 
-import transfer.fetching
 from transfer.protocol import Ending
 from transfer.shell import Ended
 
@@ -133,51 +132,6 @@ def test_an_abort_while_decoding(pair: MakePair, runner: dict[str, bool]) -> Non
     both.decode.abort(name)
     both.run()
     assert no_lease_ended(both)
-    both.check_at_rest()
-
-
-@every_runner
-def test_a_request_that_is_refused_twice_keeps_nobody_waiting(
-    start: Start, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM tells of a request that its server refuses by one under the client's own id, which ends at once."""
-    monkeypatch.setattr(transfer.fetching, "_CONNECT_S", 0.3)
-    engine = start(**runner, extra=PD_ONLY)
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": deaf.getsockname()[1]}
-        for other in ("first", "second"):
-            engine.abort(engine.add([0], 1, params=params | {"transfer_id": "refused"}, name="chat"))
-            engine.add(PROMPT, 3, params=params | {"transfer_id": other}, name=other)
-            engine.step()
-        engine.run()
-    assert engine.texts["first"] == engine.texts["second"] == oracle.generate(PROMPT, 3)
-    engine.check_at_rest()
-
-
-@every_runner
-def test_a_request_that_decode_refuses_releases_prefill(pair: MakePair, runner: dict[str, bool]) -> None:
-    """vLLM tells so by a request without the prompt, which ends at once."""
-    both = pair(runner | {"tp_size": 2}, runner)
-    answer = both.handed_over(PROMPT)
-    both.decode.abort(both.decode.add([0], 1, params=answer))
-    both.run()
-    assert not both.failures()
-    both.check_at_rest()
-    check_prefilled_here(both.decode, PROMPT, answer)
-
-
-@every_runner
-def test_a_request_that_is_refused_takes_nothing_from_one_of_the_same_answer(
-    pair: MakePair, runner: dict[str, bool]
-) -> None:
-    both = pair(runner, runner)
-    answer = both.handed_over(PROMPT)
-    name = both.decode.add(PROMPT, 3, params=answer)
-    both.decode.step()
-    both.decode.abort(both.decode.add([0], 1, params=answer))
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
-    assert both.decode.computed(name) == 1 + 2
     both.check_at_rest()
 
 
