@@ -305,7 +305,8 @@ class Fetching(Shell):
                 if self._links.get(origin.name) is link:
                     del self._links[origin.name]
             is_wanted = any(fetch.where.address == address for fetch in self._fetches.values())
-            if remote.lost.is_set() or not (is_wanted or self._consumer.owes(origin.name)):
+            is_owed = any(self._consumer.owes(other.name) for other in remote.origins)  # all go when one does
+            if remote.lost.is_set() or not (is_wanted or is_owed):
                 break
             # One that takes connections and closes them is not asked again and again.
             await asyncio.sleep(tried_s + _RECONNECT_S - now_s())

@@ -80,7 +80,12 @@ class SendingPeer(Peer):
         for descriptor in self._streams:
             self._epoll.register(descriptor, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name=f"mooncake-{transport}-send", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            os.close(self._wakeup)
+            self._epoll.close()
+            raise
 
     @property
     def alive(self) -> bool:

@@ -87,6 +87,7 @@ class _Ring(Carriage):
         self._free.append(part.place // SLOT_NBYTES)
 
     def close(self) -> None:
+        self._memory = np.zeros(0, dtype=np.uint8)  # which keeps the file open as well
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

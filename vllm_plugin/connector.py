@@ -89,8 +89,10 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             pool.wait(_IDENTITY_WAIT_S)
             events = vllm_config.kv_events_config
             scheduler = self._scheduler = SchedulerHalf(
-                geometry, config, pool, publishes=events is not None and events.enable_kv_cache_events
-            )
+                geometry, config, pool,
+                publishes=events is not None and events.enable_kv_cache_events,
+                max_batches=vllm_config.max_concurrent_batches,
+            )  # fmt: skip
             self._pd = PDScheduler(
                 geometry, config, str(transfer.engine_id), vllm_config.parallel_config.data_parallel_index, access,
                 scheduler.namespace, lambda request: scheduler.track(request).root,

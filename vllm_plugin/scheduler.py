@@ -100,9 +100,12 @@ class SchedulerHalf:
     Args:
         pool: whose `prepared` is this instance's namespace once the weights are known.
         publishes: whether vLLM publishes KV events.
+        max_batches: steps that may be planned before the outcome of the first of them is known, and that one.
     """
 
-    def __init__(self, geometry: Geometry, config: Config, pool: Pool, *, publishes: bool) -> None:
+    def __init__(
+        self, geometry: Geometry, config: Config, pool: Pool, *, publishes: bool, max_batches: int
+    ) -> None:
         self._geometry = geometry
         self._page_tokens = int(config.page_tokens)
         self._min_hit_tokens = config.effective_min_hit_tokens
@@ -124,6 +127,8 @@ class SchedulerHalf:
         self._manager: KVCacheManager | None = None
         self._reset_digest: str | None = None
         self._stalled_until_s = 0.0
+        self._max_batches = max_batches
+        self._doubtful_steps = 0
 
     def bind(self, manager: KVCacheManager) -> None:
         self._manager = manager
@@ -219,16 +224,18 @@ class SchedulerHalf:
     def _start(self, scheduled: SchedulerOutput) -> None:
         """Requests that start or resume in this step have their blocks filled up to where it computes.
 
-        Unless another connector fills them in this very step. Which ones is not said here, and vLLM hears of a failure
-        after more was planned: whatever starts with tokens in such a step is left alone.
+        Unless another connector fills them in this very step. Which ones is not said here, vLLM gives them to others
+        as a local hit from now on, and it hears of a failure after more was planned: whatever starts with tokens until
+        then is left alone.
         """
+        self._doubtful_steps = self._max_batches if scheduled.has_sync_kv_loads else max(0, self._doubtful_steps - 1)
         resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
         for req_id in (*(new.req_id for new in scheduled.scheduled_new_reqs), *resumed):
             tracked = self._tracked.get(req_id)
             if tracked is None:
                 continue
             tracked.loading = None
-            if scheduled.has_sync_kv_loads and tracked.request.num_computed_tokens:
+            if self._doubtful_steps and tracked.request.num_computed_tokens:
                 tracked.root = None
 
     def _completes_pages(self, scheduled: SchedulerOutput) -> bool:

@@ -89,7 +89,7 @@ def test_nothing_is_left_of_prefill_instances_that_went(start, monkeypatch, unde
 
 
 def test_a_connection_that_is_still_being_made_again_does_not_disturb_those_that_came_later(start, monkeypatch):
-    prefill, decode = start(P_TABLE, tp_size=2), start(D_TABLE)
+    prefill, decode = start(P_TABLE, tp_size=2, timing=QUICK), start(D_TABLE, timing=QUICK)
     fetching, post = decode.ranks[0].node._fetching, decode.ranks[0].node._thread.post
     connect = transfer.fetching.connect
     waiting, go_on = [], threading.Event()
@@ -110,6 +110,7 @@ def test_a_connection_that_is_still_being_made_again_does_not_disturb_those_that
     wait_for(lambda: waiting)
     decode.drop("first")
     decode.fetched()
+    wait_for(lambda: not fetching._consumer._transfers)  # until then the rank without a connection is owed its end
     post(idle.close)
     wait_for(lambda: not fetching._remotes)
     decode.announce("second", prefill.where, computed=False)

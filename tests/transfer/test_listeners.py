@@ -227,6 +227,26 @@ def test_a_peer_that_cannot_map_the_ring_is_not_reached_over_shm(monkeypatch):
         sender.connect(listening.endpoint, deadline_s=30)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_connection_for_which_there_is_no_thread_is_unavailable_and_leaves_nothing_open(kind, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    listening = Listening(kind)
+    with listening.transport, kind(Memory(), listening.identity) as sender:
+        sender.connect(listening.endpoint, deadline_s=30).close()
+        open_files = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        for _ in range(3):
+            with pytest.raises(Unavailable, match="can't start new thread"):
+                sender.connect(listening.endpoint, deadline_s=30)
+        monkeypatch.undo()
+        deadline = time.monotonic() + 30
+        while len(os.listdir("/proc/self/fd")) > open_files and time.monotonic() < deadline:
+            time.sleep(0.01)  # the receiver closes its side
+        assert len(os.listdir("/proc/self/fd")) <= open_files
+
+
 def test_the_ring_of_a_closed_connection_is_unmapped_at_once():
     """Not when Python next looks for cycles, which is seldom in an engine."""
 

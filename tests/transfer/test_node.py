@@ -20,6 +20,7 @@ import transfer.serving
 from transfer.base import TransferError
 from transfer.fetching import Where
 from transfer.granularity import Bounds, Granularity
+from transfer.messages import Close
 from transfer.node import NodeOptions
 from transfer.protocol import Ending, Timing
 
@@ -317,6 +318,37 @@ def test_a_connection_that_breaks_is_made_again(make):
     p.finish("t")
     assert endings(d, "fetched") == {Ending.DONE}
     d.check()
+
+
+@pytest.mark.parametrize("source_tp", [1, 2])
+def test_connections_that_break_when_all_has_arrived_do_not_leave_prefill_with_its_blocks(make, monkeypatch, source_tp):
+    """They take the consumer's word to one rank that it is done; that has to come again over another connection."""
+    monkeypatch.setattr(transfer.fetching, "_RECONNECT_S", 0.01)
+    prefill, decode = make
+    timing = Timing(lease_s=20, retry_s=0.2)
+    p, d = prefill(source_tp, options=options(timing=timing)), decode(options=options(timing=timing))
+    p.open("t")
+    d.announce("t", p.where, computed=False)
+    d.grant("t")
+    fetched = d.ranks[0].node._fetching
+    send, lost_by = fetched._send, []
+
+    def close_all():
+        for link in list(fetched._links.values()):
+            link.close()
+
+    def lose(peer, message):
+        if isinstance(message, Close) and not lost_by:
+            lost_by.append(peer)
+            fetched._loop.call_later(0.05, close_all)  # the other rank has confirmed by then, and none is repeated
+        else:
+            send(peer, message)
+
+    monkeypatch.setattr(fetched, "_send", lose)
+    p.compute("t")
+    p.finish("t")
+    assert endings(d, "fetched") == {Ending.DONE}
+    assert endings(p, "sent") == {Ending.DONE} and lost_by
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -98,3 +98,17 @@ def test_what_another_connector_loads_in_the_same_step_is_not_saved(
     engine.begin_step()
     saved = [job.keys for step in engine.metadata for job in step.metadata[1].saves]
     assert saved == [page_keys(COLD, 16)]
+
+
+@pytest.mark.parametrize("v2_runner", [False, True])
+def test_what_another_connector_may_have_loaded_is_not_saved_for_a_request_that_hits_it(
+    start: Start, pool: Path, other: Path, v2_runner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM gives such blocks away as a local hit before it hears whether the load failed."""
+    monkeypatch.setitem(KVConnectorFactory._registry, "Store", lambda: AtOnce)
+    engine = beside_a_store(start, pool, other, v2_runner=v2_runner, async_scheduling=True, lazy=True)
+    for _ in range(2):
+        engine.add(PROMPT)
+        engine.begin_step()
+    engine.begin_step()
+    assert [job.keys for step in engine.metadata for job in step.metadata[1].saves] == []

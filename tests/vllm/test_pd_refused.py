@@ -9,6 +9,7 @@ import pytest
 from cases import Start, every_runner
 from pd import PD_ONLY, PROMPT, MakePair
 from test_pd_decode import check_prefilled_here
+from test_pd_reset import change_weights
 
 import transfer.fetching
 
@@ -22,6 +23,24 @@ def test_a_request_that_decode_refuses_releases_prefill(pair: MakePair, runner: 
     assert not both.failures()
     both.check_at_rest()
     check_prefilled_here(both.decode, PROMPT, answer)
+
+
+@every_runner
+@pytest.mark.parametrize("differs", ["prompt", "weights"])
+def test_a_request_whose_kv_has_another_name_releases_prefill(
+    pair: MakePair, runner: dict[str, bool], differs: str
+) -> None:
+    both = pair(runner | {"tp_size": 2}, runner)
+    if differs == "weights":
+        change_weights(both.prefill)
+        change_weights(both.decode)
+    answer = both.handed_over(PROMPT)
+    prompt = PROMPT if differs == "weights" else [1, *PROMPT]
+    name = both.decode.add(prompt, 3, params=answer)
+    both.run()
+    assert both.decode.computed(name) == len(prompt) + 2
+    assert not both.failures()
+    both.check_at_rest()
 
 
 @every_runner
