@@ -30,7 +30,7 @@ help:
 	@echo 'make demo-engines  SGLang answers from what vLLM computed (SGLang is 10 GB; about 10 minutes with all installs)'
 	@echo 'make test-fast     the tests that need no engine (under 2 minutes)'
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
-	@echo 'make test          lint, every test, the demos (about half an hour on 2 cores)'
+	@echo 'make test          lint, every test, the demos (about 40 minutes on 2 cores, installs included)'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make wheel         the wheel, in .cache/wheel'
 	@echo 'make clean         remove everything that was made'
