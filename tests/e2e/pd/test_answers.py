@@ -150,27 +150,30 @@ def test_wrong_bytes_are_never_read(trio: Trio, asked: dict[str, Question], gran
 
 
 def test_stale_and_senseless_parameters_are_prefilled_here(trio: Trio, asked: dict[str, Question]) -> None:
-    """What a prefill instance answered once cannot be used twice, nor for another prompt, nor at another address."""
+    """What a prefill instance answered cannot be used at another address, nor twice, be it for another prompt."""
     prefill, decode = trio.pair("cma")
     question, other = asked["full"], asked["crowd 1"]
     hand_over = {"do_remote_decode": True, "do_remote_prefill": False}
-    params = prefill.post(prefill.body(question.prompt, 1, kv_transfer_params=hand_over))["kv_transfer_params"]
-    nobody = {**params, "remote_port": 9}
+
+    def handed_over() -> dict[str, object]:
+        return prefill.post(prefill.body(question.prompt, 1, kv_transfer_params=hand_over))["kv_transfer_params"]
 
     def decoded(asked: Question, params: dict[str, object]) -> tuple[int, ...]:
         body = decode.body(asked.prompt, len(asked.answer), kv_transfer_params=params)
         decode.reset_prefix_cache()
         return tuple(decode.post(body)["choices"][0]["token_ids"])
 
-    fetched = decode.figure("fetched_tokens")
-    assert decoded(other, params) == other.answer
-    assert decoded(question, nobody) == question.answer
+    params, fetched = handed_over(), decode.figure("fetched_tokens")
+    assert decoded(question, {**params, "remote_port": 9}) == question.answer
     for nonsense in (7, "", [], {}, "no address"):
         assert decoded(question, {**params, "remote_host": nonsense}) == question.answer
     assert decode.figure("fetched_tokens") == fetched
     assert decoded(question, params) == question.answer
     wait_for(lambda: decode.figure("fetched_tokens") > fetched, "the first use of the parameters in the metrics")
     fetched = decode.figure("fetched_tokens")
+    assert decoded(question, params) == question.answer
+    params = handed_over()
+    assert decoded(other, params) == other.answer
     assert decoded(question, params) == question.answer
     assert decode.figure("fetched_tokens") == fetched
     prefill.holds_no_block()
