@@ -135,14 +135,13 @@ class PDScheduler:
         elif isinstance(leg, PrefillLeg):
             self._given[request.request_id] = _Given(request, name, leg)
             self._step.opened[request.request_id] = name
-        elif self._computes_what_failed and leg.name not in ("", name):
-            log_once("pd.another", "a request is prefilled here: its prompt or weights are not the KV's", logger=logger)
-            # Nothing can be fetched, and the prefill instance holds its blocks until it hears so.
-            self._step.announced[request.request_id] = Announcement(leg.name, leg.where, leg.computed)
-            self._step.dropped[request.request_id] = "the decode instance calls it by another name"
         else:
             self._awaited[request.request_id] = _Awaited(name, leg.name)
             self._step.announced[request.request_id] = Announcement(name, leg.where, leg.computed)
+            if self._computes_what_failed and leg.name not in ("", name):
+                reason = "its prompt or weights are not the KV's"
+                log_once("pd.another", "a request is prefilled here: %s", reason, logger=logger)
+                self._drop(request.request_id, "the decode instance calls it by another name")
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens beyond the local hit that a transfer will bring, 0 for none. No side effect."""
