@@ -100,8 +100,7 @@ def _moving_tasks(
     connected: dict[str, Peer], far: Far, source: np.ndarray[Any, Any], scale: TransferScale
 ) -> dict[str, Task]:
     ours = {name: Task(far.moves(peer, source, scale)) for name, peer in connected.items()}
-    here, there = scale.scattered(source.ctypes.data, seed=1), scale.scattered(far.address, seed=2)
-    sizes = np.full(scale.pieces, scale.piece_nbytes, dtype=np.int64)
+    here, there, sizes = far.pieces(source, scale)
 
     def readv() -> None:
         target, origin = Vector.of(here, sizes), Vector.of(there, sizes)

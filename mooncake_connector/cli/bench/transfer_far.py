@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.transfer_scale import TransferScale
+from mooncake_connector.cli.bench.transfer_scale import Int64, TransferScale
 from transfer.base import Grant, Peer
 
 DEADLINE_S = 60.0
@@ -37,10 +37,14 @@ class Far:
         connection.sendall(kind)
         return connection
 
-    def moves(self, peer: Peer, source: np.ndarray[Any, Any], scale: TransferScale) -> Callable[[], None]:
-        """Each call writes all pieces of `scale` once, scattered on both sides."""
+    def pieces(self, source: np.ndarray[Any, Any], scale: TransferScale) -> tuple[Int64, Int64, Int64]:
+        """Where they lie here and there, scattered on both sides, and their sizes."""
         here, there = scale.scattered(source.ctypes.data, seed=1), scale.scattered(self.address, seed=2)
-        sizes = np.full(scale.pieces, scale.piece_nbytes, dtype=np.int64)
+        return here, there, np.full(scale.pieces, scale.piece_nbytes, dtype=np.int64)
+
+    def moves(self, peer: Peer, source: np.ndarray[Any, Any], scale: TransferScale) -> Callable[[], None]:
+        """Each call writes all pieces of `scale` once."""
+        here, there, sizes = self.pieces(source, scale)
 
         def move() -> None:
             outcome = peer.write(self.grant, here, there, sizes, deadline_s=DEADLINE_S).wait()
