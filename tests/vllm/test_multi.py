@@ -83,32 +83,35 @@ class AtOnce(Store):
         return (48, False) if request.all_token_ids[0] == PROMPT[0] and not num_computed_tokens else (0, False)
 
 
-@pytest.mark.parametrize("v2_runner", [False, True])
-def test_what_another_connector_loads_in_the_same_step_is_not_saved(
-    start: Start, pool: Path, other: Path, v2_runner: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With asynchronous scheduling the next step is planned as well before vLLM hears that the load failed."""
+@pytest.fixture(params=[False, True], ids=["v1", "v2"])
+def engine(
+    request: pytest.FixtureRequest, start: Start, pool: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> Engine:
+    """With asynchronous scheduling, beside that one."""
     monkeypatch.setitem(KVConnectorFactory._registry, "Store", lambda: AtOnce)
-    engine = beside_a_store(start, pool, other, v2_runner=v2_runner, async_scheduling=True, lazy=True)
+    return beside_a_store(start, pool, other, v2_runner=request.param, async_scheduling=True, lazy=True)
+
+
+def saved(engine: Engine) -> list[list[bytes]]:
+    """Keys of each save that was planned."""
+    return [job.keys for step in engine.metadata for job in step.metadata[1].saves]
+
+
+def test_what_another_connector_loads_in_the_same_step_is_not_saved(engine: Engine) -> None:
+    """The next step is planned as well before vLLM hears that the load failed."""
     loading, cold = engine.add(PROMPT), engine.add(COLD)
     for _ in range(2):
         engine.begin_step()
     for name in (loading, cold):
         engine.abort(name)
     engine.begin_step()
-    saved = [job.keys for step in engine.metadata for job in step.metadata[1].saves]
-    assert saved == [page_keys(COLD, 16)]
+    assert saved(engine) == [page_keys(COLD, 16)]
 
 
-@pytest.mark.parametrize("v2_runner", [False, True])
-def test_what_another_connector_may_have_loaded_is_not_saved_for_a_request_that_hits_it(
-    start: Start, pool: Path, other: Path, v2_runner: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_another_connector_may_have_loaded_is_not_saved_for_a_request_that_hits_it(engine: Engine) -> None:
     """vLLM gives such blocks away as a local hit before it hears whether the load failed."""
-    monkeypatch.setitem(KVConnectorFactory._registry, "Store", lambda: AtOnce)
-    engine = beside_a_store(start, pool, other, v2_runner=v2_runner, async_scheduling=True, lazy=True)
     for _ in range(2):
         engine.add(PROMPT)
         engine.begin_step()
     engine.begin_step()
-    assert [job.keys for step in engine.metadata for job in step.metadata[1].saves] == []
+    assert saved(engine) == []
