@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
 from simulated.halves import introduction
 from simulated.nodes import Instances
 from simulated.strangers import dial, greet
+from simulated.waiting import wait_for
 
 import transfer.fetching
 import transfer.shell
@@ -39,13 +39,6 @@ def start():
     yield instance
     for instances in made:
         instances.close()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end_s, "it never came"
-        time.sleep(0.005)
 
 
 def hand_over(prefill: Instances, decode: Instances, name: str) -> None:

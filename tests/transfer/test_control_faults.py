@@ -9,7 +9,6 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -20,6 +19,7 @@ from simulated.fuzz import damaged
 from simulated.halves import announce, close, granted, introduction, report
 from simulated.nodes import Instances
 from simulated.strangers import dial, greet, is_closed
+from simulated.waiting import wait_for
 
 import transfer.control
 import transfer.fetching
@@ -81,13 +81,6 @@ class Pair:
     def close(self) -> None:
         self.decode.close()
         self.prefill.close()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end_s, "it never came"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated.waiting import wait_for
 
 from mooncake_connector.log import forget_causes
 from transfer import cma, local, receiver, shm, tcp
@@ -241,10 +242,7 @@ def test_a_connection_for_which_there_is_no_thread_is_unavailable_and_leaves_not
             with pytest.raises(Unavailable, match="can't start new thread"):
                 sender.connect(listening.endpoint, deadline_s=30)
         monkeypatch.undo()
-        deadline = time.monotonic() + 30
-        while len(os.listdir("/proc/self/fd")) > open_files and time.monotonic() < deadline:
-            time.sleep(0.01)  # the receiver closes its side
-        assert len(os.listdir("/proc/self/fd")) <= open_files
+        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= open_files)  # until the receiver has closed its side
 
 
 def test_the_ring_of_a_closed_connection_is_unmapped_at_once():
@@ -259,10 +257,7 @@ def test_the_ring_of_a_closed_connection_is_unmapped_at_once():
         with listening.transport:
             with listening.greeted():
                 assert rings() == before + 2  # of the sender as well
-            deadline = time.monotonic() + 30
-            while rings() > before and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert rings() == before
+            wait_for(lambda: rings() == before)
     finally:
         gc.enable()
 
