@@ -22,7 +22,7 @@ VLLM := .venvs/vllm
 SGLANG := .venvs/sglang
 BUILT := .cache/wheel/.built
 
-.PHONY: help setup dev vllm sglang models system-packages wheel demo demo-engines test test-fast test-gpu lint clean
+.PHONY: help setup dev vllm sglang models system-packages wheel demo demo-engines test test-fast test-long test-gpu lint clean
 
 help:
 	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
@@ -31,6 +31,7 @@ help:
 	@echo 'make test-fast     the tests that need no engine (under 2 minutes)'
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
 	@echo 'make test          lint, every test, the demos (about 40 minutes on 2 cores, installs included)'
+	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make wheel         the wheel, in .cache/wheel'
 	@echo 'make clean         remove everything that was made'
@@ -53,6 +54,9 @@ test: setup
 
 test-fast: $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py fast
+
+test-long: setup
+	@MOONCAKE_TEST_LONG=1 $(DEV)/bin/python tests/tools/run.py long
 
 test-gpu: $(SGLANG)/.tests $(SGLANG)/.wheel
 	@$(SGLANG)/bin/pytest -v tests/gpu

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from long_form import LONG
 
 from e2e.conftest import QWEN3_ARGS, StartServer
 from e2e.pages import PAGE_TOKENS, Pages
@@ -42,7 +43,12 @@ def test_two_running_instances_read_each_others_pages(
     assert ask(reader, question) == question.num_full_pages * PAGE_TOKENS
 
 
-@pytest.mark.parametrize(("name", "end"), [("stopped", Server.stop), ("killed", Server.kill)])
+# The demo stops its server and starts it again.
+ENDS = {"killed": Server.kill, **({"stopped": Server.stop} if LONG else {})}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "end"), ENDS.items())
 def test_the_next_life_of_an_instance_finds_its_pages(
     name: str, end: Callable[[Server], None], second: Server, questions: dict[str, Question], pool: Path
 ) -> None:

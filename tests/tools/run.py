@@ -42,6 +42,7 @@ STAGES = {
     "vllm": Stage([pytest(VLLM, "tests/vllm")], limit_s=900),
     "sglang": Stage([pytest(SGLANG, "tests/sglang")], limit_s=900),
     "e2e": Stage([pytest(VLLM, "-v", "tests/e2e")], limit_s=4500),
+    "long": Stage([pytest(DEV, "-v", "-m", "long"), pytest(VLLM, "-v", "-m", "long", "tests/e2e")], limit_s=14400),
 }
 
 

@@ -6,7 +6,6 @@ network namespaces, and `ranks` of different TP sizes. The modules' names keep t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,9 +21,6 @@ from e2e.process import pool_folder, running
 from e2e.questions import Examiner, Question
 from e2e.server import Server
 from models import checkpoint
-
-LONG = os.environ.get("PD_LONG") == "1"
-"""Take minutes instead of seconds for what is drawn at random: `PD_LONG=1 .venvs/vllm/bin/pytest tests/e2e/pd`."""
 
 CHUNK_TOKENS, LAYER_TOKENS = 200, 600
 BOUNDS = {"granularity_chunk_tokens": CHUNK_TOKENS, "granularity_layer_tokens": LAYER_TOKENS}

@@ -5,13 +5,17 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 
-from e2e.pd.conftest import LONG, ORDERS, Trio
+import pytest
+from long_form import LONG
+
+from e2e.pd.conftest import ORDERS, Trio
 from e2e.questions import Question
 
 REQUESTS = 200 if LONG else 32
 AT_ONCE = 8
 
 
+@pytest.mark.long
 def test_no_block_is_held_after_random_aborts(trio: Trio, asked: dict[str, Question]) -> None:
     first, second, third = trio.instances
     proxies = [trio.proxy([first, second], [third], order=order) for order in ORDERS]

@@ -11,10 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from long_form import LONG
 
 from e2e.client import ServerError
 from e2e.pages import wait_for
-from e2e.pd.conftest import LONG, ORDERS, Trio
+from e2e.pd.conftest import ORDERS, Trio
 from e2e.pd.instances import Instance, Proxy
 from e2e.questions import Question
 
@@ -47,6 +48,7 @@ def hands_over(proxy: Proxy, decode: Instance, question: Question) -> None:
     wait_for(has_fetched, "a transfer", deadline_s=LIMIT_S)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ORDERS if LONG else ["concurrent"])
 def test_the_prefill_instance_is_killed(trio: Trio, asked: dict[str, Question], order: str) -> None:
     """In mid-transfer and before: the decode instance computes; when it is back on its ports, it is found again."""

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import pytest
+from long_form import LONG
 
-from e2e.pd.conftest import LONG, ORDERS, Trio
+from e2e.pd.conftest import ORDERS, Trio
 from e2e.pd.instances import Instance, Proxy
 from e2e.questions import Question, draw_tokens
 
@@ -31,6 +33,7 @@ class Size(NamedTuple):
     threads: int
 
 
+@pytest.mark.long
 def test_traffic_leaves_no_memory_descriptors_or_threads_behind(
     trio: Trio, asked: dict[str, Question], logs: Path
 ) -> None:
