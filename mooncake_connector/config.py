@@ -8,14 +8,25 @@ docs/configuration.md is generated from the schema by `mooncake_connector.config
 import difflib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from mooncake_connector.config_environ import is_service_variable
 from mooncake_connector.config_file import read_config_file
-from mooncake_connector.config_values import TRANSPORTS, Hosts, Nbytes, PageTokens, Transports, decode, is_loopback
+from mooncake_connector.config_values import (
+    TRANSPORTS,
+    Hosts,
+    Nbytes,
+    PageTokens,
+    Transports,
+    decode,
+    is_loopback,
+    shown,
+)
 from mooncake_connector.errors import ConfigError
 
 ENV_PREFIX = "MOONCAKE_CONNECTOR_"
@@ -43,7 +54,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _field(
             "Most bytes of pages that the pool may hold; the oldest pages are evicted beyond that. Unset: a quarter of "
             "what the folder's file system has free when the pool is created, at most 16 GiB.",
-            'bytes as an integer, or text such as "8GiB", from 1MiB to 1024TiB; null for the default',
+            'bytes as an integer, or text with a unit: "8GiB" or "8Gi" (8 * 1024**3), "8GB" or "8G" (8 * 1000**3), '
+            "likewise with K, M, T and P, in upper or lower case; from 1MiB to 1024TiB; null for the default",
         ),
     ] = None
     page_tokens: Annotated[
@@ -233,8 +245,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
-_Given: TypeAlias = tuple[Any, str]
-"""A value, and where it was set, as a message says it."""
+_LONGEST_NAME = 80
+_PRIVATE = {"secret_file", "tls_key"}
+"""Fields in which a person may put the secret itself by mistake: a message does not repeat what was refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The value of one field, and where it comes from: "default", or the place that set it."""
+
+    name: str
+    value: Any
+    source: str
 
 
 def load_config(
@@ -245,17 +267,29 @@ def load_config(
 
     Raises ConfigError that names the source, the key, the value seen and what is allowed.
     """
+    return Config(**{setting.name: setting.value for setting in load_settings(engine_json, environ)})
+
+
+def load_settings(
+    engine_json: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> list[Setting]:
+    """Every field of the configuration in force, with its source. Raises as `load_config`."""
     environ = os.environ if environ is None else environ
-    given: dict[str, _Given] = {}
+    given: dict[str, Setting] = {}
     file_name = environ.get(ENV_FILE, "")
     if file_name:
-        given |= _checked(read_config_file(Path(file_name)), f"file {file_name}")
+        for name, (value, line) in read_config_file(Path(file_name)).items():
+            where = f"file {file_name}" + (f", line {line}" if line else "")
+            given[name] = _checked(name, value, where)
     given |= _from_environ(environ)
     if engine_json is not None:
-        given |= _checked(engine_json, "the engine's JSON")
-    config = Config(**{name: value for name, (value, _) in given.items()})
-    _check_together(config, {name: source for name, (_, source) in given.items()})
-    return config
+        if not isinstance(engine_json, Mapping):
+            raise ConfigError(f"the engine's JSON holds {shown(engine_json)}: expected keys with values")
+        given |= {name: _checked(name, value, "the engine's JSON") for name, value in engine_json.items()}
+    settings = [given.get(name) or Setting(name, field.default, "default") for name, field in _FIELDS.items()]
+    _check_together(settings)
+    return settings
 
 
 def environ_name(field: str) -> str:
@@ -270,56 +304,66 @@ def field_metadata(name: str) -> Meta:
     return meta
 
 
-def _from_environ(environ: Mapping[str, str]) -> dict[str, _Given]:
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Setting]:
     given = {}
     for variable in sorted(environ):
         if not variable.startswith(ENV_PREFIX) or variable == ENV_FILE or environ[variable] == "":
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
-        source = f"environment variable {variable}"
-        if name not in _FIELDS or variable != environ_name(name):
+        ours = name in _FIELDS and variable == environ_name(name)
+        if is_service_variable(variable, environ, ours):
+            continue
+        if not ours:
             known = [environ_name(field) for field in _FIELDS]
-            raise ConfigError(f"{source} is unknown{_suggestion(variable, known)}")
-        given[name] = (_convert(name, environ[variable], source, strict=False), source)
+            raise ConfigError(
+                f"environment variable {variable[:_LONGEST_NAME]} is unknown{_suggestion(variable, known)}"
+            )
+        source = f"environment variable {variable}"
+        given[name] = Setting(name, _convert(name, environ[variable], source, strict=False), source)
     return given
 
 
-def _checked(values: Mapping[str, Any], where: str) -> dict[str, _Given]:
-    given = {}
-    for name, value in values.items():
-        if name not in _FIELDS:
-            raise ConfigError(f"unknown configuration key {name!r} in {where}{_suggestion(str(name), list(_FIELDS))}")
-        source = f"{name} in {where}"
-        given[name] = (_convert(name, value, source, strict=True), source)
-    return given
+def _checked(name: Any, value: Any, where: str) -> Setting:
+    if name not in _FIELDS:
+        raise ConfigError(f"unknown configuration key {shown(name)} in {where}{_suggestion(str(name), list(_FIELDS))}")
+    return Setting(name, _convert(name, value, f"{name} in {where}", strict=True), where)
 
 
-def _check_together(config: Config, sources: Mapping[str, str]) -> None:
+def _check_together(settings: list[Setting]) -> None:
     """What must hold between fields, whichever sources they come from. Raises ConfigError."""
+    found = {setting.name: setting for setting in settings}
+    value = {setting.name: setting.value for setting in settings}
+
+    def said(name: str) -> str:
+        source = found[name].source
+        if source == "default":
+            return f"{name} by default"
+        return source if source.startswith("environment variable") else f"{name} in {source}"
 
     def seen(name: str) -> str:
-        value = getattr(config, name)
-        value = "null" if value is None else repr(str(value) if isinstance(value, Path) else value)
-        return f"{sources.get(name, f'{name} by default')} is {value}"
+        text = (
+            "null" if value[name] is None else repr(str(value[name]) if isinstance(value[name], Path) else value[name])
+        )
+        return f"{said(name)} is {text}"
 
-    if config.granularity_chunk_tokens > config.granularity_layer_tokens:
+    if value["granularity_chunk_tokens"] > value["granularity_layer_tokens"]:
         raise ConfigError(
             f"{seen('granularity_chunk_tokens')} and {seen('granularity_layer_tokens')}: expected the first to be at "
             "most the second"
         )
     tls = ("tls_certificate", "tls_key", "tls_authority")
-    if len({getattr(config, name) is None for name in tls}) > 1:
+    if len({value[name] is None for name in tls}) > 1:
         raise ConfigError(f"{', '.join(map(seen, tls))}: expected all three for TLS, or none")
-    exposed = [host for host in config.transfer_hosts if not is_loopback(host)]
-    if exposed and config.secret_file is None:
+    exposed = [host for host in value["transfer_hosts"] if not is_loopback(host)]
+    if exposed and value["secret_file"] is None:
         raise ConfigError(
-            f"{sources['transfer_hosts']} has {', '.join(exposed)}, not loopback, and {seen('secret_file')}: set "
+            f"{said('transfer_hosts')} has {', '.join(exposed)}, not loopback, and {seen('secret_file')}: set "
             "secret_file to a file with the same secret for all instances, or use 127.0.0.1"
         )
 
 
 def _suggestion(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return f"{hint}; known are {', '.join(known)}"
 
@@ -332,6 +376,7 @@ def _convert(name: str, value: Any, source: str, *, strict: bool) -> Any:
         return msgspec.convert(
             value, _FIELDS[name].type, strict=strict, dec_hook=lambda wanted, seen: decode(wanted, seen, strict)
         )
-    except (msgspec.ValidationError, ValueError, OverflowError):
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError):
         extra = field_metadata(name).extra or {}
-        raise ConfigError(f"{source} is {value!r}: expected {extra['allowed']}") from None
+        seen = "not shown here" if name in _PRIVATE and value and isinstance(value, str) else shown(value)
+        raise ConfigError(f"{source} is {seen}: expected {extra['allowed']}") from None

@@ -16,8 +16,15 @@ Nothing has to be set. What is set is looked up field by field, the first that h
 1. the engine's own JSON: `kv_connector_extra_config` inside vLLM's `--kv-transfer-config`;
 2. environment variables, one per field; an empty one counts as not set, `null` sets an optional field to its default,
    a list is separated by commas;
-3. the TOML or YAML file that `{ENV_FILE}` names (`.toml`, `.yaml` or `.yml`);
+3. the TOML or YAML file that `{ENV_FILE}` names (`.toml`, `.yaml` or `.yml`; at most 64 KiB, no YAML anchors);
 4. the default.
+
+Sizes are bytes, or text with a unit. Units with an `i` are powers of 1024, those without are powers of 1000, as in
+Kubernetes: `8GiB` and `8Gi` are 8 * 1024³ bytes, `8GB`, `8G` and `8g` are 8 * 1000³. What is shown is always in KiB,
+MiB, GiB or TiB.
+
+Variables that Kubernetes makes of a Service called `mooncake-connector` or `mooncake-connector-...`
+(`MOONCAKE_CONNECTOR_PORT=tcp://10.0.0.1:80` and the like) are ignored.
 
 An unknown key, a wrong type, an impossible value or values that do not go together are an error at start that names
 the keys, the values and what is allowed.

@@ -1,5 +1,12 @@
-"""Reads a configuration file, TOML or YAML by its suffix, into a plain dict; what the keys mean is `config`'s work."""
+"""Reads a configuration file, TOML or YAML by its suffix; what the keys mean is `config`'s work.
 
+A file that was broken on purpose costs no more time and memory than another: it is small, and YAML has neither anchors
+nor depth.
+"""
+
+import os
+import re
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,37 +14,147 @@ from typing import Any
 import yaml
 
 from mooncake_connector.errors import ConfigError
+from mooncake_connector.sizes import human_nbytes
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
+MAX_FILE_NBYTES = 64 << 10
+_MAX_DEPTH = 8
+_MAX_DOTS = 16
 _TOML = {".toml"}
 _YAML = {".yaml", ".yml"}
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """The top-level mapping of the file; an empty file is an empty mapping.
+def read_config_file(path: Path) -> dict[Any, tuple[Any, int | None]]:
+    """The value of each key of the file, and the line on which it is where that is known.
 
-    Raises ConfigError for a file that cannot be read or parsed, or that holds something else than a mapping.
+    Raises ConfigError for a file that cannot be read or parsed, or that holds something else than keys with values.
     """
     suffix = path.suffix.lower()
     if suffix not in _TOML | _YAML:
         raise ConfigError(f"configuration file {path} has suffix {suffix!r}: expected .toml, .yaml or .yml")
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = _read(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(
-            f"configuration file {path} (from MOONCAKE_CONNECTOR_CONFIG) cannot be read: {error}"
+            f"configuration file {_printable(path)} (from MOONCAKE_CONNECTOR_CONFIG) cannot be read: {reason}"
         ) from None
     try:
-        content = tomllib.loads(text) if suffix in _TOML else yaml.safe_load(text)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        return _toml(text) if suffix in _TOML else _yaml(text)
+    except ValueError as error:
         kind = "TOML" if suffix in _TOML else "YAML"
         raise ConfigError(f"configuration file {path} is not valid {kind}: {error}") from None
-    if content is None:
+
+
+def _read(path: Path) -> str:
+    # A pipe would block without O_NONBLOCK until somebody writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no regular file")
+        data = file.read(MAX_FILE_NBYTES + 1)
+    if len(data) > MAX_FILE_NBYTES:
+        raise ValueError(f"it has more than {human_nbytes(MAX_FILE_NBYTES)}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"line {line} is not UTF-8") from None
+
+
+def _toml(text: str) -> dict[Any, tuple[Any, int | None]]:
+    # Each dot of a key costs the parser as much as all before it.
+    dotted = re.search(rf"[\w\"'-]\s*(?:\.\s*[\w\"'-]+\s*){{{_MAX_DOTS}}}", text)
+    if dotted:
+        raise ValueError(f"a key with more than {_MAX_DOTS} dots (line {_line(text, dotted.start())})")
+    _check_brackets(text)
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:  # Python's limit on the digits of a number
+        digits = re.search(r"^(.*?)[0-9][0-9_]{999}", text, re.MULTILINE)
+        place = f"{digits[1][:80]!a} (line {_line(text, digits.start())}): " if digits else ""
+        raise ValueError(f"{place}{error}") from None
+    return {key: (value, _toml_line(text, key)) for key, value in content.items()}
+
+
+def _check_brackets(text: str) -> None:
+    """Before the parser recurses, which some builds of it do without a limit."""
+    depth = 0
+    for bracket in re.finditer(r"[][{}]", text):
+        depth = depth + 1 if bracket[0] in "[{" else max(0, depth - 1)
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"brackets are nested too deep (line {_line(text, bracket.start())})")
+
+
+def _toml_line(text: str, key: str) -> int | None:
+    found = re.search(rf"^[ \t]*(?:\[\s*)?[\"']?{re.escape(key)}[\"']?\s*[=.\]]", text, re.MULTILINE)
+    return _line(text, found.end()) if found else None
+
+
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without what makes a small file large: aliases and depth."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if getattr(event, "anchor", None) is not None:
+            raise _at(event.start_mark, "anchors and aliases (& and *) are not supported")
+        if self._depth >= _MAX_DEPTH:
+            raise _at(event.start_mark, "brackets are nested too deep")
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+
+def _yaml(text: str) -> dict[Any, tuple[Any, int | None]]:
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        raise ValueError(f"character #x{error.character:04x} (line {_line(text, error.position)})") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise (_at(mark, error.problem or error.context or "") if mark else ValueError(str(error))) from None
+    if root is None:
         return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"configuration file {path} holds a {type(content).__name__}: expected keys with values")
+    if not isinstance(root, yaml.MappingNode):
+        found = "a list" if isinstance(root, yaml.SequenceNode) else "text"
+        raise ValueError(f"it holds {found}: expected keys with values")
+    content: dict[Any, tuple[Any, int | None]] = {}
+    for key_node, value_node in root.value:
+        key = _construct(loader, key_node, "a key")
+        if not isinstance(key, str | int | float | bool | None):
+            raise _at(key_node.start_mark, "a key is no text")
+        if key in content:
+            raise _at(key_node.start_mark, f"the key {str(key)[:80]!r} is there twice")
+        content[key] = _construct(loader, value_node, str(key)[:80]), key_node.start_mark.line + 1
     return content
+
+
+def _construct(loader: _Loader, node: yaml.Node, what: str) -> Any:
+    try:
+        return loader.construct_object(node, deep=True)
+    except Exception as error:  # its constructors raise what the text happens to make them trip over
+        reason = error.problem if isinstance(error, yaml.MarkedYAMLError) else f"{type(error).__name__}: {error}"
+        raise _at(node.start_mark, f"{what!a}: {str(reason)[:200]}") from None
+
+
+def _at(mark: yaml.Mark, problem: str) -> ValueError:
+    return ValueError(f"{problem} (line {mark.line + 1}, column {mark.column + 1})")
+
+
+def _printable(path: Path) -> str:
+    return str(path).encode("unicode_escape").decode() if not str(path).isprintable() else str(path)

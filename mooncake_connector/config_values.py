@@ -6,9 +6,11 @@ Each is checked alone; what must hold between fields is `mooncake_connector.conf
 from __future__ import annotations
 
 import ipaddress
-import re
+import reprlib
 from pathlib import Path
 from typing import Any
+
+from mooncake_connector.sizes import parse_nbytes
 
 MIN_CAPACITY_NBYTES = 1 << 20
 MAX_CAPACITY_NBYTES = 1 << 50
@@ -16,12 +18,9 @@ TRANSPORTS = ("cuda_ipc", "cma", "shm", "tcp")
 """All there are, in the order in which they are tried by default."""
 MAX_HOSTS = 16
 
-_UNITS = {"": 0, "B": 0, "KIB": 10, "MIB": 20, "GIB": 30, "TIB": 40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-
 
 class Nbytes(int):
-    """A size in bytes; from text it takes binary units: "512MiB", "1.5GiB"."""
+    """A size in bytes; from text it takes the units of `mooncake_connector.sizes`."""
 
 
 class PageTokens(int):
@@ -55,14 +54,22 @@ def decode(wanted: type, value: Any, strict: bool) -> Any:
     return _decode_nbytes(value) if wanted is Nbytes else _decode_page_tokens(value, strict)
 
 
-def parse_nbytes(value: int | str) -> int:
-    """A size in bytes from an integer or from text: "4096", "512MiB", "1.5GiB". Raises ValueError."""
-    if isinstance(value, int):
-        return value
-    match = _SIZE.fullmatch(value)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError("expected an integer with an optional unit B, KiB, MiB, GiB or TiB")
-    return int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
+class _Shown(reprlib.Repr):
+    """`repr` that stays short and cheap, whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = 100
+        self.maxlevel = 3
+
+    def repr_int(self, number: int, level: int) -> str:
+        if number.bit_length() > 256:
+            return f"a number of {number.bit_length()} bits"
+        return repr(number)
+
+
+shown = _Shown().repr
+"""A value as an error message shows it."""
 
 
 def is_loopback(host: str) -> bool:

@@ -19,9 +19,10 @@ import typer
 
 from mooncake_connector.checks import Check, Status, failed, ok, warning
 from mooncake_connector.cli.doctor_transfers import transfer_checks
-from mooncake_connector.cli.output import EXIT_FAILED, human_nbytes, print_json
+from mooncake_connector.cli.output import EXIT_FAILED, print_json
 from mooncake_connector.config import Config, load_config
 from mooncake_connector.errors import ConfigError, PoolError
+from mooncake_connector.sizes import human_nbytes
 from store_client import EmbeddedStore
 from store_client.embedded import layout
 

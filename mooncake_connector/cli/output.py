@@ -10,8 +10,6 @@ from rich.console import Console
 EXIT_FAILED = 1
 EXIT_DAMAGED = 3
 
-_UNITS = ("KiB", "MiB", "GiB", "TiB")
-
 
 def print_error(message: str) -> None:
     """One line on stderr, never wrapped, so that scripts can match it."""
@@ -31,18 +29,6 @@ def console() -> Console:
 def error_console() -> Console:
     """For progress: stderr."""
     return Console(stderr=True)
-
-
-def human_nbytes(nbytes: int) -> str:
-    """ "512 B", "1.5 KiB", "12.0 GiB"."""
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    value = float(nbytes)
-    for unit in _UNITS:
-        value /= 1024
-        if value < 1023.95 or unit == _UNITS[-1]:
-            return f"{value:.1f} {unit}"
-    raise AssertionError("unreachable")
 
 
 def human_seconds(seconds: float) -> str:

@@ -18,10 +18,10 @@ from mooncake_connector.cli.output import (
     EXIT_FAILED,
     console,
     error_console,
-    human_nbytes,
     print_error,
     print_json,
 )
+from mooncake_connector.sizes import human_nbytes
 from store_client import Store
 from store_client.base import Progress
 

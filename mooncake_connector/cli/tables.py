@@ -8,7 +8,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from mooncake_connector.cli.output import human_nbytes, human_seconds, human_share
+from mooncake_connector.cli.output import human_seconds, human_share
+from mooncake_connector.sizes import human_nbytes
 from store_client import SpaceInfo, StoreStats
 
 ID_DIGITS = 8

@@ -4,6 +4,7 @@ import time
 from typing import TYPE_CHECKING
 
 from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.sizes import human_nbytes
 from store_client.embedded.arena import GRANULE, GROWTH_NBYTES, Arena
 from store_client.embedded.counters import Counters
 from store_client.embedded.extents import as_runs
@@ -60,9 +61,9 @@ class Allocator:
         self._no_growth_before = time.monotonic() + _RETRY_GROWTH_S
         log_once(
             "store.no_space",
-            "the pool's file system has no room for the pool to grow (%s): using %d of %d MiB, evicting beyond that; "
+            "the pool's file system has no room for the pool to grow (%s): using %s of %s, evicting beyond that; "
             "free space there, or set a smaller capacity",
-            reason, draft.high_water * GRANULE >> 20, draft.capacity * GRANULE >> 20, logger=logger,
+            reason, human_nbytes(draft.high_water * GRANULE), human_nbytes(draft.capacity * GRANULE), logger=logger,
         )  # fmt: skip
         return False
 

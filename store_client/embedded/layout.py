@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mooncake_connector.errors import PoolError
+from mooncake_connector.sizes import human_nbytes
 from store_client.embedded import ledger, table
 from store_client.embedded.arena import GRANULE
 
@@ -52,19 +53,19 @@ def default_pool_path() -> Path:
 def choose_default(capacity_nbytes: int | None) -> tuple[Path, str | None]:
     """The default folder, or one on disk where shared memory is too small; and then a line that says so."""
     wanted = _DEFAULT_NEEDS_NBYTES if capacity_nbytes is None else overhead_nbytes(capacity_nbytes) + capacity_nbytes
-    shm = default_pool_path()
+    size, shm = human_nbytes(wanted), default_pool_path()
     if (shm / "pool.json").exists() or free_nbytes(shm.parent) >= wanted:
         return shm, None
     for parent in (Path(tempfile.gettempdir()), Path("/var/tmp")):
         if free_nbytes(parent) >= wanted:
             chosen = parent / shm.name
             return chosen, (
-                f"{shm.parent} has {free_nbytes(shm.parent) >> 20} MiB free, the pool wants {wanted >> 20} MiB: using "
-                f"{chosen} instead, which is slower; give the container more shared memory (docker --shm-size), or set "
-                "`pool`"
+                f"{shm.parent} has {human_nbytes(free_nbytes(shm.parent))} free, the pool wants {size}: "
+                f"using {chosen} instead, which is slower; give the container more shared memory (docker --shm-size), "
+                "or set `pool`"
             )
     raise PoolError(
-        f"no room for a pool of {wanted >> 20} MiB: {shm.parent} has {free_nbytes(shm.parent) >> 20} MiB free, "
+        f"no room for a pool of {size}: {shm.parent} has {human_nbytes(free_nbytes(shm.parent))} free, "
         f"{tempfile.gettempdir()} and /var/tmp have less as well; set `pool` to a folder with room, or "
         "a smaller `capacity`"
     )
@@ -105,14 +106,14 @@ def check_capacity(pool: Path, capacity_nbytes: int | None, held_nbytes: int) ->
         hint = "the `capacity` that was set"
     if capacity_nbytes < MIN_CAPACITY_NBYTES:
         raise PoolError(
-            f"pool {pool}: capacity {capacity_nbytes} bytes ({hint}) is below the smallest one, "
-            f"{MIN_CAPACITY_NBYTES} bytes"
+            f"pool {pool}: capacity {human_nbytes(capacity_nbytes)} ({hint}) is below the smallest one, "
+            f"{human_nbytes(MIN_CAPACITY_NBYTES)}"
         )
     needed = capacity_nbytes + overhead_nbytes(capacity_nbytes)
     if needed > room:
         raise PoolError(
-            f"pool {pool}: capacity {capacity_nbytes} bytes takes {needed} with its index, and the file system has "
-            f"room for {room}; set a smaller `capacity`, or `pool` to another folder"
+            f"pool {pool}: capacity {human_nbytes(capacity_nbytes)} takes {human_nbytes(needed)} with its index, and "
+            f"the file system has room for {human_nbytes(room)}; set a smaller `capacity`, or `pool` to another folder"
         )
     return capacity_nbytes // GRANULE * GRANULE
 

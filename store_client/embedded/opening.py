@@ -15,6 +15,7 @@ import lmdb
 
 from mooncake_connector.errors import PoolError
 from mooncake_connector.log import get_logger
+from mooncake_connector.sizes import human_nbytes
 from store_client.embedded import layout
 from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.layout import Description, Unusable
@@ -121,9 +122,10 @@ def _create(path: Path, capacity: int) -> Description:
 
 def _cannot_create(path: Path, capacity: int, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free, index = human_nbytes(layout.free_nbytes(path)), human_nbytes(layout.overhead_nbytes(capacity))
         return (
-            f"pool {path}: the file system is full, {layout.free_nbytes(path)} bytes are free and the index for "
-            f"{capacity} bytes takes {layout.overhead_nbytes(capacity)}; free space or set a smaller `capacity`"
+            f"pool {path}: the file system is full, {free} are free and the index for {human_nbytes(capacity)} takes "
+            f"{index}; free space or set a smaller `capacity`"
         )
     return f"pool {path} cannot be created: {error.strerror}; set `pool` to a folder you can write"
 
@@ -163,7 +165,8 @@ def _check_files(data: Path, description: Description) -> None:
 def _open_existing(path: Path, description: Description, capacity: int | None, policy: Policy, deadline: float) -> Pool:
     data = description.data(path)
     if capacity is not None and layout.pages_for(capacity) > _GROWS_IN_PLACE * description.max_pages:
-        raise Unusable(f"capacity {capacity} bytes is more than its index of {description.max_pages} pages can serve")
+        wanted = human_nbytes(capacity)
+        raise Unusable(f"capacity {wanted} is more than its index of {description.max_pages} pages can serve")
     _check_files(data, description)
     identity = os.stat(path / "pool.json")
     ledger = owners = None
@@ -227,7 +230,7 @@ def _tidy(pool: Pool, owners: Owners, stored: int, capacity: int | None, deadlin
     keep = pool.writer.reclaim(deadline)
     owners.sweep(keep)
     if capacity is not None and capacity // GRANULE != stored:
-        logger.info("pool %s: capacity %d bytes, was %d", pool.path, capacity, stored * GRANULE)
+        logger.info("pool %s: capacity %s, was %s", pool.path, human_nbytes(capacity), human_nbytes(stored * GRANULE))
         pool.writer.resize(capacity // GRANULE, deadline)
     if owners.alone():
         pool.writer.trim(deadline)

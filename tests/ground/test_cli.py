@@ -16,9 +16,10 @@ from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli import store as store_
 from mooncake_connector.cli import tables
 from mooncake_connector.cli.main import app
-from mooncake_connector.cli.output import human_nbytes, human_seconds, human_share
+from mooncake_connector.cli.output import human_seconds, human_share
 from mooncake_connector.errors import PoolError
 from mooncake_connector.namespace import Namespace
+from mooncake_connector.sizes import human_nbytes
 from store_client import Shard, SpaceInfo, StoreStats, VerifyReport
 
 GIB = 1 << 30

@@ -92,15 +92,22 @@ class TestForms:
 
 @pytest.mark.parametrize(
     "text, nbytes",
-    [("4096", 4096), ("4096B", 4096), ("1KiB", 1024), ("512 MiB", GIB // 2), ("1.5gib", 3 * GIB // 2), (7, 7)],
+    [
+        *[("4096", 4096), ("4096B", 4096), ("1KiB", 1024), ("512 MiB", GIB // 2), ("1.5gib", 3 * GIB // 2), (7, 7)],
+        *[("8Gi", 8 * GIB), ("8gi", 8 * GIB), ("2Ti", 2048 * GIB), ("1Ki", 1024), ("3Mi", 3 << 20), ("1PiB", 1 << 50)],
+        *[("8G", 8 * 10**9), ("8GB", 8 * 10**9), ("8g", 8 * 10**9), ("8gb", 8 * 10**9), ("1.1T", 11 * 10**11)],
+        *[("5M", 5 * 10**6), ("7kB", 7000), ("1PB", 10**15)],
+    ],
 )
-def test_a_size_in_bytes_or_binary_units(text, nbytes):
+def test_a_size_in_bytes_or_binary_or_decimal_units(text, nbytes):
     assert parse_nbytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "8GB", "8G", "-1", "1e9", "8 GiB more"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1e9", "8 GiB more", "8GiBi", "8b i", "٨GiB", "9" * 100000 + "G", "1." + "1" * 100000]
+)
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ValueError, match="KiB, MiB, GiB or TiB"):
+    with pytest.raises(ValueError, match="GiB"):
         parse_nbytes(text)
 
 
@@ -110,11 +117,11 @@ BAD_VALUES = [
     ("pool", 5, "absolute path"),
     ("pool", "/a\0b", "absolute path"),
     ("pool", "~nobody-of-that-name/kv", "absolute path"),
-    ("capacity", "8GB", "8GiB"),
+    ("capacity", "8 gigs", "8GiB"),
     ("capacity", 0, "1MiB"),
     ("capacity", -1, "1MiB"),
     ("capacity", "2000TiB", "1024TiB"),
-    ("capacity", "9" * 400, "1024TiB"),
+    ("capacity", "9" * 30, "1024TiB"),
     ("capacity", 1e9, "8GiB"),
     ("capacity", True, "8GiB"),
     ("capacity", ["8GiB"], "8GiB"),
@@ -127,7 +134,7 @@ BAD_VALUES = [
     ("page_tokens", "64", "power of two from 16 to 1024"),
     ("page_tokens", None, "power of two from 16 to 1024"),
     ("model_id", "", "1 to 256 characters"),
-    ("model_id", "x" * 257, "1 to 256 characters"),
+    ("model_id", ["m"], "1 to 256 characters"),
     ("model_id", 7, "1 to 256 characters"),
     ("min_hit_tokens", 0, "integer from 1 to 1048576"),
     ("min_hit_tokens", "64", "integer from 1 to 1048576"),
@@ -195,7 +202,7 @@ def test_a_variable_in_lower_case_is_unknown():
 
 def test_an_unknown_key_in_a_file_is_refused_with_the_file(tmp_path):
     environ = file_environ(tmp_path, "[pool]\nsize = 1\n")
-    with pytest.raises(ConfigError, match=r"pool in file .*config\.toml is \{'size': 1\}"):
+    with pytest.raises(ConfigError, match=r"pool in file .*config\.toml, line 1 is \{'size': 1\}"):
         load_config({}, environ)
 
 

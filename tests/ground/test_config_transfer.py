@@ -116,7 +116,7 @@ def test_granularity_bounds_ascend_whichever_sources_they_come_from():
         ("transfer_port", -1, "0 to 65535"),
         ("transfer_port", 65536, "0 to 65535"),
         ("transfer_port", "80", "0 to 65535"),
-        ("secret_file", "secret", "absolute path"),
+        ("secret_file", 7, "absolute path"),
         ("tls_key", "", "absolute path"),
         ("granularity", "block", '"auto", "full", "chunk" or "layer"'),
         ("granularity_chunk_tokens", -1, "at most `granularity_layer_tokens`"),

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.sizes import human_nbytes
 
 _PACKAGES = ("mooncake-connector", "numpy", "lmdb", "xxhash", "msgspec")
 
@@ -71,7 +72,7 @@ def check_room(folder: Path, needed: int) -> None:
     free = info.f_bavail * info.f_frsize
     if free < needed:
         raise BenchError(
-            f"--folder {folder} has {free >> 20} MiB free, the benchmark's pools need {needed >> 20} MiB: "
+            f"--folder {folder} has {human_nbytes(free)} free, the benchmark's pools need {human_nbytes(needed)}: "
             "name another folder, or use --quick"
         )
 
