@@ -1,5 +1,6 @@
 """What the pages say exists: links, paths, commands, settings and examples that parse."""
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -69,26 +70,27 @@ def unknown_variables(text: str) -> set[str]:
 
 
 def unknown_commands(text: str) -> list[str]:
-    """`mooncake-connector ...` as written that the command line does not know, down to its options."""
-    unknown = []
-    root = typer.main.get_command(app)
-    for line in re.findall(r"(?:^|[`\s])mooncake-connector +((?:-|[a-z])[^\n`#|;)]*)", text, re.MULTILINE):
-        command, words = root, line.split()
-        while words and hasattr(command, "commands") and not words[0].startswith("-"):
-            word = words.pop(0).rstrip(".,:")
-            if any(name not in command.commands for name in word.split("|")):
-                unknown.append(line)
-                break
-            command = command.commands[word.split("|")[0]]
-        else:
-            options = {option for parameter in command.params for option in parameter.opts} | {"--help", "-h"}
-            unknown += [line for word in words if word.startswith("-") and word.split("=")[0] not in options]
-    return unknown
+    """`mooncake-connector ...` at the beginning of code that the command line does not know, down to its options."""
+    code = [line for _, content in fences(text) for line in content.splitlines()]
+    code += re.findall(r"^    (\S.*)$", text, re.MULTILINE) + re.findall(r"`([^`\n]+)`", prose(text))
+    called = [found for line in code for found in re.findall(r"^\s*mooncake-connector +([^#|;)]*)", line)]
+    return [command for command in called if not is_known(command.split())]
+
+
+def is_known(words: list[str]) -> bool:
+    command = typer.main.get_command(app)
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+        names = words.pop(0).split("|")
+        if any(name not in command.commands for name in names):
+            return False
+        command = command.commands[names[0]]
+    options = {option for parameter in command.params for option in parameter.opts} | {"--help", "-h"}
+    return all(word.split("=")[0] in options for word in words if word.startswith("-"))
 
 
 def engine_json(text: str) -> list[str]:
     """The JSON of each --kv-transfer-config that is written out."""
-    return re.findall(r"--kv-transfer-config[\s\\]*'(\{.*?\})'", text, re.DOTALL)
+    return re.findall(r"--kv-transfer-config[=\s\\]*'?(\{.*?\})'", text, re.DOTALL)
 
 
 @pages
@@ -164,16 +166,44 @@ def test_a_path_that_does_not_exist_is_found():
 
 
 @pytest.mark.parametrize(
-    "line", ["mooncake-connector store stat", "    mooncake-connector store stats --jason", "`mooncake-connector x`"]
+    "line",
+    ["    mooncake-connector store stat", "```\nmooncake-connector store ls --jason\n```", "`mooncake-connector x`"],
 )
 def test_an_unknown_command_is_found(line):
     assert len(unknown_commands(line)) == 1
 
 
-@pytest.mark.parametrize("line", ["mooncake-connector store stats --json | jq .pages", "`mooncake-connector --help`"])
+@pytest.mark.parametrize("line", ["    mooncake-connector store ls --json | jq .[0]", "`mooncake-connector --help`"])
 def test_a_known_command_is_not_found(line):
     assert unknown_commands(line) == []
 
 
 def test_an_unknown_variable_is_found():
     assert unknown_variables("MOONCAKE_CONNECTOR_POOL=/x MOONCAKE_CONNECTOR_POOLS=/y") == {"MOONCAKE_CONNECTOR_POOLS"}
+
+
+def messages_in_the_source() -> set[str]:
+    """Every text of the packages, with "..." for what is filled in when the program runs."""
+    found = set()
+    for package in TOP_LEVEL[:5]:
+        for path in (REPOSITORY / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    found.add("".join(str(v.value) if isinstance(v, ast.Constant) else "..." for v in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.add(re.sub(r"%[-.\d]*[sdrfg]", "...", node.value))
+    return found
+
+
+def test_messages_that_troubleshooting_explains_are_those_of_the_program():
+    text = text_of(REPOSITORY / "docs" / "troubleshooting.md")
+    sources = messages_in_the_source()
+    quoted = [message for message in re.findall(r"`([^`\n]+)`", text) if re.search(r"[a-z]+ .*\.\.\.", message)]
+    assert len(quoted) > 40
+    unknown = []
+    for message in quoted:
+        parts = [re.escape(part.strip(" :;,")) for part in message.split("...") if part.strip(" :;,'")]
+        pattern = re.compile(".*".join(parts), re.DOTALL)
+        if not any(pattern.search(source) for source in sources):
+            unknown.append(message)
+    assert not unknown, "the program has no such message (any more):\n" + "\n".join(unknown)
