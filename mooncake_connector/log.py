@@ -4,6 +4,7 @@ A fault that repeats on every page must not flood an engine's log; the counters 
 """
 
 import logging
+import os
 import re
 import threading
 
@@ -55,6 +56,15 @@ def log_once(
 def kind_of(reason: str) -> str:
     """What is the same in reasons that differ in numbers and quoted text only: all before the first of these."""
     return _VARYING.split(reason, maxsplit=1)[0][:80]
+
+
+def _after_fork_in_child() -> None:
+    """A thread that the child does not have may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def forget_causes() -> None:

@@ -2,7 +2,7 @@
 
 <pool>/pool.json      which data folder is current; replaced as a whole, never edited
 <pool>/open.lock      held while a process opens or rebuilds the pool
-<pool>/<id>/          ledger/data.mdb, table, arena, spaces, write.lock, owners/
+<pool>/<id>/          ledger/data.mdb, table, arena, spaces, owners/
 """
 
 import json
@@ -19,7 +19,7 @@ from mooncake_connector.sizes import human_nbytes
 from store_client.embedded import ledger, table
 from store_client.embedded.arena import GRANULE
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MIN_CAPACITY_NBYTES = 1 << 20
 MAX_DEFAULT_CAPACITY_NBYTES = 16 << 30
 _DEFAULT_NEEDS_NBYTES = 512 << 20

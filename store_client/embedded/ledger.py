@@ -5,8 +5,11 @@ holder of the pool's write lock opens a transaction, so LMDB runs without its ow
 killed or stopped process could leave behind, and nothing in it depends on a PID.
 """
 
+import ctypes
 import os
 import struct
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,27 +147,63 @@ class Draft:
         self._txn.put(_KEY_META, _META.pack(self.number, self.generation, self.high_water, self.capacity))
 
 
+class _Gate:
+    """Held by threads while they are inside LMDB, and by a fork.
+
+    Closing an environment waits for the threads that are inside, which a forked child does not have.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._depth -= 1
+        self._lock.release()
+
+    def shut(self, timeout_s: float) -> bool:
+        """Wait until nobody is inside and keep it so; False where a thread stays inside, or is the caller itself."""
+        if not self._lock.acquire(timeout=timeout_s):
+            return False
+        if self._depth:
+            self._lock.release()
+            return False
+        return True
+
+    def open(self) -> None:
+        self._lock.release()
+
+
 class Ledger:
     """The LMDB environment. Everything here is for the holder of the write lock."""
 
     def __init__(self, folder: Path, max_pages: int) -> None:
-        self._env = lmdb.open(
-            os.fspath(folder), map_size=map_nbytes(max_pages), lock=False, writemap=True, sync=False, metasync=False,
-            max_spare_txns=0, create=True, mode=0o600,
-        )  # fmt: skip
+        self._abandoned = False
+        with _gate:
+            self._env = lmdb.open(
+                os.fspath(folder), map_size=map_nbytes(max_pages), lock=False, writemap=True, sync=False,
+                metasync=False, max_spare_txns=0, create=True, mode=0o600,
+            )  # fmt: skip
+        _ledgers.add(self)
 
     @contextmanager
     def transaction(self) -> Iterator[Draft]:
         """Commits at the end of the block, and nothing of it if the block raises. Raises lmdb.Error."""
-        with self._env.begin(write=True) as txn:
+        with _gate, self._env.begin(write=True) as txn:
             draft = Draft(txn)
             yield draft
+            if self._abandoned:
+                raise lmdb.Error("this process was forked within a transaction, which is its parent's")
             draft.store()
 
     @contextmanager
     def peek(self) -> Iterator[Draft]:
         """As `transaction`, but changes nothing."""
-        with self._env.begin() as txn:
+        with _gate, self._env.begin() as txn:
             yield Draft(txn)
 
     def found(self, max_pages: int, capacity: int) -> None:
@@ -175,4 +214,44 @@ class Ledger:
             txn.put(_SLOTS, FreeRuns(np.array([[0, max_pages]], dtype=np.uint32)).to_bytes())
 
     def close(self) -> None:
-        self._env.close()
+        with _gate:
+            self._env.close()
+
+    def abandon_in_child(self, nobody_inside: bool) -> None:
+        """After a fork: unmap the child's copy, which frees the file for an opening of the child's own.
+
+        Where a thread of the parent was inside LMDB the copy is never closed, not at the child's end either.
+        """
+        self._abandoned = True
+        if nobody_inside:
+            self._env.close()
+        else:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._env))
+
+
+_FORK_WAIT_S = 5.0
+"""Longest delay of a fork; a transaction takes about a millisecond."""
+
+_gate = _Gate()
+_fork = threading.local()
+_ledgers: "weakref.WeakSet[Ledger]" = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    _fork.nobody_inside = _gate.shut(_FORK_WAIT_S)
+
+
+def _after_fork_in_parent() -> None:
+    if _fork.nobody_inside:
+        _gate.open()
+
+
+def _after_fork_in_child() -> None:
+    global _gate
+    _gate = _Gate()
+    for ledger in list(_ledgers):
+        ledger.abandon_in_child(_fork.nobody_inside)
+    _ledgers.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

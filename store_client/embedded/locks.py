@@ -22,30 +22,58 @@ class LockTimeout(Exception):
 
 
 class FileLock:
-    """An exclusive lock between processes (flock on `path`) and between the threads of this one."""
+    """An exclusive lock between processes (flock on `path`) and between the threads of this one.
 
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    The file is one that the lock guards, so that nobody can delete the lock and leave what it guards. With `create` it
+    is a file of its own, which is made again if it was deleted.
+    """
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        self._path, self._create = path, create
+        self._fd = self._open()
         self._threads = threading.Lock()
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if self._create else 0), 0o600)
 
     def acquire(self, deadline: float) -> None:
         """Take the lock, or raise LockTimeout once `time.monotonic()` passes `deadline`."""
         if not self._threads.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise LockTimeout
         try:
+            if self._fd < 0:
+                raise OSError(errno.EBADF, "the pool is closed")
             _poll_flock(self._fd, deadline)
+            while self._create and not self._is_at_path():
+                os.close(self._fd)
+                self._fd = self._open()
+                _poll_flock(self._fd, deadline)
         except BaseException:
             self._threads.release()
             raise
 
+    def _is_at_path(self) -> bool:
+        """False where the file was deleted: whoever comes next would lock another one."""
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(os.fstat(self._fd), there)
+
     def release(self) -> None:
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        if self._fd >= 0:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._threads.release()
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def abandon_in_child(self) -> None:
+        """After a fork: close the file without unlocking it, which would unlock it for the parent as well."""
+        self.close()
+        self._threads = threading.Lock()
 
 
 def _poll_flock(fd: int, deadline: float) -> None:

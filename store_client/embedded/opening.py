@@ -47,7 +47,7 @@ def open_pool(
     deadline = time.monotonic() + deadline_s
     layout.secure_folder(path)
     try:
-        lock = FileLock(path / "open.lock")
+        lock = FileLock(path / "open.lock", create=True)
     except OSError as error:
         raise PoolError(f"pool folder {path} cannot be written: {error.strerror}; set `pool` to another one") from None
     try:
@@ -172,7 +172,7 @@ def _open_existing(path: Path, description: Description, capacity: int | None, p
     ledger = owners = None
     try:
         ledger = Ledger(data / "ledger", description.max_pages)
-        lock = FileLock(data / "write.lock")
+        lock = FileLock(data / "table")
         table = Table(data / "table", description.max_pages)
         lock.acquire(deadline)
         try:

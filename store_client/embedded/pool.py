@@ -114,11 +114,10 @@ class Pool:
 
     def abandon_in_child(self) -> None:
         """After a fork: close what the parent owns without unlocking it, and never use the rest."""
+        self._idle = threading.Condition()
         self._closing = True
         self._owners.abandon()
-        self._lock.close()
-        # Without LMDB's own locks this unmaps the child's copy, and frees the file for an opening of the child's own.
-        self._ledger.close()
+        self._lock.abandon_in_child()
         self.arena.abandon_in_child()
 
     def resize(self, capacity_nbytes: int, deadline_s: float) -> None:

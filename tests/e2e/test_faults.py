@@ -113,7 +113,7 @@ def test_lock_held_by_a_stopped_process(
 ) -> None:
     stored, question = questions["fault deleted"], questions["fault locked"]
     works_again(server, pages, stored)
-    command = [sys.executable, "-c", HOLD_LOCK_AND_STOP, str(data_folder(pool) / "write.lock")]
+    command = [sys.executable, "-c", HOLD_LOCK_AND_STOP, str(data_folder(pool) / "table")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
         try:

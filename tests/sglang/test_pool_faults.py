@@ -123,7 +123,7 @@ HOLDER = textwrap.dedent(
     """
     import fcntl, os, signal, sys
     from pathlib import Path
-    (lock,) = Path(sys.argv[1]).rglob("write.lock")
+    (lock,) = Path(sys.argv[1]).rglob("table")
     file = lock.open()
     fcntl.flock(file, fcntl.LOCK_EX)
     print("locked", flush=True)

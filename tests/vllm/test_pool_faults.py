@@ -99,7 +99,7 @@ HOLDER = textwrap.dedent(
     """
     import fcntl, sys, time
     from pathlib import Path
-    files = [path.open() for path in Path(sys.argv[1]).rglob("write.lock")]
+    files = [path.open() for path in Path(sys.argv[1]).rglob("table")]
     for file in files:
         fcntl.flock(file, fcntl.LOCK_EX)
     print("locked", len(files), flush=True)

@@ -108,7 +108,7 @@ def test_pool_deleted_under_the_engine(server: SGLangServer, pool: Path, questio
 def test_lock_held_by_a_stopped_process(server: SGLangServer, pool: Path, questions: dict[str, Question]) -> None:
     stored, question = questions["number 1"], questions["number 2"]
     works_again(server, stored)
-    command = [sys.executable, "-c", HOLD_LOCK_AND_STOP, str(data_folder(pool) / "write.lock")]
+    command = [sys.executable, "-c", HOLD_LOCK_AND_STOP, str(data_folder(pool) / "table")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
         try:
