@@ -23,8 +23,8 @@ Sizes are bytes, or text with a unit. Units with an `i` are powers of 1024, thos
 Kubernetes: `8GiB` and `8Gi` are 8 * 1024³ bytes, `8GB`, `8G` and `8g` are 8 * 1000³. What is shown is always in KiB,
 MiB, GiB or TiB.
 
-Variables that Kubernetes makes of a Service called `mooncake-connector` or `mooncake-connector-...`
-(`MOONCAKE_CONNECTOR_PORT=tcp://10.0.0.1:80` and the like) are ignored.
+Variables that Kubernetes makes of a Service called `mooncake-connector` or `mooncake-connector-...` (names that end in
+`_SERVICE_HOST`, `_PORT=tcp://10.0.0.1:80` and the like) are ignored.
 
 An unknown key, a wrong type, an impossible value or values that do not go together are an error at start that names
 the keys, the values and what is allowed.

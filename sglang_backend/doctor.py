@@ -6,14 +6,12 @@ import argparse
 import os
 from collections.abc import Iterator
 
-from mooncake_connector import checks
+from mooncake_connector import checks, quick_start
 from mooncake_connector.checks import Check, failed, ok
 from mooncake_connector.config import environ_name
 from sglang_backend import BACKEND
 
-START = (
-    f"sglang serve --model-path MODEL --page-size 64 --enable-hierarchical-cache --hicache-storage-backend {BACKEND}"
-)
+START = quick_start.SGLANG
 
 _GROUP = "sglang.srt.plugins"
 _WHITELIST = "SGLANG_PLUGINS"

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from mooncake_connector import checks
+from mooncake_connector import checks, quick_start
 from mooncake_connector.checks import Check, failed
 from vllm_plugin import CONNECTOR
 
 KNOWN_VERSION = "0.32.0"
-START = (
-    f"""vllm serve MODEL --kv-transfer-config '{{"kv_connector":"{CONNECTOR}","kv_role":"kv_both","""
-    """"kv_load_failure_policy":"recompute"}'"""
-)
+START = quick_start.VLLM
 
 _GROUP = "vllm.general_plugins"
 _WHITELIST = "VLLM_PLUGINS"

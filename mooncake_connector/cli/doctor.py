@@ -8,18 +8,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import os
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from mooncake_connector.checks import Check, Status, failed, ok, warning
+from mooncake_connector.cli import columns as columns_
 from mooncake_connector.cli.doctor_transfers import transfer_checks
-from mooncake_connector.cli.output import EXIT_FAILED, print_json
+from mooncake_connector.cli.output import EXIT_CODES, EXIT_FAILED, HELP_SETTINGS, Group, Json, print_json, styled, width
 from mooncake_connector.config import Config, load_config
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes
@@ -28,12 +29,15 @@ from store_client.embedded import layout
 
 app = typer.Typer(
     help="Check whether an engine would use the pool, without starting it.",
+    cls=Group,
+    epilog=EXIT_CODES,
     no_args_is_help=True,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
+    context_settings=HELP_SETTINGS,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")]
-
+_DETAIL_COLUMN = 22
+_NARROW = 60
 _COLOURS = {Status.OK: typer.colors.GREEN, Status.WARNING: typer.colors.YELLOW, Status.FAILED: typer.colors.RED}
 
 
@@ -58,25 +62,43 @@ def sglang(as_json: Json = False) -> None:
 def _examine(engine: str, module: str, as_json: bool, *, transfers: bool = False) -> None:
     doctor = importlib.import_module(module)
     found = []
-    for check in (*_engine_checks(doctor.run()), *_own_checks(transfers)):
+    for check in itertools.chain(_engine_checks(doctor.run()), _own_checks(transfers)):
         found.append(check)
         if not as_json:
-            typer.secho(f"{check.status.value:8}", fg=_COLOURS[check.status], nl=False)
-            typer.echo(f"{check.name:14}{check.detail}")
+            _print(check)
     healthy = all(check.status is not Status.FAILED for check in found)
     if as_json:
         print_json({"engine": engine, "ok": healthy, "checks": [dataclasses.asdict(check) for check in found]})
     elif healthy:
-        typer.echo(f"start it with: {doctor.START}")
+        typer.echo(f"\nstart it with:\n\n{doctor.START}")
     if not healthy:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _engine_checks(run: Iterator[Check]) -> list[Check]:
-    """What the adapter finds; engines talk while they are imported, which belongs on stderr."""
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return list(run)
+def _print(check: Check) -> None:
+    """One line, folded between words where the terminal is narrower."""
+    status = styled(f"{check.status.value:8}", sys.stdout, fg=_COLOURS[check.status])
+    beside = " " * _DETAIL_COLUMN
+    columns = width() or sys.maxsize
+    if columns < _NARROW:
+        detail, head = columns_.folded(check.detail, columns, "  "), f"{check.name}\n"
+    else:
+        detail, head = columns_.folded(check.detail, columns, beside), f"{check.name:14}"
+    typer.echo(status + head + "\n".join(detail).removeprefix(beside))
+
+
+def _engine_checks(run: Iterator[Check]) -> Iterator[Check]:
+    """What the adapter finds, as it finds it; engines talk while they are imported, which belongs on stderr."""
+    while True:
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                check = next(run, None)
+            except Exception as error:
+                check = failed("doctor", f"could not look further: {type(error).__name__}: {error}")
+        if check is None:
+            return
+        yield check
 
 
 def _own_checks(transfers: bool) -> Iterator[Check]:

@@ -1,51 +1,53 @@
 """Entry point of `mooncake-connector`: the command groups, and what becomes of errors."""
 
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from mooncake_connector import __version__
+from mooncake_connector import __version__, quick_start
 from mooncake_connector.cli import bench, doctor, store
-from mooncake_connector.cli.output import EXIT_FAILED, print_error
+from mooncake_connector.cli.output import EXIT_CODES, EXIT_FAILED, HELP_SETTINGS, Group, print_error, print_json
 from mooncake_connector.errors import MooncakeConnectorError
 
-_HELP = """Share the KV cache of LLM engines: look into a pool of pages, and measure it.
+_HELP = f"""Share the KV cache of LLM engines: look into a pool of pages, and measure it.
 
-**Quick start**, beside an installed vLLM:
+Quick start, beside an installed vLLM:
 
-    vllm serve MODEL --kv-transfer-config \\
-      '{"kv_connector": "MooncakeKVConnector", "kv_role": "kv_both"}'
+\b
+{textwrap.indent(quick_start.VLLM, "  ")}
 
 or beside an installed SGLang:
 
-    sglang serve --model-path MODEL --page-size 64 \\
-      --enable-hierarchical-cache --hicache-storage-backend mooncake_connector
+\b
+{textwrap.indent(quick_start.SGLANG, "  ")}
 
-    mooncake-connector doctor vllm     # whether the engine will use the pool (or: doctor sglang)
-    mooncake-connector store stats     # what is in the pool, how often it hits
+\b
+Then:
+  mooncake-connector doctor vllm   # will vLLM use the pool? or: doctor sglang
+  mooncake-connector store stats   # what is in the pool, how often it hits
 
-Every command takes `--help`. Settings come from the environment (`MOONCAKE_CONNECTOR_POOL`, ...) and the file that
-`MOONCAKE_CONNECTOR_CONFIG` names.
+Every command takes --help. Settings come from the environment (MOONCAKE_CONNECTOR_POOL, ...) and the file that
+MOONCAKE_CONNECTOR_CONFIG names.
 """
 
-_EPILOG = (
-    "**Exit codes**: 0 done · 1 failed, the reason is on stderr · 2 wrong usage · 3 `store verify` found damaged pages "
-    "· 130 interrupted"
-)
 
-
-class _Group(TyperGroup):
-    """Turns the errors that a person can meet into one line on stderr."""
+class _Group(Group):
+    """Turns the errors that a person can meet into one line on stderr, and into JSON where that was asked for."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except MooncakeConnectorError as error:
-            print_error(str(error))
+        except (MooncakeConnectorError, ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            message = _message(error)
+            print_error(message)
+            if ctx.meta.get("json"):
+                print_json({"error": message})
             raise typer.Exit(EXIT_FAILED) from None
 
 
@@ -53,11 +55,11 @@ app = typer.Typer(
     name="mooncake-connector",
     cls=_Group,
     help=_HELP,
-    epilog=_EPILOG,
-    rich_markup_mode="markdown",
+    epilog=EXIT_CODES,
+    rich_markup_mode=None,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP_SETTINGS,
 )
 app.add_typer(store.app, name="store")
 app.add_typer(doctor.app, name="doctor")
@@ -73,20 +75,28 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
 
 
+def _message(error: Exception) -> str:
+    if isinstance(error, MooncakeConnectorError):
+        return str(error)
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(where.filename).name}:{where.lineno}"
+    return f"internal error, {type(error).__name__} in {place}: {error} (please report it with your command)"
+
+
 def main() -> None:
     """Run the command line; a traceback never reaches the person who typed."""
+    for stream in (sys.stdout, sys.stderr):  # a model's name may hold what the terminal's encoding has not
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         app()
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(where.filename).name}:{where.lineno}"
-        print_error(f"internal error, {type(error).__name__} in {place}: {error} (please report it with your command)")
+        print_error(_message(error))
         sys.exit(EXIT_FAILED)
 
 

@@ -1,19 +1,68 @@
 """How the command line writes: results to stdout, everything else to stderr, numbers for people."""
 
+from __future__ import annotations
+
 import json
+import os
+import shutil
 import sys
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 EXIT_FAILED = 1
 EXIT_DAMAGED = 3
 
+EXIT_CODES = (
+    'Exit codes: 0 done; 1 failed, the reason is on stderr, and with --json on stdout as {"error": ...}; 2 wrong '
+    "usage; 3 `store verify` found damaged pages; 130 interrupted."
+)
+
+HELP_SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "terminal_width": max(30, min(shutil.get_terminal_size().columns, 100)),
+}
+"""Help is plain text: its examples keep their lines, and nothing is cut in a narrow terminal."""
+
+
+class Group(TyperGroup):
+    """Commands whose list in the help is not cut to the width of the terminal."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def typed_path(text: str) -> Path:
+    """A path that was typed. "" is a variable that was not set, and never means the current folder."""
+    if not text or "\0" in text:
+        raise typer.BadParameter("it is empty: name a path, or leave the option out")
+    return Path(text)
+
+
+def _note_json(context: typer.Context, wanted: bool) -> bool:
+    context.meta["json"] = wanted
+    return wanted
+
+
+Json = Annotated[bool, typer.Option("--json", callback=_note_json, help="Print JSON instead of text.")]
+
+
+def styled(text: str, stream: TextIO, **style: Any) -> str:
+    """`text` in colour where `stream` is a terminal that may show it."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    return text if plain else typer.style(text, **style)
+
 
 def print_error(message: str) -> None:
     """One line on stderr, never wrapped, so that scripts can match it."""
-    typer.secho(f"error: {message}", err=True, fg=typer.colors.RED)
+    typer.echo(styled(f"error: {message}", sys.stderr, fg="red"), err=True)
 
 
 def print_json(value: Any) -> None:
@@ -21,9 +70,15 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def console() -> Console:
-    """For tables: stdout, as wide as the terminal; wide enough for everything where there is none."""
-    return Console(width=None if sys.stdout.isatty() else 160)
+def print_table(lines: Iterable[str]) -> None:
+    """What `columns` made; the first line is the title."""
+    for number, line in enumerate(lines):
+        typer.echo(line if number else styled(line, sys.stdout, bold=True))
+
+
+def width() -> int | None:
+    """Columns of the terminal; None where stdout is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def error_console() -> Console:

@@ -14,21 +14,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextCol
 from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli import tables
 from mooncake_connector.cli.output import (
+    EXIT_CODES,
     EXIT_DAMAGED,
-    EXIT_FAILED,
-    console,
+    HELP_SETTINGS,
+    Group,
+    Json,
     error_console,
-    print_error,
     print_json,
+    print_table,
+    typed_path,
+    width,
 )
+from mooncake_connector.errors import PoolError
 from mooncake_connector.sizes import human_nbytes
 from store_client import Store
 from store_client.base import Progress
 
 app = typer.Typer(
     help="Look into the pool of KV pages, check it, empty it; also while engines use it.",
+    cls=Group,
+    epilog=EXIT_CODES,
     no_args_is_help=True,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,
+    context_settings=HELP_SETTINGS,
 )
 
 Pool = Annotated[
@@ -37,11 +45,11 @@ Pool = Annotated[
         "--pool",
         "-p",
         metavar="DIR",
+        parser=typed_path,
         help="Pool folder. Default: the configured one, else /dev/shm/mooncake-connector-UID.",
         show_default=False,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Which = Annotated[
     str | None,
@@ -61,36 +69,37 @@ def stats(pool: Pool = None, as_json: Json = False) -> None:
 
     Counters are summed over all processes since the pool was created.
 
-    **Examples**
-
-        mooncake-connector store stats
-        mooncake-connector store stats --json | jq '.hit_tokens / (.hit_tokens + .missed_tokens)'
+    \b
+    Examples:
+      mooncake-connector store stats
+      mooncake-connector store stats --json | jq '.hit_tokens / (.hit_tokens + .missed_tokens)'
     """
     with pool_.opened(pool) as store:
         state, spaces = store.stats(), store.namespaces()
     if as_json:
         print_json({**tables.plain(state), "namespaces": tables.namespaces_json(spaces)})
         return
-    console().print(tables.stats_table(state))
+    print_table(tables.stats_lines(state, width()))
     if spaces:
-        console().print(tables.namespaces_table(spaces))
+        typer.echo()
+        print_table(tables.namespaces_lines(spaces, width()))
 
 
 @app.command("ls")
 def list_(pool: Pool = None, as_json: Json = False) -> None:
     """List what the pool holds, by model and by the part of a page (layers, KV heads) that one rank stores.
 
-    **Examples**
-
-        mooncake-connector store ls
-        mooncake-connector store ls --pool /mnt/kv --json
+    \b
+    Examples:
+      mooncake-connector store ls
+      mooncake-connector store ls --pool /mnt/kv --json
     """
     with pool_.opened(pool) as store:
         spaces = store.namespaces()
     if as_json:
         print_json(tables.spaces_json(spaces))
     elif spaces:
-        console().print(tables.spaces_table(spaces))
+        print_table(tables.spaces_lines(spaces, width()))
     else:
         typer.echo("the pool is empty")
 
@@ -99,10 +108,10 @@ def list_(pool: Pool = None, as_json: Json = False) -> None:
 def clear(pool: Pool = None, namespace: Which = None, yes: Yes = False, as_json: Json = False) -> None:
     """Forget all pages, or those of one namespace. Engines that use the pool go on and compute again.
 
-    **Examples**
-
-        mooncake-connector store clear
-        mooncake-connector store clear --namespace 3f9a1c --yes
+    \b
+    Examples:
+      mooncake-connector store clear
+      mooncake-connector store clear --namespace 3f9a1c --yes
     """
     with pool_.opened(pool) as store:
         digest = pool_.find_namespace(store, namespace)
@@ -118,10 +127,10 @@ def clear(pool: Pool = None, namespace: Which = None, yes: Yes = False, as_json:
 def verify(pool: Pool = None, as_json: Json = False) -> None:
     """Read every page and hold it against its checksum. Damaged pages are forgotten; the exit code is then 3.
 
-    **Examples**
-
-        mooncake-connector store verify
-        mooncake-connector store verify --json
+    \b
+    Examples:
+      mooncake-connector store verify
+      mooncake-connector store verify --json
     """
     with pool_.opened(pool) as store, _progress_bar("verifying") as progress:
         report = store.verify(progress)
@@ -141,10 +150,10 @@ def destroy(pool: Pool = None, yes: Yes = False, as_json: Json = False) -> None:
 
     Refuses a folder that is not a pool. Stop the engines that use it first: one that goes on storing makes a new pool.
 
-    **Examples**
-
-        mooncake-connector store destroy
-        mooncake-connector store destroy --pool /dev/shm/mooncake-connector-1000 --yes
+    \b
+    Examples:
+      mooncake-connector store destroy
+      mooncake-connector store destroy --pool /dev/shm/mooncake-connector-1000 --yes
     """
     folder = pool_.locate(pool)
     _confirm(f"Delete the pool {folder} ({human_nbytes(pool_.folder_nbytes(folder))})?", yes)
@@ -161,8 +170,7 @@ def _confirm(question: str, yes: bool) -> None:
         return
     typer.echo(f"{question} [y/N] ", err=True, nl=False)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        print_error("nothing was done; answer y, or say --yes")
-        raise typer.Exit(EXIT_FAILED)
+        raise PoolError("nothing was done; answer y, or say --yes")
 
 
 def _clear_question(store: Store, digest: bytes | None) -> str:

@@ -4,16 +4,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich import box
-from rich.markup import escape
-from rich.table import Table
-
+from mooncake_connector.cli.columns import clean, pairs, sheet
 from mooncake_connector.cli.output import human_seconds, human_share
 from mooncake_connector.sizes import human_nbytes
 from store_client import SpaceInfo, StoreStats
 
 ID_DIGITS = 8
-_MODEL_WIDTH = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,57 +76,61 @@ def spaces_json(spaces: Iterable[SpaceInfo]) -> list[dict[str, Any]]:
     ]
 
 
-def stats_table(stats: StoreStats) -> Table:
-    table = Table(title=f"Pool {escape(stats.location)}", title_justify="left", show_header=False, box=box.SIMPLE)
-    table.add_column(style="bold")
-    table.add_column()
+def stats_lines(stats: StoreStats, width: int | None) -> list[str]:
     share = human_share(stats.used_nbytes, stats.capacity_nbytes)
     used, capacity = human_nbytes(stats.used_nbytes), human_nbytes(stats.capacity_nbytes)
     tokens = stats.hit_tokens + stats.missed_tokens
-    table.add_row("used", f"{used} of {capacity} ({share})")
-    table.add_row("pages", f"{stats.pages:,} of at most {stats.max_pages:,}")
-    table.add_row("index", human_nbytes(stats.index_nbytes))
-    table.add_row("hit tokens", f"{stats.hit_tokens:,} ({human_share(stats.hit_tokens, tokens)} of those looked up)")
-    table.add_row("missed tokens", f"{stats.missed_tokens:,}")
-    table.add_row("read", f"{stats.read_pages:,} pages, {human_nbytes(stats.read_nbytes)}")
-    table.add_row("stored", f"{stats.stored_pages:,} pages, {human_nbytes(stats.stored_nbytes)}")
-    table.add_row("already present", f"{stats.present_pages:,} pages")
-    table.add_row("evicted", f"{stats.evicted_pages:,} pages")
-    table.add_row("removed", f"{stats.removed_pages:,} pages")
-    table.add_row("damaged", f"{stats.corrupt_pages:,} pages")
-    table.add_row("taken back from dead writers", human_nbytes(stats.reclaimed_nbytes))
     failures = ", ".join(f"{cause} {count:,}" for cause, count in sorted(stats.failures.items()) if count)
-    table.add_row("failures", failures or "none")
-    return table
+    rows = [
+        ("used", f"{used} of {capacity} ({share})"),
+        ("pages", f"{stats.pages:,} of at most {stats.max_pages:,}"),
+        ("index", human_nbytes(stats.index_nbytes)),
+        ("hit tokens", f"{stats.hit_tokens:,} ({human_share(stats.hit_tokens, tokens)} of those looked up)"),
+        ("missed tokens", f"{stats.missed_tokens:,}"),
+        ("read", f"{stats.read_pages:,} pages, {human_nbytes(stats.read_nbytes)}"),
+        ("stored", f"{stats.stored_pages:,} pages, {human_nbytes(stats.stored_nbytes)}"),
+        ("already present", f"{stats.present_pages:,} pages"),
+        ("evicted", f"{stats.evicted_pages:,} pages"),
+        ("removed", f"{stats.removed_pages:,} pages"),
+        ("damaged", f"{stats.corrupt_pages:,} pages"),
+        ("taken back from dead writers", human_nbytes(stats.reclaimed_nbytes)),
+        ("failures", failures or "none"),
+    ]
+    return pairs(f"Pool {clean(stats.location)}", rows, width)
 
 
-def namespaces_table(spaces: Sequence[SpaceInfo]) -> Table:
-    table = _table("Namespaces", "id", "model", "KV dtype", "tokens>", "shards>", "pages>", "size>", "oldest>", "idle>")
-    for total in totals(spaces):
-        table.add_row(
+def namespaces_lines(spaces: Sequence[SpaceInfo], width: int | None) -> list[str]:
+    headings = ("id", "model~", "KV dtype", "tokens>", "shards>", "pages>", "size>", "oldest>", "idle>")
+    rows = [
+        (
             total.id[:ID_DIGITS],
-            escape(total.model_name),
+            total.model_name,
             total.kv_dtype,
             str(total.page_tokens),
             str(total.shards),
             *_amounts(total.pages, total.nbytes, total.oldest_s, total.idle_s),
         )
-    return table
+        for total in totals(spaces)
+    ]
+    return sheet("Namespaces", headings, rows, width)
 
 
-def spaces_table(spaces: Sequence[SpaceInfo]) -> Table:
-    table = _table("", "id", "model", "KV dtype", "layers", "heads", "pages>", "size>", "oldest>", "idle>")
-    for space in _sorted(spaces):
-        name, shard = space.namespace, space.shard
-        table.add_row(
-            name.digest.hex()[:ID_DIGITS],
-            escape(name.model_name),
-            name.kv_dtype,
-            f"{shard.layer_start}-{shard.layer_stop - 1}/{name.num_layers}",
-            "MLA" if name.is_mla else f"{shard.head_start}-{shard.head_stop - 1}/{name.num_kv_heads}",
-            *_amounts(space.pages, space.nbytes, space.oldest_s, space.idle_s),
-        )
-    return table
+def spaces_lines(spaces: Sequence[SpaceInfo], width: int | None) -> list[str]:
+    headings = ("id", "model~", "KV dtype", "layers", "heads", "pages>", "size>", "oldest>", "idle>")
+    rows = [_space_row(space) for space in _sorted(spaces)]
+    return sheet("", headings, rows, width)
+
+
+def _space_row(space: SpaceInfo) -> tuple[str, ...]:
+    name, shard = space.namespace, space.shard
+    return (
+        name.digest.hex()[:ID_DIGITS],
+        name.model_name,
+        name.kv_dtype,
+        f"{shard.layer_start}-{shard.layer_stop - 1}/{name.num_layers}",
+        "MLA" if name.is_mla else f"{shard.head_start}-{shard.head_stop - 1}/{name.num_kv_heads}",
+        *_amounts(space.pages, space.nbytes, space.oldest_s, space.idle_s),
+    )
 
 
 def _sorted(spaces: Iterable[SpaceInfo]) -> list[SpaceInfo]:
@@ -142,18 +142,6 @@ def _sorted(spaces: Iterable[SpaceInfo]) -> list[SpaceInfo]:
             dataclasses.astuple(space.shard),
         ),
     )
-
-
-def _table(title: str, *headings: str) -> Table:
-    """A table whose headings that end in ">" are aligned to the right. A narrow terminal folds the model's name."""
-    table = Table(title=title or None, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in headings:
-        name, right = heading.rstrip(">"), heading.endswith(">")
-        width = _MODEL_WIDTH if name == "model" else None
-        table.add_column(
-            name, justify="right" if right else "left", overflow="fold", no_wrap=width is None, min_width=width
-        )
-    return table
 
 
 def _amounts(pages: int, nbytes: int, oldest_s: float, idle_s: float) -> tuple[str, str, str, str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from mooncake_connector.cli.bench.report import Goal, Report, row
 
@@ -82,12 +80,23 @@ def test_the_table_shows_ratios_and_verdicts() -> None:
         row("missed", 1.0, "GB/s", limit=20.0, peer=2.0, goal=Goal(at_least_of_peer=4)),
         row("unknown", 1.0, "GB/s", goal=Goal(at_least_of_peer=4)),
     ]
-    console = Console(file=io.StringIO(), width=200)
-    console.print(Report({}, {}, rows).to_table("title"))
-    reached, missed, unknown = (
-        next(line for line in console.file.getvalue().splitlines() if name in line)  # type: ignore[attr-defined]
-        for name in ("reached", "missed", "unknown")
-    )
+    _, _, reached, missed, unknown = Report({}, {}, rows).to_lines("title", None)
     assert "0.5x" in reached and "5x" in reached and "yes" in reached
     assert "NO" in missed
     assert "?" in unknown
+
+
+def test_a_quick_run_has_no_verdicts_anywhere() -> None:
+    rows = [row("a", 1.0, "GB/s", limit=20.0, peer=2.0, goal=Goal(at_least_of_peer=4))]
+    report = Report({}, {}, rows).without_verdicts()
+    assert json.loads(report.to_json())["rows"][0]["goal"] is json.loads(report.to_json())["rows"][0]["ok"] is None
+    heading, line = report.to_lines("", None)
+    assert heading.split()[-2:] == ["of", "peer"] and line.split()[-1] == "0.5x"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200, None])
+def test_no_terminal_is_too_narrow_for_a_report(width: int | None) -> None:
+    rows = [row("prefix of 2,048 pages, all there", 123456.0, "us", limit=7.0, peer=9.0, goal=Goal(at_most=5))]
+    text = "\n".join(Report({}, {}, rows).to_lines("title", width))
+    for value in ("123,456", "2,048", "1.37e+04x", "<= 5 us", "NO"):
+        assert value in text

@@ -11,12 +11,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import mooncake_connector
+from mooncake_connector import quick_start
 from mooncake_connector.cli import main as main_
 from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli import store as store_
 from mooncake_connector.cli import tables
+from mooncake_connector.cli.bench import commands
 from mooncake_connector.cli.main import app
-from mooncake_connector.cli.output import human_seconds, human_share
+from mooncake_connector.cli.output import human_seconds, human_share, styled
 from mooncake_connector.errors import PoolError
 from mooncake_connector.namespace import Namespace
 from mooncake_connector.sizes import human_nbytes
@@ -124,7 +126,19 @@ class TestHelp:
     @pytest.mark.parametrize(
         "arguments, words",
         [
-            (["--help"], ["store", "bench", "vllm serve", "MooncakeKVConnector", "Exit codes", "--version"]),
+            (
+                ["--help"],
+                [
+                    "store",
+                    "bench",
+                    "vllm serve",
+                    "MooncakeKVConnector",
+                    "Exit codes",
+                    "--version",
+                    quick_start.VLLM.splitlines()[1],
+                    quick_start.SGLANG.splitlines()[1],
+                ],
+            ),
             (["store", "--help"], ["stats", "ls", "clear", "verify", "destroy"]),
             (["store", "stats", "--help"], ["--pool", "--json", "Examples", "mooncake-connector store stats --json"]),
             (["store", "ls", "--help"], ["--pool", "--json", "mooncake-connector store ls"]),
@@ -185,11 +199,11 @@ class TestList:
         assert [line[0] for line in lines] == [LARGE.digest.hex()[:8]] * 2 + [SMALL.digest.hex()[:8]]
         assert " ".join(lines[1][1:]) == "org/[large] bfloat16 0-29/30 2-3/4 90 1.0 GiB 5 min 5 s"
 
-    def test_a_terminal_of_80_columns_folds_the_name_of_the_model_and_cuts_nothing(self):
-        screen = Console(width=80, file=io.StringIO())
-        screen.print(tables.spaces_table(SPACES))
-        expected = ["bfloat16", "0-29/30", "2-3/4", "10.0 MiB", "4.6 d", "15 min", "[large]"]
-        assert [word for word in expected if word not in screen.file.getvalue()] == []
+    @pytest.mark.parametrize("width", [40, 80, 200, None])
+    def test_no_terminal_is_too_narrow_for_it(self, width):
+        text = "\n".join(tables.spaces_lines(SPACES, width))
+        expected = ["bfloat16", "0-29/30", "2-3/4", "10.0 MiB", "4.6 d", "15 min", "org/[large]"]
+        assert [word for word in expected if word not in text] == []
 
     def test_json_has_the_whole_namespace(self, run):
         value = json.loads(run("store", "ls", "--json").stdout)
@@ -352,3 +366,55 @@ def test_ages_are_in_one_unit(seconds, text):
 
 def test_a_share_of_nothing_is_a_dash():
     assert (human_share(1, 4), human_share(0, 0)) == ("25.0%", "-")
+
+
+class TestAsACarelessUser:
+    """What happens beside the straight way."""
+
+    def test_the_version_has_a_short_option(self, run):
+        assert run("-V").stdout == run("--version").stdout != ""
+
+    @pytest.mark.parametrize("command", ["stats", "ls", "clear", "verify", "destroy"])
+    def test_an_empty_pool_option_is_wrong_usage_and_not_the_current_folder(self, run, pool, monkeypatch, command):
+        monkeypatch.chdir(pool)
+        result = run("store", command, "--pool", "")
+        assert (result.exit_code, result.stdout) == (2, "") and "empty" in result.stderr and pool.exists()
+
+    @pytest.mark.parametrize("option", ["--folder", "--peer-python", "--model"])
+    def test_so_is_an_empty_folder_of_a_benchmark(self, run, option):
+        assert run("bench", "store", "--quick", option, "").exit_code == 2
+
+    @pytest.mark.parametrize("command", [["stats"], ["ls"], ["clear", "--yes"], ["verify"], ["destroy", "--yes"]])
+    def test_an_error_is_json_where_json_was_asked_for(self, run, tmp_path, command):
+        result = run("store", *command, "--json", "--pool", str(tmp_path / "absent"))
+        assert result.exit_code == 1 and result.stderr.startswith("error: pool folder ")
+        assert json.loads(result.stdout)["error"] == result.stderr.removeprefix("error: ").rstrip()
+
+    def test_so_is_an_answer_that_was_no_yes(self, run):
+        result = run("store", "clear", "--json", input="n\n")
+        assert result.exit_code == 1 and "nothing was done" in json.loads(result.stdout)["error"]
+
+    def test_so_is_an_error_that_nobody_expected(self, run, store, monkeypatch):
+        monkeypatch.setattr(store, "stats", lambda: {}["gone"])
+        result = run("store", "stats", "--json")
+        assert result.exit_code == 1 and "KeyError" in json.loads(result.stdout)["error"]
+        assert "Traceback" not in result.output
+
+    @pytest.mark.parametrize("width", ["30", "40", "80", "200"])
+    def test_no_terminal_is_too_narrow_for_a_line_of_an_example(self, run, width, monkeypatch):
+        text = run("store", "stats", "--help", terminal_width=int(width)).stdout
+        assert "mooncake-connector store stats --json | jq '.hit_tokens / (.hit_tokens + .missed_tokens)'" in text
+
+    def test_square_brackets_stay_in_what_a_benchmark_says(self, capsys):
+        commands._say('install "mooncake-connector[mooncake]"')
+        assert capsys.readouterr().err.rstrip() == 'install "mooncake-connector[mooncake]"'
+
+    @pytest.mark.parametrize("variable, value", [("NO_COLOR", "1"), ("TERM", "dumb")])
+    def test_colours_can_be_turned_off(self, monkeypatch, variable, value):
+        screen = io.StringIO()
+        screen.isatty = lambda: True
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        assert styled("text", screen, fg="red") != "text"
+        monkeypatch.setenv(variable, value)
+        assert styled("text", screen, fg="red") == "text"

@@ -65,7 +65,30 @@ class TestWhatAPersonSees:
             ["warning", "plugin"],
             ["ok", "configuration"],
         ]
-        assert lines[-1] == f"start it with: {vllm_plugin.doctor.START}"
+        assert result.stdout.endswith(f"start it with:\n\n{vllm_plugin.doctor.START}\n")
+
+    def test_each_line_is_there_before_the_next_check_begins(self, monkeypatch):
+        printed = []
+        monkeypatch.setattr(mooncake_connector.cli.doctor, "_print", printed.append)
+
+        def run():
+            yield ok("vLLM", "1.0")
+            assert [check.name for check in printed] == ["vLLM"]
+            yield ok("plugin", "fine")
+            assert [check.name for check in printed] == ["vLLM", "plugin"]
+
+        monkeypatch.setattr(vllm_plugin.doctor, "run", run)
+        assert doctor().exit_code == 0 and len(printed) > 2
+
+    def test_a_check_that_breaks_down_is_one_that_failed(self, monkeypatch):
+        def run():
+            yield ok("vLLM", "1.0")
+            raise OSError("no such engine")
+
+        monkeypatch.setattr(vllm_plugin.doctor, "run", run)
+        result = doctor("vllm", "--json")
+        assert result.exit_code == 1
+        assert "OSError: no such engine" in json.loads(result.stdout)["checks"][1]["detail"]
 
     def test_what_will_not_work_is_exit_code_1_and_no_advice_to_start(self, engine):
         engine(ok("vLLM", "1.0"), failed("plugin", "lost"))

@@ -112,5 +112,5 @@ def test_a_process_of_its_own_prints_the_result_on_stdout_and_errors_on_stderr(p
     right = subprocess.run([*command, str(pool)], capture_output=True, text=True)
     assert (right.returncode, right.stderr, json.loads(right.stdout)["pages"]) == (0, "", 10)
     wrong = subprocess.run([*command, str(pool.parent)], capture_output=True, text=True)
-    assert (wrong.returncode, wrong.stdout) == (1, "")
+    assert (wrong.returncode, wrong.stderr) == (1, f"error: {json.loads(wrong.stdout)['error']}\n")
     assert wrong.stderr.startswith(f"error: pool folder {pool.parent} is not a pool") and wrong.stderr.count("\n") == 1

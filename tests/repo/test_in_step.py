@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 import mooncake_connector
+from mooncake_connector import quick_start
 from mooncake_connector.config import Config
 from mooncake_connector.config_docs import render
 
@@ -33,3 +34,8 @@ def test_the_generator_prints_the_page():
 def test_the_package_has_the_version_of_the_distribution():
     declared = re.search(r'^version = "(.+)"$', (REPOSITORY / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
     assert declared and declared[1] == mooncake_connector.__version__
+
+
+def test_the_readme_begins_with_the_quick_start_that_the_command_line_shows():
+    readme = (REPOSITORY / "README.md").read_text("utf-8")
+    assert [command for command in (quick_start.VLLM, quick_start.SGLANG) if command not in readme] == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import shlex
 import sys
 from dataclasses import replace
 
@@ -51,8 +53,9 @@ def test_here_everything_is_fine():
 def test_how_to_start_is_what_the_command_line_takes():
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    program, command, *arguments = doctor.START.split()
-    assert (program, command) == ("sglang", "serve")
+    words = shlex.split(doctor.START.replace("\\\n", ""))
+    program, arguments = words[:3], words[3:]
+    assert program == ["python", "-m", "sglang.launch_server"] and importlib.util.find_spec(program[2])
     parsed = parser.parse_args(arguments)
     assert (parsed.hicache_storage_backend, parsed.page_size, parsed.enable_hierarchical_cache) == (BACKEND, 64, True)
 

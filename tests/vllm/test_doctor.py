@@ -41,7 +41,7 @@ def test_here_everything_is_fine():
 
 
 def test_how_to_start_is_what_vllm_takes():
-    *command, option, transfer = shlex.split(doctor.START)
+    *command, option, transfer = shlex.split(doctor.START.replace("\\\n", ""))
     assert (command, option) == (["vllm", "serve", "MODEL"], "--kv-transfer-config")
     config = KVTransferConfig(**json.loads(transfer))
     assert KVConnectorFactory.get_connector_class(config) is MooncakeKVConnector

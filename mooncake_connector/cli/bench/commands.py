@@ -8,25 +8,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+
+from mooncake_connector.cli.columns import folded
+from mooncake_connector.cli.output import EXIT_CODES, HELP_SETTINGS, Group, Json, print_table, styled, typed_path, width
 
 if TYPE_CHECKING:
     from mooncake_connector.cli.bench.report import Report
 
-app = typer.Typer(help="Measure this machine's limit, the store, and its peers, side by side.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure this machine's limit, the store, and its peers, side by side.",
+    cls=Group,
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings=HELP_SETTINGS,
+)
+
+_LEGEND_COLUMNS = 160
+_QUICK = "With --quick the sizes are tiny: the figures show that it works, not how fast it is."
 
 _TITLE = "mooncake-connector bench store"
 _LEGEND = (
     "limit: memcpy or a bare LMDB on this machine; peer: the Mooncake Store between two processes, the better of its "
-    "connection pool on and off.\nBest round of each, rounds interleaved; ok ? = a part of the goal was not measured."
+    "connection pool on and off. Best round of each, rounds interleaved."
 )
 
 
 _HICACHE_TITLE = "mooncake-connector bench hicache"
 _HICACHE_LEGEND = (
     "limit: memcpy in the same rounds; peer: SGLang's in-tree Mooncake backend over TCP, pages in another process, the "
-    "better of its connection pool on and off.\n"
-    "Best round of each, rounds interleaved; ok ? = a part of the goal was not measured."
+    "better of its connection pool on and off. "
+    "Best round of each, rounds interleaved."
 )
 
 
@@ -46,8 +58,8 @@ class HicachePeer(str, enum.Enum):
 _TRANSFER_TITLE = "mooncake-connector bench transfer"
 _TRANSFER_LEGEND = (
     "limit: process_vm_readv of the same pieces (cma), memcpy (shm), sendall/recv_into over one connection (tcp); "
-    "peer: NIXL with UCX's own choice (cma),\nMooncake's Transfer Engine at its better setting (tcp). "
-    "Best round of each, rounds interleaved; ok ? = a part of the goal was not measured."
+    "peer: NIXL with UCX's own choice (cma), Mooncake's Transfer Engine at its better setting (tcp). "
+    "Best round of each, rounds interleaved."
 )
 
 
@@ -61,7 +73,7 @@ class TransferPeer(str, enum.Enum):
 _PD_TITLE = "mooncake-connector bench pd"
 _PD_LEGEND = (
     "limit: the decode instance alone; peer: vLLM's NixlConnector between two servers of its own, prefill first, the "
-    "better of its num_threads 4 (its default) and 0.\nMedians of rounds, which take turns."
+    "better of its num_threads 4 (its default) and 0. Medians of rounds, which take turns."
 )
 
 
@@ -81,20 +93,24 @@ def store(
     peer: Annotated[Peer | None, typer.Option(help="Also start and measure this store.")] = None,
     peer_python: Annotated[
         Path | None,
-        typer.Option(help="Python that has the peer's wheel; default: this one.", metavar="PATH"),
+        typer.Option(parser=typed_path, help="Python that has the peer's wheel; default: this one.", metavar="PATH"),
     ] = None,
     vllm_python: Annotated[
         Path | None,
-        typer.Option(help="Python that has vLLM and this package: adds the two vLLM rows.", metavar="PATH"),
+        typer.Option(
+            parser=typed_path, help="Python that has vLLM and this package: adds the two vLLM rows.", metavar="PATH"
+        ),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint that vLLM serves for its rows, SmolLM2-135M in our goals.")
+        Path | None,
+        typer.Option(parser=typed_path, help="Checkpoint that vLLM serves for its rows, SmolLM2-135M in our goals."),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Where the temporary pools lie; default: /dev/shm.", metavar="DIR")
+        Path | None,
+        typer.Option(parser=typed_path, help="Where the temporary pools lie; default: /dev/shm.", metavar="DIR"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that it works: no true figures.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Speed of the embedded store against memcpy, a bare LMDB and, with --peer, a real Mooncake Store.
 
@@ -120,7 +136,7 @@ def store(
         vllm=Engine(vllm_python, model) if vllm_python and model else None,
         progress=_say,
     )
-    _show(report, _TITLE, _LEGEND, as_json)
+    _show(report, _TITLE, _LEGEND, as_json=as_json, quick=quick)
 
 
 @app.command()
@@ -130,17 +146,20 @@ def hicache(
     ] = None,
     sglang_python: Annotated[
         Path | None,
-        typer.Option(help="Python that has SGLang and this package; default: this one.", metavar="PATH"),
+        typer.Option(
+            parser=typed_path, help="Python that has SGLang and this package; default: this one.", metavar="PATH"
+        ),
     ] = None,
     peer_python: Annotated[
         Path | None,
-        typer.Option(help="Python that has the Mooncake wheel; default: this one.", metavar="PATH"),
+        typer.Option(parser=typed_path, help="Python that has the Mooncake wheel; default: this one.", metavar="PATH"),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Where the temporary pools lie; default: /dev/shm.", metavar="DIR")
+        Path | None,
+        typer.Option(parser=typed_path, help="Where the temporary pools lie; default: /dev/shm.", metavar="DIR"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that it works: no true figures.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Speed of SGLang's L3 calls on its own host pools: our backend, memcpy and, with --peer, SGLang's own backends.
 
@@ -160,7 +179,7 @@ def hicache(
         peer_python=str(peer_python or sys.executable),
         progress=_say,
     )
-    _show(report, _HICACHE_TITLE, _HICACHE_LEGEND, as_json)
+    _show(report, _HICACHE_TITLE, _HICACHE_LEGEND, as_json=as_json, quick=quick)
 
 
 @app.command()
@@ -168,10 +187,10 @@ def transfer(
     peer: Annotated[list[TransferPeer] | None, typer.Option(help="Also measure this; may be given twice.")] = None,
     peer_python: Annotated[
         Path | None,
-        typer.Option(help="Python that has the peers' wheels; default: this one.", metavar="PATH"),
+        typer.Option(parser=typed_path, help="Python that has the peers' wheels; default: this one.", metavar="PATH"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that it works: no true figures.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Speed of the transports between two processes against the bare system calls and, with --peer, other libraries.
 
@@ -188,20 +207,22 @@ def transfer(
         peer_python=str(peer_python or sys.executable),
         progress=_say,
     )
-    _show(report, _TRANSFER_TITLE, _TRANSFER_LEGEND, as_json)
+    _show(report, _TRANSFER_TITLE, _TRANSFER_LEGEND, as_json=as_json, quick=quick)
 
 
 @app.command()
 def pd(
-    vllm_python: Annotated[Path, typer.Option(help="Python that has vLLM and this package.", metavar="PATH")],
-    model: Annotated[Path, typer.Option(help="Checkpoint that all instances serve.", metavar="DIR")],
+    vllm_python: Annotated[
+        Path, typer.Option(parser=typed_path, help="Python that has vLLM and this package.", metavar="PATH")
+    ],
+    model: Annotated[Path, typer.Option(parser=typed_path, help="Checkpoint that all instances serve.", metavar="DIR")],
     peer: Annotated[PDPeer | None, typer.Option(help="Also measure this connector.")] = None,
     peer_python: Annotated[
         Path | None,
-        typer.Option(help="Python that has the peer's wheel; default: this one.", metavar="PATH"),
+        typer.Option(parser=typed_path, help="Python that has the peer's wheel; default: this one.", metavar="PATH"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One round, to see that it works: no true figures.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """What a prefill and a decode instance of real vLLM add to a request, against one instance alone.
 
@@ -221,17 +242,24 @@ def pd(
         vllm_pd.QUICK if quick else vllm_pd.PDScale(),
         _say,
     )
-    _show(report, _PD_TITLE, _PD_LEGEND, as_json)
+    _show(report, _PD_TITLE, _PD_LEGEND, as_json=as_json, quick=quick)
 
 
 def _say(line: str) -> None:
-    Console(stderr=True).print(line, style="bold yellow" if line.startswith("WARNING") else "dim")
+    style = {"fg": "yellow", "bold": True} if line.startswith("WARNING") else {"dim": True}
+    typer.echo(styled(line, sys.stderr, **style), err=True)
 
 
-def _show(report: Report, title: str, legend: str, as_json: bool) -> None:
+def _show(report: Report, title: str, legend: str, *, as_json: bool, quick: bool) -> None:
+    if quick:
+        report, legend = report.without_verdicts(), f"{_QUICK} {legend}"
     if as_json:
         typer.echo(report.to_json())
         return
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(report.to_table(title))
-    console.print(legend)
+    columns = width()
+    print_table(report.to_lines(title, columns))
+    typer.echo()
+    for line in folded(legend, columns or _LEGEND_COLUMNS):
+        typer.echo(line)
+    if any(row.goal for row in report.rows):
+        typer.echo("ok ?: a part of the goal was not measured.")

@@ -6,7 +6,8 @@ Every ``mooncake-connector bench`` command uses this form. It knows nothing of h
 from __future__ import annotations
 
 import msgspec
-from rich.table import Table
+
+from mooncake_connector.cli.columns import sheet
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,13 +102,17 @@ class Report(msgspec.Struct, frozen=True):
         """One JSON object on one line: ``machine``, ``versions`` and ``rows``."""
         return msgspec.json.encode(self).decode()
 
-    def to_table(self, title: str) -> Table:
-        """The rows for people, with the ratios to limit and peer."""
-        table = Table(title=title)
-        for name in ("figure", "value", "unit", "limit", "of limit", "peer", "of peer", "goal", "ok"):
-            table.add_column(name, justify="left" if name in ("figure", "unit", "goal", "ok") else "right")
-        for item in self.rows:
-            table.add_row(
+    def without_verdicts(self) -> Report:
+        """The same figures, held against nothing: for sizes so small that they say nothing about a goal."""
+        rows = [msgspec.structs.replace(item, goal=None, ok=None) for item in self.rows]
+        return msgspec.structs.replace(self, rows=rows)
+
+    def to_lines(self, title: str, width: int | None) -> list[str]:
+        """The rows for people, with the ratios to limit and peer, and the goals where there are any."""
+        headings = ["figure~", "value>", "unit", "limit>", "of limit>", "peer>", "of peer>", "goal", "ok"]
+        used = len(headings) if any(item.goal for item in self.rows) else headings.index("goal")
+        rows = [
+            (
                 item.figure,
                 _number(item.value),
                 item.unit,
@@ -116,9 +121,11 @@ class Report(msgspec.Struct, frozen=True):
                 _number(item.peer),
                 _ratio(item.value, item.peer),
                 item.goal or "",
-                {True: "[green]yes[/]", False: "[red]NO[/]", None: "?" if item.goal else ""}[item.ok],
-            )
-        return table
+                {True: "yes", False: "NO", None: "?" if item.goal else ""}[item.ok],
+            )[:used]
+            for item in self.rows
+        ]
+        return sheet(title, headings[:used], rows, width)
 
 
 def _number(value: float | None) -> str:

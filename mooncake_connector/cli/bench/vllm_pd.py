@@ -146,9 +146,7 @@ def nixl(overlay: Path, threads: int) -> Setting:
     )
 
 
-def measure(
-    engine: Engine, setting: Setting, scale: PDScale, name: str, progress: Progress
-) -> dict[str, list[float]]:
+def measure(engine: Engine, setting: Setting, scale: PDScale, name: str, progress: Progress) -> dict[str, list[float]]:
     """Seconds of each request, by order. Raises BenchError where the servers do not start or nothing travels."""
     vocabulary = json.loads((engine.model / "config.json").read_text()).get("vocab_size", 32000)
     draw = random.Random(0)
