@@ -41,8 +41,8 @@ class _Group(Group):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (MooncakeConnectorError, ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
-            if isinstance(error, BrokenPipeError):
+        except Exception as error:
+            if isinstance(error, BrokenPipeError) or type(error).__module__.partition(".")[0] in ("click", "typer"):
                 raise
             message = _message(error)
             print_error(message)

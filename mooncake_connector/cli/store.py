@@ -29,6 +29,7 @@ from mooncake_connector.errors import PoolError
 from mooncake_connector.sizes import human_nbytes
 from store_client import Store
 from store_client.base import Progress
+from store_client.embedded import PoolUser, pool_users
 
 app = typer.Typer(
     help="Look into the pool of KV pages, check it, empty it; also while engines use it.",
@@ -65,7 +66,7 @@ Which = Annotated[
 
 @app.command()
 def stats(pool: Pool = None, as_json: Json = False) -> None:
-    """Size, hits, evictions and failures of the pool, and what each model holds of it.
+    """Size, hits, evictions and failures of the pool, what each model holds of it, and which processes use it.
 
     Counters are summed over all processes since the pool was created.
 
@@ -76,13 +77,17 @@ def stats(pool: Pool = None, as_json: Json = False) -> None:
     """
     with pool_.opened(pool) as store:
         state, spaces = store.stats(), store.namespaces()
+    users = pool_users(Path(state.location))
     if as_json:
-        print_json({**tables.plain(state), "namespaces": tables.namespaces_json(spaces)})
+        named = {"namespaces": tables.namespaces_json(spaces), "users": tables.users_json(users)}
+        print_json({**tables.plain(state), **named})
         return
     print_table(tables.stats_lines(state, width()))
     if spaces:
         typer.echo()
         print_table(tables.namespaces_lines(spaces, width()))
+    typer.echo()
+    print_table(tables.users_lines(users, width()))
 
 
 @app.command("ls")
@@ -115,10 +120,11 @@ def clear(pool: Pool = None, namespace: Which = None, yes: Yes = False, as_json:
     """
     with pool_.opened(pool) as store:
         digest = pool_.find_namespace(store, namespace)
+        users = _name_users(pool_.locate(pool))
         _confirm(_clear_question(store, digest), yes)
         pages = store.clear(digest)
     if as_json:
-        print_json({"cleared_pages": pages})
+        print_json({"cleared_pages": pages, "users": tables.users_json(users)})
     else:
         typer.echo(f"forgot {pages:,} pages")
 
@@ -156,12 +162,22 @@ def destroy(pool: Pool = None, yes: Yes = False, as_json: Json = False) -> None:
       mooncake-connector store destroy --pool /dev/shm/mooncake-connector-1000 --yes
     """
     folder = pool_.locate(pool)
+    users = _name_users(folder)
     _confirm(f"Delete the pool {folder} ({human_nbytes(pool_.folder_nbytes(folder))})?", yes)
     freed = pool_.destroy(folder)
     if as_json:
-        print_json({"pool": str(folder), "freed_nbytes": freed})
+        print_json({"pool": str(folder), "freed_nbytes": freed, "users": tables.users_json(users)})
     else:
         typer.echo(f"deleted {folder}, {human_nbytes(freed)} are free again")
+
+
+def _name_users(folder: Path) -> list[PoolUser] | None:
+    """Say on stderr which processes have the pool open, if any."""
+    users = pool_users(folder)
+    if users is None or users:
+        for line in tables.users_lines(users, width()):
+            typer.echo(line, err=True)
+    return users
 
 
 def _confirm(question: str, yes: bool) -> None:

@@ -1,13 +1,15 @@
 """What a store holds, as tables for people and as plain values for JSON."""
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mooncake_connector.cli.columns import clean, pairs, sheet
+from mooncake_connector.cli.columns import clean, folded, pairs, sheet
 from mooncake_connector.cli.output import human_seconds, human_share
 from mooncake_connector.sizes import human_nbytes
 from store_client import SpaceInfo, StoreStats
+from store_client.embedded import PoolUser
 
 ID_DIGITS = 8
 
@@ -119,6 +121,30 @@ def spaces_lines(spaces: Sequence[SpaceInfo], width: int | None) -> list[str]:
     headings = ("id", "model~", "KV dtype", "layers", "heads", "pages>", "size>", "oldest>", "idle>")
     rows = [_space_row(space) for space in _sorted(spaces)]
     return sheet("", headings, rows, width)
+
+
+def users_json(users: Sequence[PoolUser] | None) -> list[dict[str, Any]] | None:
+    return None if users is None else [dataclasses.asdict(user) for user in users]
+
+
+def users_lines(users: Sequence[PoolUser] | None, width: int | None) -> list[str]:
+    """The processes that have a pool open. None: it could not be found out."""
+    if users is None:
+        return folded(
+            "Used by: unknown; a process that does not run (stopped, or under a debugger) keeps the pool locked, "
+            "or the pool is damaged",
+            width or sys.maxsize,
+        )
+    if not users:
+        return ["Used by no other process"]
+    rows = [(_place(user), human_seconds(user.since_s), user.command or "-") for user in users]
+    return sheet("Used by", ("process", "for>", "command~"), rows, width)
+
+
+def _place(user: PoolUser) -> str:
+    if user.pid is None:
+        return "unknown"
+    return f"pid {user.pid}" if user.here else f"pid {user.pid} in another container (host name {user.host})"
 
 
 def _space_row(space: SpaceInfo) -> tuple[str, ...]:

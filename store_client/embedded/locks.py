@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 from mooncake_connector.errors import PoolError
+from store_client.embedded.whoami import introduce
 
 _FIRST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.002
@@ -108,6 +109,7 @@ class Owners:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise PoolError(f"pool folder {folder} has no flock ({error}): set `pool` to another one") from None
+        introduce(self._fd)
 
     def is_dead(self, owner: bytes) -> bool:
         """True if no process holds the lock of `owner` any more."""

@@ -109,6 +109,7 @@ def store(pool, monkeypatch) -> FakeStore:
         return fake
 
     monkeypatch.setattr(pool_, "EmbeddedStore", open_store)
+    monkeypatch.setattr(store_, "pool_users", lambda folder: [])
     return fake
 
 
@@ -230,7 +231,7 @@ class TestClear:
 
     def test_yes_can_be_said_before(self, run, store):
         result = run("store", "clear", "--yes", "--json", input="")
-        assert (json.loads(result.stdout), result.stderr) == ({"cleared_pages": 200}, "")
+        assert (json.loads(result.stdout), result.stderr) == ({"cleared_pages": 200, "users": []}, "")
 
     def test_one_namespace_is_named_by_the_beginning_of_its_id(self, run, store):
         run("store", "clear", "--yes", "--namespace", SMALL.digest.hex()[:8].upper())

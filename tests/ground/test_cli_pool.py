@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from mooncake_connector.cli.main import app
+from mooncake_connector.cli.tables import users_lines
 from mooncake_connector.keys import page_keys
 from mooncake_connector.namespace import Namespace
 from store_client import EmbeddedStore, Put, Shard
+from store_client.embedded import PoolUser
 
 PAGE_NBYTES = 64 << 10
 CAPACITY_NBYTES = 32 << 20
@@ -114,3 +117,56 @@ def test_a_process_of_its_own_prints_the_result_on_stdout_and_errors_on_stderr(p
     wrong = subprocess.run([*command, str(pool.parent)], capture_output=True, text=True)
     assert (wrong.returncode, wrong.stderr) == (1, f"error: {json.loads(wrong.stdout)['error']}\n")
     assert wrong.stderr.startswith(f"error: pool folder {pool.parent} is not a pool") and wrong.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def user(pool) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the pool open."""
+    program = (
+        "import sys; from store_client import EmbeddedStore; store = EmbeddedStore(sys.argv[1]); "
+        "print('open', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(pool)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "open\n"
+        yield process
+        process.kill()
+
+
+class TestWhoUsesIt:
+    def test_stats_list_every_process_that_has_it_open(self, pool, user):
+        (found,) = json.loads(run("store", "stats", "--pool", pool, "--json"))["users"]
+        assert (found["pid"], found["here"]) == (user.pid, True) and str(pool) in found["command"]
+        assert f"pid {user.pid}" in run("store", "stats", "--pool", pool)
+
+    def test_without_any_they_say_so(self, pool):
+        assert "Used by no other process" in run("store", "stats", "--pool", pool)
+        assert json.loads(run("store", "stats", "--pool", pool, "--json"))["users"] == []
+
+    @pytest.mark.parametrize("command", ["clear", "destroy"])
+    def test_before_pages_go_they_are_named(self, pool, user, command):
+        result = CliRunner().invoke(app, ["store", command, "--pool", str(pool)], input="n\n")
+        assert result.exit_code == 1 and pool.exists()
+        assert f"pid {user.pid}" in result.stderr and result.stderr.index("pid") < result.stderr.index("[y/N]")
+
+    @pytest.mark.parametrize("command", ["clear", "destroy"])
+    def test_they_are_named_also_where_nobody_is_asked(self, pool, user, command):
+        result = CliRunner().invoke(app, ["store", command, "--pool", str(pool), "--yes", "--json"])
+        assert f"pid {user.pid}" in result.stderr
+        assert [entry["pid"] for entry in json.loads(result.stdout)["users"]] == [user.pid]
+
+    def test_a_pool_that_is_damaged_can_still_be_destroyed(self, pool):
+        (pool / "pool.json").write_text("[" * 100000)
+        assert "unknown" in CliRunner().invoke(app, ["store", "destroy", "--pool", str(pool)], input="n\n").stderr
+        run("store", "destroy", "--pool", pool, "--yes")
+        assert not pool.exists()
+
+
+def test_one_in_another_container_is_shown_as_such():
+    user = PoolUser(pid=7, here=False, host="pod-7", since_s=90.0, command="vllm serve MODEL")
+    assert users_lines([user], 200)[2].split("  ") == [
+        "pid 7 in another container (host name pod-7)",
+        "2 min",
+        "vllm serve MODEL",
+    ]
+    assert "  process" not in "".join(users_lines([user], 40)) and "pod-7" in "".join(users_lines([user], 40))

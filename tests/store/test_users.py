@@ -1,0 +1,103 @@
+"""Who uses a pool: every live process that has it open, told without opening the pool, and nobody else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from store_client import EmbeddedStore
+from store_client.embedded import pool_users
+
+USER = """
+import sys
+from store_client import EmbeddedStore
+with EmbeddedStore(sys.argv[1], 1 << 20):
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def user(pool: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has the pool open."""
+    command = [
+        sys.executable,
+        "-c",
+        USER,
+        str(pool),
+        "--api-key",
+        "hunter2",
+        "--hf-token=hunter2",
+        '{"my_key": "hunter2"}',
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "open\n"
+        yield process
+        process.kill()
+
+
+def owner_file(pool: Path) -> Path:
+    (path,) = pool.glob("*/owners/*")
+    return path
+
+
+def test_another_process_is_named_with_its_command(pool: Path, user: subprocess.Popen[str]) -> None:
+    (found,) = pool_users(pool) or []
+    assert (found.pid, found.here) == (user.pid, True) and found.since_s < 3600
+    assert found.command.startswith(sys.executable) and str(pool) in found.command
+
+
+def test_what_looks_like_a_secret_is_neither_told_nor_written_down(pool: Path, user: subprocess.Popen[str]) -> None:
+    (found,) = pool_users(pool) or []
+    assert "--api-key *** --hf-token=***" in found.command and "hunter2" not in found.command
+    assert b"--api-key ***" in owner_file(pool).read_bytes() and b"hunter2" not in owner_file(pool).read_bytes()
+
+
+def test_one_that_was_killed_is_not_named(pool: Path, user: subprocess.Popen[str]) -> None:
+    user.kill()
+    user.wait()
+    assert owner_file(pool).exists() and pool_users(pool) == []
+
+
+def test_this_process_does_not_count_itself(pool: Path) -> None:
+    with EmbeddedStore(pool, 1 << 20):
+        assert pool_users(pool) == []
+
+
+def test_one_of_another_pid_namespace_is_told_apart(pool: Path, user: subprocess.Popen[str]) -> None:
+    path = owner_file(pool)
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"namespace": "pid:[1] of another", "host": "pod-7"}))
+    (found,) = pool_users(pool) or []
+    assert (found.pid, found.here, found.host) == (user.pid, False, "pod-7") and str(pool) in found.command
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"{}", b"[" * 5000, b'{"pid": ' + b"9" * 4000, b'{"pid": [], "since": 1}']
+)
+def test_one_that_left_no_description_still_counts(pool: Path, user: subprocess.Popen[str], content: bytes) -> None:
+    owner_file(pool).write_bytes(content)
+    (found,) = pool_users(pool) or []
+    assert (found.pid, found.command) == (None, "")
+
+
+def test_looking_does_not_wait_for_one_that_was_stopped_while_it_opened(
+    pool: Path, user: subprocess.Popen[str]
+) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from store_client.embedded.locks import FileLock\n"
+        "FileLock(Path(sys.argv[1])).acquire(time.monotonic() + 60); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(pool / "open.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        assert pool_users(pool) is None
+        holder.kill()
+
+
+def test_a_pool_that_is_not_there_has_no_users_and_is_not_made(pool: Path) -> None:
+    assert pool_users(pool) == [] and not pool.exists()
