@@ -6,6 +6,8 @@ vLLM finds it through the entry point group `vllm.general_plugins`, or by
 
 CONNECTOR = "MooncakeKVConnector"
 """The name in `--kv-transfer-config` and of the class: vLLM's MultiConnector looks a class up by its own name."""
+MODULE = "vllm_plugin.connector"
+"""What may be written as `kv_connector_module_path`."""
 
 
 def register() -> None:
@@ -15,5 +17,8 @@ def register() -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from vllm_plugin.early import watch
+
     if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR, "vllm_plugin.connector", CONNECTOR)
+        KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
+    watch(CONNECTOR, MODULE)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mooncake_connector import checks, quick_start
 from mooncake_connector.checks import Check, failed
-from vllm_plugin import CONNECTOR
+from vllm_plugin import CONNECTOR, doctor_config
 
 KNOWN_VERSION = "0.32.0"
 START = quick_start.VLLM
@@ -16,8 +16,12 @@ _GROUP = "vllm.general_plugins"
 _WHITELIST = "VLLM_PLUGINS"
 
 
-def run() -> Iterator[Check]:
-    """The checks, in the order in which one follows from the other; importing vLLM takes some seconds."""
+def run(transfer_config: str | None = None) -> Iterator[Check]:
+    """The checks, in the order in which one follows from the other; importing vLLM takes some seconds.
+
+    Args:
+        transfer_config: what follows `--kv-transfer-config`.
+    """
     try:
         import vllm
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -39,3 +43,5 @@ def run() -> Iterator[Check]:
         yield failed("connector", f"vLLM's factory cannot load it: {type(error).__name__}: {error}")
         return
     yield checks.interface("connector", connector)
+    if transfer_config is not None:
+        yield from doctor_config.check(transfer_config)

@@ -1,0 +1,77 @@
+"""Finds a wrong setting of ours when vLLM reads its own configuration, before any weight is loaded.
+
+vLLM makes the connector only after the model is loaded, in a process of its own, and asks its class nothing on the CPU
+before that. So two of its functions are wrapped where the plugin is registered: the one that ends the making of a
+`KVTransferConfig`, which for `vllm serve` is the reading of `--kv-transfer-config`, and the factory's look-up of the
+class, which comes first where a `KVTransferConfig` was made before the plugin was loaded, as for `LLM`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import Any
+
+from mooncake_connector.config import load_config
+from mooncake_connector.errors import ConfigError
+
+_MARK = "_mooncake_connector_checks"
+
+
+class SettingsError(ConfigError, argparse.ArgumentTypeError):
+    """A `ConfigError` of which argparse shows the message alone."""
+
+
+def watch(name: str, module: str) -> None:
+    """Have vLLM look at the settings of connector `name` as soon as it knows them; safe to call again."""
+    from vllm.config.kv_transfer import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    def check(transfer: Any) -> None:
+        for part in parts(transfer.kv_connector, transfer.kv_connector_module_path, transfer.kv_connector_extra_config):
+            if part.get("kv_connector") == name and part.get("kv_connector_module_path") in (None, module):
+                check_extra(part.get("kv_connector_extra_config"))
+
+    _before_the_end(KVTransferConfig, "__post_init__", check)
+    _before_the_end(KVConnectorFactory, "get_connector_class", check)
+
+
+def parts(name: str | None, module: str | None, extra: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """The configuration of one connector, and of those within it if it is a MultiConnector."""
+    yield {"kv_connector": name, "kv_connector_module_path": module, "kv_connector_extra_config": extra}
+    children = extra.get("connectors") if name == "MultiConnector" and isinstance(extra, Mapping) else None
+    for child in children if isinstance(children, list) else ():
+        if isinstance(child, Mapping):
+            inner = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+            yield from parts(*map(child.get, inner))
+
+
+def check_extra(extra: Any) -> None:
+    """Raises SettingsError for a `kv_connector_extra_config`, or an environment or file beside it, that is wrong."""
+    try:
+        load_config(extra)
+    except ConfigError as error:
+        raise SettingsError(
+            f"mooncake-connector: {error}. `mooncake-connector doctor vllm --kv-transfer-config JSON` checks the whole "
+            "of it without starting vLLM"
+        ) from None
+
+
+def _before_the_end(owner: type, method: str, check: Callable[[Any], None]) -> None:
+    """Wrap a method (or class method) so that `check` sees the KVTransferConfig that it was called with."""
+    wrapped = getattr(owner, method, None)
+    if wrapped is None or getattr(wrapped, _MARK, False):  # what a later vLLM lacks is found when the connector is made
+        return
+    is_class_method = isinstance(vars(owner).get(method), classmethod)
+
+    @wraps(wrapped)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        answer = wrapped(*(args[1:] if is_class_method else args), **kwargs)
+        given = [one for one in (*args, *kwargs.values()) if hasattr(one, "kv_connector_extra_config")]
+        if given:
+            check(given[0])
+        return answer
+
+    setattr(call, _MARK, True)
+    setattr(owner, method, classmethod(call) if is_class_method else call)
