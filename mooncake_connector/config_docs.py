@@ -27,7 +27,8 @@ Variables that Kubernetes makes of a Service called `mooncake-connector` or `moo
 `_SERVICE_HOST`, `_PORT=tcp://10.0.0.1:80` and the like) are ignored.
 
 An unknown key, a wrong type, an impossible value or values that do not go together are an error at start that names
-the keys, the values and what is allowed.
+the keys, the values and what is allowed. `vllm serve` says so when it reads its arguments, before the model;
+`mooncake-connector doctor vllm --kv-transfer-config JSON` finds it, and what vLLM itself would refuse, without a start.
 
 The same setting in the three forms:
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from mooncake_connector import checks, quick_start
 from mooncake_connector.checks import Check, failed
 from vllm_plugin import CONNECTOR, doctor_config
+from vllm_plugin.doctor_config import own_settings as own_settings
 
 KNOWN_VERSION = "0.32.0"
 START = quick_start.VLLM

@@ -1,4 +1,7 @@
-"""What `mooncake-connector doctor vllm --kv-transfer-config JSON` finds out about the JSON, without starting vLLM."""
+"""What `mooncake-connector doctor vllm --kv-transfer-config JSON` finds out about the JSON, without starting vLLM.
+
+What the connector's own settings come to, environment and file included, is the doctor's check of the configuration.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,12 @@ def check(text: str) -> Iterator[Check]:
         yield failed(_NAME, "; ".join(wrong))
         return
     yield ok(_NAME, f"kv_connector = {given['kv_connector']}, kv_role = {given['kv_role']}")
-    for odd in (*_odd_policy(given), *_odd_order(given), *_overridden(own_settings(text) or {})):
+    extra = own_settings(text) or {}
+    try:
+        config, others = load_config(extra), load_config()
+    except ConfigError:
+        return
+    for odd in (*_odd_policy(given, config), *_odd_order(given), *_overridden(extra, config, others)):
         yield warning(_NAME, odd)
 
 
@@ -82,11 +90,6 @@ def _wrong(given: Mapping[str, Any], where: str) -> Iterator[str]:
     extra = given.get("kv_connector_extra_config", {})
     if not isinstance(extra, dict):
         yield f"{where}kv_connector_extra_config is {extra!r:.40}: expected an object"
-    elif given.get("kv_connector") == CONNECTOR:
-        try:
-            load_config(extra)
-        except ConfigError as error:
-            yield str(error)
     elif given.get("kv_connector") == _MULTI:
         yield from _wrong_children(extra.get("connectors"), f"{where}kv_connector_extra_config.connectors")
 
@@ -127,8 +130,9 @@ def _wrong_children(children: Any, where: str) -> Iterator[str]:
 
 def _wrong_together(given: Mapping[str, Any]) -> Iterator[str]:
     names = [part.get("kv_connector") for part in _parts(given)]
-    if names.count(CONNECTOR) > 1:
-        yield f"{CONNECTOR} is there {names.count(CONNECTOR)} times: expected once; it serves the pool and hand-overs alike"
+    times = names.count(CONNECTOR)
+    if times > 1:
+        yield f"{CONNECTOR} is there {times} times: expected once; it serves the pool and hand-overs alike"
     elif CONNECTOR not in names and isinstance(names[0], str):
         yield f"{', '.join(map(str, names))} is not of mooncake-connector, which would not be used: write {CONNECTOR}"
 
@@ -143,18 +147,17 @@ def _wrong_for_vllm(given: Mapping[str, Any]) -> Iterator[str]:
     except ValidationError as error:
         for one in error.errors():
             yield f"{'.'.join(map(str, one['loc']))} is {one['input']!r:.40}: {one['msg']}"
-    except ConfigError as error:
-        yield str(error)
+    except ConfigError:
+        pass  # the check of the configuration says it
 
 
-def _odd_policy(given: Mapping[str, Any]) -> Iterator[str]:
-    policy = given.get("kv_load_failure_policy", "fail")
-    ours = load_config(own_settings(json.dumps(given))).transfer_failure
+def _odd_policy(given: Mapping[str, Any], config: Config) -> Iterator[str]:
+    policy, ours = given.get("kv_load_failure_policy", "fail"), config.transfer_failure
     if given["kv_connector"] == _MULTI:
         if policy != ours:
             yield (
-                f"kv_load_failure_policy of the {_MULTI} is {policy!r}, and vLLM reads no other: a request whose page is "
-                f'lost {"fails" if policy == "fail" else "is computed"}, whatever transfer_failure ({ours!r}) says'
+                f"kv_load_failure_policy of the {_MULTI} is {policy!r}, and vLLM reads no other: a request whose page "
+                f'is lost {"fails" if policy == "fail" else "is computed"}, whatever transfer_failure ({ours!r}) says'
             )
     elif policy != ours and "kv_load_failure_policy" in given:
         yield f"kv_load_failure_policy is {policy!r}, but transfer_failure ({ours!r}) takes its place"
@@ -166,11 +169,10 @@ def _odd_order(given: Mapping[str, Any]) -> Iterator[str]:
         yield f"{names[1]} comes before {CONNECTOR}: the first that has some of a prompt loads it; put ours first"
 
 
-def _overridden(extra: Mapping[str, Any]) -> Iterator[str]:
-    without, together = load_config(), load_config(extra)
+def _overridden(extra: Mapping[str, Any], config: Config, others: Config) -> Iterator[str]:
     for name in extra:
         variable = environ_name(name)
-        if os.environ.get(variable) and getattr(without, name) != getattr(together, name):
+        if os.environ.get(variable) and getattr(others, name) != getattr(config, name):
             yield f"{name} is {extra[name]!r} here and {os.environ[variable]!r} in {variable}: the JSON wins"
 
 

@@ -12,8 +12,9 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -36,18 +37,23 @@ app = typer.Typer(
     context_settings=HELP_SETTINGS,
 )
 
+TransferConfig = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help="Check this as well, what `vllm serve --kv-transfer-config` is to get."),
+]
+
 _DETAIL_COLUMN = 22
 _NARROW = 60
 _COLOURS = {Status.OK: typer.colors.GREEN, Status.WARNING: typer.colors.YELLOW, Status.FAILED: typer.colors.RED}
 
 
 @app.command()
-def vllm(as_json: Json = False) -> None:
+def vllm(as_json: Json = False, kv_transfer_config: TransferConfig = None) -> None:
     """vLLM in this environment: its version, our plugin and connector in it, the configuration, the pool, transfers.
 
     Exit code 1 where something will not work.
     """
-    _examine("vllm", "vllm_plugin.doctor", as_json, transfers=True)
+    _examine("vllm", "vllm_plugin.doctor", as_json, kv_transfer_config, transfers=True)
 
 
 @app.command()
@@ -59,10 +65,14 @@ def sglang(as_json: Json = False) -> None:
     _examine("sglang", "sglang_backend.doctor", as_json)
 
 
-def _examine(engine: str, module: str, as_json: bool, *, transfers: bool = False) -> None:
+def _examine(
+    engine: str, module: str, as_json: bool, engine_json: str | None = None, *, transfers: bool = False
+) -> None:
     doctor = importlib.import_module(module)
+    given = () if engine_json is None else (engine_json,)
+    settings = None if engine_json is None else doctor.own_settings(engine_json)
     found = []
-    for check in itertools.chain(_engine_checks(doctor.run()), _own_checks(transfers)):
+    for check in itertools.chain(_engine_checks(doctor.run(*given)), _own_checks(transfers, settings)):
         found.append(check)
         if not as_json:
             _print(check)
@@ -101,9 +111,9 @@ def _engine_checks(run: Iterator[Check]) -> Iterator[Check]:
         yield check
 
 
-def _own_checks(transfers: bool) -> Iterator[Check]:
+def _own_checks(transfers: bool, engine_json: Mapping[str, Any] | None) -> Iterator[Check]:
     try:
-        config = load_config()
+        config = load_config(engine_json)
     except ConfigError as error:
         yield failed("configuration", str(error))
         return
