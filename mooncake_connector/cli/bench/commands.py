@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mooncake_connector.cli.bench.progress import say
+from mooncake_connector.cli.bench.serve.command import serve
 from mooncake_connector.cli.columns import folded
-from mooncake_connector.cli.output import EXIT_CODES, HELP_SETTINGS, Group, Json, print_table, styled, typed_path, width
+from mooncake_connector.cli.output import EXIT_CODES, HELP_SETTINGS, Group, Json, print_table, typed_path, width
 
 if TYPE_CHECKING:
     from mooncake_connector.cli.bench.report import Report
@@ -88,6 +90,9 @@ def bench() -> None:
     """Measure this machine's limit, the store, and its peers, side by side."""
 
 
+app.command()(serve)
+
+
 @app.command()
 def store(
     peer: Annotated[Peer | None, typer.Option(help="Also start and measure this store.")] = None,
@@ -134,7 +139,7 @@ def store(
         store_bench.QUICK if quick else Scale(),
         peer_python=str(peer_python or sys.executable) if peer else None,
         vllm=Engine(vllm_python, model) if vllm_python and model else None,
-        progress=_say,
+        progress=say,
     )
     _show(report, _TITLE, _LEGEND, as_json=as_json, quick=quick)
 
@@ -177,7 +182,7 @@ def hicache(
         sglang=sglang_python or Path(sys.executable),
         peers={item.value for item in peer or ()},
         peer_python=str(peer_python or sys.executable),
-        progress=_say,
+        progress=say,
     )
     _show(report, _HICACHE_TITLE, _HICACHE_LEGEND, as_json=as_json, quick=quick)
 
@@ -205,7 +210,7 @@ def transfer(
         transfer_scale.QUICK if quick else transfer_scale.TransferScale(),
         peers={item.value for item in peer or ()},
         peer_python=str(peer_python or sys.executable),
-        progress=_say,
+        progress=say,
     )
     _show(report, _TRANSFER_TITLE, _TRANSFER_LEGEND, as_json=as_json, quick=quick)
 
@@ -240,14 +245,9 @@ def pd(
         Engine(vllm_python, model),
         str(peer_python or sys.executable) if peer else None,
         vllm_pd.QUICK if quick else vllm_pd.PDScale(),
-        _say,
+        say,
     )
     _show(report, _PD_TITLE, _PD_LEGEND, as_json=as_json, quick=quick)
-
-
-def _say(line: str) -> None:
-    style = {"fg": "yellow", "bold": True} if line.startswith("WARNING") else {"dim": True}
-    typer.echo(styled(line, sys.stderr, **style), err=True)
 
 
 def _show(report: Report, title: str, legend: str, *, as_json: bool, quick: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,20 +23,29 @@ _LEAVE_S = 20.0
 
 @contextlib.contextmanager
 def running(
-    command: Sequence[str], log: IO[bytes], env: Mapping[str, str] | None = None, *, grace_s: float = 1.0
+    command: Sequence[str],
+    log: IO[bytes],
+    env: Mapping[str, str] | None = None,
+    *,
+    grace_s: float = 1.0,
+    leave_s: float = 2.0,
+    cwd: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start ``command`` in a session of its own, output to ``log``.
 
-    At the end its input is closed, it gets ``grace_s`` to leave by itself, then SIGTERM, and at last it and its
-    children are killed.
+    At the end its input is closed, it gets ``grace_s`` to leave by itself, then SIGTERM and ``leave_s`` more, and at
+    last it and its children are killed.
     """
+    # Where there is setpriv, the child also ends when this process is killed.
+    ending = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
     process = subprocess.Popen(
-        command,
+        [*ending, *command],
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,
         start_new_session=True,
         env={**os.environ, **(env or {})},
+        cwd=cwd,
     )
     try:
         yield process
@@ -43,21 +53,23 @@ def running(
         grace_s = 0
         raise
     finally:
-        _end(process, grace_s)
+        _end(process, grace_s, leave_s)
 
 
-def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    if process.stdin is not None:
-        process.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=grace_s)
-    if process.poll() is None:
-        process.terminate()
+def _end(process: subprocess.Popen[bytes], grace_s: float, leave_s: float) -> None:
+    try:
+        if process.stdin is not None:
+            process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=2)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=10)
+            process.wait(timeout=grace_s)
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=leave_s)
+    finally:  # also when a person who waits for this presses Ctrl-C again
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=10)
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], deadline_s: float, what: str) -> None:

@@ -1,0 +1,310 @@
+"""An OpenAI-compatible server as a client sees it: models, streamed completions, and the counters of its caches.
+
+Every call has a deadline over all of it, and ends at once when its `Calls` are ended from another thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.cli.bench.serve.sse import EventStream
+from mooncake_connector.cli.bench.serve.workload import Prompt
+
+_SHORT_S = 15.0
+_SHOWN = 300
+
+
+class RequestFailed(Exception):
+    """One call failed; the message says how. `status` is the server's, where it answered."""
+
+    def __init__(self, reason: str, status: int | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One streamed completion. Token ids are there if the server sends them; counts if it reports its usage."""
+
+    first_token_s: float
+    whole_s: float
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int | None
+    cached_tokens: int | None
+
+
+class Calls:
+    """The connections that are open, so that all can be ended at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._ended = False
+
+    def end(self) -> None:
+        """End what is under way; what begins later fails."""
+        with self._lock:
+            self._ended = True
+            for connected in self._open:
+                with contextlib.suppress(OSError):
+                    connected.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def holding(self, connected: socket.socket) -> Iterator[None]:
+        """While a call uses this socket. Raises RequestFailed where all were ended before."""
+        with self._lock:
+            if self._ended:
+                raise RequestFailed("stopped")
+            self._open.add(connected)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.discard(connected)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server by its address; `path` is what comes before `/v1`."""
+
+    host: str
+    port: int
+    secure: bool = False
+    path: str = ""
+    api_key: str | None = field(default=None, repr=False)
+    calls: Calls = field(default_factory=Calls, repr=False)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' if self.secure else ''}://{host}:{self.port}{self.path}"
+
+    def get(self, path: str, limit_s: float = _SHORT_S) -> tuple[int, str, bytes]:
+        """Status, content type and content. Raises RequestFailed where there is no answer."""
+        deadline = time.monotonic() + limit_s
+        with self._asked("GET", path, None, deadline) as (sock, reply):
+            return reply.status, reply.headers.get_content_type(), b"".join(_pieces(sock, reply, deadline))
+
+    def is_healthy(self) -> bool:
+        try:
+            return self.get("/health")[0] == 200
+        except RequestFailed:
+            return False
+
+    def stream(self, body: dict[str, Any], limit_s: float) -> Answer:
+        """A completion. Raises RequestFailed for whatever is not a whole answer in time."""
+        start = time.monotonic()
+        deadline = start + limit_s
+        with self._asked("POST", "/v1/completions", {**body, "stream": True}, deadline) as (sock, reply):
+            if reply.status != 200:
+                content = b"".join(_pieces(sock, reply, deadline))
+                raise RequestFailed(f"answered {reply.status}: {error_text(content)}", reply.status)
+            kind = reply.headers.get_content_type()
+            if kind != "text/event-stream":
+                raise RequestFailed(f"answered with {kind} instead of a stream of events (text/event-stream)")
+            reader = _AnswerReader(start)
+            for piece in _pieces(sock, reply, deadline):
+                reader.take(piece)
+            return reader.answer()
+
+    @contextlib.contextmanager
+    def _asked(
+        self, method: str, path: str, body: Any, deadline: float
+    ) -> Iterator[tuple[socket.socket, http.client.HTTPResponse]]:
+        make = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
+        connection = make(self.host, self.port, timeout=max(0.01, deadline - time.monotonic()))
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        content = None if body is None else json.dumps(body)
+        with contextlib.closing(connection):
+            try:
+                connection.connect()
+                sock = connection.sock  # the connection forgets it when the reply takes it over
+                with self.calls.holding(sock):
+                    connection.request(method, self.path + path, content, headers)
+                    with connection.getresponse() as reply:
+                        yield sock, reply
+            except TimeoutError as error:
+                raise RequestFailed("did not answer in time") from error
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                raise RequestFailed(f"{type(error).__name__}: {error}") from error
+
+
+def parse_url(url: str, api_key: str | None) -> Server:
+    """A server by its URL, with or without `/v1` or `/v1/completions`. Raises BenchError."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        raise BenchError(f"{url!r} is no address of a server: write it like http://127.0.0.1:8000")
+    if parts.username or parts.password:
+        raise BenchError(f"the address of {parts.hostname} has a password in it: give a key by OPENAI_API_KEY instead")
+    path = parts.path.rstrip("/").removesuffix("/completions").rstrip("/").removesuffix("/v1")
+    secure = parts.scheme == "https"
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise BenchError("the API key has characters that no HTTP header can carry")
+    return Server(parts.hostname, port or (443 if secure else 80), secure, path, api_key)
+
+
+def completion(model: str, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
+    """The body of a greedy completion, in fields that every such server knows."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def error_text(content: bytes) -> str:
+    """What a server says in the body of an error, on one short line."""
+    with contextlib.suppress(ValueError, AttributeError):
+        found = json.loads(content)
+        inner = found.get("error") or found
+        message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
+        if isinstance(message, str):
+            return _short(message)
+    return _short(content.decode(errors="replace")) or "nothing"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return "".join(character if character.isprintable() else "?" for character in line)[:_SHOWN]
+
+
+def _pieces(sock: socket.socket, reply: http.client.HTTPResponse, deadline: float) -> Iterator[bytes]:
+    """What arrives, as it arrives, until the end or the deadline. Raises TimeoutError."""
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        with contextlib.suppress(OSError):  # closed, once all of the reply has been read
+            sock.settimeout(left)
+        piece = reply.read1(1 << 16)
+        if not piece:
+            return
+        yield piece
+
+
+class _AnswerReader:
+    """Puts the events of a completion together."""
+
+    def __init__(self, start: float) -> None:
+        self._start = start
+        self._events = EventStream()
+        self._first: float | None = None
+        self._last = start
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._usage: dict[str, Any] = {}
+        self._finished = False
+
+    def take(self, piece: bytes) -> None:
+        self._take(self._events.feed(piece))
+
+    def answer(self) -> Answer:
+        self._take(self._events.end())
+        if not self._finished:
+            raise RequestFailed("the stream ended before the answer did")
+        if self._first is None:
+            raise RequestFailed("the answer is empty")
+        return Answer(
+            first_token_s=self._first - self._start,
+            whole_s=self._last - self._start,
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            prompt_tokens=_count(self._usage, "prompt_tokens"),
+            cached_tokens=_count(self._usage.get("prompt_tokens_details"), "cached_tokens"),
+        )
+
+    def _take(self, events: list[str]) -> None:
+        for data in events:
+            if data == "[DONE]":
+                self._finished = True
+                continue
+            event = json.loads(data)
+            if not isinstance(event, dict):
+                raise RequestFailed(f"sent an event that is no object: {_short(data)}")
+            if event.get("error"):
+                raise RequestFailed(f"failed while it answered: {error_text(data.encode())}")
+            self._usage = event.get("usage") or self._usage
+            for choice in event.get("choices") or ():
+                self._take_choice(choice)
+
+    def _take_choice(self, choice: dict[str, Any]) -> None:
+        text, token_ids = choice.get("text") or "", choice.get("token_ids") or ()
+        if text or token_ids:
+            self._last = time.monotonic()
+            self._first = self._first or self._last
+        self._text.append(text)
+        self._token_ids.extend(token_ids)
+        self._finished = self._finished or bool(choice.get("finish_reason"))
+
+
+def _count(found: Any, name: str) -> int | None:
+    value = found.get(name) if isinstance(found, dict) else None
+    return value if isinstance(value, int) else None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTokens:
+    """Prompt tokens by where their KV came from; differences of a server's counters."""
+
+    computed: int = 0
+    engine_cache: int = 0
+    connector: int = 0
+
+    def __sub__(self, other: CacheTokens) -> CacheTokens:
+        return CacheTokens(
+            self.computed - other.computed,
+            self.engine_cache - other.engine_cache,
+            self.connector - other.connector,
+        )
+
+    def __add__(self, other: CacheTokens) -> CacheTokens:
+        return CacheTokens(
+            self.computed + other.computed,
+            self.engine_cache + other.engine_cache,
+            self.connector + other.connector,
+        )
+
+
+_VLLM = {"local_compute": "computed", "local_cache_hit": "engine_cache", "external_kv_transfer": "connector"}
+
+
+def cache_tokens(server: Server) -> CacheTokens | None:
+    """What the server has counted since its start; None where it has no counters that are known here."""
+    try:
+        status, _, content = server.get("/metrics")
+        return parse_cache_tokens(content.decode(errors="replace")) if status == 200 else None
+    except (RequestFailed, ValueError):
+        return None
+
+
+def parse_cache_tokens(text: str) -> CacheTokens | None:
+    """vLLM's counters of prompt tokens by source, over all of its engines."""
+    counts: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "vllm:prompt_tokens_by_source_total":
+                name = _VLLM.get(sample.labels.get("source", ""))
+                if name is not None:
+                    counts[name] = counts.get(name, 0.0) + sample.value
+    return CacheTokens(**{name: int(value) for name, value in counts.items()}) if counts else None

@@ -1,0 +1,181 @@
+"""`mooncake-connector bench serve`: options, and what becomes of the report."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mooncake_connector.cli.bench.progress import say
+from mooncake_connector.cli.columns import folded
+from mooncake_connector.cli.output import Json, print_table, typed_path, width
+
+if TYPE_CHECKING:
+    from mooncake_connector.cli.bench.serve.report import ServeReport
+    from mooncake_connector.cli.bench.serve.workload import Workload
+
+_LEGEND_COLUMNS = 160
+_TITLE = "mooncake-connector bench serve"
+_LEGEND = """\
+new: every cache starts without these prompts, and fills while they are asked; seen: the same prompts again.
+TTFT: from the request to its first token, over all rounds. Tokens: the server's own counters, all its clients together.
+answers differ: greedy answers unlike those to the first asking{first}."""
+
+
+class ServePeer(str, enum.Enum):
+    """vLLM's own connectors that can be measured beside ours."""
+
+    OffloadingConnector = "OffloadingConnector"
+    SimpleCPUOffloadConnector = "SimpleCPUOffloadConnector"
+    ExampleConnector = "ExampleConnector"
+    LMCacheConnectorV1 = "LMCacheConnectorV1"
+    LMCacheMPConnector = "LMCacheMPConnector"
+    MooncakeStoreConnector = "MooncakeStoreConnector"
+    FlexKVConnectorV1 = "FlexKVConnectorV1"
+    HF3FSKVConnector = "HF3FSKVConnector"
+    none = "none"
+
+
+def serve(
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help="A running OpenAI-compatible server, of any engine.")
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            parser=typed_path, help="A checkpoint: start vLLM with it, alone and with each connector.", metavar="DIR"
+        ),
+    ] = None,
+    vllm_python: Annotated[
+        Path | None,
+        typer.Option(
+            parser=typed_path,
+            help="Python that has vLLM and this package, for --model; default: this one.",
+            metavar="PATH",
+        ),
+    ] = None,
+    peer: Annotated[
+        list[ServePeer] | None,
+        typer.Option(help="Only these of vLLM's own connectors, or `none`; default: all that run.", metavar="NAME"),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Which model of URL; default: its only one.", metavar="NAME")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Key for URL.", metavar="KEY", show_default=False)
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, max=100_000, help="Requests in a pass.")] = 64,
+    prefixes: Annotated[int, typer.Option(min=1, max=10_000, help="Different prefixes.")] = 16,
+    prefix_tokens: Annotated[int, typer.Option(min=16, max=1_000_000, help="Tokens of a prefix.")] = 1536,
+    answer_tokens: Annotated[int, typer.Option(min=1, max=10_000, help="Tokens of an answer.")] = 16,
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests at a time.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Rounds, each with prompts of its own.")] = 2,
+    seed: Annotated[
+        int | None, typer.Option(help="Of all prompts; default: 0, and a new one for each run against a URL.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, max=86400, help="Seconds that one request may take.")] = 120,
+    folder: Annotated[
+        Path | None,
+        typer.Option(parser=typed_path, help="Where the temporary caches lie; default: /dev/shm.", metavar="DIR"),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(parser=typed_path, help="Also write a picture.", metavar="FILE.png")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Serving under cache pressure: requests per second and time to first token, with and without the connector.
+
+    With --model, on this machine: vLLM alone, with this connector, and with each of vLLM's own that runs here, all with
+    the same cache in the engine, which holds a third of the prefixes. Your pool is not touched.
+
+    With a URL, a server of yours: prompts that it has not seen, then the same prefixes again. Its caches will hold
+    them.
+    """
+    from mooncake_connector.cli.bench.serve import plot as picture
+    from mooncake_connector.cli.bench.serve.workload import Workload
+
+    if (url is None) == (model is None):
+        raise typer.BadParameter("give either the URL of a server, or --model DIR", param_hint="URL")
+    if requests < prefixes:
+        raise typer.BadParameter(f"{requests} requests cannot ask for {prefixes} prefixes", param_hint="--requests")
+    if plot is not None:
+        picture.check(plot)
+    work = Workload(
+        requests, prefixes, prefix_tokens, answer_tokens=answer_tokens, concurrency=concurrency, rounds=rounds
+    )
+    with _ended_like_ctrl_c():
+        if url is not None:
+            report = _of_url(url, served_model_name, api_key, work, seed, timeout)
+        else:
+            names = [item.value for item in peer or ServePeer if item is not ServePeer.none]
+            report = _of_model(model, vllm_python, names, work, seed, timeout, folder)
+    _show(report, as_json, url is None)
+    if plot is not None:
+        picture.write(report, plot)
+
+
+def _of_url(
+    url: str, model: str | None, api_key: str | None, work: Workload, seed: int | None, timeout: float
+) -> ServeReport:
+    import dataclasses
+
+    from mooncake_connector.cli.bench.serve import client, running
+
+    work = dataclasses.replace(work, seed=running.new_seed() if seed is None else seed)
+    return running.run(client.parse_url(url, api_key or None), model, work, timeout, say)
+
+
+def _of_model(
+    model: Any, python: Path | None, peers: list[str], work: Workload, seed: int | None, timeout: float,
+    folder: Path | None,
+) -> ServeReport:  # fmt: skip
+    import dataclasses
+
+    from mooncake_connector.cli.bench import machine
+    from mooncake_connector.cli.bench.serve import compare
+
+    work = dataclasses.replace(work, seed=seed or 0)
+    where = folder or machine.default_folder()
+    return compare.run(python or Path(sys.executable), model, work, peers, where, timeout, say)
+
+
+@contextlib.contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """Whoever ends this process by a signal also ends the servers it has started."""
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    former = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _show(report: ServeReport, as_json: bool, compared: bool) -> None:
+    from mooncake_connector.cli.bench.measure import BenchError
+
+    for line in report.warnings():
+        say(f"WARNING: {line}")
+    try:
+        if as_json:
+            typer.echo(report.to_json())
+        else:
+            columns = width()
+            print_table(report.to_lines(_TITLE, columns))
+            typer.echo()
+            legend = _LEGEND.format(first=" of vLLM alone" if compared else "")
+            for line in (report.setting_line(), *report.absent_lines(), *legend.splitlines()):
+                for part in folded(line, columns or _LEGEND_COLUMNS, more="  "):
+                    typer.echo(part)
+        sys.stdout.flush()
+    except OSError as error:
+        raise BenchError(f"the report cannot be written: {error.strerror}") from error

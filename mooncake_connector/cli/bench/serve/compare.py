@@ -1,0 +1,135 @@
+"""`bench serve --model DIR`: the same requests to vLLM alone, with our connector, and with each in-tree connector.
+
+On the CPU all servers are up at once, as far as the memory allows, and take turns round by round, so that a
+neighbour's load falls on all of them; a server that waits is idle. On a device there is one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mooncake_connector.cli.bench.machine import check_room, describe_machine, describe_versions
+from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.cli.bench.serve.client import Answer, completion
+from mooncake_connector.cli.bench.serve.connectors import ALONE, NEEDED, OURS
+from mooncake_connector.cli.bench.serve.engines import (
+    MODEL_NAME,
+    Engine,
+    Memory,
+    Shape,
+    fits_at_once,
+    probe,
+    read_shape,
+    start,
+)
+from mooncake_connector.cli.bench.serve.load import Ask, Pass, run_pass
+from mooncake_connector.cli.bench.serve.report import NEW, SEEN, Absent, ServeReport, ServeRow, row_of
+from mooncake_connector.cli.bench.serve.workload import Prompt, Workload, token_prompts
+
+_SETTLE_S = 1.0
+"""Between the two passes of a round: saves are asynchronous."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class _Found:
+    """The passes of each server so far, one for each round."""
+
+    passes: dict[tuple[str, str], list[Pass]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def add(self, server: str, prompts: str, item: Pass) -> None:
+        self.passes.setdefault((server, prompts), []).append(item)
+
+    def rows(self) -> list[ServeRow]:
+        """All answers are held against what vLLM alone answered to the prompts when they were new."""
+        alone = self.passes.get((ALONE, NEW))
+        right = [item.answers for item in alone] if alone else None
+        return [
+            row_of(server, prompts, passes, None if (server, prompts) == (ALONE, NEW) else right)
+            for (server, prompts), passes in sorted(self.passes.items(), key=lambda item: _place(item[0][0]))
+        ]
+
+
+def _place(server: str) -> int:
+    return {ALONE: 0, OURS: 1}.get(server, 2)
+
+
+def run(
+    python: Path, model: Path, work: Workload, peers: Sequence[str], folder: Path, limit_s: float, progress: Progress
+) -> ServeReport:
+    """Measure. A connector that does not run is in the report with its reason; vLLM alone and ours have to run."""
+    shape = read_shape(model)
+    environment = probe(python)
+    memory = Memory.of(shape, work, on_cpu=environment.device is None)
+    found = _Found()
+    for name in peers:
+        if (module := NEEDED.get(name)) in environment.missing:
+            found.absent[name] = f"its module {module!r} is not installed in {python}"
+    names = [ALONE, OURS, *(name for name in peers if name not in found.absent)]
+    check_room(folder, memory.capacity_nbytes * (2 + ("ExampleConnector" in peers)))
+    machine = {**describe_machine(folder), "accelerator": environment.device}
+    together = environment.device is None and fits_at_once(shape, memory, len(names))
+    for group in [names] if together else [[name] for name in names]:
+        progress(f"starting vLLM: {', '.join(group)}")
+        with start(group, environment, shape, memory, folder) as (engines, absent):
+            found.absent.update(absent)
+            for name, reason in absent.items():
+                progress(f"WARNING: {name} is not measured: {reason}")
+            _measure(engines, shape, work, limit_s, found, progress)
+        for name in (ALONE, OURS):
+            if name in group and (name, SEEN) not in found.passes:
+                raise BenchError(f"{name} could not be measured: {found.absent.get(name, 'no request succeeded')}")
+    machine["load_1min_at_the_end"] = round(os.getloadavg()[0], 2)
+    settings: dict[str, str | int | float | None] = {
+        **{name: getattr(work, name) for name in work.__slots__},
+        "model": model.resolve().name,
+        "engine_cache_blocks": memory.blocks,
+        "block_tokens": memory.block_tokens,
+        "servers": "all at once, in turns" if together else "one at a time",
+    }
+    absent_rows = [Absent(name, reason) for name, reason in found.absent.items()]
+    return ServeReport(machine, {**describe_versions(), **environment.versions}, settings, found.rows(), absent_rows)
+
+
+def _measure(
+    engines: Sequence[Engine], shape: Shape, work: Workload, limit_s: float, found: _Found, progress: Progress
+) -> None:
+    alive = list(engines)
+    for number in range(work.rounds + 1):
+        # The first round has a few requests only: it warms up what a server does once.
+        prompts = token_prompts(work, shape.vocabulary, f"round {number}")
+        if number == 0:
+            prompts = prompts[: work.concurrency]
+        for engine in alive if number % 2 else alive[::-1]:
+            progress(f"{engine.name}: round {number} of {work.rounds}" if number else f"{engine.name}: warming up")
+            new, seen = _one_round(engine, prompts, work, limit_s)
+            if not engine.is_alive:
+                found.absent[engine.name] = f"died in round {number}: {engine.reason()}"
+                progress(f"WARNING: {engine.name} {found.absent[engine.name]}")
+            elif number == 0 and seen.reason is not None:
+                progress(f"WARNING: {engine.name}: {seen.reason}")
+            if number:
+                found.add(engine.name, NEW, new)
+                found.add(engine.name, SEEN, seen)
+        alive = [engine for engine in alive if engine.is_alive]
+
+
+def _one_round(engine: Engine, prompts: Sequence[Prompt], work: Workload, limit_s: float) -> tuple[Pass, Pass]:
+    ask = _asker(engine, work.answer_tokens, limit_s)
+    new = run_pass(engine.server, ask, prompts, work.concurrency)
+    time.sleep(_SETTLE_S)
+    return new, run_pass(engine.server, ask, prompts, work.concurrency)
+
+
+def _asker(engine: Engine, answer_tokens: int, limit_s: float) -> Ask:
+    def ask(prompt: Prompt) -> Answer:
+        body = {**completion(MODEL_NAME, prompt, answer_tokens), "ignore_eos": True, "return_token_ids": True}
+        return engine.server.stream(body, limit_s)
+
+    return ask

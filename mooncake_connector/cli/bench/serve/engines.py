@@ -1,0 +1,258 @@
+"""vLLM servers, one for each connector, alike in everything else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from mooncake_connector.cli.bench import processes
+from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.cli.bench.serve.client import Server
+from mooncake_connector.cli.bench.serve.connectors import NEEDED, OWN, PEERS, Place, Setup
+from mooncake_connector.cli.bench.serve.workload import Workload
+
+MODEL_NAME = "model"
+_START_DEADLINE_S = 600.0
+_PROBE_LIMIT_S = 180.0
+_GRACE_S = 20.0
+_SERVER_NBYTES = 1 << 30
+"""What a server on the CPU takes beside weights and caches."""
+
+_PROBE = """
+import json, sys
+from importlib import metadata, util
+import vllm, vllm_plugin, torch
+def version(name):
+    try: return metadata.version(name)
+    except metadata.PackageNotFoundError: return None
+device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "lmcache": version("lmcache"),
+    "mooncake-transfer-engine": next((d.version for d in metadata.distributions()
+        if d.name.startswith("mooncake-transfer-engine")), None), "device": device,
+    "missing": [name for name in sys.argv[1:] if util.find_spec(name) is None]}))
+"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An interpreter that has vLLM, what it runs on (None: the CPU), and its versions."""
+
+    python: Path
+    device: str | None
+    missing: frozenset[str]
+    """Those of `NEEDED` that it does not have."""
+    versions: dict[str, str | None]
+
+
+def probe(python: Path) -> Environment:
+    """Raises BenchError that says what to install where vLLM or this package is missing."""
+    try:
+        command = [str(python), "-c", _PROBE, *sorted(set(NEEDED.values()))]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchError(f"--vllm-python {python} cannot be run: {error}") from error
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise BenchError(
+            f"--vllm-python {python} lacks something ({reason}): it needs vLLM and mooncake-connector; to measure a "
+            "server that runs already, give its URL instead of --model"
+        )
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return Environment(python, found.pop("device"), frozenset(found.pop("missing")), found)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A checkpoint as far as sizes go."""
+
+    folder: Path
+    vocabulary: int
+    max_tokens: int
+    token_nbytes: int
+    """KV of one token in all layers; never less than it is."""
+    is_latent: bool
+
+
+def read_shape(folder: Path) -> Shape:
+    """From config.json. Raises BenchError where it cannot be read."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        config = {**config, **config.get("text_config", {})}
+        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+        latent = config.get("kv_lora_rank")
+        width = latent + config["qk_rope_head_dim"] if latent else None
+        head = config.get("head_dim") or config["hidden_size"] // heads
+        values = width or 2 * (config.get("num_key_value_heads") or heads) * head
+        longest = config.get("max_position_embeddings", 1 << 20)
+        return Shape(folder, config["vocab_size"], longest, 2 * layers * values, bool(latent))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        message = f"--model {folder}: {path.name} cannot be used ({reason}): name a checkpoint's folder"
+        raise BenchError(message) from error
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The engine's own cache, so small that it holds about a third of the prefixes."""
+
+    block_tokens: int
+    blocks: int
+    max_tokens: int
+    capacity_nbytes: int
+    """For each connector: all prompts of all rounds, and half as much again."""
+
+    @classmethod
+    def of(cls, shape: Shape, work: Workload, on_cpu: bool) -> Memory:
+        """Raises BenchError where the model is too short for the requests."""
+        if work.request_tokens > shape.max_tokens:
+            raise BenchError(
+                f"a request of {work.request_tokens:,} tokens does not fit the model's {shape.max_tokens:,}: "
+                "give a smaller --prefix-tokens"
+            )
+        block = 128 if on_cpu and not shape.is_latent else 16
+        request = math.ceil(work.request_tokens / block)
+        third = math.ceil(work.prefixes * math.ceil(work.prefix_tokens / block) / 3)
+        longest = min(request * block, shape.max_tokens)
+        tokens = work.rounds * (work.prefixes * work.prefix_tokens + work.requests * 128)
+        nbytes = max(256 << 20, tokens * shape.token_nbytes * 3 // 2)
+        return cls(block, max(third, request * work.concurrency) + 1, longest, nbytes)
+
+
+class Engine:
+    """One running server of vLLM, and what ended it if it ended."""
+
+    def __init__(self, name: str, server: Server, process: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+        self.name, self.server = name, server
+        self._process, self._log = process, log
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask_to_end(self) -> None:
+        if self.is_alive:
+            self._process.terminate()
+
+    def reason(self) -> str:
+        """What its log says of its end."""
+        return failure_in(self._log)
+
+
+@contextlib.contextmanager
+def start(
+    names: Sequence[str], environment: Environment, shape: Shape, memory: Memory, folder: Path
+) -> Iterator[tuple[list[Engine], dict[str, str]]]:
+    """Servers with these connectors, all at once; those that do not come up, with the reason of each."""
+    absent: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        running: list[Engine] = []
+        waiting: list[Engine] = []
+        cores = len(os.sched_getaffinity(0))  # so many start at a time
+        for name in names:
+            place_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-serve-", dir=folder)))
+            place = Place(environment.python, place_folder, memory.capacity_nbytes, stack)
+            try:
+                setup = {**OWN, **PEERS}[name](place)
+            except (BenchError, OSError) as error:
+                absent[name] = str(error)
+                continue
+            waiting.append(_launch(name, setup, environment, shape, memory, place, stack))
+            if len(waiting) == cores:
+                running += [engine for engine in waiting if _comes_up(engine, absent)]
+                waiting = []
+        running += [engine for engine in waiting if _comes_up(engine, absent)]
+        for engine in running:
+            stack.callback(engine.ask_to_end)  # all at once, before each is waited for
+        yield running, absent
+
+
+def _launch(
+    name: str, setup: Setup, environment: Environment, shape: Shape, memory: Memory, place: Place,
+    stack: contextlib.ExitStack,
+) -> Engine:  # fmt: skip
+    (port,) = processes.free_ports(1)
+    log = place.log()
+    command = _command(environment, shape, memory, port, setup.transfer)
+    env = {**_environment(memory, shape), **setup.env}
+    process = stack.enter_context(processes.running(command, log, env, grace_s=0, leave_s=_GRACE_S, cwd=place.folder))
+    return Engine(name, Server("127.0.0.1", port), process, log)
+
+
+def _comes_up(engine: Engine, absent: dict[str, str]) -> bool:
+    deadline = time.monotonic() + _START_DEADLINE_S
+    while time.monotonic() < deadline:
+        if not engine.is_alive:
+            absent[engine.name] = engine.reason()
+            return False
+        if engine.server.is_healthy():
+            return True
+        time.sleep(0.2)
+    absent[engine.name] = f"did not start within {_START_DEADLINE_S:.0f} s: {engine.reason()}"
+    return False
+
+
+def _environment(memory: Memory, shape: Shape) -> dict[str, str]:
+    cache_nbytes = memory.blocks * memory.block_tokens * shape.token_nbytes
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(cache_nbytes / (1 << 30))),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_WAIT_POLICY": "PASSIVE",  # a server that waits for its turn takes no core
+    }
+
+
+def _command(
+    environment: Environment, shape: Shape, memory: Memory, port: int, transfer: dict[str, Any] | None
+) -> list[str]:
+    # As a module: the `vllm` command of the CPU build does not start.
+    command = [
+        *(str(environment.python), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(shape.folder.resolve()), "--served-model-name", MODEL_NAME),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
+        *("--max-model-len", str(memory.max_tokens), "--block-size", str(memory.block_tokens)),
+        *("--num-gpu-blocks-override", str(memory.blocks), "--disable-uvicorn-access-log"),
+        *(("--enforce-eager",) if environment.device is None else ()),
+    ]
+    if transfer is not None:
+        command += ["--kv-transfer-config", json.dumps(transfer)]
+    return command
+
+
+def fits_at_once(shape: Shape, memory: Memory, count: int) -> bool:
+    """Whether the main memory has room for that many servers on the CPU, each with the cache of its connector."""
+    weights = sum(path.stat().st_size for path in shape.folder.glob("*.safetensors"))
+    each = weights * 3 // 2 + memory.capacity_nbytes + memory.blocks * memory.block_tokens * shape.token_nbytes
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    with contextlib.suppress(OSError):
+        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        available = int(found[1]) << 10 if found else available
+    return count * (each + _SERVER_NBYTES) < available
+
+
+_ERROR = re.compile(r"\b([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)(?::[ \t].+)?)$")
+_FOLLOWS = ("Engine core initialization failed", "WorkerProc initialization failed", "cancelled")
+
+
+def failure_in(log: IO[bytes]) -> str:
+    """The first error in a server's log that is no consequence of another; else its last line."""
+    log.seek(0)
+    lines = log.read().decode(errors="replace").splitlines()
+    for line in lines:
+        found = _ERROR.search(line.rstrip())
+        if found and ": " in found[1] and not any(text in found[1] for text in _FOLLOWS):
+            return found[1][:200]
+    for line in reversed(lines):
+        if line.strip():
+            return line.strip()[:200]
+    return "it ended and said nothing"

@@ -1,0 +1,341 @@
+"""`bench serve` against a stand-in server: what it asks, what it reports, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.streaming_server import StreamingServer, event, token
+from mooncake_connector.cli.bench.commands import app
+from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.cli.bench.serve import engines, plot, running
+from mooncake_connector.cli.bench.serve.client import Answer, CacheTokens, parse_url
+from mooncake_connector.cli.bench.serve.connectors import ALONE, NEEDED, OURS, OWN, PEERS
+from mooncake_connector.cli.bench.serve.load import Pass
+from mooncake_connector.cli.bench.serve.report import NEW, SEEN, Absent, ServeReport, row_of
+from mooncake_connector.cli.bench.serve.workload import Workload, text_prompts, token_prompts
+
+SMALL = ["--requests", "8", "--prefixes", "2", "--prefix-tokens", "64", "--rounds", "1"]
+QWEN3 = {
+    "vocab_size": 257,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.fixture
+def stand_in():
+    with StreamingServer() as server:
+        yield server
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    """The command, with its error as the message that a person reads."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    def ask(*arguments: str) -> dict:
+        result = CliRunner().invoke(app, ["serve", "--json", *SMALL, *arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout.splitlines()[-1])
+
+    return ask
+
+
+def test_every_prefix_is_asked_once_when_it_is_new_and_equally_often_after_that(stand_in, ask):
+    found = ask(stand_in.url)
+    new, seen = found["rows"]
+    assert (new["prompts"], new["requests"], seen["prompts"], seen["requests"]) == (NEW, 2, SEEN, 8)
+    trial, *asked = [body["prompt"] for body in stand_in.behaviour.asked]
+    prefixes = [prompt.rsplit(" ", 25)[0] for prompt in asked]  # a question of 32 tokens, 1.3 a word
+    assert len({*prefixes}) == 2 and {prefixes.count(prefix) for prefix in prefixes} == {5}
+    assert len({*asked}) == 8 and trial not in asked
+    assert (new["failed"], seen["failed"], seen["answers_compared"], seen["answers_differ"]) == (0, 0, 2, 0)
+
+
+def test_prompts_are_new_in_every_run_unless_a_seed_is_given(stand_in, ask):
+    def prompts(*arguments):
+        stand_in.behaviour.asked.clear()
+        found = ask(stand_in.url, *arguments)
+        return sorted(body["prompt"] for body in stand_in.behaviour.asked), found["settings"]["seed"]
+
+    first, seed = prompts()
+    second, _ = prompts()
+    assert first != second
+    assert prompts("--seed", str(seed)) == (first, seed)
+
+
+def test_failed_requests_are_in_the_report(stand_in, ask):
+    def fail_later(*arguments):
+        return 500 if len(stand_in.behaviour.asked) > 6 else 200
+
+    type(stand_in.behaviour).status = property(fail_later, lambda self, value: None)
+    try:
+        _, seen = ask(stand_in.url, "--concurrency", "1")["rows"]
+    finally:
+        del type(stand_in.behaviour).status
+    assert (seen["requests"], seen["failed"]) == (8, 5)
+    assert "answered 500" in seen["failure"]
+
+
+def test_tokens_of_the_caches_come_from_the_server_s_counters(stand_in, ask):
+    stand_in.behaviour.metrics = 'vllm:prompt_tokens_by_source_total{source="local_compute"} 5\n'
+    new, _ = ask(stand_in.url)["rows"]
+    assert (new["tokens_computed"], new["tokens_engine_cache"], new["tokens_connector"]) == (0, 0, 0)
+    stand_in.behaviour.metrics = None
+    new, _ = ask(stand_in.url)["rows"]
+    assert new["tokens_computed"] is None
+
+
+def test_a_server_that_does_not_know_stream_options_is_asked_without(stand_in, ask):
+    stand_in.behaviour.refuses = "stream_options"
+    stand_in.behaviour.stream = [token("a", finish_reason="stop")]
+    assert ask(stand_in.url)["rows"][1]["failed"] == 0
+
+
+def test_answers_that_change_are_counted(stand_in, ask):
+    class Drifting(list):
+        def __iter__(self):
+            return iter([token(str(len(stand_in.behaviour.asked)), finish_reason="stop")])
+
+    stand_in.behaviour.stream = Drifting()
+    _, seen = ask(stand_in.url)["rows"]
+    assert (seen["answers_compared"], seen["answers_differ"]) == (2, 2)
+
+
+def test_the_key_of_the_environment_is_sent_and_not_shown(stand_in, ask, monkeypatch):
+    stand_in.behaviour.key = "sk-secret"
+    with pytest.raises(BenchError, match="asks for a key: set OPENAI_API_KEY"):
+        ask(stand_in.url)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
+    with pytest.raises(BenchError, match="is not taken") as caught:
+        ask(stand_in.url)
+    assert "sk-wrong" not in str(caught.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    assert "sk-secret" not in json.dumps(ask(stand_in.url))
+
+
+@pytest.mark.parametrize(
+    ("models", "arguments", "reason"),
+    [
+        ((500, "text/plain", b""), [], "/v1/models answered 500"),
+        ((404, "text/html", b"<html>"), [], "answered 404.*--served-model-name"),
+        ((200, "text/html", b"<html>hello</html>"), [], "text/html that lists no models"),
+        ((200, "application/json", b"[]"), [], "lists no models"),
+        ((200, "application/json", b'{"data": []}'), [], "has 0 models"),
+        ((200, "application/json", b'{"data": [{"id": "a"}, {"id": "b"}]}'), [], "has 2 models.*a, b"),
+        ((200, "application/json", b'{"data": [{"id": "a"}]}'), ["--served-model-name", "c"], "no model 'c': it has a"),
+        ((200, "application/json", b'{"data": [{"id": "a", "max_model_len": 100}]}'), [], "max_model_len of 100"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_named_with_what_to_do(stand_in, ask, models, arguments, reason):
+    stand_in.behaviour.models = models
+    with pytest.raises(BenchError, match=reason):
+        ask(stand_in.url, *arguments)
+
+
+def test_a_server_without_a_list_of_models_is_asked_for_the_one_that_was_named(stand_in, ask):
+    stand_in.behaviour.models = (404, "text/plain", b"")
+    assert ask(stand_in.url, "--served-model-name", "mine")["settings"]["model"] == "mine"
+    assert stand_in.behaviour.asked[0]["model"] == "mine"
+
+
+def test_a_server_that_is_down(ask):
+    with pytest.raises(BenchError, match=r"ConnectionRefusedError.*is the server up"):
+        ask("http://127.0.0.1:9")
+
+
+def test_a_server_whose_first_answer_fails(stand_in, ask):
+    stand_in.behaviour.stream = [event(error={"message": "out of memory"})]
+    with pytest.raises(BenchError, match=r"the first request failed: .*out of memory"):
+        ask(stand_in.url)
+
+
+def test_a_server_that_hangs(stand_in, ask):
+    stand_in.behaviour.pause_s = 600
+    with pytest.raises(BenchError, match="did not answer in time"):
+        ask(stand_in.url, "--timeout", "0.3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "either the URL of a server, or --model"),
+        (["http://h", "--model", "."], "either the URL of a server, or --model"),
+        (["http://h", "--requests", "2", "--prefixes", "3"], "2 requests cannot ask for 3 prefixes"),
+        (["http://h", "--concurrency", "0"], "--concurrency"),
+        (["http://h", "--peer", "Nixl"], "--peer"),
+    ],
+)
+def test_options_that_do_not_fit(arguments, reason):
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert reason in " ".join(result.output.replace("│", " ").split())
+
+
+def test_prompts_have_their_length_and_their_seed():
+    work = Workload(requests=6, prefixes=3, prefix_tokens=100, question_tokens=7)
+    prompts = token_prompts(work, 50, "a")
+    assert {len(prompt) for prompt in prompts} == {107} and max(max(prompt) for prompt in prompts) < 50
+    assert len({tuple(prompt[:100]) for prompt in prompts}) == 3 and len({tuple(prompt) for prompt in prompts}) == 6
+    assert prompts == token_prompts(work, 50, "a") != token_prompts(work, 50, "b")
+    assert {len(prompt.split()) for prompt in text_prompts(work, 2.0, "a")} == {50 + 4}
+
+
+def write_config(folder: Path, **changes) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**QWEN3, **changes}))
+    return folder
+
+
+def test_the_engine_s_cache_holds_a_third_of_the_prefixes(tmp_path):
+    shape = engines.read_shape(write_config(tmp_path))
+    assert (shape.vocabulary, shape.token_nbytes) == (257, 8 * 2 * 4 * 64 * 2)
+    memory = engines.Memory.of(shape, Workload(), on_cpu=True)
+    assert (memory.block_tokens, memory.blocks) == (128, 16 * 12 // 3 + 1)
+    assert memory.capacity_nbytes > 2 * 16 * 1536 * shape.token_nbytes
+    assert engines.Memory.of(shape, Workload(concurrency=32), on_cpu=True).blocks == 32 * 13 + 1, "all fit at a time"
+
+
+def test_kv_of_a_model_with_latent_attention(tmp_path):
+    shape = engines.read_shape(write_config(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64))
+    assert shape.token_nbytes == 8 * 576 * 2
+    assert engines.Memory.of(shape, Workload(), on_cpu=True).block_tokens == 16
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"num_hidden_layers": "x"}'])
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(BenchError, match=f"--model {tmp_path}.*checkpoint"):
+        engines.read_shape(tmp_path)
+
+
+def test_requests_that_are_too_long_for_the_model(tmp_path):
+    shape = engines.read_shape(write_config(tmp_path))
+    with pytest.raises(BenchError, match=r"9,048 tokens does not fit the model's 4,096: .* --prefix-tokens"):
+        engines.Memory.of(shape, Workload(prefix_tokens=9000), on_cpu=True)
+
+
+def test_a_python_without_vllm_is_named():
+    with pytest.raises(BenchError, match="it needs vLLM and mooncake-connector"):
+        engines.probe(Path(sys.executable))
+    with pytest.raises(BenchError, match="cannot be run"):
+        engines.probe(Path("/nowhere/python"))
+
+
+def test_every_connector_can_be_chosen():
+    from mooncake_connector.cli.bench.serve.command import ServePeer
+
+    assert [item.value for item in ServePeer] == [*PEERS, "none"]
+    assert {*NEEDED} <= {*PEERS} and [*OWN] == [ALONE, OURS]
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (
+            "ok\n(EngineCore pid=3) ERROR AssertionError: no CUDA\nRuntimeError: Engine core initialization failed\n",
+            "AssertionError: no CUDA",
+        ),
+        ("x\nvllm.errors.SomeError: no\n\n", "vllm.errors.SomeError: no"),
+        ("usage: x\nx: error: argument --block-size\n\n", "x: error: argument --block-size"),
+        ("Killed", "Killed"),
+        ("\n", "it ended and said nothing"),
+    ],
+)
+def test_the_reason_of_a_server_s_end_is_its_first_error(log, reason):
+    assert engines.failure_in(io.BytesIO(log.encode())) == reason
+
+
+def answer(first: float, text: str = "a") -> Answer:
+    return Answer(first, first + 1, text, (), None, None)
+
+
+def test_a_row_takes_all_rounds_together():
+    passes = [
+        Pass(2.0, (answer(0.1), answer(0.2), None), "timed out", CacheTokens(1, 2, 3)),
+        Pass(1.0, (answer(0.3), answer(0.4, "b"), answer(0.5)), None, CacheTokens(10, 20, 30)),
+    ]
+    right = [(answer(9), answer(9), answer(9)), (answer(9), answer(9), None)]
+    row = row_of("x", SEEN, passes, right)
+    assert (row.requests, row.failed, row.failure) == (6, 1, "timed out")
+    assert row.requests_per_second == pytest.approx(5 / 3) and row.rounds == [1.0, 3.0]
+    assert (row.ttft_p50_s, row.ttft_p90_s, row.ttft_p99_s) == (0.3, 0.5, 0.5)
+    assert (row.tokens_computed, row.tokens_engine_cache, row.tokens_connector) == (11, 22, 33)
+    assert (row.answers_compared, row.answers_differ) == (4, 1)
+
+
+def report() -> ServeReport:
+    right = [(answer(1.0),)]
+    rows = [
+        row_of(server, prompts, [Pass(seconds, (answer(seconds),), None, CacheTokens(1536, 0, 0))], right)
+        for server, prompts, seconds in ((ALONE, NEW, 1.0), (ALONE, SEEN, 0.9), (OURS, NEW, 1.1), (OURS, SEEN, 0.1))
+    ]
+    settings = {"requests": 64, "prefixes": 16, "prefix_tokens": 1536, "concurrency": 4, "model": "qwen3"}
+    machine = {"cpu": "a CPU", "cores": 2}
+    return ServeReport(machine, {"vllm": "1"}, settings, rows, [Absent("[bold]X[/]", "no [red]GPU")])
+
+
+def test_noise_and_failures_are_warned_of():
+    failed = row_of("x", SEEN, [Pass(1.0, (answer(1.0), None), "broke", None)], None)
+    noisy = row_of("y", SEEN, [Pass(1.0, (answer(1.0),), None, None), Pass(2.0, (answer(1.0),), None, None)], None)
+    warnings = ServeReport({}, {}, {}, [failed, noisy], []).warnings()
+    assert warnings[0] == "x, seen prompts: 1 of 2 requests failed: broke"
+    assert warnings[1].startswith("y, seen prompts: the rounds are 100% apart")
+
+
+def test_what_did_not_run_is_told_as_it_is():
+    assert report().absent_lines() == ["not measured: [bold]X[/]: no [red]GPU"]
+
+
+def test_a_picture_needs_matplotlib_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(BenchError, match=r"pip install .mooncake-connector\[plot\]"):
+        plot.check(tmp_path / "x.png")
+
+
+def test_a_picture_is_a_small_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "serve.png"
+    plot.check(path)
+    plot.write(report(), path)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG") and len(content) < 100_000
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["x.jpg", "nowhere/x.png", ""])
+def test_a_place_where_no_picture_can_be_is_refused_before_anything_is_measured(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(BenchError, match="--plot"):
+        plot.check(tmp_path / name)
+
+
+def test_a_full_disk_leaves_no_half_picture(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def full(self, content):
+        with open(self, "wb") as file:
+            file.write(content[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(BenchError, match="No space left on device"):
+        plot.write(report(), tmp_path / "x.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_running_servers_are_asked_under_their_own_address(stand_in):
+    server = parse_url(f"{stand_in.url}/v1", None)
+    assert running.choose_model(server, None) == ("m", 4096)
