@@ -3,5 +3,5 @@
 VLLM = r"""vllm serve MODEL --kv-transfer-config \
     '{"kv_connector":"MooncakeKVConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'"""
 
-SGLANG = r"""python -m sglang.launch_server --model-path MODEL --page-size 64 \
+SGLANG = r"""sglang serve --model-path MODEL --page-size 64 \
     --enable-hierarchical-cache --hicache-storage-backend mooncake_connector"""
