@@ -26,7 +26,7 @@ from mooncake_connector.config import Config, load_config
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes
 from store_client import EmbeddedStore
-from store_client.embedded import layout
+from store_client.embedded import contents, layout
 
 app = typer.Typer(
     help="Check whether an engine would use the pool, without starting it.",
@@ -152,14 +152,14 @@ def _pool(folder: Path, capacity: int | None) -> Check:
         chosen = layout.check_capacity(parent, capacity, 0)
         return ok("pool", f"{folder} will be made by the first engine, with {human_nbytes(chosen)}")
     layout.secure_folder(folder)
-    if not (folder / "pool.json").exists():
+    if not contents.is_pool(folder):
         chosen = layout.check_capacity(folder, capacity, layout.held_nbytes(folder))
         return ok("pool", f"{folder} will be filled by the first engine, with {human_nbytes(chosen)}")
-    if capacity is not None:
-        layout.check_capacity(folder, capacity, layout.held_nbytes(folder))
     try:
         with EmbeddedStore(folder, rebuild=False) as store:
             stats = store.stats()
+        if capacity is not None:
+            layout.check_capacity(folder, capacity, layout.held_nbytes(folder), stats.capacity_nbytes)
     except PoolError as error:
         if isinstance(error.__context__, layout.Unusable):
             return warning("pool", f"{folder} will be made anew by the next engine: {error.__context__}")

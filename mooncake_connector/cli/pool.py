@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -12,9 +11,7 @@ from mooncake_connector.cli.tables import ID_DIGITS
 from mooncake_connector.config import environ_name, load_config
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Store
-from store_client.embedded import default_pool_path
-
-_MARKER = "pool.json"
+from store_client.embedded import contents, default_pool_path
 
 
 def locate(pool: Path | None) -> Path:
@@ -25,9 +22,12 @@ def locate(pool: Path | None) -> Path:
     candidates = _candidates(pool)
     for folder in candidates:
         try:
-            if (folder / _MARKER).is_file():
+            os.scandir(folder).close()
+            if contents.is_pool(folder):
                 return folder
-        except OSError as error:  # Python before 3.14 raises for a folder that may not be entered
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
             raise PoolError(f"pool folder {folder} cannot be read: {error.strerror}") from None
     folder = candidates[0]
     what = "is not a pool" if folder.exists() else "does not exist"
@@ -89,10 +89,13 @@ def destroy(folder: Path) -> int:
     if status.st_uid != os.geteuid():
         raise PoolError(f"pool folder {folder} belongs to user {status.st_uid}, not to you: only its owner deletes it")
     freed = folder_nbytes(folder)
-    # The marker goes first: whatever happens next, nobody opens what is left as a pool.
     try:
-        (folder / _MARKER).unlink()
-        shutil.rmtree(folder)
+        left = contents.remove_pool(folder)
     except OSError as error:
         raise PoolError(f"pool folder {folder} could not be deleted completely: {error}") from None
+    if left:
+        raise PoolError(
+            f"the pool in {folder} is deleted, the folder is not: it also holds {', '.join(sorted(left)[:3])}, which "
+            "the pool did not make"
+        )
     return freed

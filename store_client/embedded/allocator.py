@@ -3,11 +3,13 @@
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.sizes import human_nbytes
 from store_client.embedded.arena import GRANULE, GROWTH_NBYTES, Arena
 from store_client.embedded.counters import Counters
-from store_client.embedded.extents import as_runs
+from store_client.embedded.extents import as_runs, without
 from store_client.embedded.rows import INLINE_EXTENTS
 
 if TYPE_CHECKING:
@@ -55,7 +57,9 @@ class Allocator:
             except OSError as error:
                 reason = error
                 continue
-            draft.free.add(as_runs([(draft.high_water, size)]))
+            # A writer may still fill space that a shrink cut off and that comes back here.
+            held = np.concatenate([as_runs([]), *(reservation.space_runs for reservation in draft.reservations())])
+            draft.free.add(without(draft.high_water, draft.high_water + size, held))
             draft.high_water += size
             return True
         self._no_growth_before = time.monotonic() + _RETRY_GROWTH_S

@@ -5,6 +5,7 @@ kills the process. The file never shrinks while it may be mapped; what a smaller
 """
 
 import ctypes
+import fcntl
 import mmap
 import os
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from store_client.base import Bytes
+from store_client.embedded.files import open_file
 
 GRANULE = 4096
 GROWTH_NBYTES = 64 << 20
@@ -36,13 +38,21 @@ class Arena:
     """The arena file, mapped. Views stay valid after `close`; the mapping goes with the last of them."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = self._presence = -1
         self._lock = threading.Lock()
         self.limit = 0
         """Granules of the pool's capacity: beyond it nothing is mapped ahead, which would take memory."""
         self._data: Bytes = np.zeros(0, dtype=np.uint8)
         self._warm: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
-        self._map()
+        try:
+            self._fd = open_file(path, os.O_RDWR)
+            # Locked while this process uses the file: see `punch_from`. Not the mapping's own, which outlives `close`.
+            self._presence = open_file(path, os.O_RDWR)
+            fcntl.flock(self._presence, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._map()
+        except BaseException:
+            self.close()
+            raise
 
     def _map(self) -> None:
         size = os.fstat(self._fd).st_size
@@ -113,12 +123,21 @@ class Arena:
         os.posix_fallocate(self._fd, start * GRANULE, (stop - start) * GRANULE)
 
     def punch_from(self, first: int) -> None:
-        """Give everything from this granule on back to the file system; a reader there would need it anew."""
+        """Give everything from this granule on back to the file system, unless another process uses the file.
+
+        One that reads there needs the space anew, and is killed where the file system is full (SIGBUS).
+        """
         size = os.fstat(self._fd).st_size - first * GRANULE
-        if size > 0:
-            flags = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+        if size <= 0:
+            return
+        try:
+            fcntl.flock(self._presence, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with self._lock:
-                _libc.fallocate(self._fd, flags, first * GRANULE, size)
+                _libc.fallocate(self._fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, first * GRANULE, size)
+        except BlockingIOError:
+            pass
+        finally:
+            fcntl.flock(self._presence, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def extend(self, granules: int) -> None:
         """Make the file at least so large, without securing the new part."""
@@ -132,6 +151,7 @@ class Arena:
 
     def close(self) -> None:
         with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            for fd in (self._fd, self._presence):
+                if fd >= 0:
+                    os.close(fd)
+            self._fd = self._presence = -1

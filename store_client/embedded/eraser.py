@@ -1,12 +1,12 @@
 """Forgetting pages: their names go, and their space is free. Everything here is for the holder of the write lock."""
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from store_client.embedded import rows as rows_
 from store_client.embedded.allocator import Piece
+from store_client.embedded.clock import now_ns
 from store_client.embedded.extents import as_runs, clip_runs
 from store_client.embedded.journal import Record
 from store_client.embedded.ledger import Draft, Ledger
@@ -36,7 +36,7 @@ class Eraser:
                     draft, -len(gone), -granules, clear_cells=self._table.cells_of(gone), clear_slots=gone
                 )
                 draft.record = record
-            self._table.apply(record, time.time_ns())
+            self._table.apply(record, now_ns())
             forgotten += len(gone)
         return forgotten
 
@@ -56,8 +56,8 @@ class Eraser:
         return pieces, np.array(gone, dtype=np.uint32)
 
     def free(self, draft: Draft, pieces: Sequence[Piece], slots: Sequence[int]) -> None:
-        """Give space and slots back; what lies beyond the capacity is not free but gone."""
-        below, _beyond = clip_runs(as_runs(pieces), draft.capacity)
+        """Give space and slots back; what a shrink has cut off meanwhile is not free but gone."""
+        below, _beyond = clip_runs(as_runs(pieces), draft.high_water)
         draft.free.add(below)
         draft.slots.add(as_runs((slot, 1) for slot in slots))
 
@@ -65,7 +65,10 @@ class Eraser:
         """Evict what is needed and at least 1% of the pool, so that the cost of choosing is shared by many puts."""
         table = self._table
         at_least = max(granules, table.capacity_granules // 100)
-        pages = Candidates(table.access, table.parent, table.depth, table.granules)
+        used = table.access.copy()
+        # A time that lies ahead (see `clock`) must neither spare a page for ever nor be worth less than an old one.
+        used[used > now_ns()] = max(0, started_ns - 1)
+        pages = Candidates(used, table.parent, table.depth, table.granules)
         victims = self._policy.victims(pages, at_least, max(slots, 1), started_ns)
         evicted = self.forget(victims)
         table.add_counters({"evicted_pages": evicted})

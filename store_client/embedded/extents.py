@@ -33,6 +33,11 @@ class FreeRuns:
     def __len__(self) -> int:
         return len(self._start)
 
+    def is_sound(self, limit: int) -> bool:
+        """True if the runs are in order, disjoint, not empty and below `limit`."""
+        end = self._start + self._length
+        return bool((self._length > 0).all() and (self._start[1:] >= end[:-1]).all() and (end <= limit).all())
+
     @property
     def total(self) -> int:
         """Units free."""
@@ -111,6 +116,17 @@ class FreeRuns:
     def _drop_empty(self) -> None:
         kept = self._length > 0
         self._start, self._length = self._start[kept], self._length[kept]
+
+
+def without(start: int, stop: int, taken: Runs) -> Runs:
+    """What of `start .. stop` lies in none of the runs, which must not overlap each other."""
+    order = np.argsort(taken[:, 0], kind="stable")
+    first = taken[order, 0].astype(np.int64)
+    last = first + taken[order, 1]
+    starts = np.concatenate([[start], np.clip(last, start, stop)])
+    ends = np.concatenate([np.clip(first, start, stop), [stop]])
+    kept = ends > starts
+    return np.stack([starts[kept], ends[kept] - starts[kept]], axis=1).astype(np.uint32)
 
 
 def clip_runs(runs: Runs, limit: int) -> tuple[Runs, Runs]:

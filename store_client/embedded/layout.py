@@ -2,7 +2,7 @@
 
 <pool>/pool.json      which data folder is current; replaced as a whole, never edited
 <pool>/open.lock      held while a process opens or rebuilds the pool
-<pool>/<id>/          ledger/data.mdb, table, arena, spaces, owners/
+<pool>/<id>/          a marker, ledger/data.mdb, table, arena, spaces, owners/
 """
 
 import json
@@ -16,10 +16,11 @@ from pathlib import Path
 
 from mooncake_connector.errors import PoolError
 from mooncake_connector.sizes import human_nbytes
-from store_client.embedded import ledger, table
+from store_client.embedded import contents, ledger, table
 from store_client.embedded.arena import GRANULE
+from store_client.embedded.files import read_file, write_file
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MIN_CAPACITY_NBYTES = 1 << 20
 MAX_DEFAULT_CAPACITY_NBYTES = 16 << 30
 _DEFAULT_NEEDS_NBYTES = 512 << 20
@@ -54,7 +55,7 @@ def choose_default(capacity_nbytes: int | None) -> tuple[Path, str | None]:
     """The default folder, or one on disk where shared memory is too small; and then a line that says so."""
     wanted = _DEFAULT_NEEDS_NBYTES if capacity_nbytes is None else overhead_nbytes(capacity_nbytes) + capacity_nbytes
     size, shm = human_nbytes(wanted), default_pool_path()
-    if (shm / "pool.json").exists() or free_nbytes(shm.parent) >= wanted:
+    if os.path.lexists(shm / contents.DESCRIPTION) or free_nbytes(shm.parent) >= wanted:
         return shm, None
     for parent in (Path(tempfile.gettempdir()), Path("/var/tmp")):
         if free_nbytes(parent) >= wanted:
@@ -93,8 +94,10 @@ def overhead_nbytes(capacity_nbytes: int) -> int:
     return index_nbytes(pages_for(capacity_nbytes))
 
 
-def check_capacity(pool: Path, capacity_nbytes: int | None, held_nbytes: int) -> int:
+def check_capacity(pool: Path, capacity_nbytes: int | None, held_nbytes: int, granted_nbytes: int = 0) -> int:
     """The capacity to use, in bytes. `held_nbytes`: what the pool has of the file system already.
+
+    A capacity up to `granted_nbytes`, which the pool has, is right however full the file system is by now.
 
     Raises PoolError for one that is too small, or larger than the file system has room for.
     """
@@ -110,7 +113,7 @@ def check_capacity(pool: Path, capacity_nbytes: int | None, held_nbytes: int) ->
             f"{human_nbytes(MIN_CAPACITY_NBYTES)}"
         )
     needed = capacity_nbytes + overhead_nbytes(capacity_nbytes)
-    if needed > room:
+    if needed > room and capacity_nbytes > granted_nbytes:
         raise PoolError(
             f"pool {pool}: capacity {human_nbytes(capacity_nbytes)} takes {human_nbytes(needed)} with its index, and "
             f"the file system has room for {human_nbytes(room)}; set a smaller `capacity`, or `pool` to another folder"
@@ -126,7 +129,7 @@ def boot_id() -> str:
 
 
 def secure_folder(pool: Path) -> None:
-    """Create the pool folder, or make sure that it is ours alone. Raises PoolError."""
+    """Create the pool folder, or make sure that it is ours alone and holds nothing else. Raises PoolError."""
     try:
         pool.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = os.lstat(pool)
@@ -141,6 +144,7 @@ def secure_folder(pool: Path) -> None:
             f"pool folder {pool} belongs to user id {info.st_uid}, this process runs as {os.geteuid()}; a pool is "
             "never shared between users: set `pool` to a folder of your own"
         )
+    contents.refuse_foreign(pool)  # before any advice about its mode
     if info.st_mode & 0o077:
         raise PoolError(
             f"pool folder {pool} has mode {info.st_mode & 0o777:04o}: others may reach it; `chmod 700 {pool}`, or set "
@@ -153,10 +157,10 @@ def secure_folder(pool: Path) -> None:
 def read_description(pool: Path) -> Description | None:
     """pool.json, or None where there is none. Raises Unusable; PoolError for a pool of a newer version."""
     try:
-        raw = json.loads((pool / "pool.json").read_bytes())
+        raw = json.loads(read_file(pool / contents.DESCRIPTION))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Unusable(f"pool.json cannot be read ({error})") from None
     version = raw.get("format") if isinstance(raw, dict) else None
     if not isinstance(version, int) or version < FORMAT_VERSION:
@@ -164,7 +168,8 @@ def read_description(pool: Path) -> Description | None:
     if version > FORMAT_VERSION:
         raise PoolError(
             f"pool {pool} has format {version}, written by a newer mooncake-connector; this one knows up to "
-            f"{FORMAT_VERSION}: upgrade it, set `pool` to another folder, or delete {pool}"
+            f"{FORMAT_VERSION}: upgrade it, set `pool` to another folder, or delete this one with `mooncake-connector "
+            f"store destroy --pool {pool}`"
         )
     try:
         description = Description(**raw)
@@ -184,10 +189,9 @@ def new_description(capacity_nbytes: int) -> Description:
 
 def write_description(pool: Path, description: Description) -> None:
     """Make this data folder the current one, at once and as a whole."""
-    temporary = pool / "pool.json.new"
-    temporary.write_text(json.dumps(asdict(description)))
-    temporary.chmod(0o600)
-    os.replace(temporary, pool / "pool.json")
+    temporary = pool / contents.NEW_DESCRIPTION
+    write_file(temporary, json.dumps(asdict(description)).encode())
+    os.replace(temporary, pool / contents.DESCRIPTION)
 
 
 def held_nbytes(pool: Path) -> int:

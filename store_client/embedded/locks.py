@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 from mooncake_connector.errors import PoolError
+from store_client.embedded.files import open_file
 from store_client.embedded.whoami import introduce
 
 _FIRST_PAUSE_S = 0.00005
@@ -35,7 +36,7 @@ class FileLock:
         self._threads = threading.Lock()
 
     def _open(self) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if self._create else 0), 0o600)
+        return open_file(self._path, os.O_RDWR | (os.O_CREAT if self._create else 0))
 
     def acquire(self, deadline: float) -> None:
         """Take the lock, or raise LockTimeout once `time.monotonic()` passes `deadline`."""
@@ -46,8 +47,8 @@ class FileLock:
                 raise OSError(errno.EBADF, "the pool is closed")
             _poll_flock(self._fd, deadline)
             while self._create and not self._is_at_path():
-                os.close(self._fd)
-                self._fd = self._open()
+                stale, self._fd = self._fd, self._open()
+                os.close(stale)
                 _poll_flock(self._fd, deadline)
         except BaseException:
             self._threads.release()
@@ -108,6 +109,7 @@ class Owners:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            os.close(self._fd)
             raise PoolError(f"pool folder {folder} has no flock ({error}): set `pool` to another one") from None
         introduce(self._fd)
 
@@ -135,8 +137,11 @@ class Owners:
     def sweep(self, keep: set[bytes]) -> None:
         """Delete the files of dead owners, except of those in `keep` whose reservations still exist."""
         for entry in list(os.scandir(self._folder)):
-            owner = bytes.fromhex(entry.name) if len(entry.name) == 32 else b""
-            if owner and owner not in keep and self.is_dead(owner):
+            try:
+                owner = bytes.fromhex(entry.name)
+            except ValueError:
+                continue  # not a file of ours
+            if len(owner) == 16 and owner not in keep and self.is_dead(owner):
                 self.forget(owner)
 
     def leave(self) -> None:
@@ -150,8 +155,3 @@ class Owners:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def alone(self) -> bool:
-        """True if no other live process has the pool open; only under the open lock."""
-        names = [bytes.fromhex(entry.name) for entry in os.scandir(self._folder) if len(entry.name) == 32]
-        return all(owner == self.id or self.is_dead(owner) for owner in names)

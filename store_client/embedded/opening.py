@@ -4,9 +4,10 @@ A rebuild makes a new data folder and points pool.json to it; the old files are 
 still have them mapped go on reading until they notice.
 """
 
+import contextlib
 import errno
 import os
-import shutil
+import stat
 import struct
 import time
 from pathlib import Path
@@ -16,8 +17,10 @@ import lmdb
 from mooncake_connector.errors import PoolError
 from mooncake_connector.log import get_logger
 from mooncake_connector.sizes import human_nbytes
-from store_client.embedded import layout
+from store_client.embedded import contents, layout
 from store_client.embedded.arena import GRANULE, Arena
+from store_client.embedded.counters import Counters
+from store_client.embedded.files import write_file
 from store_client.embedded.layout import Description, Unusable
 from store_client.embedded.ledger import Ledger, map_nbytes
 from store_client.embedded.locks import FileLock, LockTimeout, Owners
@@ -25,6 +28,7 @@ from store_client.embedded.policy import Policy
 from store_client.embedded.pool import Pool
 from store_client.embedded.spaces import Spaces
 from store_client.embedded.table import Table, table_nbytes
+from store_client.embedded.writer import Writer
 
 logger = get_logger(__name__)
 
@@ -32,7 +36,8 @@ _GROWS_IN_PLACE = 4
 """A capacity up to so many times the one the index was made for keeps the pages; beyond, the pool is rebuilt."""
 
 _DAMAGE = (
-    lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError, struct.error, ValueError,
+    lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError,
+    struct.error, ValueError, IndexError, OverflowError,
 )  # fmt: skip
 """What only damaged files raise: nothing else may cost anybody the pool."""
 
@@ -47,9 +52,11 @@ def open_pool(
     deadline = time.monotonic() + deadline_s
     layout.secure_folder(path)
     try:
-        lock = FileLock(path / "open.lock", create=True)
+        lock = FileLock(path / contents.OPEN_LOCK, create=True)
     except OSError as error:
-        raise PoolError(f"pool folder {path} cannot be written: {error.strerror}; set `pool` to another one") from None
+        raise PoolError(
+            f"pool folder {path} cannot be written: {contents.OPEN_LOCK}: {error.strerror}; set `pool` to another one"
+        ) from None
     try:
         lock.acquire(deadline)
         try:
@@ -61,24 +68,22 @@ def open_pool(
             f"pool {path} stayed locked for {deadline_s:g} s: another process holds it and does not run (stopped, or "
             "under a debugger); continue or end that process, or set `pool` to another folder"
         ) from None
+    except OSError as error:
+        raise PoolError(f"pool {path} cannot be opened: {error}; set `pool` to another folder") from None
     finally:
         lock.close()
 
 
 def _open_locked(path: Path, capacity: int | None, policy: Policy, deadline: float, rebuild: bool) -> Pool:
-    description = None
     try:
         description = layout.read_description(path)
         if description is not None:
-            wanted = None
-            if capacity is not None:
-                wanted = layout.check_capacity(path, capacity, layout.held_nbytes(path))
-            return _open_existing(path, description, wanted, policy, deadline)
+            return _open_existing(path, description, capacity, policy, deadline)
     except Unusable as reason:
         if not rebuild:
             raise PoolError(f"pool {path} is not used: {reason}") from None
         logger.warning("pool %s is made anew: %s; its pages will be computed again", path, reason)
-    _remove_data(path)
+    contents.remove_data(path)
     chosen = layout.check_capacity(path, capacity, 0)
     description = _create(path, chosen)
     try:
@@ -87,20 +92,13 @@ def _open_locked(path: Path, capacity: int | None, policy: Policy, deadline: flo
         raise PoolError(f"pool {path} was just made and is not usable ({reason}); set `pool` elsewhere") from None
 
 
-def _remove_data(path: Path) -> None:
-    """Unlink all data folders; who has them mapped keeps them."""
-    (path / "pool.json").unlink(missing_ok=True)
-    for entry in path.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-
-
 def _create(path: Path, capacity: int) -> Description:
     """A new, empty data folder, all of its index secured, and pool.json that points to it."""
     description = layout.new_description(capacity)
     data = description.data(path)
     try:
         data.mkdir(mode=0o700)
+        write_file(data / contents.MARKER, f"{data.name}\n".encode())  # first: what follows is known as ours
         (data / "ledger").mkdir(mode=0o700)
         (data / "owners").mkdir(mode=0o700)
         for name, nbytes in (("table", table_nbytes(description.max_pages)), ("spaces", 0), ("arena", 0)):
@@ -112,10 +110,10 @@ def _create(path: Path, capacity: int) -> Description:
         ledger.close()
         layout.write_description(path, description)
     except OSError as error:
-        shutil.rmtree(data, ignore_errors=True)
+        contents.remove_data_folder(data)
         raise PoolError(_cannot_create(path, capacity, error)) from None
     except lmdb.Error as error:
-        shutil.rmtree(data, ignore_errors=True)
+        contents.remove_data_folder(data)
         raise PoolError(f"pool {path}: its index cannot be made: {error}; set `pool` to another folder") from None
     return description
 
@@ -148,65 +146,73 @@ def _secure(path: Path, nbytes: int) -> None:
 
 
 def _check_files(data: Path, description: Description) -> None:
-    """Raises Unusable for a file that is missing or has another size than its mapping will have."""
+    """Raises Unusable for a file that is missing, is no file, or has another size than its mapping will have."""
     expected = {
         "table": table_nbytes(description.max_pages),
         "ledger/data.mdb": map_nbytes(description.max_pages),
     }
-    for name in ("table", "ledger/data.mdb", "arena", "spaces", "owners"):
+    for name in ("table", "ledger", "ledger/data.mdb", "arena", "spaces", "owners"):
         try:
-            size = os.stat(data / name).st_size
+            status = os.lstat(data / name)
         except OSError as error:
             raise Unusable(f"{name} cannot be read ({error.strerror})") from None
-        if name in expected and size != expected[name]:
-            raise Unusable(f"{name} has {size} bytes and should have {expected[name]}")
+        right, kind = (stat.S_ISDIR, "folder") if name in ("ledger", "owners") else (stat.S_ISREG, "file")
+        if not right(status.st_mode):
+            raise Unusable(f"{name} is not a {kind}")
+        if name in expected and status.st_size != expected[name]:
+            raise Unusable(f"{name} has {status.st_size} bytes and should have {expected[name]}")
 
 
 def _open_existing(path: Path, description: Description, capacity: int | None, policy: Policy, deadline: float) -> Pool:
-    data = description.data(path)
     if capacity is not None and layout.pages_for(capacity) > _GROWS_IN_PLACE * description.max_pages:
+        layout.check_capacity(path, capacity, layout.held_nbytes(path))  # an impossible one must not cost the pool
         wanted = human_nbytes(capacity)
         raise Unusable(f"capacity {wanted} is more than its index of {description.max_pages} pages can serve")
-    _check_files(data, description)
-    identity = os.stat(path / "pool.json")
-    ledger = owners = None
+    _check_files(description.data(path), description)
     try:
-        ledger = Ledger(data / "ledger", description.max_pages)
-        lock = FileLock(data / "table")
-        table = Table(data / "table", description.max_pages)
-        lock.acquire(deadline)
-        try:
-            stored, high_water = _check_state(data, ledger, table)
-        finally:
-            lock.release()
-        owners = Owners(data / "owners")
-        pool = Pool(
-            path, (identity.st_dev, identity.st_ino), description.max_pages, table, ledger, Arena(data / "arena"),
-            Spaces(data / "spaces"), lock, owners, policy,
-        )  # fmt: skip
-        _tidy(pool, owners, stored, capacity, deadline)
-        pool.arena.warm_up(high_water)
-        return pool
+        with contextlib.ExitStack() as opened:
+            pool, secured = _open_parts(path, description, capacity, policy, deadline, opened)
+            opened.pop_all()
     except _DAMAGE as error:
-        _let_go(ledger, owners)
         raise Unusable(f"its index is damaged ({type(error).__name__}: {error})") from None
     except lmdb.Error as error:
         # Anything else (no memory, no descriptors left, open already) says nothing about what is in the pool.
-        _let_go(ledger, owners)
         raise PoolError(f"pool {path} cannot be opened: {error}") from None
     except OSError as error:
-        _let_go(ledger, owners)
         raise PoolError(f"pool {path} cannot be opened: {error}; set `pool` to another folder") from None
-    except BaseException:
-        _let_go(ledger, owners)
-        raise
+    pool.arena.warm_up(secured)
+    return pool
 
 
-def _let_go(ledger: Ledger | None, owners: Owners | None) -> None:
-    if owners is not None:
-        owners.leave()
-    if ledger is not None:
-        ledger.close()
+def _open_parts(
+    path: Path, description: Description, capacity: int | None, policy: Policy, deadline: float,
+    opened: contextlib.ExitStack,
+) -> tuple[Pool, int]:  # fmt: skip
+    """The pool, tidied up, and the granules of its arena that are secured. `opened` closes what was opened."""
+    data = description.data(path)
+    identity = os.stat(path / contents.DESCRIPTION)
+    ledger = Ledger(data / "ledger", description.max_pages)
+    opened.callback(ledger.close)
+    lock = FileLock(data / "table")
+    opened.callback(lock.close)
+    table = Table(data / "table", description.max_pages)
+    arena = Arena(data / "arena")
+    opened.callback(arena.close)
+    owners = Owners(data / "owners")
+    opened.callback(owners.leave)
+    lock.acquire(deadline)
+    try:
+        stored, secured = _check_state(data, ledger, table)
+    finally:
+        lock.release()
+    spaces, counters = Spaces(data / "spaces"), Counters()
+    writer = Writer(table, ledger, arena, spaces, lock, owners, policy, counters)
+    _tidy(path, writer, owners, stored, capacity, deadline)
+    pool = Pool(
+        path, (identity.st_dev, identity.st_ino), description.max_pages, table, ledger, arena, spaces, lock, owners,
+        writer, counters,
+    )  # fmt: skip
+    return pool, secured
 
 
 def _check_state(data: Path, ledger: Ledger, table: Table) -> tuple[int, int]:
@@ -220,17 +226,18 @@ def _check_state(data: Path, ledger: Ledger, table: Table) -> tuple[int, int]:
         size = os.stat(data / "arena").st_size
         if size < draft.capacity * GRANULE:
             raise Unusable(f"arena has {size} bytes and should have {draft.capacity * GRANULE}")
-        table.set_capacity(draft.capacity)
         return draft.capacity, draft.high_water
 
 
-def _tidy(pool: Pool, owners: Owners, stored: int, capacity: int | None, deadline: float) -> None:
-    """Take over what the dead left, and apply a changed capacity."""
-    pool.arena.limit = stored
-    keep = pool.writer.reclaim(deadline)
+def _tidy(path: Path, writer: Writer, owners: Owners, stored: int, capacity: int | None, deadline: float) -> None:
+    """Take over what the dead left, and apply a changed capacity. Raises Unusable where space does not add up."""
+    keep = writer.reclaim(deadline)
+    problem = writer.unsound(deadline)
+    if problem is not None:
+        raise Unusable(problem)
     owners.sweep(keep)
     if capacity is not None and capacity // GRANULE != stored:
-        logger.info("pool %s: capacity %s, was %s", pool.path, human_nbytes(capacity), human_nbytes(stored * GRANULE))
-        pool.writer.resize(capacity // GRANULE, deadline)
-    if owners.alone():
-        pool.writer.trim(deadline)
+        layout.check_capacity(path, capacity, layout.held_nbytes(path), stored * GRANULE)
+        logger.info("pool %s: capacity %s, was %s", path, human_nbytes(capacity), human_nbytes(stored * GRANULE))
+        writer.resize(capacity // GRANULE, deadline)
+    writer.trim(deadline)

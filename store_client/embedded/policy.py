@@ -16,7 +16,7 @@ class Candidates:
     """All pages of a pool, as columns over the slots of its table. Slots without a page have `granules` 0."""
 
     access: U64
-    """Unix time in ns of the last use."""
+    """`clock.now_ns()` of the last use; never ahead of now."""
     parent: U32
     """Slot of the page before it in its chain, or NONE."""
     depth: U32

@@ -15,7 +15,6 @@ from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.counters import Counters
 from store_client.embedded.ledger import Ledger
 from store_client.embedded.locks import FileLock, LockTimeout, Owners
-from store_client.embedded.policy import Policy
 from store_client.embedded.reader import Reader
 from store_client.embedded.spaces import Spaces
 from store_client.embedded.table import Found, Table
@@ -31,15 +30,15 @@ class Pool:
 
     def __init__(
         self, path: Path, identity: tuple[int, int], max_pages: int, table: Table, ledger: Ledger, arena: Arena,
-        spaces: Spaces, lock: FileLock, owners: Owners, policy: Policy,
+        spaces: Spaces, lock: FileLock, owners: Owners, writer: Writer, counters: Counters,
     ) -> None:  # fmt: skip
         self.path = path
         self.max_pages = max_pages
         self.table = table
         self.spaces = spaces
         self.arena = arena
-        self.counters = Counters()
-        self.writer = Writer(table, ledger, arena, spaces, lock, owners, policy, self.counters)
+        self.counters = counters
+        self.writer = writer
         self.reader = Reader(table, arena, self.counters, self._condemn)
         self._identity = identity
         self._ledger, self._lock, self._owners = ledger, lock, owners
@@ -122,7 +121,8 @@ class Pool:
 
     def resize(self, capacity_nbytes: int, deadline_s: float) -> None:
         """Change the capacity. Raises PoolError where the file system has no room for it, or the pool stays locked."""
-        granules = layout.check_capacity(self.path, capacity_nbytes, layout.held_nbytes(self.path)) // GRANULE
+        granted = self.table.capacity_granules * GRANULE
+        granules = layout.check_capacity(self.path, capacity_nbytes, layout.held_nbytes(self.path), granted) // GRANULE
         try:
             self.writer.resize(granules, time.monotonic() + deadline_s)
         except LockTimeout:

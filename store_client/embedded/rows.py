@@ -28,8 +28,8 @@ ROW_DTYPE = np.dtype(
         ("key", "u1", KEY_NBYTES),
         ("generation", "<u8"),
         ("checksum", "<u8"),
-        ("nbytes", "<u8"),
-        ("space", "<u4"),
+        ("space", "<u8"),
+        ("nbytes", "<u4"),
         ("granules", "<u4"),
         ("parent", "<u4"),
         ("depth", "<u4"),
@@ -50,8 +50,9 @@ class Row:
     generation: int
     checksum: int
     """xxh3_64 of the page's bytes."""
-    nbytes: int
     space: int
+    """Identity of namespace and shard (`spaces.identify`): the row itself proves what its bytes mean."""
+    nbytes: int
     granules: int
     """Space taken in the arena, an extent list included."""
     parent: int
@@ -68,7 +69,7 @@ class Row:
         inline = [word for extent in self.extents for word in extent]
         inline += [0] * (2 * INLINE_EXTENTS - len(inline))
         head = _ROW.pack(
-            self.key, self.generation, self.checksum, self.nbytes, self.space, self.granules, self.parent, self.depth,
+            self.key, self.generation, self.checksum, self.space, self.nbytes, self.granules, self.parent, self.depth,
             self.created, self.num_extents, *inline, 0,
         )  # fmt: skip
         return head[:_CHECKED] + struct.pack("<Q", xxhash.xxh3_64_intdigest(head[:_CHECKED]))
@@ -105,7 +106,7 @@ _SHIFT = np.uint64(32)
 
 
 def hash_keys(keys: U8, space: npt.NDArray[np.uint64] | int) -> U64:
-    """64-bit hashes of (space, key); `keys` is (n, 32), `space` one number or n of them."""
+    """64-bit hashes of (space, key); `keys` is (n, 32), `space` one identity or n of them."""
     words = np.ascontiguousarray(keys).view("<u8")
     mixed: U64 = (words * _MIX).sum(axis=1, dtype=np.uint64)
     mixed += np.asarray(space, dtype=np.uint64) * _FINISH

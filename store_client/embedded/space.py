@@ -20,6 +20,7 @@ from store_client.embedded.reader import check_targets
 from store_client.embedded.registry import Handle
 from store_client.embedded.rows import INLINE_EXTENTS, join_keys
 from store_client.embedded.scatter import as_pieces, copy_hashed, copy_range
+from store_client.embedded.spaces import identify
 from store_client.embedded.ticket import Place
 
 logger = get_logger(__name__)
@@ -37,41 +38,27 @@ class EmbeddedSpace(Space):
     def __init__(self, handle: Handle, closed: threading.Event, namespace: Namespace, shard: Shard) -> None:
         self._handle, self._closed = handle, closed
         self._namespace, self._shard = namespace, shard
-        self._name = (namespace.digest, shard)
-        self._known: tuple[Pool | None, int | None] = (None, None)
+        self._number = identify((namespace.digest, shard))
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         if keys and len(keys[0]) != KEY_NBYTES:
             join_keys(keys[:1])
         pool = self._handle.current(self._closed)
-        number = self._number(pool) if pool is not None else None
-        return pool.reader.prefix(keys, number) if pool is not None and number is not None else 0
-
-    def _number(self, pool: Pool) -> int | None:
-        """This space's number in the pool; None until something was stored in it."""
-        known_in, number = self._known
-        if known_in is not pool or number is None:
-            number = pool.spaces.find(self._name)
-            self._known = (pool, number)
-        return number
+        return pool.reader.prefix(keys, self._number) if pool is not None else 0
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if len(keys) != 1 or len(keys[0]) != KEY_NBYTES:
             join_keys(keys)
         pool = self._handle.current(self._closed)
-        number = self._number(pool) if pool is not None else None
-        if pool is None or number is None:
-            return [False] * len(keys)
-        return pool.reader.contains(keys, number)
+        return pool.reader.contains(keys, self._number) if pool is not None else [False] * len(keys)
 
     def read(
         self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, verify: Verify = Verify.ALWAYS
     ) -> list[bool]:
         with self._handle.use(self._closed) as pool:
-            number = pool.spaces.find(self._name) if pool is not None else None
-            if pool is None or number is None:
+            if pool is None:
                 return [False] * len(keys)
-            return pool.reader.read(keys, number, consume, nbytes, verify)
+            return pool.reader.read(keys, self._number, consume, nbytes, verify)
 
     def get(
         self,
@@ -87,10 +74,9 @@ class EmbeddedSpace(Space):
         join_keys(keys)
         targets = check_targets(destinations, nbytes, offset)
         with self._handle.use(self._closed) as pool:
-            number = pool.spaces.find(self._name) if pool is not None else None
-            if pool is None or number is None:
+            if pool is None:
                 return [False] * len(keys)
-            return pool.reader.get(keys, number, targets, nbytes, offset, verify)
+            return pool.reader.get(keys, self._number, targets, nbytes, offset, verify)
 
     def write(
         self,
@@ -137,8 +123,8 @@ class EmbeddedSpace(Space):
     ) -> list[Put]:
         if len(parents) != len(keys):
             raise ValueError(f"{len(parents)} parents for {len(keys)} keys")
-        if keys and nbytes < 1:
-            raise ValueError(f"a page of {nbytes} bytes: expected at least 1")
+        if keys and not 1 <= nbytes < 1 << 32:
+            raise ValueError(f"a page of {nbytes} bytes: expected 1 to {(1 << 32) - 1}")
         join_keys(keys)
         join_keys([parent for parent in parents if parent is not None])
         deadline = time.monotonic() + deadline_s
@@ -229,11 +215,10 @@ class EmbeddedSpace(Space):
 
     def _forget(self, forget: Callable[[Pool, int, float], int]) -> int:
         with self._handle.use(self._closed) as pool:
-            number = pool.spaces.find(self._name) if pool is not None else None
-            if pool is None or number is None:
+            if pool is None:
                 return 0
             try:
-                return forget(pool, number, time.monotonic() + _REMOVE_DEADLINE_S)
+                return forget(pool, self._number, time.monotonic() + _REMOVE_DEADLINE_S)
             except LockTimeout:
                 pool.counters.add(busy=1)
                 log_once("store.busy", "pool %s: the write lock was not free in time", pool.path, logger=logger)

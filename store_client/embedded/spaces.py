@@ -1,5 +1,10 @@
-"""Which namespaces and shards a pool has met: a file of JSON lines that only grows, read without a lock."""
+"""Which namespaces and shards a pool has met, so that people and other shards can be told: a file of JSON lines.
 
+What a page means is not decided here: each row holds the identity of its namespace and shard.
+"""
+
+import errno
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -7,68 +12,75 @@ from pathlib import Path
 from mooncake_connector.errors import NamespaceError
 from mooncake_connector.namespace import Namespace
 from store_client.base import Shard
+from store_client.embedded.files import open_file, read_file
 
 SpaceName = tuple[bytes, Shard]
 """Namespace digest and shard."""
 
 
+def identify(name: SpaceName) -> int:
+    """64 bits that stand for a namespace and a shard: the first 8 bytes of SHA256(digest || four bounds)."""
+    digest, shard = name
+    bounds = (shard.layer_start, shard.layer_stop, shard.head_start, shard.head_stop)
+    text = digest + b"".join(bound.to_bytes(8, "little") for bound in bounds)
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+
+
 class Spaces:
-    """Numbers for (namespace, shard), the same in every process. A line torn by a killed writer is skipped."""
+    """The file only grows and is read without a lock. A line torn by a killed writer or a full disk is skipped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._ids: dict[SpaceName, int] = {}
         self._known: dict[int, tuple[Namespace, Shard]] = {}
-        self._read_to = -1
-
-    def find(self, name: SpaceName) -> int | None:
-        """The number of a space that some process has registered."""
-        found = self._ids.get(name)
-        if found is None and self._refresh():
-            found = self._ids.get(name)
-        return found
+        self._seen = (-1, -1)
 
     def all(self) -> dict[int, tuple[Namespace, Shard]]:
+        """By identity."""
         self._refresh()
         return dict(self._known)
 
     def register(self, namespace: Namespace, shard: Shard) -> int:
-        """The number of the space, a new one if need be. Under the write lock only. Raises OSError (ENOSPC)."""
-        found = self.find((namespace.digest, shard))
-        if found is not None:
-            return found
-        number = max(self._known, default=0) + 1
+        """Make sure that the file names the space; its identity. Under the write lock only. Raises OSError (ENOSPC)."""
+        identity = identify((namespace.digest, shard))
+        if identity in self._known:
+            return identity
+        self._refresh()
+        if identity not in self._known:
+            self._append(namespace, shard)
+            self._known[identity] = (namespace, shard)
+        return identity
+
+    def _append(self, namespace: Namespace, shard: Shard) -> None:
         bounds = [shard.layer_start, shard.layer_stop, shard.head_start, shard.head_stop]
-        line = json.dumps({"id": number, "shard": bounds, "namespace": namespace.to_dict()})
-        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        # The newline in front ends a line that a killed writer left unfinished.
+        line = f"\n{json.dumps({'shard': bounds, 'namespace': namespace.to_dict()})}\n".encode()
+        fd = open_file(self._path, os.O_WRONLY | os.O_APPEND)
         try:
-            # The newline in front ends a line that a killed writer left unfinished.
-            os.write(fd, f"\n{line}\n".encode())
+            size = os.fstat(fd).st_size
+            if os.write(fd, line) != len(line):
+                os.ftruncate(fd, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path))
         finally:
             os.close(fd)
-        self._refresh()
-        return self._ids[(namespace.digest, shard)]
 
-    def _refresh(self) -> bool:
-        """Read the file again if it grew; True if it did."""
+    def _refresh(self) -> None:
+        """Read the file again if it changed."""
         try:
-            size = os.stat(self._path).st_size
-            if size == self._read_to:
-                return False
-            text = self._path.read_bytes()
+            status = os.stat(self._path)
+            seen = (status.st_size, status.st_mtime_ns)
+            if seen == self._seen:
+                return
+            text = read_file(self._path)
         except OSError:
-            return False
+            return
         for line in text.split(b"\n")[:-1]:
             self._learn(line)
-        self._read_to = len(text)
-        return True
+        self._seen = seen
 
     def _learn(self, line: bytes) -> None:
         try:
             entry = json.loads(line)
             namespace, shard = Namespace.from_dict(entry["namespace"]), Shard(*entry["shard"])
-            number = int(entry["id"])
-        except (ValueError, KeyError, TypeError, NamespaceError):
+            self._known[identify((namespace.digest, shard))] = (namespace, shard)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, NamespaceError):
             return
-        self._known[number] = (namespace, shard)
-        self._ids[(namespace.digest, shard)] = number

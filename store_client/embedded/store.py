@@ -14,6 +14,7 @@ from mooncake_connector.namespace import Namespace
 from store_client.base import Progress, Shard, SpaceInfo, Store, StoreStats, VerifyReport
 from store_client.embedded import layout
 from store_client.embedded.arena import GRANULE
+from store_client.embedded.clock import now_ns
 from store_client.embedded.layout import default_pool_path
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.policy import POLICIES
@@ -82,12 +83,12 @@ class EmbeddedStore(Store):
             live = table.live_slots()
             space, granules, access = table.space[live], table.granules[live], table.access[live]
             created = table.created(live)
-            now = time.time()
+            now, now_used_ns = time.time(), now_ns()
             infos = []
             for number, (namespace, shard) in sorted(pool.spaces.all().items()):
                 mine = np.flatnonzero(space == number)
                 oldest = now - float(created[mine].min()) if len(mine) else 0.0
-                idle = now - float(access[mine].max()) / 1e9 if len(mine) else 0.0
+                idle = (now_used_ns - int(access[mine].max())) / 1e9 if len(mine) else 0.0
                 nbytes = int(granules[mine].sum(dtype=np.int64)) * GRANULE
                 infos.append(SpaceInfo(namespace, shard, len(mine), nbytes, max(0.0, oldest), max(0.0, idle)))
             return infos

@@ -6,7 +6,6 @@ true is decided by the LMDB transaction that holds the redo record; this file is
 
 import mmap
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ import numpy as np
 from store_client.base import KEY_NBYTES
 from store_client.embedded import cells as cells_
 from store_client.embedded import rows as rows_
+from store_client.embedded.clock import now_ns
+from store_client.embedded.files import open_file
 from store_client.embedded.journal import Record
 from store_client.embedded.rows import ROW_DTYPE, ROW_NBYTES, U8, U32, U64, Row
 
@@ -27,11 +28,11 @@ COUNTERS = (
 CAUSES = ("busy", "full", "no_space", "corrupt", "geometry", "index", "changed", "reclaimed", "error")
 _APPLIED, _PAGES, _USED, _CAPACITY = range(4)
 _FIRST_COUNTER = 64
-_COLUMN_NBYTES = 8 + 4 + 4 + 4 + 4
+_COLUMN_NBYTES = 8 + 8 + 4 + 4 + 4
 
 
 def table_nbytes(max_pages: int) -> int:
-    """Size of the file: 168 bytes a page for row and columns, 16 for cells, and the header."""
+    """Size of the file: 156 bytes a page for row and columns, 16 for cells, and the header."""
     cells = cells_.num_buckets(max_pages) * cells_.CELLS * cells_.CELL_NBYTES
     return HEADER_NBYTES + max_pages * (ROW_NBYTES + _COLUMN_NBYTES) + cells
 
@@ -49,7 +50,7 @@ class Table:
     """The mapped page table. Reading methods take no lock; `apply` is for the holder of the write lock."""
 
     def __init__(self, path: Path, max_pages: int) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_file(path, os.O_RDWR)
         try:
             self._map = mmap.mmap(fd, table_nbytes(max_pages))
         finally:
@@ -69,12 +70,12 @@ class Table:
         self._words: U64 = column("<u8", cells_.num_buckets(max_pages) * cells_.CELLS)
         self._cells = cells_.Cells(self._words)
         self.access: U64 = column("<u8", max_pages)
-        """Unix time in ns of the last read or put of the page: a hint."""
+        """`clock.now_ns()` of the last read or put of the page: a hint."""
+        self.space: U64 = column("<u8", max_pages)
         self.parent: U32 = column("<u4", max_pages)
         self.depth: U32 = column("<u4", max_pages)
         self.granules: U32 = column("<u4", max_pages)
         """Space of the page in the arena; 0: no page at this slot."""
-        self.space: U32 = column("<u4", max_pages)
 
     @property
     def applied(self) -> int:
@@ -163,7 +164,7 @@ class Table:
 
     def touch(self, slots: Sequence[int]) -> None:
         """Note that these pages were used now."""
-        self.access[np.asarray(slots, dtype=np.int64)] = time.time_ns()
+        self.access[np.asarray(slots, dtype=np.int64)] = now_ns()
 
     def apply(self, record: Record, accessed_ns: int) -> None:
         """Carry out a committed record; applying one again changes nothing."""

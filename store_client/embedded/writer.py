@@ -16,19 +16,22 @@ from store_client.base import Shard
 from store_client.embedded import rows as rows_
 from store_client.embedded.allocator import Allocator
 from store_client.embedded.arena import Arena
+from store_client.embedded.clock import now_ns
 from store_client.embedded.counters import Counters
 from store_client.embedded.eraser import FORGET_BATCH, Eraser
 from store_client.embedded.extents import as_runs
 from store_client.embedded.journal import Record
 from store_client.embedded.ledger import Draft, Ledger, Reservation
-from store_client.embedded.locks import FileLock, LockTimeout, Owners
+from store_client.embedded.locks import FileLock, Owners
 from store_client.embedded.policy import Policy
-from store_client.embedded.rows import INLINE_EXTENTS, NONE, ROW_NBYTES, Row
+from store_client.embedded.rows import INLINE_EXTENTS, NONE, ROW_DTYPE, ROW_NBYTES, Row
+from store_client.embedded.soundness import unsound
 from store_client.embedded.spaces import Spaces
 from store_client.embedded.table import Found, Table
 from store_client.embedded.ticket import Place, Ticket
 
 _RECLAIM_PERIOD_S = 5.0
+_ROWS_AT_ONCE = 1 << 16
 
 
 class Writer:
@@ -58,13 +61,19 @@ class Writer:
             self._lock.release()
 
     def _catch_up(self) -> None:
-        """Apply the redo record of a writer that was killed right after its commit."""
+        """Apply what a writer that was killed right after its commit, or another process, has changed."""
         with self._ledger.peek() as draft:
+            self._follow_capacity(draft.capacity)
             if draft.number == self._table.applied:
                 return
             record = draft.last_record()
         if record is not None:
-            self._table.apply(record, time.time_ns())
+            self._table.apply(record, now_ns())
+
+    def _follow_capacity(self, capacity: int) -> None:
+        self._arena.limit = capacity
+        if self._table.capacity_granules != capacity:
+            self._table.set_capacity(capacity)
 
     def _settle(self) -> None:
         """Hand in counts, give back what this process could not commit, forget what it found corrupt."""
@@ -103,7 +112,7 @@ class Writer:
     ) -> Ticket:  # fmt: skip
         """Find out which pages are absent and reserve space for them, evicting others if need be."""
         with self.locked(deadline):
-            started_ns = time.time_ns()  # after the wait: else all that others used meanwhile would be spared
+            started_ns = now_ns()  # after the wait: else all that others used meanwhile would be spared
             space = self._spaces.register(namespace, shard)
             slots = self._table.slots(rows_.join_keys(keys), space)
             present = [i for i, slot in enumerate(slots) if slot >= 0]
@@ -206,7 +215,7 @@ class Writer:
                 with self._ledger.transaction() as draft:
                     outcome, record = self._publish(draft, ticket, reservation, keys, space, parents, nbytes)
                     draft.record = record
-                self._table.apply(record, time.time_ns())
+                self._table.apply(record, now_ns())
                 return outcome
         except BaseException:
             self.abandon(reservation)
@@ -232,7 +241,7 @@ class Writer:
                 outcome[place.index] = "present"
             elif cells[n] < 0:
                 outcome[place.index] = "index"
-            elif any(first + granules > draft.capacity for first, granules in place.extents):
+            elif any(first + granules > draft.high_water for first, granules in place.extents):
                 outcome[place.index] = "full"
             else:
                 outcome[place.index] = "stored"
@@ -275,7 +284,7 @@ class Writer:
             if len(extents) > INLINE_EXTENTS:
                 draft.put_extents(place.slot, as_runs(extents))
             rows.append(Row(
-                key, draft.next_generation(), place.checksum or 0, nbytes, space,
+                key, draft.next_generation(), place.checksum or 0, space, nbytes,
                 sum(granules for _, granules in extents), parent, depth, int(time.time()), len(extents),
                 tuple(extents) if len(extents) <= INLINE_EXTENTS else (extents[0],),
             ))  # fmt: skip
@@ -297,7 +306,7 @@ class Writer:
             with self.locked(deadline):
                 live = self._table.live_slots()
                 if spaces is not None:
-                    live = live[np.isin(self._table.space[live], list(spaces))]
+                    live = live[np.isin(self._table.space[live], np.array(list(spaces), dtype=np.uint64))]
                 if not len(live):
                     return removed
                 deepest_first = np.argsort(-self._table.depth[live].astype(np.int64), kind="stable")
@@ -342,48 +351,42 @@ class Writer:
                 return {reservation.owner for reservation in draft.reservations()}
 
     def resize(self, capacity: int, deadline: float) -> None:
-        """Make `capacity` granules the limit; pages beyond it are evicted.
+        """Make `capacity` granules the limit; pages beyond it are evicted before.
 
-        Waits for writers that are just filling space beyond it: their space must not be handed out twice.
+        So a kill at any moment leaves the old capacity or the new one, and no page beyond it. Writers that are just
+        filling space beyond it lose what they write, and nobody gets that space before they are done or dead.
         """
-        while not self._try_resize(capacity, deadline):
-            if time.monotonic() >= deadline:
-                raise LockTimeout
-            time.sleep(0.01)
-
-    def _try_resize(self, capacity: int, deadline: float) -> bool:
         with self.locked(deadline):
             self._reclaim()
+            self._arena.extend(capacity)  # first: a file smaller than the capacity is one that cannot be trusted
+            self._table.add_counters({"evicted_pages": self._eraser.forget(self._slots_beyond(capacity))})
             with self._ledger.transaction() as draft:
-                runs = [run for held in draft.reservations() for run in held.space_runs.tolist()]
-                if any(first + size > capacity for first, size in runs):
-                    return False
-                before = draft.capacity
                 draft.capacity = capacity
-                if capacity < before:
-                    draft.free.clip(capacity)
-                    draft.high_water = min(draft.high_water, capacity)
-            self._arena.extend(capacity)
-            self._arena.limit = capacity
-            self._table.set_capacity(capacity)
-            if capacity < before:
-                beyond = self._slots_beyond(capacity)
-                self._table.add_counters({"evicted_pages": self._eraser.forget(beyond)})
-            return True
+                draft.free.clip(capacity)
+                draft.high_water = min(draft.high_water, capacity)
+            self._follow_capacity(capacity)
+
+    def unsound(self, deadline: float) -> str | None:
+        """See `soundness.unsound`."""
+        with self.locked(deadline), self._ledger.peek() as draft:
+            return unsound(draft, self._table)
 
     def trim(self, deadline: float) -> None:
-        """Give the arena's space beyond the limit back to the file system: only while no other process maps it."""
+        """Give the arena's space beyond the limit back to the file system, if no other process maps it."""
         with self.locked(deadline), self._ledger.peek() as draft:
             self._arena.punch_from(draft.high_water)
 
     def _slots_beyond(self, limit: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        found = []
+        live = self._table.live_slots()
+        beyond = np.zeros(len(live), dtype=np.bool_)
         with self._ledger.peek() as draft:
-            for slot in self._table.live_slots().tolist():
-                row = rows_.decode(self._table.rows[slot].tobytes())
-                if row is None:
-                    continue
-                extents = row.extents if row.num_extents <= INLINE_EXTENTS else draft.peek_extents(slot).tolist()
-                if any(first + size > limit for first, size in extents):
-                    found.append(slot)
-        return np.array(found, dtype=np.int64)
+            for at in range(0, len(live), _ROWS_AT_ONCE):
+                slots = live[at : at + _ROWS_AT_ONCE]
+                rows = np.take(self._table.rows, slots, axis=0).reshape(-1).view(ROW_DTYPE)
+                words = rows["extents"].astype(np.int64)
+                for extent in range(0, 2 * INLINE_EXTENTS, 2):
+                    beyond[at : at + len(slots)] |= words[:, extent] + words[:, extent + 1] > limit
+                for i in np.flatnonzero(rows["num_extents"] > INLINE_EXTENTS).tolist():
+                    listed = draft.peek_extents(int(slots[i]))
+                    beyond[at + i] = (listed.sum(axis=1, dtype=np.int64) > limit).any()
+        return live[beyond]

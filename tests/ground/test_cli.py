@@ -61,6 +61,9 @@ STATS = StoreStats(
 )
 
 
+DATA = "0123456789abcdef" * 2
+
+
 class FakeStore:
     """Answers with what a test put in, and keeps what it was asked to do."""
 
@@ -95,7 +98,7 @@ class FakeStore:
 def pool(tmp_path) -> Path:
     folder = tmp_path / "pool"
     folder.mkdir()
-    (folder / "pool.json").write_text("{}")
+    (folder / "pool.json").write_text(json.dumps({"format": 2, "id": DATA}))
     return folder
 
 
@@ -280,10 +283,26 @@ class TestDestroy:
         assert (run("store", "destroy", input="n\n").exit_code, pool.exists()) == (1, True)
 
     def test_json_says_what_was_freed(self, run, pool):
-        (pool / "arena").write_bytes(b"x" * 8192)
+        (pool / DATA).mkdir()
+        (pool / DATA / "arena").write_bytes(b"x" * 8192)
         result = run("store", "destroy", "--yes", "--json")
         assert json.loads(result.stdout)["pool"] == str(pool)
         assert json.loads(result.stdout)["freed_nbytes"] >= 8192
+
+    def test_what_the_pool_did_not_make_stays(self, run, pool):
+        (pool / "photos").mkdir()
+        (pool / "photos" / "table").write_text("set for four")
+        result = run("store", "destroy", "--yes")
+        assert (result.exit_code, [path.name for path in pool.iterdir()]) == (1, ["photos"])
+        assert "is deleted, the folder is not: it also holds photos, which the pool did not make" in result.stderr
+        assert (pool / "photos" / "table").exists()
+
+    def test_a_pool_json_of_somebody_else_makes_no_pool(self, run, tmp_path):
+        club = tmp_path / "club"
+        club.mkdir()
+        (club / "pool.json").write_text('{"length_m": 25}')
+        assert run("store", "destroy", "--yes", "--pool", str(club)).exit_code == 1
+        assert (club / "pool.json").exists()
 
     def test_a_folder_that_is_no_pool_is_not_deleted(self, run, tmp_path):
         other = tmp_path / "photos"

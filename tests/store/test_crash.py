@@ -1,8 +1,6 @@
 """kill -9 at any moment loses what was being written, and nothing else."""
 
-import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,7 +16,6 @@ from store_client.embedded.ledger import Reservation
 from store_client.testing import SHARD, chain, get_page, namespace, parents_of, put_chain
 
 WORKERS = Path(__file__).with_name("workers.py")
-KILLS = 320
 
 
 def start(role: str, pool: Path, seed: int, seconds: float = 600) -> "subprocess.Popen[str]":
@@ -29,60 +26,6 @@ def start(role: str, pool: Path, seed: int, seconds: float = 600) -> "subprocess
 def wait_for(process: "subprocess.Popen[str]", word: str) -> None:
     assert process.stdout is not None
     assert process.stdout.readline().strip() == word
-
-
-class Forks:
-    """Workers forked from a server process."""
-
-    def __init__(self, pool: Path) -> None:
-        command = [sys.executable, str(WORKERS), "serve", str(pool)]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def start(self, role: str, seed: int) -> int:
-        assert self._server.stdin is not None and self._server.stdout is not None
-        self._server.stdin.write(f"{role} {seed}\n")
-        self._server.stdin.flush()
-        return int(self._server.stdout.readline())
-
-    def stop(self) -> None:
-        self._server.kill()
-        self._server.wait()
-
-
-@pytest.mark.slow
-def test_kills_of_writers_readers_and_evictors_lose_nothing_else(
-    pool: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    wrong = tmp_path / "wrong"
-    monkeypatch.setenv("WRONG_BYTES_FILE", str(wrong))
-    rng = random.Random(1)
-    roles = ["write", "read", "evict", "mix"]
-    with EmbeddedStore(pool, 8 << 20) as store:
-        space = store.space(namespace("alive"), SHARD)
-        forks = Forks(pool)
-        running = [forks.start(role, seed) for seed, role in enumerate(roles)]
-        try:
-            for kill in range(KILLS):
-                time.sleep(rng.uniform(0.01, 0.25))
-                victim = kill % len(roles)
-                os.kill(running[victim], signal.SIGKILL)  # ProcessLookupError: the worker had ended by itself
-                running[victim] = forks.start(roles[victim], 1000 + kill)
-                assert not wrong.exists(), wrong.read_text()
-                outcome = put_chain(space, chain(f"alive {kill}", 2))
-                assert outcome == [Put.STORED] * 2, store.stats().failures
-        finally:
-            for worker in running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker, signal.SIGKILL)
-            forks.stop()
-        time.sleep(0.2)
-        assert store.stats().evicted_pages > 0
-        audit(store)
-        report = store.verify()
-        assert report.pages > 0
-        assert report.corrupt == store.stats().corrupt_pages == 0
-    with EmbeddedStore(pool) as store:
-        audit(store)
 
 
 @pytest.mark.slow

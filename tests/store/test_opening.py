@@ -1,5 +1,7 @@
 """Opening a pool: each thing that can be wrong with a folder is a clear error or a clean rebuild."""
 
+import fcntl
+import gc
 import json
 import logging
 import os
@@ -14,7 +16,7 @@ from store.audit import audit
 
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Put
-from store_client.embedded import layout
+from store_client.embedded import layout, locks
 from store_client.testing import SHARD, chain, get_page, namespace, put_chain
 
 CAPACITY = 8 << 20
@@ -175,6 +177,98 @@ def test_what_cannot_be_trusted_is_rebuilt_with_one_line(
         assert prefix(pool, keys) == 0
     assert len([record for record in caplog.records if "is made anew" in record.message]) == 1
     assert prefix(pool, fill(pool)) == 4
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pool.json", "pool.json.new", "open.lock", "table", "arena", "spaces", "ledger", "ledger/data.mdb",
+        "owners",
+    ],
+)  # fmt: skip
+def test_what_is_no_file_in_place_of_one_neither_hangs_nor_escapes(pool: Path, name: str, kind: str) -> None:
+    fill(pool)
+    place = (data_folder(pool) if name not in ("pool.json", "pool.json.new", "open.lock") else pool) / name
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        (place / "within").mkdir(parents=True)
+    else:
+        place.symlink_to("/etc/hosts")
+    code = (
+        "import sys\n"
+        "from mooncake_connector.errors import PoolError\n"
+        "from store_client import EmbeddedStore\n"
+        "from store_client.testing import *\n"
+        "try:\n"
+        "    with EmbeddedStore(sys.argv[1], 8 << 20) as store:\n"
+        "        put_chain(store.space(namespace(), SHARD), chain('b', 2))\n"
+        "        assert store.space(namespace(), SHARD).prefix(chain('b', 2)) == 2\n"
+        "except PoolError as error:\n"
+        "    assert 'set `pool`' in str(error), error\n"
+    )
+    subprocess.run([sys.executable, "-c", code, pool], check=True, timeout=60)
+    assert Path("/etc/hosts").exists()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("failure", ["locked", "no flock", "full", "damaged", "too large"])
+def test_a_failed_opening_keeps_no_descriptor(pool: Path, failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(pool)
+    data, capacity = data_folder(pool), None
+    if failure == "locked":
+        holder = os.open(data / "table", os.O_RDWR)
+        fcntl.flock(holder, fcntl.LOCK_EX)
+    elif failure == "no flock":
+        monkeypatch.setattr(locks.Owners, "sweep", lambda *arguments: os.open("/nowhere", os.O_RDONLY))
+    elif failure == "full":
+        monkeypatch.setattr(layout, "held_nbytes", lambda pool: os.truncate(pool / "absent", 1))
+        capacity = 2 * CAPACITY
+    elif failure == "damaged":
+        edit(pool, max_pages=7)
+    else:
+        capacity = 1 << 50
+    gc.collect()
+    gc.disable()
+    try:
+        before = descriptors()
+        for _ in range(10):
+            with pytest.raises(PoolError):
+                EmbeddedStore(pool, capacity, deadline_s=0.05, rebuild=False)
+        assert descriptors() == before
+    finally:
+        gc.enable()
+
+
+@as_root
+def test_a_default_folder_that_another_user_took_is_an_error_that_says_what_to_do(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(pool)
+    pool.parent.chmod(0o755)
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from mooncake_connector.errors import PoolError\n"
+        "from store_client import EmbeddedStore\n"
+        "from store_client.embedded import layout\n"
+        "layout.default_pool_path = lambda: Path(sys.argv[1])\n"
+        "os.setuid(12345)\n"
+        "try:\n"
+        "    EmbeddedStore()\n"
+        "except PoolError as error:\n"
+        "    print(error)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code, pool], check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert "belongs to user id 0, this process runs as 12345" in told and "set `pool` to a folder of your own" in told
 
 
 def test_who_only_looks_does_not_rebuild(pool: Path) -> None:

@@ -4,19 +4,29 @@ or as `python workers.py serve POOL`: then every line "ROLE SEED" on stdin forks
 Every page's bytes follow from its key, so any process can tell a right page from a wrong one.
 """
 
+import contextlib
+import functools
 import os
 import random
 import signal
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Put, Space, Verify
+from store_client.base import Bytes
 from store_client.testing import SHARD, chain, namespace, page_bytes, parents_of
 
 SIZES = (4096, 20480, 65536, 100000)
+CAPACITIES = (2 << 20, 4 << 20, 8 << 20)
+PATIENT = 60.0
+"""Seconds that anything may take on a machine that is busy with other things."""
 CHAINS = 24
 LENGTH = 24
 
@@ -38,8 +48,13 @@ def write_some(store: EmbeddedStore, rng: random.Random) -> int:
     return outcome.count(Put.STORED)
 
 
+@functools.lru_cache(maxsize=CHAINS * LENGTH)
+def page_of(key: bytes, nbytes: int) -> Bytes:
+    return page_bytes(key, nbytes)
+
+
 def read_some(store: EmbeddedStore, rng: random.Random) -> int:
-    """Pages read; exits with status 3 at the first wrong byte."""
+    """Pages read; ends this process at the first wrong byte."""
     keys, nbytes = keys_of(rng.randrange(CHAINS))
     space = space_of(store, nbytes)
     present = space.prefix(keys)
@@ -47,9 +62,8 @@ def read_some(store: EmbeddedStore, rng: random.Random) -> int:
     out = np.zeros((LENGTH, nbytes), dtype=np.uint8)
     read = space.get(keys[:present], list(out[:present]), nbytes=nbytes, verify=verify)
     for key, page, right in zip(keys, out, read, strict=False):
-        if right and not np.array_equal(page, page_bytes(key, nbytes)):
-            Path(os.environ["WRONG_BYTES_FILE"]).write_text(key.hex())
-            os._exit(3)
+        if right and not np.array_equal(page, page_of(key, nbytes)):
+            report(f"wrong bytes of {key.hex()}")
     return sum(read)
 
 
@@ -68,6 +82,72 @@ def mix(store: EmbeddedStore, rng: random.Random) -> int:
     return write_some(store, rng) if rng.random() < 0.5 else read_some(store, rng)
 
 
+def resize(store: EmbeddedStore, rng: random.Random) -> int:
+    """Shrink or grow, while this process has the pool open."""
+    with contextlib.suppress(NoRoom), no_room():
+        EmbeddedStore(store.path, rng.choice(CAPACITIES), deadline_s=PATIENT).close()
+    return mix(store, rng)
+
+
+def open_again(store: EmbeddedStore, rng: random.Random) -> int:
+    """Open the pool once more, in a process of its own that may shrink or grow it; it is killed with this one."""
+    child = os.fork()
+    if child == 0:
+        with reported():
+            capacity = rng.choice([None, *CAPACITIES])
+            with contextlib.suppress(NoRoom), no_room(), EmbeddedStore(store.path, capacity, deadline_s=PATIENT) as own:
+                mix(own, rng)
+        os._exit(0)
+    os.waitpid(child, 0)
+    return 1
+
+
+def fork(store: EmbeddedStore, rng: random.Random) -> int:
+    """Fork while a thread of this process writes: the child opens the pool itself, reads and writes."""
+    writer = threading.Thread(target=write_some, args=(store, random.Random(rng.random())))
+    writer.start()
+    child = os.fork()
+    if child == 0:
+        with reported(), EmbeddedStore(store.path, deadline_s=PATIENT) as own:
+            mix(own, rng)
+        os._exit(0)
+    deadline = time.monotonic() + PATIENT
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > deadline:
+            report("a forked child hangs")
+        time.sleep(0.001)
+    writer.join()
+    return 1
+
+
+def turn_clock(store: EmbeddedStore, rng: random.Random) -> int:
+    """Go on with all clocks set to another time."""
+    for name in ("time", "time_ns", "clock_gettime_ns"):
+        original = ORIGINAL_CLOCKS[name]
+        shift_s = rng.uniform(-7200, 7200)
+        shift = shift_s if name == "time" else int(shift_s * 1e9)
+        setattr(time, name, lambda *which, original=original, shift=shift: max(0, original(*which) + shift))
+    return mix(store, rng)
+
+
+def fill_disk(store: EmbeddedStore, rng: random.Random) -> int:
+    """Take all that the file system has left, for a moment, or give it back."""
+    ballast = store.path.parent / "ballast"
+    with contextlib.suppress(OSError):
+        if rng.random() < 0.4:
+            ballast.unlink()
+        else:
+            with open(ballast, "ab", buffering=0) as file:
+                while file.write(bytes(1 << 18)):
+                    pass
+    time.sleep(rng.uniform(0, 0.05))
+    for _ in range(3):
+        space = store.space(namespace(f"many {rng.random()}"), SHARD)  # so that the list of namespaces grows as well
+        key = os.urandom(32)
+        space.put([key], [page_bytes(key, 4096)], parents=[None], deadline_s=PATIENT)
+    return 1
+
+
 def hold_lock(store: EmbeddedStore, rng: random.Random) -> int:
     """Take the write lock and keep it until killed."""
     pool = store._handle._pool
@@ -78,7 +158,39 @@ def hold_lock(store: EmbeddedStore, rng: random.Random) -> int:
     return 0
 
 
-ROLES = {"write": write_some, "read": read_some, "evict": evict_some, "mix": mix, "hold": hold_lock}
+ROLES = {
+    "write": write_some, "read": read_some, "evict": evict_some, "mix": mix, "hold": hold_lock, "resize": resize,
+    "open": open_again, "fork": fork, "clock": turn_clock, "ballast": fill_disk,
+}  # fmt: skip
+ORIGINAL_CLOCKS = {name: getattr(time, name) for name in ("time", "time_ns", "clock_gettime_ns")}
+
+
+def report(what: str) -> None:
+    """Tell the test what should not be, and end."""
+    Path(os.environ["WRONG_BYTES_FILE"]).write_text(what)
+    os._exit(3)
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        report(traceback.format_exc())
+
+
+class NoRoom(Exception):
+    """The file system is too full for another capacity."""
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    try:
+        yield
+    except PoolError as error:
+        if "the file system has room for" in str(error):
+            raise NoRoom from None
+        raise
 
 
 def serve(pool: str) -> None:
@@ -92,15 +204,19 @@ def serve(pool: str) -> None:
             os.close(0)
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
-            main(role, pool, seed, "600")
+            os.setpgid(0, 0)
+            with reported():
+                main(role, pool, seed, "600")
             os._exit(0)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
         print(pid, flush=True)
 
 
 def main(role: str, pool: str, seed: str, seconds: str) -> None:
     rng = random.Random(int(seed))
     done = 0
-    with EmbeddedStore(pool) as store:
+    with EmbeddedStore(pool, deadline_s=PATIENT) as store:
         print("ready", flush=True)
         stop = time.monotonic() + float(seconds)
         while time.monotonic() < stop:

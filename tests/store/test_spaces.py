@@ -1,0 +1,58 @@
+"""A page is read by the namespace and shard it was stored for, whatever becomes of the file that lists them."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+from store.audit import audit
+
+from store_client import EmbeddedStore, Put, Shard
+from store_client.embedded import spaces
+from store_client.testing import SHARD, chain, get_page, namespace, put_chain
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30, 10_000])
+def test_a_line_cut_short_by_a_full_file_system_mixes_no_namespaces(
+    pool: Path, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    keys = chain("the same prompt", 3)
+    write = os.write
+    monkeypatch.setattr(spaces.os, "write", lambda fd, line: write(fd, line[: max(0, len(line) - cut)]))
+    with EmbeddedStore(pool, 4 << 20) as store:
+        a, b = store.space(namespace("a"), SHARD), store.space(namespace("b"), SHARD)
+        with contextlib.suppress(KeyError):
+            assert put_chain(a, keys) == [Put.FAILED] * 3
+        monkeypatch.undo()
+        assert put_chain(b, keys) == [Put.STORED] * 3
+        assert a.prefix(keys) == 0
+        assert a.contains(keys) == [False] * 3
+        assert get_page(a, keys[0]) is None
+        assert put_chain(a, keys) == [Put.STORED] * 3
+        assert {info.namespace.model_name: info.pages for info in store.namespaces()} == {"a": 3, "b": 3}
+        audit(store)
+
+
+def test_a_list_that_is_lost_or_swapped_mixes_no_namespaces(pool: Path) -> None:
+    keys = chain("the same prompt", 3)
+    with EmbeddedStore(pool, 4 << 20) as store:
+        put_chain(store.space(namespace("a"), SHARD), keys[:1])
+        put_chain(store.space(namespace("b"), SHARD), keys[:2])
+    (listed,) = pool.glob("*/spaces")
+    listed.write_bytes(listed.read_bytes().replace(b'"a"', b'"c"').replace(b'"b"', b'"a"').replace(b'"c"', b'"b"'))
+    with EmbeddedStore(pool) as store:
+        assert store.space(namespace("a"), SHARD).prefix(keys) == 1
+        assert store.space(namespace("b"), SHARD).prefix(keys) == 2
+    listed.write_bytes(b"")
+    with EmbeddedStore(pool) as store:
+        assert put_chain(store.space(namespace("c"), SHARD), keys) == [Put.STORED] * 3
+        assert store.space(namespace("a"), SHARD).prefix(keys) == 1
+        assert store.space(namespace("b"), SHARD).prefix(keys) == 2
+
+
+def test_every_shard_and_namespace_has_an_identity_of_its_own() -> None:
+    names = {
+        (namespace(model).digest, Shard(0, layers, heads, heads + more))
+        for model in "abc" for layers in (1, 2, 256) for heads in (0, 1, 255) for more in (1, 2)
+    }  # fmt: skip
+    assert len({spaces.identify(name) for name in names}) == len(names)
