@@ -60,6 +60,7 @@ class KVBlocks:
         for tensor in self._tensors:
             _check_tensor(tensor, self._tensors[0], fmt)
         self.num_blocks = int(first.shape[0])
+        self.block_nbytes = sum(tensor[0].numel() for tensor in self._tensors)
         self.block_tokens = int(first.shape[2])
         self._on_device = first.device.type != "cpu"
         self.layout = self._layout_of(self._tensors)
@@ -73,8 +74,12 @@ class KVBlocks:
             pack(self._fmt, self.layout, block_ids, first_token, page)
             return
         first_token, touched = self._touched(block_ids, first_token)
-        staged = self._stage(self._tensors, touched)
-        pack(self._fmt, self._layout_of(staged), range(len(touched)), first_token, page)
+        self._pack_staged(self._stage(self._tensors, touched), range(len(touched)), first_token, page)
+
+    def copy(self, block_ids: Sequence[int]) -> BlockCopies:
+        """Copy whole blocks beside the KV cache; on a device in the order of what the calling thread queues there."""
+        index = torch.tensor(block_ids, device=self._tensors[0].device)
+        return BlockCopies(self, block_ids, [tensor.index_select(0, index) for tensor in self._tensors])
 
     def load_page(
         self, part: Shard, block_ids: Sequence[int], first_token: int, page: npt.NDArray[np.uint8], skip_tokens: int
@@ -124,6 +129,12 @@ class KVBlocks:
         index = torch.tensor(list(block_ids), device=self._tensors[0].device)
         return [tensor.index_select(0, index).cpu() for tensor in tensors]
 
+    def _pack_staged(
+        self, staged: Sequence[torch.Tensor], rows: Sequence[int], first_token: int, page: npt.NDArray[np.uint8]
+    ) -> None:
+        """Pack tokens of some rows of copies in host memory into a canonical page."""
+        pack(self._fmt, self._layout_of(staged), rows, first_token, page)
+
     def _layout_of(self, tensors: Sequence[torch.Tensor]) -> BlockLayout:
         first = tensors[0]
         order = self._order or beside_order(self._fmt, int(first.shape[2]), first.stride(2))
@@ -136,6 +147,25 @@ class KVBlocks:
             k=order[0],
             v=order[1],
         )
+
+
+class BlockCopies:
+    """Copies of some blocks, that is what they held when :meth:`KVBlocks.copy` was called."""
+
+    def __init__(self, blocks: KVBlocks, block_ids: Sequence[int], tensors: list[torch.Tensor]) -> None:
+        self._blocks, self._tensors = blocks, tensors
+        self.nbytes = sum(tensor.numel() for tensor in tensors)
+        self._row = {block_id: row for row, block_id in enumerate(block_ids)}
+
+    def save_page(self, block_ids: Sequence[int], first_token: int, page: npt.NDArray[np.uint8]) -> None:
+        """As :meth:`KVBlocks.save_page`, which would find other KV in these blocks by now."""
+        blocks = self._blocks
+        first_token, touched = blocks._touched(block_ids, first_token)
+        rows: Sequence[int] = [self._row[block_id] for block_id in touched]
+        staged = self._tensors
+        if blocks._on_device:
+            staged, rows = blocks._stage(staged, rows), range(len(rows))
+        blocks._pack_staged(staged, rows, first_token, page)
 
 
 def beside_order(fmt: PageFormat, block_tokens: int, token_stride: int) -> BlockOrder:

@@ -123,9 +123,10 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(nothing)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls it at every step, before the forward pass, and before any block goes to another request."""
-        pd = None if self._worker is None else self._worker.pd
-        if pd is not None and isinstance(kv_connector_metadata, StepMetadata):
-            pd.prepare(kv_connector_metadata.pd)
+        if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
+            self._worker.before_step(kv_connector_metadata)
+            if self._worker.pd is not None:
+                self._worker.pd.prepare(kv_connector_metadata.pd)
 
     @contained(nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -198,6 +199,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Of what is loaded, pages that are in the pool come from there and the rest from the other instance."""
         if self._scheduler is not None and self._pd is not None:
+            self._scheduler.give_away(request, blocks)
             offered = self._scheduler.offered(request)
             from_pool = self._pd.after_alloc(request, blocks, num_external_tokens, offered)
             self._scheduler.after_alloc(request, blocks, from_pool)
@@ -227,23 +229,19 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks are held for another instance that wants them. Those that a save still reads are pinned one by one."""
+        """Blocks are held for another instance that wants them, never for a save."""
         if self._scheduler is None or self._pd is None:
             return False, None
         self._scheduler.finished(request)
         return self._pd.finished(request, block_ids)
 
     @contained(bool)
-    def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and self._scheduler.frees_blocks_soon()
-
-    @contained(bool)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_pinned_blocks()
+        return self._scheduler is not None and self._scheduler.saves.wants_steps()
 
     @contained(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return () if self._scheduler is None else self._scheduler.take_events()
+        return () if self._scheduler is None else self._scheduler.saves.take_events()
 
     @contained(bool)
     def reset_cache(self) -> bool | None:

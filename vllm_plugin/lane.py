@@ -9,9 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.namespace import Namespace
@@ -21,7 +22,7 @@ logger = get_logger(__name__)
 
 
 class GivenUp(Exception):
-    """The engine took the blocks of a job back."""
+    """The engine took the blocks of a job back, or does not wait for its end any longer."""
 
 
 @dataclass(slots=True)
@@ -32,7 +33,6 @@ class Task:
         fence: waits until the device has done what it was given before: a save reads what that computed, and a load
             fills blocks that it may still write for their former owner. None where there is nothing to wait for.
         pages: leading pages of a load that arrived; pages of a save that are in the pool.
-        stored: pages of a save that were not in the pool before.
         cause: why not all pages were moved; empty where they were.
     """
 
@@ -43,7 +43,6 @@ class Task:
     submitted_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
     pages: int = 0
-    stored: int = 0
     cause: str = ""
     _begun: bool = False
     _ended: bool = False
@@ -62,7 +61,7 @@ class Task:
 
     @contextmanager
     def touching_blocks(self) -> Iterator[None]:
-        """Held by the thread while it moves a page.
+        """Held by the thread while it fills blocks.
 
         Raises:
             GivenUp: the blocks are not the job's any more.
@@ -96,22 +95,30 @@ class Task:
             self._lock.release()
 
 
-class Lane:
+T = TypeVar("T", bound=Task)
+
+
+class Lane(Generic[T]):
     """One background thread, its queue, and what it finished since the last step."""
 
-    def __init__(self, name: str, run: Callable[[Task], None]) -> None:
+    def __init__(self, name: str, run: Callable[[T], None]) -> None:
         self._run = run
-        self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        self._pending: list[Task] = []
+        self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._pending: list[T] = []
         self._thread = threading.Thread(target=self._loop, name=f"mooncake-connector-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, task: Task) -> None:
+    @property
+    def pending(self) -> Sequence[T]:
+        """Tasks that were not collected yet."""
+        return self._pending
+
+    def submit(self, task: T) -> None:
         self._pending.append(task)
         self._queue.put(task)
 
-    def collect(self) -> list[Task]:
+    def collect(self) -> list[T]:
         """Tasks that ended or expired since the last call, each exactly once."""
         if not self._pending:
             return []

@@ -35,12 +35,13 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Store full pages of one request; their blocks are pinned until every worker has reported `job_id`.
+    """Store full pages of one request, as far as their blocks are copied before somebody else gets them.
 
     Args:
         parent: key of the page before the first one, or None at the root.
         first_token: token where the first page begins, counted from the first token of `block_ids`.
         block_ids: the blocks that hold the pages, consecutive in the block table.
+        computed: steps before this one have computed them, and it may already write other KV there.
     """
 
     job_id: int
@@ -48,6 +49,27 @@ class SaveJob:
     parent: bytes | None
     first_token: int
     block_ids: list[int]
+    computed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """How a save ended on some workers.
+
+    Args:
+        workers: how many.
+        pages: fewest pages that one of them has in the pool.
+        overtaken: the first page that one of them could not copy before its blocks were given away, if there is one.
+    """
+
+    workers: int
+    pages: int
+    overtaken: int | None = None
+
+    def merge(self, other: SaveResult) -> SaveResult:
+        overtaken = [first for first in (self.overtaken, other.overtaken) if first is not None]
+        pages = min(self.pages, other.pages)
+        return SaveResult(self.workers + other.workers, pages, min(overtaken, default=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,26 +136,31 @@ class PDStep:
 
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to worker. `namespace` is set wherever there are jobs of the pool."""
+    """Scheduler to worker. `namespace` is set wherever there are jobs of the pool.
+
+    Args:
+        given_away: blocks that this step writes to, or a load that begins in it, although saves of steps before it may
+            still read them; None where that is not known, so it may be all.
+    """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    given_away: frozenset[int] | None = None
     namespace: Namespace | None = None
     pd: PDStep = field(default_factory=PDStep)
 
 
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Worker to scheduler: how many workers finished each save, how many pages of it are in the pool, failed loads.
+    """Worker to scheduler: saves that ended, by job id, and what failed.
 
     Args:
-        saves: job id -> (workers that finished it, pages that every one of them has in the pool).
         failed_loads: requests of which at least one worker could not load a page.
         stalled: whether a load was given up at its deadline: the pool hangs.
         unfetched: announced requests whose transfer ended before they had blocks.
     """
 
-    saves: dict[int, tuple[int, int]] = field(default_factory=dict)
+    saves: dict[int, SaveResult] = field(default_factory=dict)
     failed_loads: set[str] = field(default_factory=set)
     stalled: bool = False
     unfetched: set[str] = field(default_factory=set)
@@ -145,9 +172,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
         saves = dict(self.saves)
-        for job_id, (workers, pages) in other.saves.items():
-            before = saves.get(job_id)
-            saves[job_id] = (workers, pages) if before is None else (before[0] + workers, min(before[1], pages))
+        for job_id, result in other.saves.items():
+            saves[job_id] = saves[job_id].merge(result) if job_id in saves else result
         return WorkerReport(
             saves,
             self.failed_loads | other.failed_loads,

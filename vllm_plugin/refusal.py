@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from vllm_plugin.messages import StepMetadata, WorkerReport
+from vllm_plugin.messages import SaveResult, StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +30,15 @@ class RefusingHalf:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """They are not touched."""
 
+    def before_step(self, metadata: StepMetadata) -> None:
+        """No save reads a block."""
+
     def start_loads(self, metadata: StepMetadata) -> None:
         self._refused |= {job.req_id for job in metadata.loads}
         self._report.failed_loads |= self._refused
 
     def start_saves(self, metadata: StepMetadata) -> None:
-        self._report.saves.update({job.job_id: (1, 0) for job in metadata.saves})
+        self._report.saves.update({job.job_id: SaveResult(1, 0) for job in metadata.saves})
 
     def transfer_results(self) -> KVConnectorTransferResults:
         refused, self._refused = self._refused, set()

@@ -24,6 +24,7 @@ SUMS = {
     "save_seconds": "Seconds from the submission of a save to its end",
     "saves": "Saves that ended, well or not",
     "saved_pages": "Pages newly stored in the pool",
+    "overtaken_pages": "Pages that were not stored, since vLLM used their blocks for another request first",
     "fetched_tokens": "Prompt tokens that a prefill instance computed for this one",
     "fetch_bytes": "Bytes of KV that arrived from prefill instances",
     "fetch_seconds": "Seconds from the announcement of a transfer to its end",

@@ -2,13 +2,12 @@
 
 Pages go through two background threads, KV of other instances through the transfer node (:mod:`vllm_plugin.pd_worker`).
 
-One thread loads, one saves; the forward pass never waits for either. Every job ends exactly once, in time, and blocks
-are touched only until its end was reported (see :mod:`vllm_plugin.lane`).
+One thread loads, one saves (:mod:`vllm_plugin.saver`); the forward pass never waits for either. Every job ends exactly
+once, in time, and a load touches its blocks only until its end was reported (see :mod:`vllm_plugin.lane`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from mooncake_connector.config import Config
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Put, Shard
+from mooncake_connector.namespace import Namespace
+from store_client.base import Shard
 from store_client.pool import Pool
 from store_client.shards import ShardView
 from transfer.base import TransferError
@@ -30,9 +30,10 @@ from vllm_plugin.blocks import KVBlocks, probe_cpu_order, register_tensors
 from vllm_plugin.device_order import DeviceOrder, Wait, recorder
 from vllm_plugin.geometry import Geometry, Unsupported
 from vllm_plugin.lane import Lane, Task
-from vllm_plugin.messages import LoadJob, SaveJob, StepMetadata, WorkerReport
+from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
 from vllm_plugin.pd_options import make_options, memory_of
 from vllm_plugin.pd_worker import PDWorker
+from vllm_plugin.saver import Saver, result_of
 from vllm_plugin.stats import ConnectorStats
 
 if TYPE_CHECKING:
@@ -40,13 +41,6 @@ if TYPE_CHECKING:
 
 _PAGES_A_READ = 32
 """Pages read between two looks at the deadline."""
-_PAGES_A_WRITE = 16
-"""Pages written between two looks at the deadline."""
-_LOCK_WAIT_S = 0.5
-"""Longest wait for the pool's lock, which is held for microseconds: longer means that its holder is stopped. (Beside
-eight busy processes a core a holder was seen to wait 0.15 s for its turn.)"""
-_PAUSE_S = 5.0
-"""After such a wait further saves are dropped for so long, so that their blocks are free for the engine."""
 _STOP_S = 2.0
 """Longest wait for a running job at shutdown; the engine kills its processes after a few seconds."""
 
@@ -74,16 +68,16 @@ class WorkerHalf:
         self._shard = geometry.shard(pp_rank, tp_rank)
         self._fmt = geometry.page_format(self._shard, int(config.page_tokens))
         self._unit_nbytes = geometry.unit_nbytes(int(config.page_tokens))
-        self._writes = geometry.is_writer(tp_rank)
         self._blocks: KVBlocks | None = None
         self._record: Callable[[], Wait | None] = lambda: None
         self._pool = Pool(config)
         self._stats = ConnectorStats()
         self._failed_blocks: set[int] = set()
         self._report = WorkerReport()
-        self._paused_until_s = 0.0
-        self._loader = Lane("load", self._load)
-        self._saver = Lane("save", self._save)
+        self._loader: Lane[Task] = Lane("load", self._load)
+        self._saver = Saver(
+            self._view, self._fmt, writes=geometry.is_writer(tp_rank), deadline_s=config.save_deadline_s
+        )
         self.pd: PDWorker | None = None
         """None where this rank takes part in no transfers."""
         self._loading: set[str] = set()
@@ -106,9 +100,12 @@ class WorkerHalf:
                     self._vllm_config.model_config.dtype,
                     self._vllm_config.cache_config.cache_dtype,
                 )
-            self._blocks = KVBlocks(tensors, self._shard, self._fmt, order)
+            self._blocks = blocks = KVBlocks(tensors, self._shard, self._fmt, order)
             self._record = recorder(tensors[0].device)
-            self.pd = self._make_node(tensors, self._blocks)
+            # Asleep, vLLM takes a device's memory away, and a read of it would be the end of the process.
+            sleeps = tensors[0].device.type != "cpu" and self._vllm_config.model_config.enable_sleep_mode
+            self._saver.register(blocks, self._record, copies_at_once=sleeps)
+            self.pd = self._make_node(tensors, blocks)
         except Unsupported as error:
             logger.warning("prefix reuse from the pool is off: %s", error)
         except Exception as error:
@@ -152,14 +149,16 @@ class WorkerHalf:
             self._loading.add(job.req_id)
             self._loader.submit(Task(job, metadata.namespace, self._config.load_deadline_s, fence))
 
+    def before_step(self, metadata: StepMetadata) -> None:
+        """Called before a step writes to any block: what saves read in those that it writes to is theirs no longer."""
+        self._saver.before_step(metadata)
+
     def start_saves(self, metadata: StepMetadata) -> None:
         """Queue this step's saves; the forward pass that computes their pages has been launched."""
-        if not metadata.saves:
-            return
-        assert metadata.namespace is not None
-        fence = self._record()
-        for job in metadata.saves:
-            self._saver.submit(Task(job, metadata.namespace, self._config.save_deadline_s, fence))
+        jobs = [job for job in metadata.saves if not job.computed]
+        if jobs:
+            assert metadata.namespace is not None
+            self._saver.submit(jobs, metadata.namespace)
 
     def transfer_results(self) -> KVConnectorTransferResults:
         """Loads and transfers that ended since the last step. A failed one is also in :meth:`take_failed_blocks`.
@@ -205,9 +204,12 @@ class WorkerHalf:
 
     def _collect_saves(self) -> None:
         for task in self._saver.collect():
-            assert isinstance(task.job, SaveJob)
             self._count("save", task, len(task.job.keys))
-            self._report.saves[task.job.job_id] = (1, task.pages)
+            self._stats.add("saved_pages", task.stored)
+            self._stats.add("save_bytes", task.stored * self._fmt.nbytes)
+            if task.lost:
+                self._stats.add("overtaken_pages", len(task.lost))
+            self._report.saves[task.job.job_id] = result_of(task)
 
     def take_stats(self) -> ConnectorStats | None:
         if self._stats.is_empty():
@@ -223,20 +225,15 @@ class WorkerHalf:
         self._loader.stop(_STOP_S)
         self._pool.close()
 
-    def _ready(self, task: Task) -> tuple[ShardView, KVBlocks] | None:
-        """What a job works on, or None where it is not there (the cause is noted)."""
-        view = self._pool.view(task.namespace, self._shard, self._unit_nbytes)
-        if view is None or self._blocks is None:
-            task.cause = "pool_absent" if view is None else "unsupported_blocks"
-            return None
-        return view, self._blocks
+    def _view(self, namespace: Namespace) -> ShardView | None:
+        return self._pool.view(namespace, self._shard, self._unit_nbytes)
 
     def _load(self, task: Task) -> None:
-        job, ready = task.job, self._ready(task)
+        job, view, blocks = task.job, self._view(task.namespace), self._blocks
         assert isinstance(job, LoadJob)
-        if ready is None:
+        if view is None or blocks is None:
+            task.cause = "pool_absent" if view is None else "unsupported_blocks"
             return
-        view, blocks = ready
         if task.fence is not None:
             task.fence()
         page_tokens = self._fmt.page_tokens
@@ -257,69 +254,16 @@ class WorkerHalf:
                 task.cause = "page_lost"
                 return
 
-    def _save(self, task: Task) -> None:
-        job = task.job
-        assert isinstance(job, SaveJob)
-        if not self._writes:  # another rank stores these heads
-            task.pages = len(job.keys)
-            return
-        ready = self._ready(task)
-        if ready is None:
-            return
-        view, blocks = ready
-        if time.monotonic() < self._paused_until_s:
-            task.cause = "paused"
-            return
-        if task.fence is not None:
-            task.fence()
-        present = view.contains(job.keys)
-        missing = [number for number, found in enumerate(present) if not found]
-        task.pages = len(job.keys) - len(missing)
-        for start in range(0, len(missing), _PAGES_A_WRITE):
-            if task.remaining_s < 0:
-                task.cause = "deadline"
-                return
-            if not self._write(task, view, blocks, missing[start : start + _PAGES_A_WRITE]):
-                return
-
-    def _write(self, task: Task, view: ShardView, blocks: KVBlocks, numbers: list[int]) -> bool:
-        """Store some pages of a save, given by their number in the job; False where the rest is not worth trying."""
-        job = task.job
-        assert isinstance(job, SaveJob)
-
-        def fill(index: int, page: npt.NDArray[np.uint8]) -> None:
-            with task.touching_blocks():
-                blocks.save_page(job.block_ids, job.first_token + numbers[index] * self._fmt.page_tokens, page)
-
-        started_s = time.monotonic()
-        results = view.write(
-            [job.keys[number] for number in numbers],
-            fill,
-            parents=[job.keys[number - 1] if number else job.parent for number in numbers],
-            deadline_s=_LOCK_WAIT_S,
-        )
-        task.stored += results.count(Put.STORED)
-        task.pages += len(results) - results.count(Put.FAILED)
-        if Put.FAILED not in results:
-            return True
-        task.cause = "pool_refused"
-        if time.monotonic() - started_s >= _LOCK_WAIT_S:
-            self._paused_until_s = time.monotonic() + _PAUSE_S
-        return False
-
     def _count(self, kind: str, task: Task, num_pages: int) -> None:
         seconds = task.ended_s - task.submitted_s
         logger.debug(
-            "%s pages=%d of=%d stored=%d page_nbytes=%d seconds=%.6f cause=%s",
-            kind, task.pages, num_pages, task.stored, self._fmt.nbytes, seconds, task.cause or "none",
+            "%s pages=%d of=%d page_nbytes=%d seconds=%.6f cause=%s",
+            kind, task.pages, num_pages, self._fmt.nbytes, seconds, task.cause or "none",
         )  # fmt: skip
         self._stats.add(f"{kind}s")
         self._stats.add(f"{kind}_seconds", seconds)
         if kind == "load":
             self._stats.add("load_bytes", task.pages * self._fmt.nbytes)
-        else:
-            self._stats.add("saved_pages", task.stored)
-            self._stats.add("save_bytes", task.stored * self._fmt.nbytes)
         if task.pages < num_pages:
             cause = task.cause or "unknown"
             self._stats.fail(f"{kind}_{cause}")

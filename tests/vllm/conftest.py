@@ -22,6 +22,8 @@ from settings import Setup
 
 import store_client.pool
 import vllm_plugin
+import vllm_plugin.save_planner
+import vllm_plugin.saver
 import vllm_plugin.worker
 from mooncake_connector.log import forget_causes
 
@@ -58,8 +60,9 @@ def _like_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine another rank may hold the pool's lock for longer than an engine cares to wait."""
-    monkeypatch.setattr(vllm_plugin.worker, "_LOCK_WAIT_S", 30.0)
+    """On a busy machine another rank may hold the pool's lock for longer than an engine cares to wait, or a save last."""
+    monkeypatch.setattr(vllm_plugin.saver, "_LOCK_WAIT_S", 30.0)
+    monkeypatch.setattr(vllm_plugin.save_planner, "_COLLECT_S", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -112,7 +112,7 @@ class Worker:
     def tasks(self) -> list[Any]:
         """Jobs of the connector that it has not reported yet."""
         half = self.half
-        return [*half._loader._pending, *half._saver._pending] if isinstance(half, WorkerHalf) else []
+        return [*half._loader.pending, *half._saver.pending] if isinstance(half, WorkerHalf) else []
 
     @property
     def half(self) -> Any:
@@ -316,7 +316,9 @@ class Engine:
         assert not self.scheduler.requests
         assert self.free_blocks() == self.setup.num_blocks - 1, "blocks leaked"
         if self.half is not None:
-            assert not self.half._tracked and not self.half._pinned and self.half._num_pinned_blocks == 0
+            assert not self.half._tracked
+            saves = self.half.saves
+            assert not (saves._under_way or saves._readers or saves._planned or saves._given_away)
         for worker in self.workers:
             assert not worker.connector.get_transfer_results(set()).finished_recving
         self._check_no_transfers()

@@ -48,9 +48,7 @@ def test_shards_cover_every_head_and_layer_once_and_each_has_one_writer(
         for head in range(shard.head_start, shard.head_stop)
     )
     assert cells == Counter((layer, head) for layer in range(num_layers) for head in range(num_kv_heads))
-    writers = Counter(
-        found.shard(pp, tp) for pp in range(pp_size) for tp in range(tp_size) if found.is_writer(tp)
-    )
+    writers = Counter(found.shard(pp, tp) for pp in range(pp_size) for tp in range(tp_size) if found.is_writer(tp))
     assert writers == Counter(found.shards())
 
 

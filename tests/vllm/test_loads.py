@@ -233,9 +233,7 @@ def test_a_lost_page_is_recomputed_from_there_on(start: Start, faults, runner: d
 
 
 @every_runner
-def test_a_load_that_failed_is_not_offered_to_that_request_again(
-    start: Start, faults, runner: dict[str, bool]
-) -> None:
+def test_a_load_that_failed_is_not_offered_to_that_request_again(start: Start, faults, runner: dict[str, bool]) -> None:
     """Cure: `refused`. Without it a request whose pages are listed but broken would be loaded for ever."""
     warm_pool(start)
     engine = start(**runner)
@@ -407,9 +405,7 @@ def test_a_preempted_request_asks_again_and_is_right(start: Start, faults, runne
 
 
 @every_runner
-def test_a_preempted_request_whose_pages_are_lost_is_recomputed(
-    start: Start, faults, runner: dict[str, bool]
-) -> None:
+def test_a_preempted_request_whose_pages_are_lost_is_recomputed(start: Start, faults, runner: dict[str, bool]) -> None:
     prompts = [list(range(1, 101)), list(range(200, 300))]
     engine = start(**runner, num_blocks=16, prefix_caching=False, keep_pace=True)
     faults.lose_reads = lambda keys: [True] * len(keys)

@@ -52,7 +52,7 @@ def test_running_requests_start_over_and_nothing_of_theirs_is_mixed(start: Start
     while engine._queue:
         engine.end_step()
     engine.settle()
-    engine.run(until=lambda: not engine.half._pinned)
+    engine.run(until=lambda: not engine.half.saves._under_way)
     change_weights(engine, 1)
     for worker in engine.workers:
         for state in worker.runner.states.values():
@@ -80,12 +80,12 @@ def test_a_save_planned_before_a_reset_is_not_sent_after_it(start: Start) -> Non
     name = engine.add(PROMPT, 60)
     engine.run(until=lambda: len(engine.texts[name]) >= 58)
     engine.settle()
-    engine.run(until=lambda: not engine.half._pinned)
+    engine.run(until=lambda: not engine.half.saves._under_way)
     engine.half._tracked[name].saved_pages = 0
     engine.abort(name)
-    assert engine.half._pinned
+    assert engine.half.saves._planned
     engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert not engine.half._pinned
+    assert not engine.half.saves._planned
     engine.run()
     engine.settle()
     engine.check_at_rest()
@@ -101,16 +101,34 @@ def test_reset_before_the_identity_is_known_still_changes_the_namespace(start: S
     assert engine.half.namespace().digest != known.digest
 
 
-def test_a_reset_while_a_save_holds_blocks_says_no_as_vllm_does_for_blocks_in_use(start: Start, faults) -> None:
-    engine = start()
+@every_runner
+@pytest.mark.parametrize("how", [{}, {"reset_connector": True}, {"reset_running_requests": True}])
+def test_a_reset_while_pages_are_being_saved_answers_as_without_us(
+    start: Start, faults, runner: dict[str, bool], how: dict[str, bool]
+) -> None:
+    engine = start(**runner)
     faults.hold_writes()
     name = engine.add(PROMPT)
     engine.run(until=lambda: name in engine.reasons)
     engine.run(until=faults.writing.is_set)
-    assert not engine.scheduler.reset_prefix_cache()
+    running = engine.add(PROMPT[::-1], 60)
+    engine.run(until=lambda: len(engine.texts[running]) >= 3)
+    assert engine.scheduler.reset_prefix_cache(**how) == ("reset_running_requests" in how)
+    engine.run(until=lambda: running in engine.reasons)
+    assert engine.scheduler.reset_prefix_cache(**how)
     faults.release()
     engine.run()
-    assert engine.scheduler.reset_prefix_cache()
+    engine.check_at_rest()
+
+
+def test_a_reset_leaves_the_pages_of_the_old_weights_to_those_who_have_them(start: Start) -> None:
+    engine, other = start(), start()
+    engine.ask(PROMPT)
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.ask(PROMPT, name="again")
+    assert engine.computed("again") == len(PROMPT) + 2
+    assert other.ask(PROMPT, name="other") == oracle.generate(PROMPT, 3)
+    assert other.computed("other") == 4 + 2
 
 
 @pytest.mark.parametrize("reset_connector", [False, True])

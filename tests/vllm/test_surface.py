@@ -286,9 +286,7 @@ def test_inside_multi_connector_pages_are_reused_and_counted(
     assert sample(registry, "hit_tokens") == 96
 
 
-def test_inside_multi_connector_a_lost_page_is_recomputed(
-    start: Start, pool: Path, tmp_path: Path, faults
-) -> None:
+def test_inside_multi_connector_a_lost_page_is_recomputed(start: Start, pool: Path, tmp_path: Path, faults) -> None:
     """vLLM reads the failure policy of the outer configuration alone, so there it has to be written."""
     warm_pool(start)
     engine = start(transfer=multi(pool, tmp_path), hybrid_manager_off=True)

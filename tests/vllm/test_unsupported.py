@@ -21,9 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 
 def full(**changes: Any) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        **{"block_size": 16, "num_kv_heads": 2, "head_size": 2, "dtype": torch.float16} | changes
-    )
+    return FullAttentionSpec(**{"block_size": 16, "num_kv_heads": 2, "head_size": 2, "dtype": torch.float16} | changes)
 
 
 SLIDING = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=2, dtype=torch.float16, sliding_window=512)

@@ -1,17 +1,23 @@
 """Random requests, aborts, stalls and lost pages over a tiny KV cache, for both runners and asynchronous scheduling.
 
-No exception, every request answered like the model alone would, no block lost, and every page of the pool right.
+No exception, every request answered like the model alone would, no block lost, and every page of the pool right,
+although saves go on at any time later, from blocks that are others' by then.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import oracle
 import pytest
 from cases import RUNNERS, Start
-from harness import Engine
+from harness import PATIENCE_S, Engine
+
+import vllm_plugin.saver
+from vllm_plugin.blocks import KVBlocks
 
 NUM_REQUESTS = 120
 CROWD = [[number] * 100 for number in range(4)]
@@ -35,6 +41,27 @@ def prompts(rng: random.Random) -> Iterator[list[int]]:
         yield prompt
 
 
+class Interruption:
+    """Copies of pages for the pool stop halfway while `event` is not set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.event = threading.Event()
+        self.event.set()
+        self.times = 0
+        save_page = KVBlocks.save_page
+
+        def save_in_halves(blocks: KVBlocks, block_ids: Any, first_token: int, page: Any) -> None:
+            save_page(blocks, block_ids, first_token, page)
+            if not self.event.is_set():
+                self.times += 1
+                first_half = page[: len(page) // 2].copy()
+                assert self.event.wait(PATIENCE_S)
+                save_page(blocks, block_ids, first_token, page)
+                page[: len(page) // 2] = first_half
+
+        monkeypatch.setattr(KVBlocks, "save_page", save_in_halves)
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(map(str, settings.values())))
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_random_walk(
@@ -45,6 +72,7 @@ def test_random_walk(
     engine = start(**runner, **settings, extra={"load_deadline_s": 0.05, "save_deadline_s": 0.25})
     asked: dict[str, tuple[list[int], int]] = {}
     source = prompts(rng)
+    interruption = Interruption(monkeypatch)
     faults.lose_reads = lambda keys: [rng.random() < 0.05 for _ in keys]
     while len(asked) < NUM_REQUESTS or engine.scheduler.has_unfinished_requests():
         if len(asked) < NUM_REQUESTS and rng.random() < 0.3:
@@ -53,7 +81,11 @@ def test_random_walk(
         if rng.random() < 0.015 and engine.scheduler.requests:
             engine.abort(rng.choice(list(engine.scheduler.requests)))
         change_faults(rng, engine, faults)
+        if rng.random() < 0.1:
+            (interruption.event.set if rng.random() < 0.7 else interruption.event.clear)()
+            monkeypatch.setattr(vllm_plugin.saver, "_ASIDE_NBYTES", rng.choice([0, 0, 2000, 256 << 20]))
         engine.step()
+    interruption.event.set()
     faults.release()
     faults.lose_reads = None
     faults.refuse_writes = False
@@ -62,7 +94,8 @@ def test_random_walk(
     check_answers(engine, asked)
     engine.check_at_rest()
     assert check_pool(engine, asked) > 0
-    assert faults.calls["read"] > 0
+    assert faults.calls["read"] > 0 and interruption.times > 0
+    assert any(one.kv_connector_stats and one.kv_connector_stats.get("overtaken_pages") for one in engine.stats)
     assert any(request.num_preemptions for request in engine.requests.values())
 
 
