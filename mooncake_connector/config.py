@@ -93,7 +93,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     save_deadline_s: Annotated[
         float,
         _field(
-            "Seconds after which a save that has not finished is given up; what is not in the pool by then is not saved.",
+            "Seconds after which a save that has not finished is given up; what is not in the pool by then is lost.",
             "a number above 0, at most 600",
             gt=0,
             le=600,

@@ -60,7 +60,7 @@ def _like_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine another rank may hold the pool's lock for longer than an engine cares to wait, or a save last."""
+    """On a busy machine another rank holds the pool's lock for longer than an engine cares to wait, or a save lasts."""
     monkeypatch.setattr(vllm_plugin.saver, "_LOCK_WAIT_S", 30.0)
     monkeypatch.setattr(vllm_plugin.save_planner, "_COLLECT_S", 60.0)
 

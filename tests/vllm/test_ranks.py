@@ -8,7 +8,7 @@ from cases import PROMPT, RUNNERS, Start, every_runner, warm_pool
 
 from mooncake_connector.keys import page_keys
 from store_client.base import Shard
-from vllm_plugin.messages import WorkerReport
+from vllm_plugin.messages import SaveResult, WorkerReport
 
 
 @every_runner
@@ -162,10 +162,10 @@ def test_a_page_of_which_a_part_is_gone_is_not_offered(start: Start) -> None:
 
 
 def test_reports_of_workers_add_up_and_keep_the_worst() -> None:
-    """The merged report is what the scheduler unpins by; fewer pages on one rank means fewer pages."""
-    one = WorkerReport(saves={1: (1, 5), 2: (1, 3)}, failed_loads={"a"})
-    two = WorkerReport(saves={1: (1, 4)}, failed_loads={"b"})
+    """Fewer pages on one rank means fewer pages, and what one could not copy in time is to be saved again by all."""
+    one = WorkerReport(saves={1: SaveResult(1, 5), 2: SaveResult(1, 3)}, failed_loads={"a"})
+    two = WorkerReport(saves={1: SaveResult(1, 4, overtaken=2)}, failed_loads={"b"})
     merged = one.aggregate(two)
-    assert merged.saves == {1: (2, 4), 2: (1, 3)}
+    assert merged.saves == {1: SaveResult(2, 4, overtaken=2), 2: SaveResult(1, 3)}
     assert merged.failed_loads == {"a", "b"}
-    assert one.saves[1] == (1, 5), "the inputs are left alone"
+    assert one.saves[1] == SaveResult(1, 5), "the inputs are left alone"

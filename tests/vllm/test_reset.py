@@ -113,6 +113,8 @@ def test_a_reset_while_pages_are_being_saved_answers_as_without_us(
     engine.run(until=faults.writing.is_set)
     running = engine.add(PROMPT[::-1], 60)
     engine.run(until=lambda: len(engine.texts[running]) >= 3)
+    while engine._queue:  # until then vLLM holds the blocks of a preempted request for any connector that loads
+        engine.end_step()
     assert engine.scheduler.reset_prefix_cache(**how) == ("reset_running_requests" in how)
     engine.run(until=lambda: running in engine.reasons)
     assert engine.scheduler.reset_prefix_cache(**how)

@@ -220,7 +220,7 @@ def test_a_reset_is_announced(start: Start) -> None:
 def test_nothing_is_published_where_nobody_listens(start: Start) -> None:
     engine = start()
     engine.ask(PROMPT)
-    assert not engine.half._events
+    assert not engine.half.saves._events
 
 
 # Shutdown

@@ -88,7 +88,7 @@ def test_kv_tensors_of_another_shape_than_announced_end_every_job_as_failed(
     warm_pool(start)
     engine = start(prefix_caching=False)
     worker = engine.workers[0].connector._worker
-    worker._blocks = None
+    worker._blocks = worker._saver._blocks = None
     worker.register({name: torch.zeros(64, 2, 16, 6, dtype=torch.float16) for name in layer_names()})
     assert worker._blocks is None
     assert sum("off" in r.getMessage() for r in caplog.records) == 1
