@@ -46,7 +46,7 @@ class ServerProcess:
     ) -> None:
         self.log = log
         self._command, self._env, self._is_complaint = list(command), env, is_complaint
-        self._url = f"http://{host}:{port}"
+        self.url = f"http://{host}:{port}"
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
         self._complaints: list[str] = []
@@ -83,7 +83,7 @@ class ServerProcess:
 
     def is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=10) as reply:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as reply:
                 return bool(reply.status == 200)
         except (urllib.error.URLError, OSError):
             return False

@@ -106,10 +106,6 @@ class Instance(Server, PDClient):
         self.heal()
 
     @property
-    def url(self) -> str:
-        return self._url
-
-    @property
     def directory(self) -> str:
         """Where the instance's ranks can be asked for."""
         return f"{self.transfer_host}:{self.transfer_port}"

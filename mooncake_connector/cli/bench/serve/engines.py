@@ -198,7 +198,8 @@ def _comes_up(engine: Engine, absent: dict[str, str]) -> bool:
         if engine.server.is_healthy():
             return True
         time.sleep(0.2)
-    absent[engine.name] = f"did not start within {_START_DEADLINE_S:.0f} s: {engine.reason()}"
+    absent[engine.name] = f"did not start within {_START_DEADLINE_S:.0f} s; its log: {engine.reason()}"
+    engine.ask_to_end()
     return False
 
 
