@@ -20,9 +20,10 @@ SOURCES := $(shell find $(PACKAGES) -name __pycache__ -prune -o \( -type d -o -t
 DEV := .venv
 VLLM := .venvs/vllm
 SGLANG := .venvs/sglang
+PEERS := .venvs/peers
 BUILT := .cache/wheel/.built
 
-.PHONY: help setup dev vllm sglang models system-packages wheel demo demo-engines test test-fast test-long test-gpu lint clean
+.PHONY: help setup dev vllm sglang models system-packages wheel demo demo-engines test test-fast test-long test-gpu bench-serve lint clean
 
 help:
 	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
@@ -32,6 +33,7 @@ help:
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
 	@echo 'make test          lint, every test, the demos (about 40 minutes on 2 cores, installs included)'
 	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'
+	@echo 'make bench-serve   serving under cache pressure beside vLLM'\''s own connectors and LMCache, with docs/images/serve.png (15 minutes)'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make wheel         the wheel, in .cache/wheel'
 	@echo 'make clean         remove everything that was made'
@@ -60,6 +62,10 @@ test-long: setup
 
 test-gpu: $(SGLANG)/.tests $(SGLANG)/.wheel
 	@$(SGLANG)/bin/pytest -v tests/gpu
+
+bench-serve: vllm $(PEERS)/.installed
+	@mkdir -p docs/images
+	@cd .cache && ../$(PEERS)/bin/python -m mooncake_connector.cli.main bench serve --model models/qwen3 --plot ../docs/images/serve.png
 
 lint: $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py lint
@@ -96,6 +102,15 @@ $(VLLM)/.engine: $(REQUIREMENTS)/vllm.txt $(CONSTRAINTS) tests/tools/install_vll
 
 $(VLLM)/.tests: $(REQUIREMENTS)/vllm-test.txt $(CONSTRAINTS) | $(VLLM)/.engine
 	@$(VLLM)/bin/python $(PIP_INSTALL) -r $<
+	@touch $@
+
+# vLLM's environment seen through another one, which has what only the comparison needs, LMCache's older numpy included.
+$(PEERS)/.installed: $(REQUIREMENTS)/peers.txt | $(VLLM)/.engine
+	@echo 'installing LMCache and the Mooncake Store into $(PEERS) (some minutes)'
+	@$(PYTHON) -m venv $(PEERS)
+	@$(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth"
+	@$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -r $<
 	@touch $@
 
 $(SGLANG)/bin/python:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 from bench.streaming_server import StreamingServer, event, token
 from mooncake_connector.cli.bench.commands import app
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.serve import engines, plot, running
+from mooncake_connector.cli.bench.serve import client, engines, plot, running
 from mooncake_connector.cli.bench.serve.client import Answer, CacheTokens, parse_url
 from mooncake_connector.cli.bench.serve.connectors import ALONE, NEEDED, OURS, OWN, PEERS
 from mooncake_connector.cli.bench.serve.load import Pass
@@ -144,6 +146,13 @@ def test_a_server_that_cannot_be_used_is_named_with_what_to_do(stand_in, ask, mo
         ask(stand_in.url, *arguments)
 
 
+def test_a_server_that_sends_without_end_fills_no_memory(stand_in, ask, monkeypatch):
+    monkeypatch.setattr(client, "_LARGEST", 1 << 20)
+    stand_in.behaviour.models = (200, "application/json", b" " * ((1 << 20) + 1))
+    with pytest.raises(BenchError, match="sent more than 1 MiB"):
+        ask(stand_in.url)
+
+
 def test_a_server_without_a_list_of_models_is_asked_for_the_one_that_was_named(stand_in, ask):
     stand_in.behaviour.models = (404, "text/plain", b"")
     assert ask(stand_in.url, "--served-model-name", "mine")["settings"]["model"] == "mine"
@@ -234,6 +243,17 @@ def test_a_python_without_vllm_is_named():
         engines.probe(Path("/nowhere/python"))
 
 
+def test_a_python_is_found_as_a_shell_finds_it(tmp_path, monkeypatch):
+    """Servers start in other folders: neither a relative path nor a bare name may reach them."""
+    fake = tmp_path / "venv" / "bin" / "fakepython"
+    fake.parent.mkdir(parents=True)
+    fake.symlink_to(Path(__file__).parent / "fake_vllm.py")
+    monkeypatch.chdir(tmp_path)
+    assert engines.probe(Path("venv/bin/fakepython")).python == fake
+    monkeypatch.setenv("PATH", str(fake.parent), prepend=os.pathsep)
+    assert engines.probe(Path("fakepython")).python == fake
+
+
 def test_every_connector_can_be_chosen():
     from mooncake_connector.cli.bench.serve.command import ServePeer
 
@@ -293,6 +313,14 @@ def test_noise_and_failures_are_warned_of():
     warnings = ServeReport({}, {}, {}, [failed, noisy], []).warnings()
     assert warnings[0] == "x, seen prompts: 1 of 2 requests failed: broke"
     assert warnings[1].startswith("y, seen prompts: the rounds are 100% apart")
+
+
+def test_a_report_that_cannot_be_written_is_one_line(stand_in):
+    command = [sys.executable, "-m", "mooncake_connector.cli.main", "bench", "serve", stand_in.url, *SMALL]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: the report cannot be written: No space left on device"
 
 
 def test_what_did_not_run_is_told_as_it_is():

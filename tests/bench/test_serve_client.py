@@ -94,6 +94,9 @@ def test_a_server_that_reports_no_usage_still_answers(server, stand_in):
         (["data: [DONE]\n\n"], "the answer is empty"),
         (["data: {broken\n\n"], "JSONDecodeError"),
         (["data: [1]\n\n"], "no object"),
+        ([event(choices=5)], "no known form"),
+        ([event(choices=["a"])], "no known form"),
+        ([event(choices=[{"text": 5}])], "no known form"),
         ([token("a"), event(error={"message": "the engine died"})], "failed while it answered: the engine died"),
     ],
 )

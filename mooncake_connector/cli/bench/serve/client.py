@@ -24,6 +24,7 @@ from mooncake_connector.cli.bench.serve.workload import Prompt
 
 _SHORT_S = 15.0
 _SHOWN = 300
+_LARGEST = 32 << 20
 
 
 class RequestFailed(Exception):
@@ -96,7 +97,7 @@ class Server:
         """Status, content type and content. Raises RequestFailed where there is no answer."""
         deadline = time.monotonic() + limit_s
         with self._asked("GET", path, None, deadline) as (sock, reply):
-            return reply.status, reply.headers.get_content_type(), b"".join(_pieces(sock, reply, deadline))
+            return reply.status, reply.headers.get_content_type(), _whole(sock, reply, deadline)
 
     def is_healthy(self) -> bool:
         try:
@@ -110,7 +111,7 @@ class Server:
         deadline = start + limit_s
         with self._asked("POST", "/v1/completions", {**body, "stream": True}, deadline) as (sock, reply):
             if reply.status != 200:
-                content = b"".join(_pieces(sock, reply, deadline))
+                content = _whole(sock, reply, deadline)
                 raise RequestFailed(f"answered {reply.status}: {error_text(content)}", reply.status)
             kind = reply.headers.get_content_type()
             if kind != "text/event-stream":
@@ -203,6 +204,15 @@ def _pieces(sock: socket.socket, reply: http.client.HTTPResponse, deadline: floa
         yield piece
 
 
+def _whole(sock: socket.socket, reply: http.client.HTTPResponse, deadline: float) -> bytes:
+    content = bytearray()
+    for piece in _pieces(sock, reply, deadline):
+        content += piece
+        if len(content) > _LARGEST:
+            raise RequestFailed(f"sent more than {_LARGEST >> 20} MiB")
+    return bytes(content)
+
+
 class _AnswerReader:
     """Puts the events of a completion together."""
 
@@ -245,15 +255,18 @@ class _AnswerReader:
             if event.get("error"):
                 raise RequestFailed(f"failed while it answered: {error_text(data.encode())}")
             self._usage = event.get("usage") or self._usage
-            for choice in event.get("choices") or ():
-                self._take_choice(choice)
+            try:
+                for choice in event.get("choices") or ():
+                    self._take_choice(choice)
+            except (TypeError, AttributeError):
+                raise RequestFailed(f"sent an event of no known form: {_short(data)}") from None
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
         text, token_ids = choice.get("text") or "", choice.get("token_ids") or ()
         if text or token_ids:
             self._last = time.monotonic()
             self._first = self._first or self._last
-        self._text.append(text)
+        self._text.append(text + "")
         self._token_ids.extend(token_ids)
         self._finished = self._finished or bool(choice.get("finish_reason"))
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 import time
@@ -56,6 +57,7 @@ class Environment:
 
 def probe(python: Path) -> Environment:
     """Raises BenchError that says what to install where vLLM or this package is missing."""
+    python = Path(shutil.which(python) or python).absolute()  # servers start in folders of their own
     try:
         command = [str(python), "-c", _PROBE, *sorted(set(NEEDED.values()))]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_LIMIT_S)

@@ -81,7 +81,7 @@ def choose_model(server: Server, wanted: str | None) -> tuple[str, int | None]:
     if status != 200:
         raise BenchError(f"{server.url}/v1/models answered {status}: {hint}, and --served-model-name if it lists none")
     try:
-        listed = {item["id"]: item.get("max_model_len") for item in json.loads(content)["data"]}
+        listed = {str(item["id"]): item.get("max_model_len") for item in json.loads(content)["data"]}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BenchError(f"{server.url}/v1/models answered with {kind} that lists no models: {hint}") from error
     if wanted is not None and wanted not in listed:
@@ -107,7 +107,8 @@ def _try_out(server: Server, model: str, work: Workload, limit_s: float) -> tupl
             answer = server.stream(_body(model, prompt, 1, options), limit_s)
         except RequestFailed as second:
             raise BenchError(f"{server.url}: the first request failed: {second}") from second
-    return options, answer.prompt_tokens / _PROBE_WORDS if answer.prompt_tokens else _TOKENS_PER_WORD
+    tokens_per_word = answer.prompt_tokens / _PROBE_WORDS if answer.prompt_tokens else _TOKENS_PER_WORD
+    return options, min(max(tokens_per_word, 0.5), 20.0)
 
 
 def _body(model: str, prompt: Prompt, max_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
