@@ -19,6 +19,9 @@ Nothing has to be set. What is set is looked up field by field, the first that h
 3. the TOML or YAML file that `{ENV_FILE}` names (`.toml`, `.yaml` or `.yml`; at most 64 KiB, no YAML anchors);
 4. the default.
 
+`mooncake-connector config show` prints every value and where it came from; with `--kv-transfer-config JSON` or
+`--hicache-storage-backend-extra-config JSON`, as the engine would see it.
+
 Sizes are bytes, or text with a unit. Units with an `i` are powers of 1024, those without are powers of 1000, as in
 Kubernetes: `8GiB` and `8Gi` are 8 * 1024³ bytes, `8GB`, `8G` and `8g` are 8 * 1000³. What is shown is always in KiB,
 MiB, GiB or TiB.

@@ -36,6 +36,7 @@ from sglang_backend.figures import Figures
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_shape
 from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
 from sglang_backend.plugin import hooked
+from sglang_backend.settings import own_settings
 from sglang_backend.stored_pool import StoredPool
 from store_client.base import Shard
 from store_client.pool import Pool
@@ -44,23 +45,6 @@ from store_client.shards import ShardView
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host.base import HostKVCache
     from sglang.srt.observability.metrics_collector import StorageMetrics
-
-_SGLANG_KEYS = frozenset(
-    {
-        "allocator",
-        "backend_name",
-        "class_name",
-        "file_storage_path",
-        "hicache_storage_pass_prefix_keys",
-        "interface_v1",
-        "module_path",
-        "prefetch_threshold",
-        "prefetch_timeout_base",
-        "prefetch_timeout_per_ki_token",
-        "tp_lcm_size",
-    }
-)
-"""Keys of `--hicache-storage-backend-extra-config` that SGLang reads itself; not every caller of ours removes them."""
 
 _FIRST_WAIT_S = 2.0
 """How long attaching waits for the model's files to be hashed and the pool to open; both go on in the background."""
@@ -83,7 +67,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self, storage_config: HiCacheStorageConfig, kwargs_or_pool: dict[str, Any] | HostKVCache | None = None
     ) -> None:
         extra = storage_config.extra_config or {}
-        self._given = {key: value for key, value in extra.items() if key not in _SGLANG_KEYS}
+        self._given = own_settings(extra)
         self._config: Config = load_config(self._given, os.environ)
         set_log_level(self._config.log_level)
         self._storage_config = storage_config

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from mooncake_connector import __version__, quick_start
-from mooncake_connector.cli import bench, doctor, store
+from mooncake_connector.cli import bench, config, doctor, store
 from mooncake_connector.cli.output import EXIT_CODES, EXIT_FAILED, HELP_SETTINGS, Group, print_error, print_json
 from mooncake_connector.errors import MooncakeConnectorError
 
@@ -63,6 +63,7 @@ app = typer.Typer(
 )
 app.add_typer(store.app, name="store")
 app.add_typer(doctor.app, name="doctor")
+app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 
 

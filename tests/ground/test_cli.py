@@ -16,7 +16,7 @@ from mooncake_connector.cli import main as main_
 from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli import store as store_
 from mooncake_connector.cli import tables
-from mooncake_connector.cli.bench import commands
+from mooncake_connector.cli.bench import progress
 from mooncake_connector.cli.main import app
 from mooncake_connector.cli.output import human_seconds, human_share, styled
 from mooncake_connector.errors import PoolError
@@ -426,7 +426,7 @@ class TestAsACarelessUser:
         assert "mooncake-connector store stats --json | jq '.hit_tokens / (.hit_tokens + .missed_tokens)'" in text
 
     def test_square_brackets_stay_in_what_a_benchmark_says(self, capsys):
-        commands._say('install "mooncake-connector[mooncake]"')
+        progress.say('install "mooncake-connector[mooncake]"')
         assert capsys.readouterr().err.rstrip() == 'install "mooncake-connector[mooncake]"'
 
     @pytest.mark.parametrize("variable, value", [("NO_COLOR", "1"), ("TERM", "dumb")])
