@@ -77,7 +77,7 @@ def show(
         print_json({setting.name: {"value": _plain(setting.value), "source": setting.source} for setting in found})
         return
     values = {setting.name: setting.value for setting in found}
-    rows = [(setting.name, _text(setting, values), setting.source) for setting in found]
+    rows = [(one.name, _text(one, values), one.source.removeprefix("environment variable ")) for one in found]
     print_table(sheet("", ("setting", "value~", "from"), rows, width()))
 
 
