@@ -13,7 +13,7 @@ from mooncake_connector.cli import bench, config, doctor, store
 from mooncake_connector.cli.output import EXIT_CODES, EXIT_FAILED, HELP_SETTINGS, Group, print_error, print_json
 from mooncake_connector.errors import MooncakeConnectorError
 
-_HELP = f"""Share the KV cache of LLM engines: look into a pool of pages, and measure it.
+_HELP = f"""A KV cache that LLM engines share: check the set-up, inspect the pool, measure it.
 
 Quick start, beside an installed vLLM:
 

@@ -19,7 +19,7 @@ EXIT_DAMAGED = 3
 
 EXIT_CODES = (
     'Exit codes: 0 done; 1 failed, the reason is on stderr, and with --json on stdout as {"error": ...}; 2 wrong '
-    "usage; 3 `store verify` found damaged pages; 130 interrupted."
+    "usage; 3 `store verify` found corrupt pages; 130 interrupted."
 )
 
 HELP_SETTINGS = {

@@ -32,7 +32,7 @@ from store_client.base import Progress
 from store_client.embedded import PoolUser, pool_users
 
 app = typer.Typer(
-    help="Look into the pool of KV pages, check it, empty it; also while engines use it.",
+    help="Inspect, verify, clear and delete the pool of KV pages.",
     cls=Group,
     epilog=EXIT_CODES,
     no_args_is_help=True,
@@ -58,7 +58,7 @@ Which = Annotated[
         "--namespace",
         "-n",
         metavar="ID",
-        help="Only this namespace: the beginning of an id that `store ls` prints.",
+        help="Only this namespace: the first digits of an id that `store ls` prints.",
         show_default=False,
     ),
 ]
@@ -111,7 +111,7 @@ def list_(pool: Pool = None, as_json: Json = False) -> None:
 
 @app.command()
 def clear(pool: Pool = None, namespace: Which = None, yes: Yes = False, as_json: Json = False) -> None:
-    """Forget all pages, or those of one namespace. Engines that use the pool go on and compute again.
+    """Remove all pages, or those of one namespace. Engines keep running and recompute what they need.
 
     \b
     Examples:
@@ -126,12 +126,12 @@ def clear(pool: Pool = None, namespace: Which = None, yes: Yes = False, as_json:
     if as_json:
         print_json({"cleared_pages": pages, "users": tables.users_json(users)})
     else:
-        typer.echo(f"forgot {pages:,} pages")
+        typer.echo(f"removed {pages:,} pages")
 
 
 @app.command()
 def verify(pool: Pool = None, as_json: Json = False) -> None:
-    """Read every page and hold it against its checksum. Damaged pages are forgotten; the exit code is then 3.
+    """Check every page against its checksum. Corrupt pages are removed; the exit code is then 3.
 
     \b
     Examples:
@@ -143,9 +143,9 @@ def verify(pool: Pool = None, as_json: Json = False) -> None:
     if as_json:
         print_json(dataclasses.asdict(report))
     elif report.corrupt:
-        typer.echo(f"{report.corrupt:,} of {report.pages:,} pages were damaged and are forgotten")
+        typer.echo(f"{report.corrupt:,} of {report.pages:,} pages were corrupt and have been removed")
     else:
-        typer.echo(f"all {report.pages:,} pages ({human_nbytes(report.nbytes)}) are sound")
+        typer.echo(f"all {report.pages:,} pages ({human_nbytes(report.nbytes)}) are intact")
     if report.corrupt:
         raise typer.Exit(EXIT_DAMAGED)
 
@@ -154,7 +154,7 @@ def verify(pool: Pool = None, as_json: Json = False) -> None:
 def destroy(pool: Pool = None, yes: Yes = False, as_json: Json = False) -> None:
     """Delete the pool folder and give its memory back.
 
-    Refuses a folder that is not a pool. Stop the engines that use it first: one that goes on storing makes a new pool.
+    Refuses a folder that is not a pool. Stop the engines first: an engine that is still running makes a new pool.
 
     \b
     Examples:
@@ -168,7 +168,7 @@ def destroy(pool: Pool = None, yes: Yes = False, as_json: Json = False) -> None:
     if as_json:
         print_json({"pool": str(folder), "freed_nbytes": freed, "users": tables.users_json(users)})
     else:
-        typer.echo(f"deleted {folder}, {human_nbytes(freed)} are free again")
+        typer.echo(f"deleted {folder}, {human_nbytes(freed)} freed")
 
 
 def _name_users(folder: Path) -> list[PoolUser] | None:
@@ -186,14 +186,14 @@ def _confirm(question: str, yes: bool) -> None:
         return
     typer.echo(f"{question} [y/N] ", err=True, nl=False)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise PoolError("nothing was done; answer y, or say --yes")
+        raise PoolError("nothing was done; answer y, or use --yes")
 
 
 def _clear_question(store: Store, digest: bytes | None) -> str:
     spaces = [space for space in store.namespaces() if digest in (None, space.namespace.digest)]
     pages, nbytes = sum(space.pages for space in spaces), sum(space.nbytes for space in spaces)
     models = ", ".join(sorted({space.namespace.model_name for space in spaces})) or "no model"
-    return f"Forget {pages:,} pages ({human_nbytes(nbytes)}) of {models} in {store.stats().location}?"
+    return f"Remove {pages:,} pages ({human_nbytes(nbytes)}) of {models} in {store.stats().location}?"
 
 
 @contextlib.contextmanager

@@ -94,7 +94,7 @@ def stats_lines(stats: StoreStats, width: int | None) -> list[str]:
         ("already present", f"{stats.present_pages:,} pages"),
         ("evicted", f"{stats.evicted_pages:,} pages"),
         ("removed", f"{stats.removed_pages:,} pages"),
-        ("damaged", f"{stats.corrupt_pages:,} pages"),
+        ("corrupt", f"{stats.corrupt_pages:,} pages"),
         ("taken back from dead writers", human_nbytes(stats.reclaimed_nbytes)),
         ("failures", failures or "none"),
     ]

@@ -41,7 +41,7 @@ def test_without_the_peer_nothing_is_judged():
     ("arguments", "reason"),
     [
         (["--model", "nowhere", "--vllm-python", "python"], "has no config.json"),
-        (["--model", ".", "--vllm-python", "python", "--peer-python", "python"], "no use without --peer nixl"),
+        (["--model", ".", "--vllm-python", "python", "--peer-python", "python"], "needs --peer nixl"),
         (["--model", "."], "--vllm-python"),
     ],
 )

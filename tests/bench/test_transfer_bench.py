@@ -52,7 +52,7 @@ def test_it_prints_one_json_object_with_a_row_for_each_transport(done: subproces
 
 def test_a_python_without_peers_is_no_peer() -> None:
     refused = run("--quick", "--peer-python", sys.executable)
-    assert refused.returncode == 2 and "without --peer" in refused.stderr.replace("\n", " ")
+    assert refused.returncode == 2 and "needs --peer" in refused.stderr.replace("\n", " ")
 
 
 @pytest.mark.parametrize("engine", transfer_peer_client.INSTALL)

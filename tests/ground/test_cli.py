@@ -147,7 +147,7 @@ class TestHelp:
             (["store", "stats", "--help"], ["--pool", "--json", "Examples", "mooncake-connector store stats --json"]),
             (["store", "ls", "--help"], ["--pool", "--json", "mooncake-connector store ls"]),
             (["store", "clear", "--help"], ["--yes", "--namespace", "mooncake-connector store clear"]),
-            (["store", "verify", "--help"], ["exit code is then 3", "mooncake-connector store verify"]),
+            (["store", "verify", "--help"], ["Corrupt pages are removed", "mooncake-connector store verify"]),
             (["store", "destroy", "--help"], ["--yes", "mooncake-connector store destroy"]),
         ],
         ids=lambda value: " ".join(value) if value[-1] == "--help" else "",
@@ -223,8 +223,8 @@ class TestList:
 class TestClear:
     def test_it_asks_and_goes_on_after_yes(self, run, store):
         result = run("store", "clear", input="y\n")
-        assert "Forget 200 pages (2.0 GiB) of org/[large], org/small in /dev/shm/pool?" in result.stderr
-        assert (result.exit_code, result.stdout, store.cleared) == (0, "forgot 200 pages\n", [None])
+        assert "Remove 200 pages (2.0 GiB) of org/[large], org/small in /dev/shm/pool?" in result.stderr
+        assert (result.exit_code, result.stdout, store.cleared) == (0, "removed 200 pages\n", [None])
 
     @pytest.mark.parametrize("answer", ["n\n", "\n", ""], ids=["no", "nothing", "end of input"])
     def test_without_a_yes_nothing_is_forgotten(self, run, store, answer):
@@ -248,24 +248,24 @@ class TestClear:
 
     def test_the_question_about_one_namespace_counts_only_its_pages(self, run):
         result = run("store", "clear", "-n", SMALL.digest.hex(), input="n\n")
-        assert "Forget 10 pages (10.0 MiB) of org/small in" in result.stderr
+        assert "Remove 10 pages (10.0 MiB) of org/small in" in result.stderr
 
 
 class TestVerify:
     def test_sound_pages_exit_with_0(self, run):
         result = run("store", "verify")
-        assert (result.exit_code, result.output) == (0, "all 200 pages (2.0 GiB) are sound\n")
+        assert (result.exit_code, result.output) == (0, "all 200 pages (2.0 GiB) are intact\n")
 
     def test_a_terminal_sees_a_bar_that_counts_pages(self, run, monkeypatch):
         screen = Console(force_terminal=True, file=io.StringIO(), width=100)
         monkeypatch.setattr(store_, "error_console", lambda: screen)
-        assert run("store", "verify").stdout == "all 200 pages (2.0 GiB) are sound\n"
+        assert run("store", "verify").stdout == "all 200 pages (2.0 GiB) are intact\n"
         assert "200/200" in screen.file.getvalue()
 
     def test_damaged_pages_exit_with_3(self, run, store):
         store.report = VerifyReport(pages=200, nbytes=2 * GIB, corrupt=2)
         result = run("store", "verify")
-        assert (result.exit_code, result.stdout) == (3, "2 of 200 pages were damaged and are forgotten\n")
+        assert (result.exit_code, result.stdout) == (3, "2 of 200 pages were corrupt and have been removed\n")
 
     def test_json_is_the_report_alone(self, run, store):
         store.report = VerifyReport(pages=200, nbytes=2 * GIB, corrupt=2)

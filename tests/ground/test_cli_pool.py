@@ -90,7 +90,7 @@ def test_a_flipped_byte_is_found_once(pool):
     content[content.index(bytes([5]) * PAGE_NBYTES) + 1000] ^= 1
     with arena.open("r+b") as file:
         file.write(content)
-    assert "1 of 10 pages were damaged" in run("store", "verify", "--pool", pool, code=3)
+    assert "1 of 10 pages were corrupt" in run("store", "verify", "--pool", pool, code=3)
     assert "all 9 pages" in run("store", "verify", "--pool", pool)
 
 

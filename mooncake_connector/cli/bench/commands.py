@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mooncake_connector.cli.bench.report import Report
 
 app = typer.Typer(
-    help="Measure this machine's limit, the store, and its peers, side by side.",
+    help="Benchmarks: the store, transfers and whole servers beside this machine's limits and other projects.",
     cls=Group,
     epilog=EXIT_CODES,
     no_args_is_help=True,
@@ -27,12 +27,12 @@ app = typer.Typer(
 )
 
 _LEGEND_COLUMNS = 160
-_QUICK = "With --quick the sizes are tiny: the figures show that it works, not how fast it is."
+_QUICK = "With --quick the sizes are tiny: this shows that it works, not how fast it is."
 
 _TITLE = "mooncake-connector bench store"
 _LEGEND = (
     "limit: memcpy or a bare LMDB on this machine; peer: the Mooncake Store between two processes, the better of its "
-    "connection pool on and off. Best round of each, rounds interleaved."
+    "connection pool on and off. Best round of each; rounds alternate."
 )
 
 
@@ -40,7 +40,7 @@ _HICACHE_TITLE = "mooncake-connector bench hicache"
 _HICACHE_LEGEND = (
     "limit: memcpy in the same rounds; peer: SGLang's in-tree Mooncake backend over TCP, pages in another process, the "
     "better of its connection pool on and off. "
-    "Best round of each, rounds interleaved."
+    "Best round of each; rounds alternate."
 )
 
 
@@ -61,7 +61,7 @@ _TRANSFER_TITLE = "mooncake-connector bench transfer"
 _TRANSFER_LEGEND = (
     "limit: process_vm_readv of the same pieces (cma), memcpy (shm), sendall/recv_into over one connection (tcp); "
     "peer: NIXL with UCX's own choice (cma), Mooncake's Transfer Engine at its better setting (tcp). "
-    "Best round of each, rounds interleaved."
+    "Best round of each; rounds alternate."
 )
 
 
@@ -75,7 +75,7 @@ class TransferPeer(str, enum.Enum):
 _PD_TITLE = "mooncake-connector bench pd"
 _PD_LEGEND = (
     "limit: the decode instance alone; peer: vLLM's NixlConnector between two servers of its own, prefill first, the "
-    "better of its num_threads 4 (its default) and 0. Medians of rounds, which take turns."
+    "better of its num_threads 4 (its default) and 0. Medians; rounds alternate."
 )
 
 
@@ -87,7 +87,7 @@ class PDPeer(str, enum.Enum):
 
 @app.callback()
 def bench() -> None:
-    """Measure this machine's limit, the store, and its peers, side by side."""
+    """Benchmarks: the store, transfers and whole servers beside this machine's limits and other projects."""
 
 
 app.command()(serve)
@@ -112,15 +112,15 @@ def store(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(parser=typed_path, help="Where the temporary pools lie; default: /dev/shm.", metavar="DIR"),
+        typer.Option(parser=typed_path, help="Where to put the temporary pools; default: /dev/shm.", metavar="DIR"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that it works: no true figures.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, not how fast.")] = False,
     as_json: Json = False,
 ) -> None:
     """Speed of the embedded store against memcpy, a bare LMDB and, with --peer, a real Mooncake Store.
 
-    Needs about 3 GiB in /dev/shm and a minute, with a peer two, with vLLM ten. Nothing of it stays. Your pool is not
-    touched.
+    Needs about 3 GiB in /dev/shm and a minute, with a peer two, with vLLM ten. Cleans up after itself. Your pool is
+    not touched.
     """
     # Not at the top: other commands should start without this.
     from mooncake_connector.cli.bench import machine, store_bench
@@ -128,9 +128,9 @@ def store(
     from mooncake_connector.cli.bench.vllm_rows import Engine
 
     if peer_python is not None and peer is None:
-        raise typer.BadParameter("it has no use without --peer mooncake", param_hint="--peer-python")
+        raise typer.BadParameter("needs --peer mooncake", param_hint="--peer-python")
     if vllm_python is None and model is not None:
-        raise typer.BadParameter("it has no use without --vllm-python", param_hint="--model")
+        raise typer.BadParameter("needs --vllm-python", param_hint="--model")
     if vllm_python is not None and (model is None or not (model / "config.json").is_file()):
         reason = f"{model} has no config.json" if model else "it is missing"
         raise typer.BadParameter(f"{reason}: --vllm-python needs the folder of a checkpoint", param_hint="--model")
@@ -161,21 +161,21 @@ def hicache(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(parser=typed_path, help="Where the temporary pools lie; default: /dev/shm.", metavar="DIR"),
+        typer.Option(parser=typed_path, help="Where to put the temporary pools; default: /dev/shm.", metavar="DIR"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that it works: no true figures.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, not how fast.")] = False,
     as_json: Json = False,
 ) -> None:
     """Speed of SGLang's L3 calls on its own host pools: our backend, memcpy and, with --peer, SGLang's own backends.
 
-    Needs about 4 GiB in /dev/shm, 5 GiB of other memory and two minutes, with both peers ten. Nothing of it stays. Your
-    pool is not touched. No GPU is needed.
+    Needs about 4 GiB in /dev/shm, 5 GiB of other memory and two minutes, with both peers ten. Cleans up after itself.
+    Your pool is not touched. No GPU is needed.
     """
     from mooncake_connector.cli.bench import hicache_bench, machine
     from mooncake_connector.cli.bench.hicache_scale import HicacheScale
 
     if peer_python is not None and HicachePeer.mooncake not in (peer or ()):
-        raise typer.BadParameter("it has no use without --peer mooncake", param_hint="--peer-python")
+        raise typer.BadParameter("needs --peer mooncake", param_hint="--peer-python")
     report = hicache_bench.run(
         folder or machine.default_folder(),
         hicache_bench.QUICK if quick else HicacheScale(),
@@ -194,18 +194,18 @@ def transfer(
         Path | None,
         typer.Option(parser=typed_path, help="Python that has the peers' wheels; default: this one.", metavar="PATH"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to see that it works: no true figures.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, not how fast.")] = False,
     as_json: Json = False,
 ) -> None:
     """Speed of the transports between two processes against the bare system calls and, with --peer, other libraries.
 
     Needs 1 GiB of memory and a minute, with both peers two. The rows over two links of 1 Gbit/s take root: they make
-    two network namespaces. Nothing of it stays, and nothing listens beyond loopback and those links.
+    two network namespaces. Cleans up after itself; nothing listens beyond loopback and those links.
     """
     from mooncake_connector.cli.bench import transfer_bench, transfer_scale
 
     if peer_python is not None and not peer:
-        raise typer.BadParameter("it has no use without --peer", param_hint="--peer-python")
+        raise typer.BadParameter("needs --peer", param_hint="--peer-python")
     report = transfer_bench.run(
         transfer_scale.QUICK if quick else transfer_scale.TransferScale(),
         peers={item.value for item in peer or ()},
@@ -226,7 +226,7 @@ def pd(
         Path | None,
         typer.Option(parser=typed_path, help="Python that has the peer's wheel; default: this one.", metavar="PATH"),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One round, to see that it works: no true figures.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One round: shows that it works, not how fast it is.")] = False,
     as_json: Json = False,
 ) -> None:
     """What a prefill and a decode instance of real vLLM add to a request, against one instance alone.
@@ -238,7 +238,7 @@ def pd(
     from mooncake_connector.cli.bench.vllm_rows import Engine
 
     if peer_python is not None and peer is None:
-        raise typer.BadParameter("it has no use without --peer nixl", param_hint="--peer-python")
+        raise typer.BadParameter("needs --peer nixl", param_hint="--peer-python")
     if not (model / "config.json").is_file():
         raise typer.BadParameter(f"{model} has no config.json: name the folder of a checkpoint", param_hint="--model")
     report = vllm_pd.run(

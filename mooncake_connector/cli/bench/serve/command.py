@@ -82,7 +82,7 @@ def serve(
     timeout: Annotated[float, typer.Option(min=0.1, max=86400, help="Seconds that one request may take.")] = 120,
     folder: Annotated[
         Path | None,
-        typer.Option(parser=typed_path, help="Where the temporary caches lie; default: /dev/shm.", metavar="DIR"),
+        typer.Option(parser=typed_path, help="Where to put the temporary caches; default: /dev/shm.", metavar="DIR"),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(parser=typed_path, help="Also write a picture.", metavar="FILE.png")
