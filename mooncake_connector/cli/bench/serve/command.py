@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 
 _LEGEND_COLUMNS = 160
 _TITLE = "mooncake-connector bench serve"
-_LEGEND = """\
+_COMPARED = """\
 new: every cache starts without these prompts, and fills while they are asked; seen: the same prompts again.
-TTFT: from the request to its first token, over all rounds. Tokens: the server's own counters, all its clients together.
-answers differ: greedy answers unlike those to the first asking{first}."""
+answers differ: greedy answers unlike those of vLLM alone to the new prompts; its row shows what another batch changes.
+"""
+_OF_ONE = """\
+new: every prefix once, none of which the server has seen; seen: all requests, over the same prefixes.
+answers differ: greedy answers to seen prompts unlike the first ones.
+"""
+_LEGEND = """\
+TTFT: from the request to its first token, over all rounds. Tokens: prompt tokens by the server's own counters."""
 
 
 class ServePeer(str, enum.Enum):
@@ -172,8 +178,8 @@ def _show(report: ServeReport, as_json: bool, compared: bool) -> None:
             columns = width()
             print_table(report.to_lines(_TITLE, columns))
             typer.echo()
-            legend = _LEGEND.format(first=" of vLLM alone" if compared else "")
-            for line in (report.setting_line(), *report.absent_lines(), *legend.splitlines()):
+            legend = (_COMPARED if compared else _OF_ONE) + _LEGEND
+            for line in (*report.absent_lines(), *legend.splitlines(), report.setting_line(), report.machine_line()):
                 for part in folded(line, columns or _LEGEND_COLUMNS, more="  "):
                     typer.echo(part)
         sys.stdout.flush()

@@ -83,7 +83,11 @@ def _bars(rate: Any, latency: Any, row: ServeRow, place: int) -> None:
     p50, p99 = row.ttft_p50_s or 0.0, row.ttft_p99_s or 0.0
     latency.barh(middle, p50, height=0.38, color=colors[row.prompts])
     latency.plot([p50, p99], [middle, middle], color="#444444", linewidth=1, marker="|", markersize=6)
-    _write(latency, p99, middle, f"{p50:.2f}, p99 {p99:.2f}")
+    _write(latency, p99, middle, f"{_short(p50)}, p99 {_short(p99)}")
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.3f}"
 
 
 def _write(axes: Any, value: float, place: float, text: str) -> None:
@@ -108,5 +112,7 @@ def _title(report: ServeReport) -> str:
     )
     where = report.machine.get("accelerator") or f"{report.machine['cpu']}, {report.machine['cores']} cores"
     engine = f"vLLM {report.versions['vllm']}, " if report.versions.get("vllm") else ""
+    if "url" in found:
+        where = f"asked from {where}"
     cache = ", a cache in the engine for a third of them" if "engine_cache_blocks" in found else ""
     return f"{asked}{cache}\n{engine}{found['model']}, {where}"

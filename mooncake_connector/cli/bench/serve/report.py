@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -81,7 +81,11 @@ class ServeReport(msgspec.Struct, frozen=True):
 
     def setting_line(self) -> str:
         """What was asked, of what, in one line."""
-        return ", ".join(f"{name} {value}" for name, value in self.settings.items() if value is not None)
+        return "settings: " + _listed(self.settings)
+
+    def machine_line(self) -> str:
+        """Where it was asked from, in one line."""
+        return f"machine: {_listed(self.machine)}; {_listed(self.versions)}"
 
     def absent_lines(self) -> list[str]:
         return [f"not measured: {item.server}: {item.reason}" for item in self.absent]
@@ -143,6 +147,10 @@ def compare(passes: Sequence[Pass], right: Sequence[Sequence[Answer | None]]) ->
         if mine is not None and theirs is not None
     ]
     return len(pairs), sum((mine.token_ids, mine.text) != (theirs.token_ids, theirs.text) for mine, theirs in pairs)
+
+
+def _listed(values: Mapping[str, str | int | float | None]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
 
 
 def _rate(row: ServeRow) -> str:
