@@ -81,6 +81,7 @@ def _lmcache_server(place: Place) -> Setup:
         *(str(place.python), "-c", "import sys; from lmcache.cli.main import main; sys.exit(main())", "server"),
         *("--host", "127.0.0.1", "--port", str(port), "--http-host", "127.0.0.1", "--http-port", str(http_port)),
         *("--l1-size-gb", size, "--eviction-policy", "LRU"),
+        *("--supported-transfer-mode", "auto"),  # its default is for GPUs alone: an engine on the CPU waits for ever
     ]
     process = place.stack.enter_context(processes.running(command, log, _QUIET_LMCACHE, cwd=place.folder))
     try:
