@@ -1,26 +1,41 @@
 """Whose is a folder: what in it is provably a pool's, and how that, and nothing else, is removed.
 
-A data folder is ours if pool.json names it, or if the marker in it holds the folder's own name. Nothing is removed
-recursively: only files that bear the names of our layout go, and folders that are empty then.
+A data folder is ours if pool.json names it, or if its name proves that it was made here: such a proof cannot be deleted
+by whoever cleans up old files. Nothing is removed recursively: only files that bear the names of our layout go, and
+folders that are empty then.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import stat
+import time
 from pathlib import Path
 
 from mooncake_connector.errors import PoolError
 from store_client.embedded.files import read_file
+from store_client.embedded.locks import FileLock, LockTimeout
 
 DESCRIPTION, OPEN_LOCK = "pool.json", "open.lock"
 NEW_DESCRIPTION = "pool.json.new"
-MARKER = "made-by-mooncake-connector"
 _FILES = ("table", "arena", "spaces", "write.lock", "ledger/data.mdb")
 _ID = re.compile(r"[0-9a-f]{32}")
+_REMOVAL_WAIT_S = 5.0
+"""For an opening under way to come to its end."""
 _NEUTRAL = "lost+found"
 """What an empty ext4 volume holds."""
+
+
+def new_id() -> str:
+    """A name for a data folder: 16 random hex digits, and 16 that follow from them."""
+    drawn = os.urandom(8).hex()
+    return drawn + _proof(drawn)
+
+
+def _proof(drawn: str) -> str:
+    return hashlib.sha256(f"data folder of a mooncake-connector pool {drawn}".encode()).hexdigest()[:16]
 
 
 def refuse_foreign(pool: Path) -> None:
@@ -30,7 +45,7 @@ def refuse_foreign(pool: Path) -> None:
     entries = _names(pool)
     known = {name for name in entries if name in (OPEN_LOCK, NEW_DESCRIPTION) and _is_file(pool / name)}
     known |= {name for name in entries if _is_data(pool / name, None)}
-    if _is_file(pool / DESCRIPTION) and any(_is_marked(pool / name) for name in known):
+    if _is_file(pool / DESCRIPTION) and known - {OPEN_LOCK, NEW_DESCRIPTION}:
         known.add(DESCRIPTION)  # damaged
     foreign = sorted(set(entries) - known - {_NEUTRAL})
     if foreign:
@@ -43,7 +58,7 @@ def refuse_foreign(pool: Path) -> None:
 
 def is_pool(pool: Path) -> bool:
     """True for a folder in which a pool was made, whatever state it is in."""
-    return _named(pool) is not None or any(_is_marked(pool / name) for name in _names(pool))
+    return _named(pool) is not None or any(_is_data(pool / name, None) for name in _names(pool))
 
 
 def remove_data(pool: Path) -> None:
@@ -58,15 +73,23 @@ def remove_data_folder(data: Path) -> None:
     """Unlink the files of this data folder, and the folder itself if nothing else is in it."""
     owners = [f"owners/{name}" for name in _names(data / "owners") if _ID.fullmatch(name)]
     _unlink(data, [name for name in (*_FILES, *owners) if _is_folder((data / name).parent)])
-    for name in ("ledger", "owners"):
-        _rmdir(data / name)
-    if set(_names(data)) <= {MARKER}:
-        _unlink(data, [MARKER])
-        _rmdir(data)
+    for name in (data / "ledger", data / "owners", data):
+        _rmdir(name)
 
 
 def remove_pool(pool: Path) -> list[str]:
     """Remove the pool, and its folder if nothing else is in it; returns what was left. Raises OSError."""
+    lock = FileLock(pool / OPEN_LOCK, create=True)
+    try:
+        # A pool that a stopped process keeps locked is one of those that people want to be rid of.
+        with contextlib.suppress(LockTimeout):
+            lock.acquire(time.monotonic() + _REMOVAL_WAIT_S)
+        return _remove_pool(pool)
+    finally:
+        lock.close()
+
+
+def _remove_pool(pool: Path) -> list[str]:
     named = _named(pool)
     (pool / DESCRIPTION).unlink(missing_ok=True)  # first: whatever happens next, nobody opens the rest
     for name in _names(pool):
@@ -90,22 +113,9 @@ def _named(pool: Path) -> str | None:
 
 
 def _is_data(folder: Path, named: str | None) -> bool:
-    if not _ID.fullmatch(folder.name) or not _is_folder(folder):
-        return False
-    return folder.name == named or _is_marked(folder) or _is_just_begun(folder)
-
-
-def _is_marked(data: Path) -> bool:
-    try:
-        return _is_folder(data) and read_file(data / MARKER).decode(errors="replace").strip() == data.name
-    except OSError:
-        return False
-
-
-def _is_just_begun(data: Path) -> bool:
-    """True for what a process leaves that was killed before its marker was written."""
-    names = _names(data)
-    return not names or (names == [MARKER] and _is_file(data / MARKER) and (data / MARKER).lstat().st_size == 0)
+    name = folder.name
+    proven = bool(_ID.fullmatch(name)) and (name == named or name[16:] == _proof(name[:16]))
+    return proven and _is_folder(folder)
 
 
 def _is_folder(path: Path) -> bool:

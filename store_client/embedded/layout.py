@@ -2,7 +2,7 @@
 
 <pool>/pool.json      which data folder is current; replaced as a whole, never edited
 <pool>/open.lock      held while a process opens or rebuilds the pool
-<pool>/<id>/          a marker, ledger/data.mdb, table, arena, spaces, owners/
+<pool>/<id>/          ledger/data.mdb, table, arena, spaces, owners/
 """
 
 import json
@@ -184,7 +184,7 @@ def read_description(pool: Path) -> Description | None:
 
 
 def new_description(capacity_nbytes: int) -> Description:
-    return Description(FORMAT_VERSION, uuid.uuid4().hex, boot_id(), pages_for(capacity_nbytes), time.time())
+    return Description(FORMAT_VERSION, contents.new_id(), boot_id(), pages_for(capacity_nbytes), time.time())
 
 
 def write_description(pool: Path, description: Description) -> None:

@@ -20,7 +20,6 @@ from mooncake_connector.sizes import human_nbytes
 from store_client.embedded import contents, layout
 from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.counters import Counters
-from store_client.embedded.files import write_file
 from store_client.embedded.layout import Description, Unusable
 from store_client.embedded.ledger import Ledger, map_nbytes
 from store_client.embedded.locks import FileLock, LockTimeout, Owners
@@ -98,7 +97,6 @@ def _create(path: Path, capacity: int) -> Description:
     data = description.data(path)
     try:
         data.mkdir(mode=0o700)
-        write_file(data / contents.MARKER, f"{data.name}\n".encode())  # first: what follows is known as ours
         (data / "ledger").mkdir(mode=0o700)
         (data / "owners").mkdir(mode=0o700)
         for name, nbytes in (("table", table_nbytes(description.max_pages)), ("spaces", 0), ("arena", 0)):

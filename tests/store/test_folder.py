@@ -1,8 +1,12 @@
 """Whose is a folder: nothing but what is provably a pool's is ever removed, and no folder of anything else is used."""
 
+import contextlib
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,12 +59,6 @@ def a_folder_named_like_our_data(pool: Path) -> None:
     (pool / ("ab" * 16) / "table").write_text("set for four")
 
 
-def another_pools_data(pool: Path) -> None:
-    """The marker names the folder it was made in, which this is not."""
-    (pool / ("ab" * 16)).mkdir()
-    (pool / ("ab" * 16) / "made-by-mooncake-connector").write_text("cd" * 16)
-
-
 def a_link_to_somebodys_data(pool: Path) -> None:
     target = pool.with_name("elsewhere")
     make(target)
@@ -71,7 +69,7 @@ def a_link_to_somebodys_data(pool: Path) -> None:
     "found",
     [
         a_home, a_pool_json_of_another_program, a_broken_pool_json_alone, a_folder_named_like_our_data,
-        another_pools_data, a_link_to_somebodys_data,
+        a_link_to_somebodys_data,
     ],
 )  # fmt: skip
 def test_a_folder_of_something_else_is_refused_and_left_alone(pool: Path, found: Callable[[Path], None]) -> None:
@@ -147,8 +145,6 @@ def test_what_a_killed_creation_leaves_is_taken_over(pool: Path, step: int) -> N
     calls = 0
     child = os.fork()
     if child == 0:
-        import sys
-
         def count(event: str, arguments: object) -> None:
             nonlocal calls
             if event in ("os.mkdir", "os.rename", "os.truncate") or (event == "open" and str(pool) in str(arguments)):
@@ -169,3 +165,40 @@ def test_a_volume_that_holds_only_lost_and_found_is_empty(pool: Path) -> None:
     (pool / "lost+found").mkdir()
     assert works(pool)
     assert (pool / "lost+found").exists()
+
+
+def test_whoever_cleans_up_old_files_leaves_a_pool_that_is_made_anew(pool: Path) -> None:
+    """No file in it is needed to prove whose it is."""
+    make(pool)
+    for file in pool.rglob("*"):
+        if file.is_file() and file.name != "arena":
+            file.unlink()
+    assert works(pool)
+
+
+def test_destroying_waits_for_an_opening_under_way(pool: Path) -> None:
+    make(pool)
+    openers = [subprocess.Popen([sys.executable, "-c", OPENER, pool], stdout=subprocess.PIPE) for _ in range(3)]
+    for opener in openers:
+        assert opener.stdout is not None and opener.stdout.readline()
+    for _ in range(10):
+        with contextlib.suppress(PoolError):
+            destroy(pool)
+        time.sleep(0.02)
+    for opener in openers:
+        opener.kill()
+        opener.wait()
+    assert works(pool)
+
+
+OPENER = """
+import sys
+from mooncake_connector.errors import PoolError
+from store_client import EmbeddedStore
+print("runs", flush=True)
+while True:
+    try:
+        EmbeddedStore(sys.argv[1], 4 << 20).close()
+    except PoolError:
+        pass
+"""
