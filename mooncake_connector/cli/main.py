@@ -1,5 +1,6 @@
 """Entry point of `mooncake-connector`: the command groups, and what becomes of errors."""
 
+import contextlib
 import sys
 import textwrap
 import traceback
@@ -47,7 +48,8 @@ class _Group(Group):
             message = _message(error)
             print_error(message)
             if ctx.meta.get("json"):
-                print_json({"error": message})
+                with contextlib.suppress(OSError):  # stdout itself may be what failed
+                    print_json({"error": message})
             raise typer.Exit(EXIT_FAILED) from None
 
 
@@ -85,6 +87,8 @@ def _root(
 def _message(error: Exception) -> str:
     if isinstance(error, MooncakeConnectorError):
         return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(where.filename).name}:{where.lineno}"
     return f"internal error, {type(error).__name__} in {place}: {error} (please report it with your command)"

@@ -2,7 +2,11 @@
 
 import io
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -438,3 +442,43 @@ class TestAsACarelessUser:
         assert styled("text", screen, fg="red") != "text"
         monkeypatch.setenv(variable, value)
         assert styled("text", screen, fg="red") == "text"
+
+    def test_a_full_disk_under_the_output_is_one_line(self):
+        command = [sys.executable, "-m", "mooncake_connector.cli.entry", "config", "show", "--json"]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+    def test_whoever_reads_the_first_line_only_sees_no_error(self):
+        command = f"{sys.executable} -m mooncake_connector.cli.entry config show | head -1"
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        assert done.stdout.startswith("setting") and done.stderr == ""
+
+    @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+    def test_a_name_that_the_terminal_cannot_show_is_written_out(self, encoding):
+        program = "from mooncake_connector.cli import main; main.app = lambda: print('模型'); main.main()"
+        environ = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ)
+        assert (done.returncode, done.stdout) == (0, r"\u6a21\u578b" + "\n")
+
+    # A test run in the background is deaf to Ctrl-C, and so would be what it starts.
+    CTRL_C_COUNTS = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+
+    def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(self, tmp_path):
+        (tmp_path / "typer.py").write_text(
+            "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+        )
+        program = (
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from mooncake_connector.cli import entry; entry.main()"
+        )
+        done = subprocess.run([sys.executable, "-c", self.CTRL_C_COUNTS + program], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+    def test_ctrl_c_in_a_command_leaves_no_traceback(self, pool):
+        program = (
+            "import os, signal, sys; from mooncake_connector.cli import config, entry\n"
+            "config.load_settings = lambda *given: os.kill(os.getpid(), signal.SIGINT)\n"
+            "sys.argv = ['mooncake-connector', 'config', 'show']; entry.main()"
+        )
+        done = subprocess.run([sys.executable, "-c", self.CTRL_C_COUNTS + program], capture_output=True, text=True)
+        assert done.returncode == 130 and "Traceback" not in done.stderr

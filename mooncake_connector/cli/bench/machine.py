@@ -65,6 +65,8 @@ def default_folder() -> Path:
 
 def check_room(folder: Path, needed: int) -> None:
     """Raise BenchError unless ``folder`` is there and has ``needed`` bytes free."""
+    if folder.exists() and not folder.is_dir():
+        raise BenchError(f"--folder {folder} is no folder; name an existing one")
     try:
         info = os.statvfs(folder)
     except OSError as error:
