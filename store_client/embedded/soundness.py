@@ -11,7 +11,7 @@ def unsound(draft: Draft, table: Table) -> str | None:
     """What does not add up between ledger and page table, or None. For the holder of the write lock, caught up.
 
     Looks at sums only: whatever gives space to two owners, or to none, puts them out, and every later change keeps
-    the difference. Costs a sum over one column of the table.
+    the difference. Costs a look at two columns of the table.
     """
     held = draft.reservations()
     space = as_runs(run for reservation in held for run in reservation.space_runs.tolist())
@@ -26,6 +26,7 @@ def unsound(draft: Draft, table: Table) -> str | None:
         "slots": (draft.slots.total + table.pages + int(slots[:, 1].sum(dtype=np.int64)), table.max_pages),
         "granules of pages": (int(table.granules.sum(dtype=np.int64)), table.used_granules),
         "pages": (int(np.count_nonzero(table.granules)), table.pages),
+        "names": (table.count_names(), table.pages),
     }
     wrong = [f"{found} {what} instead of {expected}" for what, (found, expected) in sums.items() if found != expected]
     return f"it accounts for {', '.join(wrong)}" if wrong else None

@@ -197,6 +197,10 @@ class Table:
         rows = np.take(self.rows, slots.astype(np.int64), axis=0).reshape(-1).view(ROW_DTYPE)
         return self._cells.cell_of(rows_.hash_keys(rows["key"], rows["space"].astype(np.uint64)), slots)
 
+    def count_names(self) -> int:
+        """Cells in use: as many as pages."""
+        return int(np.count_nonzero(self._words))
+
     def live_slots(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         """Slots that hold a page."""
         return np.flatnonzero(self.granules)

@@ -271,6 +271,20 @@ def test_a_default_folder_that_another_user_took_is_an_error_that_says_what_to_d
     assert "belongs to user id 0, this process runs as 12345" in told and "set `pool` to a folder of your own" in told
 
 
+@pytest.mark.parametrize("column", ["_words", "granules"])
+def test_a_damaged_column_of_the_table_does_not_fail_puts_for_ever(pool: Path, column: str) -> None:
+    """As found by damaging files at random: cells that name nothing leave no room for the names of new pages."""
+    fill(pool)
+    with EmbeddedStore(pool) as store:
+        opened = store._handle._pool
+        assert opened is not None
+        array = getattr(opened.table, column)
+        array[array == 0] = 7
+    with EmbeddedStore(pool) as store:
+        assert put_chain(store.space(namespace(), SHARD), chain("b", 4)) == [Put.STORED] * 4
+        audit(store)
+
+
 def test_who_only_looks_does_not_rebuild(pool: Path) -> None:
     keys = fill(pool)
     before = (pool / "pool.json").read_text()
