@@ -162,7 +162,7 @@ def _pool(folder: Path, capacity: int | None) -> Check:
             layout.check_capacity(folder, capacity, layout.held_nbytes(folder), stats.capacity_nbytes)
     except PoolError as error:
         if isinstance(error.__context__, layout.Unusable):
-            return warning("pool", f"{folder} will be made anew by the next engine: {error.__context__}")
+            return warning("pool", f"{folder} will be rebuilt, empty, by the next engine: {error.__context__}")
         raise
     used, whole = human_nbytes(stats.used_nbytes), human_nbytes(stats.capacity_nbytes)
     return ok("pool", f"{folder}, {used} of {whole} used by {stats.pages} pages")

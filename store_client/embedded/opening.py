@@ -80,8 +80,8 @@ def _open_locked(path: Path, capacity: int | None, policy: Policy, deadline: flo
             return _open_existing(path, description, capacity, policy, deadline)
     except Unusable as reason:
         if not rebuild:
-            raise PoolError(f"pool {path} is not used: {reason}; the next engine that starts makes it anew") from None
-        logger.warning("pool %s is made anew: %s; its pages will be computed again", path, reason)
+            raise PoolError(f"pool {path} is not used: {reason}; the next engine that starts rebuilds it") from None
+        logger.warning("pool %s is rebuilt, empty: %s; its pages will be recomputed", path, reason)
     contents.remove_data(path)
     chosen = layout.check_capacity(path, capacity, 0)
     description = _create(path, chosen)

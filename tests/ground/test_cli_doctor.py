@@ -175,7 +175,7 @@ class TestThePool:
         EmbeddedStore(pool, 16 * MIB).close()
         monkeypatch.setattr(layout, "boot_id", lambda: "another boot")
         status, detail = outcome_of("pool")
-        assert status == "warning" and "made anew by the next engine: the machine was restarted" in detail
+        assert status == "warning" and "rebuilt, empty, by the next engine: the machine was restarted" in detail
 
     def test_a_damaged_one_will_be_made_anew_and_is_not_made_anew_now(self, pool):
         EmbeddedStore(pool, 16 * MIB).close()
@@ -183,7 +183,7 @@ class TestThePool:
         table.write_bytes(b"")
         before = (pool / "pool.json").read_text()
         status, detail = outcome_of("pool")
-        assert status == "warning" and "made anew by the next engine: table has 0 bytes" in detail
+        assert status == "warning" and "rebuilt, empty, by the next engine: table has 0 bytes" in detail
         assert (pool / "pool.json").read_text() == before
 
     def test_one_of_a_newer_version_is_refused(self, pool):

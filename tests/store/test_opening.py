@@ -175,7 +175,7 @@ def test_what_cannot_be_trusted_is_rebuilt_with_one_line(
         os.truncate(data / {"table": "table", "ledger": "ledger/data.mdb", "arena": "arena"}[damage], 10000)
     with caplog.at_level(logging.WARNING):
         assert prefix(pool, keys) == 0
-    assert len([record for record in caplog.records if "is made anew" in record.message]) == 1
+    assert len([record for record in caplog.records if "is rebuilt, empty" in record.message]) == 1
     assert prefix(pool, fill(pool)) == 4
 
 
