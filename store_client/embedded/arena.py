@@ -9,13 +9,15 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from store_client.base import Bytes
+from store_client.embedded.faults import start_thread
 from store_client.embedded.files import open_file
 
 GRANULE = 4096
@@ -94,8 +96,7 @@ class Arena:
         """Map the first `granules`, which are secured, in a background thread: first reads run at memory's speed."""
         regions = granules * GRANULE // _REGION_NBYTES
         if regions:
-            name = "mooncake-connector-warm-up"
-            threading.Thread(target=self._warm_up, args=(regions,), name=name, daemon=True).start()
+            start_thread("warm-up", self._warm_up, regions)
 
     def _warm_up(self, regions: int) -> None:
         for region in range(regions):
@@ -130,12 +131,25 @@ class Arena:
         size = os.fstat(self._fd).st_size - first * GRANULE
         if size <= 0:
             return
+        with self._alone() as alone:
+            if alone:
+                with self._lock:
+                    _libc.fallocate(self._fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, first * GRANULE, size)
+
+    def is_alone(self) -> bool:
+        """True if no other process uses the file; only under the open lock."""
+        with self._alone() as alone:
+            return alone
+
+    @contextmanager
+    def _alone(self) -> Iterator[bool]:
         try:
             fcntl.flock(self._presence, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with self._lock:
-                _libc.fallocate(self._fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, first * GRANULE, size)
+            alone = True
         except BlockingIOError:
-            pass
+            alone = False
+        try:
+            yield alone
         finally:
             fcntl.flock(self._presence, fcntl.LOCK_SH | fcntl.LOCK_NB)
 

@@ -5,18 +5,26 @@ Liveness is never a PID: processes of one pool may live in containers whose PID 
 
 import errno
 import fcntl
+import mmap
 import os
+import re
 import threading
 import time
 import uuid
 from pathlib import Path
 
+import numpy as np
+
 from mooncake_connector.errors import PoolError
 from store_client.embedded.files import open_file
+from store_client.embedded.rows import U64
 from store_client.embedded.whoami import introduce
 
 _FIRST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.002
+_NAME = re.compile(r"[0-9a-f]{32}")
+_COUNTS_AT, _COUNTS_NBYTES = 4096, 4096
+"""What a process writes about itself comes before."""
 
 
 class LockTimeout(Exception):
@@ -105,22 +113,55 @@ class Owners:
         self._folder = folder
         self.id = uuid.uuid4().bytes
         self._path = folder / self.id.hex()
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._fd, self.page = self._make(self._path)
+
+    def _make(self, path: Path) -> tuple[int, U64]:
+        """A locked file that says who this is, and the counts in it, mapped: see `whoami` and `counters`."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._fd)
-            raise PoolError(f"pool folder {folder} has no flock ({error}): set `pool` to another one") from None
-        introduce(self._fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise PoolError(
+                    f"pool folder {self._folder} has no flock ({error}): set `pool` to another one"
+                ) from None
+            introduce(fd)
+            os.posix_fallocate(fd, _COUNTS_AT, _COUNTS_NBYTES)
+            return fd, np.frombuffer(mmap.mmap(fd, _COUNTS_NBYTES, offset=_COUNTS_AT), dtype="<u8")
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def restore(self) -> bool:
+        """Make this process's file again if it was deleted; True if so. Raises OSError."""
+        if self._fd < 0 or self._path.exists():
+            return False
+        new = self._path.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        fd, self.page = self._make(new)
+        os.replace(new, self._path)  # with its lock: nobody takes the owner for dead
+        os.close(self._fd)
+        self._fd = fd
+        return True
+
+    def counts(self, owner: bytes | None = None) -> U64:
+        """What this owner has counted and not handed over yet; without one, all owners together."""
+        total: U64 = np.zeros(_COUNTS_NBYTES // 8, dtype=np.uint64)
+        for name in [owner.hex()] if owner is not None else os.listdir(self._folder):
+            try:
+                with open(self._folder / name, "rb") as file:
+                    content = os.pread(file.fileno(), _COUNTS_NBYTES, _COUNTS_AT)
+            except OSError:
+                continue
+            total += np.frombuffer(content.ljust(_COUNTS_NBYTES, b"\0"), dtype="<u8")
+        return total
 
     def is_dead(self, owner: bytes) -> bool:
-        """True if no process holds the lock of `owner` any more."""
+        """True if no process holds the lock of `owner` any more: a file that is gone proves nothing."""
         if owner == self.id:
             return False
         try:
             fd = os.open(self._folder / owner.hex(), os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return True
         except OSError:
             return False
         try:
@@ -134,15 +175,10 @@ class Owners:
     def forget(self, owner: bytes) -> None:
         (self._folder / owner.hex()).unlink(missing_ok=True)
 
-    def sweep(self, keep: set[bytes]) -> None:
-        """Delete the files of dead owners, except of those in `keep` whose reservations still exist."""
-        for entry in list(os.scandir(self._folder)):
-            try:
-                owner = bytes.fromhex(entry.name)
-            except ValueError:
-                continue  # not a file of ours
-            if len(owner) == 16 and owner not in keep and self.is_dead(owner):
-                self.forget(owner)
+    def dead(self) -> list[bytes]:
+        """Owners whose file is there and whose lock is free."""
+        names = [name for name in os.listdir(self._folder) if _NAME.fullmatch(name)]
+        return [owner for owner in map(bytes.fromhex, names) if self.is_dead(owner)]
 
     def leave(self) -> None:
         """Unregister: to be called with no reservation left."""

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import os
 import stat
-import struct
 import time
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from mooncake_connector.sizes import human_nbytes
 from store_client.embedded import contents, layout
 from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.counters import Counters
+from store_client.embedded.faults import DAMAGE
 from store_client.embedded.layout import Description, Unusable
 from store_client.embedded.ledger import Ledger, map_nbytes
 from store_client.embedded.locks import FileLock, LockTimeout, Owners
@@ -34,19 +34,15 @@ logger = get_logger(__name__)
 _GROWS_IN_PLACE = 4
 """A capacity up to so many times the one the index was made for keeps the pages; beyond, the pool is rebuilt."""
 
-_DAMAGE = (
-    lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError, lmdb.PageNotFoundError,
-    struct.error, ValueError, IndexError, OverflowError,
-)  # fmt: skip
-"""What only damaged files raise: nothing else may cost anybody the pool."""
-
 
 def open_pool(
-    path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: float, *, rebuild: bool = True
-) -> Pool:
+    path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: float, *, rebuild: bool = True,
+    distrusted: Path | None = None,
+) -> Pool:  # fmt: skip
     """Open the pool at `path`, creating or rebuilding it if need be. Raises PoolError.
 
-    With `rebuild` false an unusable pool is an error: for processes that follow another one's replacement.
+    With `rebuild` false an unusable pool is an error: for processes that follow another one's replacement. What is in
+    `distrusted`, a data folder, was found damaged while it was in use.
     """
     deadline = time.monotonic() + deadline_s
     layout.secure_folder(path)
@@ -59,7 +55,7 @@ def open_pool(
     try:
         lock.acquire(deadline)
         try:
-            return _open_locked(path, capacity_nbytes, policy, deadline, rebuild)
+            return _open_locked(path, capacity_nbytes, policy, deadline, rebuild, distrusted)
         finally:
             lock.release()
     except LockTimeout:
@@ -73,10 +69,14 @@ def open_pool(
         lock.close()
 
 
-def _open_locked(path: Path, capacity: int | None, policy: Policy, deadline: float, rebuild: bool) -> Pool:
+def _open_locked(
+    path: Path, capacity: int | None, policy: Policy, deadline: float, rebuild: bool, distrusted: Path | None
+) -> Pool:
     try:
         description = layout.read_description(path)
         if description is not None:
+            if description.data(path) == distrusted:
+                raise Unusable("damage was found while it was in use")
             return _open_existing(path, description, capacity, policy, deadline)
     except Unusable as reason:
         if not rebuild:
@@ -171,7 +171,7 @@ def _open_existing(path: Path, description: Description, capacity: int | None, p
         with contextlib.ExitStack() as opened:
             pool, secured = _open_parts(path, description, capacity, policy, deadline, opened)
             opened.pop_all()
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise Unusable(f"its index is damaged ({type(error).__name__}: {error})") from None
     except lmdb.Error as error:
         # Anything else (no memory, no descriptors left, open already) says nothing about what is in the pool.
@@ -188,7 +188,6 @@ def _open_parts(
 ) -> tuple[Pool, int]:  # fmt: skip
     """The pool, tidied up, and the granules of its arena that are secured. `opened` closes what was opened."""
     data = description.data(path)
-    identity = os.stat(path / contents.DESCRIPTION)
     ledger = Ledger(data / "ledger", description.max_pages)
     opened.callback(ledger.close)
     lock = FileLock(data / "table")
@@ -203,11 +202,11 @@ def _open_parts(
         stored, secured = _check_state(data, ledger, table)
     finally:
         lock.release()
-    spaces, counters = Spaces(data / "spaces"), Counters()
+    spaces, counters = Spaces(data / "spaces"), Counters(owners.page)
     writer = Writer(table, ledger, arena, spaces, lock, owners, policy, counters)
-    _tidy(path, writer, owners, stored, capacity, deadline)
+    _tidy(path, writer, stored, capacity, deadline)
     pool = Pool(
-        path, (identity.st_dev, identity.st_ino), description.max_pages, table, ledger, arena, spaces, lock, owners,
+        path, data, description.max_pages, table, ledger, arena, spaces, lock, owners,
         writer, counters,
     )  # fmt: skip
     return pool, secured
@@ -227,13 +226,12 @@ def _check_state(data: Path, ledger: Ledger, table: Table) -> tuple[int, int]:
         return draft.capacity, draft.high_water
 
 
-def _tidy(path: Path, writer: Writer, owners: Owners, stored: int, capacity: int | None, deadline: float) -> None:
+def _tidy(path: Path, writer: Writer, stored: int, capacity: int | None, deadline: float) -> None:
     """Take over what the dead left, and apply a changed capacity. Raises Unusable where space does not add up."""
-    keep = writer.reclaim(deadline)
+    writer.bury(deadline)
     problem = writer.unsound(deadline)
     if problem is not None:
         raise Unusable(problem)
-    owners.sweep(keep)
     if capacity is not None and capacity // GRANULE != stored:
         layout.check_capacity(path, capacity, layout.held_nbytes(path), stored * GRANULE)
         logger.info("pool %s: capacity %s, was %s", path, human_nbytes(capacity), human_nbytes(stored * GRANULE))

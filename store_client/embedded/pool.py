@@ -1,26 +1,24 @@
 """An opened pool: its mapped parts, and how long they may be used."""
 
-import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import lmdb
-
 from mooncake_connector.errors import PoolError
-from store_client.embedded import layout
+from store_client.embedded import contents, layout
 from store_client.embedded.arena import GRANULE, Arena
-from store_client.embedded.counters import Counters
+from store_client.embedded.counters import Counters, as_counts
+from store_client.embedded.faults import DAMAGE, start_thread
 from store_client.embedded.ledger import Ledger
 from store_client.embedded.locks import FileLock, LockTimeout, Owners
+from store_client.embedded.presence import Presence
 from store_client.embedded.reader import Reader
 from store_client.embedded.spaces import Spaces
 from store_client.embedded.table import Found, Table
 from store_client.embedded.writer import Writer
 
-_CHECK_PERIOD_S = 1.0
 _DROP_DEADLINE_S = 1.0
 _DROP_PAUSE_S = 0.002
 
@@ -29,7 +27,7 @@ class Pool:
     """One opening of a pool by this process; `opening.open_pool` makes it."""
 
     def __init__(
-        self, path: Path, identity: tuple[int, int], max_pages: int, table: Table, ledger: Ledger, arena: Arena,
+        self, path: Path, data: Path, max_pages: int, table: Table, ledger: Ledger, arena: Arena,
         spaces: Spaces, lock: FileLock, owners: Owners, writer: Writer, counters: Counters,
     ) -> None:  # fmt: skip
         self.path = path
@@ -39,10 +37,12 @@ class Pool:
         self.arena = arena
         self.counters = counters
         self.writer = writer
-        self.reader = Reader(table, arena, self.counters, self._condemn)
-        self._identity = identity
+        self.reader = Reader(table, arena, self.counters, self._condemn, self._suspect)
+        self.data = data
+        self.damage: str | None = None
+        """What proves that the files cannot be trusted any more."""
+        self._presence = Presence(path / contents.DESCRIPTION, data)
         self._ledger, self._lock, self._owners = ledger, lock, owners
-        self._next_check = 0.0
         self._uses = 0
         self._idle = threading.Condition()
         self._closing = False
@@ -51,8 +51,15 @@ class Pool:
     def _condemn(self, found: Found) -> None:
         """Drop a corrupt page soon, in a thread: whoever met it must not wait for the write lock."""
         self.writer.condemn(found)
-        if self._dropping.acquire(blocking=False):
-            threading.Thread(target=self._drop, name="mooncake-connector-drop", daemon=True).start()
+        self._drop_soon()
+
+    def _suspect(self, slot: int) -> None:
+        self.writer.suspect(slot)
+        self._drop_soon()
+
+    def _drop_soon(self) -> None:
+        if self._dropping.acquire(blocking=False) and not start_thread("drop", self._drop):
+            self._dropping.release()
 
     def _drop(self) -> None:
         try:
@@ -61,10 +68,15 @@ class Pool:
                     with self.writer.locked(time.monotonic() + _DROP_DEADLINE_S):
                         pass  # taking the lock forgets them
                     time.sleep(_DROP_PAUSE_S)
-        except (LockTimeout, OSError, lmdb.Error):
-            pass  # the next put does it
+        except Exception as error:
+            self.note(error)  # else the next put does it
         finally:
             self._dropping.release()
+
+    def note(self, error: Exception) -> None:
+        """Judge what a call met."""
+        if isinstance(error, DAMAGE) and self.damage is None:
+            self.damage = f"{type(error).__name__}: {error}"
 
     @contextmanager
     def use(self) -> Iterator[bool]:
@@ -81,16 +93,23 @@ class Pool:
                     self._idle.notify_all()
 
     def replaced(self) -> bool:
-        """True once the folder no longer leads to this pool; looks at most once a second."""
-        now = time.monotonic()
-        if now < self._next_check:
+        """True once the folder no longer leads to this pool, or it is damaged; looks at most once a second."""
+        if not self._presence.is_due():
             return False
-        self._next_check = now + _CHECK_PERIOD_S
-        try:
-            info = os.stat(self.path / "pool.json")
-        except OSError:
+        if self.lost() is not None:
             return True
-        return (info.st_dev, info.st_ino) != self._identity
+        with suppress(OSError, PoolError):  # full
+            if self._owners.restore():
+                self.counters.move(self._owners.page)
+        return False
+
+    def waiting_counts(self) -> dict[str, int]:
+        """What this and other processes have counted and not handed over yet."""
+        return as_counts(self._owners.counts())
+
+    def lost(self) -> str | None:
+        """Why it has to be opened again."""
+        return self.damage or self._presence.lost()
 
     def close(self, wait_s: float) -> bool:
         """Hand in the counts and let go of everything; False (and still open) if calls are inside after `wait_s`."""
@@ -100,13 +119,14 @@ class Pool:
             if not self._idle.wait_for(lambda: self._uses == 0, wait_s):
                 self._closing = False
                 return False
-        try:
-            with self.writer.locked(deadline):
-                pass
-        except (LockTimeout, OSError, lmdb.Error):
-            pass  # the counts since the last put are lost, nothing else
+        settled = False
+        with suppress(Exception), self.writer.locked(deadline):
+            settled = True
         self.arena.close()  # before others may find themselves alone
-        self._owners.leave()
+        if settled:
+            self._owners.leave()
+        else:
+            self._owners.abandon()  # who finds it later takes over what this process held and counted
         self._lock.close()
         self._ledger.close()
         return True
@@ -116,6 +136,7 @@ class Pool:
         self._idle = threading.Condition()
         self._closing = True
         self._owners.abandon()
+        self.counters.abandon_in_child()
         self._lock.abandon_in_child()
         self.arena.abandon_in_child()
 

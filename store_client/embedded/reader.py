@@ -25,6 +25,8 @@ logger = get_logger(__name__)
 def check_targets(destinations: Sequence[Scatter], nbytes: int, offset: int) -> list[list[memoryview]]:
     """The destinations as byte views. Raises ValueError where they differ in size or leave the page."""
     targets = [as_pieces(destination) for destination in destinations]
+    if any(piece.readonly for pieces in targets for piece in pieces):
+        raise ValueError("a destination is read-only: expected writable memory")
     sizes = {sum(map(len, pieces)) for pieces in targets}
     if len(sizes) > 1:
         raise ValueError(f"destinations of different sizes {sorted(sizes)}: all pages of a call give one range")
@@ -37,8 +39,12 @@ def check_targets(destinations: Sequence[Scatter], nbytes: int, offset: int) -> 
 class Reader:
     """Reads of one pool. All methods may be called from any thread."""
 
-    def __init__(self, table: Table, arena: Arena, counters: Counters, condemn: Callable[[Found], None]) -> None:
-        self._table, self._arena, self._counters, self._condemn = table, arena, counters, condemn
+    def __init__(
+        self, table: Table, arena: Arena, counters: Counters, condemn: Callable[[Found], None],
+        suspect: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self._table, self._arena, self._counters = table, arena, counters
+        self._condemn, self._suspect = condemn, suspect
         self._verified: npt.NDArray[np.uint64] = np.zeros(table.max_pages, dtype=np.uint64)
         """Generation of the page at each slot whose checksum this process has seen to be right."""
 
@@ -108,8 +114,12 @@ class Reader:
         done = [False] * len(keys)
         touched = []
         geometry = changed = 0
-        for i, found in enumerate(self._table.find(keys, rows_.join_keys(keys), space)):
+        for i, slot in enumerate(self._table.slots(rows_.join_keys(keys), space)):
+            if slot < 0:
+                continue
+            found = self._table.at(slot, keys[i], space)
             if found is None:
+                self._suspect(slot)
                 continue
             if found.row.nbytes != nbytes:
                 geometry += 1

@@ -5,12 +5,17 @@ Also what happens to them without the caller: a fork, and a pool folder that is 
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from mooncake_connector.errors import PoolError
 from mooncake_connector.log import get_logger, log_once
+from store_client.embedded import contents
+from store_client.embedded.arena import GRANULE
+from store_client.embedded.faults import CallersOwn, start_thread
+from store_client.embedded.locks import LockTimeout
 from store_client.embedded.opening import open_pool
 from store_client.embedded.policy import Policy
 from store_client.embedded.pool import Pool
@@ -19,6 +24,8 @@ logger = get_logger(__name__)
 
 _CLOSE_WAIT_S = 2.0
 _REOPEN_DEADLINE_S = 10.0
+
+T = TypeVar("T")
 
 _lock = threading.Lock()
 _handles: dict[Path, "Handle"] = {}
@@ -30,30 +37,81 @@ def attach(path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: 
     with _lock:
         handle = _handles.get(path)
         if handle is None:
-            pool = open_pool(path, capacity_nbytes, policy, deadline_s, rebuild=rebuild)
-            handle = _handles[path] = Handle(path, pool, capacity_nbytes, policy)
+            pool = _open(path, capacity_nbytes, policy, deadline_s, rebuild=rebuild)
+            handle = _handles[path] = Handle(path, pool, capacity_nbytes, policy, rebuild)
         else:
             handle.adopt(capacity_nbytes, deadline_s)
         handle.users += 1
         return handle
 
 
+def _open(
+    path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: float, *, rebuild: bool,
+    distrusted: Path | None = None,
+) -> Pool:  # fmt: skip
+    """As `open_pool`; whatever else goes wrong there is a PoolError, too."""
+    try:
+        return open_pool(path, capacity_nbytes, policy, deadline_s, rebuild=rebuild, distrusted=distrusted)
+    except PoolError:
+        raise
+    except Exception as error:
+        raise PoolError(f"pool {path} cannot be opened: {error!r}") from error
+
+
 class Handle:
     """A pool that stays the one of its folder: when that is replaced, a thread opens the new one."""
 
-    def __init__(self, path: Path, pool: Pool, capacity_nbytes: int | None, policy: Policy) -> None:
+    def __init__(self, path: Path, pool: Pool, capacity_nbytes: int | None, policy: Policy, rebuild: bool) -> None:
         self.path = path
         self.users = 0
         self._pool: Pool | None = pool
         self._capacity_nbytes = capacity_nbytes
-        self._policy = policy
+        self._policy, self._rebuild = policy, rebuild
         self._following = threading.Lock()
 
     def adopt(self, capacity_nbytes: int | None, deadline_s: float) -> None:
         """A further store of this process may ask for another capacity."""
         if capacity_nbytes is not None and capacity_nbytes != self._capacity_nbytes and self._pool is not None:
-            self._pool.resize(capacity_nbytes, deadline_s)
+            try:
+                self._pool.resize(capacity_nbytes, deadline_s)
+            except PoolError:
+                raise
+            except Exception as error:
+                self._pool.note(error)
+                raise PoolError(f"pool {self.path}: its capacity cannot be changed: {error!r}") from error
             self._capacity_nbytes = capacity_nbytes
+
+    def look(self, closed: threading.Event, use: Callable[[Pool], T], otherwise: T) -> T:
+        """What `use` makes of the pool's table, which stays mapped as long as anybody refers to it.
+
+        A fault ends here: a counter, one log line, and `otherwise`, which is also the answer where there is no pool.
+        """
+        pool = self.current(closed)
+        return otherwise if pool is None else self._contain(pool, use, otherwise)
+
+    def call(self, closed: threading.Event, use: Callable[[Pool], T], otherwise: T) -> T:
+        """As `look`, and the pool stays open during the call."""
+        with self.use(closed) as pool:
+            return otherwise if pool is None else self._contain(pool, use, otherwise)
+
+    def _contain(self, pool: Pool, use: Callable[[Pool], T], otherwise: T) -> T:
+        try:
+            return use(pool)
+        except CallersOwn as carrier:
+            raise carrier.__cause__ or carrier from None
+        except PoolError:
+            raise
+        except LockTimeout:
+            pool.counters.add(busy=1)
+            log_once(
+                "store.busy", "pool %s: the write lock was not free in time; a process that uses the pool may be "
+                "stopped", self.path, logger=logger,
+            )  # fmt: skip
+        except Exception as error:
+            pool.counters.add(error=1)
+            pool.note(error)
+            log_once("store.error", "pool %s: a call failed: %r", self.path, error, logger=logger, exc_info=True)
+        return otherwise
 
     def current(self, closed: threading.Event) -> Pool | None:
         """The pool for a look at its table, which stays mapped as long as anybody refers to it."""
@@ -62,7 +120,7 @@ class Handle:
             return None
         if pool.replaced():
             self._follow(pool)
-        return pool
+        return pool if pool.damage is None else None
 
     @contextmanager
     def use(self, closed: threading.Event) -> Iterator[Pool | None]:
@@ -74,17 +132,23 @@ class Handle:
         if pool.replaced():
             self._follow(pool)
         with pool.use() as usable:
-            yield pool if usable else None
+            yield pool if usable and pool.damage is None else None
 
     def _follow(self, old: Pool) -> None:
         """Open what the folder holds now, in a thread: whoever noticed goes on with the old pool meanwhile."""
-        if self._following.acquire(blocking=False):
-            threading.Thread(target=self._reopen, args=(old,), name="mooncake-pool-reopen", daemon=True).start()
+        if self._following.acquire(blocking=False) and not start_thread("reopen", self._reopen, old):
+            self._following.release()
 
     def _reopen(self, old: Pool) -> None:
         try:
-            log_once("store.replaced", "pool %s was deleted or replaced: opening it again", self.path, logger=logger)
-            fresh = open_pool(self.path, self._capacity_nbytes, self._policy, _REOPEN_DEADLINE_S, rebuild=False)
+            lost = old.lost()
+            log_once(f"store.lost:{lost}", "pool %s is opened again: %s", self.path, lost, logger=logger)
+            # What another process put in its place is taken as it is.
+            broken = lost is not None and not lost.startswith(contents.DESCRIPTION)
+            fresh = _open(
+                self.path, self._capacity_nbytes or old.arena.limit * GRANULE, self._policy, _REOPEN_DEADLINE_S,
+                rebuild=self._rebuild and broken, distrusted=old.data if broken else None,
+            )  # fmt: skip
             with _lock:
                 if self.users and self._pool is old:
                     self._pool, fresh = fresh, old

@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import lmdb
 import numpy as np
 import xxhash
 
 from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.namespace import Namespace
 from store_client.base import KEY_NBYTES, Bytes, Consume, Fill, Put, Scatter, Shard, Space, Verify
+from store_client.embedded.faults import CallersOwn, callers
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.pool import Pool
 from store_client.embedded.reader import check_targets
@@ -43,22 +43,22 @@ class EmbeddedSpace(Space):
     def prefix(self, keys: Sequence[bytes]) -> int:
         if keys and len(keys[0]) != KEY_NBYTES:
             join_keys(keys[:1])
-        pool = self._handle.current(self._closed)
-        return pool.reader.prefix(keys, self._number) if pool is not None else 0
+        return self._handle.look(self._closed, lambda pool: pool.reader.prefix(keys, self._number), 0)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if len(keys) != 1 or len(keys[0]) != KEY_NBYTES:
             join_keys(keys)
-        pool = self._handle.current(self._closed)
-        return pool.reader.contains(keys, self._number) if pool is not None else [False] * len(keys)
+        absent = [False] * len(keys)
+        return self._handle.look(self._closed, lambda pool: pool.reader.contains(keys, self._number), absent)
 
     def read(
         self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, verify: Verify = Verify.ALWAYS
     ) -> list[bool]:
-        with self._handle.use(self._closed) as pool:
-            if pool is None:
-                return [False] * len(keys)
-            return pool.reader.read(keys, self._number, consume, nbytes, verify)
+        join_keys(keys)
+        show = callers(consume)
+        return self._handle.call(
+            self._closed, lambda pool: pool.reader.read(keys, self._number, show, nbytes, verify), [False] * len(keys)
+        )
 
     def get(
         self,
@@ -73,10 +73,11 @@ class EmbeddedSpace(Space):
             raise ValueError(f"{len(destinations)} destinations for {len(keys)} keys")
         join_keys(keys)
         targets = check_targets(destinations, nbytes, offset)
-        with self._handle.use(self._closed) as pool:
-            if pool is None:
-                return [False] * len(keys)
-            return pool.reader.get(keys, self._number, targets, nbytes, offset, verify)
+        return self._handle.call(
+            self._closed,
+            lambda pool: pool.reader.get(keys, self._number, targets, nbytes, offset, verify),
+            [False] * len(keys),
+        )
 
     def write(
         self,
@@ -87,6 +88,8 @@ class EmbeddedSpace(Space):
         parents: Sequence[bytes | None],
         deadline_s: float,
     ) -> list[Put]:
+        fill = callers(fill)
+
         def store(i: int, pieces: list[Bytes]) -> int:
             if len(pieces) == 1:
                 fill(i, pieces[0])
@@ -130,18 +133,18 @@ class EmbeddedSpace(Space):
         deadline = time.monotonic() + deadline_s
         outcome: list[Put] = []
         step = max(1, min(_BATCH_PAGES, _BATCH_NBYTES // max(1, nbytes)))
-        with self._handle.use(self._closed) as pool:
-            for at in range(0, len(keys), step):
+
+        def store_all(pool: Pool) -> None:
+            for at in range(0, len(keys) if pool.damage is None else 0, step):
                 batch = slice(at, at + step)
-                if pool is None:
-                    outcome += [Put.FAILED] * len(keys[batch])
-                    continue
 
                 def store_at(i: int, pieces: list[Bytes], at: int = at) -> int:
                     return store(at + i, pieces)
 
-                outcome += self._store_batch(pool, keys[batch], store_at, nbytes, parents[batch], deadline)
-        return outcome
+                outcome.extend(self._store_batch(pool, keys[batch], store_at, nbytes, parents[batch], deadline))
+
+        self._handle.call(self._closed, store_all, None)
+        return outcome + [Put.FAILED] * (len(keys) - len(outcome))
 
     def _store_batch(
         self, pool: Pool, keys: Sequence[bytes], store: Store, nbytes: int, parents: Sequence[bytes | None],
@@ -171,9 +174,12 @@ class EmbeddedSpace(Space):
                 "store.busy", "pool %s: the write lock was not free in time, pages are not saved; a process that uses "
                 "the pool may be stopped", pool.path, logger=logger,
             )  # fmt: skip
-        except (OSError, lmdb.Error) as error:
+        except CallersOwn:
+            raise
+        except Exception as error:
             self._fail(outcome, keys, "error")
-            log_once("store.error", "pool %s: pages are not saved: %s", pool.path, error, logger=logger)
+            pool.note(error)
+            log_once("store.error", "pool %s: pages are not saved: %r", pool.path, error, logger=logger)
         for i, key in enumerate(keys):
             by_key.setdefault(key, outcome.get(i, "error"))
         results = [outcome.get(i, "present" if by_key[key] == "stored" else by_key[key]) for i, key in enumerate(keys)]
@@ -214,23 +220,12 @@ class EmbeddedSpace(Space):
         return self._forget(lambda pool, number, deadline: pool.writer.clear({number}, deadline))
 
     def _forget(self, forget: Callable[[Pool, int, float], int]) -> int:
-        with self._handle.use(self._closed) as pool:
-            if pool is None:
-                return 0
-            try:
-                return forget(pool, self._number, time.monotonic() + _REMOVE_DEADLINE_S)
-            except LockTimeout:
-                pool.counters.add(busy=1)
-                log_once("store.busy", "pool %s: the write lock was not free in time", pool.path, logger=logger)
-            except (OSError, lmdb.Error) as error:
-                pool.counters.add(error=1)
-                log_once("store.error", "pool %s: pages are not removed: %s", pool.path, error, logger=logger)
-            return 0
+        deadline = time.monotonic() + _REMOVE_DEADLINE_S
+        return self._handle.call(self._closed, lambda pool: forget(pool, self._number, deadline), 0)
 
     def record_lookup(self, *, hit_pages: int, missed_pages: int, page_tokens: int) -> None:
-        with self._handle.use(self._closed) as pool:
-            if pool is not None:
-                pool.counters.add(
-                    hit_pages=hit_pages, missed_pages=missed_pages, hit_tokens=hit_pages * page_tokens,
-                    missed_tokens=missed_pages * page_tokens,
-                )  # fmt: skip
+        counts = {
+            "hit_pages": hit_pages, "missed_pages": missed_pages, "hit_tokens": hit_pages * page_tokens,
+            "missed_tokens": missed_pages * page_tokens,
+        }  # fmt: skip
+        self._handle.look(self._closed, lambda pool: pool.counters.add(**counts), None)

@@ -15,9 +15,11 @@ from store_client.base import Progress, Shard, SpaceInfo, Store, StoreStats, Ver
 from store_client.embedded import layout
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.clock import now_ns
+from store_client.embedded.faults import callers
 from store_client.embedded.layout import default_pool_path
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.policy import POLICIES
+from store_client.embedded.pool import Pool
 from store_client.embedded.registry import Handle, attach
 from store_client.embedded.space import EmbeddedSpace
 from store_client.embedded.table import CAUSES, COUNTERS
@@ -71,47 +73,48 @@ class EmbeddedStore(Store):
         return EmbeddedSpace(self._handle, self._closed, namespace, shard)
 
     def shards(self, namespace: Namespace) -> list[Shard]:
-        with self._handle.use(self._closed) as pool:
-            known = pool.spaces.all().values() if pool is not None else ()
-            return [shard for other, shard in known if other.digest == namespace.digest]
+        def stored(pool: Pool) -> list[Shard]:
+            return [shard for other, shard in pool.spaces.all().values() if other.digest == namespace.digest]
+
+        return self._handle.call(self._closed, stored, [])
 
     def namespaces(self) -> list[SpaceInfo]:
-        with self._handle.use(self._closed) as pool:
-            if pool is None:
-                return []
-            table = pool.table
-            live = table.live_slots()
-            space, granules, access = table.space[live], table.granules[live], table.access[live]
-            created = table.created(live)
-            now, now_used_ns = time.time(), now_ns()
-            infos = []
-            for number, (namespace, shard) in sorted(pool.spaces.all().items()):
-                mine = np.flatnonzero(space == number)
-                oldest = now - float(created[mine].min()) if len(mine) else 0.0
-                idle = (now_used_ns - int(access[mine].max())) / 1e9 if len(mine) else 0.0
-                nbytes = int(granules[mine].sum(dtype=np.int64)) * GRANULE
-                infos.append(SpaceInfo(namespace, shard, len(mine), nbytes, max(0.0, oldest), max(0.0, idle)))
-            return infos
+        return self._handle.call(self._closed, self._namespaces, [])
+
+    @staticmethod
+    def _namespaces(pool: Pool) -> list[SpaceInfo]:
+        table = pool.table
+        live = table.live_slots()
+        space, granules, access = table.space[live], table.granules[live], table.access[live]
+        created = table.created(live)
+        now, now_used_ns = time.time(), now_ns()
+        infos = []
+        for number, (namespace, shard) in sorted(pool.spaces.all().items()):
+            mine = np.flatnonzero(space == number)
+            oldest = now - float(created[mine].min()) if len(mine) else 0.0
+            idle = (now_used_ns - int(access[mine].max())) / 1e9 if len(mine) else 0.0
+            nbytes = int(granules[mine].sum(dtype=np.int64)) * GRANULE
+            infos.append(SpaceInfo(namespace, shard, len(mine), nbytes, max(0.0, oldest), max(0.0, idle)))
+        return infos
 
     def stats(self) -> StoreStats:
-        with self._handle.use(self._closed) as pool:
-            if pool is None:
-                return StoreStats(str(self.path), 0, 0, 0, 0, 0)
-            counts = pool.table.counters()
-            for name, count in pool.counters.peek().items():
-                counts[name] += count
-            return StoreStats(
-                str(self.path), pool.table.capacity_granules * GRANULE, pool.table.used_granules * GRANULE,
-                pool.table.pages, layout.index_nbytes(pool.max_pages), pool.max_pages,
-                **{name: counts[name] for name in COUNTERS},
-                failures={cause: counts[cause] for cause in CAUSES if counts[cause]},
-            )  # fmt: skip
+        return self._handle.call(self._closed, self._stats, StoreStats(str(self.path), 0, 0, 0, 0, 0))
+
+    def _stats(self, pool: Pool) -> StoreStats:
+        counts = pool.table.counters()
+        for name, count in pool.waiting_counts().items():
+            counts[name] += count
+        return StoreStats(
+            str(self.path), pool.table.capacity_granules * GRANULE, pool.table.used_granules * GRANULE,
+            pool.table.pages, layout.index_nbytes(pool.max_pages), pool.max_pages,
+            **{name: counts[name] for name in COUNTERS},
+            failures={cause: counts[cause] for cause in CAUSES if counts[cause]},
+        )  # fmt: skip
 
     def clear(self, namespace_digest: bytes | None = None, *, deadline_s: float = 60.0) -> int:
         """As `Store.clear`. Raises PoolError if the pool stays locked for `deadline_s`."""
-        with self._handle.use(self._closed) as pool:
-            if pool is None:
-                return 0
+
+        def clear(pool: Pool) -> int:
             spaces = None
             if namespace_digest is not None:
                 known = pool.spaces.all().items()
@@ -124,10 +127,12 @@ class EmbeddedStore(Store):
                     "end it, and try again"
                 ) from None
 
+        return self._handle.call(self._closed, clear, 0)
+
     def verify(self, progress: Progress | None = None) -> VerifyReport:
-        with self._handle.use(self._closed) as pool:
-            if pool is None:
-                return VerifyReport(0, 0, 0)
+        report = callers(progress) if progress is not None else None
+
+        def verify(pool: Pool) -> VerifyReport:
             slots = pool.table.live_slots().tolist()
             pages = nbytes = corrupt = 0
             for done, slot in enumerate(slots, 1):
@@ -137,11 +142,15 @@ class EmbeddedStore(Store):
                     pages += 1
                     nbytes += found.row.nbytes
                     corrupt += not right
-                if progress is not None:
-                    progress(done, len(slots))
+                if found is None:
+                    pool.writer.suspect(slot)
+                if report is not None:
+                    report(done, len(slots))
             with contextlib.suppress(LockTimeout), pool.writer.locked(time.monotonic() + _SETTLE_S):
                 pass  # taking the lock forgets what was found corrupt
             return VerifyReport(pages, nbytes, corrupt)
+
+        return self._handle.call(self._closed, verify, VerifyReport(0, 0, 0))
 
     def close(self) -> None:
         if not self._closed.is_set():

@@ -132,13 +132,6 @@ class Table:
             found[i] = slot
         return found
 
-    def find(self, keys: Sequence[bytes], joined: U8, space: int) -> list[Found | None]:
-        """The row of each key, or None."""
-        return [
-            self.at(slot, key, space) if slot >= 0 else None
-            for slot, key in zip(self.slots(joined, space), keys, strict=True)
-        ]
-
     def at(self, slot: int, key: bytes, space: int) -> Found | None:
         """What slot holds, if it is this page and whole."""
         raw = self.rows[slot].tobytes()
@@ -152,6 +145,10 @@ class Table:
         raw = self.rows[slot].tobytes()
         row = rows_.decode(raw)
         return None if row is None else Found(slot, raw, row)
+
+    def is_broken(self, slot: int) -> bool:
+        """True if slot should hold a page and its row is none. Under the write lock only."""
+        return bool(self.granules[slot]) and rows_.decode(self.rows[slot].tobytes()) is None
 
     def created(self, slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> U32:
         """Unix time in seconds at which the pages at `slots` were stored."""

@@ -47,7 +47,7 @@ def introduce(fd: int) -> None:
         }
     )
     try:
-        os.pwrite(fd, text.encode("utf-8", "backslashreplace"), 0)
+        os.pwrite(fd, text.encode("utf-8", "backslashreplace")[:_MAX_NBYTES], 0)
     except OSError:
         return
 
@@ -55,7 +55,7 @@ def introduce(fd: int) -> None:
 def read_user(fd: int) -> PoolUser:
     """The process whose file `fd` is."""
     try:
-        found = json.loads(os.pread(fd, _MAX_NBYTES, 0))
+        found = json.loads(os.pread(fd, _MAX_NBYTES, 0).rstrip(b"\0"))
         pid, since = int(found["pid"]), float(found["since"])
         host, command = str(found["host"])[:256], str(found["command"])[:_MAX_COMMAND]
         here = found["namespace"] == _namespace() != ""

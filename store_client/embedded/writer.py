@@ -17,9 +17,10 @@ from store_client.embedded import rows as rows_
 from store_client.embedded.allocator import Allocator
 from store_client.embedded.arena import Arena
 from store_client.embedded.clock import now_ns
-from store_client.embedded.counters import Counters
+from store_client.embedded.counters import Counters, as_counts
 from store_client.embedded.eraser import FORGET_BATCH, Eraser
 from store_client.embedded.extents import as_runs
+from store_client.embedded.faults import Damaged
 from store_client.embedded.journal import Record
 from store_client.embedded.ledger import Draft, Ledger, Reservation
 from store_client.embedded.locks import FileLock, Owners
@@ -47,6 +48,7 @@ class Writer:
         self._allocator = Allocator(arena, counters)
         self._abandoned: list[Reservation] = []
         self._condemned: list[Found] = []
+        self._suspected: list[int] = []
         self._next_reclaim = 0.0
 
     @contextmanager
@@ -64,11 +66,20 @@ class Writer:
         """Apply what a writer that was killed right after its commit, or another process, has changed."""
         with self._ledger.peek() as draft:
             self._follow_capacity(draft.capacity)
+            self._check(draft)
             if draft.number == self._table.applied:
                 return
             record = draft.last_record()
         if record is not None:
             self._table.apply(record, now_ns())
+
+    def _check(self, draft: Draft) -> None:
+        """Raises Damaged where ledger and page table cannot belong together."""
+        table = self._table
+        if draft.number - table.applied not in (0, 1):
+            raise Damaged(f"its page table is at change {table.applied}, its ledger at {draft.number}")
+        if table.pages > table.max_pages or table.used_granules > max(draft.high_water, draft.capacity):
+            raise Damaged(f"it counts {table.pages} pages in {table.used_granules} granules")
 
     def _follow_capacity(self, capacity: int) -> None:
         self._arena.limit = capacity
@@ -83,6 +94,11 @@ class Writer:
                 for reservation in self._abandoned:
                     self._give_back(draft, reservation)
             self._abandoned = []
+        if self._suspected:
+            suspected, self._suspected = self._suspected, []
+            broken = [slot for slot in suspected if self._table.is_broken(slot)]
+            if broken:
+                raise Damaged(f"the row of the page at slot {broken[0]} does not match its checksum")
         if self._condemned:
             condemned, self._condemned = self._condemned, []
             slots = [found.slot for found in condemned if self._table.unchanged(found)]
@@ -93,7 +109,12 @@ class Writer:
 
     @property
     def has_condemned(self) -> bool:
-        return bool(self._condemned)
+        return bool(self._condemned or self._suspected)
+
+    def suspect(self, slot: int) -> None:
+        """Have a row looked at that a reader met half written or broken; takes no lock."""
+        if len(self._suspected) < FORGET_BATCH:
+            self._suspected.append(slot)
 
     def condemn(self, found: Found) -> None:
         """Have a corrupt page forgotten at the next occasion; takes no lock."""
@@ -325,30 +346,37 @@ class Writer:
                 [int(slot) for slot, _ in reservation.slot_runs],
             )  # fmt: skip
 
-    def _reclaim(self) -> int:
-        """Take back what dead writers had reserved; return the granules."""
+    def _reclaim(self, *, alone: bool = False) -> int:
+        """Take back what dead writers had reserved; return the granules. `alone`: every other owner is dead."""
         reclaimed = 0
         with self._ledger.transaction() as draft:
             dead: dict[bytes, bool] = {}
             for reservation in draft.reservations():
                 owner = reservation.owner
                 if owner not in dead:
-                    dead[owner] = self._owners.is_dead(owner)
+                    dead[owner] = self._owners.is_dead(owner) or (alone and owner != self._owners.id)
                 if dead[owner]:
                     self._give_back(draft, reservation)
                     reclaimed += int(reservation.space_runs[:, 1].sum())
         for owner in (owner for owner, is_dead in dead.items() if is_dead):
-            self._owners.forget(owner)
+            self._forget_owner(owner)
         if reclaimed:
             self._table.add_counters({"reclaimed_nbytes": reclaimed * 4096})
         return reclaimed
 
-    def reclaim(self, deadline: float) -> set[bytes]:
-        """Reclaim now; returns the owners that still hold reservations."""
+    def bury(self, deadline: float) -> None:
+        """Take over what the dead have left: reservations and counts."""
         with self.locked(deadline):
-            self._reclaim()
+            self._reclaim(alone=self._arena.is_alone())
             with self._ledger.peek() as draft:
-                return {reservation.owner for reservation in draft.reservations()}
+                holders = {reservation.owner for reservation in draft.reservations()}
+            for owner in self._owners.dead():
+                if owner not in holders:
+                    self._forget_owner(owner)
+
+    def _forget_owner(self, owner: bytes) -> None:
+        self._table.add_counters(as_counts(self._owners.counts(owner)))
+        self._owners.forget(owner)
 
     def resize(self, capacity: int, deadline: float) -> None:
         """Make `capacity` granules the limit; pages beyond it are evicted before.
