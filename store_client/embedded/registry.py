@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mooncake_connector.errors import PoolError
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.embedded import contents
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.faults import CallersOwn, start_thread
@@ -142,17 +142,17 @@ class Handle:
     def _reopen(self, old: Pool) -> None:
         try:
             lost = old.lost()
-            log_once(f"store.lost:{lost}", "pool %s is opened again: %s", self.path, lost, logger=logger)
+            log_once(f"store.lost:{kind_of(lost or '')}", "pool %s is opened again: %s", self.path, lost, logger=logger)
             # What another process put in its place is taken as it is.
             broken = lost is not None and not lost.startswith(contents.DESCRIPTION)
-            fresh = _open(
-                self.path, self._capacity_nbytes or old.arena.limit * GRANULE, self._policy, _REOPEN_DEADLINE_S,
-                rebuild=self._rebuild and broken, distrusted=old.data if broken else None,
-            )  # fmt: skip
-            with _lock:
-                if self.users and self._pool is old:
-                    self._pool, fresh = fresh, old
-            fresh.close(_CLOSE_WAIT_S)
+            with _lock:  # a store that this process opens meanwhile would find the pool open already
+                if not self.users or self._pool is not old:
+                    return
+                self._pool = _open(
+                    self.path, self._capacity_nbytes or old.arena.limit * GRANULE, self._policy, _REOPEN_DEADLINE_S,
+                    rebuild=self._rebuild and broken, distrusted=old.data if broken else None,
+                )  # fmt: skip
+            old.close(_CLOSE_WAIT_S)
         except PoolError as error:
             log_once("store.lost", "pool %s cannot be opened again: %s", self.path, error, logger=logger)
         finally:

@@ -106,7 +106,8 @@ class Table:
     def add_counters(self, deltas: dict[str, int]) -> None:
         for i, name in enumerate((*COUNTERS, *CAUSES)):
             if deltas.get(name):
-                self._header[_FIRST_COUNTER + i] += np.uint64(deltas[name])
+                count = int(self._header[_FIRST_COUNTER + i]) + deltas[name]
+                self._header[_FIRST_COUNTER + i] = count & 0xFFFFFFFFFFFFFFFF
 
     def present(self, keys: U8, space: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
         """Whether each key is in the table, by its fingerprint (see `Cells.present`)."""
