@@ -38,7 +38,7 @@ from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_
 from sglang_backend.plugin import hooked
 from sglang_backend.settings import own_settings
 from sglang_backend.stored_pool import StoredPool
-from store_client.base import Shard
+from store_client.base import KEY_NBYTES, Shard
 from store_client.pool import Pool
 from store_client.shards import ShardView
 
@@ -117,13 +117,13 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     @contained(lambda: False)
     def exists(self, key: str) -> bool:
-        return self._kv is not None and self._kv.contains([bytes.fromhex(key)])[0]
+        return self._kv is not None and self._kv.contains(_names([key]))[0]
 
     @contained(lambda: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         if self._kv is None:
             return 0
-        hits = self._kv.prefix([bytes.fromhex(key) for key in keys])
+        hits = self._kv.prefix(_names(keys))
         page_tokens = self._kv.pages.page_slots
         if hits * page_tokens < (self._config.min_hit_tokens or 0):
             hits = 0
@@ -143,7 +143,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         kv_pages = len(keys) if self._kv is None and pool_transfers else self.batch_exists(keys, extra_info)
         hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         restorable = set(range(1, kv_pages + 1))
-        names = [bytes.fromhex(key) for key in keys[:kv_pages]]
+        names = _names(keys[:kv_pages])
         for transfer in pool_transfers or []:
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:  # never decides about the KV pages
                 continue
@@ -206,7 +206,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             return self._no_flat_pages()
         if values is None or len(values) != len(keys):
             return False
-        names = [bytes.fromhex(key) for key in keys]
+        names = _names(keys)
         return all(self._kv.save_from(names, lambda i, page: pages.save_flat(values[i], page), None))
 
     @contained(nothing)
@@ -261,11 +261,11 @@ class MooncakeConnectorStorage(HiCacheStorage):
         return self._kv if transfer.name == PoolName.KV else self._others.get(transfer.name)
 
     def _load(self, stored: StoredPool | None, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
-        missed = [False] * len(keys)
-        slots = _first_slots(stored, keys, indices)
-        if stored is None or slots is None:
-            return missed
-        return contained(lambda: missed)(stored.load)([bytes.fromhex(key) for key in keys], slots)
+        def load() -> list[bool] | None:
+            slots = _first_slots(stored, keys, indices)
+            return stored.load(_names(keys), slots) if stored is not None and slots is not None else None
+
+        return contained(nothing)(load)() or [False] * len(keys)
 
     def _save(
         self,
@@ -274,24 +274,27 @@ class MooncakeConnectorStorage(HiCacheStorage):
         indices: torch.Tensor | None,
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
-        failed = [False] * len(keys)
-        slots = _first_slots(stored, keys, indices)
-        if stored is None or slots is None:
-            return failed
-        before = extra_info.prefix_keys if extra_info is not None else None
-        parent = bytes.fromhex(before[-1]) if before else None
-        if stored is not self._kv and parent is not None and not stored.contains([parent])[0]:
-            parent = None  # states are kept here and there: the page before has none, which is no reason to be evicted
-        return contained(lambda: failed)(stored.save)([bytes.fromhex(key) for key in keys], slots, parent)
+        def save() -> list[bool] | None:
+            slots = _first_slots(stored, keys, indices)
+            if stored is None or slots is None:
+                return None
+            before = extra_info.prefix_keys if extra_info is not None else None
+            parent = _names(before[-1:])[0] if before else None
+            if stored is not self._kv and parent is not None and not stored.contains([parent])[0]:
+                parent = None  # states are kept here and there: no state before is no reason to be evicted
+            return stored.save(_names(keys), slots, parent)
+
+        return contained(nothing)(save)() or [False] * len(keys)
 
     def _load_flat(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> list[bool]:
-        if self._kv is None or not isinstance(pages := self._kv.pages, CanonicalPages):
+        kv = self._kv
+        if kv is None or not isinstance(pages := kv.pages, CanonicalPages):
             return [self._no_flat_pages()] * len(keys)
-        names = [bytes.fromhex(key) for key in keys]
-        load = self._kv.load_into
-        return contained(lambda: [False] * len(keys))(load)(
-            names, lambda i, part, page: pages.load_flat(targets[i], part, page)
-        )
+
+        def load() -> list[bool]:
+            return kv.load_into(_names(keys), lambda i, part, page: pages.load_flat(targets[i], part, page))
+
+        return contained(lambda: [False] * len(keys))(load)()
 
     def _no_flat_pages(self) -> bool:
         log_once(
@@ -301,6 +304,15 @@ class MooncakeConnectorStorage(HiCacheStorage):
             logger=logger,
         )
         return False
+
+
+def _names(keys: Sequence[str]) -> list[bytes]:
+    """SGLang's page hashes as page keys. Raises ValueError for one that is not 64 hex digits."""
+    names = [bytes.fromhex(key) for key in keys]
+    for key, name in zip(keys, names, strict=True):
+        if len(name) != KEY_NBYTES:
+            raise ValueError(f"SGLang's page hash {key!r} has {len(name)} bytes: expected {KEY_NBYTES}")
+    return names
 
 
 def _restorable(present: Sequence[bool], transfer: PoolTransfer) -> set[int]:

@@ -402,3 +402,25 @@ def test_three_threads_at_once(attach) -> None:
     for thread in threads:
         thread.join(60)
     assert not problems and len(loaded) >= 100 and max(loaded) == PAGES
+
+
+@pytest.mark.parametrize("wrong", ["not hex", "", "ab", NAMES[0] + "00", None, 5])
+def test_keys_that_are_no_page_hashes_are_misses(storage: Any, wrong: Any) -> None:
+    names = [*NAMES[:-1], wrong]
+    pool = storage.mem_pool_host
+    flat = [pool.get_dummy_flat_data_page() for _ in WHOLE]
+    transfer = [PoolTransfer(PoolName.KV, host_indices=slots(WHOLE), keys=names)]
+    before = HiCacheStorageExtraInfo(prefix_keys=[wrong])
+    missed = [False] * PAGES
+    assert storage.batch_get_v1(names, slots(WHOLE)) == missed
+    assert storage.batch_set_v1(names, slots(WHOLE)) == missed
+    assert storage.batch_set_v1(NAMES, slots(WHOLE), before) == missed
+    assert storage.batch_get_v2(transfer) == {PoolName.KV: missed}
+    assert storage.batch_set_v2(transfer) == {PoolName.KV: missed}
+    assert storage.batch_get(names, flat) == [None] * PAGES
+    assert storage.get(wrong, flat[0]) is None
+    assert not storage.batch_set(names, flat)
+    assert not storage.exists(wrong)
+    assert storage.batch_exists(names) == 0
+    assert storage.batch_exists_v2(names, transfer).kv_hit_pages == 0
+    assert load(storage) == [True] * PAGES, "nothing is wrong with the store"
