@@ -17,16 +17,7 @@ from msgspec import Meta
 
 from mooncake_connector.config_environ import is_service_variable
 from mooncake_connector.config_file import read_config_file
-from mooncake_connector.config_values import (
-    TRANSPORTS,
-    Hosts,
-    Nbytes,
-    PageTokens,
-    Transports,
-    decode,
-    is_loopback,
-    shown,
-)
+from mooncake_connector.config_values import TRANSPORTS, Hosts, Nbytes, PageTokens, Transports, decode, shown
 from mooncake_connector.errors import ConfigError
 
 ENV_PREFIX = "MOONCAKE_CONNECTOR_"
@@ -140,17 +131,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     transfer_hosts: Annotated[
         Hosts,
         _field(
-            "Addresses of this machine at which peers reach it, for control connections the first, for data all of "
-            "them. One that is not loopback needs `secret_file`.",
-            "a list of 1 to 16 different literal IP addresses; no names, and none of 0.0.0.0, :: and multicast, since "
+            "Addresses of this machine at which instances on other hosts, or in other containers, reach it over TCP: "
+            "for control connections the first, for data all of them. They need `secret_file`. Without any, only "
+            "processes of this user on this host are reached, over Unix sockets, and no port is opened.",
+            "a list of up to 16 different literal IP addresses; no names, and none of 0.0.0.0, :: and multicast, since "
             "peers are told them",
         ),
-    ] = Hosts(("127.0.0.1",))
+    ] = Hosts()
     transfer_port: Annotated[
         int,
         _field(
-            "Port at which the prefill instance tells its ranks' addresses. Set it where both instances get a request "
-            "at once, since the proxy must know it then.",
+            "Port at which the prefill instance tells its ranks' addresses; without `transfer_hosts` the number that "
+            "names its Unix socket. Set it where both instances get a request at once, since the proxy must know it "
+            "then.",
             "an integer from 0 to 65535; 0 for any that is free",
             ge=0,
             le=65535,
@@ -160,7 +153,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Path | None,
         _field(
             "File with the secret that all instances of a deployment share: at least 16 bytes, white space around them "
-            "left out, readable by its owner alone.",
+            "left out, this user's or root's, readable by its owner alone.",
             "an absolute path (`~` is expanded); null for none, which keeps transfers on this machine",
         ),
     ] = None
@@ -354,11 +347,16 @@ def _check_together(settings: list[Setting]) -> None:
     tls = ("tls_certificate", "tls_key", "tls_authority")
     if len({value[name] is None for name in tls}) > 1:
         raise ConfigError(f"{', '.join(map(seen, tls))}: expected all three for TLS, or none")
-    exposed = [host for host in value["transfer_hosts"] if not is_loopback(host)]
-    if exposed and value["secret_file"] is None:
+    hosts = value["transfer_hosts"]
+    if hosts and value["secret_file"] is None:
         raise ConfigError(
-            f"{said('transfer_hosts')} has {', '.join(exposed)}, not loopback, and {seen('secret_file')}: set "
-            "secret_file to a file with the same secret for all instances, or use 127.0.0.1"
+            f"{said('transfer_hosts')} has {', '.join(hosts)}, and {seen('secret_file')}: set secret_file to a file "
+            "with the same secret for all instances, or leave transfer_hosts unset where all of them run on this host"
+        )
+    if value["transports"] == ("tcp",) and not hosts:
+        raise ConfigError(
+            f"{seen('transports')} and {seen('transfer_hosts')}: tcp needs the addresses of this machine that peers "
+            "reach, or add cma or shm for this host"
         )
 
 

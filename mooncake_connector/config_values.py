@@ -72,11 +72,6 @@ shown = _Shown().repr
 """A value as an error message shows it."""
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host`, a literal IP address, stays on this machine. Raises ValueError for anything else."""
-    return _address(host).is_loopback
-
-
 def _decode_nbytes(value: int | str) -> Nbytes:
     nbytes = parse_nbytes(value)
     if not MIN_CAPACITY_NBYTES <= nbytes <= MAX_CAPACITY_NBYTES:
@@ -94,12 +89,12 @@ def _decode_page_tokens(value: int | str, strict: bool) -> PageTokens:
 
 
 def _decode_names(value: Any, strict: bool, known: tuple[str, ...] | None, most: int) -> list[str]:
-    """Between 1 and `most` different names."""
+    """Up to `most` different names; at least one of those that are `known`."""
     if isinstance(value, str) and not strict:
         value = [name.strip() for name in value.split(",")]
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ValueError("expected a list of text")
-    if not 1 <= len(value) <= most or len(set(value)) < len(value):
+    if not (0 if known is None else 1) <= len(value) <= most or len(set(value)) < len(value):
         raise ValueError("none, too many, or one twice")
     if known is not None and not set(value) <= set(known):
         raise ValueError("unknown name")
@@ -107,14 +102,9 @@ def _decode_names(value: Any, strict: bool, known: tuple[str, ...] | None, most:
 
 
 def _can_be_told_to_peers(host: str) -> bool:
-    address = _address(host)
-    return not (address.is_unspecified or address.is_multicast)
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     address = ipaddress.ip_address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return mapped or address
+    return not ((mapped or address).is_unspecified or (mapped or address).is_multicast)
 
 
 def _decode_path(value: Any) -> Path:

@@ -1,16 +1,21 @@
-"""One log line per cause, however often the cause occurs.
+"""One log line per cause, however often the cause occurs, and one line it is, whoever the words in it come from.
 
-A fault that repeats on every page must not flood an engine's log; the counters tell how often it happened.
+A fault that repeats on every page must not flood an engine's log; the counters tell how often it happened. Names,
+versions, causes and addresses may be a stranger's: what is no printable character is escaped, and what is long is cut,
+so that nobody can forge a line or send escapes to a terminal.
 """
 
 import logging
 import os
 import re
 import threading
+import traceback
 
 ROOT_LOGGER = "mooncake_connector"
 
 _MAX_CAUSES = 4096
+_MAX_LENGTH = 2000
+"""Characters of a message that are shown."""
 _lock = threading.Lock()
 _seen: set[str] = set()
 _VARYING = re.compile("[0-9'\"`]")
@@ -21,9 +26,26 @@ def get_logger(name: str) -> logging.Logger:
 
     `name` is the module's `__name__`; no handlers are added, since the process belongs to the engine.
     """
-    if name == ROOT_LOGGER or name.startswith(ROOT_LOGGER + "."):
-        return logging.getLogger(name)
-    return logging.getLogger(f"{ROOT_LOGGER}.{name}")
+    is_ours = name == ROOT_LOGGER or name.startswith(ROOT_LOGGER + ".")
+    logger = logging.getLogger(name if is_ours else f"{ROOT_LOGGER}.{name}")
+    logger.addFilter(_one_line)  # counts once, however often it is added
+    return logger
+
+
+def printable(text: str, limit: int = _MAX_LENGTH) -> str:
+    """`text` on one line: other characters than printable ones escaped, and cut after `limit` characters."""
+    shown = text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+    if shown.isprintable():
+        return shown
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in shown)
+
+
+def _one_line(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), ()
+    if record.exc_info and not record.exc_text:
+        lines = "".join(traceback.format_exception(*record.exc_info)).splitlines()
+        record.exc_text = "\n".join("  " + printable(line) for line in lines)  # none begins like a line of a log
+    return True
 
 
 def set_log_level(level: str) -> None:
@@ -48,7 +70,7 @@ def log_once(
         if cause in _seen or len(_seen) >= _MAX_CAUSES:
             return False
         _seen.add(cause)
-    target = logger if logger is not None else logging.getLogger(ROOT_LOGGER)
+    target = logger if logger is not None else get_logger(ROOT_LOGGER)
     target.log(level, message, *args, exc_info=exc_info)
     return True
 

@@ -15,14 +15,14 @@ MAX_SECRET_NBYTES = 4096
 def read_secret(path: Path) -> bytes:
     """The content of the file, without white space around it.
 
-    Raises ConfigError for a file that is missing or no file, that others than its owner may read or change, or that
-    holds too little or too much.
+    Raises ConfigError for a file that is missing or no file, that others than its owner may read or change, whose owner
+    is neither this user nor root, or that holds too little or too much.
     """
     try:
         # A pipe would block without O_NONBLOCK until somebody writes to it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            _check_private(path, os.fstat(descriptor).st_mode)
+            _check_private(path, os.fstat(descriptor))
             data = os.read(descriptor, MAX_SECRET_NBYTES + 1)
         finally:
             os.close(descriptor)
@@ -40,12 +40,16 @@ def read_secret(path: Path) -> bytes:
     return secret
 
 
-def _check_private(path: Path, mode: int) -> None:
+def _check_private(path: Path, status: os.stat_result) -> None:
+    mode = status.st_mode
     if not stat.S_ISREG(mode):
         raise _refusal(path, "is no regular file", "name a file that holds the secret")
     if mode & 0o077:
         seen = f"has mode {stat.S_IMODE(mode):04o}: group or others may use it"
         raise _refusal(path, seen, f"allow its owner alone: chmod 600 {path}")
+    if status.st_uid not in (0, os.geteuid()):
+        seen = f"belongs to user {status.st_uid}, this process to {os.geteuid()}: its owner may change it"
+        raise _refusal(path, seen, f"make it this user's or root's: chown {os.geteuid()} {path}")
 
 
 def _refusal(path: Path, seen: str, remedy: str) -> ConfigError:

@@ -37,16 +37,17 @@ def make_transports(
     tls: Tls | None = None,
     driver: Driver | None = None,
 ) -> Transports:
-    """The transports of these names that serve this memory, preferred in this order; `hosts` and `tls` are for tcp.
+    """The transports of these names that serve this memory, preferred in this order.
 
     Args:
+        hosts, tls: for tcp, which is left out without a host.
         driver: of the devices that have the memory; None for memory of the host.
 
     Raises TransferError for an unknown name, and for a host that needs a secret where there is none.
     """
     made: list[Transport] = []
     for name in names:
-        if name in TRANSPORTS and (name in DEVICE_NAMES) is (driver is None):
+        if name in TRANSPORTS and ((name in DEVICE_NAMES) is (driver is None) or (name == "tcp" and not hosts)):
             continue
         if name == "cuda_ipc":
             made.append(CudaIpcTransport(memory, identity, driver))
@@ -97,7 +98,8 @@ class Transports:
             for reason in reasons:
                 log_once(f"transfer.fallback:{kind_of(reason)}", "%s; using %s", reason, name, logger=logger)
             return peer
-        raise Unavailable("no transport reaches the peer: " + "; ".join(reasons))
+        remedy = "" if "tcp" in self._transports else "; with transfer_hosts and secret_file set on both sides tcp may"
+        raise Unavailable("no transport reaches the peer: " + "; ".join(reasons) + remedy)
 
     def close(self) -> None:
         """Close all of them. May be called twice."""

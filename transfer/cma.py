@@ -16,10 +16,11 @@ import numpy as np
 
 from transfer.base import Numbers, Unavailable
 from transfer.handshake import Server
-from transfer.local import LocalTransport, credentials, probe
+from transfer.local import LocalTransport, probe
 from transfer.memory import Memory, Revocable
 from transfer.receiver import Connection
 from transfer.stream import Carriage, Slice
+from transfer.unix import credentials
 from transfer.vectors import IOV_MAX, Pieces, Vector, read_process
 from transfer.wire import PROBE_KEY, Order, Status, WireError
 

@@ -1,4 +1,7 @@
-"""Control connections: small messages between two processes over TCP, after the mutual handshake, inside TLS where set.
+"""Control connections: small messages between two processes, after the mutual handshake.
+
+Between processes of one user on one host they are Unix sockets (`transfer.unix`) that are named by a port; other hosts
+are reached over TCP, which needs a secret, inside TLS where set. An address is (host, port); "" is this host.
 
 Runs on asyncio, in a thread of its own (`LoopThread`): bulk data goes another way. A connection carries frames, each a
 length (uint32, little endian) and as many bytes. What cannot be sent is dropped; the protocol repeats itself.
@@ -11,10 +14,10 @@ import concurrent.futures
 import contextlib
 import secrets
 import socket
-import ssl
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from mooncake_connector.config import Config
@@ -26,24 +29,33 @@ from transfer.handshake import (
     SESSION_NBYTES,
     AnotherInstance,
     Client,
-    HandshakeError,
     Identity,
-    Server,
     Terms,
+    is_here,
     require_secret,
 )
 from transfer.messages import MAX_MESSAGE_NBYTES
 from transfer.tls import Tls
+from transfer.unix import OtherUser, dial, port_name
 
-_STRANGER_S = 5.0
-"""A connection without a handshake is closed after so long."""
-_MAX_STRANGERS = 64
-_BACKLOG = 128
-_ACCEPT_AGAIN_S = 0.05
-_MAX_UNSENT_NBYTES = 16 << 20
+_AGAIN_S = 0.05
+"""Before the second attempt to get through a handshake; before each later one twice as long."""
+_ATTEMPTS = 6
+_MAX_UNSENT_NBYTES = 1 << 20
 """A peer that does not read gets no further frames beyond so many bytes."""
+_FRAME_S = 10.0
+"""A frame that has begun has ended by then, or its connection is closed."""
+_LARGE_NBYTES = 64 << 10
+MAX_LARGE = 8
+"""Frames of a larger size that a listener, or a connection made here, takes in at the same time."""
 _LOST_AFTER_S = 10
 """A connection on which nothing is acknowledged for so long counts as dead."""
+_CLOSE_S = 5.0
+"""How long what was sent may take to leave a connection that is closed."""
+_NOBODY_THERE = (
+    "nobody listens there: the instance is gone, or it is another user's or in another container or network namespace; "
+    "those are reached with transfer_hosts and secret_file set on both sides"
+)
 _STOP_S = 5.0
 _CANCEL_S = 0.1
 """A task that has not ended for so long is cancelled again."""
@@ -113,14 +125,26 @@ class LoopThread:
 
 
 class Link:
-    """One connection whose other side is known. Belongs to its event loop."""
+    """One connection whose other side is known. Belongs to its event loop.
+
+    Args:
+        large: places for large frames that are being taken in, shared with other connections.
+        known: called when the peer has said what it wants; until then it may have to go for others.
+    """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, terms: Terms, leftover: bytes
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        terms: Terms,
+        leftover: bytes,
+        large: asyncio.Semaphore | None = None,
+        known: Callable[[], None] = lambda: None,
     ) -> None:
-        self.terms = terms
+        self.terms, self.known = terms, known
         self._reader, self._writer = reader, writer
         self._leftover = leftover
+        self._large = large or asyncio.Semaphore(1)
 
     @property
     def alive(self) -> bool:
@@ -132,31 +156,49 @@ class Link:
         if not transport.is_closing() and transport.get_write_buffer_size() <= _MAX_UNSENT_NBYTES:
             self._writer.write(len(frame).to_bytes(4, "little") + frame)
 
-    async def receive(self, deadline_s: float | None = None) -> bytes:
+    async def receive(self, deadline_s: float | None = None, max_nbytes: int = MAX_MESSAGE_NBYTES) -> bytes:
         """The next frame. Raises Unavailable at the deadline, or when the connection ends or carries no frame."""
         try:
-            return await asyncio.wait_for(self._frame(), deadline_s)
+            return await asyncio.wait_for(self._frame(max_nbytes), deadline_s)
         except asyncio.TimeoutError:
             raise Unavailable(f"nothing came within {deadline_s} s") from None
         except (OSError, asyncio.IncompleteReadError) as error:
             raise Unavailable(f"the connection ended: {error}") from None
 
     def close(self) -> None:
-        self._writer.close()
+        if self.alive:
+            self._writer.close()
+            asyncio.get_running_loop().call_later(_CLOSE_S, self._writer.transport.abort)
 
     async def flush(self, deadline_s: float) -> None:
         """Wait until what was sent has left, for so long at most."""
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            self._writer.close()  # sends what is buffered first
+            self.close()  # sends what is buffered first
             await asyncio.wait_for(self._writer.wait_closed(), deadline_s)
 
-    async def _frame(self) -> bytes:
+    async def _frame(self, max_nbytes: int) -> bytes:
         length = int.from_bytes(await self._exactly(4), "little")
-        if length > MAX_MESSAGE_NBYTES:
-            reason = f"a frame of {length} bytes: at most {MAX_MESSAGE_NBYTES} are read"
-            log_once("control.frame", "a peer's connection is closed: %s", reason, logger=logger)
-            raise Unavailable(reason)
-        return await self._exactly(length)
+        if length > max_nbytes:
+            raise self._refused(f"a frame of {length} bytes: at most {max_nbytes} are read")
+        if length <= _LARGE_NBYTES:
+            return await self._body(length)
+        async with self._large:
+            return await self._body(length)
+
+    async def _body(self, length: int) -> bytes:
+        late = asyncio.get_running_loop().call_later(_FRAME_S, self._give_up)
+        try:
+            return await self._exactly(length)
+        finally:
+            late.cancel()
+
+    def _give_up(self) -> None:
+        self._refused(f"a frame has not ended for {_FRAME_S:g} s")
+        self._writer.transport.abort()
+
+    def _refused(self, reason: str) -> Unavailable:
+        log_once(f"control.frame:{kind_of(reason)}", "a peer's connection is closed: %s", reason, logger=logger)
+        return Unavailable(reason)
 
     async def _exactly(self, nbytes: int) -> bytes:
         taken, self._leftover = self._leftover[:nbytes], self._leftover[nbytes:]
@@ -168,16 +210,15 @@ async def connect(
 ) -> Link:
     """A connection to whoever listens there; `expected` is the instance that must answer, where it is known.
 
+    A loopback address is this host, and TCP only where a secret is set and no process of this user listens there.
+
     Raises:
         Gone: nobody listens there, or another instance.
         Unavailable: everything else that stands in the way, within `deadline_s`.
     """
-    host, port = address
     try:
-        require_secret(host, access.identity)
-        client = Client(access.identity, purpose, secrets.token_bytes(SESSION_NBYTES), expected)
-        context = None if access.tls is None else access.tls.context(server=False)
-        return await asyncio.wait_for(_open(host, port, client, context), deadline_s)
+        client = partial(Client, access.identity, purpose, secrets.token_bytes(SESSION_NBYTES), expected)
+        return await asyncio.wait_for(_connect(address, client, access), deadline_s)
     except (ConnectionRefusedError, AnotherInstance) as error:
         raise Gone(_failure(error, address)) from error
     except asyncio.TimeoutError:
@@ -191,142 +232,56 @@ def _failure(reason: object, address: tuple[str, int]) -> str:
     return f"{getattr(reason, 'strerror', None) or reason} (at {address[0]!r}, port {address[1]})"
 
 
-async def _open(host: str, port: int, client: Client, context: ssl.SSLContext | None) -> Link:
+async def _connect(address: tuple[str, int], client: Callable[[], Client], access: Access) -> Link:
+    """Again where the other side hung up during the handshake, as one does that many strangers crowd."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            return await _shake(client(), *await _open(address, access))
+        except ConnectionRefusedError:
+            raise
+        except ConnectionError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+            await asyncio.sleep(_AGAIN_S * 2**attempt)
+    raise AssertionError
+
+
+async def _open(address: tuple[str, int], access: Access) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = address
+    if is_here(host):
+        try:
+            return await asyncio.open_unix_connection(sock=await dial(port_name(port)))
+        except (ConnectionRefusedError, OtherUser) as error:
+            if not host or not access.identity.secret:
+                raise error if isinstance(error, OtherUser) else ConnectionRefusedError(_NOBODY_THERE) from None
+    require_secret(host, access.identity)
+    context = None if access.tls is None else access.tls.context(server=False)
     reader, writer = await asyncio.open_connection(host, port, ssl=context)
+    tune(writer)
+    return reader, writer
+
+
+async def _shake(client: Client, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Link:
     try:
-        _tune(writer)
         writer.write(client.start())
         while client.terms is None:
-            writer.write(client.receive(await _some(reader)))
+            writer.write(client.receive(await some(reader)))
         return Link(reader, writer, client.terms, client.leftover)
     except BaseException:
-        writer.close()
+        writer.transport.abort()
         raise
 
 
-async def listen(
-    address: tuple[str, int], purpose: str, access: Access, serve: Callable[[Link], Awaitable[None]]
-) -> Listener:
-    """Accept connections from now on; `serve` runs for each one after its handshake, which is closed when it returns.
-
-    Raises:
-        TransferError: the address needs a secret, or cannot be listened at.
-    """
-    host, port = address
-    require_secret(host, access.identity)
-    context = None if access.tls is None else access.tls.context(server=True)
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server(address, family=family, backlog=_BACKLOG)
-    except (OSError, OverflowError) as error:
-        raise TransferError(f"cannot listen at {host}, port {port}: {error}") from error
-    return Listener(listening, purpose, access.identity, context, serve)
-
-
-class Listener:
-    """See `listen`. Connections count as strangers from the start, before TLS has begun."""
-
-    def __init__(
-        self,
-        listening: socket.socket,
-        purpose: str,
-        identity: Identity,
-        context: ssl.SSLContext | None,
-        serve: Callable[[Link], Awaitable[None]],
-    ) -> None:
-        self.port: int = listening.getsockname()[1]
-        self._purpose, self._identity, self._context, self._serve = purpose, identity, context, serve
-        self._strangers = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._accepting = asyncio.get_running_loop().create_task(self._accept(listening))
-
-    def close(self) -> None:
-        """Accept nobody any more; connections go on."""
-        self._accepting.cancel()
-
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with listening:
-            listening.setblocking(False)
-            while True:
-                try:
-                    connection, address = await loop.sock_accept(listening)
-                except OSError as error:  # out of file descriptors: the listener stays readable, so do not spin
-                    log_once(f"control.accept:{error.errno}", "cannot accept a peer: %s", error, logger=logger)
-                    await asyncio.sleep(_ACCEPT_AGAIN_S)
-                    continue
-                if self._strangers >= _MAX_STRANGERS:
-                    connection.close()
-                    reason = f"too many connections, {_MAX_STRANGERS}, have not finished their handshake"
-                    self._log_refusal(address[0], reason)
-                    continue
-                self._strangers += 1
-                task = loop.create_task(self._talk(connection, address[0]))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-
-    async def _talk(self, connection: socket.socket, host: str) -> None:
-        try:
-            link = await self._shake(connection, host)
-            if link is not None:
-                try:
-                    await self._serve(link)
-                finally:
-                    link.close()
-        except Exception as error:
-            log_once(
-                f"control.{self._purpose}:{type(error).__name__}",
-                "a %s connection failed: %r", self._purpose, error,
-                logger=logger, exc_info=True,
-            )  # fmt: skip
-
-    async def _shake(self, connection: socket.socket, host: str) -> Link | None:
-        try:
-            return await asyncio.wait_for(self._greet(connection, host), _STRANGER_S)
-        except (OSError, asyncio.TimeoutError) as error:
-            self._log_refusal(host, str(error) or f"no handshake within {_STRANGER_S:g} s")
-            return None
-        finally:
-            self._strangers -= 1
-
-    async def _greet(self, connection: socket.socket, host: str) -> Link | None:
-        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
-        protocol = asyncio.StreamReaderProtocol(reader)
-        transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._context)
-        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-        server = Server(self._identity, self._purpose)
-        try:
-            _tune(writer)
-            while server.terms is None:
-                writer.write(server.receive(await _some(reader)))
-                await writer.drain()
-            return Link(reader, writer, server.terms, server.leftover)
-        except HandshakeError as error:
-            self._log_refusal(host, str(error))
-            writer.write(Server.refusal(error))
-            writer.close()
-            return None
-        except BaseException:
-            writer.close()
-            raise
-
-    def _log_refusal(self, host: str, reason: str) -> None:
-        """Once for each kind: what a stranger says must not make a new kind, there is room for so many."""
-        log_once(
-            f"control.refused:{self._purpose}:{kind_of(reason)}",
-            "refused a %s connection from %s: %s", self._purpose, host, reason,
-            logger=logger,
-        )  # fmt: skip
-
-
-async def _some(reader: asyncio.StreamReader) -> bytes:
+async def some(reader: asyncio.StreamReader) -> bytes:
+    """What has come of a handshake. Raises ConnectionResetError at the end."""
     data = await reader.read(MAX_FRAME_NBYTES)
     if not data:
         raise ConnectionResetError("closed by the peer during the handshake")
     return data
 
 
-def _tune(writer: asyncio.StreamWriter) -> None:
+def tune(writer: asyncio.StreamWriter) -> None:
+    """Notice a peer over TCP that is gone without a word."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_AFTER_S)

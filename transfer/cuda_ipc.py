@@ -23,10 +23,11 @@ from mooncake_connector.log import get_logger, log_once
 from transfer.base import MAX_PIECE_NBYTES, Capabilities, Int64, Numbers, Region, Unavailable, first_outside
 from transfer.cuda import HANDLE_NBYTES, Allocation, Copier, CudaError, Driver, system_driver
 from transfer.handshake import Identity, Server
-from transfer.local import LocalTransport, credentials, probe
+from transfer.local import LocalTransport, probe
 from transfer.memory import Memory, Revocable
 from transfer.receiver import Connection
 from transfer.stream import Carriage, Slice
+from transfer.unix import credentials
 from transfer.vectors import Vector
 from transfer.wire import PROBE_KEY, Order, Status, WireError
 

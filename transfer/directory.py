@@ -1,7 +1,8 @@
 """Where the ranks of an instance are: asked for once by each peer, before it talks to the ranks themselves.
 
 The directory of a prefill instance is a small listener at the address that its answers name (`remote_host`,
-`remote_port`). Whoever passes the handshake gets one frame, an `InstanceCard`, and the connection ends.
+`remote_port`), of which the port names a Unix socket where the host is this one. Whoever passes the handshake gets one
+frame, an `InstanceCard`, and the connection ends.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ import msgspec
 from msgspec import Meta
 
 from transfer.base import INSTANCE_NBYTES, TransferError, Unavailable
-from transfer.control import Access, Link, Listener, LoopThread, connect, listen
+from transfer.control import Access, Link, LoopThread, connect
 from transfer.layout import RankLayout
+from transfer.listener import Listener, listen
 from transfer.messages import Generation
 
 PURPOSE = "directory"
+THIS_HOST = "127.0.0.1"
+"""What is told to others, who expect an address, where the directory listens for this host only."""
 _MAX_RANKS = 1 << 10
 _START_S = 60.0
 _FLUSH_S = 5.0
 
 
 class RankCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank: where its control connections are taken, which life of it that is, and its KV memory."""
+    """One rank: where its control connections are taken ("": on this host), which life of it, and its KV memory."""
 
     host: Annotated[str, Meta(max_length=64)]
     port: Annotated[int, Meta(ge=1, le=65535)]

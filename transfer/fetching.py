@@ -14,7 +14,7 @@ from mooncake_connector.log import get_logger, log_once
 from transfer.base import Grant, TransferError, Unavailable
 from transfer.consumer import Consumer, Source
 from transfer.control import Access, Gone, Link, connect
-from transfer.directory import RankCard, look_up
+from transfer.directory import InstanceCard, RankCard, look_up
 from transfer.integrity import wrong_pages
 from transfer.layout import RankLayout
 from transfer.memory import Memory
@@ -237,16 +237,7 @@ class Fetching(Shell):
 
     async def _find(self, address: tuple[str, int], family: Family) -> _Remote:
         card = await look_up(address, self._access, deadline_s=_CONNECT_S)
-        every = routes([rank.layout for rank in card.ranks], family.ranks)
-        origins = []
-        for route in every:
-            if route.destination != family.number:
-                continue
-            rank = card.ranks[route.source]
-            pairing = Pairing(rank.layout, self._layout, route)
-            page_tokens = pairing.checksum_tokens(self._page_tokens)
-            legs = sum(other.source == route.source for other in every)
-            origins.append(_Origin(rank, route, legs, pairing, page_tokens))
+        origins = await self._loop.run_in_executor(None, self._origins, card, family)
         links = await asyncio.gather(*(self._visit(origin) for origin in origins), return_exceptions=True)
         failures = [link for link in links if isinstance(link, BaseException)]
         if failures:
@@ -261,6 +252,20 @@ class Fetching(Shell):
             self._half.met(origin.name, origin.card.generation, now_s())
             self._start(self._loop.create_task(self._keep(address, remote, origin, link)))
         return remote
+
+    def _origins(self, card: InstanceCard, family: Family) -> list[_Origin]:
+        """Those that have a route to this rank. Raises LayoutError."""
+        every = routes([rank.layout for rank in card.ranks], family.ranks)
+        origins = []
+        for route in every:
+            if route.destination != family.number:
+                continue
+            rank = card.ranks[route.source]
+            pairing = Pairing(rank.layout, self._layout, route)
+            page_tokens = pairing.checksum_tokens(self._page_tokens)
+            legs = sum(other.source == route.source for other in every)
+            origins.append(_Origin(rank, route, legs, pairing, page_tokens))
+        return origins
 
     async def _visit(self, origin: _Origin) -> Link:
         """A connection on which this rank has introduced itself. Raises Unavailable, Gone."""
@@ -375,9 +380,7 @@ class Fetching(Shell):
         return Ended(order.transfer, order.ending, order.cause, fetch.nbytes, now_s() - fetch.started_s)
 
 
-def _check(
-    origin: _Origin, landed: Landed, block_ids: Sequence[int], staging: Staging | None
-) -> tuple[bool, int]:
+def _check(origin: _Origin, landed: Landed, block_ids: Sequence[int], staging: Staging | None) -> tuple[bool, int]:
     """Whether a batch has the bytes that were sent, and how many. Raises TransferError for a batch that cannot be."""
     layers = range(landed.first_layer, landed.first_layer + landed.num_layers)
     pages = origin.pairing.destination_pages(

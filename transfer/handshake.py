@@ -308,14 +308,27 @@ def is_loopback(host: str) -> bool:
     return bool((mapped or address).is_loopback)
 
 
-def require_secret(host: str, identity: Identity) -> None:
-    """Raise TransferError where `host` is reached over a network and no secret is set."""
+def is_here(host: str) -> bool:
+    """Whether `host`, which may be anything, is this host: "" or an address of the loopback."""
+    try:
+        return not host or is_loopback(host)
+    except ValueError:
+        return False
+
+
+def require_secret(host: str, identity: Identity, *, on_loopback: bool = True) -> None:
+    """Raise TransferError where `host` is reached over TCP and no secret is set.
+
+    Args:
+        on_loopback: also where it stays on this host, whose every user can reach it.
+    """
     try:
         local = is_loopback(host)
     except ValueError:
         raise TransferError(f"address {host!r}: expected a literal IP address") from None
-    if not local and not identity.secret:
+    if not identity.secret and (on_loopback or not local):
+        who = "is open to every user of this host" if local else "is not loopback"
         raise TransferError(
-            f"address {host!r} is not loopback and no shared secret is set: set the same secret of at least "
-            f"{MIN_SECRET_NBYTES} bytes on all peers, or use 127.0.0.1"
+            f"address {host!r} {who} and no shared secret is set: set the same secret of at least "
+            f"{MIN_SECRET_NBYTES} bytes on all peers, or leave transfer_hosts unset where all of them run on this host"
         )

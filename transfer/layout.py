@@ -16,7 +16,9 @@ from mooncake_connector.page import Axis, BlockLayout, SegmentLayout
 from transfer.base import MAX_PIECE_NBYTES, Int64, TransferError
 
 MAX_BLOCK_ELEMENTS = 1 << 24
-"""Elements of a block, all heads, K and V: far beyond any engine's, and few enough to look at each once."""
+"""Elements of a block, all heads, K and V: far beyond any engine's."""
+_MAX_AXES = 16
+"""Strides that a segment's tokens or elements may be nested in: beyond what any order needs."""
 
 
 class LayoutError(TransferError):
@@ -68,6 +70,8 @@ class RankLayout:
 
     def _check_segment(self, segment: SegmentLayout, dim: int) -> None:
         for axis, size in ((segment.token, self.blocks.block_tokens), (segment.dim, dim)):
+            if len(axis) > _MAX_AXES:
+                raise LayoutError(f"axis of {len(axis)} strides: at most {_MAX_AXES} are read")
             if prod(count for count, _ in axis) != size or any(count < 1 or stride < 0 for count, stride in axis):
                 raise LayoutError(f"axis {axis} for {size} places")
 

@@ -1,15 +1,9 @@
-"""Peers of the same host and user, over Unix sockets in the abstract namespace: no files, so nothing is left behind.
-
-Abstract names know no permissions; both sides ask the kernel whose process is at the other end instead. A name is
-seen by the processes of one network namespace, as of one pod.
-"""
+"""Peers of the same host and user, over Unix sockets (`transfer.unix`) whose random names the control plane tells."""
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
-import struct
 import time
 from abc import abstractmethod
 from array import array
@@ -25,12 +19,10 @@ from transfer.receiver import Connection
 from transfer.sender import SendingPeer
 from transfer.sockets import SocketTransport
 from transfer.stream import Carriage, Stream
+from transfer.unix import check_user, listen_at, reach
 from transfer.wire import ANSWER_NBYTES, Status, WireError, decode_answer
 
-_PEER = struct.Struct("=iII")
 _BACKLOG = 64
-_BACKLOG_S = 0.01
-"""Between attempts to get into a full one."""
 
 
 class LocalEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,10 +64,7 @@ class LocalTransport(SocketTransport):
 
     def _open(self) -> tuple[list[socket.socket], bytes]:
         endpoint = LocalEndpoint(boot_id(), secrets.token_hex(16), self.identity.instance)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(endpoint.address)
-        listener.listen(_BACKLOG)
-        return [listener], msgspec.msgpack.encode(endpoint)
+        return [listen_at(endpoint.address, _BACKLOG)], msgspec.msgpack.encode(endpoint)
 
     def connect(self, endpoint: bytes, *, deadline_s: float) -> SendingPeer:
         there = decode_endpoint(endpoint)
@@ -85,8 +74,7 @@ class LocalTransport(SocketTransport):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(deadline_s)
-            _reach(connection, there.address, deadline_at)
-            check_user(connection)
+            reach(connection, there.address, deadline_at)
             client = Client(self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), there.instance)
             shake(connection, client, deadline_at)
             assert client.terms is not None
@@ -107,38 +95,12 @@ class LocalTransport(SocketTransport):
         return self._connection(connection, server)
 
 
-def _reach(connection: socket.socket, address: bytes, deadline_at: float) -> None:
-    """Connect. Unlike TCP, the kernel does not wait for room in the listener's backlog where there is a timeout."""
-    while True:
-        try:
-            connection.connect(address)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline_at:
-                raise
-            time.sleep(_BACKLOG_S)
-
-
 def boot_id() -> str:
     """Names this host until its next boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:64]
     except OSError:
         return socket.gethostname()[:64]
-
-
-def credentials(connection: socket.socket) -> tuple[int, int]:
-    """(PID, user) of the process at the other end, as seen from here; PID 0 where it is not visible from here."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    pid, user, _ = _PEER.unpack(data)
-    return pid, user
-
-
-def check_user(connection: socket.socket) -> None:
-    """Raise Unavailable unless the other end belongs to this user."""
-    _, user = credentials(connection)
-    if user != os.geteuid():
-        raise Unavailable(f"the other end belongs to user {user}, this process to {os.geteuid()}")
 
 
 def probe(connection: socket.socket, order: bytes | array[int], deadline_at: float, what: str) -> Status:

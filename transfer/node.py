@@ -17,22 +17,23 @@ from dataclasses import dataclass, field
 from mooncake_connector.config_values import TRANSPORTS
 from transfer.base import TransferError
 from transfer.choose import DEVICE_NAMES, HOST_NAMES, make_transports
-from transfer.control import Access, Listener, LoopThread, listen
+from transfer.control import Access, LoopThread
 from transfer.cuda import system_driver
 from transfer.directory import RankCard
 from transfer.fetching import Family, Fetching, Where
 from transfer.granularity import Bounds
 from transfer.layout import RankLayout
+from transfer.listener import Listener, listen
 from transfer.memory import Memory
 from transfer.protocol import Timing
-from transfer.serving import Serving
+from transfer.serving import MAX_VISITORS, Serving
 from transfer.shell import RANK_PURPOSE, Ended
 from transfer.staging import Staging
 
 _START_S = 60.0
 """Engines start where every core may be busy, with compilers for one."""
-_MAX_CONNECTING = 64
-"""Consumers that are being connected to at the same time: each may take seconds, and must not hold up the others."""
+_NUM_THREADS = MAX_VISITORS + 4
+"""Each consumer is connected to in a thread of its own, which may take seconds and must not hold up the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,13 @@ class NodeOptions:
     """Settings of a node.
 
     Args:
-        hosts: literal addresses, one for each network; control connections use the first.
+        hosts: literal addresses, one for each network, which need a secret; control connections use the first. Without
+            any, peers are processes of this user on this host, and nothing listens on a port.
         page_tokens: tokens that share a checksum; rounded up to what moves together.
     """
 
     transports: Sequence[str] = TRANSPORTS
-    hosts: Sequence[str] = ("127.0.0.1",)
+    hosts: Sequence[str] = ()
     page_tokens: int = 64
     bounds: Bounds = field(default_factory=Bounds)
     timing: Timing = field(default_factory=Timing)
@@ -72,7 +74,7 @@ class Node:
         options: NodeOptions,
         device: int | None = None,
     ) -> None:
-        _require_one_that_serves(options.transports, device)
+        _require_one_that_serves(options, device)
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         memory = Memory()
@@ -86,22 +88,23 @@ class Node:
         self._staging = [] if driver is None or device is None else [Staging(driver, device) for _ in range(2)]
         for_sums, for_checks = self._staging or (None, None)
         self._executors = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"mooncake-connector-{work}") for work in ("send", "verify")
+            ThreadPoolExecutor(1, thread_name_prefix=f"mooncake-connector-{work}")
+            for work in ("send", "verify", "pair")
         ]
         self._thread = LoopThread("mooncake-connector-transfer")
         loop = self._thread.loop
-        loop.set_default_executor(ThreadPoolExecutor(_MAX_CONNECTING, thread_name_prefix="mooncake-connector-connect"))
+        loop.set_default_executor(ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mooncake-connector-connect"))
         try:
             endpoints = self._transports.listen()
             self._serving = Serving(
                 generation, options.timing, layout, self._transports, options.bounds, options.page_tokens,
-                loop, self._executors[0], for_sums, self._sent.put,
+                loop, self._executors[0], self._executors[2], for_sums, self._sent.put,
             )  # fmt: skip
             self._fetching = Fetching(
                 generation, options.timing, layout, memory, endpoints, access, options.page_tokens,
                 loop, self._executors[1], for_checks, self._ended.put,
             )  # fmt: skip
-            host = options.hosts[0]
+            host = options.hosts[0] if options.hosts else ""
             self._listener: Listener = self._thread.run(
                 listen((host, 0), RANK_PURPOSE, access, self._serving.serve), _START_S
             )
@@ -183,11 +186,14 @@ class Node:
             self._staging.pop().close()
 
 
-def _require_one_that_serves(transports: Sequence[str], device: int | None) -> None:
+def _require_one_that_serves(options: NodeOptions, device: int | None) -> None:
     kind, serving = ("the host", HOST_NAMES) if device is None else ("a device", DEVICE_NAMES)
-    if not set(transports) & set(serving):
+    serving = tuple(name for name in serving if name != "tcp" or options.hosts)
+    if not set(options.transports) & set(serving):
+        listed = ", ".join(options.transports)
         raise TransferError(
-            f"transports {', '.join(transports)}: none of them serves memory of {kind}; add {' or '.join(serving)}"
+            f"transports {listed}: none of them serves memory of {kind}; add {' or '.join(serving)}"
+            + ("" if options.hosts or device is not None else ", or set transfer_hosts for tcp")
         )
 
 

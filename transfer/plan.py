@@ -16,11 +16,13 @@ from math import gcd, lcm
 import numpy as np
 
 from transfer.base import Int64
-from transfer.layout import MAX_BLOCK_ELEMENTS, LayoutError, RankLayout, element_offsets
+from transfer.layout import LayoutError, RankLayout, element_offsets
 
 _MIN_RUN_NBYTES = 64
 """Pieces may be as small as one vector of K or V. Smaller ones, down to single elements, are bearable from here on."""
 _MAX_PHASES = 1024
+_MAX_ELEMENTS = 1 << 20
+"""Elements of a head that are looked at, and runs of all heads that are kept: what a peer may make this side work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,13 +269,14 @@ class _Runs:
         per_block = [side.block_tokens // unit for side in (source, destination)]
         phases = per_block[0] * per_block[1]  # without a common divisor, by the choice of `unit`
         period = lcm(source.block_tokens, destination.block_tokens) * (source.k_dim + source.v_dim)
-        if phases > _MAX_PHASES or period > MAX_BLOCK_ELEMENTS:
+        if phases > _MAX_PHASES or period > _MAX_ELEMENTS:
             raise LayoutError(f"block sizes with too little in common: {source.describe()}; {destination.describe()}")
         elements = [element_offsets(side) for side in (source, destination)]
-        found = []
+        found, room = [], _MAX_ELEMENTS
         for phase in range(phases):
             places = [part[phase % n * unit :][:unit].ravel() for part, n in zip(elements, per_block, strict=True)]
-            found.append(_run_heads(places, (source, destination), heads))
+            found.append(_run_heads(places, (source, destination), heads, room))
+            room -= len(found[-1][2])
         self.offsets = [np.concatenate([runs[side] for runs in found]) for side in (0, 1)]
         self.nbytes = np.concatenate([runs[2] for runs in found])
         self._counts = np.array([len(runs[2]) for runs in found], dtype=np.int64)
@@ -289,11 +292,18 @@ class _Runs:
         return self._starts[phase][owner] + within, owner
 
 
-def _run_heads(places: list[Int64], sides: tuple[RankLayout, RankLayout], heads: range) -> tuple[Int64, Int64, Int64]:
-    """Runs of the elements at `places` of a head, for all heads."""
+def _run_heads(
+    places: list[Int64], sides: tuple[RankLayout, RankLayout], heads: range, room: int
+) -> tuple[Int64, Int64, Int64]:
+    """Runs of the elements at `places` of a head, for all heads. Raises LayoutError for more than `room`."""
     order = np.argsort(places[1], kind="stable")
     size = np.full(len(order), sides[0].itemsize, dtype=np.int64)
     source, destination, nbytes = _coalesce(places[0][order], places[1][order], size)
+    if len(nbytes) * len(heads) > room:
+        raise LayoutError(
+            f"the sides order the elements of a block differently, in more than {_MAX_ELEMENTS} pieces: "
+            f"{sides[0].describe()}; {sides[1].describe()}"
+        )
     starts = [
         (np.array(heads, dtype=np.int64) - side.first_head)[:, None] * side.blocks.head_stride + offsets
         for side, offsets in zip(sides, (source, destination), strict=True)

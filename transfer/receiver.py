@@ -20,7 +20,9 @@ from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.base import Numbers, TransferError
 from transfer.handshake import MAX_FRAME_NBYTES, HandshakeError, Identity, Server
 from transfer.memory import Memory, Revocable
+from transfer.strangers import TOO_MANY, Strangers, origin_of
 from transfer.tls import TlsSocket
+from transfer.unix import credentials
 from transfer.vectors import Small, Vector, send_small
 from transfer.wire import (
     BLOCK_NBYTES,
@@ -37,8 +39,8 @@ from transfer.wire import (
 logger = get_logger(__name__)
 
 HANDSHAKE_S = 5.0
-MAX_STRANGERS = 64
-"""Connections that have not finished their handshake; more are closed at once."""
+MAX_CONNECTIONS = 512
+"""Of peers, each of which has passed the handshake."""
 _MAX_UNSENT_NBYTES = 1 << 20
 
 
@@ -206,7 +208,7 @@ class Receiver:
         self._name, self._identity, self._make = name, identity, make
         self._listeners = {listener.fileno(): listener for listener in listeners}
         self._connections: dict[int, Connection] = {}
-        self._strangers: set[Connection] = set()
+        self._strangers: Strangers[Connection] = Strangers()
         self._closing = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -240,14 +242,15 @@ class Receiver:
             connection.close()
 
     def _turn_strangers_away(self) -> None:
-        self._strangers = {connection for connection in self._strangers if connection.is_stranger}
-        for connection in tuple(self._strangers):
-            if time.monotonic() - connection.born_at > HANDSHAKE_S:
+        for connection in self._strangers.all():
+            if not connection.is_stranger:
+                self._strangers.leave(connection)
+            elif time.monotonic() - connection.born_at > HANDSHAKE_S:
                 self._drop(connection, TransferError(f"no handshake within {HANDSHAKE_S:g} s"))
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            accepted, _ = listener.accept()
+            accepted, address = listener.accept()
         except BlockingIOError:
             return
         except OSError as error:  # out of file descriptors: the listener stays readable, so do not spin
@@ -255,8 +258,10 @@ class Receiver:
             time.sleep(0.05)
             return
         try:
-            if len(self._strangers) >= MAX_STRANGERS:
-                raise TransferError(f"{MAX_STRANGERS} connections have not finished their handshake")
+            if len(self._connections) - len(self._strangers) >= MAX_CONNECTIONS:
+                raise TransferError(f"{MAX_CONNECTIONS} connections of peers are open")
+            is_local = listener.family == socket.AF_UNIX
+            origin = f"process {credentials(accepted)[0]}" if is_local else origin_of(address[0])
             connection = self._make(accepted, Server(self._identity, self._name))
             self._epoll.register(connection.descriptor, select.EPOLLIN)
         except Exception as error:
@@ -264,7 +269,9 @@ class Receiver:
             accepted.close()
             return
         self._connections[connection.descriptor] = connection
-        self._strangers.add(connection)
+        oldest = self._strangers.enter(connection, origin)
+        if oldest is not None and oldest.is_stranger:
+            self._drop(oldest, TransferError(f"{TOO_MANY}, the last from {origin}; the oldest is closed"))
 
     def _serve(self, connection: Connection, event: int) -> None:
         try:
@@ -287,7 +294,7 @@ class Receiver:
         if not isinstance(error, OSError):
             self._log(error)
         del self._connections[connection.descriptor]
-        self._strangers.discard(connection)
+        self._strangers.leave(connection)
         self._epoll.unregister(connection.descriptor)
         connection.close()
 

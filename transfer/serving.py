@@ -25,7 +25,10 @@ from transfer.protocol import Abandon, Ending, Order, Release, Timing, Write
 from transfer.shell import Ended, Shell, now_s, peer_name
 from transfer.staging import Staging
 
+MAX_VISITORS = 256
+"""Consumers' ranks, those included whose connection ended a moment ago."""
 _INTRODUCTION_S = 5.0
+_MAX_INTRODUCTION_NBYTES = 64 << 10
 _CONNECT_S = 10.0
 _MIN_BATCH_NBYTES = 1 << 20
 """Layers travel together until they are worth a batch of so many bytes."""
@@ -66,7 +69,12 @@ class _Writes:
 
 
 class Serving(Shell):
-    """See the module. `executor` has one thread, which plans and takes checksums, on a device through `staging`."""
+    """See the module.
+
+    Args:
+        executor: one thread, which plans and takes checksums, on a device through `staging`.
+        pairing: one thread as well: a consumer's introduction takes some memory and time, as much as it likes.
+    """
 
     def __init__(
         self,
@@ -78,13 +86,14 @@ class Serving(Shell):
         page_tokens: int,
         loop: asyncio.AbstractEventLoop,
         executor: Executor,
+        pairing: Executor,
         staging: Staging | None,
         ended: Callable[[Ended], None],
     ) -> None:
         self._producer = Producer(generation, self._shape_of, timing)
         super().__init__(self._producer, loop, ended)
         self._generation, self._timing = generation, timing
-        self._layout, self._transports, self._executor = layout, transports, executor
+        self._layout, self._transports, self._executor, self._pairing = layout, transports, executor, pairing
         self._bounds, self._page_tokens, self._staging = bounds, page_tokens, staging
         self._visitors: dict[str, _Visitor] = {}
         self._serves: dict[str, _Serve] = {}
@@ -143,7 +152,12 @@ class Serving(Shell):
         """Talk with one consumer's rank until the connection ends."""
         peer = peer_name(link.terms.instance)
         try:
-            visitor = self._meet(peer, link, decode(await link.receive(_INTRODUCTION_S)))
+            message = decode(await link.receive(_INTRODUCTION_S, _MAX_INTRODUCTION_NBYTES))
+            if not isinstance(message, Introduction):
+                raise MessageError(f"{type(message).__name__} before an introduction")
+            pairing = await self._loop.run_in_executor(self._pairing, self._pair, message)
+            link.known()
+            visitor = self._meet(peer, link, message, pairing)
         except Unavailable:
             return
         except TransferError as error:
@@ -160,13 +174,18 @@ class Serving(Shell):
                 # Writes go on meanwhile: the consumer connects again, unless it is gone.
                 self._loop.call_later(self._timing.lease_s, self._forget, peer, visitor)
 
-    def _meet(self, peer: str, link: Link, message: object) -> _Visitor:
-        if not isinstance(message, Introduction):
-            raise MessageError(f"{type(message).__name__} before an introduction")
+    def _pair(self, message: Introduction) -> Pairing:
         route = Route(0, 0, message.first_layer, message.num_layers, message.first_head, message.num_heads)
-        pairing = Pairing(self._layout, message.layout, route)
-        page_tokens = pairing.checksum_tokens(self._page_tokens)
+        return Pairing(self._layout, message.layout, route)
+
+    def _meet(self, peer: str, link: Link, message: Introduction, pairing: Pairing) -> _Visitor:
         before = self._visitors.get(peer)
+        if before is None and len(self._visitors) >= MAX_VISITORS:
+            gone = next((name for name in self._visitors if name not in self._links), None)
+            if gone is None:
+                raise TransferError(f"{MAX_VISITORS} ranks of decode instances are connected: more are not served")
+            self._forget(gone, self._visitors[gone])
+        page_tokens = pairing.checksum_tokens(self._page_tokens)
         data = self._connect(message.endpoints) if before is None else before.data
         visitor = _Visitor(message.layout, pairing, page_tokens, message.endpoints, data)
         if peer in self._links:

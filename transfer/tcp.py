@@ -86,7 +86,7 @@ class TcpTransport(SocketTransport):
         if not hosts or (streams is not None and streams < 1):
             raise ValueError(f"{len(hosts)} hosts, {streams} streams: expected at least one of each")
         for host in hosts:
-            require_secret(host, self.identity)
+            require_secret(host, self.identity, on_loopback=False)
             if ip_address(host).is_unspecified:
                 raise ValueError(f"host {host}: name the addresses that peers reach, they are told them")
         self._hosts, self._num_streams, self._lost_after_s = tuple(hosts), streams, lost_after_s
@@ -116,7 +116,7 @@ class TcpTransport(SocketTransport):
             share = left / (len(paths) - tried)
             until = time.monotonic() + (share if terms is None else min(share, FURTHER_PATH_S))
             try:
-                require_secret(target[0], self.identity)
+                require_secret(target[0], self.identity, on_loopback=False)
                 client = Client(self.identity, self.name, session, there.instance)
                 for number in range(self._num_streams or (1 if is_loopback(target[0]) else 2)):
                     stream = self._dial(source, target, client, until, number)
@@ -179,6 +179,10 @@ def _listener(host: str) -> socket.socket:
     return listener
 
 
+_scratch = np.empty(MAX_ORDER_NBYTES, dtype=np.uint8)
+"""What nobody wants goes here, from all connections; memory is taken when something does."""
+
+
 class _Inline(Carriage):
     """The bytes follow the order."""
 
@@ -215,9 +219,7 @@ class _InlineConnection(Connection):
         return self._expect(vector, lambda: self.answer(order, Status.NO_GRANT))
 
     def _drop_bytes(self, vector: Vector) -> None:
-        scratch = np.empty(self.max_nbytes, dtype=np.uint8)
-        vector.divert(scratch.ctypes.data, first=0)
-        vector.keep(scratch)
+        vector.divert(_scratch.ctypes.data, first=0)
 
 
 class _TlsConnection(_InlineConnection):

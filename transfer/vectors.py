@@ -124,10 +124,6 @@ class Vector:
         begin = max(self._index, first)
         self._iov[2 * begin :: 2] = array("Q", [address]) * (self._count - begin)
 
-    def keep(self, value: object) -> None:
-        """Let `value` live as long as this vector."""
-        self._keep = (self._keep, value)
-
     def pieces(self) -> Iterator[tuple[int, int]]:
         """(address, size) of what is still open."""
         for index in range(self._index, self._count):

@@ -18,7 +18,7 @@ from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.namespace import Namespace
 from transfer.base import TransferError
 from transfer.control import Access
-from transfer.directory import Directory, InstanceCard, RankCard
+from transfer.directory import THIS_HOST, Directory, InstanceCard, RankCard
 from vllm_plugin.geometry import Geometry
 from vllm_plugin.messages import Announcement, FetchJob, PDStep, Progress, WorkerReport
 from vllm_plugin.naming import named_tokens
@@ -101,13 +101,14 @@ class PDScheduler:
         self._cards = [msgspec.msgpack.decode(cards[rank], type=RankCard) for rank in sorted(cards)]
         card = InstanceCard(self._engine_id, self._cards)
         port = self._config.transfer_port
-        address = (self._config.transfer_hosts[0], port + self._dp_rank if port else 0)
+        address = (self._cards[0].host, port + self._dp_rank if port else 0)
         try:
             self._directory = Directory(card, address, self._access)
         except TransferError as error:
             logger.error("this instance cannot give KV away: %s", error)
             return
-        logger.info("PD: instance %s is found at %s:%d", self._engine_id, address[0], self._directory.port)
+        seen = f"{address[0]}, port" if address[0] else f"{THIS_HOST} (Unix sockets of this user, no TCP port), port"
+        logger.info("PD: instance %s is found at %s %d", self._engine_id, seen, self._directory.port)
 
     # Requests
 
@@ -209,7 +210,7 @@ class PDScheduler:
             block_ids=block_ids,
             num_tokens=request.num_prompt_tokens,
             engine_id=self._engine_id,
-            host=self._config.transfer_hosts[0],
+            host=self._cards[0].host or THIS_HOST,
             port=self._directory.port,
             tp_size=self._geometry.tp_size,
             pp_size=self._geometry.pp_size,

@@ -1,4 +1,4 @@
-"""What `doctor vllm` says of transfers: addresses, secret, certificates, and what reaches a neighbour.
+"""What `doctor vllm` says of transfers: what listens where, secret, certificates, and what reaches a neighbour.
 
 The transports are tried with a process of this user on this host: permissions differ from machine to machine and from
 container to container, and only trying tells.
@@ -6,9 +6,11 @@ container to container, and only trying tells.
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -21,36 +23,70 @@ from transfer.choose import HOST_NAMES, make_transports
 from transfer.control import Access
 from transfer.handshake import Identity
 from transfer.memory import Memory
+from transfer.unix import listen_at_port, port_name, reach
 
 _PATIENCE_S = 20.0
 
 
 def transfer_checks(config: Config) -> Iterator[Check]:
     """Raises nothing that a configuration may cause."""
+    hosts = config.transfer_hosts
     try:
         access = Access.configured(config)
-        identity, tls = access.identity, access.tls
-        if tls:
-            tls.context(server=True)
-        make_transports(config.transports, Memory(), identity, hosts=config.transfer_hosts, tls=tls).close()
-        for host in config.transfer_hosts:
+        if access.tls:
+            access.tls.context(server=True)
+        make_transports(config.transports, Memory(), access.identity, hosts=hosts, tls=access.tls).close()
+        for host in hosts:
             _listen(host)
-    except (ConfigError, TransferError, ValueError) as error:
+        if not hosts:
+            _reach_oneself()
+    except (ConfigError, TransferError, ValueError, OSError) as error:
         yield failed("transfers", str(error))
         return
-    kept = "secret" if identity.secret else "no secret: this host only"
-    yield ok("transfers", f"at {', '.join(config.transfer_hosts)} ({kept}{', TLS' if tls else ''})")
+    yield ok("transfers", _what_listens(config, access))
+    if config.transfer_port:
+        yield _port(hosts[0] if hosts else "", config.transfer_port)
     for name in config.transports:
-        if name in HOST_NAMES:  # the others need the engine's device
+        if name in HOST_NAMES and (name != "tcp" or hosts):  # the others need the engine's device
             yield _reaches_neighbour(name)
 
 
-def _listen(host: str) -> None:
-    """Raises ConfigError where the address is not this machine's."""
+def _what_listens(config: Config, access: Access) -> str:
+    user = f"Unix sockets for processes of user {os.geteuid()} on this host"
+    secret = ", with the secret" if access.identity.secret else ""
+    if not config.transfer_hosts:
+        return f"{user}{secret}; no TCP port (for other hosts or containers set transfer_hosts and secret_file)"
+    port = config.transfer_port or "any"
+    tls = ", TLS" if access.tls else ""
+    listed = ", ".join(config.transfer_hosts)
+    return f"TCP at {listed} (secret{tls}): port {port} to be asked at, free ones for control and data; {user} for data"
+
+
+def _port(host: str, port: int) -> Check:
     try:
-        socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+        if host:
+            _listen(host, port)
+        else:
+            listen_at_port(port, 1)[0].close()
+    except (OSError, ConfigError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        return warning("transfer_port", f"{port} cannot be taken now, by an instance that runs perhaps: {reason}")
+    return ok("transfer_port", f"{port} is free")
+
+
+def _listen(host: str, port: int = 0) -> None:
+    """Raises ConfigError where the address is not this machine's, or the port is taken."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         raise ConfigError(f"transfer_hosts has {host}, where nobody can listen here: {error.strerror}") from None
+
+
+def _reach_oneself() -> None:
+    """Raises OSError where Unix sockets are forbidden, Unavailable where nobody can say whose a process is."""
+    listener, port = listen_at_port(0, 1)
+    with listener, socket.socket(socket.AF_UNIX) as connection:
+        reach(connection, port_name(port), time.monotonic() + _PATIENCE_S)
 
 
 def _reaches_neighbour(name: str) -> Check:

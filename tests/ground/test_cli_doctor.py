@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from mooncake_connector.cli import doctor_transfers
 from mooncake_connector.cli.main import app
 from store_client import EmbeddedStore
 from store_client.embedded import layout
+from transfer.unix import listen_at_port
 
 MIB = 1 << 20
 INSTALLED = {engine: importlib.util.find_spec(engine) for engine in ("vllm", "sglang") if sys.modules.get(engine, 1)}
@@ -210,16 +212,52 @@ class TestTransfers:
     @pytest.fixture(autouse=True)
     def looked_at(self, pool, monkeypatch):
         monkeypatch.setattr(mooncake_connector.cli.doctor, "transfer_checks", doctor_transfers.transfer_checks)
-        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSPORTS", "tcp")
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSPORTS", "shm,tcp")
 
-    def test_each_transport_is_tried_with_another_process(self):
-        assert outcome_of("transfers") == ("ok", "at 127.0.0.1 (no secret: this host only)")
-        status, detail = outcome_of("tcp")
-        assert status == "ok" and "reaches other processes" in detail
+    @pytest.fixture
+    def secret(self, monkeypatch, tmp_path):
+        secret = tmp_path / "secret"
+        secret.touch(mode=0o600)
+        secret.write_bytes(b"x" * 32)
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_SECRET_FILE", str(secret))
+        return secret
+
+    def test_with_nothing_set_it_says_that_no_port_is_opened(self):
+        status, detail = outcome_of("transfers")
+        assert status == "ok" and detail.startswith(f"Unix sockets for processes of user {os.geteuid()} on this host;")
+        assert "no TCP port" in detail
+        names = [check["name"] for check in json.loads(doctor("vllm", "--json").stdout)["checks"]]
+        assert "shm" in names and not {"tcp", "transfer_port"} & set(names)
+
+    def test_it_says_which_ports_are_opened_where(self, monkeypatch, secret):
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSFER_HOSTS", "127.0.0.1,127.0.0.2")
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSFER_PORT", "7123")
+        status, detail = outcome_of("transfers")
+        assert status == "ok" and detail.startswith("TCP at 127.0.0.1, 127.0.0.2 (secret): port 7123 to be asked at")
+
+    def test_a_port_that_is_taken_is_a_warning(self, monkeypatch):
+        listener, port = listen_at_port(0, 1)
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSFER_PORT", str(port))
+        with listener:
+            status, detail = outcome_of("transfer_port")
+        assert status == "warning" and detail.startswith(f"{port} cannot be taken now")
+        assert outcome_of("transfer_port") == ("ok", f"{port} is free")
+
+    def test_a_user_that_stands_for_all_unknown_ones_is_told(self, monkeypatch):
+        monkeypatch.setattr("transfer.unix._unknown_user", os.geteuid)
+        monkeypatch.setattr("transfer.unix._knows_every_user", lambda: False)
+        status, detail = outcome_of("transfers")
+        assert status == "failed" and "run as another user, or set transfer_hosts and secret_file" in detail
+
+    def test_each_transport_is_tried_with_another_process(self, monkeypatch, secret):
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSFER_HOSTS", "127.0.0.1")
+        for name in ("shm", "tcp"):
+            status, detail = outcome_of(name)
+            assert status == "ok" and "reaches other processes" in detail
 
     def test_one_that_finds_nobody_is_a_warning(self, monkeypatch):
         monkeypatch.setattr(doctor_transfers.sys, "executable", "/bin/true")
-        status, detail = outcome_of("tcp")
+        status, detail = outcome_of("shm")
         assert status == "warning" and "does not work here" in detail
 
     def test_a_secret_that_others_may_read_is_told(self, monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ from simulated.ranks import SPAN, Instance, Model, heads_of, make_rank
 
 import transfer.fetching
 from transfer.control import Access
-from transfer.directory import Directory, InstanceCard
+from transfer.directory import THIS_HOST, Directory, InstanceCard
 from transfer.fetching import Family, Where
 from transfer.handshake import Identity
 from transfer.node import Node, NodeOptions
@@ -24,6 +24,8 @@ MODEL = Model(layers=4, heads=4, k_dim=8, v_dim=8, itemsize=2)
 TOKENS = 44
 CHUNKS = (20, TOKENS)
 PATIENCE_S = 20.0
+SECRET = b"sixteen bytes or more"
+"""Of instances that are reached over TCP, where a test names no other."""
 
 
 class Rank:
@@ -69,8 +71,11 @@ class Instances:
         port: int = 0,
         device: int | None = None,
     ) -> None:
+        options = options or NodeOptions(page_tokens=16)
+        known = {"secret": SECRET} if options.hosts else {}
+
         def access() -> Access:
-            return Access(Identity(**(identity or {})), tls)
+            return Access(Identity(**(known | (identity or {}))), tls)
 
         self.engine_id = engine_id
         self.ranks = [
@@ -78,14 +83,14 @@ class Instances:
                 make_rank(MODEL, range(MODEL.layers), heads_of(MODEL, rank, tp_size), block_tokens, 10, order, 0, 0),
                 table,
                 access(),
-                options or NodeOptions(page_tokens=16),
+                options,
                 device,
             )
             for rank in range(tp_size)
         ]
         self.card = InstanceCard(engine_id, [rank.node.card for rank in self.ranks])
-        self.directory = Directory(self.card, ("127.0.0.1", port), access())
-        self.where = Where("127.0.0.1", self.directory.port, engine_id)
+        self.directory = Directory(self.card, (self.ranks[0].node.card.host, port), access())
+        self.where = Where(THIS_HOST, self.directory.port, engine_id)
 
     @property
     def layouts(self) -> tuple[Any, ...]:

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 
+from transfer.directory import THIS_HOST
 from transfer.handshake import Client, Identity, shake
 from transfer.tcp import decode_endpoint
+from transfer.unix import listen_at_port, port_name, reach
 
 
-def dial(port: int) -> closing[socket.socket]:
-    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+def dial(port: int, *, tcp: bool = False) -> closing[socket.socket]:
+    """A connection to what listens at a port of this host, as a Unix socket or over TCP."""
+    if tcp:
+        return closing(socket.create_connection(("127.0.0.1", port), timeout=30))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(30)
+    reach(connection, port_name(port), time.monotonic() + 30)
     return closing(connection)
+
+
+@contextmanager
+def deaf() -> Iterator[tuple[str, int]]:
+    """Where connections of this user are taken, and nothing is ever said."""
+    listener, port = listen_at_port(0, 64)
+    with listener:
+        yield THIS_HOST, port
 
 
 def greet(connection: socket.socket, purpose: str, identity: Identity) -> None:

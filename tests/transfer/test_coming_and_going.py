@@ -144,9 +144,9 @@ def test_decode_instances_that_cannot_be_reached_do_not_hold_up_the_others(start
     said = introduction(layout=rank.layout, num_layers=4, num_heads=4, endpoints={"nowhere": b""}, generation=1)
     with ExitStack() as stack:
         stack.callback(go_on.set)
-        for _ in range(40):
+        for _ in range(100):
             connection = stack.enter_context(dial(node.card.port))
             greet(connection, RANK_PURPOSE, Identity())
             connection.sendall(len(encode(said)).to_bytes(4, "little") + encode(said))
-        wait_for(lambda: len(node._serving._visitors) == 40)
+        wait_for(lambda: len(node._serving._visitors) == 100)
         hand_over(prefill, decode, "t")

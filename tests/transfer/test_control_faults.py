@@ -18,23 +18,27 @@ from hypothesis import strategies as st
 from simulated.fuzz import damaged
 from simulated.halves import announce, close, granted, introduction, report
 from simulated.nodes import Instances
-from simulated.strangers import dial, greet, is_closed
+from simulated.strangers import deaf, dial, greet, is_closed
 from simulated.waiting import wait_for
 
 import transfer.control
 import transfer.fetching
+import transfer.listener
 import transfer.serving
+import transfer.strangers
 from mooncake_connector.log import forget_causes
 from transfer.base import TransferError, Unavailable
-from transfer.control import Access, LoopThread, connect, listen
+from transfer.control import Access, LoopThread, connect
 from transfer.directory import PURPOSE, look_up
 from transfer.fetching import Where
 from transfer.handshake import Identity
+from transfer.listener import listen
 from transfer.messages import MAX_MESSAGE_NBYTES, encode
 from transfer.node import NodeOptions
 from transfer.protocol import Ending, Timing
 from transfer.shell import RANK_PURPOSE
 from transfer.tls import Tls
+from transfer.unix import listen_at_port, port_name
 
 P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1, 2, 6]
 NOBODY = Access(Identity())
@@ -156,11 +160,11 @@ def test_a_request_under_way_is_not_disturbed_by_a_thousand_strangers(pair, purp
 
 
 def test_slow_strangers_are_turned_away_after_a_time_and_others_served_then(monkeypatch, purpose, caplog):
-    monkeypatch.setattr(transfer.control, "_STRANGER_S", 0.3)
+    monkeypatch.setattr(transfer.listener, "_STRANGER_S", 0.3)
     pair = Pair()
     try:
         with ExitStack() as stack:
-            slow = [stack.enter_context(dial(pair.ports[purpose])) for _ in range(transfer.control._MAX_STRANGERS)]
+            slow = [stack.enter_context(dial(pair.ports[purpose])) for _ in range(transfer.strangers.MAX_FROM_ONE)]
             assert all(is_closed(connection) for connection in slow)
             monkeypatch.undo()  # what serves may be slow as well
             pair.still_serves()
@@ -170,7 +174,7 @@ def test_slow_strangers_are_turned_away_after_a_time_and_others_served_then(monk
 
 
 def test_a_stranger_that_says_one_byte_at_a_time_has_no_more_time(monkeypatch, purpose):
-    monkeypatch.setattr(transfer.control, "_STRANGER_S", 0.3)
+    monkeypatch.setattr(transfer.listener, "_STRANGER_S", 0.3)
     pair = Pair()
     try:
         with dial(pair.ports[purpose]) as connection, pytest.raises(OSError):
@@ -193,9 +197,8 @@ def loop():
 
 @pytest.fixture
 def silent():
-    """A listener whose connections are accepted and never answered."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener.getsockname()
+    with deaf() as address:
+        yield address
 
 
 def test_a_listener_that_never_answers_is_given_up_at_the_deadline(loop, silent):
@@ -213,10 +216,10 @@ def test_a_listener_that_answers_a_byte_at_a_time_is_given_up_at_the_deadline(lo
                 await asyncio.sleep(0.01)
 
     async def ask() -> None:
-        async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
-            address = server.sockets[0].getsockname()[:2]
+        listener, port = listen_at_port(0, 8)
+        async with await asyncio.start_unix_server(drip, sock=listener):
             with pytest.raises(Unavailable):
-                await connect(address, "rank", NOBODY, deadline_s=0.3)
+                await connect(("", port), "rank", NOBODY, deadline_s=0.3)
 
     loop.run(ask(), 20)
 
@@ -229,10 +232,10 @@ def test_a_directory_that_answers_with_anything_is_not_believed(loop):
             link.send(answer)
             await link.flush(5)
 
-        listener = await listen(("127.0.0.1", 0), PURPOSE, NOBODY, serve)
+        listener = await listen(("", 0), PURPOSE, NOBODY, serve)
         try:
             with pytest.raises(Unavailable):
-                await look_up(("127.0.0.1", listener.port), NOBODY, deadline_s=10)
+                await look_up(("", listener.port), NOBODY, deadline_s=10)
         finally:
             listener.close()
 
@@ -249,8 +252,8 @@ def test_what_a_peer_does_not_read_is_bounded_and_holds_nobody_up(loop):
                 link.send(bytes(MAX_MESSAGE_NBYTES))
                 unread.append(link._writer.transport.get_write_buffer_size())
 
-        listener = await listen(("127.0.0.1", 0), "rank", NOBODY, serve)
-        link = await connect(("127.0.0.1", listener.port), "rank", NOBODY, deadline_s=10)
+        listener = await listen(("", 0), "rank", NOBODY, serve)
+        link = await connect(("", listener.port), "rank", NOBODY, deadline_s=10)
         while len(unread) < 20:
             await asyncio.sleep(0.01)
         link.close()
@@ -266,8 +269,8 @@ def test_a_frame_too_large_is_not_read(loop):
             link._writer.write((MAX_MESSAGE_NBYTES + 1).to_bytes(4, "little"))
             await link.receive(10)
 
-        listener = await listen(("127.0.0.1", 0), "rank", NOBODY, serve)
-        link = await connect(("127.0.0.1", listener.port), "rank", NOBODY, deadline_s=10)
+        listener = await listen(("", 0), "rank", NOBODY, serve)
+        link = await connect(("", listener.port), "rank", NOBODY, deadline_s=10)
         with pytest.raises(Unavailable, match=f"at most {MAX_MESSAGE_NBYTES} are read"):
             await link.receive(10)
         link.close()
@@ -398,37 +401,40 @@ def test_a_peer_that_begins_with_something_else_than_a_proper_introduction_is_lo
     assert len(refusals(caplog)) == 1 and line in caplog.text
 
 
-def test_strangers_beyond_a_number_are_turned_away_and_logged_once(monkeypatch, purpose, caplog):
-    monkeypatch.setattr(transfer.control, "_MAX_STRANGERS", 4)
+def test_beyond_a_number_of_strangers_the_oldest_goes_and_is_logged_once(monkeypatch, purpose, caplog):
+    monkeypatch.setattr(transfer.strangers, "MAX_FROM_ONE", 4)
     pair = Pair()
     try:
         with ExitStack() as stack:
             connections = [stack.enter_context(dial(pair.ports[purpose])) for _ in range(8)]
-            assert all(is_closed(connection) for connection in connections[4:])
+            assert all(is_closed(connection) for connection in connections[:4])
+            assert not select.select(connections[4:], [], [], 0)[0]
             assert len(refusals(caplog)) == 1
-            assert "too many connections, 4, have not finished their handshake" in caplog.text
+            assert "too many connections have not finished their handshake; the oldest is closed" in caplog.text
     finally:
         pair.close()
 
 
 @pytest.mark.skipif(not CAN_MAKE, reason="makes its certificates with `openssl`")
 def test_strangers_that_have_not_even_begun_with_tls_count(monkeypatch, tmp_path):
-    monkeypatch.setattr(transfer.control, "_MAX_STRANGERS", 4)
-    monkeypatch.setattr(transfer.control, "_STRANGER_S", 600.0)
-    tls = Tls(**make_certificate(tmp_path))
-    prefill, decode = (Instances(1, table, tls=tls) for table in (P_TABLE, D_TABLE))
+    monkeypatch.setattr(transfer.strangers, "MAX_FROM_ONE", 4)
+    monkeypatch.setattr(transfer.listener, "_STRANGER_S", 600.0)
+    tls, identity = Tls(**make_certificate(tmp_path)), {"secret": b"sixteen bytes or more"}
+    options = NodeOptions(page_tokens=16, hosts=["127.0.0.1"])
+    prefill, decode = (
+        Instances(1, table, tls=tls, identity=identity, options=options) for table in (P_TABLE, D_TABLE)
+    )
     prefill.fill()
     try:
         with ExitStack() as stack:
-            early = [stack.enter_context(dial(prefill.directory.port)) for _ in range(4)]
-            assert is_closed(stack.enter_context(dial(prefill.directory.port)))
-            assert not select.select(early, [], [], 0)[0]
-        wait_for(lambda: not prefill.directory._listener._strangers)
-        prefill.open("t")
-        prefill.finish("t")
-        decode.announce("t", prefill.where, computed=True)
-        decode.grant("t")
-        assert [ended.ending for ended in decode.fetched()] == [Ending.DONE]
+            early = [stack.enter_context(dial(prefill.directory.port, tcp=True)) for _ in range(5)]
+            assert is_closed(early[0])
+            assert not select.select(early[1:], [], [], 0)[0]
+            prefill.open("t")
+            prefill.finish("t")
+            decode.announce("t", prefill.where, computed=True)
+            decode.grant("t")
+            assert [ended.ending for ended in decode.fetched()] == [Ending.DONE]
     finally:
         decode.close()
         prefill.close()
@@ -487,8 +493,8 @@ def test_a_connection_that_comes_while_the_loop_is_closed_is_closed_and_says_not
     loop.loop.set_exception_handler(lambda _, context: said.append(context))
 
     async def run() -> None:
-        listener = await listen(("127.0.0.1", 0), "rank", NOBODY, lambda link: asyncio.sleep(60))
-        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        listener = await listen(("", 0), "rank", NOBODY, lambda link: asyncio.sleep(60))
+        reader, writer = await asyncio.open_unix_connection(port_name(listener.port))
         while not listener._tasks:
             await asyncio.sleep(0)
         for task in listener._tasks:

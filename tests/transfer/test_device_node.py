@@ -104,7 +104,7 @@ def test_without_a_driver_there_is_no_node_of_a_device(monkeypatch):
     "device, names, refusal",
     [
         (0, ["cma", "tcp"], "transports cma, tcp: none of them serves memory of a device; add cuda_ipc"),
-        (None, ["cuda_ipc"], "transports cuda_ipc: none of them serves memory of the host; add cma or shm or tcp"),
+        (None, ["cuda_ipc", "tcp"], "none of them serves memory of the host; add cma or shm, or set transfer_hosts"),
     ],
 )
 def test_there_is_no_node_without_a_transport_for_its_memory(device, names, refusal):

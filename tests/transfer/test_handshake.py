@@ -17,6 +17,7 @@ from transfer.handshake import (
     Identity,
     Server,
     Welcome,
+    is_here,
     is_loopback,
     require_secret,
 )
@@ -220,9 +221,13 @@ def test_no_flipped_byte_gets_a_client_in(data):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1"])
-def test_loopback_needs_no_secret(host):
-    assert is_loopback(host)
-    require_secret(host, Identity())
+def test_loopback_needs_one_as_well_where_it_is_said(host):
+    """Every user of the host can reach it: only what a caller keeps to itself does without."""
+    assert is_loopback(host) and is_here(host)
+    with pytest.raises(TransferError, match="is open to every user of this host and no shared secret"):
+        require_secret(host, Identity())
+    require_secret(host, Identity(SECRET))
+    require_secret(host, Identity(), on_loopback=False)
 
 
 @pytest.mark.parametrize(

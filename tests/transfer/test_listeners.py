@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from simulated.waiting import wait_for
 
 from mooncake_connector.log import forget_causes
-from transfer import cma, local, receiver, shm, tcp
+from transfer import cma, local, receiver, shm, strangers, tcp
 from transfer.base import Cause, Completion, Grant, Outcome, TransferError, Unavailable
 from transfer.handshake import Client, Identity, shake
 from transfer.memory import Memory
@@ -149,13 +149,14 @@ def test_a_listener_serves_on_after_all_that(listening):
     listening.still_serves()
 
 
-def test_strangers_beyond_a_number_are_turned_away_at_once(monkeypatch):
-    monkeypatch.setattr(receiver, "MAX_STRANGERS", 4)
-    listening = Listening(cma.CmaTransport)
+@pytest.mark.parametrize("kind", KINDS)
+def test_beyond_a_number_of_strangers_the_oldest_goes(kind, monkeypatch):
+    monkeypatch.setattr(strangers, "MAX_FROM_ONE", 4)
+    listening = Listening(kind)
     with listening.transport, ExitStack() as stack:
-        first, second = ([stack.enter_context(listening.dial()) for _ in range(n)] for n in (4, 2))
-        assert all(gone(connection) for connection in second)
-        for connection in first:
+        first, second = ([stack.enter_context(listening.dial()) for _ in range(n)] for n in (2, 4))
+        assert all(gone(connection) for connection in first)
+        for connection in second:
             connection.setblocking(False)
             with pytest.raises(BlockingIOError):
                 connection.recv(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from simulated.nodes import TOKENS, Instances, spoil_arrivals
+from simulated.strangers import deaf
 
 import transfer.fetching
 import transfer.serving
@@ -50,8 +50,9 @@ def endings(instance: Instances, side: str) -> set[Ending]:
     return {ended.ending for ended in getattr(instance, side)()}
 
 
-def options(granularity: Granularity = Granularity.LAYER, **kwargs) -> NodeOptions:
-    return NodeOptions(page_tokens=16, bounds=Bounds(fixed=granularity), **kwargs)
+def options(granularity: Granularity = Granularity.LAYER, transport: str = "", **kwargs) -> NodeOptions:
+    only = {"transports": [transport], "hosts": ["127.0.0.1"] if transport == "tcp" else []} if transport else {}
+    return NodeOptions(page_tokens=16, bounds=Bounds(fixed=granularity), **only, **kwargs)
 
 
 @pytest.mark.parametrize("granularity", Granularity)
@@ -59,8 +60,8 @@ def options(granularity: Granularity = Granularity.LAYER, **kwargs) -> NodeOptio
 @pytest.mark.parametrize("source_tp, destination_tp", [(1, 1), (2, 1), (1, 2), (8, 2)])
 def test_kv_arrives_in_the_sequential_order(make, source_tp, destination_tp, transport, granularity):
     prefill, decode = make
-    p = prefill(source_tp, options=options(granularity, transports=[transport]))
-    d = decode(destination_tp, options=options(transports=[transport]))
+    p = prefill(source_tp, options=options(granularity, transport))
+    d = decode(destination_tp, options=options(transport=transport))
     p.open("t")
     p.compute("t")
     p.finish("t")
@@ -163,8 +164,8 @@ def test_an_unreachable_instance_does_not_hold_up_the_others(make, monkeypatch):
     monkeypatch.setattr(transfer.fetching, "_UNREACHABLE_S", 600.0)
     prefill, decode = make
     p, d = prefill(), decode()
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        where = Where("127.0.0.1", silent.getsockname()[1])
+    with deaf() as address:
+        where = Where(*address)
         d.announce("silent", where, computed=True)
         p.open("t")
         p.finish("t")
@@ -289,7 +290,7 @@ def test_a_secret_is_asked_for(make):
     d.grant("t")
     assert endings(d, "fetched") == {Ending.DONE}
     with pytest.raises(TransferError, match="no shared secret is set"):
-        prefill(options=NodeOptions(hosts=["192.0.2.1"]))
+        prefill(identity={"secret": b""}, options=NodeOptions(hosts=["192.0.2.1"]))
 
 
 def test_instances_that_do_not_fit_are_told_apart(make):

@@ -36,7 +36,7 @@ class Deployment:
     """A prefill instance whose listeners are attacked, and a decode instance that is served all the same."""
 
     def __init__(self) -> None:
-        identity, options = {"secret": SECRET}, NodeOptions(transports=["tcp"], page_tokens=16)
+        identity, options = {"secret": SECRET}, NodeOptions(transports=["tcp"], hosts=["127.0.0.1"], page_tokens=16)
         self.prefill = Instances(1, P_TABLE, identity=identity, options=options)
         self.decode = Instances(1, D_TABLE, identity=identity, options=options)
         self.prefill.fill()
@@ -100,7 +100,7 @@ def test_nothing_listens_beyond_loopback_without_a_secret(host):
 
 
 def test_a_wrong_secret_is_refused_and_logged(deployment, purpose, caplog):
-    with dial(deployment.ports[purpose]) as connection:
+    with dial(deployment.ports[purpose], tcp=True) as connection:
         with pytest.raises(TransferError, match="wrong secret"):
             greet(connection, purpose, Identity(b"another sixteen bytes"))
         assert is_closed(connection)
@@ -111,14 +111,14 @@ def test_a_wrong_secret_is_refused_and_logged(deployment, purpose, caplog):
 def test_a_handshake_that_was_recorded_opens_nothing_and_is_logged(deployment, purpose, caplog):
     client = Client(Identity(SECRET), purpose, bytes(16))
     recorded = []
-    with dial(deployment.ports[purpose]) as connection:
+    with dial(deployment.ports[purpose], tcp=True) as connection:
         said = client.start()
         while client.terms is None:
             recorded.append(said)
             connection.sendall(said)
             said = client.receive(connection.recv(MAX_FRAME_NBYTES))
     assert len(recorded) == 2
-    with dial(deployment.ports[purpose]) as connection:
+    with dial(deployment.ports[purpose], tcp=True) as connection:
         for said in recorded:
             connection.sendall(said)
             answer = connection.recv(MAX_FRAME_NBYTES)
@@ -131,7 +131,7 @@ def test_a_handshake_that_was_recorded_opens_nothing_and_is_logged(deployment, p
 def test_a_handshake_for_another_listener_opens_nothing(deployment, purpose):
     for other in PURPOSES:
         if other != purpose:
-            with dial(deployment.ports[purpose]) as connection:
+            with dial(deployment.ports[purpose], tcp=True) as connection:
                 with pytest.raises(TransferError, match=f"'{other}': '{purpose}' is served here"):
                     greet(connection, other, Identity(SECRET))
                 assert is_closed(connection)
@@ -139,7 +139,7 @@ def test_a_handshake_for_another_listener_opens_nothing(deployment, purpose):
 
 @pytest.mark.parametrize("length", [MAX_FRAME_NBYTES + 1, (1 << 32) - 1])
 def test_a_frame_too_large_is_refused_before_the_secret_is_asked_for_and_logged(deployment, purpose, length, caplog):
-    with dial(deployment.ports[purpose]) as connection:
+    with dial(deployment.ports[purpose], tcp=True) as connection:
         connection.sendall(length.to_bytes(4, "little"))
         assert is_closed(connection)
     one_line(caplog, f"malformed handshake: a frame of {length} bytes")
@@ -149,7 +149,7 @@ def test_a_frame_too_large_is_refused_before_the_secret_is_asked_for_and_logged(
 def test_a_handshake_that_is_cut_off_costs_nothing(deployment, purpose):
     hello = Client(Identity(SECRET), purpose, bytes(16)).start()
     for length in (0, 1, 4, 5, len(hello) - 1, len(hello)):
-        with dial(deployment.ports[purpose]) as connection:
+        with dial(deployment.ports[purpose], tcp=True) as connection:
             connection.sendall(hello[:length])
     deployment.still_serves()
 
@@ -157,7 +157,7 @@ def test_a_handshake_that_is_cut_off_costs_nothing(deployment, purpose):
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.binary(max_size=300) | damaged([Client(Identity(SECRET), "rank", bytes(16)).start()]))
 def test_a_stranger_that_says_anything_gets_nowhere(deployment, purpose, data):
-    with dial(deployment.ports[purpose]) as connection:
+    with dial(deployment.ports[purpose], tcp=True) as connection:
         connection.sendall(data)
         with suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
@@ -182,7 +182,7 @@ def test_a_peer_writes_where_it_was_granted_and_nowhere_else(deployment, caplog)
     there = deployment.decode.ranks[0].bytes
     there[:] = 0
     granted = deployment.memory.grant(int64(there.ctypes.data + 1000), int64(200))
-    with dial(deployment.data_port) as connection:
+    with dial(deployment.data_port, tcp=True) as connection:
         greet(connection, "tcp", Identity(SECRET))
         for offset in (0, 950, 1101, 1200):
             assert writes(connection, granted.key, there.ctypes.data + offset) is Status.OUTSIDE
@@ -203,7 +203,7 @@ def test_an_order_that_ends_in_its_middle_writes_no_more_than_came(deployment):
     granted = deployment.memory.grant(int64(there.ctypes.data), int64(200))
     order = Order(1, granted.key, 1, 200).encode(int64(there.ctypes.data), int64(200)).tobytes()
     for length in (1, len(order) - 1, len(order), len(order) + 100):
-        with dial(deployment.data_port) as connection:
+        with dial(deployment.data_port, tcp=True) as connection:
             greet(connection, "tcp", Identity(SECRET))
             connection.sendall((order + b"x" * 200)[:length])
             connection.shutdown(socket.SHUT_WR)

@@ -22,7 +22,7 @@ def access(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
         file: Path = tmp_path_factory.mktemp("secret") / "secret"
         file.touch(mode=0o600)
         file.write_text(text)
-        return {"secret_file": str(file)}
+        return {"secret_file": str(file), "transfer_hosts": ["127.0.0.1"]}
 
     def tls() -> dict[str, Any]:
         return {f"tls_{role}": file for role, file in make_certificate(tmp_path_factory.mktemp("tls")).items()}

@@ -25,6 +25,7 @@ from pd import (
     run_all,
     wait,
 )
+from simulated.strangers import deaf
 
 from transfer.protocol import Ending
 from transfer.shell import Ended
@@ -165,9 +166,9 @@ def test_a_host_that_accepts_and_says_nothing_is_given_up_at_the_deadline(
     start: Start, runner: dict[str, bool]
 ) -> None:
     engine = start(**runner, extra=PD_ONLY | {"transfer_deadline_s": 0.2})
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        params = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1"}
-        check_prefilled_here(engine, PROMPT, params | {"remote_port": deaf.getsockname()[1]})
+    with deaf() as (host, port):
+        params = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": host, "remote_port": port}
+        check_prefilled_here(engine, PROMPT, params)
     engine.run()
     assert figures(engine)["failures"] == {"fetch_expired": 1}
     engine.check_at_rest()

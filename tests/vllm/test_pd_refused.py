@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-
 import oracle
 import pytest
 from cases import Start, every_runner
 from pd import PD_ONLY, PROMPT, MakePair
+from simulated.strangers import deaf
 from test_pd_decode import check_prefilled_here
 from test_pd_reset import change_weights
 
@@ -65,8 +64,8 @@ def test_a_request_that_is_refused_twice_keeps_nobody_waiting(
     """Such requests have the client's own id; the prefill instance does not answer."""
     monkeypatch.setattr(transfer.fetching, "_CONNECT_S", 0.3)
     engine = start(**runner, extra=PD_ONLY)
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": deaf.getsockname()[1]}
+    with deaf() as (host, port):
+        params = {"do_remote_prefill": True, "remote_host": host, "remote_port": port}
         for other in ("first", "second"):
             engine.abort(engine.add([0], 1, params=params | {"transfer_id": "refused"}, name="chat"))
             engine.add(PROMPT, 3, params=params | {"transfer_id": other}, name=other)

@@ -84,20 +84,28 @@ class Trio(Group):
 
 
 @pytest.fixture
-def trio(asked: dict[str, Question], fleet: Fleet, qwen3: Path, logs: Path) -> Trio:
-    """All three have nothing cached and no fault."""
+def trio(
+    asked: dict[str, Question],
+    fleet: Fleet,
+    qwen3: Path,
+    logs: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Trio:
+    """All three have nothing cached and no fault. Those with tcp are reached over it, the other one by Unix sockets."""
 
     def make() -> Trio:
         times = {"transfer_deadline_s": 60, "transfer_lease_s": 10}
+        secret = str(make_secret(tmp_path_factory))
         kinds = [(["cma", "tcp"], 512), (["cma", "shm"], 4096), (["shm", "tcp"], 256)]
         instances = [
             Instance(
                 qwen3,
                 log=logs / f"pd-trio-{number}.log",
                 pool=logs / "no-pool",
-                config={**BOUNDS, **times, "transports": transports},
+                config={**BOUNDS, **times, "transports": transports, "secret_file": secret},
                 args=[*MEMORY, *COMMON, "--max-num-batched-tokens", str(chunk)],
                 env=STEADY,
+                transfer_host="127.0.0.1" if "tcp" in transports else "",
             )
             for number, (transports, chunk) in enumerate(kinds)
         ]
@@ -106,6 +114,13 @@ def trio(asked: dict[str, Question], fleet: Fleet, qwen3: Path, logs: Path) -> T
     group = fleet.use("trio", make)
     assert isinstance(group, Trio)
     return group
+
+
+def make_secret(folders: pytest.TempPathFactory) -> Path:
+    secret = folders.mktemp("secret") / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("as long as it has to be, and longer")
+    return secret
 
 
 class Hosts(Group):
@@ -153,14 +168,12 @@ def hosts(
     """Both have nothing cached and no fault, and the link is whole; their pools keep what is in them."""
 
     def make() -> Hosts:
-        secret = tmp_path_factory.mktemp("secret") / "secret"
-        secret.touch(mode=0o600)
-        secret.write_text("as long as it has to be, and longer")
+        secret = make_secret(tmp_path_factory)
         files = make_certificate(tmp_path_factory.mktemp("tls")) if CAN_MAKE else {}
         tls = {f"tls_{role}": path for role, path in files.items()}
 
         def instance(name: str, number: int, pool: Path, more: dict[str, object]) -> Instance:
-            apart = {} if network is None else {
+            apart = {"transfer_host": "127.0.0.1"} if network is None else {
                 "host": network[number].control,
                 "transfer_host": network[number].data,
                 "launcher": network[number].launcher,

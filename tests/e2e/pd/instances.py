@@ -77,11 +77,11 @@ class Instance(Server, PDClient):
         env: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (),
         host: str = "127.0.0.1",
-        transfer_host: str = "127.0.0.1",
+        transfer_host: str = "",
     ) -> None:
-        self.transfer_host, self.transfer_port = transfer_host, free_port()
-        address = {"transfer_hosts": [transfer_host], "transfer_port": self.transfer_port}
-        settings = {"prefix_reuse": False, **address, **config}
+        self.transfer_host, self.transfer_port = transfer_host or "127.0.0.1", free_port()
+        address = {"transfer_hosts": [transfer_host]} if transfer_host else {}
+        settings = {"prefix_reuse": False, "transfer_port": self.transfer_port, **address, **config}
         self.faults = log.with_suffix(".faults")
         self.faults.mkdir(parents=True, exist_ok=True)
         super().__init__(
