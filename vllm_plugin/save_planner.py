@@ -167,7 +167,10 @@ class SavePlanner:
             save.tracked.saved_pages = min(save.tracked.saved_pages, save.first_page + result.overtaken)
 
     def _forget(self, job_id: int) -> None:
-        self._readers -= Counter(self._under_way.pop(job_id).job.block_ids)
+        for block_id in self._under_way.pop(job_id).job.block_ids:
+            self._readers[block_id] -= 1
+            if not self._readers[block_id]:
+                del self._readers[block_id]
 
     def wants_steps(self) -> bool:
         """Reports and events are collected by steps only; not for long, since nothing waits for them."""

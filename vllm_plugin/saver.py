@@ -9,7 +9,7 @@ what was copied aside instead, or does not store the page.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,11 +82,11 @@ class SaveTask(Task):
                 raise Overtaken
             return self._aside.get(number)
 
-    def reading(self, block_ids: Collection[int], page_tokens: int, block_tokens: int) -> list[int]:
+    def reading(self, block_ids: Set[int], page_tokens: int, block_tokens: int) -> list[int]:
         """Pages that the thread may still read from one of these blocks."""
         job = self.job
         with self._lock:
-            if self._ended or self._given_up:
+            if self._ended or self._given_up or block_ids.isdisjoint(job.block_ids):
                 return []
             settled = self._over | self._overtaken
         first = range(job.first_token, job.first_token + len(job.keys) * page_tokens, page_tokens)
@@ -161,13 +161,13 @@ class Saver:
                 task.overtake(range(len(task.job.keys)))
             raise
 
-    def give_away(self, block_ids: Collection[int] | None) -> None:
+    def give_away(self, block_ids: Set[int] | None) -> None:
         """From when this returns on, these blocks (None: all) may hold anything."""
         if block_ids is None or block_ids:
             for task in self._lane.pending:
                 self._take_blocks(task, set(task.job.block_ids) if block_ids is None else block_ids)
 
-    def _take_blocks(self, task: SaveTask, block_ids: Collection[int]) -> None:
+    def _take_blocks(self, task: SaveTask, block_ids: Set[int]) -> None:
         """Copy pages of a save aside that read these blocks, and have the rest overtaken."""
         blocks = self._blocks
         if blocks is None or not self._writes:

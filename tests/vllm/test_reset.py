@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import oracle
 import pytest
-from cases import PROMPT, Start, every_runner
+from cases import PROMPT, Start, every_runner, warm_pool
 from harness import Engine
 
 
@@ -121,6 +121,26 @@ def test_a_reset_while_pages_are_being_saved_answers_as_without_us(
     faults.release()
     engine.run()
     engine.check_at_rest()
+
+
+@every_runner
+def test_vllm_refuses_a_reset_while_a_load_is_under_way_which_ends_at_its_deadline(
+    start: Start, faults, runner: dict[str, bool]
+) -> None:
+    """A request that waits for a load holds its blocks; vLLM does not ask the connector."""
+    warm_pool(start)
+    engine = start(**runner, extra={"load_deadline_s": 0.05})
+    faults.hold_reads()
+    name = engine.add(PROMPT)
+    engine.run(until=faults.reading.is_set)
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run(until=lambda: name in engine.reasons)
+    while engine._queue:
+        engine.end_step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert engine.texts[name] == oracle.generate(PROMPT, 3)
 
 
 def test_a_reset_leaves_the_pages_of_the_old_weights_to_those_who_have_them(start: Start) -> None:
