@@ -26,7 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 import vllm_plugin
 from mooncake_connector.config import Config, load_config
 from mooncake_connector.contain import contained, nothing
-from mooncake_connector.log import ROOT_LOGGER, get_logger, set_log_level
+from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_level
 from store_client.pool import Pool
 from transfer.control import Access
 from vllm_plugin.geometry import Unsupported, read_geometry
@@ -41,7 +41,7 @@ from vllm_plugin.worker import WorkerHalf
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -82,9 +82,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         access = Access.configured(config, compatibility(geometry))
         if role is KVConnectorRole.SCHEDULER:
-            # vLLM reads the policy after this constructor. A page that the pool lost is a miss, never a failed
-            # request, so the engine's default "fail" has no meaning here, unless the user asks for it.
-            transfer.kv_load_failure_policy = config.transfer_failure
+            _replace_policy(transfer, config.transfer_failure)
             pool = Pool(config, prepare=lambda: instance_namespace(vllm_config, geometry, config))
             pool.wait(_IDENTITY_WAIT_S)
             events = vllm_config.kv_events_config
@@ -95,18 +93,10 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             )  # fmt: skip
             self._pd = PDScheduler(
                 geometry, config, str(transfer.engine_id), vllm_config.parallel_config.data_parallel_index, access,
-                scheduler.namespace, lambda request: scheduler.track(request).root,
+                scheduler.namespace, lambda request: scheduler.track(request).root, scheduler.count_failure,
             )  # fmt: skip
         else:
             self._worker = WorkerHalf(vllm_config, geometry, config, access, kv_cache_config.num_blocks)
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """Whether vLLM computes a preempted request again rather than end it on a result that was under way.
-
-        Needed where the KV itself is the result. A page that was not saved in the pool is only a later miss.
-        """
-        return self._kv_transfer_config.kv_role == "kv_producer"
 
     # Worker side
 
@@ -288,6 +278,24 @@ class PDHandshake(KVConnectorHandshakeMetadata):
     """A worker's `transfer.directory.RankCard`, on its way to the scheduler's process."""
 
     card: bytes
+
+
+def _replace_policy(transfer: KVTransferConfig, ours: str) -> None:
+    """Set what becomes of a request whose KV could not be loaded; vLLM reads it after the connector was made.
+
+    A page that the pool lost is a miss, never a failed request, unless the user asks for that. Whether "fail" was
+    written or is vLLM's default cannot be told.
+    """
+    theirs, transfer.kv_load_failure_policy = transfer.kv_load_failure_policy, ours
+    if theirs != ours:
+        log_once(
+            f"policy.{theirs}",
+            "kv_load_failure_policy is %r, not %r%s: transfer_failure in kv_connector_extra_config decides "
+            "instead (inside MultiConnector vLLM reads the outer kv_load_failure_policy alone)",
+            *(ours, theirs, " as written or by vLLM's default" if theirs == "fail" else ""),
+            level=logging.INFO,
+            logger=logger,
+        )
 
 
 def _log_like_vllm(config: Config) -> None:

@@ -66,6 +66,7 @@ class PDScheduler:
         dp_rank: of this engine among data-parallel ones, each of which has a port of its own.
         namespace: this instance's, or None while the model's identity is not known.
         root: the chain root of a request, or None where its KV has no name.
+        count_failure: takes the cause of a failure that no worker sees.
     """
 
     def __init__(
@@ -77,12 +78,13 @@ class PDScheduler:
         access: Access,
         namespace: Callable[[], Namespace | None],
         root: Callable[[Request], bytes | None],
+        count_failure: Callable[[str], None],
     ) -> None:
         self._geometry, self._config, self._engine_id, self._access = geometry, config, engine_id, access
         self._dp_rank = dp_rank
         self._computes_what_failed = config.transfer_failure == "recompute"
         """Otherwise a transfer that failed before its request has blocks is asked for all the same, to fail then."""
-        self._namespace, self._root = namespace, root
+        self._namespace, self._root, self._count_failure = namespace, root, count_failure
         self._given: dict[str, _Given] = {}
         self._awaited: dict[str, _Awaited] = {}
         self._step = PDStep()
@@ -192,6 +194,10 @@ class PDScheduler:
         if request.status in _WITHOUT_RESULT or request.num_computed_tokens < request.num_prompt_tokens:
             # Also where no worker knows of it yet: a consumer may be waiting, and hears of it this way.
             cause = f"the request ended: {request.status.name.lower()}"
+            if request.status not in _WITHOUT_RESULT and request.num_preemptions:
+                self._count_failure("send_preempted")
+                hint = "an instance that gives KV away has kv_role kv_producer or kv_both"
+                log_once("pd.preempted", "a preempted request ended without its KV: %s", hint, logger=logger)
             if not given.computing:
                 # Nothing is being sent. If something loads into its blocks, vLLM forgets the request when that ends,
                 # and would end itself over a word about it after that.

@@ -218,6 +218,9 @@ class SchedulerHalf:
                     self._stats.add("hit_tokens", stop - start)
                     tracked.saved_pages = max(tracked.saved_pages, stop // self._page_tokens)
 
+    def count_failure(self, cause: str) -> None:
+        self._stats.fail(cause)
+
     def take_stats(self) -> ConnectorStats | None:
         if self._stats.is_empty():
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -10,6 +11,7 @@ import pytest
 from cases import every_runner
 from harness import Engine
 from pd import (
+    PD_ONLY,
     PROMPT,
     MakePair,
     Pair,
@@ -20,6 +22,7 @@ from pd import (
     transfers_of,
     wait,
 )
+from settings import Setup, transfer_config
 
 import transfer.serving
 
@@ -335,6 +338,63 @@ def test_blocks_that_another_request_gets_while_they_are_sent_do_not_count(
     go_on.set()
     check_recomputed(both, name)
     assert both.prefill.texts[other] == oracle.generate([5] * 100, 20)
+
+
+def pushed_out(both: Pair) -> str:
+    """A prefill leg whose only token is under way when another request wants its blocks."""
+    both.prefill.add(PROMPT[:15], 5)  # one block, until it needs the second in its third step
+    both.prefill.step()
+    leg = both.prefill.add(PROMPT, 1, params=prefill_params())
+    run_all(both.prefill, until=lambda: leg in both.prefill.reasons)
+    return leg
+
+
+IN_FLIGHT = {"num_blocks": 8, "prefix_caching": False, "async_scheduling": True}
+
+
+def within(role: str, pool: Path) -> dict[str, Any]:
+    """Ours in that role inside a MultiConnector that is a producer, whose requests vLLM preempts while under way."""
+    ours = transfer_config(Setup(kv_role=role, extra=PD_ONLY), pool)
+    outer = {"kv_connector": "MultiConnector", "kv_role": "kv_producer"}
+    return {"transfer": outer | {"kv_connector_extra_config": {"connectors": [ours]}}}
+
+
+@pytest.mark.parametrize(
+    ("role", "preempted"), [("kv_producer", 1), ("kv_both", 0), ("kv_both within a producer", 1)]
+)
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("v2", [False, True])
+def test_prefill_preempted_while_its_token_is_under_way_hands_over_all_the_same(
+    pair: MakePair, pool: Path, role: str, preempted: int, v2: bool, lazy: bool
+) -> None:
+    """vLLM ends such a request on the token that was under way, without KV, unless the connector requires delivery.
+
+    An instance that may be a consumer preempts no request that is under way.
+    """
+    roles = {"kv_role": role} if " " not in role else within("kv_both", pool)
+    both = pair(IN_FLIGHT | roles | {"v2_runner": v2, "lazy": lazy})
+    leg = pushed_out(both)
+    assert both.prefill.requests[leg].num_preemptions == preempted
+    answer = both.prefill.answers[leg]
+    assert answer is not None, "the KV is lost"
+    name = both.decode.add(PROMPT, 3, params=answer)
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
+    assert both.decode.computed(name) == 1 + 2
+    assert not both.failures()
+    both.check_at_rest()
+
+
+def test_a_hand_over_that_is_lost_to_a_preemption_is_counted_and_said(
+    pair: MakePair, pool: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `kv_consumer` delivery is not required: such an instance is not meant to give KV away."""
+    both = pair(IN_FLIGHT | within("kv_consumer", pool))
+    assert both.prefill.answers[pushed_out(both)] is None
+    both.run()
+    assert both.failures() == {"send_preempted": 1}
+    assert sum("kv_producer or kv_both" in one.getMessage() for one in caplog.records) == 1
+    both.check_at_rest()
 
 
 @every_runner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,27 @@ def test_vllm_keeps_its_hybrid_memory_allocator_beside_us() -> None:
     assert supports_hma(MooncakeKVConnector)
 
 
-def test_a_cache_need_not_be_delivered(start: Start) -> None:
-    """Trap of PD connectors: with True, vLLM recomputes a preempted hand-off. A page not saved is a later miss."""
-    assert start().connector.requires_kv_delivery is False
+@pytest.mark.parametrize(("role", "required"), [("kv_producer", True), ("kv_both", True), ("kv_consumer", False)])
+def test_vllm_ends_no_preempted_request_without_its_kv_where_it_may_be_a_hand_over(
+    start: Start, role: str, required: bool
+) -> None:
+    assert start(kv_role=role).scheduler.requires_kv_delivery is required
+
+
+@pytest.mark.parametrize("written", [{}, {"kv_load_failure_policy": "fail"}, {"kv_load_failure_policy": "recompute"}])
+@pytest.mark.parametrize("wanted", ["recompute", "fail"])
+def test_one_line_says_that_the_policy_for_failed_loads_is_replaced(
+    start: Start, pool: Path, caplog: pytest.LogCaptureFixture, written: dict[str, str], wanted: str
+) -> None:
+    transfer = transfer_config(Setup(extra={"transfer_failure": wanted}), pool) | written
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            engine = start(tp_size=2, transfer=transfer)
+    assert engine.scheduler.recompute_kv_load_failures is (wanted == "recompute")
+    said = [one.getMessage() for one in caplog.records if "kv_load_failure_policy" in one.getMessage()]
+    replaced = written.get("kv_load_failure_policy", "fail") != wanted
+    assert len(said) == replaced
+    assert all("transfer_failure" in line and wanted in line for line in said)
 
 
 # Configuration
