@@ -11,7 +11,15 @@ import typer
 
 from mooncake_connector import __version__, quick_start
 from mooncake_connector.cli import bench, config, doctor, store
-from mooncake_connector.cli.output import EXIT_CODES, EXIT_FAILED, HELP_SETTINGS, Group, print_error, print_json
+from mooncake_connector.cli.output import (
+    EXIT_CODES,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    HELP_SETTINGS,
+    Group,
+    print_error,
+    print_json,
+)
 from mooncake_connector.errors import MooncakeConnectorError
 
 _HELP = f"""A KV cache that LLM engines share: check the set-up, inspect the pool, measure it.
@@ -100,6 +108,8 @@ def main() -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         app()
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         print_error(_message(error))
         sys.exit(EXIT_FAILED)

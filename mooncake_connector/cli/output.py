@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 EXIT_FAILED = 1
 EXIT_DAMAGED = 3
+EXIT_INTERRUPTED = 130
 
 EXIT_CODES = (
     'Exit codes: 0 done; 1 failed, the reason is on stderr, and with --json on stdout as {"error": ...}; 2 wrong '

@@ -482,3 +482,12 @@ class TestAsACarelessUser:
         )
         done = subprocess.run([sys.executable, "-c", self.CTRL_C_COUNTS + program], capture_output=True, text=True)
         assert done.returncode == 130 and "Traceback" not in done.stderr
+
+    def test_ctrl_c_before_a_command_has_begun_leaves_no_traceback(self, monkeypatch):
+        def interrupted():
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(main_, "app", interrupted)
+        with pytest.raises(SystemExit) as caught:
+            main_.main()
+        assert caught.value.code == 130
