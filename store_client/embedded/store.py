@@ -37,7 +37,7 @@ class EmbeddedStore(Store):
     `path` None is a folder of this user under /dev/shm, or under the temporary folder where shared memory is too
     small (logged). `capacity_nbytes` None keeps the capacity that the pool has; a new pool gets a quarter of what is
     free on the file system, at most 16 GiB. `eviction` is one of `POLICIES`. `deadline_s` bounds opening.
-    A pool that cannot be used (older format, restart of the machine, damage) is made anew, or is an error without
+    A pool that cannot be used (older format, restart of the machine, damage) is rebuilt, or is an error without
     `rebuild`: for whoever only wants to look.
 
     Raises PoolError where the folder cannot be used; the message says why and what to do. After a fork the child's

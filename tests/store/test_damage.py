@@ -207,7 +207,7 @@ def test_damage_in_the_ledger_leads_to_one_rebuild(
         assert space.prefix(keys) == 0, "what is known to be damaged is not read either"
         assert until(lambda: put_chain(space, keys) == [Put.STORED] * 2)
         assert data_folder(pool) != broken
-        assert len([record for record in caplog.records if "is made anew" in record.message]) == 1
+        assert len([record for record in caplog.records if "is rebuilt, empty" in record.message]) == 1
         assert opened.max_pages == store.stats().max_pages, "as large as before"
 
 
