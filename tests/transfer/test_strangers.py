@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
+import msgspec
 import pytest
 from certificates import CAN_MAKE, make_certificate
 from simulated.halves import introduction
@@ -20,7 +21,6 @@ import transfer.control
 from mooncake_connector.log import forget_causes
 from mooncake_connector.page import SegmentLayout
 from transfer import strangers, unix
-from transfer.base import TransferError
 from transfer.handshake import Identity
 from transfer.layout import LayoutError
 from transfer.messages import MAX_MESSAGE_NBYTES, encode
@@ -249,8 +249,10 @@ def test_an_introduction_cannot_make_this_side_work_for_long(here, caplog):
 
 
 def test_what_a_stranger_says_stays_on_its_line_of_the_log(here, caplog):
-    with dial(here.ports[0]) as connection, pytest.raises(TransferError):
-        greet(connection, "x\nERROR forged\x1b[31m", Identity())
+    said = msgspec.msgpack.encode({"type": "x\nERROR forged\x1b[31m"})
+    with dial(here.ports[0]) as connection:
+        connection.sendall(len(said).to_bytes(4, "little") + said)
+        assert is_closed(connection)
     shown = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
     assert len(shown) == 1
     assert all(line.isprintable() for line in shown)
