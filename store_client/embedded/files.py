@@ -15,8 +15,10 @@ def open_file(path: Path, flags: int) -> int:
     return fd
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, start: int = 0) -> bytes:
+    """Its content from byte `start` on."""
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+        file.seek(start)
         return file.read()
 
 

@@ -32,7 +32,8 @@ class Spaces:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known: dict[int, tuple[Namespace, Shard]] = {}
-        self._seen = (-1, -1)
+        self._seen = (-1, -1, -1)
+        self._read_to = 0
 
     def all(self) -> dict[int, tuple[Namespace, Shard]]:
         """By identity."""
@@ -64,17 +65,22 @@ class Spaces:
             os.close(fd)
 
     def _refresh(self) -> None:
-        """Read the file again if it changed."""
+        """Read what was added: whole lines, so that the next look begins where a line does."""
         try:
             status = os.stat(self._path)
-            seen = (status.st_size, status.st_mtime_ns)
+            seen = (status.st_ino, status.st_size, status.st_mtime_ns)
             if seen == self._seen:
                 return
-            text = read_file(self._path)
+            if seen[0] != self._seen[0] or seen[1] < self._read_to:
+                self._read_to = 0
+            added = read_file(self._path, self._read_to)
         except OSError:
             return
-        for line in text.split(b"\n")[:-1]:
-            self._learn(line)
+        *lines, unfinished = added.split(b"\n")
+        for line in lines:
+            if line:
+                self._learn(line)
+        self._read_to += len(added) - len(unfinished)
         self._seen = seen
 
     def _learn(self, line: bytes) -> None:

@@ -17,7 +17,7 @@ def audit(store: EmbeddedStore, *, idle: bool = True) -> None:
     pool = store._handle._pool
     assert pool is not None
     writer = pool.writer
-    with writer.locked(time.monotonic() + 10):
+    with writer.locked(time.monotonic() + 60):
         writer._reclaim()
         with writer._ledger.peek() as draft:
             granules = np.zeros(draft.high_water, dtype=np.int64)

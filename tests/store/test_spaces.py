@@ -50,6 +50,25 @@ def test_a_list_that_is_lost_or_swapped_mixes_no_namespaces(pool: Path) -> None:
         assert store.space(namespace("b"), SHARD).prefix(keys) == 2
 
 
+def test_a_list_of_many_namespaces_is_read_once(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An RL loop takes a namespace for each reset, and the list is read under the write lock."""
+    (keys,) = [chain("a", 1)]
+    with EmbeddedStore(pool, 4 << 20) as store:
+        opened = store._handle._pool
+        assert opened is not None
+        reader = spaces.Spaces(opened.spaces._path)
+        learned = []
+        learn = reader._learn
+        monkeypatch.setattr(reader, "_learn", lambda line: (learned.append(line), learn(line)))
+        for i in range(50):
+            put_chain(store.space(namespace(f"{i}"), SHARD), keys, 4096)
+            assert len(reader.all()) == i + 1
+        assert len(learned) == 50
+        opened.spaces._path.write_bytes(b"")
+        put_chain(store.space(namespace("new"), SHARD), keys, 4096)
+        assert namespace("new").digest in {known.digest for known, _ in reader.all().values()}
+
+
 def test_every_shard_and_namespace_has_an_identity_of_its_own() -> None:
     names = {
         (namespace(model).digest, Shard(0, layers, heads, heads + more))

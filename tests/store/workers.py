@@ -98,8 +98,14 @@ def open_again(store: EmbeddedStore, rng: random.Random) -> int:
             with contextlib.suppress(NoRoom), no_room(), EmbeddedStore(store.path, capacity, deadline_s=PATIENT) as own:
                 mix(own, rng)
         os._exit(0)
-    os.waitpid(child, 0)
+    expect_success(os.waitpid(child, 0)[1])
     return 1
+
+
+def expect_success(status: int) -> None:
+    """Report a child that a signal ended: by SIGBUS, above all."""
+    if status:
+        report(f"a child ended with {os.waitstatus_to_exitcode(status)}")
 
 
 def fork(store: EmbeddedStore, rng: random.Random) -> int:
@@ -112,10 +118,11 @@ def fork(store: EmbeddedStore, rng: random.Random) -> int:
             mix(own, rng)
         os._exit(0)
     deadline = time.monotonic() + PATIENT
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() > deadline:
             report("a forked child hangs")
         time.sleep(0.001)
+    expect_success(ended[1])
     writer.join()
     return 1
 
@@ -142,7 +149,7 @@ def fill_disk(store: EmbeddedStore, rng: random.Random) -> int:
                     pass
     time.sleep(rng.uniform(0, 0.05))
     for _ in range(3):
-        space = store.space(namespace(f"many {rng.random()}"), SHARD)  # so that the list of namespaces grows as well
+        space = store.space(namespace(f"many {rng.randrange(300)}"), SHARD)  # the list of namespaces grows as well
         key = os.urandom(32)
         space.put([key], [page_bytes(key, 4096)], parents=[None], deadline_s=PATIENT)
     return 1
