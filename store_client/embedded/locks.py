@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from mooncake_connector.errors import PoolError
-from store_client.embedded.files import open_file
+from store_client.embedded.files import open_file, read_file
 from store_client.embedded.rows import U64
 from store_client.embedded.whoami import introduce
 
@@ -126,7 +126,10 @@ class Owners:
                     f"pool folder {self._folder} has no flock ({error}): set `pool` to another one"
                 ) from None
             introduce(fd)
-            os.posix_fallocate(fd, _COUNTS_AT, _COUNTS_NBYTES)
+            try:
+                os.posix_fallocate(fd, _COUNTS_AT, _COUNTS_NBYTES)
+            except OSError:  # full: a pool is read all the same, and the counts reach it with a put
+                return fd, np.zeros(_COUNTS_NBYTES // 8, dtype=np.uint64)
             return fd, np.frombuffer(mmap.mmap(fd, _COUNTS_NBYTES, offset=_COUNTS_AT), dtype="<u8")
         except BaseException:
             os.close(fd)
@@ -149,8 +152,7 @@ class Owners:
         total: U64 = np.zeros(_COUNTS_NBYTES // 8, dtype=np.uint64)
         for name in [owner.hex()] if owner is not None else os.listdir(self._folder):
             try:
-                with open(self._folder / name, "rb") as file:
-                    content = os.pread(file.fileno(), _COUNTS_NBYTES, _COUNTS_AT)
+                content = read_file(self._folder / name, _COUNTS_AT)[:_COUNTS_NBYTES]
             except OSError:
                 continue
             total += np.frombuffer(content.ljust(_COUNTS_NBYTES, b"\0"), dtype="<u8")

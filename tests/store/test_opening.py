@@ -1,5 +1,6 @@
 """Opening a pool: each thing that can be wrong with a folder is a clear error or a clean rebuild."""
 
+import errno
 import fcntl
 import gc
 import json
@@ -283,6 +284,20 @@ def test_a_damaged_column_of_the_table_does_not_fail_puts_for_ever(pool: Path, c
     with EmbeddedStore(pool) as store:
         assert put_chain(store.space(namespace(), SHARD), chain("b", 4)) == [Put.STORED] * 4
         audit(store)
+
+
+def test_a_pool_opens_on_a_file_system_that_is_full(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = fill(pool)
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with EmbeddedStore(pool) as store:
+        assert get_page(store.space(namespace(), SHARD), keys[0]) is not None
+    monkeypatch.undo()
+    with EmbeddedStore(pool) as store:
+        assert store.stats().read_pages == 1
 
 
 def test_who_only_looks_does_not_rebuild(pool: Path) -> None:

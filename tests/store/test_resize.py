@@ -82,8 +82,7 @@ def test_a_pool_whose_space_has_two_owners_is_not_used(pool: Path, grown: bool) 
         with writer.locked(time.monotonic() + 5), writer._ledger.transaction() as draft:
             draft.capacity = draft.high_water = SMALL // 4096
             draft.free.clip(draft.capacity)
-        if grown:
-            with writer.locked(time.monotonic() + 5), writer._ledger.transaction() as draft:
+            if grown:
                 draft.capacity = LARGE // 4096
     with EmbeddedStore(pool, LARGE) as store:
         fill(store, "after")
