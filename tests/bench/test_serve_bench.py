@@ -62,6 +62,7 @@ def test_every_prefix_is_asked_once_when_it_is_new_and_equally_often_after_that(
     prefixes = [prompt.rsplit(" ", 25)[0] for prompt in asked]  # a question of 32 tokens, 1.3 a word
     assert len({*prefixes}) == 2 and {prefixes.count(prefix) for prefix in prefixes} == {5}
     assert len({*asked}) == 8 and trial not in asked
+    assert len(trial) <= 64, "the trial fits wherever the prompts fit, also where a token is a byte"
     assert (new["failed"], seen["failed"], seen["answers_compared"], seen["answers_differ"]) == (0, 0, 2, 0)
 
 

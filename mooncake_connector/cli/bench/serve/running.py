@@ -17,7 +17,7 @@ from mooncake_connector.cli.bench.serve.load import Pass, run_pass
 from mooncake_connector.cli.bench.serve.report import NEW, SEEN, ServeReport, row_of
 from mooncake_connector.cli.bench.serve.workload import Prompt, Workload, first_of_each, text_prompts, words
 
-_PROBE_WORDS = 200
+_PROBE_WORDS = 50
 _TOKENS_PER_WORD = 1.3
 """Where the server does not say how many tokens a prompt has."""
 
@@ -95,7 +95,8 @@ def choose_model(server: Server, wanted: str | None) -> tuple[str, int | None]:
 
 def _try_out(server: Server, model: str, work: Workload, limit_s: float) -> tuple[dict[str, Any], float]:
     """What to leave out of a request so that this server takes it, and how many tokens one of our words has."""
-    prompt = words(_PROBE_WORDS, f"{work.seed}/probe")
+    count = max(1, min(_PROBE_WORDS, work.prefix_tokens // 8))  # never longer than what is measured, in any tokens
+    prompt = words(count, f"{work.seed}/probe")
     options: dict[str, Any] = {}
     try:
         answer = server.stream(_body(model, prompt, 1, options), limit_s)
@@ -107,7 +108,7 @@ def _try_out(server: Server, model: str, work: Workload, limit_s: float) -> tupl
             answer = server.stream(_body(model, prompt, 1, options), limit_s)
         except RequestFailed as second:
             raise BenchError(f"{server.url}: the first request failed: {second}") from second
-    tokens_per_word = answer.prompt_tokens / _PROBE_WORDS if answer.prompt_tokens else _TOKENS_PER_WORD
+    tokens_per_word = answer.prompt_tokens / count if answer.prompt_tokens else _TOKENS_PER_WORD
     return options, min(max(tokens_per_word, 0.5), 20.0)
 
 
