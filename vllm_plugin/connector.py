@@ -106,6 +106,18 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(kv_caches)
 
     @contained(nothing)
+    def unregister_kv_caches(self) -> None:
+        """Called by vLLM 0.33 and later before it sleeps; 0.32 keeps the addresses and says nothing."""
+        if self._worker is not None:
+            self._worker.unregister()
+
+    @contained(nothing)
+    def restore_kv_caches(self) -> None:
+        """Called after it has woken; then it asks for another handshake."""
+        if self._worker is not None:
+            self._worker.restore()
+
+    @contained(nothing)
     def get_handshake_metadata(self) -> PDHandshake | None:
         pd = None if self._worker is None else self._worker.pd
         return None if pd is None else PDHandshake(pd.card)

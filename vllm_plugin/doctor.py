@@ -13,6 +13,8 @@ from vllm_plugin.doctor_config import own_settings as own_settings
 KNOWN_VERSION = "0.32.0"
 START = quick_start.VLLM
 
+_LATER = ("unregister_kv_caches", "restore_kv_caches")
+"""What vLLM has from 0.33 on."""
 _GROUP = "vllm.general_plugins"
 _WHITELIST = "VLLM_PLUGINS"
 
@@ -43,6 +45,6 @@ def run(transfer_config: str | None = None) -> Iterator[Check]:
     except Exception as error:
         yield failed("connector", f"vLLM's factory cannot load it: {type(error).__name__}: {error}")
         return
-    yield checks.interface("connector", connector)
+    yield checks.interface("connector", connector, beside=_LATER)
     if transfer_config is not None:
         yield from doctor_config.check(transfer_config)

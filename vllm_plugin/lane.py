@@ -79,6 +79,13 @@ class Task:
             self._ended, self.ended_s = True, time.monotonic()
             return True
 
+    def revoke(self, cause: str) -> None:
+        """Called by the engine: waits for a copy under way, and the job touches no block from now on."""
+        with self._lock:
+            if not self._ended and not self._given_up:
+                self._given_up, self.ended_s = True, time.monotonic()
+                self.cause, self.deadline_s = self.cause or cause, -1.0  # it is over: not only at its deadline
+
     def give_up(self, *, also_begun: bool) -> bool:
         """Called by the engine: True where the job is over without an end, and touches no block from now on.
 

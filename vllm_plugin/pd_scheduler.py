@@ -102,6 +102,9 @@ class PDScheduler:
             return
         self._cards = [msgspec.msgpack.decode(cards[rank], type=RankCard) for rank in sorted(cards)]
         card = InstanceCard(self._engine_id, self._cards)
+        if self._directory is not None:  # of the time before the engine slept
+            self._directory.close()
+            self._directory = None
         port = self._config.transfer_port
         address = (self._cards[0].host, port + self._dp_rank if port else 0)
         try:

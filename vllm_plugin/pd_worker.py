@@ -271,6 +271,19 @@ class PDWorker:
         del self._awaited[req_id]
         results.fetched.add(req_id)
 
+    def stop(self, cause: str) -> None:
+        """End every transfer; when this returns, the node touches no memory any more."""
+        self.close()
+        for given in self._given.values():
+            given.ended = True
+        for awaited in self._awaited.values():
+            awaited.ended = awaited.ended or Ended(awaited.transfer, Ending.FAILED, cause)
+        self._givers, self._takers, self._stops, self._stops_by_layer = {}, {}, [], []
+
+    def take_over(self, former: PDWorker) -> None:
+        """Report to vLLM what became of the requests of one that was stopped."""
+        self._given, self._awaited = former._given, former._awaited
+
     def close(self) -> None:
         self._device.close()
         self._node.close()

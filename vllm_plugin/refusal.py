@@ -33,6 +33,12 @@ class RefusingHalf:
     def before_step(self, metadata: StepMetadata) -> None:
         """No save reads a block."""
 
+    def unregister(self) -> None:
+        """They never were."""
+
+    def restore(self) -> None:
+        """See above."""
+
     def start_loads(self, metadata: StepMetadata) -> None:
         self._refused |= {job.req_id for job in metadata.loads}
         self._report.failed_loads |= self._refused

@@ -69,6 +69,7 @@ class WorkerHalf:
         self._fmt = geometry.page_format(self._shard, int(config.page_tokens))
         self._unit_nbytes = geometry.unit_nbytes(int(config.page_tokens))
         self._blocks: KVBlocks | None = None
+        self._kv_caches: dict[str, torch.Tensor] = {}
         self._record: Callable[[], Wait | None] = lambda: None
         self._pool = Pool(config)
         self._stats = ConnectorStats()
@@ -89,6 +90,7 @@ class WorkerHalf:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV tensors; where they cannot be understood, every job ends as failed."""
         geometry = self._geometry
+        self._kv_caches = kv_caches
         try:
             tensors = register_tensors(kv_caches, geometry.layer_names, self._num_blocks, geometry.block_tokens)
             order = None
@@ -110,6 +112,31 @@ class WorkerHalf:
             logger.warning("prefix reuse from the pool is off: %s", error)
         except Exception as error:
             logger.warning("prefix reuse from the pool is off: %r", error, exc_info=True)
+
+    def unregister(self) -> None:
+        """The engine takes its KV memory away: nothing of ours touches it any more, and what was under way has ended.
+
+        What vLLM waits for is reported at the next step, as failed.
+        """
+        if self._blocks is None:
+            return
+        for task in self._loader.pending:
+            task.revoke("unregistered")
+        self._saver.give_away(None)
+        if (wait := self._record()) is not None:
+            wait()
+        if self.pd is not None:
+            self.pd.stop("the engine took its KV memory away")
+        self._blocks = None
+
+    def restore(self) -> None:
+        """The memory is there again, at its addresses; other instances reach it after another handshake."""
+        if self._blocks is not None or not self._kv_caches:
+            return
+        former = self.pd
+        self.register(self._kv_caches)
+        if self.pd is not None and former is not None:
+            self.pd.take_over(former)
 
     def _make_node(self, tensors: list[torch.Tensor], blocks: KVBlocks) -> PDWorker | None:
         geometry, shard = self._geometry, self._shard

@@ -1,0 +1,80 @@
+"""vLLM 0.33 says when it takes its KV memory away and when it is back. 0.32 does not; its calls are made here."""
+
+from __future__ import annotations
+
+import oracle
+from cases import PROMPT, Start, warm_pool
+from harness import Engine
+from pd import PROMPT as LEG
+from pd import MakePair, node_of, port_of, run_all
+
+
+def sleep(engine: Engine) -> None:
+    """What the workers do once the scheduler is paused."""
+    for worker in engine.workers:
+        worker.connector.unregister_kv_caches()
+        worker.connector.unregister_kv_caches()
+        worker.memory[:] = 0xDEAD
+
+
+def wake(engine: Engine) -> None:
+    for worker in engine.workers:
+        worker.connector.restore_kv_caches()
+        worker.connector.restore_kv_caches()
+    engine._shake_hands()
+
+
+def test_after_sleep_pages_are_saved_and_loaded_as_before(start: Start) -> None:
+    engine = start(tp_size=2)
+    engine.ask(PROMPT)
+    assert engine.scheduler.reset_prefix_cache()
+    sleep(engine)
+    assert all(worker.half._blocks is None for worker in engine.workers)
+    wake(engine)
+    assert engine.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
+    engine.scheduler.reset_prefix_cache()
+    assert engine.ask(PROMPT, 20, name="again") == oracle.generate(PROMPT, 20)
+    assert engine.computed("again") == 4 + 19
+    engine.check_at_rest()
+
+
+def test_a_load_under_way_touches_nothing_from_then_on_and_its_request_is_computed(start: Start, faults) -> None:
+    warm_pool(start)
+    engine = start()
+    faults.hold_reads()
+    name = engine.add(PROMPT, 20)
+    engine.run(until=faults.reading.is_set)
+    worker = engine.workers[0]
+    worker.connector.unregister_kv_caches()
+    worker.memory[:] = before = 0xDEAD
+    faults.release()
+    engine.settle()
+    assert (worker.memory == before).all()
+    worker.connector.restore_kv_caches()
+    engine.run()
+    assert engine.texts[name] == oracle.generate(PROMPT, 20)
+    assert engine.computed(name) == 100 + 19
+    engine.check_at_rest()
+
+
+def test_a_hand_over_that_was_held_ends_and_a_new_node_takes_its_place(pair: MakePair) -> None:
+    both = pair()
+    both.handed_over(LEG)
+    node, port = node_of(both.prefill), port_of(both.prefill)
+    sleep(both.prefill)
+    wake(both.prefill)
+    assert node_of(both.prefill) is not node and port_of(both.prefill) != port
+    run_all(both.prefill)
+    both.prefill.check_at_rest()
+
+
+def test_a_fetch_under_way_fails_and_is_computed(pair: MakePair) -> None:
+    both = pair({"max_num_batched_tokens": 16})
+    name = both.add_granted(LEG)
+    both.decode.workers[0].connector.unregister_kv_caches()
+    both.decode.workers[0].connector.restore_kv_caches()
+    both.decode._shake_hands()
+    both.run()
+    assert both.decode.texts[name] == oracle.generate(LEG, 3)
+    assert both.decode.computed(name) == len(LEG) + 2
+    both.check_at_rest()
