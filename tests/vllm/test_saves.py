@@ -12,7 +12,9 @@ from cases import PROMPT, RUNNERS, Start, every_runner
 from harness import Engine
 
 import vllm_plugin.saver
+from mooncake_connector.keys import page_keys
 from vllm_plugin.blocks import KVBlocks
+from vllm_plugin.messages import SaveResult
 from vllm_plugin.saver import Saver
 
 STEADY = [case for case in RUNNERS if case.id in ("v1", "v2-async-lazy")]
@@ -140,7 +142,6 @@ def test_pages_planned_when_a_request_ends_are_right_although_its_blocks_are_use
 def test_pages_of_a_preempted_request_that_were_overtaken_are_saved_when_it_was_computed_again(
     start: Start, faults, runner: dict[str, bool], aside: bool
 ) -> None:
-    """Cure: `saved_pages` goes back. Otherwise it would never be looked at again what the pool lacks."""
     engine = start(**runner, num_blocks=18, prefix_caching=False, keep_pace=False)
     faults.hold_writes()
     names = [engine.add(prompt, 60) for prompt in OTHERS[:2]]
@@ -154,6 +155,21 @@ def test_pages_of_a_preempted_request_that_were_overtaken_are_saved_when_it_was_
     for prompt, again in zip(OTHERS, preempted, strict=False):
         assert all(engine.pages(prompt)) or not again
     assert check_pool(engine, *OTHERS, num_tokens=60) > 0
+
+
+def test_overtaken_pages_of_a_request_that_still_runs_are_planned_again(start: Start, faults) -> None:
+    """Cure: `saved_pages` goes back."""
+    engine = start()
+    faults.hold_writes()
+    name = engine.add(PROMPT, 100)
+    engine.run(until=faults.writing.is_set)
+    engine.half.saves.ended(next(iter(engine.half.saves._under_way)), SaveResult(1, 2, overtaken=2))
+    engine.run(until=lambda: len(engine.texts[name]) >= 40)
+    planned = [key for step in engine.metadata for job in step.saves for key in job.keys]
+    assert [planned.count(key) for key in page_keys(PROMPT, 16)] == [1, 1, 2, 2, 2, 2]
+    faults.release()
+    engine.run()
+    engine.check_at_rest()
 
 
 @every_runner
