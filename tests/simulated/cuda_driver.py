@@ -1,8 +1,9 @@
 """A stand-in for the CUDA driver's library: device memory is this process's memory, sharing it is `process_vm_readv`.
 
 It is strict where the driver is: calls without a current context fail, a process cannot open what it shares itself,
-nothing is copied before its stream is synchronised, and reading beyond an opened allocation is an illegal address. It
-notes every call, and fails those that a test names in `fail`.
+nothing is copied before its stream is synchronised, nor after that failed, when the memory may be another's; and
+reading beyond an opened allocation is an illegal address. It notes every call, and fails those that a test names in
+`fail`.
 """
 
 from __future__ import annotations
@@ -73,13 +74,15 @@ class Library:
 
         def call(*arguments: Any) -> int:
             self.calls[name] += 1
+            values = [one.value if isinstance(one, ctypes._SimpleCData) else one for one in arguments]
             if name in self.fail:
                 self.fail[name] -= 1
                 if self.fail[name] < 0:
+                    if name == "cuStreamSynchronize":
+                        self._queues[values[0]] = []
                     return LAUNCH_FAILED
             if name in NEED_CONTEXT and not self.contexts:
                 return INVALID_CONTEXT
-            values = (one.value if isinstance(one, ctypes._SimpleCData) else one for one in arguments)
             return getattr(self, "_" + name)(*values) or 0
 
         return call

@@ -259,12 +259,18 @@ def test_a_driver_that_fails_in_the_middle_is_waited_for_before_the_answer(sende
 
 
 def test_a_device_that_fails_while_copying_is_an_outcome(sender, receiver, registered, library, caplog):
-    source, _, grant = registered
+    """And over: what the device has not done by then it must not do later, when the memory may be another's."""
+    source, target, grant = registered
     peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
     library.fail["cuStreamSynchronize"] = 0
     with caplog.at_level(logging.WARNING):
         assert write(peer, source, grant).cause is Cause.SOURCE
     assert "cuda_ipc: a peer's memory cannot be read: cuStreamSynchronize: CUDA_ERROR_STAND_IN (719)" in caplog.text
+    del library.fail["cuStreamSynchronize"]
+    waited = library.calls["cuStreamSynchronize"]
+    sender.connect(receiver.listen(), deadline_s=DEADLINE_S)  # has the device copy again, a byte
+    assert library.calls["cuStreamSynchronize"] == waited + 1
+    assert not target.bytes.any()
 
 
 ONE = Allocation(0, 8, 8)
