@@ -93,8 +93,8 @@ class Arena:
                     self._warm[region] = True
 
     def warm_up(self, granules: int) -> None:
-        """Map the first `granules`, which are secured, in a background thread: first reads run at memory's speed."""
-        regions = granules * GRANULE // _REGION_NBYTES
+        """Map the first `granules` in a background thread, as far as the file holds them: first reads are fast then."""
+        regions = min(granules * GRANULE, os.fstat(self._fd).st_blocks * 512) // _REGION_NBYTES
         if regions:
             start_thread("warm-up", self._warm_up, regions)
 

@@ -105,7 +105,7 @@ def _poll_flock(fd: int, deadline: float) -> None:
 class Owners:
     """One locked file per process that has the pool open; while the lock is held, the process lives.
 
-    `Owners(folder)` registers this process. Call it, and `sweep`, only under the pool's open lock: between the
+    `Owners(folder)` registers this process. Call it, and `dead`, only under the pool's open lock: between the
     creation of a file and its lock nobody may take its owner for dead.
     """
 

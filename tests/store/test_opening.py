@@ -229,7 +229,7 @@ def test_a_failed_opening_keeps_no_descriptor(pool: Path, failure: str, monkeypa
         holder = os.open(data / "table", os.O_RDWR)
         fcntl.flock(holder, fcntl.LOCK_EX)
     elif failure == "no flock":
-        monkeypatch.setattr(locks.Owners, "sweep", lambda *arguments: os.open("/nowhere", os.O_RDONLY))
+        monkeypatch.setattr(locks.Owners, "dead", lambda *arguments: os.open("/nowhere", os.O_RDONLY))
     elif failure == "full":
         monkeypatch.setattr(layout, "held_nbytes", lambda pool: os.truncate(pool / "absent", 1))
         capacity = 2 * CAPACITY

@@ -46,6 +46,12 @@ def owner_file(pool: Path) -> Path:
     return path
 
 
+def describe(pool: Path, content: bytes) -> None:
+    """Put another description in place; the counts behind it stay, which the process has mapped."""
+    with owner_file(pool).open("r+b") as file:
+        file.write(content.ljust(4096, b"\0"))
+
+
 def test_another_process_is_named_with_its_command(pool: Path, user: subprocess.Popen[str]) -> None:
     (found,) = pool_users(pool) or []
     assert (found.pid, found.here) == (user.pid, True) and found.since_s < 3600
@@ -70,8 +76,8 @@ def test_this_process_does_not_count_itself(pool: Path) -> None:
 
 
 def test_one_of_another_pid_namespace_is_told_apart(pool: Path, user: subprocess.Popen[str]) -> None:
-    path = owner_file(pool)
-    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"namespace": "pid:[1] of another", "host": "pod-7"}))
+    said = json.loads(owner_file(pool).read_bytes().partition(b"\0")[0])
+    describe(pool, json.dumps(said | {"namespace": "pid:[1] of another", "host": "pod-7"}).encode())
     (found,) = pool_users(pool) or []
     assert (found.pid, found.here, found.host) == (user.pid, False, "pod-7") and str(pool) in found.command
 
@@ -80,7 +86,7 @@ def test_one_of_another_pid_namespace_is_told_apart(pool: Path, user: subprocess
     "content", [b"", b"\xff", b"{}", b"[" * 5000, b'{"pid": ' + b"9" * 4000, b'{"pid": [], "since": 1}']
 )
 def test_one_that_left_no_description_still_counts(pool: Path, user: subprocess.Popen[str], content: bytes) -> None:
-    owner_file(pool).write_bytes(content)
+    describe(pool, content)
     (found,) = pool_users(pool) or []
     assert (found.pid, found.command) == (None, "")
 

@@ -22,6 +22,7 @@ from mooncake_connector.cli.bench.pool_writer import NAMESPACE, bench_space
 from store_client import EmbeddedStore, Shard, Space
 from store_client.base import KEY_NBYTES
 from store_client.embedded import layout, ledger, rows, table
+from store_client.embedded.arena import GRANULE
 from store_client.embedded.journal import Record
 from store_client.embedded.spaces import Spaces
 
@@ -66,6 +67,7 @@ def filled_pool(pool: Path, count: int, sample: int = 2048) -> list[list[bytes]]
         pass
     data = _widen(pool, count)
     number = Spaces(data / "spaces").register(NAMESPACE, _SHARD)
+    _take_all(data, count)
     target = table.Table(data / "table", count)
     generator = np.random.default_rng(2)
     kept = []
@@ -95,6 +97,16 @@ def _widen(pool: Path, count: int) -> Path:
     return data
 
 
+def _take_all(data: Path, count: int) -> None:
+    """Let the ledger say that ``count`` pages of one granule each take every slot and all of the arena."""
+    os.truncate(data / "arena", count * GRANULE)
+    opened = ledger.Ledger(data / "ledger", count)
+    with opened.transaction() as draft:
+        draft.slots.take_pieces(draft.slots.total, max_pieces=draft.slots.total)
+        draft.high_water = draft.capacity = count
+    opened.close()
+
+
 def _insert(target: table.Table, keys: npt.NDArray[np.uint8], space: int, first_slot: int) -> None:
     """Apply a record that names ``keys`` at the slots from ``first_slot`` on; their rows say one granule each."""
     hashes = rows.hash_keys(keys, space)
@@ -106,7 +118,8 @@ def _insert(target: table.Table, keys: npt.NDArray[np.uint8], space: int, first_
     filled["generation"] = slots.astype(np.uint64) + 1
     filled["granules"], filled["nbytes"], filled["parent"], filled["num_extents"] = 1, 4096, rows.NONE, 1
     record = Record(
-        target.applied, target.pages + len(keys), target.used_granules, set_cells=cells[fits].astype(np.uint64),
+        target.applied, target.pages + len(keys), target.used_granules + len(keys),
+        set_cells=cells[fits].astype(np.uint64),
         set_words=target.words(hashes[fits], slots[fits]), set_slots=slots,
         set_rows=filled.view(np.uint8).reshape(len(keys), rows.ROW_NBYTES),
     )  # fmt: skip
