@@ -53,16 +53,15 @@ def install() -> None:
     found = misfits()
     if found:
         logger.error(
-            "SGLang %s is not what mooncake-connector knows (%s), the backend %r is NOT offered: %s; install "
-            "sglang==%s or a mooncake-connector that knows this SGLang",
-            sglang.__version__, KNOWN_VERSION, BACKEND, "; ".join(found), KNOWN_VERSION,
+            "SGLang %s does not work with this mooncake-connector; the backend %r is NOT offered: %s; install "
+            "sglang==%s, or a mooncake-connector for this SGLang",
+            sglang.__version__, BACKEND, "; ".join(found), KNOWN_VERSION,
         )  # fmt: skip
         return
     if not version_is_known():
         logger.error(
-            "SGLang %s is not the version that mooncake-connector was tested with (%s); all it hooks looks as it did, "
-            "so the backend %r is offered, untested",
-            sglang.__version__, KNOWN_VERSION, BACKEND,
+            "the backend %r is offered, but untested with SGLang %s: this mooncake-connector was tested with SGLang %s",
+            BACKEND, sglang.__version__, KNOWN_VERSION,
         )  # fmt: skip
     if BACKEND not in StorageBackendFactory._registry:
         StorageBackendFactory.register_backend(BACKEND, BACKEND_MODULE, BACKEND_CLASS)
@@ -106,7 +105,7 @@ def takes_over() -> bool:
     try:
         return load_config().sglang_takeover
     except ConfigError as error:
-        logger.error("the name %r keeps its meaning in SGLang: %s", TAKEN_OVER, error)
+        logger.error("sglang_takeover is ignored, the backend %r is SGLang's own: %s", TAKEN_OVER, error)
         return False
 
 

@@ -184,7 +184,7 @@ class StoredPool:
         self._figures.failed(what, cause)
         log_once(
             f"sglang.{what}.{cause}",
-            "a %s failed: %s; the store is not asked for %d s (said once, see metrics)",
+            "a %s failed: %s; the pool is not used for %d s (logged once per cause, counted in the metrics)",
             what, text, PAUSE_S,
             logger=logger,
         )  # fmt: skip

@@ -98,7 +98,9 @@ class Transports:
             for reason in reasons:
                 log_once(f"transfer.fallback:{kind_of(reason)}", "%s; using %s", reason, name, logger=logger)
             return peer
-        remedy = "" if "tcp" in self._transports else "; with transfer_hosts and secret_file set on both sides tcp may"
+        remedy = (
+            "" if "tcp" in self._transports else "; set transfer_hosts and secret_file on both sides to allow tcp"
+        )
         raise Unavailable("no transport reaches the peer: " + "; ".join(reasons) + remedy)
 
     def close(self) -> None:

@@ -79,4 +79,4 @@ class DeviceOrder:
                 with self.lock:
                     call()
             except Exception as error:
-                log_once("pd.device", "KV on the device cannot be given away or fetched: %r", error, logger=logger)
+                log_once("pd.device", "KV in device memory cannot be sent or fetched: %r", error, logger=logger)

@@ -66,7 +66,7 @@ def parse_params(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | N
         key = str(error)
         log_once(
             f"pd.params:{key}",
-            "kv_transfer_params with %s=%.80r, which is missing or cannot be: such requests are prefilled here",
+            "kv_transfer_params: %s=%.80r is missing or invalid; such requests are prefilled here",
             key,
             params.get(key),
             logger=logger,

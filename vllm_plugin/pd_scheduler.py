@@ -97,8 +97,9 @@ class PDScheduler:
 
     def set_ranks(self, cards: Mapping[tuple[int, int], bytes]) -> None:
         """What the workers say of themselves, by (PP rank, TP rank): from now on others may ask the directory."""
-        if len(cards) != self._geometry.tp_size * self._geometry.pp_size:
-            logger.warning("PD is off: %d ranks are ready for it", len(cards))
+        num_ranks = self._geometry.tp_size * self._geometry.pp_size
+        if len(cards) != num_ranks:
+            logger.warning("KV transfers are off: %d of %d ranks could set them up", len(cards), num_ranks)
             return
         self._cards = [msgspec.msgpack.decode(cards[rank], type=RankCard) for rank in sorted(cards)]
         card = InstanceCard(self._engine_id, self._cards)
@@ -110,10 +111,12 @@ class PDScheduler:
         try:
             self._directory = Directory(card, address, self._access)
         except TransferError as error:
-            logger.error("this instance cannot give KV away: %s", error)
+            logger.error("other instances cannot fetch KV from this one: %s", error)
             return
         seen = f"{address[0]}, port" if address[0] else f"{THIS_HOST} (Unix sockets of this user, no TCP port), port"
-        logger.info("PD: instance %s is found at %s %d", self._engine_id, seen, self._directory.port)
+        logger.info(
+            "other instances can fetch KV from instance %s at %s %d", self._engine_id, seen, self._directory.port
+        )
 
     # Requests
 
@@ -127,11 +130,15 @@ class PDScheduler:
             log_once("pd.again", "a request with the id of one that ended just now is prefilled here", logger=logger)
             return
         if not self._cards or (isinstance(leg, PrefillLeg) and self._directory is None):
-            log_once("pd.off", "a request with kv_transfer_params is prefilled here: PD is off", logger=logger)
+            log_once(
+                "pd.off", "a request with kv_transfer_params is prefilled here: KV transfers are off", logger=logger
+            )
             return
         root, namespace = self._root(request), self._namespace()
         if root is None or namespace is None:
-            reason = "its KV has no name" if namespace is not None else "the model's identity is not known yet"
+            reason = "it has prompt embeddings or an unknown adapter"
+            if namespace is None:
+                reason = "the model's identity is not known yet"
             log_once(f"pd.nameless:{reason}", "a request is prefilled here: %s", reason, logger=logger)
             return
         name = transfer_name(leg.transfer_id, namespace, root, named_tokens(request, 0, request.num_prompt_tokens))
@@ -145,9 +152,9 @@ class PDScheduler:
             self._awaited[request.request_id] = _Awaited(name, leg.name)
             self._step.announced[request.request_id] = Announcement(name, leg.where, leg.computed)
             if self._computes_what_failed and leg.name not in ("", name):
-                reason = "its prompt or weights are not the KV's"
+                reason = "the prefill instance had another prompt or other weights"
                 log_once("pd.another", "a request is prefilled here: %s", reason, logger=logger)
-                self._drop(request.request_id, "the decode instance calls it by another name")
+                self._drop(request.request_id, "the decode instance has another prompt or other weights")
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens beyond the local hit that a transfer will bring, 0 for none. No side effect."""
@@ -199,8 +206,8 @@ class PDScheduler:
             cause = f"the request ended: {request.status.name.lower()}"
             if request.status not in _WITHOUT_RESULT and request.num_preemptions:
                 self._count_failure("send_preempted")
-                hint = "an instance that gives KV away has kv_role kv_producer or kv_both"
-                log_once("pd.preempted", "a preempted request ended without its KV: %s", hint, logger=logger)
+                hint = "a prefill instance needs kv_role kv_producer or kv_both"
+                log_once("pd.preempted", "the KV of a preempted request was not sent: %s", hint, logger=logger)
             if not given.computing:
                 # Nothing is being sent. If something loads into its blocks, vLLM forgets the request when that ends,
                 # and would end itself over a word about it after that.

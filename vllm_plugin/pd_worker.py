@@ -300,7 +300,7 @@ def _count(stats: ConnectorStats, kind: str, ended: Ended) -> None:
         stats.fail(f"{kind}_{ended.ending.value}")
         log_once(
             f"pd.{kind}:{kind_of(ended.cause)}",
-            "a transfer ended after %.3f s: %s; its tokens are computed where they are wanted (said once, see metrics)",
+            "a transfer failed after %.3f s: %s (logged once per cause, counted in the metrics)",
             ended.seconds,
             ended.cause,
             logger=logger,

@@ -181,7 +181,12 @@ class Saver:
                 read = sorted({block_id for number in fitting for block_id in self._blocks_of(task, number, blocks)})
                 task.put_aside(fitting, blocks.copy(read), self._record())
         except Exception as error:  # no memory is left on the device, for one
-            log_once("save.aside", "pages could not be copied aside: %r", error, logger=logger)
+            log_once(
+                "save.aside",
+                "pages could not be copied before their blocks were reused, and are not stored: %r",
+                error,
+                logger=logger,
+            )
         task.overtake(numbers)
 
     def _fitting(self, task: SaveTask, numbers: Sequence[int], blocks: KVBlocks) -> list[int]:

@@ -142,7 +142,7 @@ class WorkerHalf:
         geometry, shard = self._geometry, self._shard
         device = tensors[0].device
         if device.type not in ("cpu", "cuda"):
-            logger.warning("PD is off: no transport reaches KV blocks in memory of kind %s", device.type)
+            logger.warning("KV transfers are off: no transport can move KV blocks in %s memory", device.type)
             return None
         layout = RankLayout(
             model_layers=geometry.num_layers,
@@ -159,7 +159,7 @@ class WorkerHalf:
         try:
             node = Node(layout, memory_of(tensors), self._access, options, device.index)
         except (TransferError, ValueError, OSError) as error:
-            logger.error("PD is off: %s", error)
+            logger.error("KV transfers are off: %s", error)
             return None
         # A batch in parts runs through the layers once for each: a layer is named when one part of it is computed.
         in_parts = self._vllm_config.parallel_config.use_ubatching
@@ -294,10 +294,11 @@ class WorkerHalf:
         if task.pages < num_pages:
             cause = task.cause or "unknown"
             self._stats.fail(f"{kind}_{cause}")
+            outcome = "its tokens are computed" if kind == "load" else "the other pages are not stored"
             log_once(
                 f"{kind}.{cause}",
-                "a %s ended with %d of %d pages after %.3f s: %s; the tokens are recomputed (said once, see metrics)",
-                kind, task.pages, num_pages, seconds, cause,
+                "a %s ended after %.3f s with %d of %d pages: %s; %s (logged once per cause, counted in the metrics)",
+                kind, seconds, task.pages, num_pages, cause, outcome,
                 logger=logger,
             )  # fmt: skip
 

@@ -133,5 +133,5 @@ def test_a_rank_without_a_node_turns_transfers_off(pair: MakePair, caplog: pytes
     name = both.prefill.add(PROMPT, 1, params={"do_remote_decode": True})
     run_all(both.prefill)
     assert both.prefill.answers[name] is None
-    assert "PD is off: 0 ranks are ready for it" in caplog.text
+    assert "KV transfers are off: 0 of 1 ranks could set them up" in caplog.text
     both.prefill.check_at_rest()

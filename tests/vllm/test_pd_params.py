@@ -142,7 +142,7 @@ def test_where_clients_send_us_makes_few_lines_in_the_log(start: Start, caplog: 
     for letter in "abcdef":
         engine.add(PROMPT, 1, params=LEG | {"remote_host": f"{letter}::", "transfer_id": letter})
     run_all(engine)
-    said = [record.getMessage() for record in caplog.records if "a transfer ended" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "a transfer failed" in record.getMessage()]
     assert len(said) == 2, said
     engine.check_at_rest()
 

@@ -52,7 +52,7 @@ def engine_version(option: str, python: Path, engine: str, probe: str) -> str:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise BenchError(
             f"{option} {python} lacks something ({reason}): it needs {engine} and mooncake-connector; "
-            f"install the latter with `{python} -m pip install mooncake-connector`"
+            f"install the latter with `{python} -m pip install .` in its repository"
         )
     return done.stdout.strip().splitlines()[-1]
 

@@ -29,8 +29,8 @@ _START_DEADLINE_S = 60.0
 _MEASURE_DEADLINE_S = 240.0
 _LEASE_TTL_MS = 10_000
 _INSTALL = (
-    'Install it with `pip install "mooncake-connector[mooncake]"`, or into another environment named by '
-    "--peer-python with `pip install mooncake-transfer-engine-non-cuda==0.3.13.post1`; it also needs the system "
+    "Install it here, or in another environment named by --peer-python, with "
+    "`pip install mooncake-transfer-engine-non-cuda==0.3.13.post1`; it also needs the system "
     "packages libibverbs1 libnuma1 librdmacm1 liburing2 libcurl4."
 )
 

@@ -12,7 +12,7 @@ from mooncake_connector.cli.bench.measure import BenchError
 from mooncake_connector.cli.bench.serve.connectors import ALONE, OURS
 from mooncake_connector.cli.bench.serve.report import NEW, SEEN, ServeReport, ServeRow
 
-_INSTALL = 'install it with `pip install "mooncake-connector[plot]"`'
+_INSTALL = "install it with `pip install matplotlib`"
 _COLORS = {NEW: "#b9c6d6", SEEN: "#5b7fa6"}
 _OUR_COLORS = {NEW: "#f3c9a0", SEEN: "#d9701e"}
 
