@@ -136,7 +136,7 @@ class PDScheduler:
             return
         root, namespace = self._root(request), self._namespace()
         if root is None or namespace is None:
-            reason = "it has prompt embeddings or an unknown adapter"
+            reason = "it has prompt embeddings, streamed input or an unknown adapter"
             if namespace is None:
                 reason = "the model's identity is not known yet"
             log_once(f"pd.nameless:{reason}", "a request is prefilled here: %s", reason, logger=logger)
