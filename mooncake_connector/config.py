@@ -34,17 +34,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     pool: Annotated[
         Path | None,
         _field(
-            "Folder of the page pool. All engine processes that name the same folder share their pages. "
-            "It is created with mode 0700 where it is missing. Unset: `/dev/shm/mooncake-connector-<uid>`, or a folder "
-            "of that name in the temporary folder where shared memory is too small, which the log then says.",
+            "Folder of the pool. All engines that use the same folder share their pages. It must be a pool already, "
+            "or empty, or not exist yet: then it is created with mode 0700. Unset: "
+            "`/dev/shm/mooncake-connector-<uid>`; if shared memory is too small, the same name in the temporary "
+            "folder, and a line in the log.",
             "an absolute path (`~` is expanded); null for the default",
         ),
     ] = None
     capacity: Annotated[
         Nbytes | None,
         _field(
-            "Most bytes of pages that the pool may hold; the oldest pages are evicted beyond that. Unset: a quarter of "
-            "what the folder's file system has free when the pool is created, at most 16 GiB.",
+            "How many bytes of pages the pool may hold; when it is full, the least recently used pages are evicted. "
+            "Unset: a quarter of what the folder's file system has free when the pool is created, at most 16 GiB.",
             'bytes as an integer, or text with a unit: "8GiB" or "8Gi" (8 * 1024**3), "8GB" or "8G" (8 * 1000**3), '
             "likewise with K, M, T and P, in upper or lower case; from 1MiB to 1024TiB; null for the default",
         ),
@@ -52,30 +53,30 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: Annotated[
         PageTokens,
         _field(
-            "Tokens in a page. Only instances with the same value share pages. Smaller pages reuse more of a prefix, "
-            "larger ones cost less to look up and move.",
+            "Tokens in a page. Only instances with the same value share pages. Smaller pages reuse more of a prefix; "
+            "larger ones are cheaper to look up and copy.",
             "a power of two from 16 to 1024",
         ),
     ] = PageTokens(64)
     model_id: Annotated[
         Annotated[str, Meta(min_length=1, max_length=256)] | None,
         _field(
-            "Name to trust as the model's identity in place of the content of its files. Set it where the weights "
-            "cannot be read, and change it whenever the weights change: pages of equal `model_id` are shared.",
+            "Identifies the model instead of the content of its files. Set it where the weights cannot be read from "
+            "local files, and change it whenever the weights change: instances with the same `model_id` share pages.",
             "text of 1 to 256 characters; null to hash the model's files",
         ),
     ] = None
     min_hit_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 20)] | None,
         _field(
-            "Hits of fewer tokens are computed instead of loaded. Unset: one page (`page_tokens`).",
+            "Shorter hits are computed instead of loaded. Unset: one page (`page_tokens`).",
             "an integer from 1 to 1048576; null for one page",
         ),
     ] = None
     load_deadline_s: Annotated[
         float,
         _field(
-            "Seconds after which a load that has not finished is given up and its tokens are computed.",
+            "A load that takes longer than this many seconds is given up, and its tokens are computed.",
             "a number above 0, at most 600",
             gt=0,
             le=600,
@@ -84,7 +85,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     save_deadline_s: Annotated[
         float,
         _field(
-            "Seconds after which a save that has not finished is given up; what is not in the pool by then is lost.",
+            "A save that takes longer than this many seconds is given up; pages not saved by then are not stored.",
             "a number above 0, at most 600",
             gt=0,
             le=600,
@@ -93,28 +94,28 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     eviction: Annotated[
         Literal["lru"],
         _field(
-            "Which pages leave first when the pool is full. A page never leaves before those that follow it in its "
-            "prefix.",
+            "Which pages are evicted first when the pool is full. A page is never evicted before the pages that follow "
+            "it in its prefix.",
             '"lru" (least recently used)',
         ),
     ] = "lru"
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR"],
-        _field("Least severe message of this package that is logged.", '"DEBUG", "INFO", "WARNING" or "ERROR"'),
+        _field("Messages of this package below this level are not logged.", '"DEBUG", "INFO", "WARNING" or "ERROR"'),
     ] = "INFO"
     sglang_takeover: Annotated[
         bool,
         _field(
-            "SGLang's storage backend name `mooncake` means this package, for set-ups that can name no other. Read "
-            "when SGLang starts, before its options are, so set it in the environment (`1`) or in the file.",
+            "Makes SGLang's `--hicache-storage-backend mooncake` use this package, for set-ups whose launch command "
+            "cannot be changed. It is read before SGLang's options, so set it in the environment (`1`) or in the file.",
             "true or false",
         ),
     ] = False
     prefix_reuse: Annotated[
         bool,
         _field(
-            "Whether pages are read from the pool and written to it. Without, only transfers between a prefill and a "
-            "decode instance are served.",
+            "Whether pages are read from the pool and written to it. `false` leaves only transfers between prefill and "
+            "decode instances.",
             "true or false",
         ),
     ] = True
@@ -122,28 +123,28 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Transports,
         _field(
             "How KV may travel between instances, tried in this order for each peer. From GPU to GPU: `cuda_ipc` (same "
-            "host, same user). Where KV is in memory of the host: `cma` reads the other process's "
-            "memory (same host, same user, permission to trace), `shm` goes through shared memory (same host, same "
-            "user), `tcp` reaches any host.",
+            "host, same user). For KV in host memory: `cma` reads the other process's memory (same host, same user, "
+            "needs permission to trace), `shm` goes through shared memory (same host, same user), `tcp` reaches any "
+            "host.",
             'a list of "cuda_ipc", "cma", "shm" and "tcp", each at most once, at least one',
         ),
     ] = Transports(TRANSPORTS)
     transfer_hosts: Annotated[
         Hosts,
         _field(
-            "Addresses of this machine at which instances on other hosts, or in other containers, reach it over TCP: "
-            "for control connections the first, for data all of them. They need `secret_file`. Without any, only "
-            "processes of this user on this host are reached, over Unix sockets, and no port is opened.",
-            "a list of up to 16 different literal IP addresses; no names, and none of 0.0.0.0, :: and multicast, since "
-            "peers are told them",
+            "IP addresses of this machine at which instances on other hosts, or in other containers, reach it over "
+            "TCP: the first for control connections, all of them for data. Needs `secret_file`. Unset: instances talk "
+            "over Unix sockets with those of the same user on the same host, and no port is opened.",
+            "a list of up to 16 different literal IP addresses; no names, no 0.0.0.0, no :: and no multicast, since "
+            "peers connect to them",
         ),
     ] = Hosts()
     transfer_port: Annotated[
         int,
         _field(
-            "Port at which the prefill instance tells its ranks' addresses; without `transfer_hosts` the number that "
-            "names its Unix socket. Set it where both instances get a request at once, since the proxy must know it "
-            "then.",
+            "Port at which decode instances look up the ranks of this prefill instance; without `transfer_hosts`, the "
+            "number in the name of its Unix socket. Set it if the proxy sends requests to both instances at once: it "
+            "must know the port then.",
             "an integer from 0 to 65535; 0 for any that is free",
             ge=0,
             le=65535,
@@ -152,15 +153,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     secret_file: Annotated[
         Path | None,
         _field(
-            "File with the secret that all instances of a deployment share: at least 16 bytes, white space around them "
-            "left out, this user's or root's, readable by its owner alone.",
+            "File with the secret that all instances of a deployment share: at least 16 bytes, not counting white "
+            "space at either end. It must belong to this user or root, and only its owner may read it.",
             "an absolute path (`~` is expanded); null for none, which keeps transfers on this machine",
         ),
     ] = None
     tls_certificate: Annotated[
         Path | None,
         _field(
-            "Certificate of this instance, in PEM. With `tls_key` and `tls_authority`, all that travels over TCP is "
+            "Certificate of this instance, in PEM. With `tls_key` and `tls_authority`, everything sent over TCP is "
             "encrypted, and both sides show a certificate.",
             "an absolute path (`~` is expanded); null for no TLS",
         ),
@@ -172,22 +173,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     tls_authority: Annotated[
         Path | None,
         _field(
-            "Certificates of the authority that must have signed those of peers, in PEM.",
+            "Certificates of the authority that signs the peers' certificates, in PEM.",
             "an absolute path (`~` is expanded); null for no TLS",
         ),
     ] = None
     granularity: Annotated[
         Literal["auto", "full", "chunk", "layer"],
         _field(
-            "When KV leaves the prefill instance: with the whole prompt, with each chunk of prefill, or with each "
-            "layer of a chunk. `auto` goes by the length of the prompt.",
+            "When KV is sent: once the whole prompt is computed (`full`), after each chunk of prefill (`chunk`), or "
+            "after each layer of a chunk (`layer`). `auto` decides by the length of the prompt.",
             '"auto", "full", "chunk" or "layer"',
         ),
     ] = "auto"
     granularity_chunk_tokens: Annotated[
         int,
         _field(
-            "With `auto`, shorter prompts travel as a whole.",
+            "With `auto`, shorter prompts are sent as a whole.",
             "an integer from 0 to 1073741824, at most `granularity_layer_tokens`",
             ge=0,
             le=1 << 30,
@@ -196,7 +197,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     granularity_layer_tokens: Annotated[
         int,
         _field(
-            "With `auto`, longer prompts travel layer by layer.",
+            "With `auto`, longer prompts are sent layer by layer.",
             "an integer from 0 to 1073741824, at least `granularity_chunk_tokens`",
             ge=0,
             le=1 << 30,
@@ -205,7 +206,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     transfer_deadline_s: Annotated[
         float,
         _field(
-            "Seconds after which the decode instance gives up a transfer that is not complete, waiting for prefill "
+            "The decode instance gives up a transfer that takes longer than this many seconds, waiting for prefill "
             "included.",
             "a number above 0, at most 3600",
             gt=0,
@@ -215,8 +216,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     transfer_lease_s: Annotated[
         float,
         _field(
-            "Seconds without a sign of life after which a peer is given up, and for which the prefill instance keeps "
-            "the KV of a prompt that nobody fetches. Below 5 it must be the same on both sides.",
+            "A peer that has not answered for this many seconds is given up. The prefill instance keeps the KV of a "
+            "prompt that nobody fetches for the same time. Values below 5 must be the same on both sides.",
             "a number from 1 to 3600",
             ge=1,
             le=3600,
@@ -225,8 +226,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     transfer_failure: Annotated[
         Literal["recompute", "fail"],
         _field(
-            "What becomes of a request whose transfer failed: the decode instance computes the prompt itself, or the "
-            "request fails.",
+            "What happens when a load or a transfer fails: the prompt is computed (`recompute`), or the request fails "
+            "(`fail`).",
             '"recompute" or "fail"',
         ),
     ] = "recompute"

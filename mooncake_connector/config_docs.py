@@ -11,7 +11,7 @@ _HEAD = f"""\
 
 # Configuration
 
-Nothing has to be set. What is set is looked up field by field, the first that has it wins:
+Nothing has to be set. For each setting, the first of these that has a value wins:
 
 1. the engine's own JSON: `kv_connector_extra_config` inside vLLM's `--kv-transfer-config`;
 2. environment variables, one per field; an empty one counts as not set, `null` sets an optional field to its default,
@@ -22,16 +22,17 @@ Nothing has to be set. What is set is looked up field by field, the first that h
 `mooncake-connector config show` prints every value and where it came from; with `--kv-transfer-config JSON` or
 `--hicache-storage-backend-extra-config JSON`, as the engine would see it.
 
-Sizes are bytes, or text with a unit. Units with an `i` are powers of 1024, those without are powers of 1000, as in
-Kubernetes: `8GiB` and `8Gi` are 8 * 1024³ bytes, `8GB`, `8G` and `8g` are 8 * 1000³. What is shown is always in KiB,
+Sizes are numbers of bytes, or text with a unit. Units with an `i` are powers of 1024, those without are powers of 1000,
+as in Kubernetes: `8GiB` and `8Gi` are 8 * 1024³ bytes, `8GB`, `8G` and `8g` are 8 * 1000³. Output is always in KiB,
 MiB, GiB or TiB.
 
-Variables that Kubernetes makes of a Service called `mooncake-connector` or `mooncake-connector-...` (names that end in
+Variables that Kubernetes sets for a Service called `mooncake-connector` or `mooncake-connector-...` (names that end in
 `_SERVICE_HOST`, `_PORT=tcp://10.0.0.1:80` and the like) are ignored.
 
-An unknown key, a wrong type, an impossible value or values that do not go together are an error at start that names
-the keys, the values and what is allowed. `vllm serve` says so when it reads its arguments, before the model;
-`mooncake-connector doctor vllm --kv-transfer-config JSON` finds it, and what vLLM itself would refuse, without a start.
+An unknown key, a wrong type, an invalid value or values that contradict each other are an error that names the keys,
+the values and what is allowed. `vllm serve` reports it when it reads its arguments, before it loads the model;
+`mooncake-connector doctor vllm --kv-transfer-config JSON` reports it, and what vLLM itself would refuse, without
+starting vLLM.
 
 The same setting in the three forms:
 
