@@ -22,6 +22,7 @@ DESCRIPTION, OPEN_LOCK = "pool.json", "open.lock"
 NEW_DESCRIPTION = "pool.json.new"
 _FILES = ("table", "arena", "spaces", "write.lock", "ledger/data.mdb")
 _ID = re.compile(r"[0-9a-f]{32}")
+_OWNER = re.compile(r"[0-9a-f]{32}(\.new)?")
 _REMOVAL_WAIT_S = 5.0
 """For an opening under way to come to its end."""
 _NEUTRAL = "lost+found"
@@ -71,7 +72,7 @@ def remove_data(pool: Path) -> None:
 
 def remove_data_folder(data: Path) -> None:
     """Unlink the files of this data folder, and the folder itself if nothing else is in it."""
-    owners = [f"owners/{name}" for name in _names(data / "owners") if _ID.fullmatch(name)]
+    owners = [f"owners/{name}" for name in _names(data / "owners") if _OWNER.fullmatch(name)]
     _unlink(data, [name for name in (*_FILES, *owners) if _is_folder((data / name).parent)])
     for name in (data / "ledger", data / "owners", data):
         _rmdir(name)

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,15 @@ def _poll_flock(fd: int, deadline: float) -> None:
         pause = min(pause * 1.5, _LONGEST_PAUSE_S)
 
 
+def _map_counts(path: Path) -> U64:
+    """Not by the locked descriptor: a mapping keeps a copy, and in a forked child the lock of a parent that is dead."""
+    fd = open_file(path, os.O_RDWR)
+    try:
+        return np.frombuffer(mmap.mmap(fd, _COUNTS_NBYTES, offset=_COUNTS_AT), dtype="<u8")
+    finally:
+        os.close(fd)
+
+
 class Owners:
     """One locked file per process that has the pool open; while the lock is held, the process lives.
 
@@ -113,6 +123,7 @@ class Owners:
         self._folder = folder
         self.id = uuid.uuid4().bytes
         self._path = folder / self.id.hex()
+        self._changing = threading.Lock()
         self._fd, self.page = self._make(self._path)
 
     def _make(self, path: Path) -> tuple[int, U64]:
@@ -130,22 +141,24 @@ class Owners:
                 os.posix_fallocate(fd, _COUNTS_AT, _COUNTS_NBYTES)
             except OSError:  # full: a pool is read all the same, and the counts reach it with a put
                 return fd, np.zeros(_COUNTS_NBYTES // 8, dtype=np.uint64)
-            return fd, np.frombuffer(mmap.mmap(fd, _COUNTS_NBYTES, offset=_COUNTS_AT), dtype="<u8")
+            return fd, _map_counts(path)
         except BaseException:
             os.close(fd)
             raise
 
     def restore(self) -> bool:
-        """Make this process's file again if it was deleted; True if so. Raises OSError."""
-        if self._fd < 0 or self._path.exists():
-            return False
-        new = self._path.with_suffix(".new")
-        new.unlink(missing_ok=True)
-        fd, self.page = self._make(new)
-        os.replace(new, self._path)  # with its lock: nobody takes the owner for dead
-        os.close(self._fd)
-        self._fd = fd
-        return True
+        """Make this process's file again if it was deleted, its folder too; True if so. Raises OSError."""
+        with self._changing:
+            if self._fd < 0 or self._path.exists():
+                return False
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            new = self._path.with_suffix(".new")
+            new.unlink(missing_ok=True)
+            fd, self.page = self._make(new)
+            os.replace(new, self._path)  # with its lock: nobody takes the owner for dead
+            os.close(self._fd)
+            self._fd = fd
+            return True
 
     def counts(self, owner: bytes | None = None) -> U64:
         """What this owner has counted and not handed over yet; without one, all owners together."""
@@ -184,12 +197,23 @@ class Owners:
 
     def leave(self) -> None:
         """Unregister: to be called with no reservation left."""
-        if self._fd >= 0:
-            self._path.unlink(missing_ok=True)
-            self.abandon()
+        with self._changing:
+            if self._fd >= 0:
+                with suppress(OSError):  # one that stays has lost its lock: others find its owner dead
+                    self._path.unlink(missing_ok=True)
+                self._close()
 
     def abandon(self) -> None:
-        """Close the file without unlocking it: right in a forked child, whose parent goes on owning it."""
+        """Close the file and leave it where it is, for others to find its owner dead."""
+        with self._changing:
+            self._close()
+
+    def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def abandon_in_child(self) -> None:
+        """After a fork: close the file without unlocking it; the parent goes on owning it."""
+        self._changing = threading.Lock()
+        self._close()

@@ -135,7 +135,7 @@ class Pool:
         """After a fork: close what the parent owns without unlocking it, and never use the rest."""
         self._idle = threading.Condition()
         self._closing = True
-        self._owners.abandon()
+        self._owners.abandon_in_child()
         self.counters.abandon_in_child()
         self._lock.abandon_in_child()
         self.arena.abandon_in_child()

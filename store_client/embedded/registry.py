@@ -23,6 +23,8 @@ from store_client.embedded.pool import Pool
 logger = get_logger(__name__)
 
 _CLOSE_WAIT_S = 2.0
+_OLD_CLOSE_TRIES = 300
+"""A pool that was replaced keeps its deleted files in memory until the last call in it has come to its end."""
 _REOPEN_DEADLINE_S = 10.0
 
 T = TypeVar("T")
@@ -152,11 +154,14 @@ class Handle:
                     self.path, self._capacity_nbytes or old.arena.limit * GRANULE, self._policy, _REOPEN_DEADLINE_S,
                     rebuild=self._rebuild and broken, distrusted=old.data if broken else None,
                 )  # fmt: skip
-            old.close(_CLOSE_WAIT_S)
         except PoolError as error:
             log_once("store.lost", "pool %s cannot be opened again: %s", self.path, error, logger=logger)
+            return
         finally:
             self._following.release()
+        for _ in range(_OLD_CLOSE_TRIES):
+            if old.close(_CLOSE_WAIT_S):
+                return
 
     def detach(self) -> None:
         """One store less; the last one closes the pool, unless other threads are still inside."""

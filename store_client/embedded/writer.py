@@ -90,10 +90,11 @@ class Writer:
         """Hand in counts, give back what this process could not commit, forget what it found corrupt."""
         self._table.add_counters(self._counters.take())
         if self._abandoned:
+            abandoned = list(self._abandoned)
             with self._ledger.transaction() as draft:
-                for reservation in self._abandoned:
+                for reservation in abandoned:
                     self._give_back(draft, reservation)
-            self._abandoned = []
+            del self._abandoned[: len(abandoned)]  # other threads append meanwhile
         if self._suspected:
             suspected, self._suspected = self._suspected, []
             broken = [slot for slot in suspected if self._table.is_broken(slot)]
