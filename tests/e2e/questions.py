@@ -38,11 +38,15 @@ def draw_tokens(source: random.Random, count: int) -> tuple[int, ...]:
 
 
 class Plain(Protocol):
-    def ask(self, prompt: Sequence[int], *, max_tokens: int) -> Answer: ...
+    def ask(self, prompt: Sequence[int], *, max_tokens: int, cache_salt: str | None) -> Answer: ...
 
 
 class Examiner:
-    """Finds questions of wanted lengths by asking `plain`, a server without connector and prefix caching."""
+    """Finds questions of wanted lengths by asking `plain`, a server without connector.
+
+    Each prompt has a cache salt of its own: it is computed as a whole, and if the server caches prefixes, what it is
+    compared with is computed from the first page on that differs.
+    """
 
     def __init__(
         self,
@@ -59,17 +63,19 @@ class Examiner:
     def question(self, name: str, num_tokens: int, *, prefix: Sequence[int] = ()) -> Question:
         """A clear question of `num_tokens` tokens that begins with `prefix`; `name` seeds what is drawn."""
         source = random.Random(zlib.crc32(name.encode()))
-        for _ in range(self._draws):
-            prompt = (*prefix, *self._draw(source, num_tokens - len(prefix)))
-            answer = self._plain.ask(prompt, max_tokens=self._max_tokens)
+        for number in range(self._draws):
+            prompt, salt = (*prefix, *self._draw(source, num_tokens - len(prefix))), f"{name} {number}"
+            answer = self._plain.ask(prompt, max_tokens=self._max_tokens, cache_salt=salt)
             if answer.smallest_gap < self._smallest_gap:
                 continue
-            if not self._depends_on_every_page(prompt, answer.token_ids, source):
+            if not self._depends_on_every_page(prompt, answer.token_ids, source, salt):
                 continue
             return Question(prompt, answer.token_ids)
         raise AssertionError(f"none of {self._draws} prompts drawn for {name!r} has an answer with a clear margin")
 
-    def _depends_on_every_page(self, prompt: tuple[int, ...], answer: tuple[int, ...], source: random.Random) -> bool:
+    def _depends_on_every_page(
+        self, prompt: tuple[int, ...], answer: tuple[int, ...], source: random.Random, salt: str
+    ) -> bool:
         """Whether the answer changes when the first, the middle or the last full page is another one."""
         pages = len(prompt) // PAGE_TOKENS
         for page in sorted({0, pages // 2, pages - 1} - {-1}):
@@ -77,6 +83,6 @@ class Examiner:
             if stop > len(prompt):
                 continue
             other = (*prompt[:start], *self._draw(source, PAGE_TOKENS), *prompt[stop:])
-            if self._plain.ask(other, max_tokens=self._max_tokens).token_ids == answer:
+            if self._plain.ask(other, max_tokens=self._max_tokens, cache_salt=salt).token_ids == answer:
                 return False
         return True

@@ -20,10 +20,10 @@ def as_text(prompt: Sequence[int]) -> str:
 
 
 class Chatting:
-    """A server whose answers are those in a chat."""
+    """A server whose answers are those in a chat. Nothing is salted there, since no two prompts begin alike."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def ask(self, prompt: Sequence[int], *, max_tokens: int) -> Answer:
+    def ask(self, prompt: Sequence[int], *, max_tokens: int, cache_salt: str | None) -> Answer:
         return self._client.chat(as_text(prompt), max_tokens=max_tokens)

@@ -52,8 +52,8 @@ COMMON = ("--max-model-len", "4096", "--chat-template", CHAT_TEMPLATE)
 
 @pytest.fixture(scope="session")
 def asked(qwen3: Path, logs: Path) -> dict[str, Question]:
-    """Questions for the Qwen3 checkpoint by name, answered by vLLM without the connector or a cache."""
-    plain = Server(qwen3, log=logs / "pd-plain.log", args=[*COMMON, "--no-enable-prefix-caching"])
+    """Questions for the Qwen3 checkpoint by name, answered by vLLM without the connector or a hit."""
+    plain = Server(qwen3, log=logs / "pd-plain.log", args=COMMON)
     with running(plain):
         examiner = Examiner(plain)
         found = {name: examiner.question(name, length) for name, length in LENGTHS.items()}

@@ -37,8 +37,8 @@ class Alone:
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
 
-    def ask(self, prompt: Sequence[int], *, max_tokens: int) -> Answer:
-        return self._instance.ask(prompt, max_tokens=max_tokens, cache_salt="alone")
+    def ask(self, prompt: Sequence[int], *, max_tokens: int, cache_salt: str | None) -> Answer:
+        return self._instance.ask(prompt, max_tokens=max_tokens, cache_salt=f"alone {cache_salt}")
 
 
 @pytest.fixture(scope="session")
