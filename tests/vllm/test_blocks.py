@@ -250,7 +250,12 @@ def test_every_packing_of_the_cpu_backend_is_measured(
     """Trap 11: "CPU KV pages are opaque". Cure: the packing is a permutation, and it is measured with the engine's own
     operation; the pages then hold K and V in plain order, whatever instruction set wrote them."""
     fmts = [PageFormat(2, page_tokens, 2, head_size, head_size, dtype.itemsize) for page_tokens in (16, 64)]
-    order = probe_order(lambda *args: cpu_write(isa, *args), fmts[0], block_tokens, dtype, dtype)
+    try:
+        order = probe_order(lambda *args: cpu_write(isa, *args), fmts[0], block_tokens, dtype, dtype)
+    except RuntimeError as error:
+        if isa != "amx" or "Unsupported CPU attention configuration" not in str(error):
+            raise
+        pytest.skip(f"NOT TESTED: vLLM's build for this processor has no such packing: {error}")
     for fmt in fmts:
         check_packing(isa, fmt, block_tokens, order, dtype, "auto")
 
