@@ -15,6 +15,7 @@ from store_client.base import Bytes, Consume, Scatter, Verify
 from store_client.embedded import rows as rows_
 from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.counters import Counters
+from store_client.embedded.faults import CallersOwn
 from store_client.embedded.rows import INLINE_EXTENTS
 from store_client.embedded.scatter import as_pieces, copy_hashed, copy_range, gather
 from store_client.embedded.table import Found, Table
@@ -49,12 +50,16 @@ class Reader:
         """Generation of the page at each slot whose checksum this process has seen to be right."""
 
     def prefix(self, keys: Sequence[bytes], space: int) -> int:
-        """Leading keys that are present. The first alone decides most lookups that miss."""
+        """Leading keys that are present. The first alone decides most lookups that miss, so others are checked late."""
         if not keys or not self._table.present_one(keys[0], space):
             return 0
         if len(keys) == 1:
             return 1
-        present = self._table.present(rows_.join_keys(keys), space)
+        try:
+            joined = rows_.join_keys(keys)
+        except ValueError as error:  # says nothing about the pool
+            raise CallersOwn from error
+        present = self._table.present(joined, space)
         return len(present) if present.all() else int(present.argmin())
 
     def contains(self, keys: Sequence[bytes], space: int) -> list[bool]:

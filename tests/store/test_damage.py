@@ -290,6 +290,19 @@ def test_an_exception_of_the_callers_passes_and_is_no_damage(pool: Path, error: 
         assert store.stats().failures == {}
 
 
+def test_a_wrong_key_among_others_is_the_callers_mistake_and_no_damage(pool: Path) -> None:
+    keys = chain("a", 2)
+    with EmbeddedStore(pool, CAPACITY) as store:
+        space = store.space(namespace(), SHARD)
+        put_chain(space, keys)
+        with pytest.raises(ValueError, match="31 bytes: expected 32"):
+            space.prefix([keys[0], keys[1][:31]])
+        opened = store._handle._pool
+        assert opened is not None
+        assert opened.damage is None
+        assert space.prefix(keys) == 2
+
+
 def test_limits_of_processes_and_descriptors(pool: Path) -> None:
     """A process that is at its limits misses and fails, and raises nothing."""
     code = (
