@@ -288,7 +288,7 @@ class Consumer(Half):
 
     def _expire(self, known: _Transfer, now_s: float) -> None:
         if known.ending is None and now_s >= known.deadline_s:
-            self._end(known, Ending.EXPIRED, "not here at its deadline", now_s)
+            self._end(known, Ending.EXPIRED, "not complete by its deadline", now_s)
         for leg in known.legs.values():
             if known.grant and not leg.done and now_s >= leg.heard_s + self._timing.lease_s:
                 cause = f"the producer said nothing for {self._timing.lease_s:g} s"

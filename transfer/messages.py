@@ -167,5 +167,5 @@ def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
     if isinstance(message, Granted | Landed) and message.stop_token < message.first_token:
         raise MessageError(f"tokens {message.first_token}..{message.stop_token - 1}")
     if message.generation == 0:
-        raise MessageError("a sender without a life")
+        raise MessageError("generation 0: expected at least 1")
     return message

@@ -79,7 +79,7 @@ def _wrong(given: Mapping[str, Any], where: str) -> Iterator[str]:
     known = [field.name for field in dataclasses.fields(KVTransferConfig)]
     for key in given:
         if key in Config.__struct_fields__:
-            yield f"{where}{key} is ours: it belongs into {where}kv_connector_extra_config"
+            yield f"{where}{key} is a setting of the connector: put it into {where}kv_connector_extra_config"
         elif key not in known:
             yield f"{where}{key} is unknown{_meant(key, known)}; vLLM knows {', '.join(known)}"
     role = given.get("kv_role")
@@ -124,7 +124,7 @@ def _wrong_children(children: Any, where: str) -> Iterator[str]:
             yield f"{place} is {child!r:.40}: expected an object"
             continue
         if "engine_id" in child:
-            yield f"{place}.engine_id: vLLM gives the outer one to all, and fails over another"
+            yield f"{place}.engine_id must be left out: vLLM sets it to {_MULTI}'s, and fails on any other"
         yield from _wrong(child, f"{place}.")
 
 
@@ -132,7 +132,7 @@ def _wrong_together(given: Mapping[str, Any]) -> Iterator[str]:
     names = [part.get("kv_connector") for part in _parts(given)]
     times = names.count(CONNECTOR)
     if times > 1:
-        yield f"{CONNECTOR} is there {times} times: expected once; it serves the pool and hand-overs alike"
+        yield f"{CONNECTOR} is listed {times} times: list it once; it serves both the pool and transfers"
     elif CONNECTOR not in names and isinstance(names[0], str):
         yield f"{', '.join(map(str, names))} is not of mooncake-connector, which would not be used: write {CONNECTOR}"
 

@@ -179,7 +179,7 @@ def read_description(pool: Path) -> Description | None:
     if not isinstance(description.max_pages, int) or description.max_pages < 1:
         raise Unusable(f"pool.json says max_pages {description.max_pages!r}")
     if description.boot_id != boot_id():
-        raise Unusable("the machine was restarted since, and the pool's index is not written for that")
+        raise Unusable("the machine was restarted, which a pool does not survive")
     return description
 
 

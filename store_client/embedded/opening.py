@@ -88,7 +88,7 @@ def _open_locked(
     try:
         return _open_existing(path, description, chosen, policy, deadline)
     except Unusable as reason:
-        raise PoolError(f"pool {path} was just made and is not usable ({reason}); set `pool` elsewhere") from None
+        raise PoolError(f"pool {path} was just created and cannot be used ({reason}); choose another `pool`") from None
 
 
 def _create(path: Path, capacity: int) -> Description:

@@ -45,7 +45,7 @@ def test_what_the_doctor_itself_advises_is_fine() -> None:
         ("[" * 100_000, ["nested too deeply"]),
         ("[]", ["is []", "expected an object"]),
         ({"kv_conector": "x", "kv_role": "kv_both"}, ["kv_conector is unknown (did you mean kv_connector?)"]),
-        (OURS | {"page_tokens": 64}, ["page_tokens is ours", "kv_connector_extra_config"]),
+        (OURS | {"page_tokens": 64}, ["page_tokens is a setting of the connector", "kv_connector_extra_config"]),
         (OURS | {"kv_role": "kv_prodcer"}, ["kv_role is 'kv_prodcer' (did you mean kv_producer?)", "kv_consumer"]),
         ({"kv_connector": "MooncakeKVConnector"}, ["kv_role is missing"]),
         (OURS | {"kv_connector": "MooncakeKVConector"}, ["MooncakeKVConector", "(did you mean MooncakeKVConnector?)"]),
