@@ -14,6 +14,7 @@ import msgspec
 from vllm.v1.request import RequestStatus
 
 from mooncake_connector.config import Config
+from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.namespace import Namespace
 from transfer.base import TransferError
@@ -266,6 +267,7 @@ class PDScheduler:
 
     # Steps
 
+    @contained(PDStep)
     def build(self, scheduled: SchedulerOutput) -> PDStep:
         """What the workers have to know of this step."""
         step, self._step = self._step, PDStep()
@@ -283,6 +285,7 @@ class PDScheduler:
             step.ranks = tuple(card.layout for card in self._cards)
         return step
 
+    @contained(nothing)
     def _add_progress(self, step: PDStep, request: Request, num_tokens: int) -> None:
         assert self._manager is not None
         prompt_tokens = request.num_prompt_tokens

@@ -149,6 +149,12 @@ class SavePlanner:
         given_away, self._given_away = self._given_away, set()
         return planned, frozenset(given_away)
 
+    def drop(self) -> None:
+        """Forget what was planned since the last step: no worker is told of it."""
+        for job in self._planned:
+            self._forget(job.job_id)
+        self._planned.clear()
+
     # Results
 
     def ended(self, job_id: int, result: SaveResult) -> None:
@@ -185,9 +191,7 @@ class SavePlanner:
 
         What they save just now belongs to the namespace that it was planned in, which nobody here reads any more.
         """
-        for job in self._planned:
-            self._forget(job.job_id)
-        self._planned.clear()
+        self.drop()
         for save in self._under_way.values():
             save.event = None
         if self._publishes:

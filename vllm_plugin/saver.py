@@ -107,6 +107,12 @@ class SaveTask(Task):
             self._overtaken.update(numbers)
         self.aside_nbytes += copies.nbytes
 
+    def let_go(self) -> None:
+        """The job is over. What lies aside goes, although a thread that hangs may keep the task in its queue."""
+        with self._lock:
+            self._over.update(self._aside)
+            self._aside.clear()
+
 
 class Saver:
     """See the module. All methods but the thread's own are the engine's.
@@ -209,7 +215,10 @@ class Saver:
 
     def collect(self) -> list[SaveTask]:
         """Saves that ended or expired since the last call, each exactly once."""
-        return self._lane.collect()
+        over = self._lane.collect()
+        for task in over:
+            task.let_go()
+        return over
 
     def stop(self, timeout_s: float) -> None:
         self._lane.stop(timeout_s)

@@ -12,6 +12,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from mooncake_connector.config import Config
+from mooncake_connector.contain import contained, nothing
 from mooncake_connector.namespace import Namespace
 from store_client.pool import Pool
 from store_client.shards import ShardView
@@ -150,21 +151,33 @@ class SchedulerHalf:
 
     def build(self, scheduled: SchedulerOutput) -> StepMetadata:
         """The jobs of this step: loads planned above, and saves of the pages that this step completes."""
-        self._start(scheduled)
-        self.saves.look_at(scheduled)
-        if self._completes_pages(scheduled):
-            for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
-                tracked = self._tracked.get(req_id)
-                if tracked is None:
-                    continue
-                num_computed_tokens = tracked.request.num_computed_tokens + num_tokens
-                if num_computed_tokens >= (tracked.saved_pages + 1) * self._page_tokens and self._views():
-                    self.saves.plan(tracked, num_computed_tokens)
         metadata, self._metadata = self._metadata, StepMetadata()
-        metadata.saves, metadata.given_away = self.saves.take()
+        self._add_saves(scheduled, metadata)
         if metadata.loads or metadata.saves:
             metadata.namespace = self.namespace()
         return metadata
+
+    @contained(nothing)
+    def _add_saves(self, scheduled: SchedulerOutput, metadata: StepMetadata) -> None:
+        """A failure costs the saves planned so far, whose blocks may be others' by the next step, and no load."""
+        try:
+            self._start(scheduled)
+            self.saves.look_at(scheduled)
+            if self._completes_pages(scheduled):
+                self._plan_saves(scheduled)
+            metadata.saves, metadata.given_away = self.saves.take()
+        except BaseException:
+            self.saves.drop()
+            raise
+
+    def _plan_saves(self, scheduled: SchedulerOutput) -> None:
+        for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            tracked = self._tracked.get(req_id)
+            if tracked is None:
+                continue
+            num_computed_tokens = tracked.request.num_computed_tokens + num_tokens
+            if num_computed_tokens >= (tracked.saved_pages + 1) * self._page_tokens and self._views():
+                self.saves.plan(tracked, num_computed_tokens)
 
     def _start(self, scheduled: SchedulerOutput) -> None:
         """Requests that start or resume in this step have their blocks filled up to where it computes.

@@ -17,6 +17,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from mooncake_connector.config import Config
+from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.namespace import Namespace
 from store_client.base import Shard
@@ -166,6 +167,7 @@ class WorkerHalf:
         layers = () if in_parts else geometry.layer_names
         return PDWorker(node, layout, self._rank, layers, options.bounds, DeviceOrder(self._record))
 
+    @contained(nothing)
     def start_loads(self, metadata: StepMetadata) -> None:
         """Queue this step's loads; a forward pass under way may still write to their blocks for whom they were."""
         if not metadata.loads:
@@ -176,10 +178,12 @@ class WorkerHalf:
             self._loading.add(job.req_id)
             self._loader.submit(Task(job, metadata.namespace, self._config.load_deadline_s, fence))
 
+    @contained(nothing)
     def before_step(self, metadata: StepMetadata) -> None:
         """Called before a step writes to any block: what saves read in those that it writes to is theirs no longer."""
         self._saver.before_step(metadata)
 
+    @contained(nothing)
     def start_saves(self, metadata: StepMetadata) -> None:
         """Queue this step's saves; the forward pass that computes their pages has been launched."""
         jobs = [job for job in metadata.saves if not job.computed]

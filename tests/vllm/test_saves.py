@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,8 +14,9 @@ from harness import Engine
 
 import vllm_plugin.saver
 from mooncake_connector.keys import page_keys
-from vllm_plugin.blocks import KVBlocks
+from vllm_plugin.blocks import BlockCopies, KVBlocks
 from vllm_plugin.messages import SaveResult
+from vllm_plugin.save_planner import SavePlanner
 from vllm_plugin.saver import Saver
 
 STEADY = [case for case in RUNNERS if case.id in ("v1", "v2-async-lazy")]
@@ -262,6 +264,29 @@ def test_what_is_copied_aside_is_bounded_and_the_rest_overtaken(
     assert overtaken(engine) == 3
 
 
+def test_what_lies_aside_goes_with_its_deadline_although_the_pool_hangs(
+    start: Start, faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(num_blocks=20, prefix_caching=False)
+    room = 7 * engine.workers[0].half._blocks.block_nbytes
+    monkeypatch.setattr(vllm_plugin.saver, "_ASIDE_NBYTES", room)
+    saver = engine.workers[0].half._saver
+    faults.hold_writes()
+    for prompt in OTHERS * 2:
+        ask_until_answered(engine, prompt, 1)
+        saver.give_away(None)
+        assert any(task.aside_nbytes for task in saver.pending)
+        for task in saver.pending:
+            task.deadline_s = -1.0
+        engine.run()
+        assert not saver.pending
+    gc.collect()
+    held = sum(one.nbytes for one in gc.get_objects() if isinstance(one, BlockCopies))
+    assert held <= 2 * room  # the saves that wait, and the one that hangs
+    faults.release()
+    engine.check_at_rest()
+
+
 @pytest.mark.parametrize("block_tokens", [16, 128])
 def test_one_page_is_saved_however_small_the_cache(start: Start, block_tokens: int) -> None:
     engine = start(num_blocks=10 if block_tokens == 16 else 3, block_tokens=block_tokens, page_tokens=64)
@@ -310,3 +335,31 @@ def test_a_defect_of_ours_costs_pages_and_never_stores_a_wrong_one(
     crowd_out(engine, faults, lambda: monkeypatch.setattr(f"vllm_plugin.{name}", broken(name)))
     check_pool(engine, PROMPT, *OTHERS, num_tokens=100)
     assert not any(engine.pages(PROMPT))
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, what: Any, name: str, when: Callable[[Any], bool]) -> list[str]:
+    """Make a method fail the first time that `when` holds; names what has failed."""
+    method, failed = getattr(what, name), []
+
+    def fail(self: Any, *args: Any) -> Any:
+        if not failed and when(self):
+            failed.append(name)
+            raise RuntimeError(f"{name}: made to fail")
+        return method(self, *args)
+
+    monkeypatch.setattr(what, name, fail)
+    return failed
+
+
+@every_runner
+def test_what_was_planned_in_a_step_that_failed_is_not_saved_in_a_later_one(
+    start: Start, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(**runner, num_blocks=20, prefix_caching=False)
+    failed = fail_once(monkeypatch, SavePlanner, "take", lambda planner: bool(planner._planned))
+    first = engine.add(PROMPT, 1)
+    engine.run(until=lambda: first in engine.reasons)
+    assert failed
+    assert engine.ask(OTHERS[0], 60) == oracle.generate(OTHERS[0], 60)
+    engine.check_at_rest()
+    check_pool(engine, PROMPT, OTHERS[0], num_tokens=60)

@@ -1,0 +1,59 @@
+"""A defect of ours in one part of the connector costs the others nothing: no request waits for ever for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+from cases import PROMPT, RUNNERS, Start, warm_pool
+from pd import MakePair, figures, prefill_params, run_all
+
+from vllm_plugin.save_planner import SavePlanner
+from vllm_plugin.saver import Saver
+
+runners = pytest.mark.parametrize("runner", [case for case in RUNNERS if case.id in ("v1", "v2-async-lazy")])
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("made to fail")
+
+
+@runners
+@pytest.mark.parametrize("name", ["look_at", "take"])
+def test_a_defect_of_saves_costs_no_load(
+    start: Start, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    warm_pool(start)
+    monkeypatch.setattr(SavePlanner, name, fail)
+    engine = start(**runner)
+    assert engine.ask(PROMPT) == oracle.generate(PROMPT, 3)
+    assert engine.computed("r0") < len(PROMPT)
+    engine.check_at_rest()
+
+
+@runners
+@pytest.mark.parametrize("name", ["before_step", "submit"])
+def test_a_defect_of_saves_costs_no_hand_over(
+    pair: MakePair, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    both = pair(runner, runner, prefix_reuse=True)
+    monkeypatch.setattr(Saver, name, fail)
+    request = both.decode.add(PROMPT, 3, params=both.handed_over(PROMPT))
+    run_all(*both.both, until=lambda: request in both.decode.reasons)
+    assert both.decode.texts[request] == oracle.generate(PROMPT, 3)
+    assert figures(both.decode)["fetched_tokens"] > 0  # of pages that are in the pool already the last tokens alone
+
+
+@runners
+def test_a_defect_of_hand_overs_costs_no_load(pair: MakePair, runner: dict[str, bool]) -> None:
+    both = pair(runner, runner, prefix_reuse=True)
+    other = [7, *PROMPT]
+    both.decode.ask(other)
+    assert all(both.decode.pages(other))
+    both.prefill.pd._manager = None
+    name = both.prefill.add(other, 3)
+    leg = both.prefill.add(PROMPT, 1, params=prefill_params())
+    run_all(both.prefill, until=lambda: {name, leg} <= both.prefill.reasons.keys())
+    assert both.prefill.texts[name] == oracle.generate(other, 3)
+    assert both.prefill.computed(name) < len(other)
