@@ -41,7 +41,11 @@ def printable(text: str, limit: int = _MAX_LENGTH) -> str:
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    record.msg, record.args = printable(record.getMessage()), ()
+    try:
+        message = record.getMessage()
+    except Exception as error:  # a filter's exception would reach the engine, other than a handler's
+        message = f"{record.msg} ({type(error).__name__} in its arguments)"
+    record.msg, record.args = printable(message), ()
     if record.exc_info and not record.exc_text:
         lines = "".join(traceback.format_exception(*record.exc_info)).splitlines()
         record.exc_text = "\n".join("  " + printable(line) for line in lines)  # none begins like a line of a log

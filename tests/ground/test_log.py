@@ -61,3 +61,8 @@ def test_loggers_of_all_packages_obey_the_configured_level():
 )
 def test_reasons_that_differ_in_numbers_and_quotes_are_of_one_kind(reason, kind):
     assert kind_of(reason) == kind
+
+
+def test_a_line_that_cannot_be_formatted_raises_nothing(caplog):
+    get_logger("store_client.x").warning("%d pages are lost", "three")
+    assert caplog.messages == ["%d pages are lost (TypeError in its arguments)"]
