@@ -58,7 +58,7 @@ def test_what_the_doctor_itself_advises_is_fine() -> None:
         (OURS | {"kv_load_failure_policy": "recompte"}, ["kv_load_failure_policy is 'recompte'", "recompute"]),
         (multi(), ["connectors is []: expected a list"]),
         (multi(EXAMPLE), ["MultiConnector, ExampleConnector is not of mooncake-connector"]),
-        (multi(OURS, OURS), ["there 2 times"]),
+        (multi(OURS, OURS), ["listed 2 times"]),
         (multi(OURS, "x"), ["connectors[1] is 'x'"]),
         (multi(OURS | {"kv_role": "both"}), ["connectors[0].kv_role is 'both'"]),
         (multi(OURS | {"engine_id": "a"}), ["connectors[0].engine_id"]),
