@@ -20,10 +20,11 @@ SOURCES := $(shell find $(PACKAGES) -name __pycache__ -prune -o \( -type d -o -t
 DEV := .venv
 VLLM := .venvs/vllm
 SGLANG := .venvs/sglang
+VLLM_NEXT := .cache/vllm-0.33
 PEERS := .venvs/peers
 BUILT := .cache/wheel/.built
 
-.PHONY: help setup dev vllm sglang models system-packages wheel demo demo-engines test test-fast test-long test-gpu bench-serve lint clean
+.PHONY: help setup dev vllm vllm-next sglang models system-packages wheel demo demo-engines test test-fast test-long test-gpu bench-serve lint clean
 
 help:
 	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
@@ -38,9 +39,10 @@ help:
 	@echo 'make wheel         the wheel, in .cache/wheel'
 	@echo 'make clean         remove everything that was made'
 
-setup: dev vllm sglang
+setup: dev vllm vllm-next sglang
 dev: $(DEV)/.tools $(DEV)/.mooncake $(DEV)/.wheel
 vllm: system-packages $(VLLM)/.engine $(VLLM)/.tests $(VLLM)/.wheel .cache/models/.made
+vllm-next: $(VLLM_NEXT)/.made
 sglang: system-packages $(SGLANG)/.engine $(SGLANG)/.tests $(SGLANG)/.mooncake $(SGLANG)/.wheel
 wheel: $(BUILT)
 models: .cache/models/.made
@@ -52,7 +54,7 @@ demo-engines: vllm sglang
 	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo_engines.py
 
 test: setup
-	@$(DEV)/bin/python tests/tools/run.py lint fast slow vllm sglang e2e
+	@$(DEV)/bin/python tests/tools/run.py lint fast slow vllm vllm-0.33 sglang e2e
 
 test-fast: $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py fast
@@ -103,6 +105,10 @@ $(VLLM)/.engine: $(REQUIREMENTS)/vllm.txt $(CONSTRAINTS) tests/tools/install_vll
 $(VLLM)/.tests: $(REQUIREMENTS)/vllm-test.txt $(CONSTRAINTS) | $(VLLM)/.engine
 	@$(VLLM)/bin/python $(PIP_INSTALL) -r $<
 	@touch $@
+
+# Where the wheel cannot be had there is no stamp, so that the next call tries again.
+$(VLLM_NEXT)/.made: $(REQUIREMENTS)/vllm-next.txt tests/tools/install_vllm_next.sh $(VLLM)/.engine
+	@tests/tools/install_vllm_next.sh $(VLLM)/bin/python $< $(@D)
 
 # vLLM's environment seen through another one, which has what only the comparison needs, LMCache's older numpy included.
 $(PEERS)/.installed: $(REQUIREMENTS)/peers.txt | $(VLLM)/.engine

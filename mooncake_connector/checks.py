@@ -8,9 +8,10 @@ from __future__ import annotations
 import enum
 import inspect
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from types import MappingProxyType
 
 
 class Status(str, enum.Enum):
@@ -52,11 +53,17 @@ def not_imported(engine: str, module: str, error: Exception) -> Check:
     return failed(engine, f"cannot be imported in {sys.prefix}: {type(error).__name__}: {error}")
 
 
-def version(engine: str, seen: str, known: str) -> Check:
-    """Whether the engine is of the version that this package is tested with; "+cpu" and the like do not matter."""
-    if seen.partition("+")[0] == known:
+def version(engine: str, seen: str, known: str, partly: Mapping[str, str] = MappingProxyType({})) -> Check:
+    """Whether the engine is of the version that this package is tested with; "+cpu" and the like do not matter.
+
+    Args:
+        partly: what is tested of other versions.
+    """
+    number = seen.partition("+")[0]
+    if number == known:
         return ok(engine, f"{seen} in {sys.prefix}")
-    return warning(engine, f"{seen} in {sys.prefix}; mooncake-connector is tested with {known}")
+    tested = known if number not in partly else f"{known}, and {partly[number]}"
+    return warning(engine, f"{seen} in {sys.prefix}; mooncake-connector is tested with {tested}")
 
 
 def entry_point(group: str, name: str, value: str, chosen: Collection[str] | None, variable: str) -> Check:

@@ -11,6 +11,7 @@ from vllm_plugin import CONNECTOR, doctor_config
 from vllm_plugin.doctor_config import own_settings as own_settings
 
 KNOWN_VERSION = "0.32.0"
+PARTLY_KNOWN = {"0.33.0": "of 0.33.0 its interface and its scheduler alone, no running engine"}
 START = quick_start.VLLM
 
 _LATER = ("unregister_kv_caches", "restore_kv_caches")
@@ -32,7 +33,7 @@ def run(transfer_config: str | None = None) -> Iterator[Check]:
     except Exception as error:
         yield checks.not_imported("vLLM", "vllm", error)
         return
-    yield checks.version("vLLM", vllm.__version__, KNOWN_VERSION)
+    yield checks.version("vLLM", vllm.__version__, KNOWN_VERSION, PARTLY_KNOWN)
     whitelist = os.environ.get(_WHITELIST)
     chosen = None if whitelist is None else whitelist.split(",")
     entry = checks.entry_point(_GROUP, "mooncake_connector", "vllm_plugin:register", chosen, _WHITELIST)

@@ -36,6 +36,11 @@ class TestImportAndVersion:
         check = checks.version("Engine", seen, "1.2.3")
         assert check.status is status and seen in check.detail and "1.2.3" in check.detail
 
+    def test_what_is_tested_of_a_version_is_said_of_that_one_alone(self):
+        partly = {"1.3.0": "of 1.3.0 its interface"}
+        assert "of 1.3.0 its interface" in checks.version("Engine", "1.3.0+cpu", "1.2.3", partly).detail
+        assert "its interface" not in checks.version("Engine", "1.4.0", "1.2.3", partly).detail
+
 
 class TestEntryPoint:
     @pytest.fixture

@@ -13,22 +13,36 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / ".cache" / "results"
 DEV = ROOT / ".venv" / "bin"
 VLLM, SGLANG = (ROOT / ".venvs" / engine / "bin" for engine in ("vllm", "sglang"))
+VLLM_NEXT = ROOT / ".cache" / "vllm-0.33"
+# What another version of vLLM can change: the interface, and what its scheduler makes of our answers.
+NEXT_MODULES = (
+    "surface", "events", "doctor", "sleep", "loads", "saves", "walk", "reset", "early", "multi",
+    "pd_prefill", "pd_decode", "pd_reset",
+)  # fmt: skip
+NEEDS_SERVER = "test_the_server_ends_with_one_message"  # which has libraries that the older version does without
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Commands that make up one stage. Each counts as one test, or as those in its JUnit report if pytest runs it."""
+    """Commands that make up one stage. Each counts as one test, or as those in its JUnit report if pytest runs it.
+
+    Args:
+        variables: added to the environment.
+        needs: a file without which the whole stage is skipped, and counts as one skipped test.
+    """
 
     commands: Sequence[Sequence[str | Path]]
     limit_s: float
+    variables: Mapping[str, str] = field(default_factory=dict)
+    needs: Path | None = None
 
 
 def pytest(where: Path, *arguments: str) -> tuple[str | Path, ...]:
@@ -40,6 +54,18 @@ STAGES = {
     "fast": Stage([pytest(DEV, "-m", "not slow and not engine")], limit_s=600),
     "slow": Stage([pytest(DEV, "-m", "slow and not engine")], limit_s=1500),
     "vllm": Stage([pytest(VLLM, "tests/vllm")], limit_s=900),
+    # No engine of it is started: its Python code finds 0.32's CPU extensions beside it (install_vllm_next.sh).
+    "vllm-0.33": Stage(
+        [pytest(VLLM, *(f"tests/vllm/test_{name}.py" for name in NEXT_MODULES), "-k", f"not {NEEDS_SERVER}")],
+        limit_s=900,
+        variables={
+            "PYTHONPATH": str(VLLM_NEXT),
+            "VLLM_TARGET_DEVICE": "cpu",
+            # Each version would find the other's notes on models outdated, and look at every model again.
+            "VLLM_CACHE_ROOT": str(VLLM_NEXT / ".vllm"),
+        },
+        needs=VLLM_NEXT / ".made",
+    ),
     "sglang": Stage([pytest(SGLANG, "tests/sglang")], limit_s=900),
     "e2e": Stage([pytest(VLLM, "-v", "tests/e2e")], limit_s=4500),
     "long": Stage([pytest(DEV, "-v", "-m", "long"), pytest(VLLM, "-v", "-m", "long", "tests/e2e")], limit_s=14400),
@@ -65,13 +91,16 @@ class Count:
 
 def run_stage(name: str) -> Count:
     """Run all commands of a stage, whatever becomes of each."""
-    count = Count()
-    for index, command in enumerate(STAGES[name].commands):
+    count, stage = Count(), STAGES[name]
+    if stage.needs is not None and not stage.needs.exists():
+        print(f"SKIPPED: {name} as a whole: {stage.needs} is missing; `make setup` says why", flush=True)
+        return Count(skipped=1)
+    for index, command in enumerate(stage.commands):
         report = RESULTS / f"{name}-{index}.xml"
         report.unlink(missing_ok=True)
         is_pytest = Path(command[0]).name == "pytest"
         arguments = [str(part) for part in command] + ([f"--junit-xml={report}"] if is_pytest else [])
-        status = run_command(arguments, STAGES[name].limit_s)
+        status = run_command(arguments, stage.limit_s, stage.variables)
         outcome = read_report(report) if report.exists() else Count(passed=int(status == 0 and not is_pytest))
         if status != 0 and outcome.failed == 0:  # a crash, a time-out, no test collected, or a tool's complaint
             outcome.failed = 1
@@ -79,9 +108,9 @@ def run_stage(name: str) -> Count:
     return count
 
 
-def run_command(arguments: Sequence[str], limit_s: float) -> int:
+def run_command(arguments: Sequence[str], limit_s: float, variables: Mapping[str, str]) -> int:
     """Exit status of a command in a process group of its own, which is killed when it takes longer than `limit_s`."""
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # show each test when it ends, also into a pipe
+    environment = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}  # show each test when it ends, also into a pipe
     process = subprocess.Popen(arguments, cwd=ROOT, env=environment, start_new_session=True)
     try:
         return process.wait(limit_s)

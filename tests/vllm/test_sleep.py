@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
 import oracle
+import pytest
 from cases import PROMPT, Start, warm_pool
 from harness import Engine
 from pd import PROMPT as LEG
-from pd import MakePair, node_of, port_of, run_all
+from pd import MakePair, every_order, node_of, port_of, run_all
 
 
 def sleep(engine: Engine) -> None:
@@ -77,4 +80,34 @@ def test_a_fetch_under_way_fails_and_is_computed(pair: MakePair) -> None:
     both.run()
     assert both.decode.texts[name] == oracle.generate(LEG, 3)
     assert both.decode.computed(name) == len(LEG) + 2
+    both.check_at_rest()
+
+
+@every_order
+@pytest.mark.parametrize("slept", ["prefill", "decode", "both"])
+def test_kv_is_handed_over_after_either_side_has_slept(pair: MakePair, slept: str, order: str) -> None:
+    both = pair({"tp_size": 2})
+    both.ask(LEG, order=order)
+    sleepers = {"prefill": [both.prefill], "decode": [both.decode], "both": [*both.both]}[slept]
+    for engine in both.both:
+        assert engine.scheduler.reset_prefix_cache()
+    for engine in sleepers:
+        sleep(engine)
+    for engine in sleepers:
+        wake(engine)
+    name = both.ask(LEG, order=order)
+    assert both.decode.computed(name) == 1 + 2
+    assert not both.failures()
+    both.check_at_rest()
+
+
+def test_a_port_that_was_set_is_the_same_after_sleep(pair: MakePair) -> None:
+    """A router knows it by its configuration."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    both = pair({"extra": {"transfer_port": port}})
+    sleep(both.prefill)
+    wake(both.prefill)
+    assert port_of(both.prefill) == port
+    both.ask(LEG, order="concurrent")
     both.check_at_rest()

@@ -1,4 +1,4 @@
-"""What vLLM finds of us: registration, configuration, statistics, metrics, events, shutdown, and beside others."""
+"""What vLLM finds of us: registration, configuration, statistics, metrics, shutdown, and beside others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from harness import Engine
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from settings import Setup, transfer_config
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 import vllm_plugin
 from mooncake_connector.errors import ConfigError
-from mooncake_connector.keys import page_keys
 from vllm_plugin.connector import MooncakeKVConnector
 from vllm_plugin.stats import SUMS, ConnectorStats
 
@@ -190,56 +188,6 @@ def test_prometheus_failures_carry_their_cause(start: Start) -> None:
     metrics = prometheus(engine, registry)
     metrics.observe({"failures": {"load_page_lost": 2}}, 0)
     assert sample(registry, "failures", cause="load_page_lost") == 2
-
-
-# Events
-
-
-def published(engine: Engine) -> list[Any]:
-    events: list[Any] = []
-    engine.scheduler.kv_event_publisher.publish = lambda batch: events.extend(
-        event for event in batch.events if getattr(event, "medium", "CPU") == "CPU"
-    )
-    return events
-
-
-@every_runner
-def test_a_page_is_announced_when_every_worker_has_it(start: Start, faults, runner: dict[str, bool]) -> None:
-    engine = start(**runner, tp_size=2, events=True)
-    events = published(engine)
-    faults.hold_writes()
-    name = engine.add(PROMPT, name="r")
-    engine.run(until=lambda: name in engine.reasons)
-    assert not events
-    faults.release()
-    engine.run()
-    stored = [event for event in events if isinstance(event, BlockStored)]
-    assert [key for event in stored for key in event.block_hashes] == page_keys(PROMPT, 16)
-    assert [token for event in stored for token in event.token_ids] == PROMPT[:96]
-    assert stored[0].parent_block_hash is None
-    assert {event.block_size for event in stored} == {16}
-
-
-def test_a_page_that_was_not_stored_is_not_announced(start: Start, faults) -> None:
-    faults.refuse_writes = True
-    engine = start(events=True)
-    events = published(engine)
-    engine.ask(PROMPT)
-    assert not events
-
-
-def test_a_reset_is_announced(start: Start) -> None:
-    engine = start(events=True)
-    events = published(engine)
-    engine.scheduler.reset_prefix_cache(reset_connector=True)
-    engine.ask(OTHER)
-    assert any(isinstance(event, AllBlocksCleared) for event in events)
-
-
-def test_nothing_is_published_where_nobody_listens(start: Start) -> None:
-    engine = start()
-    engine.ask(PROMPT)
-    assert not engine.half.saves._events
 
 
 # Shutdown
