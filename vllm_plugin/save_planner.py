@@ -170,7 +170,8 @@ class SavePlanner:
         if save.event is not None and result.pages == len(save.job.keys):
             self._events.append(save.event)
         if result.overtaken is not None:
-            save.tracked.saved_pages = min(save.tracked.saved_pages, save.first_page + result.overtaken)
+            stored = 0 if save.event is not None else result.overtaken  # an event that is due names them all
+            save.tracked.saved_pages = min(save.tracked.saved_pages, save.first_page + stored)
 
     def _forget(self, job_id: int) -> None:
         for block_id in self._under_way.pop(job_id).job.block_ids:

@@ -159,16 +159,17 @@ def test_pages_of_a_preempted_request_that_were_overtaken_are_saved_when_it_was_
     assert check_pool(engine, *OTHERS, num_tokens=60) > 0
 
 
-def test_overtaken_pages_of_a_request_that_still_runs_are_planned_again(start: Start, faults) -> None:
-    """Cure: `saved_pages` goes back."""
-    engine = start()
+@pytest.mark.parametrize("events", [False, True])
+def test_overtaken_pages_of_a_request_that_still_runs_are_planned_again(start: Start, faults, events: bool) -> None:
+    """Cure: `saved_pages` goes back, where an event is due to the first page of the save: it names all of its pages."""
+    engine = start(events=events)
     faults.hold_writes()
     name = engine.add(PROMPT, 100)
     engine.run(until=faults.writing.is_set)
     engine.half.saves.ended(next(iter(engine.half.saves._under_way)), SaveResult(1, 2, overtaken=2))
     engine.run(until=lambda: len(engine.texts[name]) >= 40)
     planned = [key for step in engine.metadata for job in step.saves for key in job.keys]
-    assert [planned.count(key) for key in page_keys(PROMPT, 16)] == [1, 1, 2, 2, 2, 2]
+    assert [planned.count(key) for key in page_keys(PROMPT, 16)] == ([2] * 6 if events else [1, 1, 2, 2, 2, 2])
     faults.release()
     engine.run()
     engine.check_at_rest()
