@@ -64,7 +64,8 @@ class Examiner:
         """A clear question of `num_tokens` tokens that begins with `prefix`; `name` seeds what is drawn."""
         source = random.Random(zlib.crc32(name.encode()))
         for number in range(self._draws):
-            prompt, salt = (*prefix, *self._draw(source, num_tokens - len(prefix))), f"{name} {number}"
+            prompt = (*prefix, *self._draw(source, num_tokens - len(prefix)))
+            salt = f"{name} {number}".replace("/", " ")  # vLLM takes no slash
             answer = self._plain.ask(prompt, max_tokens=self._max_tokens, cache_salt=salt)
             if answer.smallest_gap < self._smallest_gap:
                 continue
