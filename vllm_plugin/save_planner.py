@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _COLLECT_S = 1.0
-"""An engine without requests goes on stepping for so long after the last save was planned, to hear how it ended."""
+"""An engine that ran out of requests goes on stepping for so long, to hear how its last saves ended."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class SavePlanner:
         """Block -> how many of these saves read it."""
         self._given_away: set[int] = set()
         self._next_job_id = 0
-        self._collect_until_s = 0.0
+        self._idle_since_s: float | None = None
         self._events: list[KVCacheEvent] = []
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -104,7 +104,7 @@ class SavePlanner:
         self._planned.append(job)
         self._under_way[job.job_id] = _Save(tracked, job, first, self._num_workers, None, event)
         self._readers.update(job.block_ids)
-        self._collect_until_s = time.monotonic() + _COLLECT_S
+        self._idle_since_s = None
 
     def _stored_event(self, request: Request, job: SaveJob, start: int, stop: int) -> BlockStored | None:
         if not self._publishes:
@@ -129,6 +129,8 @@ class SavePlanner:
 
     def look_at(self, scheduled: SchedulerOutput) -> None:
         """Note what the requests of a step write to: their own new blocks, never those of a local hit."""
+        if scheduled.total_num_scheduled_tokens:
+            self._idle_since_s = None
         if not self._readers:
             return
         for new in scheduled.scheduled_new_reqs:
@@ -180,8 +182,15 @@ class SavePlanner:
                 del self._readers[block_id]
 
     def wants_steps(self) -> bool:
-        """Reports and events are collected by steps only; not for long, since nothing waits for them."""
-        return bool(self._under_way or self._events) and time.monotonic() < self._collect_until_s
+        """Whether an engine without requests is to go on: reports and events are collected by steps only.
+
+        Not for long, since nothing waits for them. The last step with requests may have taken any time.
+        """
+        if not (self._under_way or self._events):
+            return False
+        if self._idle_since_s is None:
+            self._idle_since_s = time.monotonic()
+        return time.monotonic() - self._idle_since_s < _COLLECT_S
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         events, self._events = self._events, []
@@ -197,4 +206,4 @@ class SavePlanner:
             save.event = None
         if self._publishes:
             self._events.append(AllBlocksCleared())
-            self._collect_until_s = time.monotonic() + _COLLECT_S
+            self._idle_since_s = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -206,6 +207,27 @@ def test_an_idle_engine_goes_on_until_its_saves_have_ended(start: Start, faults,
     engine.run()
     engine.check_at_rest()
     assert all(engine.pages(PROMPT))
+
+
+@every_runner
+def test_the_time_that_the_last_steps_take_is_not_idle(
+    start: Start, faults, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a prefill takes seconds, its saves begin after that."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr("vllm_plugin.save_planner.time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr("vllm_plugin.save_planner._COLLECT_S", 1.0)
+    engine = start(**runner)
+    faults.hold_writes()
+    name = engine.add(PROMPT)
+    engine.step()
+    clock.now_s += 30
+    engine.run(until=lambda: name in engine.reasons)
+    assert engine.half.saves.wants_steps()
+    clock.now_s += 2
+    assert not engine.half.saves.wants_steps()
+    faults.release()
+    engine.settle()
 
 
 @every_runner
