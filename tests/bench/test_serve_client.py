@@ -86,6 +86,12 @@ def test_a_server_that_reports_no_usage_still_answers(server, stand_in):
     assert (answer.prompt_tokens, answer.cached_tokens) == (None, None)
 
 
+def test_a_token_that_is_no_text_yet_is_an_answer(server, stand_in):
+    stand_in.behaviour.stream = [token("", finish_reason="length")]
+    answer = server.stream(BODY, LIMIT_S)
+    assert answer.text == "" and answer.first_token_s > 0
+
+
 @pytest.mark.parametrize(
     ("stream", "reason"),
     [

@@ -263,7 +263,7 @@ class _AnswerReader:
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
         text, token_ids = choice.get("text") or "", choice.get("token_ids") or ()
-        if text or token_ids:
+        if text or token_ids or choice.get("finish_reason"):  # the only token may be a part of a character: no text
             self._last = time.monotonic()
             self._first = self._first or self._last
         self._text.append(text + "")
