@@ -89,13 +89,16 @@ class SaveTask(Task):
             if self._ended or self._given_up or block_ids.isdisjoint(job.block_ids):
                 return []
             settled = self._over | self._overtaken
-        first = range(job.first_token, job.first_token + len(job.keys) * page_tokens, page_tokens)
-        spans = [slice(token // block_tokens, -(-(token + page_tokens) // block_tokens)) for token in first]
         return [
             number
-            for number, span in enumerate(spans)
-            if number not in settled and any(block_id in block_ids for block_id in job.block_ids[span])
+            for number in range(len(job.keys))
+            if number not in settled and not block_ids.isdisjoint(self.blocks_of(number, page_tokens, block_tokens))
         ]
+
+    def blocks_of(self, number: int, page_tokens: int, block_tokens: int) -> Sequence[int]:
+        """The blocks that hold a page."""
+        first = self.job.first_token + number * page_tokens
+        return self.job.block_ids[first // block_tokens : -(-(first + page_tokens) // block_tokens)]
 
     def overtake(self, numbers: Iterable[int]) -> None:
         with self._lock:
@@ -184,7 +187,8 @@ class Saver:
         fitting = self._fitting(task, numbers, blocks)
         try:
             if fitting:
-                read = sorted({block_id for number in fitting for block_id in self._blocks_of(task, number, blocks)})
+                parts = (task.blocks_of(number, self._fmt.page_tokens, blocks.block_tokens) for number in fitting)
+                read = sorted(set().union(*parts))
                 task.put_aside(fitting, blocks.copy(read), self._record())
         except Exception as error:  # no memory is left on the device, for one
             log_once(
@@ -202,16 +206,10 @@ class Saver:
             room = 0
         read: set[int] = set()
         for count, number in enumerate(numbers):
-            read.update(self._blocks_of(task, number, blocks))
+            read.update(task.blocks_of(number, self._fmt.page_tokens, blocks.block_tokens))
             if len(read) * blocks.block_nbytes > room:
                 return list(numbers[:count])
         return list(numbers)
-
-    def _blocks_of(self, task: SaveTask, number: int, blocks: KVBlocks) -> Sequence[int]:
-        first = task.job.first_token + number * self._fmt.page_tokens
-        return task.job.block_ids[
-            first // blocks.block_tokens : -(-(first + self._fmt.page_tokens) // blocks.block_tokens)
-        ]
 
     def collect(self) -> list[SaveTask]:
         """Saves that ended or expired since the last call, each exactly once."""
