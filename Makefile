@@ -67,7 +67,7 @@ test-gpu: $(SGLANG)/.tests $(SGLANG)/.wheel
 
 bench-serve: vllm $(PEERS)/.installed
 	@mkdir -p docs/images
-	@cd .cache && ../$(PEERS)/bin/python -m mooncake_connector.cli.main bench serve --model models/qwen3 --plot ../docs/images/serve.png
+	@cd .cache && ../$(PEERS)/bin/python -m mooncake_connector.cli.main bench serve --model models/qwen3 --dtype float32 --plot ../docs/images/serve.png
 
 lint: $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py lint

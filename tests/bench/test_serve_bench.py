@@ -211,6 +211,7 @@ def write_config(folder: Path, **changes) -> Path:
 def test_the_engine_s_cache_holds_a_third_of_the_prefixes(tmp_path):
     shape = engines.read_shape(write_config(tmp_path))
     assert (shape.vocabulary, shape.token_nbytes) == (257, 8 * 2 * 4 * 64 * 2)
+    assert engines.read_shape(tmp_path, "float32").token_nbytes == 2 * shape.token_nbytes
     memory = engines.Memory.of(shape, Workload(), on_cpu=True)
     assert (memory.block_tokens, memory.blocks) == (128, 16 * 12 // 3 + 1)
     assert memory.capacity_nbytes > 2 * 16 * 1536 * shape.token_nbytes

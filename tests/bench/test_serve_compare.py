@@ -44,7 +44,7 @@ def started(tmp_path, monkeypatch):
 
 def measure(tmp_path: Path, said: list[str] | None = None) -> ServeReport:
     model = write_config(tmp_path / "model")
-    return compare.run(FAKE, model, WORK, PEERS, tmp_path, 60, (said if said is not None else []).append)
+    return compare.run(FAKE, model, "auto", WORK, PEERS, tmp_path, 60, (said if said is not None else []).append)
 
 
 def is_running(pid: int) -> bool:

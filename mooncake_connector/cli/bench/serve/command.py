@@ -48,6 +48,15 @@ class ServePeer(str, enum.Enum):
     none = "none"
 
 
+class Dtype(str, enum.Enum):
+    """What vLLM computes in and keeps its KV in."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
 def serve(
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="A running OpenAI-compatible server, of any engine.")
@@ -58,6 +67,13 @@ def serve(
             parser=typed_path, help="A checkpoint: start vLLM with it, alone and with each connector.", metavar="DIR"
         ),
     ] = None,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            help="For --model; on CPUs without AVX-512 or AMX float32 is several times faster than bfloat16.",
+            metavar="TYPE",
+        ),
+    ] = Dtype.auto,
     vllm_python: Annotated[
         Path | None,
         typer.Option(
@@ -120,7 +136,7 @@ def serve(
             report = _of_url(url, served_model_name, api_key, work, seed, timeout)
         else:
             names = [item.value for item in peer or ServePeer if item is not ServePeer.none]
-            report = _of_model(model, vllm_python, names, work, seed, timeout, folder)
+            report = _of_model(model, dtype.value, vllm_python, names, work, seed, timeout, folder)
     _show(report, as_json, url is None)
     if plot is not None:
         picture.write(report, plot)
@@ -138,7 +154,7 @@ def _of_url(
 
 
 def _of_model(
-    model: Any, python: Path | None, peers: list[str], work: Workload, seed: int | None, timeout: float,
+    model: Any, dtype: str, python: Path | None, peers: list[str], work: Workload, seed: int | None, timeout: float,
     folder: Path | None,
 ) -> ServeReport:  # fmt: skip
     import dataclasses
@@ -148,7 +164,7 @@ def _of_model(
 
     work = dataclasses.replace(work, seed=seed or 0)
     where = folder or machine.default_folder()
-    return compare.run(python or Path(sys.executable), model, work, peers, where, timeout, say)
+    return compare.run(python or Path(sys.executable), model, dtype, work, peers, where, timeout, say)
 
 
 @contextlib.contextmanager

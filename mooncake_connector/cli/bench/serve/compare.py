@@ -61,10 +61,11 @@ def _place(server: str) -> int:
 
 
 def run(
-    python: Path, model: Path, work: Workload, peers: Sequence[str], folder: Path, limit_s: float, progress: Progress
-) -> ServeReport:
+    python: Path, model: Path, dtype: str, work: Workload, peers: Sequence[str], folder: Path, limit_s: float,
+    progress: Progress,
+) -> ServeReport:  # fmt: skip
     """Measure. A connector that does not run is in the report with its reason; vLLM alone and ours have to run."""
-    shape = read_shape(model)
+    shape = read_shape(model, dtype)
     environment = probe(python)
     memory = Memory.of(shape, work, on_cpu=environment.device is None)
     found = _Found()
@@ -89,6 +90,7 @@ def run(
     settings: dict[str, str | int | float | None] = {
         **{name: getattr(work, name) for name in work.__slots__},
         "model": model.resolve().name,
+        "dtype": dtype,
         "engine_cache_blocks": memory.blocks,
         "block_tokens": memory.block_tokens,
         "servers": "all at once, in turns" if together else "one at a time",

@@ -80,12 +80,14 @@ class Shape:
     folder: Path
     vocabulary: int
     max_tokens: int
+    dtype: str
+    """As vLLM is told: "auto" is the checkpoint's own."""
     token_nbytes: int
     """KV of one token in all layers; never less than it is."""
     is_latent: bool
 
 
-def read_shape(folder: Path) -> Shape:
+def read_shape(folder: Path, dtype: str = "auto") -> Shape:
     """From config.json. Raises BenchError where it cannot be read."""
     path = folder / "config.json"
     try:
@@ -97,7 +99,9 @@ def read_shape(folder: Path) -> Shape:
         head = config.get("head_dim") or config["hidden_size"] // heads
         values = width or 2 * (config.get("num_key_value_heads") or heads) * head
         longest = config.get("max_position_embeddings", 1 << 20)
-        return Shape(folder, config["vocab_size"], longest, 2 * layers * values, bool(latent))
+        own = config.get("dtype") or config.get("torch_dtype")
+        itemsize = 4 if dtype == "float32" or (dtype, own) == ("auto", "float32") else 2
+        return Shape(folder, config["vocab_size"], longest, dtype, itemsize * layers * values, bool(latent))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         message = f"--model {folder}: {path.name} cannot be used ({reason}): name a checkpoint's folder"
@@ -222,7 +226,7 @@ def _command(
     command = [
         *(str(environment.python), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(shape.folder.resolve()), "--served-model-name", MODEL_NAME),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", shape.dtype),
         *("--max-model-len", str(memory.max_tokens), "--block-size", str(memory.block_tokens)),
         *("--num-gpu-blocks-override", str(memory.blocks), "--disable-uvicorn-access-log"),
         *(("--enforce-eager",) if environment.device is None else ()),
