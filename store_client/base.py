@@ -208,7 +208,10 @@ class Space(ABC):
 
 
 class Store(ABC):
-    """A set of spaces. Safe to use from any thread."""
+    """A set of spaces. Safe to use from any thread.
+
+    What people ask (`namespaces`, `stats`, `clear`, `verify`) raises PoolError where the store gives no answer.
+    """
 
     @abstractmethod
     def space(self, namespace: Namespace, shard: Shard) -> Space:

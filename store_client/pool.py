@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from mooncake_connector.config import Config
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.log import get_logger, kind_of, log_once
 from mooncake_connector.namespace import Namespace
 from store_client.base import Shard, Store
 from store_client.embedded import EmbeddedStore
@@ -90,7 +90,7 @@ class Pool:
             store = EmbeddedStore(self._config.pool, self._config.capacity, eviction=self._config.eviction)
         except Exception as error:
             log_once(
-                f"pool.open:{error}",
+                f"pool.open:{kind_of(str(error))}",
                 "no prefix reuse until the pool opens: %s (next try in %d s)",
                 error,
                 _RETRY_S,

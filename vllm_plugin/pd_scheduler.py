@@ -98,15 +98,15 @@ class PDScheduler:
 
     def set_ranks(self, cards: Mapping[tuple[int, int], bytes]) -> None:
         """What the workers say of themselves, by (PP rank, TP rank): from now on others may ask the directory."""
+        if self._directory is not None:  # of the time before the engine slept
+            self._directory.close()
+            self._directory, self._cards = None, []
         num_ranks = self._geometry.tp_size * self._geometry.pp_size
         if len(cards) != num_ranks:
             logger.warning("KV transfers are off: %d of %d ranks could set them up", len(cards), num_ranks)
             return
         self._cards = [msgspec.msgpack.decode(cards[rank], type=RankCard) for rank in sorted(cards)]
         card = InstanceCard(self._engine_id, self._cards)
-        if self._directory is not None:  # of the time before the engine slept
-            self._directory.close()
-            self._directory = None
         port = self._config.transfer_port
         address = (self._cards[0].host, port + self._dp_rank if port else 0)
         try:

@@ -64,9 +64,13 @@ class SaveTask(Task):
             return self._overtaken - self._aside.keys() - self._over
 
     def settle(self, numbers: Iterable[int]) -> None:
-        """These pages are in the pool, or never will be."""
+        """These pages are in the pool, or never will be: no block is read for them any more."""
         with self._lock:
             self._over.update(numbers)
+
+    def unsettled(self, numbers: Iterable[int]) -> list[int]:
+        with self._lock:
+            return [number for number in numbers if number not in self._over]
 
     def source(self, number: int) -> tuple[BlockCopies, Wait | None] | None:
         """Where a page is to be read: aside, or in its blocks (None).
@@ -154,8 +158,15 @@ class Saver:
         for job in jobs:
             task = SaveTask(job, namespace, self._deadline_s, fence)
             if self._copies_at_once:
+                self._leave_out_stored(task)
                 self._take_blocks(task, set(job.block_ids))
             self._lane.submit(task)
+
+    def _leave_out_stored(self, task: SaveTask) -> None:
+        """What is in the pool needs no room aside: a save that is larger gets further each time it is planned."""
+        view = self._view(task.namespace) if self._writes else None
+        if view is not None:
+            task.settle(number for number, found in enumerate(view.contains(task.job.keys)) if found)
 
     def before_step(self, metadata: StepMetadata) -> None:
         """Called before a step writes to any block."""
@@ -165,16 +176,24 @@ class Saver:
                 assert metadata.namespace is not None
                 self.submit(early, metadata.namespace)
             self.give_away(metadata.given_away)
-        except BaseException:  # what is not known to be safe is not stored
-            for task in self._lane.pending:
-                task.overtake(range(len(task.job.keys)))
+        except BaseException:
+            self._overtake_all()
             raise
 
     def give_away(self, block_ids: Set[int] | None) -> None:
         """From when this returns on, these blocks (None: all) may hold anything."""
         if block_ids is None or block_ids:
-            for task in self._lane.pending:
-                self._take_blocks(task, set(task.job.block_ids) if block_ids is None else block_ids)
+            try:
+                for task in self._lane.pending:
+                    self._take_blocks(task, set(task.job.block_ids) if block_ids is None else block_ids)
+            except BaseException:
+                self._overtake_all()
+                raise
+
+    def _overtake_all(self) -> None:
+        """What is not known to be safe is not stored."""
+        for task in self._lane.pending:
+            task.overtake(range(len(task.job.keys)))
 
     def _take_blocks(self, task: SaveTask, block_ids: Set[int]) -> None:
         """Copy pages of a save aside that read these blocks, and have the rest overtaken."""
@@ -239,8 +258,8 @@ class Saver:
             task.fence()
         present = view.contains(job.keys)
         task.settle(number for number, found in enumerate(present) if found)
-        missing = [number for number, found in enumerate(present) if not found]
-        task.pages = len(job.keys) - len(missing)
+        task.pages = sum(present)
+        missing = task.unsettled(range(len(job.keys)))
         for start in range(0, len(missing), _PAGES_A_WRITE):
             if task.remaining_s < 0:
                 task.cause = "deadline"

@@ -123,12 +123,14 @@ class WorkerHalf:
             return
         for task in self._loader.pending:
             task.revoke("unregistered")
-        self._saver.give_away(None)
-        if (wait := self._record()) is not None:
-            wait()
-        if self.pd is not None:
-            self.pd.stop("the engine took its KV memory away")
-        self._blocks = None
+        try:
+            self._saver.give_away(None)
+            if (wait := self._record()) is not None:
+                wait()
+        finally:
+            if self.pd is not None:
+                self.pd.stop("the engine took its KV memory away")
+            self._blocks = None
 
     def restore(self) -> None:
         """The memory is there again, at its addresses; other instances reach it after another handshake."""

@@ -154,10 +154,14 @@ class Owners:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             new = self._path.with_suffix(".new")
             new.unlink(missing_ok=True)
-            fd, self.page = self._make(new)
-            os.replace(new, self._path)  # with its lock: nobody takes the owner for dead
+            fd, page = self._make(new)
+            try:
+                os.replace(new, self._path)  # with its lock: nobody takes the owner for dead
+            except BaseException:
+                os.close(fd)
+                raise
             os.close(self._fd)
-            self._fd = fd
+            self._fd, self.page = fd, page
             return True
 
     def counts(self, owner: bytes | None = None) -> U64:

@@ -41,8 +41,8 @@ def open_pool(
 ) -> Pool:  # fmt: skip
     """Open the pool at `path`, creating or rebuilding it if need be. Raises PoolError.
 
-    With `rebuild` false an unusable pool is an error: for processes that follow another one's replacement. What is in
-    `distrusted`, a data folder, was found damaged while it was in use.
+    With `rebuild` false a pool that is unusable or not there is an error: for who only looks, and for processes that
+    follow another one's replacement. What is in `distrusted`, a data folder, was found damaged while it was in use.
     """
     deadline = time.monotonic() + deadline_s
     layout.secure_folder(path)
@@ -78,6 +78,8 @@ def _open_locked(
             if description.data(path) == distrusted:
                 raise Unusable("damage was found while it was in use")
             return _open_existing(path, description, capacity, policy, deadline)
+        if not rebuild:
+            raise Unusable(f"{contents.DESCRIPTION} is missing")
     except Unusable as reason:
         if not rebuild:
             raise PoolError(f"pool {path} is not used: {reason}; the next engine that starts rebuilds it") from None

@@ -4,6 +4,10 @@ import os
 import time
 from pathlib import Path
 
+from store_client.embedded.contents import DESCRIPTION
+
+REPLACED = f"{DESCRIPTION} was replaced"
+"""Another process has put another pool in the place of this one."""
 _FILES = ("table", "arena", "spaces", "ledger/data.mdb")
 _PERIOD_S = 1.0
 

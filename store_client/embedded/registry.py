@@ -12,13 +12,13 @@ from typing import TypeVar
 
 from mooncake_connector.errors import PoolError
 from mooncake_connector.log import get_logger, kind_of, log_once
-from store_client.embedded import contents
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.faults import CallersOwn, start_thread
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.opening import open_pool
 from store_client.embedded.policy import Policy
 from store_client.embedded.pool import Pool
+from store_client.embedded.presence import REPLACED
 
 logger = get_logger(__name__)
 
@@ -96,6 +96,32 @@ class Handle:
         with self.use(closed) as pool:
             return otherwise if pool is None else self._contain(pool, use, otherwise)
 
+    def ask(self, closed: threading.Event, use: Callable[[Pool], T]) -> T:
+        """As `call`, for a person who wants to know: raises PoolError where the pool gives no answer."""
+        with self.use(closed) as pool:
+            if pool is None:
+                raise PoolError(self._no_answer("the store is closed"))
+            try:
+                return use(pool)
+            except CallersOwn as carrier:
+                raise carrier.__cause__ or carrier from None
+            except PoolError:
+                raise
+            except LockTimeout:
+                reason = "a process that does not run holds its lock; continue or end it"
+                raise PoolError(self._no_answer(reason)) from None
+            except Exception as error:
+                pool.note(error)
+                raise PoolError(self._no_answer(repr(error))) from error
+
+    def _no_answer(self, reason: str) -> str:
+        if self._pool is not None and self._pool.damage is not None:
+            reason = (
+                f"it is damaged ({self._pool.damage}); an engine that uses it makes it anew when it notices, and "
+                "`mooncake-connector store destroy` removes it"
+            )
+        return f"pool {self.path} gives no answer: {reason}"
+
     def _contain(self, pool: Pool, use: Callable[[Pool], T], otherwise: T) -> T:
         try:
             return use(pool)
@@ -146,7 +172,7 @@ class Handle:
             lost = old.lost()
             log_once(f"store.lost:{kind_of(lost or '')}", "pool %s is opened again: %s", self.path, lost, logger=logger)
             # What another process put in its place is taken as it is.
-            broken = lost is not None and not lost.startswith(contents.DESCRIPTION)
+            broken = lost is not None and lost != REPLACED
             with _lock:  # a store that this process opens meanwhile would find the pool open already
                 if not self.users or self._pool is not old:
                     return

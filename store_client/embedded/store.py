@@ -79,7 +79,7 @@ class EmbeddedStore(Store):
         return self._handle.call(self._closed, stored, [])
 
     def namespaces(self) -> list[SpaceInfo]:
-        return self._handle.call(self._closed, self._namespaces, [])
+        return self._handle.ask(self._closed, self._namespaces)
 
     @staticmethod
     def _namespaces(pool: Pool) -> list[SpaceInfo]:
@@ -98,7 +98,7 @@ class EmbeddedStore(Store):
         return infos
 
     def stats(self) -> StoreStats:
-        return self._handle.call(self._closed, self._stats, StoreStats(str(self.path), 0, 0, 0, 0, 0))
+        return self._handle.ask(self._closed, self._stats)
 
     def _stats(self, pool: Pool) -> StoreStats:
         counts = pool.table.counters()
@@ -127,7 +127,7 @@ class EmbeddedStore(Store):
                     "end it, and try again"
                 ) from None
 
-        return self._handle.call(self._closed, clear, 0)
+        return self._handle.ask(self._closed, clear)
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         report = callers(progress) if progress is not None else None
@@ -150,7 +150,7 @@ class EmbeddedStore(Store):
                 pass  # taking the lock forgets what was found corrupt
             return VerifyReport(pages, nbytes, corrupt)
 
-        return self._handle.call(self._closed, verify, VerifyReport(0, 0, 0))
+        return self._handle.ask(self._closed, verify)
 
     def close(self) -> None:
         if not self._closed.is_set():

@@ -287,6 +287,27 @@ def test_what_is_copied_aside_is_bounded_and_the_rest_overtaken(
     assert overtaken(engine) == 3
 
 
+@pytest.mark.parametrize("events", [False, True])
+def test_where_memory_may_go_between_two_steps_saves_read_what_was_copied_at_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch, events: bool
+) -> None:
+    """As on a device in sleep mode. A save for which there is not enough room gets further each time it is planned."""
+    register, read_late = Saver.register, []
+    monkeypatch.setattr(
+        Saver, "register", lambda self, blocks, record, **_: register(self, blocks, record, copies_at_once=True)
+    )
+    monkeypatch.setattr(KVBlocks, "save_page", lambda *_: read_late.append(1))
+    engine = start(events=events)
+    room = 3 * engine.workers[0].half._blocks.block_nbytes
+    monkeypatch.setattr(vllm_plugin.saver, "_ASIDE_NBYTES", room)
+    name = engine.add(PROMPT, 100)
+    engine.run()
+    engine.check_at_rest()
+    assert engine.texts[name] == oracle.generate(PROMPT, 100)
+    assert all(engine.pages(PROMPT)) and not read_late
+    assert check_pool(engine, PROMPT, num_tokens=100) > len(engine.pages(PROMPT))
+
+
 def test_what_lies_aside_goes_with_its_deadline_although_the_pool_hangs(
     start: Start, faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
