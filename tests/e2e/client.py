@@ -159,15 +159,16 @@ class Client(HttpClient):
 
     def reset_prefix_cache(self, *, connector: bool = False) -> None:
         """Empty the engine's own prefix cache and, if asked, the connector's; waits until no request holds a block."""
-        path = f"/reset_prefix_cache?reset_external={str(connector).lower()}"
         deadline = time.monotonic() + 30
-        while True:
-            reply = self._read(self._send("POST", path))
-            if json.loads(reply or b"{}").get("success", True):
-                return
+        while not self.resets(connector=connector):
             if time.monotonic() > deadline:
-                raise ServerError(f"the engine did not reset its prefix cache within 30 s: {reply!r}")
+                raise ServerError("the engine did not reset its prefix cache within 30 s")
             time.sleep(0.1)
+
+    def resets(self, *, connector: bool = False, running: bool = False) -> bool:
+        """Ask once for a reset; vLLM refuses it while a block is held."""
+        path = f"/reset_prefix_cache?reset_external={connector}&reset_running_requests={running}".lower()
+        return bool(json.loads(self._read(self._send("POST", path)))["success"])
 
     def tokens_from_connector(self) -> int:
         """Prompt tokens that this server has taken from its KV connector since it started, by its own count."""

@@ -38,7 +38,8 @@ def main() -> int:
 
 
 def vllm_computes(model: Path, pool: Path) -> Answer:
-    server = Server(model, log=LOGS / "demo-engines-vllm.log", pool=pool, args=["--max-model-len", "4096"])
+    args = ["--max-model-len", "4096", "--dtype", "bfloat16"]
+    server = Server(model, log=LOGS / "demo-engines-vllm.log", pool=pool, args=args)
     with contextlib.ExitStack() as stack:
         with step("start vLLM"):
             stack.enter_context(running(server))
@@ -53,7 +54,7 @@ def vllm_computes(model: Path, pool: Path) -> Answer:
 
 
 def sglang_answers(model: Path, pool: Path) -> tuple[SGLangAnswer, SGLangAnswer]:
-    server = SGLangServer(model, log=LOGS / "demo-engines-sglang.log", pool=pool)
+    server = SGLangServer(model, log=LOGS / "demo-engines-sglang.log", pool=pool, args=["--dtype", "bfloat16"])
     with contextlib.ExitStack() as stack:
         with step("start SGLang"):
             stack.enter_context(running(server))

@@ -64,7 +64,8 @@ class Pages:
                 right = np.empty(nbytes, np.uint8)
                 assert space.get([key], [right], nbytes=nbytes) == [True]
                 wrong = right.copy()
-                wrong[1::2] ^= 0x80  # the other sign for every bfloat16: as wrong as finite values can be
+                width = {"bfloat16": 2, "float32": 4}[info.namespace.kv_dtype]
+                wrong[width - 1 :: width] ^= 0x80  # the other sign for every value: as wrong as finite ones can be
                 assert space.remove([key]) == 1
                 space.put([key], [wrong], parents=[None], deadline_s=5.0)
                 assert space.contains([key]) == [True]

@@ -67,10 +67,12 @@ class Pair:
             model,
             log=logs / f"pair-{model.name}-vllm.log",
             pool=pool,
-            args=["--max-model-len", "4096"],
+            args=["--max-model-len", "4096", "--dtype", "bfloat16"],
             env={"OMP_WAIT_POLICY": "PASSIVE"},  # as SGLang's, with which it shares the cores
         )
-        self.sglang = SGLangServer(model, log=logs / f"pair-{model.name}-sglang.log", pool=pool)
+        self.sglang = SGLangServer(
+            model, log=logs / f"pair-{model.name}-sglang.log", pool=pool, args=["--dtype", "bfloat16"]
+        )
         self.pages = Pages(pool, model)
 
     def ask(self, engine: str, prompt: tuple[int, ...], *, max_tokens: int, cache_salt: str | None = None) -> Answer:

@@ -16,15 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from e2e.questions import draw_tokens
+from e2e.questions import SMALLEST_GAP, draw_tokens
 
 LENGTHS = range(70, 390, 20)
 """Of the prompts: ends everywhere in pages of 64 tokens and blocks of 128."""
 PARTS = 3
 """A round asks one part of so many; odd, so that each part meets all of two checkpoints."""
 MAX_TOKENS = 4
-SMALLEST_GAP = 0.08
-"""Rounding does not flip a step whose best token is so far ahead, in nats."""
 
 
 class Engine(Protocol):
@@ -89,7 +87,7 @@ class InProcess:
         from e2e.server import KV_TRANSFER
 
         self._llm = LLM(
-            str(model), dtype="bfloat16", enforce_eager=True, max_model_len=2048, disable_log_stats=False,
+            str(model), dtype="float32", enforce_eager=True, max_model_len=2048, disable_log_stats=False,
             kv_transfer_config=KV_TRANSFER,
         )  # fmt: skip
 

@@ -42,7 +42,8 @@ class SGLangServer(ServerProcess, HttpClient):
     """One SGLang server and its client.
 
     `pool` is the folder of our pool, or of SGLang's own `file` backend. Prompts of one page already are looked up in
-    the storage (SGLang's own threshold is 256 tokens), and the scheduler waits for what it reads from there.
+    the storage (SGLang's own threshold is 256 tokens), and the scheduler waits for what it reads from there. Like
+    vLLM's in `e2e.server` it computes in float32, unless `args` say otherwise.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SGLangServer(ServerProcess, HttpClient):
         command = [
             *(str(ENVIRONMENTS / "sglang" / "bin" / "python"), "-m", "sglang.launch_server"),
             *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--page-size", str(PAGE_TOKENS)),
-            *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16"),
+            *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
             *("--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", str(max_total_tokens)),
             "--sleep-on-idle",
             *("--enable-cache-report", "--enable-metrics", "--admin-api-key", ADMIN_KEY),

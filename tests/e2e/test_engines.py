@@ -179,7 +179,7 @@ def stranger(request: pytest.FixtureRequest, pair: Pair, logs: Path) -> Iterator
         with running(vllm):
             yield Stranger(vllm.ask, vllm.reset_prefix_cache, 64)
     else:
-        sglang = SGLangServer(pair.model, log=log, pool=pair.pool, args=["--page-size", "128"])
+        sglang = SGLangServer(pair.model, log=log, pool=pair.pool, args=["--page-size", "128", "--dtype", "bfloat16"])
         with running(sglang):
             yield Stranger(sglang.ask, sglang.flush, 128)
 

@@ -20,8 +20,8 @@ from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.questions import Question
 from e2e.server import Server
 
-CAPACITY = "24MiB"
-FILE_SYSTEM = "64m"
+CAPACITY = "48MiB"
+FILE_SYSTEM = "128m"
 
 HOLD_LOCK_AND_STOP = """
 import fcntl, os, signal, sys

@@ -16,7 +16,7 @@ from e2e.questions import Examiner, Question
 from e2e.server import Server
 from models import checkpoint
 
-ARGS = ("--max-model-len", "2048")
+ARGS = ("--max-model-len", "2048", "--dtype", "bfloat16")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,3 +131,21 @@ def test_a_spoilt_block_would_show(inside: Inside) -> None:
     computed = inside.blocks(table)
     inside.worker_half._blocks._tensors[0][table[1]].flatten()[-1] ^= 1
     assert inside.blocks(table) != computed
+
+
+def test_a_reset_is_refused_while_a_load_is_under_way_and_not_after(inside: Inside) -> None:
+    """By vLLM, before it asks the connector: a request that waits for its KV holds blocks."""
+    from vllm import SamplingParams, TokensPrompt
+
+    tokens = [random.Random(9).randrange(3, 250) for _ in range(NUM_TOKENS)]
+    inside.generate(tokens)
+    assert inside.llm.reset_prefix_cache()
+    engine = inside.llm.llm_engine
+    engine.add_request("waits", TokensPrompt(prompt_token_ids=tokens), SamplingParams(temperature=0, max_tokens=1))
+    engine.step()
+    assert not inside.llm.reset_prefix_cache()
+    since_s = time.monotonic()
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert inside.llm.reset_prefix_cache()
+    print(f"a load of {NUM_TOKENS} tokens and the answer: a reset was refused for {time.monotonic() - since_s:.3f} s")

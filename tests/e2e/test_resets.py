@@ -60,8 +60,7 @@ class InServer:
         self._server._read(self._server._send("POST", "/collective_rpc", body))
 
     def reset(self, *, connector: bool, running: bool) -> bool:
-        path = f"/reset_prefix_cache?reset_external={connector}&reset_running_requests={running}".lower()
-        return bool(json.loads(self._server._read(self._server._send("POST", path)))["success"])
+        return self._server.resets(connector=connector, running=running)
 
     def ask_all(self, prompts: Sequence[tuple[int, ...]], salt: str | None) -> list[tuple[tuple[int, ...], float]]:
         answers = [self._server.ask(prompt, max_tokens=MAX_TOKENS, cache_salt=salt) for prompt in prompts]

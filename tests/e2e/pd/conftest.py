@@ -28,6 +28,7 @@ GRANULARITIES = ("full", "chunk", "layer")
 ORDERS = ("sequential", "concurrent")
 TRANSPORTS = {"cma": (0, 1), "shm": (1, 2), "tcp": (2, 0)}
 """Transport -> which of the trio prefills, and which decodes."""
+LEASE_S = 10
 MEMORY = ("--num-gpu-blocks-override", "64")  # all of it is soon in use, so that a process does not grow by it
 STEADY = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
@@ -94,7 +95,7 @@ def trio(
     """All three have nothing cached and no fault. Those with tcp are reached over it, the other one by Unix sockets."""
 
     def make() -> Trio:
-        times = {"transfer_deadline_s": 60, "transfer_lease_s": 10}
+        times = {"transfer_deadline_s": 60, "transfer_lease_s": LEASE_S}
         secret = str(make_secret(tmp_path_factory))
         kinds = [(["cma", "tcp"], 512), (["cma", "shm"], 4096), (["shm", "tcp"], 256)]
         instances = [
@@ -187,7 +188,7 @@ def hosts(
                 "granularity_layer_tokens": CHUNK_TOKENS,
                 "granularity_chunk_tokens": CHUNK_TOKENS,
                 "transfer_deadline_s": 40,
-                "transfer_lease_s": 10,
+                "transfer_lease_s": LEASE_S,
                 **more,
             }
             args = ["--max-model-len", "2048", "--max-num-batched-tokens", "256"]

@@ -15,7 +15,7 @@ from e2e.pd.instances import Instance
 from e2e.questions import Question
 
 NUM_LAYERS = 8
-TOKEN_NBYTES = 8192  # of KV, all layers
+TOKEN_NBYTES = 16384  # of KV, all layers, in float32
 BLOCK_TOKENS = 128
 
 

@@ -1,14 +1,10 @@
-"""Instances and proxies that die, and instances that stop: each request is answered or fails, and the others serve on.
-
-A fault holds a transfer, after its first batch if it has several, so that what happens then is in the middle of it.
-"""
+"""Instances and proxies that die, instances that stop: each request is answered or fails, and others serve on."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from long_form import LONG
@@ -16,24 +12,11 @@ from long_form import LONG
 from e2e.client import ServerError
 from e2e.pages import wait_for
 from e2e.pd.conftest import ORDERS, Trio
+from e2e.pd.half_way import LIMIT_S, Tokens, half_way
 from e2e.pd.instances import Instance, Proxy
 from e2e.questions import Question
 
-LIMIT_S = 100.0  # beyond transfer_deadline_s of the trio
 STOP_S = 20.0
-
-Tokens = tuple[int, ...]
-
-
-@contextmanager
-def half_way(proxy: Proxy, prefill: Instance, question: Question) -> Iterator[Future[Tokens]]:
-    """The answer to a question whose transfer has begun; the rest of it waits until `prefill.heal()` or its death."""
-    prefill.fault("hold")
-    with ThreadPoolExecutor(1) as thread:
-        asking = thread.submit(lambda: proxy.ask_whole(question.prompt, max_tokens=len(question.answer)))
-        wait_for(lambda: prefill.saw("hold") or asking.done(), "a transfer under way", deadline_s=LIMIT_S)
-        assert not asking.done(), "the request ended before its transfer was under way"
-        yield asking
 
 
 def hands_over(proxy: Proxy, decode: Instance, question: Question) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 HOLD_LIMIT_S = 300.0
-SPIN_S = 0.002
 SLEEP_MS = 10
 
 
@@ -65,21 +64,28 @@ def register() -> None:
 
 
 def _spare_the_cores() -> None:
-    """Let vLLM's processes sleep when they wait for each other.
+    """Let vLLM's processes sleep while they wait, for each other or for a transfer.
 
-    They spin for a second after every message, so an engine that steps while it waits for a transfer keeps two cores
-    busy. Several servers on two cores would leave their transfers next to nothing.
+    They spin for a second after every message, and an engine that waits for a transfer steps a thousand times a second.
+    On two cores that leaves the instance that computes next to nothing: it was seen to wait half a minute for a core.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.v1.engine.core import EngineCoreProc
 
-    wait = SpinCondition.wait
+    wait, step = SpinCondition.wait, EngineCoreProc._process_engine_step
 
     def sleepy_wait(self: Any, timeout_ms: int | None = None) -> None:
-        self.busy_loop_s = min(self.busy_loop_s, SPIN_S)
-        # Of two messages within a millisecond vLLM announces the first alone. It sees the second because it spins.
+        self.busy_loop_s = 0
+        # Of two messages within a millisecond vLLM announces the first alone; it would see the second while it spins.
         wait(self, SLEEP_MS if timeout_ms is None else min(timeout_ms, SLEEP_MS))
 
-    SpinCondition.wait = sleepy_wait
+    def sleepy_step(self: Any) -> bool:
+        has_computed: bool = step(self)
+        if not has_computed:
+            time.sleep(SLEEP_MS / 1000)
+        return has_computed
+
+    SpinCondition.wait, EngineCoreProc._process_engine_step = sleepy_wait, sleepy_step
 
 
 class _Faults:
@@ -119,5 +125,5 @@ def _bytes(address: int, nbytes: int) -> Any:
 
 
 def _elements(address: int, nbytes: int) -> Any:
-    """Numbers of two bytes, as bfloat16 is."""
-    return _bytes(address, nbytes).view(np.uint16)
+    """Numbers of four bytes, as float32 is."""
+    return _bytes(address, nbytes).view(np.uint32)

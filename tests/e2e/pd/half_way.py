@@ -1,0 +1,28 @@
+"""A transfer that stays under way: what a test does then happens in the middle of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from e2e.pages import wait_for
+from e2e.pd.instances import Instance, Proxy
+from e2e.questions import Question
+
+__all__ = ["LIMIT_S", "Tokens", "half_way"]
+
+LIMIT_S = 100.0  # beyond transfer_deadline_s of the trio
+
+Tokens = tuple[int, ...]
+
+
+@contextmanager
+def half_way(proxy: Proxy, prefill: Instance, question: Question) -> Iterator[Future[Tokens]]:
+    """The answer to a question whose transfer has begun; the rest of it waits until `prefill.heal()` or its death."""
+    prefill.fault("hold")
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(lambda: proxy.ask_whole(question.prompt, max_tokens=len(question.answer)))
+        wait_for(lambda: prefill.saw("hold") or asking.done(), "a transfer under way", deadline_s=LIMIT_S)
+        assert not asking.done(), "the request ended before its transfer was under way"
+        yield asking
