@@ -25,6 +25,7 @@ from mooncake_connector.log import get_logger, kind_of, log_once
 from mooncake_connector.secret import read_secret
 from transfer.base import TransferError, Unavailable
 from transfer.handshake import (
+    AGAIN_S,
     MAX_FRAME_NBYTES,
     SESSION_NBYTES,
     AnotherInstance,
@@ -38,13 +39,10 @@ from transfer.messages import MAX_MESSAGE_NBYTES
 from transfer.tls import Tls
 from transfer.unix import OtherUser, dial, port_name
 
-_AGAIN_S = 0.05
-"""Before the second attempt to get through a handshake; before each later one twice as long."""
-_ATTEMPTS = 6
 _MAX_UNSENT_NBYTES = 1 << 20
 """A peer that does not read gets no further frames beyond so many bytes."""
 _FRAME_S = 10.0
-"""A frame that has begun has ended by then, or its connection is closed."""
+"""A frame whose first byte has come has ended by then, or its connection is closed."""
 _LARGE_NBYTES = 64 << 10
 MAX_LARGE = 8
 """Frames of a larger size that a listener, or a connection made here, takes in at the same time."""
@@ -177,24 +175,21 @@ class Link:
             await asyncio.wait_for(self._writer.wait_closed(), deadline_s)
 
     async def _frame(self, max_nbytes: int) -> bytes:
-        length = int.from_bytes(await self._exactly(4), "little")
+        first = await self._exactly(1)  # between frames a connection may be silent for as long as it likes
+        try:
+            return await asyncio.wait_for(self._rest(first, max_nbytes), _FRAME_S)
+        except asyncio.TimeoutError:
+            self._writer.transport.abort()
+            raise self._refused(f"a frame has not ended for {_FRAME_S:g} s") from None
+
+    async def _rest(self, first: bytes, max_nbytes: int) -> bytes:
+        length = int.from_bytes(first + await self._exactly(3), "little")
         if length > max_nbytes:
             raise self._refused(f"a frame of {length} bytes: at most {max_nbytes} are read")
         if length <= _LARGE_NBYTES:
-            return await self._body(length)
-        async with self._large:
-            return await self._body(length)
-
-    async def _body(self, length: int) -> bytes:
-        late = asyncio.get_running_loop().call_later(_FRAME_S, self._give_up)
-        try:
             return await self._exactly(length)
-        finally:
-            late.cancel()
-
-    def _give_up(self) -> None:
-        self._refused(f"a frame has not ended for {_FRAME_S:g} s")
-        self._writer.transport.abort()
+        async with self._large:
+            return await self._exactly(length)
 
     def _refused(self, reason: str) -> Unavailable:
         log_once(f"control.frame:{kind_of(reason)}", "a peer's connection is closed: %s", reason, logger=logger)
@@ -233,17 +228,15 @@ def _failure(reason: object, address: tuple[str, int]) -> str:
 
 
 async def _connect(address: tuple[str, int], client: Callable[[], Client], access: Access) -> Link:
-    """Again where the other side hung up during the handshake, as one does that many strangers crowd."""
-    for attempt in range(_ATTEMPTS):
+    """As `insist`, for an event loop; whoever calls has the deadline."""
+    for pause_s in AGAIN_S:
         try:
             return await _shake(client(), *await _open(address, access))
         except ConnectionRefusedError:
             raise
         except ConnectionError:
-            if attempt == _ATTEMPTS - 1:
-                raise
-            await asyncio.sleep(_AGAIN_S * 2**attempt)
-    raise AssertionError
+            await asyncio.sleep(pause_s)
+    return await _shake(client(), *await _open(address, access))
 
 
 async def _open(address: tuple[str, int], access: Access) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -21,9 +21,11 @@ from transfer.memory import Memory
 from transfer.messages import Introduction, Landed, encode
 from transfer.plan import Pairing, Route, routes
 from transfer.protocol import Ending, Order, Release, Revoke, Timing, Verify
-from transfer.shell import RANK_PURPOSE, Ended, Shell, now_s, peer_name
+from transfer.shell import RANK_PURPOSE, Ended, Shell, look, now_s, peer_name
 from transfer.staging import Staging
 
+MAX_SEARCHES = 32
+"""Prefill instances that are looked for at the same time. Requests name their addresses, so they may be anybody's."""
 _CONNECT_S = 10.0
 _RECONNECT_S = 1.0
 _UNREACHABLE_S = 1.0
@@ -80,6 +82,8 @@ class _Remote:
     origins: list[_Origin]
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     """Its connections are over, or are those of a later look-up."""
+    asked: asyncio.Task[InstanceCard] | None = None
+    """Whose directory answers there now."""
 
 
 @dataclass(slots=True)
@@ -209,7 +213,10 @@ class Fetching(Shell):
         remote = await self._known(where.address, family)
         if where.engine_id in ("", remote.engine_id):
             return remote
-        card = await look_up(where.address, self._access, deadline_s=_CONNECT_S)
+        if remote.asked is None or remote.asked.done():  # once for all requests that name another life
+            remote.asked = self._loop.create_task(look_up(where.address, self._access, deadline_s=_CONNECT_S))
+            remote.asked.add_done_callback(look)
+        card = await asyncio.shield(remote.asked)
         if card.engine_id != remote.engine_id:  # it restarted since it was asked
             self._forget(where.address, remote)
             remote = await self._known(where.address, family)
@@ -222,6 +229,10 @@ class Fetching(Shell):
         if task is None:
             if now_s() < self._failed_s.get(address, 0.0):
                 raise Unavailable(f"the prefill instance at {address} could not be reached a moment ago")
+            if sum(not search.done() for search in self._remotes.values()) >= MAX_SEARCHES:
+                reason = f"no search for the prefill instance at {address}: {MAX_SEARCHES} others are under way"
+                log_once("transfer.searches", "a transfer fails: %s", reason, logger=logger)
+                raise Unavailable(reason)
             task = self._remotes[address] = self._loop.create_task(self._find(address, family))
             task.add_done_callback(partial(self._found, address))
         return await asyncio.shield(task)

@@ -1,7 +1,7 @@
 """Who is at the other end: mutual proof of a shared secret, the version to speak, and whether both sides fit together.
 
-Sans-I/O: `Client` and `Server` take bytes and return bytes; `shake` drives a client over a blocking socket. There
-are four frames, each a length (uint32, little endian) and a MessagePack map:
+Sans-I/O: `Client` and `Server` take bytes and return bytes; `shake` drives a client over a blocking socket, `insist`
+tries again where that was dropped. There are four frames, each a length (uint32, little endian) and a MessagePack map:
 
     client -> Hello      versions, nonce, instance, compatibility, purpose, session
     server -> Challenge  version, nonce, instance
@@ -19,6 +19,7 @@ import hmac
 import ipaddress
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -32,6 +33,8 @@ VERSION = 1
 MIN_SECRET_NBYTES = 16
 MAX_FRAME_NBYTES = 1024
 SESSION_NBYTES = 16
+AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Pauses before further attempts where the other side hung up in the handshake, as one does that strangers crowd."""
 
 _NONCE_NBYTES = 32
 _Nonce = Annotated[bytes, Meta(min_length=_NONCE_NBYTES, max_length=_NONCE_NBYTES)]
@@ -87,6 +90,7 @@ class Refusal(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True)
     reason: Annotated[str, Meta(max_length=512)]
 
 
+_Result = TypeVar("_Result")
 _Frame = TypeVar("_Frame", Hello, Challenge, Proof, Welcome)
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind | Refusal) for kind in (Hello, Challenge, Proof, Welcome)
@@ -273,7 +277,12 @@ class Blocking(Protocol):
 
 
 def shake(connection: Blocking, client: Client, deadline_at: float) -> Terms:
-    """Run the client's side over a blocking socket. Raises Unavailable, at the latest at the deadline."""
+    """Run the client's side over a blocking socket, until the deadline at the latest.
+
+    Raises:
+        ConnectionError: the other side hung up, and may not do so the next time: see `insist`.
+        Unavailable: everything else that stands in the way.
+    """
     try:
         _set_timeout(connection, deadline_at)
         connection.sendall(client.start())
@@ -281,15 +290,34 @@ def shake(connection: Blocking, client: Client, deadline_at: float) -> Terms:
             _set_timeout(connection, deadline_at)
             data = connection.recv(MAX_FRAME_NBYTES)
             if not data:
-                raise Unavailable("the peer closed the connection during the handshake")
+                raise ConnectionResetError("the peer closed the connection during the handshake")
             connection.sendall(client.receive(data))
     except HandshakeError as error:
         raise Unavailable(str(error)) from error
+    except ConnectionError:
+        raise
     except OSError as error:
         raise Unavailable(f"the handshake broke off: {error}") from error
     if client.leftover:
         raise Unavailable("the peer sent bytes out of turn after the handshake")
     return client.terms
+
+
+def insist(attempt: Callable[[], _Result], deadline_at: float) -> _Result:
+    """What `attempt` returns, which connects and shakes hands; it is made again where the other side hung up.
+
+    Raises what the last one raises. None begins after the deadline.
+    """
+    for pause_s in AGAIN_S:
+        try:
+            return attempt()
+        except ConnectionRefusedError:
+            raise
+        except ConnectionError:
+            if time.monotonic() + pause_s >= deadline_at:
+                raise
+            time.sleep(pause_s)
+    return attempt()
 
 
 def _set_timeout(connection: Blocking, deadline_at: float) -> None:

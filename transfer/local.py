@@ -7,6 +7,7 @@ import socket
 import time
 from abc import abstractmethod
 from array import array
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from transfer.base import INSTANCE_NBYTES, Capabilities, Unavailable
-from transfer.handshake import SESSION_NBYTES, Client, Server, shake
+from transfer.handshake import SESSION_NBYTES, Client, Server, Terms, insist, shake
 from transfer.receiver import Connection
 from transfer.sender import SendingPeer
 from transfer.sockets import SocketTransport
@@ -71,24 +72,29 @@ class LocalTransport(SocketTransport):
         if there.boot != boot_id():
             raise Unavailable("the peer is on another host")
         deadline_at = time.monotonic() + deadline_s
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(deadline_s)
-            reach(connection, there.address, deadline_at)
-            client = Client(self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), there.instance)
-            shake(connection, client, deadline_at)
-            assert client.terms is not None
-            carriage = self._prepare(connection, deadline_at)
+            connection, terms = insist(partial(self._dial, there, deadline_at), deadline_at)
+            try:
+                carriage = self._prepare(connection, deadline_at)
+            except BaseException:
+                connection.close()
+                raise
         except ConnectionRefusedError:
-            connection.close()
             raise Unavailable("nobody listens there: the peer is gone, or in another network namespace") from None
         except OSError as error:
-            connection.close()
             raise Unavailable(f"cannot connect: {error}") from error
-        except Unavailable:
+        return self._peer(terms, [Stream(connection, self.name)], carriage)
+
+    def _dial(self, there: LocalEndpoint, deadline_at: float) -> tuple[socket.socket, Terms]:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(max(0.001, deadline_at - time.monotonic()))
+            reach(connection, there.address, deadline_at)
+            client = Client(self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), there.instance)
+            return connection, shake(connection, client, deadline_at)
+        except BaseException:
             connection.close()
             raise
-        return self._peer(client.terms, [Stream(connection, self.name)], carriage)
 
     def _accept(self, connection: socket.socket, server: Server) -> Connection:
         check_user(connection)

@@ -22,7 +22,7 @@ from transfer.messages import Granted, Introduction, MessageError, decode
 from transfer.plan import Pairing, Route
 from transfer.producer import Producer, Shape
 from transfer.protocol import Abandon, Ending, Order, Release, Timing, Write
-from transfer.shell import Ended, Shell, now_s, peer_name
+from transfer.shell import Ended, Shell, look, now_s, peer_name
 from transfer.staging import Staging
 
 MAX_VISITORS = 256
@@ -203,7 +203,7 @@ class Serving(Shell):
 
     def _connect(self, endpoints: Mapping[str, bytes]) -> asyncio.Future[Peer]:
         connecting = self._loop.create_task(self._dial(endpoints))
-        connecting.add_done_callback(_look)
+        connecting.add_done_callback(look)
         return connecting
 
     async def _dial(self, endpoints: Mapping[str, bytes]) -> Peer:
@@ -329,12 +329,6 @@ def _is_dead(connecting: asyncio.Future[Peer]) -> bool:
     if not connecting.done():
         return False
     return connecting.cancelled() or connecting.exception() is not None or not connecting.result().alive
-
-
-def _look(connecting: asyncio.Future[Peer]) -> None:
-    """A failure is told to whoever wants to write; asyncio would log it as an error where nobody does."""
-    if not connecting.cancelled():
-        connecting.exception()
 
 
 def _close(connecting: asyncio.Future[Peer]) -> None:

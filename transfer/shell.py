@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from mooncake_connector.log import get_logger, log_once
 from transfer.control import Link
@@ -127,6 +128,12 @@ class Shell(ABC):
         """Keep a task from being collected."""
         self._tasks.add(work)
         work.add_done_callback(self._tasks.discard)
+
+
+def look(task: asyncio.Task[Any]) -> None:
+    """A failure is told to whoever waits for it; asyncio would log it as an error where nobody does."""
+    if not task.cancelled():
+        task.exception()
 
 
 def peer_name(instance: bytes) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from ipaddress import ip_address
 from typing import Annotated
 
@@ -18,7 +19,17 @@ import numpy as np
 from msgspec import Meta
 
 from transfer.base import INSTANCE_NBYTES, Capabilities, Numbers, TransferError, Unavailable
-from transfer.handshake import SESSION_NBYTES, Client, Identity, Server, Terms, is_loopback, require_secret, shake
+from transfer.handshake import (
+    SESSION_NBYTES,
+    Client,
+    Identity,
+    Server,
+    Terms,
+    insist,
+    is_loopback,
+    require_secret,
+    shake,
+)
 from transfer.memory import Memory, Revocable
 from transfer.receiver import Connection
 from transfer.sender import SendingPeer
@@ -106,7 +117,7 @@ class TcpTransport(SocketTransport):
     def connect(self, endpoint: bytes, *, deadline_s: float) -> SendingPeer:
         there = decode_endpoint(endpoint)
         deadline_at = time.monotonic() + deadline_s
-        session = secrets.token_bytes(SESSION_NBYTES)
+        client = partial(Client, self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), there.instance)
         streams: list[Stream] = []
         terms: Terms | None = None
         failures: list[str] = []
@@ -117,12 +128,9 @@ class TcpTransport(SocketTransport):
             until = time.monotonic() + (share if terms is None else min(share, FURTHER_PATH_S))
             try:
                 require_secret(target[0], self.identity, on_loopback=False)
-                client = Client(self.identity, self.name, session, there.instance)
                 for number in range(self._num_streams or (1 if is_loopback(target[0]) else 2)):
-                    stream = self._dial(source, target, client, until, number)
-                    terms = client.terms
+                    stream, terms = insist(partial(self._dial, source, target, client, until, number), until)
                     streams.append(stream)
-                    client = Client(self.identity, self.name, session, there.instance)
             except (OSError, TransferError) as error:
                 failures.append(f"{target[0]}:{target[1]}: {error}")
         if terms is None:
@@ -135,7 +143,9 @@ class TcpTransport(SocketTransport):
         hosts, n = self._hosts, len(addresses)
         return [(hosts[i % len(hosts)], addresses[i % n]) for i in range(count)]
 
-    def _dial(self, source: str, target: tuple[str, int], client: Client, deadline_at: float, number: int) -> Stream:
+    def _dial(
+        self, source: str, target: tuple[str, int], client: Callable[[], Client], deadline_at: float, number: int
+    ) -> tuple[Stream, Terms]:
         left = max(0.001, deadline_at - time.monotonic())
         connection: socket.socket | TlsSocket
         connection = plain = socket.create_connection(target, timeout=left, source_address=(source, 0))
@@ -147,11 +157,11 @@ class TcpTransport(SocketTransport):
                 plain.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_NBYTES)
             if self._contexts:
                 connection = TlsSocket.connected(plain, self._contexts[0])
-            shake(connection, client, deadline_at)
+            terms = shake(connection, client(), deadline_at)
         except BaseException:
             connection.close()
             raise
-        return Stream(connection, f"{source}->{target[0]}#{number}")
+        return Stream(connection, f"{source}->{target[0]}#{number}"), terms
 
     def _accept(self, connection: socket.socket, server: Server) -> Connection:
         self._tune(connection)

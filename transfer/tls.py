@@ -66,7 +66,8 @@ class TlsSocket:
     @classmethod
     def connected(cls, connection: socket.socket, context: ssl.SSLContext) -> TlsSocket:
         """The client's side, after its handshake. Raises OSError."""
-        return cls(context.wrap_socket(connection))
+        with _as_plain():
+            return cls(context.wrap_socket(connection))
 
     @property
     def pending(self) -> bool:
@@ -90,7 +91,8 @@ class TlsSocket:
             return self._tls.send(data)
 
     def sendall(self, data: bytes) -> None:
-        self._tls.sendall(data)
+        with _as_plain():
+            self._tls.sendall(data)
 
     def send_vector(self, vector: Vector) -> int:
         """As `Vector.send`."""
@@ -129,5 +131,5 @@ def _as_plain() -> Iterator[None]:
         yield
     except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
         raise BlockingIOError from None
-    except ssl.SSLZeroReturnError:
+    except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
         raise ConnectionResetError("closed by the peer") from None

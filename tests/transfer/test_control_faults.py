@@ -279,6 +279,38 @@ def test_a_frame_too_large_is_not_read(loop):
     loop.run(run(), 20)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [b"\x05\x00\x00", (5).to_bytes(4, "little") + b"half", (1 << 20).to_bytes(4, "little")],
+    ids=["half a length", "half a frame", "a large frame that has no place"],
+)
+def test_a_frame_has_its_time_from_its_first_byte_on(loop, monkeypatch, said):
+    """And no earlier: a connection may be silent between frames."""
+    monkeypatch.setattr(transfer.control, "_FRAME_S", 0.1)
+
+    async def run() -> None:
+        given_up = asyncio.Event()
+
+        async def serve(link) -> None:
+            for _ in range(transfer.control.MAX_LARGE):
+                await link._large.acquire()
+            with pytest.raises(Unavailable):
+                await link.receive()
+            given_up.set()
+
+        listener = await listen(("", 0), "rank", NOBODY, serve)
+        link = await connect(("", listener.port), "rank", NOBODY, deadline_s=10)
+        await asyncio.sleep(0.3)
+        assert not given_up.is_set()
+        link._writer.write(said)
+        await asyncio.wait_for(given_up.wait(), 10)
+        assert await asyncio.wait_for(link._reader.read(), 10) == b""
+        link.close()
+        listener.close()
+
+    loop.run(run(), 30)
+
+
 def test_a_silent_prefill_instance_costs_a_request_its_own_deadline_at_most(silent):
     pair = Pair(Timing(deadline_s=0.5))
     try:
@@ -287,6 +319,44 @@ def test_a_silent_prefill_instance_costs_a_request_its_own_deadline_at_most(sile
         assert ended.ending is Ending.EXPIRED, ended
     finally:
         pair.close()
+
+
+def test_beyond_a_number_of_searches_requests_fail_at_once_and_known_instances_serve_on(silent, monkeypatch, caplog):
+    """Whoever sends requests may name any number of addresses, each of which costs a descriptor while it is tried."""
+    monkeypatch.setattr(transfer.fetching, "_CONNECT_S", 600.0)
+    pair, more, ended = Pair(), 5, []
+    node = pair.decode.ranks[0].node
+    try:
+        pair.still_serves()
+        for number in range(transfer.fetching.MAX_SEARCHES + more):
+            pair.decode.announce(f"stray {number}", Where(f"127.0.1.{number}", silent[1]), computed=True)
+        wait_for(lambda: ended.extend(node.take_fetched()) or len(ended) == more)
+        assert {one.ending for one in ended} == {Ending.FAILED}
+        assert all("32 others are under way" in one.cause for one in ended)
+        pair.still_serves()
+    finally:
+        pair.close()
+    assert len(refusals(caplog)) == 1 and "no search for the prefill instance at" in caplog.text
+
+
+def test_requests_that_name_another_life_ask_the_directory_once_for_all_of_them(pair, monkeypatch):
+    pair.still_serves()
+    asked, node, ended = [], pair.decode.ranks[0].node, []
+
+    async def slow(*arguments, **options):
+        asked.append(arguments)
+        while len(node._fetching._fetches) < 20:
+            await asyncio.sleep(0.01)
+        return await look_up(*arguments, **options)
+
+    monkeypatch.setattr(transfer.fetching, "look_up", slow)
+    for number in range(20):
+        where = Where(pair.prefill.where.host, pair.prefill.where.port, f"life {number}")
+        pair.decode.announce(f"another life {number}", where, computed=True)
+    wait_for(lambda: ended.extend(node.take_fetched()) or len(ended) == 20)
+    assert all("is gone: 'engine' answers there" in one.cause for one in ended)
+    assert len(asked) == 1
+    pair.still_serves()
 
 
 def test_stale_parameters_of_one_request_do_not_disturb_another(pair):

@@ -162,6 +162,43 @@ def test_beyond_a_number_of_strangers_the_oldest_goes(kind, monkeypatch):
                 connection.recv(1)
 
 
+def drop(monkeypatch, times):
+    """So many connections are closed during their handshake, as if many strangers had come; returns which were."""
+    shake_hands, dropped = receiver.Connection._shake, []
+
+    def crowded(self):
+        if len(dropped) == times:
+            return shake_hands(self)
+        dropped.append(self)
+        if len(dropped) % 2:  # what was not read makes the end a reset
+            self.read(4096)
+        raise TransferError(strangers.TOO_MANY)
+
+    monkeypatch.setattr(receiver.Connection, "_shake", crowded)
+    return dropped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peer_that_is_dropped_during_its_handshake_tries_again(kind, monkeypatch):
+    dropped = drop(monkeypatch, times=5)
+    listening = Listening(kind)
+    with listening.transport:
+        listening.still_serves()
+    assert len(dropped) == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("deadline_s, attempts", [(30, 6), (0.04, 1)])
+def test_a_peer_that_is_always_dropped_gives_up(kind, deadline_s, attempts, monkeypatch):
+    dropped = drop(monkeypatch, times=1000)
+    listening, open_files = Listening(kind), len(os.listdir("/proc/self/fd"))
+    with listening.transport, kind(Memory(), listening.identity) as sender:
+        with pytest.raises(Unavailable):
+            sender.connect(listening.endpoint, deadline_s=deadline_s)
+        assert len(dropped) <= attempts
+        wait_for(lambda: len(os.listdir("/proc/self/fd")) <= open_files)
+
+
 def test_strangers_are_turned_away_after_a_time(monkeypatch):
     monkeypatch.setattr(receiver, "HANDSHAKE_S", 0.2)
     listening = Listening(cma.CmaTransport)

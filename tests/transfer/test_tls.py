@@ -1,5 +1,6 @@
 """The `tcp` transport over TLS does what every transport must, and lets nobody in without a certificate."""
 
+import os
 import socket
 import ssl
 import threading
@@ -13,7 +14,7 @@ from transfer import receiver
 from transfer.base import TransferError, Unavailable
 from transfer.handshake import Identity
 from transfer.memory import Memory
-from transfer.tcp import TcpTransport, decode_endpoint
+from transfer.tcp import TcpTransport, _TlsConnection, decode_endpoint
 from transfer.testing import TransportConformance
 from transfer.testing_memory import Buffer, int64
 from transfer.tls import Tls
@@ -77,6 +78,23 @@ def test_strangers_at_a_tls_listener_lose_their_own_connection_only(authorities,
                 assert sender.connect(endpoint, deadline_s=30).alive
                 while stranger.recv(4096):
                     pass
+
+
+@pytest.mark.parametrize("step", ["_secure", "_shake"])
+def test_a_peer_that_is_dropped_during_either_handshake_tries_again(authorities, monkeypatch, step):
+    go_on, dropped, ours = getattr(_TlsConnection, step), [], Tls(**authorities[0])
+
+    def crowded(self):
+        if len(dropped) == 4:
+            return go_on(self)
+        dropped.append(self)
+        if len(dropped) % 2:  # what was not read makes the end a reset
+            self.connection._tls.recv(1) if step == "_shake" else os.read(self.descriptor, 4096)
+        raise TransferError("too many strangers")
+
+    monkeypatch.setattr(_TlsConnection, step, crowded)
+    assert connect(ours, ours) == "tcp"
+    assert len(dropped) == 4
 
 
 def test_a_client_without_a_certificate_is_turned_away(authorities):
