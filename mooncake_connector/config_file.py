@@ -24,6 +24,7 @@ else:
 MAX_FILE_NBYTES = 64 << 10
 _MAX_DEPTH = 8
 _MAX_DOTS = 16
+_KEY = re.compile(r"\s*(?:\[\s*)*(?:\"([^\"]+)\"|'([^']+)'|([\w-]+))\s*[=.\]]")
 _TOML = {".toml"}
 _YAML = {".yaml", ".yml"}
 
@@ -80,7 +81,8 @@ def _toml(text: str) -> dict[Any, tuple[Any, int | None]]:
         digits = re.search(r"^(.*?)[0-9][0-9_]{999}", text, re.MULTILINE)
         place = f"{digits[1][:80]!a} (line {_line(text, digits.start())}): " if digits else ""
         raise ValueError(f"{place}{error}") from None
-    return {key: (value, _toml_line(text, key)) for key, value in content.items()}
+    lines = _toml_lines(text)
+    return {key: (value, lines.get(key)) for key, value in content.items()}
 
 
 def _check_brackets(text: str) -> None:
@@ -92,9 +94,14 @@ def _check_brackets(text: str) -> None:
             raise ValueError(f"brackets are nested too deep (line {_line(text, bracket.start())})")
 
 
-def _toml_line(text: str, key: str) -> int | None:
-    found = re.search(rf"^[ \t]*(?:\[\s*)?[\"']?{re.escape(key)}[\"']?\s*[=.\]]", text, re.MULTILINE)
-    return _line(text, found.end()) if found else None
+def _toml_lines(text: str) -> dict[str, int]:
+    """The line of each key where it is first; once over the file, however many keys it has."""
+    lines: dict[str, int] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        found = _KEY.match(line)
+        if found:
+            lines.setdefault(found[1] or found[2] or found[3], number)
+    return lines
 
 
 def _line(text: str, position: int) -> int:

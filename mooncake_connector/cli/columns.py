@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, chop_cells
 
+from mooncake_connector.log import printable
+
 _FOLDED_COLUMNS = 12
 """A column that may be folded is not made narrower than this."""
 
@@ -50,7 +52,7 @@ def pairs(title: str, rows: Sequence[tuple[str, str]], width: int | None) -> lis
 
 def clean(text: str) -> str:
     """`text` with what would steer a terminal (escapes, line ends) written out."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return printable(text, len(text))
 
 
 def _side_by_side(row: Sequence[str], widths: Sequence[int], right: Sequence[bool], gap: int) -> str:

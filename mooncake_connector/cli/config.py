@@ -20,14 +20,18 @@ from mooncake_connector.cli.output import (
     typed_path,
     width,
 )
-from mooncake_connector.config import Setting, load_settings
+from mooncake_connector.config import Config, Setting, load_settings
+from mooncake_connector.config_values import shown
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes
 from sglang_backend.settings import own_settings as of_sglang
 from store_client.embedded import layout
+from vllm_plugin import CONNECTOR
 from vllm_plugin.doctor_config import own_settings as of_vllm
 
 _VLLM = "--kv-transfer-config"
+_EXTRA = "kv_connector_extra_config"
+_MULTI = "MultiConnector"
 _SGLANG = "--hicache-storage-backend-extra-config"
 
 app = typer.Typer(
@@ -71,7 +75,7 @@ def show(
         raise typer.BadParameter(f"it is vLLM's, and {_SGLANG} is SGLang's: give one", param_hint=_VLLM)
     found = load_settings(_engine_json(kv_transfer_config, hicache_extra))
     if pool is not None:
-        typed = Setting("pool", pool.expanduser().absolute(), "command line, --pool")
+        typed = Setting("pool", pool.absolute(), "command line, --pool")
         found = [typed if setting.name == "pool" else setting for setting in found]
     if as_json:
         print_json({setting.name: {"value": _plain(setting.value), "source": setting.source} for setting in found})
@@ -84,12 +88,30 @@ def show(
 def _engine_json(vllm: str | None, sglang: str | None) -> Mapping[str, Any] | None:
     """Our settings in what an engine is to get; None where no engine is asked about. Raises ConfigError."""
     if vllm is not None:
-        _parsed(vllm, _VLLM)
+        _check_places(_parsed(vllm, _VLLM), "")
         settings = of_vllm(vllm)
-        if settings is None and "MooncakeKVConnector" not in vllm:
-            raise ConfigError(f"{_VLLM} does not name MooncakeKVConnector: vLLM would not use mooncake-connector")
+        if settings is None and CONNECTOR not in vllm:
+            raise ConfigError(f"{_VLLM} does not name {CONNECTOR}: vLLM would not use mooncake-connector")
         return settings or {}
     return None if sglang is None else of_sglang(_parsed(sglang, _SGLANG))
+
+
+def _check_places(given: Mapping[str, Any], place: str) -> None:
+    """Raise ConfigError where settings stand at a place that vLLM does not hand to the connector."""
+    name, extra = given.get("kv_connector"), given.get(_EXTRA, {})
+    if name not in (CONNECTOR, _MULTI):
+        return
+    if misplaced := [key for key in given if key in Config.__struct_fields__]:
+        raise ConfigError(
+            f"{_VLLM}: {place}{misplaced[0]} is a setting of mooncake-connector: put it into "
+            f"{'the ' + _EXTRA + ' of ' + CONNECTOR if name == _MULTI else place + _EXTRA}"
+        )
+    if not isinstance(extra, dict):
+        raise ConfigError(f'{_VLLM}: {place}{_EXTRA} is {shown(extra)}: expected an object, {{"key": value, ...}}')
+    children = extra.get("connectors") if name == _MULTI else None
+    for number, child in enumerate(children if isinstance(children, list) else ()):
+        if isinstance(child, dict):
+            _check_places(child, f"{place}{_EXTRA}.connectors[{number}].")
 
 
 def _parsed(text: str, option: str) -> dict[str, Any]:

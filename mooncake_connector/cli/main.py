@@ -1,6 +1,7 @@
 """Entry point of `mooncake-connector`: the command groups, and what becomes of errors."""
 
 import contextlib
+import os
 import sys
 import textwrap
 import traceback
@@ -102,8 +103,16 @@ def _message(error: Exception) -> str:
     return f"internal error, {type(error).__name__} in {place}: {error} (please report it with your command)"
 
 
+def _replace_closed_streams() -> None:
+    """A stream that was closed (`>&-`) is None, and its number would be that of the next file, such as a pool's."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 it stays open
+
+
 def main() -> None:
     """Run the command line; a traceback never reaches the person who typed."""
+    _replace_closed_streams()
     for stream in (sys.stdout, sys.stderr):  # a model's name may hold what the terminal's encoding has not
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:

@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from mooncake_connector.log import printable
+
 EXIT_FAILED = 1
 EXIT_DAMAGED = 3
 EXIT_INTERRUPTED = 130
@@ -41,10 +43,14 @@ class Group(TyperGroup):
 
 
 def typed_path(text: str) -> Path:
-    """A path that was typed. "" is a variable that was not set, and never means the current folder."""
+    """A path that was typed, `~` expanded. "" is a variable that was not set, and never means the current folder."""
     if not text or "\0" in text:
         raise typer.BadParameter("it is empty: name a path, or leave the option out")
-    return Path(text)
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        user = text.partition("/")[0]
+        raise typer.BadParameter(f"{text!r}: {user} has no home folder: write the path out, or ./{user}") from None
 
 
 def _note_json(context: typer.Context, wanted: bool) -> bool:
@@ -62,8 +68,8 @@ def styled(text: str, stream: TextIO, **style: Any) -> str:
 
 
 def print_error(message: str) -> None:
-    """One line on stderr, never wrapped, so that scripts can match it."""
-    typer.echo(styled(f"error: {message}", sys.stderr, fg="red"), err=True)
+    """One line on stderr, never wrapped, so that scripts can match it; a stranger's words in it steer no terminal."""
+    typer.echo(styled(f"error: {printable(message)}", sys.stderr, fg="red"), err=True)
 
 
 def print_json(value: Any) -> None:

@@ -7,11 +7,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mooncake_connector.cli.tables import ID_DIGITS
+from mooncake_connector.cli.tables import ID_DIGITS, user_text
 from mooncake_connector.config import environ_name, load_config
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Store
-from store_client.embedded import contents, default_pool_path
+from store_client.embedded import contents, default_pool_path, pool_users
+from store_client.embedded.locks import LockTimeout
 
 
 def locate(pool: Path | None) -> Path:
@@ -39,7 +40,7 @@ def locate(pool: Path | None) -> Path:
 
 def _candidates(pool: Path | None) -> list[Path]:
     if pool is not None:
-        return [pool.expanduser().absolute()]
+        return [pool.absolute()]
     configured = load_config().pool
     if configured is not None:
         return [configured]
@@ -50,12 +51,22 @@ def _candidates(pool: Path | None) -> list[Path]:
 
 @contextlib.contextmanager
 def opened(pool: Path | None) -> Iterator[Store]:
-    """The store in an existing pool folder, closed at the end of the block. Raises as `locate`, and as opening does."""
-    store = EmbeddedStore(locate(pool), rebuild=False)
+    """The store in an existing pool folder, closed at the end of the block. Raises as `locate`, and as opening does.
+
+    Where the pool is locked, the error also says who has it open: one of these processes does not run.
+    """
+    folder = locate(pool)
     try:
-        yield store
-    finally:
-        store.close()
+        store = EmbeddedStore(folder, rebuild=False)
+        try:
+            yield store
+        finally:
+            store.close()
+    except PoolError as error:
+        users = pool_users(folder) if isinstance(error.__context__, LockTimeout) else None
+        if not users:
+            raise
+        raise PoolError(f"{error}; it is open in {', '.join(map(user_text, users))}") from None
 
 
 def find_namespace(store: Store, beginning: str | None) -> bytes | None:

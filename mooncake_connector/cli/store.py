@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextCol
 
 from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli import tables
+from mooncake_connector.cli.columns import clean
 from mooncake_connector.cli.output import (
     EXIT_CODES,
     EXIT_DAMAGED,
@@ -184,7 +185,7 @@ def _confirm(question: str, yes: bool) -> None:
     """Ask on stderr, so that stdout holds the result alone; anything but a yes ends the command."""
     if yes:
         return
-    typer.echo(f"{question} [y/N] ", err=True, nl=False)
+    typer.echo(f"{clean(question)} [y/N] ", err=True, nl=False)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise PoolError("nothing was done; answer y, or use --yes")
 

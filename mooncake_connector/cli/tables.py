@@ -141,6 +141,11 @@ def users_lines(users: Sequence[PoolUser] | None, width: int | None) -> list[str
     return sheet("Used by", ("process", "for>", "command~"), rows, width)
 
 
+def user_text(user: PoolUser) -> str:
+    """One process as part of a sentence."""
+    return f"{_place(user)} ({user.command})" if user.command else _place(user)
+
+
 def _place(user: PoolUser) -> str:
     if user.pid is None:
         return "unknown"

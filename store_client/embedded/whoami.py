@@ -73,18 +73,19 @@ def _namespace() -> str:
 
 def _command(pid: int) -> str:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").removesuffix("\0").split("\0")
     except OSError:
         return ""
     shown: list[str] = []
-    hide = False
+    hide = asked = False
     for word in words:
         name, equals, _ = word.partition("=")
+        hide = asked or (hide and not word.startswith("-"))  # an option may take several: `--api-key ONE TWO`
         if hide:
             shown.append("***")
         elif equals and _SECRET.search(name):
             shown.append(f"{name}=***")
         else:
             shown.append(_SECRET_IN_JSON.sub(r'\1"***"', word))
-        hide = not equals and word.startswith("-") and bool(_SECRET.search(word))
+        asked = not equals and word.startswith("-") and bool(_SECRET.search(word))
     return " ".join(shown).strip()[:_MAX_COMMAND]

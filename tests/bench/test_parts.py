@@ -73,6 +73,15 @@ def test_a_child_that_fails_leaves_what_it_measured_and_its_reason(tmp_path: Pat
     assert "no more space" in found["error"]
 
 
+def test_a_child_does_not_inherit_our_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_CONNECTOR_POOL", "/a/pool/of/engines")
+    script = "import os, json, sys; open(sys.argv[1], 'w').write(json.dumps({**os.environ, 'ready': True}))"
+    outcome = tmp_path / "outcome"
+    env = {"MOONCAKE_CONNECTOR_CAPACITY": "1GiB"}
+    found = processes.run_script([sys.executable, "-c", script, str(outcome)], outcome, deadline_s=30, env=env)
+    assert "MOONCAKE_CONNECTOR_POOL" not in found and found["MOONCAKE_CONNECTOR_CAPACITY"] == "1GiB"
+
+
 def test_a_child_that_hangs_is_killed_at_its_deadline(tmp_path: Path) -> None:
     script = "import time, os; print(os.getpid(), flush=True); time.sleep(600)"
     found = processes.run_script([sys.executable, "-c", script], tmp_path / "outcome", deadline_s=0.5)

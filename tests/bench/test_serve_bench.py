@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from bench.streaming_server import StreamingServer, event, token
 from mooncake_connector.cli.bench.commands import app
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.serve import client, engines, plot, running
+from mooncake_connector.cli.bench.serve import client, command, compare, engines, plot, running
 from mooncake_connector.cli.bench.serve.client import Answer, CacheTokens, parse_url
 from mooncake_connector.cli.bench.serve.connectors import ALONE, NEEDED, OURS, OWN, PEERS
 from mooncake_connector.cli.bench.serve.load import Pass
@@ -55,11 +56,12 @@ def ask(monkeypatch):
 
 
 def test_every_prefix_is_asked_once_when_it_is_new_and_equally_often_after_that(stand_in, ask):
+    stand_in.behaviour.stream = [token("a", finish_reason="stop")]  # no usage: 1.3 tokens a word
     found = ask(stand_in.url)
     new, seen = found["rows"]
     assert (new["prompts"], new["requests"], seen["prompts"], seen["requests"]) == (NEW, 2, SEEN, 8)
     trial, *asked = [body["prompt"] for body in stand_in.behaviour.asked]
-    prefixes = [prompt.rsplit(" ", 25)[0] for prompt in asked]  # a question of 32 tokens, 1.3 a word
+    prefixes = [prompt.rsplit(" ", 25)[0] for prompt in asked]  # a question of 32 tokens
     assert len({*prefixes}) == 2 and {prefixes.count(prefix) for prefix in prefixes} == {5}
     assert len({*asked}) == 8 and trial not in asked
     assert len(trial) <= 64, "the trial fits wherever the prompts fit, also where a token is a byte"
@@ -135,6 +137,7 @@ def test_the_key_of_the_environment_is_sent_and_not_shown(stand_in, ask, monkeyp
         ((404, "text/html", b"<html>"), [], "answered 404.*--served-model-name"),
         ((200, "text/html", b"<html>hello</html>"), [], "text/html that lists no models"),
         ((200, "application/json", b"[]"), [], "lists no models"),
+        ((200, "application/json", b"[" * 100_000), [], "lists no models"),
         ((200, "application/json", b'{"data": []}'), [], "has 0 models"),
         ((200, "application/json", b'{"data": [{"id": "a"}, {"id": "b"}]}'), [], "has 2 models.*a, b"),
         ((200, "application/json", b'{"data": [{"id": "a"}]}'), ["--served-model-name", "c"], "no model 'c': it has a"),
@@ -171,6 +174,12 @@ def test_a_server_whose_first_answer_fails(stand_in, ask):
         ask(stand_in.url)
 
 
+def test_a_first_answer_with_an_absurd_count_is_as_one_without(stand_in, ask):
+    usage = f'data: {{"usage": {{"prompt_tokens": {"9" * 4000}}}}}\n\n'
+    stand_in.behaviour.stream = [token("a", finish_reason="stop"), usage]
+    assert ask(stand_in.url)["settings"]["prompt_tokens_seen"] is None
+
+
 def test_a_server_that_hangs(stand_in, ask):
     stand_in.behaviour.pause_s = 600
     with pytest.raises(BenchError, match="did not answer in time"):
@@ -185,6 +194,11 @@ def test_a_server_that_hangs(stand_in, ask):
         (["http://h", "--requests", "2", "--prefixes", "3"], "2 requests cannot ask for 3 prefixes"),
         (["http://h", "--concurrency", "0"], "--concurrency"),
         (["http://h", "--peer", "Nixl"], "--peer"),
+        (["http://h", "--peer", "none"], "--peer: it is for the servers that --model starts"),
+        (["http://h", "--dtype", "float32"], "--dtype: it is for the servers"),
+        (["http://h", "--folder", "/tmp"], "--folder: it is for the servers"),
+        (["http://h", "--vllm-python", "python"], "--vllm-python: it is for the servers"),
+        (["--model", "~nosuch/m"], "~nosuch has no home folder"),
     ],
 )
 def test_options_that_do_not_fit(arguments, reason):
@@ -215,7 +229,11 @@ def test_the_engine_s_cache_holds_a_third_of_the_prefixes(tmp_path):
     memory = engines.Memory.of(shape, Workload(), on_cpu=True)
     assert (memory.block_tokens, memory.blocks) == (128, 16 * 12 // 3 + 1)
     assert memory.capacity_nbytes > 2 * 16 * 1536 * shape.token_nbytes
-    assert engines.Memory.of(shape, Workload(concurrency=32), on_cpu=True).blocks == 32 * 13 + 1, "all fit at a time"
+    assert memory.share == pytest.approx(1 / 3)
+    memory = engines.Memory.of(shape, Workload(concurrency=10), on_cpu=True)
+    assert memory.blocks == 10 * 13 + 1, "all fit at a time"
+    assert memory.share == pytest.approx(130 / 192)
+    assert engines.Memory.of(shape, Workload(concurrency=32), on_cpu=True).share == 1
 
 
 def test_kv_of_a_model_with_latent_attention(tmp_path):
@@ -224,7 +242,15 @@ def test_kv_of_a_model_with_latent_attention(tmp_path):
     assert engines.Memory.of(shape, Workload(), on_cpu=True).block_tokens == 16
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"num_hidden_layers": "x"}'])
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, "x"])
+def test_a_checkpoint_of_impossible_sizes_is_named(tmp_path, name, value):
+    folder = write_config(tmp_path, head_dim=None, hidden_size=512, **{name: value})
+    with pytest.raises(BenchError, match=f"{name} is {value!r}, and not a whole number above 0"):
+        engines.read_shape(folder)
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"num_hidden_layers": "x"}', "[" * 100_000])
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
@@ -236,6 +262,13 @@ def test_requests_that_are_too_long_for_the_model(tmp_path):
     shape = engines.read_shape(write_config(tmp_path))
     with pytest.raises(BenchError, match=r"9,048 tokens does not fit the model's 4,096: .* --prefix-tokens"):
         engines.Memory.of(shape, Workload(prefix_tokens=9000), on_cpu=True)
+
+
+def test_where_there_is_no_room_the_advice_is_of_this_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "probe", lambda python: engines.Environment(python, None, frozenset(), {}))
+    work = Workload(prefixes=10_000, prefix_tokens=4000, rounds=100, requests=10_000)
+    with pytest.raises(BenchError, match="name another folder, or ask for fewer --prefixes or --rounds"):
+        compare.run(Path("python"), write_config(tmp_path / "m"), "auto", work, [], tmp_path, 60, lambda line: None)
 
 
 def test_a_python_without_vllm_is_named():
@@ -305,6 +338,7 @@ def report() -> ServeReport:
         for server, prompts, seconds in ((ALONE, NEW, 1.0), (ALONE, SEEN, 0.9), (OURS, NEW, 1.1), (OURS, SEEN, 0.1))
     ]
     settings = {"requests": 64, "prefixes": 16, "prefix_tokens": 1536, "concurrency": 4, "model": "qwen3"}
+    settings |= {"engine_cache_share": 0.68}
     machine = {"cpu": "a CPU", "cores": 2}
     return ServeReport(machine, {"vllm": "1"}, settings, rows, [Absent("[bold]X[/]", "no [red]GPU")])
 
@@ -325,6 +359,37 @@ def test_a_report_that_cannot_be_written_is_one_line(stand_in):
     assert done.stderr.splitlines()[-1] == "error: the report cannot be written: No space left on device"
 
 
+def test_the_picture_is_there_also_where_nobody_reads_the_report(stand_in, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "serve.png"
+    command = [sys.executable, "-m", "mooncake_connector.cli.main", "bench", "serve", stand_in.url, *SMALL]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command, "--plot", str(path)], stdout=full, stderr=subprocess.DEVNULL, timeout=120)
+    assert done.returncode == 1 and path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_is_there_also_where_no_picture_can_be(stand_in, tmp_path, monkeypatch):
+    def full(report, path):
+        raise BenchError("no room")
+
+    monkeypatch.setattr(plot, "check", lambda path: None)
+    monkeypatch.setattr(plot, "write", full)
+    result = CliRunner().invoke(app, ["serve", "--json", *SMALL, stand_in.url, "--plot", str(tmp_path / "x.png")])
+    assert str(result.exception) == "no room" and json.loads(result.stdout.splitlines()[-1])["rows"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_that_was_ignored_stays_ignored(number):
+    """As `nohup` starts it."""
+    former = signal.signal(number, signal.SIG_IGN)
+    try:
+        with command._ended_like_ctrl_c():
+            os.kill(os.getpid(), number)
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, former)
+
+
 def test_what_did_not_run_is_told_as_it_is():
     assert report().absent_lines() == ["not measured: [bold]X[/]: no [red]GPU"]
 
@@ -333,6 +398,10 @@ def test_a_picture_needs_matplotlib_before_anything_is_measured(monkeypatch, tmp
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(BenchError, match=r"pip install matplotlib"):
         plot.check(tmp_path / "x.png")
+
+
+def test_a_picture_says_how_much_the_engine_s_cache_holds():
+    assert "4 at a time, a cache in the engine for 68% of them" in plot._title(report())
 
 
 def test_a_picture_is_a_small_png(tmp_path):

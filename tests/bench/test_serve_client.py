@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
+import time
 
 import pytest
 
@@ -103,6 +106,10 @@ def test_a_token_that_is_no_text_yet_is_an_answer(server, stand_in):
         ([event(choices=5)], "no known form"),
         ([event(choices=["a"])], "no known form"),
         ([event(choices=[{"text": 5}])], "no known form"),
+        ([event(usage=[1])], "no known form"),
+        ([event(usage=5)], "no known form"),
+        ([f"data: {'[' * 100_000}\n\n"], "RecursionError"),
+        ([f"data: {'9' * 10_000}\n\n"], "ValueError"),
         ([token("a"), event(error={"message": "the engine died"})], "failed while it answered: the engine died"),
     ],
 )
@@ -110,6 +117,13 @@ def test_half_an_answer_is_a_failed_request(server, stand_in, stream, reason):
     stand_in.behaviour.stream = stream
     with pytest.raises(RequestFailed, match=reason):
         server.stream(BODY, LIMIT_S)
+
+
+@pytest.mark.parametrize("count", ["9" * 4000, "-1", "1.5", '"many"', "{}"])
+def test_a_count_that_is_none_is_left_out(server, stand_in, count):
+    usage = f'data: {{"usage": {{"prompt_tokens": {count}}}}}\n\n'
+    stand_in.behaviour.stream = [token("a", finish_reason="stop"), usage]
+    assert server.stream(BODY, LIMIT_S).prompt_tokens is None
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 500, 503])
@@ -139,6 +153,26 @@ def test_a_server_that_drips_ends_at_the_deadline(server, stand_in):
         server.stream(BODY, 0.5)
 
 
+@pytest.mark.parametrize("path", ["answer", "page"])
+def test_headers_that_drip_end_at_the_deadline(path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip():
+            connected, _ = listener.accept()
+            with connected, contextlib.suppress(OSError):
+                connected.sendall(b"HTTP/1.1 200 OK\r\n")
+                while True:
+                    connected.sendall(b"X: 1\r\n")
+                    time.sleep(0.05)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        server = parse_url(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
+        with pytest.raises(RequestFailed, match="in time"):
+            server.stream(BODY, 0.5) if path == "answer" else server.get("/v1/models", 0.5)
+        thread.join()
+
+
 def test_nobody_listens():
     with pytest.raises(RequestFailed, match="ConnectionRefusedError"):
         parse_url("http://127.0.0.1:9", None).stream(BODY, LIMIT_S)
@@ -154,6 +188,7 @@ def test_nobody_listens():
         (b"\x1b[31mred\x1b[0m", "?[31mred?[0m"),
         (b"", "nothing"),
         (b"[1, 2]", "[1, 2]"),
+        (b"[" * 100_000, "[" * 300),
     ],
 )
 def test_what_an_error_says_fits_on_a_line_and_moves_no_cursor(content, text):
@@ -230,7 +265,12 @@ def test_tokens_are_counted_by_source_over_all_engines(server, stand_in):
     assert cache_tokens(server) == CacheTokens(15, 20, 1500)
 
 
-@pytest.mark.parametrize("metrics", [None, "", "other_total 3\n", "<html>not metrics</html>\n", "a{b=} 1\n"])
+INFINITE = 'vllm:prompt_tokens_by_source_total{source="local_compute"} +Inf\n'
+
+
+@pytest.mark.parametrize(
+    "metrics", [None, "", "other_total 3\n", "<html>not metrics</html>\n", "a{b=} 1\n", INFINITE], ids=repr
+)
 def test_a_server_without_these_counters_has_none(server, stand_in, metrics):
     stand_in.behaviour.metrics = metrics
     assert cache_tokens(server) is None
@@ -250,7 +290,13 @@ def test_addresses_of_a_server(url, expected):
     assert parse_url(url, None).url == expected
 
 
-@pytest.mark.parametrize("url", ["", "ftp://h", "http://", "http://h:port", "http://h:99999", "http://me:secret@h"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "ftp://h", "http://", "http://h:port", "http://h:99999", "http://me:secret@h"),
+        *("http://me:secret@h:port", "http://me:secret@[::1", "http://[::1", "http://exa mple", "http://h/a b"),
+    ],
+)
 def test_what_is_no_address_is_refused_without_a_secret_in_the_message(url):
     with pytest.raises(BenchError) as caught:
         parse_url(url, None)

@@ -82,6 +82,13 @@ def test_a_server_that_dies_keeps_what_it_had_and_is_asked_no_more(tmp_path, sta
     assert {row.failed for row in report.rows if row.server == OURS} == {0}
 
 
+def test_a_cache_of_the_engine_that_holds_the_prefixes_is_warned_of(tmp_path, started, monkeypatch):
+    said: list[str] = []
+    settings = measure(tmp_path, said).settings
+    assert settings["engine_cache_share"] == 1
+    assert any("room for 100% of the prefixes" in line and "more --prefixes" in line for line in said)
+
+
 @pytest.mark.parametrize("name", ["alone", "MooncakeKVConnector"])
 def test_without_vllm_alone_or_ours_there_is_no_report(tmp_path, started, monkeypatch, name):
     monkeypatch.setenv("FAKE_VLLM", f"{name}=refuses")

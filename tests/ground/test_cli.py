@@ -250,6 +250,14 @@ class TestClear:
         assert (result.exit_code, store.cleared) == (1, [])
         assert f"{SMALL.digest.hex()[:8]} (org/small)" in result.stderr
 
+    @pytest.mark.parametrize("arguments", [[], ["--namespace", "zz"]], ids=["question", "error"])
+    def test_a_stored_name_forges_no_line_and_steers_no_terminal(self, run, store, arguments):
+        name = namespace("org/x\n\x1b[2Kerror: none")
+        store.spaces = [SpaceInfo(name, Shard(0, 30, 0, 4), pages=1, nbytes=1, oldest_s=1.0, idle_s=1.0)]
+        result = run("store", "clear", *arguments, input="n\n")
+        assert r"org/x\n\x1b[2Kerror: none" in result.stderr and "\x1b" not in result.stderr
+        assert [line for line in result.stderr.splitlines() if line.startswith("error: none")] == []
+
     def test_the_question_about_one_namespace_counts_only_its_pages(self, run):
         result = run("store", "clear", "-n", SMALL.digest.hex(), input="n\n")
         assert "Remove 10 pages (10.0 MiB) of org/small in" in result.stderr
@@ -429,6 +437,15 @@ class TestAsACarelessUser:
         text = run("store", "stats", "--help", terminal_width=int(width)).stdout
         assert "mooncake-connector store stats --json | jq '.hit_tokens / (.hit_tokens + .missed_tokens)'" in text
 
+    def test_a_home_folder_that_is_not_there_is_wrong_usage(self, run):
+        for command in (["store", "stats"], ["config", "show"]):
+            result = run(*command, "--pool", "~nosuch/pool")
+            assert result.exit_code == 2 and "~nosuch has no home folder" in result.stderr
+
+    def test_what_a_server_says_forges_no_line_of_a_benchmark(self, capsys):
+        progress.say("WARNING: x: no\nWARNING: y\x1b[2K")
+        assert capsys.readouterr().err == r"WARNING: x: no\nWARNING: y\x1b[2K" + "\n"
+
     def test_square_brackets_stay_in_what_a_benchmark_says(self, capsys):
         progress.say('install "mooncake-connector[mooncake]"')
         assert capsys.readouterr().err.rstrip() == 'install "mooncake-connector[mooncake]"'
@@ -448,6 +465,20 @@ class TestAsACarelessUser:
         with open("/dev/full", "w") as full:
             done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
         assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+    @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+    @pytest.mark.parametrize("command", ["-V", "config show"])
+    def test_a_stream_that_is_closed_is_no_error(self, command, closed):
+        shell = f"{sys.executable} -m mooncake_connector.cli.entry {command} {closed}"
+        done = subprocess.run(["sh", "-c", shell], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_a_question_that_nobody_can_answer_is_no(self, tmp_path):
+        command = "import sys; from pathlib import Path; from store_client import EmbeddedStore\n"
+        subprocess.run([sys.executable, "-c", f"{command}EmbeddedStore(Path(sys.argv[1]), 1 << 20)", tmp_path / "p"])
+        shell = f"{sys.executable} -m mooncake_connector.cli.entry store clear --pool {tmp_path / 'p'} <&-"
+        done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True)
+        assert done.returncode == 1 and "nothing was done; answer y, or use --yes" in done.stderr
 
     def test_whoever_reads_the_first_line_only_sees_no_error(self):
         command = f"{sys.executable} -m mooncake_connector.cli.entry config show | head -1"

@@ -1,6 +1,7 @@
 """`config show`: every value with the place that set it, for the command line and for an engine; no secret in it."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -102,6 +103,30 @@ def test_json_that_is_none_is_one_line(option, text):
 def test_another_connector_is_told():
     result = show("--kv-transfer-config", '{"kv_connector": "NixlConnector"}', code=1)
     assert "MooncakeKVConnector" in result.stderr
+
+
+OURS = "MooncakeKVConnector"
+
+
+@pytest.mark.parametrize(
+    ("transfer", "reason"),
+    [
+        ({"kv_connector": OURS, "capacity": "8GiB"}, "capacity is a setting .* put it into kv_connector_extra_config"),
+        ({"kv_connector": OURS, "kv_connector_extra_config": [1]}, r"kv_connector_extra_config is \[1\]: expected"),
+        ({"kv_connector": OURS, "kv_connector_extra_config": "{}"}, "kv_connector_extra_config is '{}': expected"),
+        ({"kv_connector": "MultiConnector", "pool": "/p"}, f"pool is a .* kv_connector_extra_config of {OURS}"),
+        (
+            {
+                "kv_connector": "MultiConnector",
+                "kv_connector_extra_config": {"connectors": ["x", {"kv_connector": OURS, "pool": "/p"}]},
+            },
+            r"config\.connectors\[1\]\.pool is a .* into kv_connector_extra_config\.connectors\[1\]\.kv",
+        ),
+    ],
+)
+def test_settings_where_vllm_would_not_hand_them_on_are_an_error(transfer, reason):
+    result = show("--kv-transfer-config", json.dumps(transfer), code=1)
+    assert re.search(f"--kv-transfer-config: .*{reason}", result.stderr)
 
 
 def test_a_configuration_that_cannot_be_used_is_an_error(monkeypatch):

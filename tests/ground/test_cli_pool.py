@@ -1,5 +1,7 @@
 """The command line on a real pool: what the store holds is what a person is shown."""
 
+import fcntl
+import functools
 import json
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli.main import app
 from mooncake_connector.cli.tables import users_lines
 from mooncake_connector.keys import page_keys
@@ -138,6 +141,14 @@ class TestWhoUsesIt:
         (found,) = json.loads(run("store", "stats", "--pool", pool, "--json"))["users"]
         assert (found["pid"], found["here"]) == (user.pid, True) and str(pool) in found["command"]
         assert f"pid {user.pid}" in run("store", "stats", "--pool", pool)
+
+    def test_where_the_pool_stays_locked_the_error_names_them(self, pool, user, monkeypatch):
+        monkeypatch.setattr(pool_, "EmbeddedStore", functools.partial(EmbeddedStore, deadline_s=0.2))
+        (table,) = pool.glob("*/table")
+        with table.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            error = json.loads(run("store", "stats", "--pool", pool, "--json", code=1))["error"]
+        assert "stayed locked" in error and f"; it is open in pid {user.pid} ({sys.executable} -c " in error
 
     def test_without_any_they_say_so(self, pool):
         assert "Used by no other process" in run("store", "stats", "--pool", pool)

@@ -1,5 +1,6 @@
 """Configuration that was broken, by accident or on purpose: an error that names the place, at once."""
 
+import re
 import subprocess
 import sys
 
@@ -140,6 +141,27 @@ class TestToml:
     def test_the_place_is_named(self, tmp_path, text, problem):
         message = refusal(tmp_path, "c.toml", text)
         assert "c.toml" in message and problem in message
+
+    @pytest.mark.parametrize("key", ["xyz", " xyz", '"xyz"', "'xyz'", "xyz.a", "'the xyz'"], ids=repr)
+    @pytest.mark.parametrize("before", ["", "\n", "# xyz\n", 'transports = [\n "cma"\n]\n'], ids=repr)
+    def test_the_line_of_an_unknown_key_is_named(self, tmp_path, key, before):
+        message = refusal(tmp_path, "c.toml", f"{before}{key} = 1\n[capacity]\nxyz = 2\n")
+        assert "xyz' in file" in message and f"c.toml, line {before.count(chr(10)) + 1};" in message
+
+    @pytest.mark.parametrize("table", ["[xyz]", "[ xyz ]", "[xyz.a]", "[[xyz]]"])
+    def test_so_is_that_of_a_table(self, tmp_path, table):
+        assert "c.toml, line 2;" in refusal(tmp_path, "c.toml", f"\n{table}\na = 1\n")
+
+    def test_the_file_is_not_searched_for_each_of_its_keys(self, tmp_path, monkeypatch):
+        searches, search = [], re.search
+
+        def counted(*arguments):
+            searches.append(arguments)
+            return search(*arguments)
+
+        monkeypatch.setattr(re, "search", counted)
+        assert "line 1;" in refusal(tmp_path, "c.toml", "".join(f"key{number} = 1\n" for number in range(4000)))
+        assert len(searches) < 100
 
 
 PIECES = [

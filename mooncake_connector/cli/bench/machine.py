@@ -63,8 +63,8 @@ def default_folder() -> Path:
     return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def check_room(folder: Path, needed: int) -> None:
-    """Raise BenchError unless ``folder`` is there and has ``needed`` bytes free."""
+def check_room(folder: Path, needed: int, or_else: str = "use --quick") -> None:
+    """Raise BenchError unless ``folder`` is there and has ``needed`` bytes free; ``or_else`` makes it less."""
     if folder.exists() and not folder.is_dir():
         raise BenchError(f"--folder {folder} is no folder; name an existing one")
     try:
@@ -75,7 +75,7 @@ def check_room(folder: Path, needed: int) -> None:
     if free < needed:
         raise BenchError(
             f"--folder {folder} has {human_nbytes(free)} free, the benchmark's pools need {human_nbytes(needed)}: "
-            "name another folder, or use --quick"
+            f"name another folder, or {or_else}"
         )
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.config import ENV_PREFIX
 
 _LEAVE_S = 20.0
 """How long a child that has measured may take to leave: vLLM unlinks its shared memory then."""
@@ -33,18 +34,20 @@ def running(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start ``command`` in a session of its own, output to ``log``.
 
+    It does not inherit our own settings: what a person set for an engine is not for the one that is measured.
     At the end its input is closed, it gets ``grace_s`` to leave by itself, then SIGTERM and ``leave_s`` more, and at
     last it and its children are killed.
     """
     # Where there is setpriv, the child also ends when this process is killed.
     ending = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     process = subprocess.Popen(
         [*ending, *command],
         stdin=subprocess.PIPE,
         stdout=log,
         stderr=log,
         start_new_session=True,
-        env={**os.environ, **(env or {})},
+        env={**inherited, **(env or {})},
         cwd=cwd,
     )
     try:

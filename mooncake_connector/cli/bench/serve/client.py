@@ -25,6 +25,8 @@ from mooncake_connector.cli.bench.serve.workload import Prompt
 _SHORT_S = 15.0
 _SHOWN = 300
 _LARGEST = 32 << 20
+_MOST_TOKENS = 1 << 40
+"""A larger count is no count of tokens."""
 
 
 class RequestFailed(Exception):
@@ -96,8 +98,8 @@ class Server:
     def get(self, path: str, limit_s: float = _SHORT_S) -> tuple[int, str, bytes]:
         """Status, content type and content. Raises RequestFailed where there is no answer."""
         deadline = time.monotonic() + limit_s
-        with self._asked("GET", path, None, deadline) as (sock, reply):
-            return reply.status, reply.headers.get_content_type(), _whole(sock, reply, deadline)
+        with self._asked("GET", path, None, deadline) as reply:
+            return reply.status, reply.headers.get_content_type(), _whole(reply, deadline)
 
     def is_healthy(self) -> bool:
         try:
@@ -109,22 +111,21 @@ class Server:
         """A completion. Raises RequestFailed for whatever is not a whole answer in time."""
         start = time.monotonic()
         deadline = start + limit_s
-        with self._asked("POST", "/v1/completions", {**body, "stream": True}, deadline) as (sock, reply):
+        with self._asked("POST", "/v1/completions", {**body, "stream": True}, deadline) as reply:
             if reply.status != 200:
-                content = _whole(sock, reply, deadline)
+                content = _whole(reply, deadline)
                 raise RequestFailed(f"answered {reply.status}: {error_text(content)}", reply.status)
             kind = reply.headers.get_content_type()
             if kind != "text/event-stream":
                 raise RequestFailed(f"answered with {kind} instead of a stream of events (text/event-stream)")
             reader = _AnswerReader(start)
-            for piece in _pieces(sock, reply, deadline):
+            for piece in _pieces(reply, deadline):
                 reader.take(piece)
             return reader.answer()
 
     @contextlib.contextmanager
-    def _asked(
-        self, method: str, path: str, body: Any, deadline: float
-    ) -> Iterator[tuple[socket.socket, http.client.HTTPResponse]]:
+    def _asked(self, method: str, path: str, body: Any, deadline: float) -> Iterator[http.client.HTTPResponse]:
+        """The reply. Raises RequestFailed for whatever goes wrong while it is read, too."""
         make = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
         connection = make(self.host, self.port, timeout=max(0.01, deadline - time.monotonic()))
         headers = {"Content-Type": "application/json"}
@@ -135,25 +136,47 @@ class Server:
             try:
                 connection.connect()
                 sock = connection.sock  # the connection forgets it when the reply takes it over
-                with self.calls.holding(sock):
+                with self.calls.holding(sock), _ended_at(deadline, sock):
                     connection.request(method, self.path + path, content, headers)
                     with connection.getresponse() as reply:
-                        yield sock, reply
-            except TimeoutError as error:
-                raise RequestFailed("did not answer in time") from error
-            except (OSError, http.client.HTTPException, ValueError) as error:
+                        if time.monotonic() >= deadline:  # the headers may be cut off
+                            raise TimeoutError
+                        yield reply
+            except RequestFailed:
+                raise
+            except Exception as error:  # a strange server has many ways to trip up whoever reads its answer
+                if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
+                    raise RequestFailed("did not answer in time") from error
                 raise RequestFailed(f"{type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _ended_at(deadline: float, connected: socket.socket) -> Iterator[None]:
+    """Ends the connection at the deadline: the socket's own timeout begins anew with each byte that arrives."""
+
+    def end() -> None:
+        with contextlib.suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def parse_url(url: str, api_key: str | None) -> Server:
     """A server by its URL, with or without `/v1` or `/v1/completions`. Raises BenchError."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
+    refusal = f"{url.rpartition('@')[2]!r} is no address of a server: write it like http://127.0.0.1:8000"
     try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port
     except ValueError:
-        port = -1
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-        raise BenchError(f"{url!r} is no address of a server: write it like http://127.0.0.1:8000")
+        raise BenchError(refusal) from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or _has_blank(parts.hostname + parts.path):
+        raise BenchError(refusal)
     if parts.username or parts.password:
         raise BenchError(f"the address of {parts.hostname} has a password in it: give a key by OPENAI_API_KEY instead")
     path = parts.path.rstrip("/").removesuffix("/completions").rstrip("/").removesuffix("/v1")
@@ -161,6 +184,10 @@ def parse_url(url: str, api_key: str | None) -> Server:
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
         raise BenchError("the API key has characters that no HTTP header can carry")
     return Server(parts.hostname, port or (443 if secure else 80), secure, path, api_key)
+
+
+def _has_blank(text: str) -> bool:
+    return any(character.isspace() or not character.isprintable() for character in text)
 
 
 def completion(model: str, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
@@ -176,7 +203,7 @@ def completion(model: str, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
 
 def error_text(content: bytes) -> str:
     """What a server says in the body of an error, on one short line."""
-    with contextlib.suppress(ValueError, AttributeError):
+    with contextlib.suppress(ValueError, AttributeError, RecursionError):
         found = json.loads(content)
         inner = found.get("error") or found
         message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
@@ -190,23 +217,20 @@ def _short(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in line)[:_SHOWN]
 
 
-def _pieces(sock: socket.socket, reply: http.client.HTTPResponse, deadline: float) -> Iterator[bytes]:
+def _pieces(reply: http.client.HTTPResponse, deadline: float) -> Iterator[bytes]:
     """What arrives, as it arrives, until the end or the deadline. Raises TimeoutError."""
     while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        with contextlib.suppress(OSError):  # closed, once all of the reply has been read
-            sock.settimeout(left)
         piece = reply.read1(1 << 16)
+        if time.monotonic() >= deadline:
+            raise TimeoutError
         if not piece:
             return
         yield piece
 
 
-def _whole(sock: socket.socket, reply: http.client.HTTPResponse, deadline: float) -> bytes:
+def _whole(reply: http.client.HTTPResponse, deadline: float) -> bytes:
     content = bytearray()
-    for piece in _pieces(sock, reply, deadline):
+    for piece in _pieces(reply, deadline):
         content += piece
         if len(content) > _LARGEST:
             raise RequestFailed(f"sent more than {_LARGEST >> 20} MiB")
@@ -254,8 +278,8 @@ class _AnswerReader:
                 raise RequestFailed(f"sent an event that is no object: {_short(data)}")
             if event.get("error"):
                 raise RequestFailed(f"failed while it answered: {error_text(data.encode())}")
-            self._usage = event.get("usage") or self._usage
             try:
+                self._usage = {**self._usage, **(event.get("usage") or {})}
                 for choice in event.get("choices") or ():
                     self._take_choice(choice)
             except (TypeError, AttributeError):
@@ -273,7 +297,7 @@ class _AnswerReader:
 
 def _count(found: Any, name: str) -> int | None:
     value = found.get(name) if isinstance(found, dict) else None
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) and 0 <= value <= _MOST_TOKENS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +331,7 @@ def cache_tokens(server: Server) -> CacheTokens | None:
     try:
         status, _, content = server.get("/metrics")
         return parse_cache_tokens(content.decode(errors="replace")) if status == 200 else None
-    except (RequestFailed, ValueError):
+    except Exception:  # nobody promises that what is there is Prometheus's format
         return None
 
 

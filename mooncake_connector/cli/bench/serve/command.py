@@ -114,7 +114,8 @@ def serve(
     """Serving under cache pressure: requests per second and time to first token, with and without the connector.
 
     With --model, on this machine: vLLM alone, with this connector, and with each of vLLM's own that runs here, all with
-    the same cache in the engine, which holds a third of the prefixes. Your pool is not touched.
+    the same cache in the engine, which holds a third of the prefixes, or more where --concurrency needs it. Your pool
+    is not touched.
 
     With a URL, a server of yours: prompts that it has not seen, then the same prefixes again. Its caches will hold
     them.
@@ -124,6 +125,15 @@ def serve(
 
     if (url is None) == (model is None):
         raise typer.BadParameter("give either the URL of a server, or --model DIR", param_hint="URL")
+    if url is not None:
+        _refuse_beside_url(
+            {
+                "--dtype": dtype is not Dtype.auto,
+                "--vllm-python": vllm_python is not None,
+                "--peer": bool(peer),
+                "--folder": folder is not None,
+            }
+        )
     if requests < prefixes:
         raise typer.BadParameter(f"{requests} requests cannot ask for {prefixes} prefixes", param_hint="--requests")
     if plot is not None:
@@ -137,9 +147,19 @@ def serve(
         else:
             names = [item.value for item in peer or ServePeer if item is not ServePeer.none]
             report = _of_model(model, dtype.value, vllm_python, names, work, seed, timeout, folder)
-    _show(report, as_json, url is None)
-    if plot is not None:
-        picture.write(report, plot)
+    try:
+        if plot is not None:
+            picture.write(report, plot)  # first: whoever was to read the report may have gone
+    finally:
+        _show(report, as_json, url is None)
+
+
+def _refuse_beside_url(given: dict[str, bool]) -> None:
+    for option in (name for name, is_given in given.items() if is_given):
+        raise typer.BadParameter(
+            "it is for the servers that --model starts, and the server of a URL runs already: leave it out",
+            param_hint=option,
+        )
 
 
 def _of_url(
@@ -174,7 +194,13 @@ def _ended_like_ctrl_c() -> Iterator[None]:
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    former = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    former = {
+        number: handler
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if (handler := signal.getsignal(number)) is not signal.SIG_IGN  # `nohup` keeps its meaning
+    }
+    for number in former:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:

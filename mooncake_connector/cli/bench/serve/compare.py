@@ -33,6 +33,8 @@ from mooncake_connector.cli.bench.serve.workload import Prompt, Workload, token_
 _SETTLE_S = 1.0
 """Between the two passes of a round: saves are asynchronous."""
 
+_PRESSURE_UP_TO = 0.5
+
 Progress = Callable[[str], None]
 
 
@@ -68,12 +70,19 @@ def run(
     shape = read_shape(model, dtype)
     environment = probe(python)
     memory = Memory.of(shape, work, on_cpu=environment.device is None)
+    if memory.share > _PRESSURE_UP_TO:
+        progress(
+            f"WARNING: the engine's own cache has room for {memory.share:.0%} of the prefixes, since it has to hold "
+            f"{work.concurrency} requests at a time: there is little left for a connector to do; give more --prefixes "
+            "or less --concurrency"
+        )
     found = _Found()
     for name in peers:
         if (module := NEEDED.get(name)) in environment.missing:
             found.absent[name] = f"its module {module!r} is not installed in {python}"
     names = [ALONE, OURS, *(name for name in peers if name not in found.absent)]
-    check_room(folder, memory.capacity_nbytes * (2 + ("ExampleConnector" in peers)))
+    needed = memory.capacity_nbytes * (2 + ("ExampleConnector" in peers))
+    check_room(folder, needed, "ask for fewer --prefixes or --rounds")
     machine = {**describe_machine(folder), "accelerator": environment.device}
     together = environment.device is None and fits_at_once(shape, memory, len(names))
     for group in [names] if together else [[name] for name in names]:
@@ -92,6 +101,7 @@ def run(
         "model": model.resolve().name,
         "dtype": dtype,
         "engine_cache_blocks": memory.blocks,
+        "engine_cache_share": round(memory.share, 2),
         "block_tokens": memory.block_tokens,
         "servers": "all at once, in turns" if together else "one at a time",
     }

@@ -93,6 +93,9 @@ def read_shape(folder: Path, dtype: str = "auto") -> Shape:
     try:
         config = json.loads(path.read_text())
         config = {**config, **config.get("text_config", {})}
+        for name in ("num_hidden_layers", "num_attention_heads", "vocab_size"):
+            if not isinstance(config[name], int) or config[name] < 1:
+                raise ValueError(f"{name} is {config[name]!r:.40}, and not a whole number above 0")
         layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
         latent = config.get("kv_lora_rank")
         width = latent + config["qk_rope_head_dim"] if latent else None
@@ -102,7 +105,7 @@ def read_shape(folder: Path, dtype: str = "auto") -> Shape:
         own = config.get("dtype") or config.get("torch_dtype")
         itemsize = 4 if dtype == "float32" or (dtype, own) == ("auto", "float32") else 2
         return Shape(folder, config["vocab_size"], longest, dtype, itemsize * layers * values, bool(latent))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
         message = f"--model {folder}: {path.name} cannot be used ({reason}): name a checkpoint's folder"
         raise BenchError(message) from error
@@ -110,13 +113,15 @@ def read_shape(folder: Path, dtype: str = "auto") -> Shape:
 
 @dataclass(frozen=True)
 class Memory:
-    """The engine's own cache, so small that it holds about a third of the prefixes."""
+    """The engine's own cache, so small that it holds about a third of the prefixes if the requests at a time fit."""
 
     block_tokens: int
     blocks: int
     max_tokens: int
     capacity_nbytes: int
     """For each connector: all prompts of all rounds, and half as much again."""
+    share: float
+    """Of the prefixes, how much the cache has room for."""
 
     @classmethod
     def of(cls, shape: Shape, work: Workload, on_cpu: bool) -> Memory:
@@ -128,11 +133,12 @@ class Memory:
             )
         block = 128 if on_cpu and not shape.is_latent else 16
         request = math.ceil(work.request_tokens / block)
-        third = math.ceil(work.prefixes * math.ceil(work.prefix_tokens / block) / 3)
+        prefixes = work.prefixes * math.ceil(work.prefix_tokens / block)
+        blocks = max(math.ceil(prefixes / 3), request * work.concurrency)
         longest = min(request * block, shape.max_tokens)
         tokens = work.rounds * (work.prefixes * work.prefix_tokens + work.requests * 128)
         nbytes = max(256 << 20, tokens * shape.token_nbytes * 3 // 2)
-        return cls(block, max(third, request * work.concurrency) + 1, longest, nbytes)
+        return cls(block, blocks + 1, longest, nbytes, min(1.0, blocks / prefixes))  # vLLM keeps one block empty
 
 
 class Engine:

@@ -114,5 +114,6 @@ def _title(report: ServeReport) -> str:
     engine = f"vLLM {report.versions['vllm']}, " if report.versions.get("vllm") else ""
     if "url" in found:
         where = f"asked from {where}"
-    cache = ", a cache in the engine for a third of them" if "engine_cache_blocks" in found else ""
+    share = found.get("engine_cache_share")
+    cache = "" if share is None else f", a cache in the engine for {share:.0%} of them"
     return f"{asked}{cache}\n{engine}{found['model']}, {where}"

@@ -82,7 +82,7 @@ def choose_model(server: Server, wanted: str | None) -> tuple[str, int | None]:
         raise BenchError(f"{server.url}/v1/models answered {status}: {hint}, and --served-model-name if it lists none")
     try:
         listed = {str(item["id"]): item.get("max_model_len") for item in json.loads(content)["data"]}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BenchError(f"{server.url}/v1/models answered with {kind} that lists no models: {hint}") from error
     if wanted is not None and wanted not in listed:
         raise BenchError(f"{server.url} has no model {wanted!r}: it has {', '.join(listed) or 'none'}")
