@@ -34,7 +34,7 @@ help:
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
 	@echo 'make test          lint, every test, the demos (40 to 70 minutes on 2 cores, installs included)'
 	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'
-	@echo 'make bench-serve   serving under cache pressure beside vLLM'\''s own connectors and LMCache, with docs/images/serve.png (15 minutes)'
+	@echo 'make bench-serve   serving under cache pressure beside vLLM'\''s own connectors and LMCache, with docs/images/serve.png (half an hour)'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make wheel         the wheel, in .cache/wheel'
 	@echo 'make clean         remove everything that was made'
