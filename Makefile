@@ -32,7 +32,7 @@ help:
 	@echo 'make demo-engines  SGLang answers from what vLLM computed (SGLang is 10 GB; about 10 minutes with all installs)'
 	@echo 'make test-fast     the tests that need no engine (under 2 minutes)'
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
-	@echo 'make test          lint, every test, the demos (40 to 70 minutes on 2 cores, installs included)'
+	@echo 'make test          lint, every test, the demos (35 to 60 minutes on 2 cores, installs included)'
 	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'
 	@echo 'make bench-serve   serving under cache pressure beside vLLM'\''s own connectors and LMCache, with docs/images/serve.png (half an hour)'
 	@echo 'make lint          ruff and mypy'
