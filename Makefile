@@ -30,7 +30,7 @@ help:
 	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
 	@echo 'make demo          a prompt asked before and after a restart of a real vLLM server (about 4 minutes with all installs)'
 	@echo 'make demo-engines  SGLang answers from what vLLM computed (SGLang is 10 GB; about 10 minutes with all installs)'
-	@echo 'make test-fast     the tests that need no engine (under 2 minutes)'
+	@echo 'make test-fast     the tests that need no engine (2 to 4 minutes)'
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
 	@echo 'make test          lint, every test, the demos (35 to 60 minutes on 2 cores, installs included)'
 	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'

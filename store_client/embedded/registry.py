@@ -103,15 +103,11 @@ class Handle:
                 raise PoolError(self._no_answer("the store is closed"))
             try:
                 return use(pool)
-            except CallersOwn as carrier:
-                raise carrier.__cause__ or carrier from None
-            except PoolError:
-                raise
-            except LockTimeout:
-                reason = "a process that does not run holds its lock; continue or end it"
-                raise PoolError(self._no_answer(reason)) from None
             except Exception as error:
-                pool.note(error)
+                _judge(pool, error)
+                if isinstance(error, LockTimeout):
+                    reason = "a process that does not run holds its lock; continue or end it"
+                    raise PoolError(self._no_answer(reason)) from None
                 raise PoolError(self._no_answer(repr(error))) from error
 
     def _no_answer(self, reason: str) -> str:
@@ -125,20 +121,17 @@ class Handle:
     def _contain(self, pool: Pool, use: Callable[[Pool], T], otherwise: T) -> T:
         try:
             return use(pool)
-        except CallersOwn as carrier:
-            raise carrier.__cause__ or carrier from None
-        except PoolError:
-            raise
-        except LockTimeout:
-            pool.counters.add(busy=1)
-            log_once(
-                "store.busy", "pool %s: the write lock was not free in time; a process that uses the pool may be "
-                "stopped", self.path, logger=logger,
-            )  # fmt: skip
         except Exception as error:
-            pool.counters.add(error=1)
-            pool.note(error)
-            log_once("store.error", "pool %s: a call failed: %r", self.path, error, logger=logger, exc_info=True)
+            _judge(pool, error)
+            if isinstance(error, LockTimeout):
+                pool.counters.add(busy=1)
+                log_once(
+                    "store.busy", "pool %s: the write lock was not free in time; a process that uses the pool may be "
+                    "stopped", self.path, logger=logger,
+                )  # fmt: skip
+            else:
+                pool.counters.add(error=1)
+                log_once("store.error", "pool %s: a call failed: %r", self.path, error, logger=logger, exc_info=True)
         return otherwise
 
     def current(self, closed: threading.Event) -> Pool | None:
@@ -204,6 +197,15 @@ class Handle:
             _orphans.append(self._pool)
             self._pool.abandon_in_child()
             self._pool = None
+
+
+def _judge(pool: Pool, error: Exception) -> None:
+    """Raise what is not ours to contain, a caller's own exception or a PoolError; note what else proves damage."""
+    if isinstance(error, CallersOwn):
+        raise error.__cause__ or error from None
+    if isinstance(error, PoolError):
+        raise error
+    pool.note(error)
 
 
 _orphans: list[Pool] = []
