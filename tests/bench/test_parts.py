@@ -65,8 +65,20 @@ def test_the_peer_of_a_row_is_its_better_setting_between_two_processes() -> None
     assert [row.value for row in rows] == [2.0] * 4
 
 
+# How a child replaces its outcome as a whole, since its reader looks at any time.
+REPLACE = """
+import json, os, sys
+from pathlib import Path
+
+def replace(found):
+    part = Path(sys.argv[1] + ".part")
+    part.write_text(json.dumps(found))
+    part.replace(sys.argv[1])
+"""
+
+
 def test_a_child_that_fails_leaves_what_it_measured_and_its_reason(tmp_path: Path) -> None:
-    script = "import sys; open(sys.argv[1], 'w').write('{\"put\": 1.5}'); sys.exit('no more space')"
+    script = REPLACE + "replace({'put': 1.5}); sys.exit('no more space')"
     outcome = tmp_path / "outcome"
     found = processes.run_script([sys.executable, "-c", script, str(outcome)], outcome, deadline_s=30)
     assert found["put"] == 1.5
@@ -75,7 +87,7 @@ def test_a_child_that_fails_leaves_what_it_measured_and_its_reason(tmp_path: Pat
 
 def test_a_child_does_not_inherit_our_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_CONNECTOR_POOL", "/a/pool/of/engines")
-    script = "import os, json, sys; open(sys.argv[1], 'w').write(json.dumps({**os.environ, 'ready': True}))"
+    script = REPLACE + "replace({**os.environ, 'ready': True})"
     outcome = tmp_path / "outcome"
     env = {"MOONCAKE_CONNECTOR_CAPACITY": "1GiB"}
     found = processes.run_script([sys.executable, "-c", script, str(outcome)], outcome, deadline_s=30, env=env)
