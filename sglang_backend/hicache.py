@@ -28,19 +28,19 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-from mooncake_connector.config import Config, load_config
+from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger, log_once, set_log_level
-from sglang_backend.figures import Figures
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_shape
 from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
+from sglang_backend.metrics import Figures
 from sglang_backend.plugin import hooked
 from sglang_backend.settings import own_settings
 from sglang_backend.stored_pool import StoredPool
 from store_client.base import KEY_NBYTES, Shard
 from store_client.pool import Pool
-from store_client.shards import ShardView
+from store_client.sharded import ShardView
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host.base import HostKVCache
@@ -56,7 +56,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
     """See the module.
 
     Args:
-        storage_config: `extra_config` may hold any field of :class:`mooncake_connector.config.Config`.
+        storage_config: `extra_config` may hold any field of :class:`mooncake_connector.config.schema.Config`.
         kwargs_or_pool: what SGLang's ways of building a backend pass as a second argument; the host pool that counts
             is the one that is registered later.
 

@@ -17,9 +17,9 @@ import torch
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from mooncake_connector.page import BlockLayout, PageFormat, SegmentLayout, pack, unpack
+from mooncake_connector.kv.page import BlockLayout, PageFormat, SegmentLayout, pack, unpack
 from store_client.base import Bytes, Shard
-from store_client.shards import overlap
+from store_client.sharded import overlap
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host.base import HostKVCache

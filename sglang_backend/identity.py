@@ -20,13 +20,18 @@ from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_server_args
 
-from mooncake_connector.checkpoint import checkpoint_path, plain_values, quantization_while_loading, rope_in_force
-from mooncake_connector.config import Config
+from mooncake_connector.config.schema import Config
 from mooncake_connector.errors import ModelIdentityError
-from mooncake_connector.fingerprint import default_cache_dir
+from mooncake_connector.kv.identity.checkpoint import (
+    checkpoint_path,
+    plain_values,
+    quantization_while_loading,
+    rope_in_force,
+)
+from mooncake_connector.kv.identity.fingerprint import default_cache_dir
+from mooncake_connector.kv.identity.model import LORA_FILES, files_digest, model_digest
+from mooncake_connector.kv.namespace import Namespace, canonical_json
 from mooncake_connector.log import get_logger
-from mooncake_connector.model_identity import LORA_FILES, files_digest, model_digest
-from mooncake_connector.namespace import Namespace, canonical_json
 from sglang_backend.host_pages import PoolShape
 from store_client.base import Shard
 

@@ -14,10 +14,10 @@ from typing import TypeVar
 from mooncake_connector.log import get_logger, log_once
 from sglang_backend.breaker import PAUSE_S, Breaker
 from sglang_backend.errand import Errand
-from sglang_backend.figures import Figures
 from sglang_backend.host_pages import HostPages
+from sglang_backend.metrics import Figures
 from store_client.base import Bytes, Put, Shard
-from store_client.shards import ShardView
+from store_client.sharded import ShardView
 
 _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
 """So many bytes are moved at a time, but at least so many pages: those are lost when a call is given up, while each

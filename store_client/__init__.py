@@ -1,6 +1,6 @@
 """The store of KV pages: abstract classes, and the embedded pool that all processes of a machine share.
 
-Not responsible for what the bytes of a page mean (`mooncake_connector.page`) nor for when an engine loads and saves.
+Not responsible for what the bytes of a page mean (`mooncake_connector.kv.page`) nor for when an engine loads and saves.
 """
 
 from store_client.base import Put, Shard, Space, SpaceInfo, Store, StoreStats, Verify, VerifyReport

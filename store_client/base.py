@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_connector.namespace import Namespace
+from mooncake_connector.kv.namespace import Namespace
 
 KEY_NBYTES = 32
 

@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from mooncake_connector.config import Config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, kind_of, log_once
-from mooncake_connector.namespace import Namespace
 from store_client.base import Shard, Store
 from store_client.embedded import EmbeddedStore
-from store_client.shards import ShardView
+from store_client.sharded import ShardView
 
 _RETRY_S = 10.0
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mooncake_connector.namespace import Namespace
+from mooncake_connector.kv.namespace import Namespace
 from store_client.base import Bytes, Put, Shard, Space, Store, Verify
 
 PAGE_NBYTES = 65536

@@ -11,18 +11,18 @@ from functools import partial
 import numpy as np
 
 from mooncake_connector.log import get_logger, log_once
-from transfer.base import Grant, TransferError, Unavailable
-from transfer.consumer import Consumer, Source
-from transfer.control import Access, Gone, Link, connect
-from transfer.directory import InstanceCard, RankCard, look_up
+from transfer.control.connection import Access, Gone, Link, connect
+from transfer.control.directory import InstanceCard, RankCard, look_up
+from transfer.driver import RANK_PURPOSE, Ended, Shell, look, now_s, peer_name
 from transfer.integrity import wrong_pages
-from transfer.layout import RankLayout
-from transfer.memory import Memory
-from transfer.messages import Introduction, Landed, encode
-from transfer.plan import Pairing, Route, routes
-from transfer.protocol import Ending, Order, Release, Revoke, Timing, Verify
-from transfer.shell import RANK_PURPOSE, Ended, Shell, look, now_s, peer_name
-from transfer.staging import Staging
+from transfer.plan.layout import RankLayout
+from transfer.plan.pairing import Pairing, Route, routes
+from transfer.protocol.consumer import Consumer, Source
+from transfer.protocol.messages import Introduction, Landed, encode
+from transfer.protocol.orders import Ending, Order, Release, Revoke, Timing, Verify
+from transfer.transports.base import Grant, TransferError, Unavailable
+from transfer.transports.cuda.staging import Staging
+from transfer.transports.memory import Memory
 
 MAX_SEARCHES = 32
 """Prefill instances that are looked for at the same time. Requests name their addresses, so they may be anybody's."""

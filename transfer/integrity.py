@@ -12,8 +12,8 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
-from transfer.plan import PageRuns
-from transfer.staging import Staging
+from transfer.plan.pairing import PageRuns
+from transfer.transports.cuda.staging import Staging
 
 
 def page_checksums(runs: PageRuns, staging: Staging | None = None) -> list[int]:

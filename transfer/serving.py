@@ -12,18 +12,18 @@ from functools import partial
 import numpy as np
 
 from mooncake_connector.log import get_logger, kind_of, log_once
-from transfer.base import Completion, Grant, Outcome, Peer, TransferError, Unavailable
-from transfer.choose import Transports
-from transfer.control import Link
-from transfer.granularity import Bounds
+from transfer.control.connection import Link
+from transfer.driver import Ended, Shell, look, now_s, peer_name
 from transfer.integrity import page_checksums
-from transfer.layout import RankLayout
-from transfer.messages import Granted, Introduction, MessageError, decode
-from transfer.plan import Pairing, Route
-from transfer.producer import Producer, Shape
-from transfer.protocol import Abandon, Ending, Order, Release, Timing, Write
-from transfer.shell import Ended, Shell, look, now_s, peer_name
-from transfer.staging import Staging
+from transfer.plan.granularity import Bounds
+from transfer.plan.layout import RankLayout
+from transfer.plan.pairing import Pairing, Route
+from transfer.protocol.messages import Granted, Introduction, MessageError, decode
+from transfer.protocol.orders import Abandon, Ending, Order, Release, Timing, Write
+from transfer.protocol.producer import Producer, Shape
+from transfer.transports.base import Completion, Grant, Outcome, Peer, TransferError, Unavailable
+from transfer.transports.cuda.staging import Staging
+from transfer.transports.registry import Transports
 
 MAX_VISITORS = 256
 """Consumers' ranks, those included whose connection ended a moment ago."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mooncake_connector.errors import ModelIdentityError
-from mooncake_connector.fingerprint import default_cache_dir
+from mooncake_connector.kv.identity.fingerprint import default_cache_dir
+from mooncake_connector.kv.identity.model import LORA_FILES, files_digest
 from mooncake_connector.log import get_logger, log_once
-from mooncake_connector.model_identity import LORA_FILES, files_digest
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

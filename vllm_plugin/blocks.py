@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mooncake_connector.page import BlockLayout, PageFormat, SegmentLayout, factor_block, pack, unpack
+from mooncake_connector.kv.page import BlockLayout, PageFormat, SegmentLayout, factor_block, pack, unpack
 from store_client.base import Shard
-from store_client.shards import Overlap, overlap
+from store_client.sharded import Overlap, overlap
 from vllm_plugin.geometry import Unsupported
 
 BlockOrder = tuple[SegmentLayout, SegmentLayout | None]

@@ -24,20 +24,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import vllm_plugin
-from mooncake_connector.config import Config, load_config
+from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_level
 from store_client.pool import Pool
-from transfer.control import Access
+from transfer.control.connection import Access
 from vllm_plugin.geometry import Unsupported, read_geometry
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import StepMetadata, WorkerReport
-from vllm_plugin.pd_options import compatibility
-from vllm_plugin.pd_scheduler import PDScheduler
+from vllm_plugin.pd.options import compatibility
+from vllm_plugin.pd.scheduler import PDScheduler
+from vllm_plugin.prefix.scheduler import SchedulerHalf
+from vllm_plugin.prefix.worker import WorkerHalf
 from vllm_plugin.refusal import RefusingHalf
-from vllm_plugin.scheduler import SchedulerHalf
 from vllm_plugin.stats import ConnectorPromMetrics, ConnectorStats
-from vllm_plugin.worker import WorkerHalf
 
 if TYPE_CHECKING:
     import torch
@@ -287,7 +287,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 @dataclass(frozen=True, slots=True)
 class PDHandshake(KVConnectorHandshakeMetadata):
-    """A worker's `transfer.directory.RankCard`, on its way to the scheduler's process."""
+    """A worker's `transfer.control.directory.RankCard`, on its way to the scheduler's process."""
 
     card: bytes
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mooncake_connector.checks import Check, failed, ok, warning
-from mooncake_connector.config import Config, environ_name, load_config
+from mooncake_connector.config.schema import Config, environ_name, load_config
 from mooncake_connector.errors import ConfigError
 from vllm_plugin import CONNECTOR, MODULE
 from vllm_plugin.early import parts

@@ -12,7 +12,7 @@ import torch
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
-from mooncake_connector.page import PageFormat
+from mooncake_connector.kv.page import PageFormat
 from store_client.base import Shard
 
 if TYPE_CHECKING:

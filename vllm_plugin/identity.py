@@ -8,16 +8,16 @@ from __future__ import annotations
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from mooncake_connector.checkpoint import (
+from mooncake_connector.config.schema import Config
+from mooncake_connector.kv.identity.checkpoint import (
     checkpoint_path,
     plain_values,
     quantization_while_loading,
     rope_in_force,
 )
-from mooncake_connector.config import Config
-from mooncake_connector.fingerprint import default_cache_dir
-from mooncake_connector.model_identity import model_digest
-from mooncake_connector.namespace import Namespace, canonical_json
+from mooncake_connector.kv.identity.fingerprint import default_cache_dir
+from mooncake_connector.kv.identity.model import model_digest
+from mooncake_connector.kv.namespace import Namespace, canonical_json
 from vllm_plugin.geometry import Geometry
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from mooncake_connector.namespace import Namespace
+from mooncake_connector.kv.namespace import Namespace
 from transfer.fetching import Where
-from transfer.layout import RankLayout
+from transfer.plan.layout import RankLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A request whose KV a prefill instance has or will have; see `transfer.node.Node.announce`."""
+    """A request whose KV a prefill instance has or will have; see `transfer.session.Node.announce`."""
 
     transfer: str
     where: Where

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_connector.keys import adapter_root_digest, content_tokens, root_digest
+from mooncake_connector.kv.keys import adapter_root_digest, content_tokens, root_digest
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

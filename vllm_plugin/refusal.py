@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RefusingHalf:
-    """Same methods as :class:`vllm_plugin.worker.WorkerHalf`."""
+    """Same methods as :class:`vllm_plugin.prefix.worker.WorkerHalf`."""
 
     def __init__(self) -> None:
         self.pd = None

@@ -20,8 +20,8 @@ from mooncake_connector.cli.output import (
     typed_path,
     width,
 )
-from mooncake_connector.config import Config, Setting, load_settings
-from mooncake_connector.config_values import shown
+from mooncake_connector.config.schema import Config, Setting, load_settings
+from mooncake_connector.config.values import shown
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes
 from sglang_backend.settings import own_settings as of_sglang

@@ -22,7 +22,7 @@ from mooncake_connector.checks import Check, Status, failed, ok, warning
 from mooncake_connector.cli import columns as columns_
 from mooncake_connector.cli.doctor_transfers import transfer_checks
 from mooncake_connector.cli.output import EXIT_CODES, EXIT_FAILED, HELP_SETTINGS, Group, Json, print_json, styled, width
-from mooncake_connector.config import Config, load_config
+from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes
 from store_client import EmbeddedStore

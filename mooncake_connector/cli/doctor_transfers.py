@@ -16,14 +16,14 @@ from collections.abc import Iterator
 import msgspec
 
 from mooncake_connector.checks import Check, failed, ok, warning
-from mooncake_connector.config import Config
+from mooncake_connector.config.schema import Config
 from mooncake_connector.errors import ConfigError
-from transfer.base import TransferError, Unavailable
-from transfer.choose import HOST_NAMES, make_transports
-from transfer.control import Access
-from transfer.handshake import Identity
-from transfer.memory import Memory
-from transfer.unix import listen_at_port, port_name, reach
+from transfer.control.connection import Access
+from transfer.control.handshake import Identity
+from transfer.transports.base import TransferError, Unavailable
+from transfer.transports.memory import Memory
+from transfer.transports.registry import HOST_NAMES, make_transports
+from transfer.transports.unix import listen_at_port, port_name, reach
 
 _PATIENCE_S = 20.0
 

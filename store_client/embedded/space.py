@@ -10,18 +10,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
+from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from mooncake_connector.namespace import Namespace
 from store_client.base import KEY_NBYTES, Bytes, Consume, Fill, Put, Scatter, Shard, Space, Verify
 from store_client.embedded.faults import CallersOwn, callers
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.pool import Pool
+from store_client.embedded.put_plan import Place
 from store_client.embedded.reader import check_targets
 from store_client.embedded.registry import Handle
 from store_client.embedded.rows import INLINE_EXTENTS, join_keys
 from store_client.embedded.scatter import as_pieces, copy_hashed, copy_range
 from store_client.embedded.spaces import identify
-from store_client.embedded.ticket import Place
 
 logger = get_logger(__name__)
 

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from mooncake_connector.errors import NamespaceError
-from mooncake_connector.namespace import Namespace
+from mooncake_connector.kv.namespace import Namespace
 from store_client.base import Shard
 from store_client.embedded.files import open_file, read_file
 

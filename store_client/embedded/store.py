@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from mooncake_connector.errors import PoolError
+from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from mooncake_connector.namespace import Namespace
 from store_client.base import Progress, Shard, SpaceInfo, Store, StoreStats, VerifyReport
 from store_client.embedded import layout
 from store_client.embedded.arena import GRANULE

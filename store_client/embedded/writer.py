@@ -11,25 +11,25 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from mooncake_connector.namespace import Namespace
+from mooncake_connector.kv.namespace import Namespace
 from store_client.base import Shard
 from store_client.embedded import rows as rows_
 from store_client.embedded.allocator import Allocator
 from store_client.embedded.arena import Arena
 from store_client.embedded.clock import now_ns
 from store_client.embedded.counters import Counters, as_counts
-from store_client.embedded.eraser import FORGET_BATCH, Eraser
+from store_client.embedded.evictor import FORGET_BATCH, Eraser
 from store_client.embedded.extents import as_runs
 from store_client.embedded.faults import Damaged
 from store_client.embedded.journal import Record
 from store_client.embedded.ledger import Draft, Ledger, Reservation
 from store_client.embedded.locks import FileLock, Owners
 from store_client.embedded.policy import Policy
+from store_client.embedded.put_plan import Place, Ticket
 from store_client.embedded.rows import INLINE_EXTENTS, NONE, ROW_DTYPE, ROW_NBYTES, Row
 from store_client.embedded.soundness import unsound
 from store_client.embedded.spaces import Spaces
 from store_client.embedded.table import Found, Table
-from store_client.embedded.ticket import Place, Ticket
 
 _RECLAIM_PERIOD_S = 5.0
 _ROWS_AT_ONCE = 1 << 16

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from e2e.pages import PAGE_TOKENS
-from mooncake_connector.keys import page_keys, root_digest
+from mooncake_connector.kv.keys import page_keys, root_digest
 from store_client import EmbeddedStore
 
 __all__ = ["elements", "errors", "exact_elements", "mistakes", "table"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mooncake_connector.keys import page_keys, root_digest
+from mooncake_connector.kv.keys import page_keys, root_digest
 from store_client import EmbeddedStore, Shard
 
 PAGE_TOKENS = 64

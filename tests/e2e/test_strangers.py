@@ -24,8 +24,8 @@ from vllm.v1.request import Request
 from e2e.pages import PAGE_TOKENS
 from e2e.process import ENVIRONMENTS, small_environment
 from models import checkpoint
-from mooncake_connector.config import load_config
-from mooncake_connector.keys import page_keys
+from mooncake_connector.config.schema import load_config
+from mooncake_connector.kv.keys import page_keys
 from vllm_plugin.adapters import AdapterKeys
 from vllm_plugin.geometry import read_geometry
 from vllm_plugin.identity import instance_namespace

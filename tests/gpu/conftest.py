@@ -10,7 +10,7 @@ def kernels():
     """The module of kernels, compiled for this machine's GPU."""
     for name in ("torch", "triton"):
         pytest.importorskip(name, reason=f"the kernel needs {name}: run this in an engine's environment")
-    from transfer import device_kernels
+    from transfer.transports.cuda import kernels as device_kernels
 
     return device_kernels
 

@@ -12,10 +12,10 @@ import numpy as np
 with contextlib.suppress(ImportError):
     import torch  # noqa: F401  as in an engine, so that the kernel is used
 
-from transfer.base import Unavailable
-from transfer.cuda import Copier, system_driver
-from transfer.cuda_ipc import CudaIpcTransport
-from transfer.testing_memory import Buffer
+from transfer.testing.memory import Buffer
+from transfer.transports.base import Unavailable
+from transfer.transports.cuda.driver import Copier, system_driver
+from transfer.transports.cuda.ipc import CudaIpcTransport
 
 DEVICE = 0
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from gpu.device import DEVICE, require
 
-from transfer.cuda import Copier, system_driver
-from transfer.device_plan import slots
-from transfer.vectors import Pieces
+from transfer.transports.cuda.driver import Copier, system_driver
+from transfer.transports.cuda.plan import slots
+from transfer.transports.vectors import Pieces
 
 require()
 pytestmark = pytest.mark.gpu

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from gpu.device import DEVICE, DeviceBuffer, DeviceCudaIpc, allocate, plain_copy, require
 
-from transfer.cuda import Copier, system_driver
-from transfer.memory import Memory
-from transfer.testing_fixtures import DEADLINE_S
-from transfer.testing_memory import MIB
-from transfer.testing_process import Process
+from transfer.testing.fixtures import DEADLINE_S
+from transfer.testing.memory import MIB
+from transfer.testing.process import Process
+from transfer.transports.cuda.driver import Copier, system_driver
+from transfer.transports.memory import Memory
 
 require()
 pytestmark = pytest.mark.gpu

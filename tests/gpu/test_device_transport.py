@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from gpu.device import DeviceBuffer, DeviceCudaIpc, require
 
-from transfer.testing import TransportConformance
+from transfer.testing.conformance import TransportConformance
 
 require()
 pytestmark = pytest.mark.gpu
 
 
 class Large:
-    """In place of `transfer.testing_memory.folded`: a device has no address space without memory."""
+    """In place of `transfer.testing.memory.folded`: a device has no address space without memory."""
 
     def __init__(self, nbytes, fold, seed=None):
         self._buffer = DeviceBuffer(nbytes, seed)
@@ -31,5 +31,5 @@ class TestCudaIpc(TransportConformance):
 
     @pytest.mark.slow
     def test_a_piece_beyond_4_gib_arrives(self, memory, there, peer, monkeypatch):
-        monkeypatch.setattr("transfer.testing.folded", Large)
+        monkeypatch.setattr("transfer.testing.conformance.folded", Large)
         super().test_a_piece_beyond_4_gib_arrives(memory, there, peer)

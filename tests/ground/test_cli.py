@@ -24,7 +24,7 @@ from mooncake_connector.cli.bench import progress
 from mooncake_connector.cli.main import app
 from mooncake_connector.cli.output import human_seconds, human_share, styled
 from mooncake_connector.errors import PoolError
-from mooncake_connector.namespace import Namespace
+from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.sizes import human_nbytes
 from store_client import Shard, SpaceInfo, StoreStats, VerifyReport
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mooncake_connector.cli.main import app
-from mooncake_connector.config import Config
+from mooncake_connector.config.schema import Config
 
 
 @pytest.fixture(autouse=True)

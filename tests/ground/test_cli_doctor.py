@@ -18,7 +18,7 @@ from mooncake_connector.cli import doctor_transfers
 from mooncake_connector.cli.main import app
 from store_client import EmbeddedStore
 from store_client.embedded import layout
-from transfer.unix import listen_at_port
+from transfer.transports.unix import listen_at_port
 
 MIB = 1 << 20
 INSTALLED = {engine: importlib.util.find_spec(engine) for engine in ("vllm", "sglang") if sys.modules.get(engine, 1)}
@@ -244,8 +244,8 @@ class TestTransfers:
         assert outcome_of("transfer_port") == ("ok", f"{port} is free")
 
     def test_a_user_that_stands_for_all_unknown_ones_is_told(self, monkeypatch):
-        monkeypatch.setattr("transfer.unix._unknown_user", os.geteuid)
-        monkeypatch.setattr("transfer.unix._knows_every_user", lambda: False)
+        monkeypatch.setattr("transfer.transports.unix._unknown_user", os.geteuid)
+        monkeypatch.setattr("transfer.transports.unix._knows_every_user", lambda: False)
         status, detail = outcome_of("transfers")
         assert status == "failed" and "run as another user, or set transfer_hosts and secret_file" in detail
 

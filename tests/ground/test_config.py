@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_connector.config import Config, load_config
-from mooncake_connector.config_values import parse_nbytes
+from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.config.values import parse_nbytes
 from mooncake_connector.errors import ConfigError
 
 GIB = 1 << 30

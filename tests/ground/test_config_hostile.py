@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake_connector.config import Config, load_config
+from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.errors import ConfigError
 
 LONGEST_MESSAGE = 1000
@@ -203,7 +203,7 @@ class TestFiles:
 
     def test_a_pipe_that_nobody_writes_to_is_refused_at_once(self, tmp_path):
         program = (
-            "import os, sys; from mooncake_connector.config import load_config\n"
+            "import os, sys; from mooncake_connector.config.schema import load_config\n"
             "os.mkfifo(sys.argv[1]); load_config({}, {'MOONCAKE_CONNECTOR_CONFIG': sys.argv[1]})"
         )
         done = subprocess.run(

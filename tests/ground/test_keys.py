@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_connector.keys import adapter_root_digest, content_tokens, page_keys, root_digest
+from mooncake_connector.kv.keys import adapter_root_digest, content_tokens, page_keys, root_digest
 
 P = 64
 COUNT_UP = list(range(128))

@@ -42,7 +42,7 @@ def test_loggers_of_all_packages_obey_the_configured_level():
     try:
         set_log_level("ERROR")
         assert not get_logger("store_client.embedded").isEnabledFor(logging.WARNING)
-        assert not get_logger("mooncake_connector.fingerprint").isEnabledFor(logging.WARNING)
+        assert not get_logger("mooncake_connector.kv.identity.fingerprint").isEnabledFor(logging.WARNING)
         set_log_level("DEBUG")
         assert get_logger("store_client.embedded").isEnabledFor(logging.DEBUG)
     finally:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_connector import fingerprint
 from mooncake_connector.errors import ModelIdentityError
-from mooncake_connector.fingerprint import default_cache_dir, fingerprint_files
+from mooncake_connector.kv.identity import fingerprint
+from mooncake_connector.kv.identity.fingerprint import default_cache_dir, fingerprint_files
+from mooncake_connector.kv.identity.model import files_digest, model_digest
 from mooncake_connector.log import forget_causes
-from mooncake_connector.model_identity import files_digest, model_digest
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "rope_theta": 10000.0}
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mooncake_connector.errors import NamespaceError
-from mooncake_connector.namespace import Namespace, canonical_json
+from mooncake_connector.kv.namespace import Namespace, canonical_json
 
 BASE = Namespace(
     model_name="org/model",

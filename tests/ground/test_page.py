@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mooncake_connector.errors import PageError
-from mooncake_connector.page import (
+from mooncake_connector.kv.page import (
     Axis,
     BlockLayout,
     PageFormat,

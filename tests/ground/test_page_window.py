@@ -9,7 +9,7 @@ from ground.test_page import Case, axis_offset, cases, engine_address
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_connector.page import PageFormat, Window, pack, unpack
+from mooncake_connector.kv.page import PageFormat, Window, pack, unpack
 
 
 @st.composite

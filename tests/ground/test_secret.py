@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
+from mooncake_connector.config.secret import read_secret
 from mooncake_connector.errors import ConfigError
-from mooncake_connector.secret import read_secret
 
 SECRET = b"correct horse battery staple"
 

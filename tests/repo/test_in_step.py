@@ -9,15 +9,15 @@ import msgspec
 
 import mooncake_connector
 from mooncake_connector import quick_start
-from mooncake_connector.config import Config
-from mooncake_connector.config_docs import render
+from mooncake_connector.config.docs import render
+from mooncake_connector.config.schema import Config
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def test_the_configuration_page_is_what_the_schema_generates():
     page = (REPOSITORY / "docs" / "configuration.md").read_text("utf-8")
-    assert page == render(), "run: python -m mooncake_connector.config_docs > docs/configuration.md"
+    assert page == render(), "run: python -m mooncake_connector.config.docs > docs/configuration.md"
 
 
 def test_the_configuration_page_describes_every_field():
@@ -26,7 +26,7 @@ def test_the_configuration_page_describes_every_field():
 
 
 def test_the_generator_prints_the_page():
-    command = [sys.executable, "-m", "mooncake_connector.config_docs"]
+    command = [sys.executable, "-m", "mooncake_connector.config.docs"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8").stdout
     assert printed == render()
 

@@ -1,4 +1,4 @@
-"""What `transfer.cuda` tells ctypes of the driver is what NVIDIA's header says, of which Triton brings a copy."""
+"""What `transfer.transports.cuda` tells ctypes is what NVIDIA's header says, of which Triton brings a copy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transfer import cuda
+from transfer.transports.cuda import driver as cuda
 
 triton = pytest.importorskip("triton")
 HEADER = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated.cuda_driver import DeviceBuffer, Library
 
-from transfer.cuda import Copier, Driver
-from transfer.device_plan import launches, slots
-from transfer.vectors import Pieces
+from transfer.transports.cuda.driver import Copier, Driver
+from transfer.transports.cuda.plan import launches, slots
+from transfer.transports.vectors import Pieces
 
 triton = pytest.importorskip("triton")
 SPACE = 1 << 14
@@ -28,9 +28,9 @@ def load(interpret: bool) -> Any:
     """The module of kernels, decorated for the interpreter or for a device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", str(int(interpret)))
-        patch.delitem(sys.modules, "transfer.device_kernels", raising=False)
-        module = importlib.import_module("transfer.device_kernels")
-        patch.delitem(sys.modules, "transfer.device_kernels")
+        patch.delitem(sys.modules, "transfer.transports.cuda.kernels", raising=False)
+        module = importlib.import_module("transfer.transports.cuda.kernels")
+        patch.delitem(sys.modules, "transfer.transports.cuda.kernels")
     assert isinstance(module._copy, triton.runtime.JITFunction) is not interpret
     return module
 
@@ -105,7 +105,7 @@ def test_gathered_and_scattered_through_slots_of_staging(interpreted: Any) -> No
 
 def test_a_copier_takes_the_kernel_where_torch_is(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setitem(sys.modules, "transfer.device_kernels", interpreted)
+    monkeypatch.setitem(sys.modules, "transfer.transports.cuda.kernels", interpreted)
     library = Library()
     copier = Copier(Driver(library), 0)
     source, target = DeviceBuffer(64 << 10, seed=1), DeviceBuffer(64 << 10)

@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from transfer.cuda import HANDLE_NBYTES, Driver
-from transfer.cuda_ipc import CudaIpcTransport
-from transfer.handshake import Identity
-from transfer.memory import Memory
-from transfer.testing_memory import Buffer
-from transfer.vectors import Vector, read_process
+from transfer.control.handshake import Identity
+from transfer.testing.memory import Buffer
+from transfer.transports.cuda.driver import HANDLE_NBYTES, Driver
+from transfer.transports.cuda.ipc import CudaIpcTransport
+from transfer.transports.memory import Memory
+from transfer.transports.vectors import Vector, read_process
 
 INVALID_VALUE, INVALID_CONTEXT, INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 1, 201, 400, 700, 719
 NEED_CONTEXT = (

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from simulated.ranks import Model, make_rank
 
-from transfer.base import TransferError
-from transfer.consumer import Consumer, Source
-from transfer.granularity import Granularity
-from transfer.messages import Announce, AnyMessage, Close, Granted, Introduction, Landed, Report, State, Status
-from transfer.producer import Producer, Shape
-from transfer.protocol import Half, Send
+from transfer.plan.granularity import Granularity
+from transfer.protocol.consumer import Consumer, Source
+from transfer.protocol.messages import Announce, AnyMessage, Close, Granted, Introduction, Landed, Report, State, Status
+from transfer.protocol.orders import Half, Send
+from transfer.protocol.producer import Producer, Shape
+from transfer.transports.base import TransferError
 
 KEY = b"k" * 16
 LAYERS = range(2)

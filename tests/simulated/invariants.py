@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from simulated.network import TOKENS, Rank, World
 
-from transfer.protocol import Ending
+from transfer.protocol.orders import Ending
 
 
 def endings(world: World, transfer: str) -> dict[str, Ending]:

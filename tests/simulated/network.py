@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from transfer.base import TransferError
-from transfer.consumer import Consumer, Source
-from transfer.granularity import Granularity
-from transfer.messages import AnyMessage, Landed, decode, encode
-from transfer.producer import Producer, Shape
-from transfer.protocol import Abandon, Ending, Half, Order, Release, Revoke, Send, Timing, Verify, Write
+from transfer.plan.granularity import Granularity
+from transfer.protocol.consumer import Consumer, Source
+from transfer.protocol.messages import AnyMessage, Landed, decode, encode
+from transfer.protocol.orders import Abandon, Ending, Half, Order, Release, Revoke, Send, Timing, Verify, Write
+from transfer.protocol.producer import Producer, Shape
+from transfer.transports.base import TransferError
 
 LAYERS, TOKENS, UNIT = 4, 24, 4
 KEY = b"key of a grant.."

@@ -13,12 +13,12 @@ from simulated.cuda_driver import LIBRARY
 from simulated.ranks import SPAN, Instance, Model, heads_of, make_rank
 
 import transfer.fetching
-from transfer.control import Access
-from transfer.directory import THIS_HOST, Directory, InstanceCard
+from transfer.control.connection import Access
+from transfer.control.directory import THIS_HOST, Directory, InstanceCard
+from transfer.control.handshake import Identity
+from transfer.driver import Ended
 from transfer.fetching import Family, Where
-from transfer.handshake import Identity
-from transfer.node import Node, NodeOptions
-from transfer.shell import Ended
+from transfer.session import Node, NodeOptions
 
 MODEL = Model(layers=4, heads=4, k_dim=8, v_dim=8, itemsize=2)
 TOKENS = 44

@@ -11,9 +11,9 @@ import time
 
 from simulated.nodes import Instances
 
-from transfer.granularity import Bounds, Granularity
-from transfer.node import NodeOptions
-from transfer.protocol import Timing
+from transfer.plan.granularity import Bounds, Granularity
+from transfer.protocol.orders import Timing
+from transfer.session import NodeOptions
 
 
 def main(port: str, lease_s: str, step_s: str) -> None:

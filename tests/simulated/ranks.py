@@ -8,8 +8,8 @@ from itertools import pairwise, permutations
 import numpy as np
 from hypothesis import strategies as st
 
-from mooncake_connector.page import Axis, BlockLayout, SegmentLayout
-from transfer.layout import RankLayout
+from mooncake_connector.kv.page import Axis, BlockLayout, SegmentLayout
+from transfer.plan.layout import RankLayout
 
 
 @dataclass(frozen=True)

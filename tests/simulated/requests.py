@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from simulated.network import LAYERS, TOKENS, World
 
-from transfer.protocol import Ending
+from transfer.protocol.orders import Ending
 
 ALL = range(LAYERS)
 NONE = range(0)

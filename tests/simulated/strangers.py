@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
-from transfer.directory import THIS_HOST
-from transfer.handshake import Client, Identity, shake
-from transfer.tcp import decode_endpoint
-from transfer.unix import listen_at_port, port_name, reach
+from transfer.control.directory import THIS_HOST
+from transfer.control.handshake import Client, Identity, shake
+from transfer.transports.tcp import decode_endpoint
+from transfer.transports.unix import listen_at_port, port_name, reach
 
 
 def dial(port: int, *, tcp: bool = False) -> closing[socket.socket]:

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from mooncake_connector.page import BlockLayout, PageFormat, SegmentLayout, unpack
+from mooncake_connector.kv.page import BlockLayout, PageFormat, SegmentLayout, unpack
 from store_client import EmbeddedStore, Put, Shard
-from store_client.shards import ShardView, overlap
+from store_client.sharded import ShardView, overlap
 from store_client.testing import DEADLINE_S, chain, namespace
 
 PAGE_TOKENS, K_DIM, V_DIM = 2, 3, 1

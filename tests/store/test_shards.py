@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from store.shard_model import UNIT_NBYTES, Model, Pool, Reader, instances, models, units
 
 from store_client import EmbeddedStore, Put, Shard
-from store_client.shards import ShardView, overlap
+from store_client.sharded import ShardView, overlap
 from store_client.testing import DEADLINE_S, chain, namespace, parents_of
 
 
@@ -187,7 +187,7 @@ class Counting:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time that a view sees, which stands still unless it is moved."""
     clock = SimpleNamespace(now_s=100.0)
-    monkeypatch.setattr("store_client.shards.time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr("store_client.sharded.time", SimpleNamespace(monotonic=lambda: clock.now_s))
     return clock
 
 

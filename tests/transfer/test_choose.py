@@ -7,13 +7,13 @@ import sys
 import pytest
 from simulated.cuda_driver import LIBRARY
 
-from mooncake_connector.config_values import TRANSPORTS
+from mooncake_connector.config.values import TRANSPORTS
 from mooncake_connector.log import forget_causes
-from transfer.base import TransferError, Unavailable
-from transfer.choose import make_transports
-from transfer.cuda import Driver
-from transfer.handshake import Identity
-from transfer.memory import Memory
+from transfer.control.handshake import Identity
+from transfer.transports.base import TransferError, Unavailable
+from transfer.transports.cuda.driver import Driver
+from transfer.transports.memory import Memory
+from transfer.transports.registry import make_transports
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_a_transport_that_the_peer_lacks_is_passed_over_with_one_line(opened, ca
 
 def test_a_peer_of_another_host_is_reached_over_tcp(opened, caplog, monkeypatch):
     endpoints = opened(*TRANSPORTS).listen()
-    monkeypatch.setattr("transfer.local.boot_id", lambda: "another boot")
+    monkeypatch.setattr("transfer.transports.local.boot_id", lambda: "another boot")
     assert opened(*TRANSPORTS).connect(endpoints, deadline_s=30).transport == "tcp"
     assert "cma: the peer is on another host; using tcp" in fallbacks(caplog)
 
@@ -88,7 +88,7 @@ def test_a_transport_that_cannot_listen_is_left_out(opened, caplog, monkeypatch)
     def fail(self):
         raise OSError("no sockets today")
 
-    monkeypatch.setattr("transfer.cma.CmaTransport.listen", fail)
+    monkeypatch.setattr("transfer.transports.cma.CmaTransport.listen", fail)
     assert list(transports.listen()) == ["tcp"]
     assert fallbacks(caplog) == ["transport cma cannot listen: no sockets today"]
 
@@ -96,11 +96,11 @@ def test_a_transport_that_cannot_listen_is_left_out(opened, caplog, monkeypatch)
 WITHOUT_PERMISSION = """
 import ctypes, logging, os, sys
 import numpy as np
-from transfer.base import Grant
-from transfer.choose import make_transports
-from transfer.handshake import Identity
-from transfer.memory import Memory
-from transfer.testing_memory import Buffer, int64
+from transfer.transports.base import Grant
+from transfer.transports.registry import make_transports
+from transfer.control.handshake import Identity
+from transfer.transports.memory import Memory
+from transfer.testing.memory import Buffer, int64
 
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 memory, buffer = Memory(), Buffer(1 << 20, seed=1)

@@ -4,12 +4,12 @@ import ctypes
 import mmap
 import time
 
-from transfer import cma
-from transfer.base import Cause
-from transfer.cma import CmaTransport
-from transfer.memory import Memory
-from transfer.testing import TransportConformance
-from transfer.testing_memory import MIB, Buffer, int64
+from transfer.testing.conformance import TransportConformance
+from transfer.testing.memory import MIB, Buffer, int64
+from transfer.transports import cma
+from transfer.transports.base import Cause
+from transfer.transports.cma import CmaTransport
+from transfer.transports.memory import Memory
 
 PROT_NONE, PROT_READ = 0, 1
 

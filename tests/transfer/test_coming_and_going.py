@@ -13,14 +13,14 @@ from simulated.nodes import Instances
 from simulated.strangers import dial, greet
 from simulated.waiting import wait_for
 
+import transfer.driver
 import transfer.fetching
-import transfer.shell
-from transfer.base import Unavailable
-from transfer.handshake import Identity
-from transfer.messages import encode
-from transfer.node import NodeOptions
-from transfer.protocol import Ending, Timing
-from transfer.shell import RANK_PURPOSE
+from transfer.control.handshake import Identity
+from transfer.driver import RANK_PURPOSE
+from transfer.protocol.messages import encode
+from transfer.protocol.orders import Ending, Timing
+from transfer.session import NodeOptions
+from transfer.transports.base import Unavailable
 
 P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1, 2, 6]
 QUICK = Timing(lease_s=0.5, heartbeat_s=0.1, retry_s=0.1)
@@ -51,7 +51,7 @@ def hand_over(prefill: Instances, decode: Instances, name: str) -> None:
 
 
 def test_nothing_is_left_of_decode_instances_that_went(start, monkeypatch):
-    monkeypatch.setattr(transfer.shell, "_LEAVE_S", 0.05)
+    monkeypatch.setattr(transfer.driver, "_LEAVE_S", 0.05)
     prefill = start(P_TABLE, timing=QUICK)
     serving = prefill.ranks[0].node._serving
     for number in range(3):
@@ -64,7 +64,7 @@ def test_nothing_is_left_of_decode_instances_that_went(start, monkeypatch):
 
 @pytest.mark.parametrize("under_way", [False, True])
 def test_nothing_is_left_of_prefill_instances_that_went(start, monkeypatch, under_way):
-    monkeypatch.setattr(transfer.shell, "_LEAVE_S", 0.05)
+    monkeypatch.setattr(transfer.driver, "_LEAVE_S", 0.05)
     decode = start(D_TABLE, timing=QUICK)
     fetching = decode.ranks[0].node._fetching
     for number in range(3):

@@ -21,24 +21,24 @@ from simulated.nodes import Instances
 from simulated.strangers import deaf, dial, greet, is_closed
 from simulated.waiting import wait_for
 
-import transfer.control
+import transfer.control.connection
+import transfer.control.listener
 import transfer.fetching
-import transfer.listener
 import transfer.serving
-import transfer.strangers
 from mooncake_connector.log import forget_causes
-from transfer.base import TransferError, Unavailable
-from transfer.control import Access, LoopThread, connect
-from transfer.directory import PURPOSE, look_up
+from transfer.control import pending
+from transfer.control.connection import Access, LoopThread, connect
+from transfer.control.directory import PURPOSE, look_up
+from transfer.control.handshake import Identity
+from transfer.control.listener import listen
+from transfer.driver import RANK_PURPOSE
 from transfer.fetching import Where
-from transfer.handshake import Identity
-from transfer.listener import listen
-from transfer.messages import MAX_MESSAGE_NBYTES, encode
-from transfer.node import NodeOptions
-from transfer.protocol import Ending, Timing
-from transfer.shell import RANK_PURPOSE
-from transfer.tls import Tls
-from transfer.unix import listen_at_port, port_name
+from transfer.protocol.messages import MAX_MESSAGE_NBYTES, encode
+from transfer.protocol.orders import Ending, Timing
+from transfer.session import NodeOptions
+from transfer.transports.base import TransferError, Unavailable
+from transfer.transports.tls import Tls
+from transfer.transports.unix import listen_at_port, port_name
 
 P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1, 2, 6]
 NOBODY = Access(Identity())
@@ -160,11 +160,11 @@ def test_a_request_under_way_is_not_disturbed_by_a_thousand_strangers(pair, purp
 
 
 def test_slow_strangers_are_turned_away_after_a_time_and_others_served_then(monkeypatch, purpose, caplog):
-    monkeypatch.setattr(transfer.listener, "_STRANGER_S", 0.3)
+    monkeypatch.setattr(transfer.control.listener, "_STRANGER_S", 0.3)
     pair = Pair()
     try:
         with ExitStack() as stack:
-            slow = [stack.enter_context(dial(pair.ports[purpose])) for _ in range(transfer.strangers.MAX_FROM_ONE)]
+            slow = [stack.enter_context(dial(pair.ports[purpose])) for _ in range(pending.MAX_FROM_ONE)]
             assert all(is_closed(connection) for connection in slow)
             monkeypatch.undo()  # what serves may be slow as well
             pair.still_serves()
@@ -174,7 +174,7 @@ def test_slow_strangers_are_turned_away_after_a_time_and_others_served_then(monk
 
 
 def test_a_stranger_that_says_one_byte_at_a_time_has_no_more_time(monkeypatch, purpose):
-    monkeypatch.setattr(transfer.listener, "_STRANGER_S", 0.3)
+    monkeypatch.setattr(transfer.control.listener, "_STRANGER_S", 0.3)
     pair = Pair()
     try:
         with dial(pair.ports[purpose]) as connection, pytest.raises(OSError):
@@ -260,7 +260,7 @@ def test_what_a_peer_does_not_read_is_bounded_and_holds_nobody_up(loop):
         listener.close()
         return max(unread)
 
-    assert loop.run(run(), 20) <= transfer.control._MAX_UNSENT_NBYTES + MAX_MESSAGE_NBYTES + 4
+    assert loop.run(run(), 20) <= transfer.control.connection._MAX_UNSENT_NBYTES + MAX_MESSAGE_NBYTES + 4
 
 
 def test_a_frame_too_large_is_not_read(loop):
@@ -286,13 +286,13 @@ def test_a_frame_too_large_is_not_read(loop):
 )
 def test_a_frame_has_its_time_from_its_first_byte_on(loop, monkeypatch, said):
     """And no earlier: a connection may be silent between frames."""
-    monkeypatch.setattr(transfer.control, "_FRAME_S", 0.1)
+    monkeypatch.setattr(transfer.control.connection, "_FRAME_S", 0.1)
 
     async def run() -> None:
         given_up = asyncio.Event()
 
         async def serve(link) -> None:
-            for _ in range(transfer.control.MAX_LARGE):
+            for _ in range(transfer.control.connection.MAX_LARGE):
                 await link._large.acquire()
             with pytest.raises(Unavailable):
                 await link.receive()
@@ -472,7 +472,7 @@ def test_a_peer_that_begins_with_something_else_than_a_proper_introduction_is_lo
 
 
 def test_beyond_a_number_of_strangers_the_oldest_goes_and_is_logged_once(monkeypatch, purpose, caplog):
-    monkeypatch.setattr(transfer.strangers, "MAX_FROM_ONE", 4)
+    monkeypatch.setattr(pending, "MAX_FROM_ONE", 4)
     pair = Pair()
     try:
         with ExitStack() as stack:
@@ -487,8 +487,8 @@ def test_beyond_a_number_of_strangers_the_oldest_goes_and_is_logged_once(monkeyp
 
 @pytest.mark.skipif(not CAN_MAKE, reason="makes its certificates with `openssl`")
 def test_strangers_that_have_not_even_begun_with_tls_count(monkeypatch, tmp_path):
-    monkeypatch.setattr(transfer.strangers, "MAX_FROM_ONE", 4)
-    monkeypatch.setattr(transfer.listener, "_STRANGER_S", 600.0)
+    monkeypatch.setattr(pending, "MAX_FROM_ONE", 4)
+    monkeypatch.setattr(transfer.control.listener, "_STRANGER_S", 600.0)
     tls, identity = Tls(**make_certificate(tmp_path)), {"secret": b"sixteen bytes or more"}
     options = NodeOptions(page_tokens=16, hosts=["127.0.0.1"])
     prefill, decode = (

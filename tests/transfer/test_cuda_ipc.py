@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from simulated import cuda_driver
 from simulated.cuda_driver import DeviceBuffer, Library, SimulatedCudaIpc
 
-import transfer.cuda
+import transfer.transports.cuda.driver
 from mooncake_connector.log import forget_causes
-from transfer.base import Cause, Unavailable
-from transfer.cuda import HANDLE_NBYTES, Allocation, Copier, CudaError, Driver, system_driver
-from transfer.cuda_ipc import CudaIpcTransport, decode_windows, encode_windows
-from transfer.memory import Memory
-from transfer.testing import TransportConformance
-from transfer.testing_fixtures import DEADLINE_S
-from transfer.testing_memory import MIB, Buffer, digest, folded, int64
-from transfer.testing_process import Process
-from transfer.wire import PROBE_KEY, Order, WireError
+from transfer.testing.conformance import TransportConformance
+from transfer.testing.fixtures import DEADLINE_S
+from transfer.testing.memory import MIB, Buffer, digest, folded, int64
+from transfer.testing.process import Process
+from transfer.transports.base import Cause, Unavailable
+from transfer.transports.cuda.driver import HANDLE_NBYTES, Allocation, Copier, CudaError, Driver, system_driver
+from transfer.transports.cuda.ipc import CudaIpcTransport, decode_windows, encode_windows
+from transfer.transports.memory import Memory
+from transfer.transports.wire import PROBE_KEY, Order, WireError
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -54,7 +54,7 @@ class TestCudaIpc(TransportConformance):
             library.allocate(made.address, made.nbytes)
             return made
 
-        monkeypatch.setattr("transfer.testing.folded", device_memory)
+        monkeypatch.setattr("transfer.testing.conformance.folded", device_memory)
         super().test_a_piece_beyond_4_gib_arrives(memory, there, peer)
 
 
@@ -124,7 +124,7 @@ def test_a_peer_that_sends_from_too_many_allocations_is_closed(
     there, receiver, registered, other, library, monkeypatch, caplog
 ):
     _, target, grant = registered
-    monkeypatch.setattr("transfer.cuda_ipc.MAX_OPEN", 0)
+    monkeypatch.setattr("transfer.transports.cuda.ipc.MAX_OPEN", 0)
     with caplog.at_level(logging.WARNING):
         send = {"endpoint": receiver.listen().hex(), "key": grant.key.hex(), "address": target.address}
         other.tell(do="send", nbytes=MIB, **send)
@@ -165,7 +165,8 @@ def test_an_order_names_the_allocations_of_its_pieces_only(memory, sender, recei
     memory.register(second.address, 4096)
     peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
     named = []
-    monkeypatch.setattr("transfer.cuda_ipc.encode_windows", lambda w: (named.append(set(w)), encode_windows(w))[1])
+    encode = lambda w: (named.append(set(w)), encode_windows(w))[1]  # noqa: E731
+    monkeypatch.setattr("transfer.transports.cuda.ipc.encode_windows", encode)
     assert write(peer, source, grant).ok
     assert named == [{Allocation(0, source.address, MIB)}]
 
@@ -173,7 +174,7 @@ def test_an_order_names_the_allocations_of_its_pieces_only(memory, sender, recei
 def test_more_allocations_than_an_order_names_are_unavailable(memory, sender, receiver, registered, monkeypatch):
     second = DeviceBuffer(4096)
     memory.register(second.address, 4096)
-    monkeypatch.setattr("transfer.cuda_ipc.MAX_WINDOWS", 1)
+    monkeypatch.setattr("transfer.transports.cuda.ipc.MAX_WINDOWS", 1)
     with pytest.raises(Unavailable, match="1 pieces"):
         sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
 
@@ -220,7 +221,7 @@ def test_a_window_that_is_not_what_was_opened_is_not_read(sender, receiver, regi
     peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
     copied = library.calls["cuMemcpyAsync"]
     with monkeypatch.context() as patch:
-        patch.setattr("transfer.cuda_ipc.encode_windows", lambda windows: encode_windows(forge(windows)))
+        patch.setattr("transfer.transports.cuda.ipc.encode_windows", lambda windows: encode_windows(forge(windows)))
         assert write(peer, source, grant).cause is Cause.SOURCE
     assert library.calls["cuMemcpyAsync"] == copied and not target.bytes.any()
     assert write(peer, source, grant).ok, "the connection goes on"
@@ -293,7 +294,7 @@ def test_bytes_that_no_sender_sends_end_the_connection(
     source, target, grant = registered
     peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr("transfer.cuda_ipc.encode_windows", lambda windows: order)
+        patch.setattr("transfer.transports.cuda.ipc.encode_windows", lambda windows: order)
         assert write(peer, source, grant).cause is Cause.PEER_LOST
     assert complaint in caplog.text and not target.bytes.any()
     assert write(sender.connect(receiver.listen(), deadline_s=DEADLINE_S), source, grant).ok
@@ -327,7 +328,7 @@ def test_windows_of_any_bytes_are_sane_or_an_error(data):
 
 
 class Kernels:
-    """In place of `transfer.device_kernels`: copies when it is launched."""
+    """In place of `transfer.transports.cuda.kernels`: copies when it is launched."""
 
     def __init__(self):
         self.widths = []
@@ -344,7 +345,7 @@ class Kernels:
 
 def test_many_small_pieces_go_through_the_kernel_and_long_ones_do_not(library, monkeypatch):
     kernels = Kernels()
-    monkeypatch.setattr(transfer.cuda, "_kernels", lambda: kernels)
+    monkeypatch.setattr(transfer.transports.cuda.driver, "_kernels", lambda: kernels)
     copier = Copier(Driver(library), 0)
     source, target = DeviceBuffer(4 * MIB + 1, seed=1), DeviceBuffer(4 * MIB + 1)
     cases = (100, 20_001, True), (4, 20_001, False), (16, 256 << 10, False), (200, 1004, True), (150, 1004, True)
@@ -365,7 +366,7 @@ def test_many_small_pieces_go_through_the_kernel_and_long_ones_do_not(library, m
 def test_a_kernel_that_cannot_be_compiled_costs_no_bytes_and_one_line(library, monkeypatch, caplog):
     kernels = Kernels()
     kernels.prepare = lambda width: 1 / 0
-    monkeypatch.setattr(transfer.cuda, "_kernels", lambda: kernels)
+    monkeypatch.setattr(transfer.transports.cuda.driver, "_kernels", lambda: kernels)
     copier = Copier(Driver(library), 0)
     source, target = DeviceBuffer(MIB, seed=1), DeviceBuffer(MIB)
     starts = np.arange(64) * 16_000
@@ -390,9 +391,9 @@ def test_a_machine_without_a_device_is_unavailable_with_the_reason():
 
 
 def test_a_machine_without_a_driver_is_unavailable_with_the_reason_and_imports_nothing(monkeypatch):
-    monkeypatch.setattr(transfer.cuda, "_LIBRARY", "libno_such_cuda.so.1")
+    monkeypatch.setattr(transfer.transports.cuda.driver, "_LIBRARY", "libno_such_cuda.so.1")
     system_driver.cache_clear()
     with pytest.raises(Unavailable, match="no CUDA driver: libno_such_cuda"):
         CudaIpcTransport(Memory())
-    code = "import sys, transfer.cuda_ipc; print([m for m in ('torch', 'triton') if m in sys.modules])"
+    code = "import sys, transfer.transports.cuda.ipc; print([m for m in ('torch', 'triton') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/").stdout == "[]\n"

@@ -10,15 +10,15 @@ from simulated.cuda_driver import LIBRARY
 from simulated.nodes import Instances, spoil_arrivals
 
 import transfer.integrity
-import transfer.node
-from transfer.base import TransferError
-from transfer.cuda import Driver
-from transfer.granularity import Bounds, Granularity
+import transfer.session
 from transfer.integrity import page_checksums
-from transfer.node import NodeOptions
-from transfer.plan import PageRuns
-from transfer.protocol import Ending
-from transfer.staging import Staging
+from transfer.plan.granularity import Bounds, Granularity
+from transfer.plan.pairing import PageRuns
+from transfer.protocol.orders import Ending
+from transfer.session import NodeOptions
+from transfer.transports.base import TransferError
+from transfer.transports.cuda.driver import Driver
+from transfer.transports.cuda.staging import Staging
 
 P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1]
 
@@ -27,7 +27,7 @@ P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1]
 def library(monkeypatch):
     """The stand-in, without a past."""
     LIBRARY.__init__()
-    monkeypatch.setattr(transfer.node, "system_driver", lambda: Driver(LIBRARY))
+    monkeypatch.setattr(transfer.session, "system_driver", lambda: Driver(LIBRARY))
     yield LIBRARY
     assert not LIBRARY.contexts and not LIBRARY.opened and not LIBRARY.locked and not LIBRARY._queues
 
@@ -95,7 +95,7 @@ def test_without_a_driver_there_is_no_node_of_a_device(monkeypatch):
     def none() -> Driver:
         raise TransferError("no CUDA driver")
 
-    monkeypatch.setattr(transfer.node, "system_driver", none)
+    monkeypatch.setattr(transfer.session, "system_driver", none)
     with pytest.raises(TransferError, match="no CUDA driver"):
         Instances(1, P_TABLE, device=0)
 

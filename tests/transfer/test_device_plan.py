@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.device_plan import CHUNK_NBYTES, MAX_WIDTH, launches, slots
-from transfer.vectors import Pieces
+from transfer.transports.cuda.plan import CHUNK_NBYTES, MAX_WIDTH, launches, slots
+from transfer.transports.vectors import Pieces
 
 SPACE = 1 << 16
 SIZES = st.lists(st.one_of(st.integers(0, 70), st.integers(0, 3000), st.sampled_from([256, 1024, 4096])), max_size=12)

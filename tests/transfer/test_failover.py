@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from mooncake_connector.log import forget_causes
-from transfer.base import Cause
-from transfer.memory import Memory
-from transfer.tcp import TcpEndpoint, TcpTransport, decode_endpoint
-from transfer.testing_memory import MIB, Buffer, int64
+from transfer.testing.memory import MIB, Buffer, int64
+from transfer.transports.base import Cause
+from transfer.transports.memory import Memory
+from transfer.transports.tcp import TcpEndpoint, TcpTransport, decode_endpoint
 
 NBYTES = 48 * MIB
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -168,11 +168,11 @@ RECEIVING = "10.77.1.2,10.77.2.2"
 SENDING = "10.77.1.1,10.77.2.1"
 PROGRAM = """
 import hashlib, json, sys
-from transfer.base import Grant
-from transfer.handshake import Identity
-from transfer.memory import Memory
-from transfer.tcp import TcpTransport
-from transfer.testing_memory import Buffer, int64
+from transfer.transports.base import Grant
+from transfer.control.handshake import Identity
+from transfer.transports.memory import Memory
+from transfer.transports.tcp import TcpTransport
+from transfer.testing.memory import Buffer, int64
 
 NBYTES = 256 << 20
 hosts = sys.argv[2].split(",")

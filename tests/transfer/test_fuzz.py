@@ -28,15 +28,15 @@ from simulated.halves import (
 )
 from simulated.ranks import Model, make_rank
 
-from transfer import local, tcp
-from transfer.base import Cause, Grant, TransferError, Unavailable
-from transfer.directory import InstanceCard, RankCard, decode_card
-from transfer.handshake import Client, HandshakeError, Identity, Server
-from transfer.memory import Memory
-from transfer.messages import Granted, Introduction, MessageError, Reset, decode, encode
-from transfer.plan import Pairing, Route, routes
-from transfer.protocol import Send, Verify
-from transfer.wire import (
+from transfer.control.directory import InstanceCard, RankCard, decode_card
+from transfer.control.handshake import Client, HandshakeError, Identity, Server
+from transfer.plan.pairing import Pairing, Route, routes
+from transfer.protocol.messages import Granted, Introduction, MessageError, Reset, decode, encode
+from transfer.protocol.orders import Send, Verify
+from transfer.transports import local, tcp
+from transfer.transports.base import Cause, Grant, TransferError, Unavailable
+from transfer.transports.memory import Memory
+from transfer.transports.wire import (
     ANSWER_NBYTES,
     BLOCK_NBYTES,
     HEADER_NBYTES,

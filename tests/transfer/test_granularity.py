@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.base import TransferError
-from transfer.granularity import Batch, Bounds, Divider, Granularity
+from transfer.plan.granularity import Batch, Bounds, Divider, Granularity
+from transfer.transports.base import TransferError
 
 FULL, CHUNK, LAYER = Granularity
 

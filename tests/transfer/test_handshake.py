@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.base import TransferError
-from transfer.handshake import (
+from transfer.control.handshake import (
     MAX_FRAME_NBYTES,
     Challenge,
     Client,
@@ -21,6 +20,7 @@ from transfer.handshake import (
     is_loopback,
     require_secret,
 )
+from transfer.transports.base import TransferError
 
 SECRET = b"sixteen bytes or more"
 SESSION = b"s" * 16

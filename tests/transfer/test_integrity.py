@@ -10,8 +10,8 @@ import pytest
 from simulated.ranks import SPAN, Model, make_rank
 
 from transfer.integrity import page_checksums, wrong_pages
-from transfer.layout import RankLayout
-from transfer.plan import Pairing, Route
+from transfer.plan.layout import RankLayout
+from transfer.plan.pairing import Pairing, Route
 
 MODEL = Model(layers=2, heads=4, k_dim=3, v_dim=3, itemsize=2)
 TOKENS, PAGE = 22, 8

@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from simulated.waiting import wait_for
 
 from mooncake_connector.log import forget_causes
-from transfer import cma, local, receiver, shm, strangers, tcp
-from transfer.base import Cause, Completion, Grant, Outcome, TransferError, Unavailable
-from transfer.handshake import Client, Identity, shake
-from transfer.memory import Memory
-from transfer.stream import Batch, Slice
-from transfer.testing_memory import Buffer, int64
-from transfer.vectors import Pieces
-from transfer.wire import ANSWER_NBYTES, PROBE_KEY, Order, Status, WireError, decode_answer
+from transfer.control.connection import pending as strangers
+from transfer.control.handshake import Client, Identity, shake
+from transfer.testing.memory import Buffer, int64
+from transfer.transports import cma, local, receiver, shm, tcp
+from transfer.transports.base import Cause, Completion, Grant, Outcome, TransferError, Unavailable
+from transfer.transports.memory import Memory
+from transfer.transports.stream import Batch, Slice
+from transfer.transports.vectors import Pieces
+from transfer.transports.wire import ANSWER_NBYTES, PROBE_KEY, Order, Status, WireError, decode_answer
 
 SECRET = b"sixteen bytes or more"
 KINDS = (cma.CmaTransport, shm.ShmTransport, tcp.TcpTransport)

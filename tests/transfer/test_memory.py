@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.base import Cause, Completion, Outcome, first_outside
-from transfer.memory import Memory
+from transfer.transports.base import Cause, Completion, Outcome, first_outside
+from transfer.transports.memory import Memory
 
 BASE = 1 << 20
 

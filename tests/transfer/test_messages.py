@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated.ranks import Model, make_rank
 
-from transfer.messages import (
+from transfer.protocol.messages import (
     MAX_MESSAGE_NBYTES,
     Announce,
     AnyMessage,

@@ -17,12 +17,12 @@ from simulated.strangers import deaf
 
 import transfer.fetching
 import transfer.serving
-from transfer.base import TransferError
 from transfer.fetching import Where
-from transfer.granularity import Bounds, Granularity
-from transfer.messages import Close
-from transfer.node import NodeOptions
-from transfer.protocol import Ending, Timing
+from transfer.plan.granularity import Bounds, Granularity
+from transfer.protocol.messages import Close
+from transfer.protocol.orders import Ending, Timing
+from transfer.session import NodeOptions
+from transfer.transports.base import TransferError
 
 P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1]
 TESTS = Path(__file__).resolve().parents[1]

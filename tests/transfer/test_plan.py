@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated.ranks import TOKENS, Instance, Model, heads_of, instances, make_rank, models, tp_sizes
 
-from mooncake_connector.page import SegmentLayout
-from transfer.layout import LayoutError, RankLayout
-from transfer.plan import Copies, Pairing, Route, routes
+from mooncake_connector.kv.page import SegmentLayout
+from transfer.plan.layout import LayoutError, RankLayout
+from transfer.plan.pairing import Copies, Pairing, Route, routes
 
 
 @st.composite

@@ -11,8 +11,8 @@ from simulated.invariants import check, endings
 from simulated.network import DOUBLE, DROP, TOKENS, Fault, Faults, World
 from simulated.requests import ONE_TO_ONE, ORDERS, TOPOLOGIES, begin, everywhere
 
-from transfer.granularity import Granularity
-from transfer.protocol import Ending
+from transfer.plan.granularity import Granularity
+from transfer.protocol.orders import Ending
 
 LATE = Fault((1.7,))
 VERY_LATE = Fault((40.0,))

@@ -9,8 +9,8 @@ from simulated.invariants import check, endings
 from simulated.network import TIMING, TOKENS, Faults, World
 from simulated.requests import ONE_TO_ONE, ORDERS, TOPOLOGIES, begin, everywhere
 
-from transfer.granularity import Granularity
-from transfer.protocol import Ending
+from transfer.plan.granularity import Granularity
+from transfer.protocol.orders import Ending
 
 
 def run(faults: Faults | None = None, order: str = "sequential", **options: object) -> World:

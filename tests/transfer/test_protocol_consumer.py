@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from simulated.halves import KEY, LAYERS, answers, landed, make_consumer, orders, status
 
-from transfer.consumer import Consumer, Source
-from transfer.messages import Close, Report, State
-from transfer.protocol import Ending, Release, Revoke, Send, Timing, Verify
+from transfer.protocol.consumer import Consumer, Source
+from transfer.protocol.messages import Close, Report, State
+from transfer.protocol.orders import Ending, Release, Revoke, Send, Timing, Verify
 
 
 @pytest.mark.parametrize(

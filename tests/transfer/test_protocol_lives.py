@@ -17,9 +17,9 @@ from simulated.halves import (
     status,
 )
 
-from transfer.consumer import Consumer, Source
-from transfer.messages import Close, Reset, State
-from transfer.protocol import Abandon, Ending, Release, Revoke, Send, Write
+from transfer.protocol.consumer import Consumer, Source
+from transfer.protocol.messages import Close, Reset, State
+from transfer.protocol.orders import Abandon, Ending, Release, Revoke, Send, Write
 
 
 def test_a_message_from_an_earlier_life_of_the_peer_is_dropped():

@@ -23,10 +23,10 @@ from simulated.halves import (
     status,
 )
 
-from transfer.consumer import Consumer, Source
-from transfer.messages import Reset, State
-from transfer.producer import Producer
-from transfer.protocol import Ending, Release, Revoke, Verify, Write
+from transfer.protocol.consumer import Consumer, Source
+from transfer.protocol.messages import Reset, State
+from transfer.protocol.orders import Ending, Release, Revoke, Verify, Write
+from transfer.protocol.producer import Producer
 
 
 def writing_producer() -> Producer:

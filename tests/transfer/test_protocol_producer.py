@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from simulated.halves import announce, answers, close, granted, make_producer, orders, report
 
-from transfer.granularity import Batch
-from transfer.messages import Landed, State
-from transfer.producer import Producer
-from transfer.protocol import Abandon, Ending, Release, Send, Write
+from transfer.plan.granularity import Batch
+from transfer.protocol.messages import Landed, State
+from transfer.protocol.orders import Abandon, Ending, Release, Send, Write
+from transfer.protocol.producer import Producer
 
 
 def test_what_was_closed_before_the_engine_named_it_is_released_when_it_does():

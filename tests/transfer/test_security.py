@@ -17,15 +17,15 @@ from simulated.ranks import make_rank
 from simulated.strangers import dial, greet, is_closed, tcp_port
 
 from mooncake_connector.log import forget_causes
-from transfer.base import TransferError
-from transfer.control import Access
-from transfer.directory import PURPOSE, Directory, InstanceCard, RankCard
-from transfer.handshake import MAX_FRAME_NBYTES, Client, Identity
-from transfer.node import Node, NodeOptions
-from transfer.protocol import Ending
-from transfer.shell import RANK_PURPOSE
-from transfer.testing_memory import int64
-from transfer.wire import ANSWER_NBYTES, Order, Status, decode_answer
+from transfer.control.connection import Access
+from transfer.control.directory import PURPOSE, Directory, InstanceCard, RankCard
+from transfer.control.handshake import MAX_FRAME_NBYTES, Client, Identity
+from transfer.driver import RANK_PURPOSE
+from transfer.protocol.orders import Ending
+from transfer.session import Node, NodeOptions
+from transfer.testing.memory import int64
+from transfer.transports.base import TransferError
+from transfer.transports.wire import ANSWER_NBYTES, Order, Status, decode_answer
 
 SECRET = b"sixteen bytes or more"
 P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1, 2, 6]

@@ -1,7 +1,7 @@
 """The `shm` transport does what every transport must."""
 
-from transfer.shm import ShmTransport
-from transfer.testing import TransportConformance
+from transfer.testing.conformance import TransportConformance
+from transfer.transports.shm import ShmTransport
 
 
 class TestShm(TransportConformance):

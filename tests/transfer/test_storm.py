@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from simulated.fuzz import STRESS_S
 
-from transfer.base import Cause
-from transfer.cma import CmaTransport
-from transfer.memory import Memory
-from transfer.shm import ShmTransport
-from transfer.tcp import TcpTransport
-from transfer.testing_memory import MIB, Buffer
+from transfer.testing.memory import MIB, Buffer
+from transfer.transports.base import Cause
+from transfer.transports.cma import CmaTransport
+from transfer.transports.memory import Memory
+from transfer.transports.shm import ShmTransport
+from transfer.transports.tcp import TcpTransport
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 MAKE = {"cma": CmaTransport, "shm": ShmTransport, "tcp": lambda memory: TcpTransport(memory, hosts=HOSTS, streams=2)}

@@ -17,17 +17,18 @@ from simulated.nodes import SECRET, Instances
 from simulated.strangers import dial, greet, is_closed, tcp_port
 from simulated.waiting import wait_for
 
-import transfer.control
+import transfer.control.connection
+from mooncake_connector.kv.page import SegmentLayout
 from mooncake_connector.log import forget_causes
-from mooncake_connector.page import SegmentLayout
-from transfer import strangers, unix
-from transfer.handshake import Identity
-from transfer.layout import LayoutError
-from transfer.messages import MAX_MESSAGE_NBYTES, encode
-from transfer.node import NodeOptions
-from transfer.protocol import Ending
-from transfer.shell import RANK_PURPOSE
-from transfer.tls import Tls
+from transfer.control.connection import pending as strangers
+from transfer.control.handshake import Identity
+from transfer.driver import RANK_PURPOSE
+from transfer.plan.layout import LayoutError
+from transfer.protocol.messages import MAX_MESSAGE_NBYTES, encode
+from transfer.protocol.orders import Ending
+from transfer.session import NodeOptions
+from transfer.transports import unix
+from transfer.transports.tls import Tls
 
 P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1, 2, 6]
 THOUSAND = 1000
@@ -207,7 +208,7 @@ def _is_link(fd: str) -> bool:
 
 
 def test_half_frames_of_peers_take_little_memory_and_have_a_deadline(here, monkeypatch):
-    monkeypatch.setattr(transfer.control, "_FRAME_S", 1.0)
+    monkeypatch.setattr(transfer.control.connection, "_FRAME_S", 1.0)
     rank = here.decode.ranks[0]
     fits = encode(introduction(layout=rank.layout, num_layers=4, num_heads=4, endpoints={}, generation=1))
     memory = resident_nbytes()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from transfer.tcp import TcpTransport
-from transfer.testing import TransportConformance
+from transfer.testing.conformance import TransportConformance
+from transfer.transports.tcp import TcpTransport
 
 
 class TestTcp(TransportConformance):

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from certificates import CAN_MAKE, make_certificate
 
-from transfer import receiver
-from transfer.base import TransferError, Unavailable
-from transfer.handshake import Identity
-from transfer.memory import Memory
-from transfer.tcp import TcpTransport, _TlsConnection, decode_endpoint
-from transfer.testing import TransportConformance
-from transfer.testing_memory import Buffer, int64
-from transfer.tls import Tls
+from transfer.control.handshake import Identity
+from transfer.testing.conformance import TransportConformance
+from transfer.testing.memory import Buffer, int64
+from transfer.transports import receiver
+from transfer.transports.base import TransferError, Unavailable
+from transfer.transports.memory import Memory
+from transfer.transports.tcp import TcpTransport, _TlsConnection, decode_endpoint
+from transfer.transports.tls import Tls
 
 pytestmark = pytest.mark.skipif(not CAN_MAKE, reason="makes its certificates with `openssl`")
 

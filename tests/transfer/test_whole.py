@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 from simulated.ranks import SPAN, Instance, Model, heads_of, make_rank
 
-from transfer.base import Grant, Transport
-from transfer.cma import CmaTransport
-from transfer.consumer import Consumer, Source
-from transfer.granularity import Granularity
 from transfer.integrity import page_checksums, wrong_pages
-from transfer.layout import RankLayout
-from transfer.memory import Memory
-from transfer.messages import Granted, decode, encode
-from transfer.plan import Pairing, Route, routes
-from transfer.producer import Producer, Shape
-from transfer.protocol import Ending, Half, Order, Release, Revoke, Send, Verify, Write
-from transfer.shm import ShmTransport
-from transfer.tcp import TcpTransport
+from transfer.plan.granularity import Granularity
+from transfer.plan.layout import RankLayout
+from transfer.plan.pairing import Pairing, Route, routes
+from transfer.protocol.consumer import Consumer, Source
+from transfer.protocol.messages import Granted, decode, encode
+from transfer.protocol.orders import Ending, Half, Order, Release, Revoke, Send, Verify, Write
+from transfer.protocol.producer import Producer, Shape
+from transfer.transports.base import Grant, Transport
+from transfer.transports.cma import CmaTransport
+from transfer.transports.memory import Memory
+from transfer.transports.shm import ShmTransport
+from transfer.transports.tcp import TcpTransport
 
 MODEL = Model(layers=4, heads=4, k_dim=8, v_dim=8, itemsize=2)
 TOKENS, PAGE = 44, 16

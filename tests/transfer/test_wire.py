@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer import vectors
-from transfer.base import FEW
-from transfer.vectors import Pieces, Vector, copy_in, copy_out
-from transfer.wire import (
+from transfer.transports import vectors
+from transfer.transports.base import FEW
+from transfer.transports.vectors import Pieces, Vector, copy_in, copy_out
+from transfer.transports.wire import (
     ANSWER_NBYTES,
     BLOCK_NBYTES,
     HEADER_NBYTES,

@@ -22,9 +22,9 @@ from settings import Setup
 
 import store_client.pool
 import vllm_plugin
-import vllm_plugin.save_planner
-import vllm_plugin.saver
-import vllm_plugin.worker
+import vllm_plugin.prefix.save_planner
+import vllm_plugin.prefix.saver
+import vllm_plugin.prefix.worker
 from mooncake_connector.log import forget_causes
 
 vllm_plugin.register()  # what vLLM's plugin loader does in a process of its own
@@ -54,15 +54,15 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
 @pytest.fixture(autouse=True)
 def _like_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pretended KV cache keeps K beside V, as on accelerators; CPU packing has tests of its own."""
-    monkeypatch.setattr(vllm_plugin.worker, "probe_cpu_order", lambda *args: None)
+    monkeypatch.setattr(vllm_plugin.prefix.worker, "probe_cpu_order", lambda *args: None)
     forget_causes()
 
 
 @pytest.fixture(autouse=True)
 def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine another rank holds the pool's lock for longer than an engine cares to wait, or a save lasts."""
-    monkeypatch.setattr(vllm_plugin.saver, "_LOCK_WAIT_S", 30.0)
-    monkeypatch.setattr(vllm_plugin.save_planner, "_COLLECT_S", 60.0)
+    monkeypatch.setattr(vllm_plugin.prefix.saver, "_LOCK_WAIT_S", 30.0)
+    monkeypatch.setattr(vllm_plugin.prefix.save_planner, "_COLLECT_S", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -39,12 +39,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from mooncake_connector.keys import page_keys, root_digest
+from mooncake_connector.kv.keys import page_keys, root_digest
 from vllm_plugin.connector import MooncakeKVConnector
 from vllm_plugin.messages import PDStep
-from vllm_plugin.pd_worker import Results
+from vllm_plugin.pd.worker import Results
+from vllm_plugin.prefix.worker import WorkerHalf
 from vllm_plugin.stats import ConnectorStats
-from vllm_plugin.worker import WorkerHalf
 
 PATIENCE_S = 60.0
 """An engine that has requests and does not get anywhere for so long fails its test."""

@@ -9,8 +9,8 @@ import pytest
 from cases import PROMPT, RUNNERS, Start, warm_pool
 from pd import MakePair, figures, prefill_params, run_all
 
-from vllm_plugin.save_planner import SavePlanner
-from vllm_plugin.saver import Saver
+from vllm_plugin.prefix.save_planner import SavePlanner
+from vllm_plugin.prefix.saver import Saver
 
 runners = pytest.mark.parametrize("runner", [case for case in RUNNERS if case.id in ("v1", "v2-async-lazy")])
 

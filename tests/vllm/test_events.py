@@ -13,7 +13,7 @@ from cases import PROMPT, Start, every_runner
 from harness import PATIENCE_S, Engine
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch, ZmqEventPublisher
 
-from mooncake_connector.keys import page_keys
+from mooncake_connector.kv.keys import page_keys
 
 OTHER = list(range(200, 300))
 

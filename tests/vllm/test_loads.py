@@ -12,7 +12,7 @@ from cases import PROMPT, Start, every_runner, warm_pool
 from harness import Engine
 from vllm.v1.request import RequestStatus
 
-from mooncake_connector.keys import page_keys
+from mooncake_connector.kv.keys import page_keys
 from store_client.base import Shard
 
 
@@ -334,7 +334,7 @@ def test_a_pool_that_hangs_is_not_offered_for_a_while(start: Start, faults, monk
 
 def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: Start, faults, monkeypatch) -> None:
     """Trap 2. Cure: `Task.end`. The late end is that of a miss, which touches no block; the request is long gone."""
-    monkeypatch.setattr("vllm_plugin.scheduler._STALL_PAUSE_S", 0.0)
+    monkeypatch.setattr("vllm_plugin.prefix.scheduler._STALL_PAUSE_S", 0.0)
     other = list(range(200, 300))
     warm_pool(start, PROMPT, other)
     engine = start(extra={"load_deadline_s": 0.05}, prefix_caching=False)
@@ -353,7 +353,7 @@ def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: 
 
 
 def test_pages_that_arrived_before_the_deadline_are_used(start: Start, faults, monkeypatch) -> None:
-    monkeypatch.setattr("vllm_plugin.worker._PAGES_A_READ", 2)
+    monkeypatch.setattr("vllm_plugin.prefix.worker._PAGES_A_READ", 2)
     warm_pool(start)
     engine = start(extra={"load_deadline_s": 0.3})
 

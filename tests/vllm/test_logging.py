@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mooncake_connector.config import load_config
+from mooncake_connector.config.schema import load_config
 from mooncake_connector.log import ROOT_LOGGER
 from vllm_plugin.connector import _log_like_vllm
 

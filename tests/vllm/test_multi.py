@@ -12,7 +12,7 @@ from harness import Engine
 from settings import Setup, transfer_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from mooncake_connector.keys import page_keys
+from mooncake_connector.kv.keys import page_keys
 from vllm_plugin.connector import MooncakeKVConnector
 
 COLD = list(range(200, 300))

@@ -27,8 +27,8 @@ from pd import (
 )
 from simulated.strangers import deaf
 
-from transfer.protocol import Ending
-from transfer.shell import Ended
+from transfer.driver import Ended
+from transfer.protocol.orders import Ending
 
 NUM_TOKENS = len(PROMPT)
 

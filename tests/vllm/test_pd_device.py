@@ -17,7 +17,7 @@ from pd import PROMPT, MakePair, Pair, every_granularity, node_of, run_all, tran
 from test_pd_prefill import last, preempt
 
 import transfer.serving
-import vllm_plugin.worker
+import vllm_plugin.prefix.worker
 
 CHUNKED = {"max_num_batched_tokens": 32}
 
@@ -50,7 +50,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.append(Device())
         return made[-1].record
 
-    monkeypatch.setattr(vllm_plugin.worker, "recorder", recorder)
+    monkeypatch.setattr(vllm_plugin.prefix.worker, "recorder", recorder)
     monkeypatch.setattr(transfer.serving, "_MIN_BATCH_NBYTES", 1)
     yield made
     for device in made:

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pd import PD_ONLY, PROMPT, port_of, prefill_params, run_all
 
-from mooncake_connector.config import load_config
-from mooncake_connector.namespace import Namespace
-from transfer.messages import MAX_NAME_LENGTH
-from vllm_plugin.pd_options import make_options
-from vllm_plugin.pd_params import DecodeLeg, PrefillLeg, answer_params, parse_params, transfer_name
+from mooncake_connector.config.schema import load_config
+from mooncake_connector.kv.namespace import Namespace
+from transfer.protocol.messages import MAX_NAME_LENGTH
+from vllm_plugin.pd.options import make_options
+from vllm_plugin.pd.params import DecodeLeg, PrefillLeg, answer_params, parse_params, transfer_name
 
 LEG = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": 9}
 

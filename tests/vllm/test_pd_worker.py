@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from transfer.driver import Ended
 from transfer.fetching import Where
-from transfer.granularity import Bounds
-from transfer.protocol import Ending
-from transfer.shell import Ended
+from transfer.plan.granularity import Bounds
+from transfer.protocol.orders import Ending
 from vllm_plugin.messages import Announcement, FetchJob, PDStep
-from vllm_plugin.pd_worker import PDWorker, Results
+from vllm_plugin.pd.worker import PDWorker, Results
 from vllm_plugin.stats import ConnectorStats
 
 

@@ -13,12 +13,12 @@ import pytest
 from cases import PROMPT, RUNNERS, Start, every_runner
 from harness import Engine
 
-import vllm_plugin.saver
-from mooncake_connector.keys import page_keys
+import vllm_plugin.prefix.saver
+from mooncake_connector.kv.keys import page_keys
 from vllm_plugin.blocks import BlockCopies, KVBlocks
 from vllm_plugin.messages import SaveResult
-from vllm_plugin.save_planner import SavePlanner
-from vllm_plugin.saver import Saver
+from vllm_plugin.prefix.save_planner import SavePlanner
+from vllm_plugin.prefix.saver import Saver
 
 STEADY = [case for case in RUNNERS if case.id in ("v1", "v2-async-lazy")]
 OTHERS = [list(range(start, start + 100)) for start in (120, 230, 340)]
@@ -33,7 +33,7 @@ def aside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 def no_room_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_plugin.saver, "_ASIDE_NBYTES", 0)
+    monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", 0)
 
 
 def check_pool(engine: Engine, *prompts: list[int], num_tokens: int) -> int:
@@ -215,8 +215,8 @@ def test_the_time_that_the_last_steps_take_is_not_idle(
 ) -> None:
     """Where a prefill takes seconds, its saves begin after that."""
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr("vllm_plugin.save_planner.time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    monkeypatch.setattr("vllm_plugin.save_planner._COLLECT_S", 1.0)
+    monkeypatch.setattr("vllm_plugin.prefix.save_planner.time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr("vllm_plugin.prefix.save_planner._COLLECT_S", 1.0)
     engine = start(**runner)
     faults.hold_writes()
     name = engine.add(PROMPT)
@@ -234,7 +234,7 @@ def test_the_time_that_the_last_steps_take_is_not_idle(
 def test_an_idle_engine_does_not_go_on_for_ever_while_the_pool_hangs(
     start: Start, faults, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_plugin.save_planner._COLLECT_S", 0.05)
+    monkeypatch.setattr("vllm_plugin.prefix.save_planner._COLLECT_S", 0.05)
     engine = start(**runner)
     faults.hold_writes()
     engine.ask(PROMPT)
@@ -274,7 +274,7 @@ def test_what_is_copied_aside_is_bounded_and_the_rest_overtaken(
 ) -> None:
     engine = start(num_blocks=20, prefix_caching=False)
     room = 3 * engine.workers[0].half._blocks.block_nbytes
-    monkeypatch.setattr(vllm_plugin.saver, "_ASIDE_NBYTES", room)
+    monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", room)
     faults.hold_writes()
     first = engine.add(PROMPT, 1)
     engine.run(until=lambda: first in engine.reasons)
@@ -299,7 +299,7 @@ def test_where_memory_may_go_between_two_steps_saves_read_what_was_copied_at_onc
     monkeypatch.setattr(KVBlocks, "save_page", lambda *_: read_late.append(1))
     engine = start(events=events)
     room = 3 * engine.workers[0].half._blocks.block_nbytes
-    monkeypatch.setattr(vllm_plugin.saver, "_ASIDE_NBYTES", room)
+    monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", room)
     name = engine.add(PROMPT, 100)
     engine.run()
     engine.check_at_rest()
@@ -313,7 +313,7 @@ def test_what_lies_aside_goes_with_its_deadline_although_the_pool_hangs(
 ) -> None:
     engine = start(num_blocks=20, prefix_caching=False)
     room = 7 * engine.workers[0].half._blocks.block_nbytes
-    monkeypatch.setattr(vllm_plugin.saver, "_ASIDE_NBYTES", room)
+    monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", room)
     saver = engine.workers[0].half._saver
     faults.hold_writes()
     for prompt in OTHERS * 2:

@@ -203,7 +203,7 @@ def test_shutdown_twice_and_calls_after_it_are_harmless(start: Start) -> None:
 
 
 def test_shutdown_while_a_load_and_a_save_hang_ends(start: Start, faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_plugin.worker._STOP_S", 0.05)
+    monkeypatch.setattr("vllm_plugin.prefix.worker._STOP_S", 0.05)
     warm_pool(start)
     engine = start()
     faults.hold_reads()

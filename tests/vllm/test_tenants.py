@@ -17,7 +17,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from mooncake_connector.keys import page_keys
+from mooncake_connector.kv.keys import page_keys
 from vllm_plugin.adapters import AdapterKeys
 from vllm_plugin.naming import chain_root, named_tokens
 

@@ -16,7 +16,7 @@ import pytest
 from cases import RUNNERS, Start
 from harness import PATIENCE_S, Engine
 
-import vllm_plugin.saver
+import vllm_plugin.prefix.saver
 from vllm_plugin.blocks import KVBlocks
 
 NUM_REQUESTS = 120
@@ -67,7 +67,7 @@ class Interruption:
 def test_random_walk(
     start: Start, faults, runner: dict[str, bool], settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_plugin.scheduler._STALL_PAUSE_S", 0.1)  # one slow load must not end all loads of the walk
+    monkeypatch.setattr("vllm_plugin.prefix.scheduler._STALL_PAUSE_S", 0.1)  # one slow load ends few others
     rng = random.Random(f"{runner}{settings}")
     engine = start(**runner, **settings, extra={"load_deadline_s": 0.05, "save_deadline_s": 0.25})
     asked: dict[str, tuple[list[int], int]] = {}
@@ -83,7 +83,7 @@ def test_random_walk(
         change_faults(rng, engine, faults)
         if rng.random() < 0.1:
             (interruption.event.set if rng.random() < 0.7 else interruption.event.clear)()
-            monkeypatch.setattr(vllm_plugin.saver, "_ASIDE_NBYTES", rng.choice([0, 0, 2000, 256 << 20]))
+            monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", rng.choice([0, 0, 2000, 256 << 20]))
         engine.step()
     interruption.event.set()
     faults.release()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mooncake_connector.cli.bench.limits import Bytes, page_keys
-from mooncake_connector.namespace import Namespace
+from mooncake_connector.kv.namespace import Namespace
 from store_client import EmbeddedStore, Put, Shard, Space, Store
 
 NAMESPACE = Namespace(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.config import ENV_PREFIX
+from mooncake_connector.config.schema import ENV_PREFIX
 
 _LEAVE_S = 20.0
 """How long a child that has measured may take to leave: vLLM unlinks its shared memory then."""

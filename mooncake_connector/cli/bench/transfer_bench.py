@@ -32,12 +32,12 @@ from mooncake_connector.cli.bench.transfer_rows import MEMCPY, RAW_TCP, READV
 from mooncake_connector.cli.bench.transfer_scale import TransferScale
 from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
 from mooncake_connector.cli.bench.transfer_tls import make_certificate
-from transfer.base import Peer, Unavailable
-from transfer.choose import HOST_NAMES, make_transports
-from transfer.handshake import Identity
-from transfer.memory import Memory
-from transfer.tls import Tls
-from transfer.vectors import Vector, read_process
+from transfer.control.handshake import Identity
+from transfer.transports.base import Peer, Unavailable
+from transfer.transports.memory import Memory
+from transfer.transports.registry import HOST_NAMES, make_transports
+from transfer.transports.tls import Tls
+from transfer.transports.vectors import Vector, read_process
 
 Progress = Callable[[str], None]
 

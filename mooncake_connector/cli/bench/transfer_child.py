@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
-from transfer.choose import HOST_NAMES, make_transports
-from transfer.handshake import Identity
-from transfer.memory import Memory
-from transfer.tls import Tls
-from transfer.vectors import Vector, read_process
+from transfer.control.handshake import Identity
+from transfer.transports.memory import Memory
+from transfer.transports.registry import HOST_NAMES, make_transports
+from transfer.transports.tls import Tls
+from transfer.transports.vectors import Vector, read_process
 
 FETCH = struct.Struct("<iqq")
 """What the far end of the bare process_vm round trip is told: PID, address, bytes."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from mooncake_connector.cli.bench.measure import BenchError
 from mooncake_connector.cli.bench.transfer_scale import Int64, TransferScale
-from transfer.base import Grant, Peer
+from transfer.transports.base import Grant, Peer
 
 DEADLINE_S = 60.0
 

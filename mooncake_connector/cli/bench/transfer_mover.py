@@ -19,9 +19,9 @@ import numpy as np
 from mooncake_connector.cli.bench.measure import BenchError
 from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, Far
 from mooncake_connector.cli.bench.transfer_scale import TransferScale
-from transfer.choose import make_transports
-from transfer.handshake import Identity
-from transfer.memory import Memory
+from transfer.control.handshake import Identity
+from transfer.transports.memory import Memory
+from transfer.transports.registry import make_transports
 
 
 def main(order: dict[str, Any]) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from transfer.base import Completion, Grant, Outcome
-from transfer.granularity import Batch, Divider, Granularity
-from transfer.handshake import Identity
-from transfer.memory import Memory
-from transfer.sender import SendingPeer
-from transfer.tcp import TcpTransport
+from transfer.control.handshake import Identity
+from transfer.plan.granularity import Batch, Divider, Granularity
+from transfer.transports.base import Completion, Grant, Outcome
+from transfer.transports.memory import Memory
+from transfer.transports.sender import SendingPeer
+from transfer.transports.tcp import TcpTransport
 
 _DEADLINE_S = 60.0
 _PIECE_NBYTES = 32 << 10

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from mooncake_connector.cli.bench.measure import Task, best_seconds
-from mooncake_connector.page import BlockLayout, SegmentLayout
-from transfer.layout import RankLayout
-from transfer.plan import Pairing, routes
+from mooncake_connector.kv.page import BlockLayout, SegmentLayout
+from transfer.plan.layout import RankLayout
+from transfer.plan.pairing import Pairing, routes
 
 _LAYERS, _HEADS, _DIM, _ITEMSIZE = 80, 8, 128, 2
 _BLOCK_TOKENS, _TOKENS = 16, 131_072

@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
-from transfer.tls import Tls
+from transfer.transports.tls import Tls
 
 NAME = "tcp with TLS"
 _MAKE = """

@@ -1,0 +1,1 @@
+"""Configuration: the schema, where values come from, and the secret that the instances of a deployment share."""

@@ -1,0 +1,381 @@
+"""Configuration: one schema, and four places that values come from.
+
+Precedence, field by field: the engine's JSON, then environment variables, then the file named by
+`MOONCAKE_CONNECTOR_CONFIG`, then the default. Every source is checked in full, also where another one wins.
+docs/configuration.md is generated from the schema by `mooncake_connector.config.docs`.
+"""
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from mooncake_connector.config.environ import is_service_variable
+from mooncake_connector.config.file import read_config_file
+from mooncake_connector.config.values import TRANSPORTS, Hosts, Nbytes, PageTokens, Transports, decode, shown
+from mooncake_connector.errors import ConfigError
+
+ENV_PREFIX = "MOONCAKE_CONNECTOR_"
+ENV_FILE = ENV_PREFIX + "CONFIG"
+
+
+def _field(description: str, allowed: str, **bounds: Any) -> Meta:
+    return Meta(description=description, extra={"allowed": allowed}, **bounds)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that can be configured; the defaults work on one machine with nothing set."""
+
+    pool: Annotated[
+        Path | None,
+        _field(
+            "Folder of the pool. All engines that use the same folder share their pages. It must be a pool already, "
+            "or empty, or not exist yet: then it is created with mode 0700. Unset: "
+            "`/dev/shm/mooncake-connector-<uid>`; if shared memory is too small, the same name in the temporary "
+            "folder, and a line in the log.",
+            "an absolute path (`~` is expanded); null for the default",
+        ),
+    ] = None
+    capacity: Annotated[
+        Nbytes | None,
+        _field(
+            "How many bytes of pages the pool may hold; when it is full, the least recently used pages are evicted. "
+            "Unset: a quarter of what the folder's file system has free when the pool is created, at most 16 GiB.",
+            'bytes as an integer, or text with a unit: "8GiB" or "8Gi" (8 * 1024**3), "8GB" or "8G" (8 * 1000**3), '
+            "likewise with K, M, T and P, in upper or lower case; from 1MiB to 1024TiB; null for the default",
+        ),
+    ] = None
+    page_tokens: Annotated[
+        PageTokens,
+        _field(
+            "Tokens in a page. Only instances with the same value share pages. Smaller pages reuse more of a prefix; "
+            "larger ones are cheaper to look up and copy.",
+            "a power of two from 16 to 1024",
+        ),
+    ] = PageTokens(64)
+    model_id: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=256)] | None,
+        _field(
+            "Identifies the model instead of the content of its files. Set it where the weights cannot be read from "
+            "local files, and change it whenever the weights change: instances with the same `model_id` share pages.",
+            "text of 1 to 256 characters; null to hash the model's files",
+        ),
+    ] = None
+    min_hit_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 20)] | None,
+        _field(
+            "Shorter hits are computed instead of loaded. Unset: one page (`page_tokens`).",
+            "an integer from 1 to 1048576; null for one page",
+        ),
+    ] = None
+    load_deadline_s: Annotated[
+        float,
+        _field(
+            "A load that takes longer than this many seconds is given up, and its tokens are computed.",
+            "a number above 0, at most 600",
+            gt=0,
+            le=600,
+        ),
+    ] = 5.0
+    save_deadline_s: Annotated[
+        float,
+        _field(
+            "A save that takes longer than this many seconds is given up; pages not saved by then are not stored.",
+            "a number above 0, at most 600",
+            gt=0,
+            le=600,
+        ),
+    ] = 10.0
+    eviction: Annotated[
+        Literal["lru"],
+        _field(
+            "Which pages are evicted first when the pool is full. A page is never evicted before the pages that follow "
+            "it in its prefix.",
+            '"lru" (least recently used)',
+        ),
+    ] = "lru"
+    log_level: Annotated[
+        Literal["DEBUG", "INFO", "WARNING", "ERROR"],
+        _field("Messages of this package below this level are not logged.", '"DEBUG", "INFO", "WARNING" or "ERROR"'),
+    ] = "INFO"
+    sglang_takeover: Annotated[
+        bool,
+        _field(
+            "Makes SGLang's `--hicache-storage-backend mooncake` use this package, for set-ups whose launch command "
+            "cannot be changed. It is read before SGLang's options, so set it in the environment (`1`) or in the file.",
+            "true or false",
+        ),
+    ] = False
+    prefix_reuse: Annotated[
+        bool,
+        _field(
+            "Whether pages are read from the pool and written to it. `false` leaves only transfers between prefill and "
+            "decode instances.",
+            "true or false",
+        ),
+    ] = True
+    transports: Annotated[
+        Transports,
+        _field(
+            "How KV may travel between instances, tried in this order for each peer. From GPU to GPU: `cuda_ipc` (same "
+            "host, same user). For KV in host memory: `cma` reads the other process's memory (same host, same user, "
+            "needs permission to trace), `shm` goes through shared memory (same host, same user), `tcp` reaches any "
+            "host.",
+            'a list of "cuda_ipc", "cma", "shm" and "tcp", each at most once, at least one',
+        ),
+    ] = Transports(TRANSPORTS)
+    transfer_hosts: Annotated[
+        Hosts,
+        _field(
+            "IP addresses of this machine at which instances on other hosts, or in other containers, reach it over "
+            "TCP: the first for control connections, all of them for data. Needs `secret_file`. Unset: instances talk "
+            "over Unix sockets with those of the same user on the same host, and no port is opened.",
+            "a list of up to 16 different literal IP addresses; no names, no 0.0.0.0, no :: and no multicast, since "
+            "peers connect to them",
+        ),
+    ] = Hosts()
+    transfer_port: Annotated[
+        int,
+        _field(
+            "Port at which decode instances look up the ranks of this prefill instance; without `transfer_hosts`, the "
+            "number in the name of its Unix socket. Set it if the proxy sends requests to both instances at once: it "
+            "must know the port then.",
+            "an integer from 0 to 65535; 0 for any that is free",
+            ge=0,
+            le=65535,
+        ),
+    ] = 0
+    secret_file: Annotated[
+        Path | None,
+        _field(
+            "File with the secret that all instances of a deployment share: at least 16 bytes, not counting white "
+            "space at either end. It must belong to this user or root, and only its owner may read it.",
+            "an absolute path (`~` is expanded); null for none, which keeps transfers on this machine",
+        ),
+    ] = None
+    tls_certificate: Annotated[
+        Path | None,
+        _field(
+            "Certificate of this instance, in PEM. With `tls_key` and `tls_authority`, everything sent over TCP is "
+            "encrypted, and both sides show a certificate.",
+            "an absolute path (`~` is expanded); null for no TLS",
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        _field("Private key of `tls_certificate`, in PEM.", "an absolute path (`~` is expanded); null for no TLS"),
+    ] = None
+    tls_authority: Annotated[
+        Path | None,
+        _field(
+            "Certificates of the authority that signs the peers' certificates, in PEM.",
+            "an absolute path (`~` is expanded); null for no TLS",
+        ),
+    ] = None
+    granularity: Annotated[
+        Literal["auto", "full", "chunk", "layer"],
+        _field(
+            "When KV is sent: once the whole prompt is computed (`full`), after each chunk of prefill (`chunk`), or "
+            "after each layer of a chunk (`layer`). `auto` decides by the length of the prompt.",
+            '"auto", "full", "chunk" or "layer"',
+        ),
+    ] = "auto"
+    granularity_chunk_tokens: Annotated[
+        int,
+        _field(
+            "With `auto`, shorter prompts are sent as a whole.",
+            "an integer from 0 to 1073741824, at most `granularity_layer_tokens`",
+            ge=0,
+            le=1 << 30,
+        ),
+    ] = 512
+    granularity_layer_tokens: Annotated[
+        int,
+        _field(
+            "With `auto`, longer prompts are sent layer by layer.",
+            "an integer from 0 to 1073741824, at least `granularity_chunk_tokens`",
+            ge=0,
+            le=1 << 30,
+        ),
+    ] = 4096
+    transfer_deadline_s: Annotated[
+        float,
+        _field(
+            "The decode instance gives up a transfer that takes longer than this many seconds, waiting for prefill "
+            "included.",
+            "a number above 0, at most 3600",
+            gt=0,
+            le=3600,
+        ),
+    ] = 120.0
+    transfer_lease_s: Annotated[
+        float,
+        _field(
+            "A peer that has not answered for this many seconds is given up. The prefill instance keeps the KV of a "
+            "prompt that nobody fetches for the same time. Values below 5 must be the same on both sides.",
+            "a number from 1 to 3600",
+            ge=1,
+            le=3600,
+        ),
+    ] = 30.0
+    transfer_failure: Annotated[
+        Literal["recompute", "fail"],
+        _field(
+            "What happens when a load or a transfer fails: the prompt is computed (`recompute`), or the request fails "
+            "(`fail`).",
+            '"recompute" or "fail"',
+        ),
+    ] = "recompute"
+
+    @property
+    def effective_min_hit_tokens(self) -> int:
+        """`min_hit_tokens`, or one page where it is not set."""
+        return self.page_tokens if self.min_hit_tokens is None else self.min_hit_tokens
+
+
+_FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
+_LONGEST_NAME = 80
+_PRIVATE = {"secret_file", "tls_key"}
+"""Fields in which a person may put the secret itself by mistake: a message does not repeat what was refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The value of one field, and where it comes from: "default", or the place that set it."""
+
+    name: str
+    value: Any
+    source: str
+
+
+def load_config(
+    engine_json: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """The configuration in force. `environ` defaults to the process's environment.
+
+    Raises ConfigError that names the source, the key, the value seen and what is allowed.
+    """
+    return Config(**{setting.name: setting.value for setting in load_settings(engine_json, environ)})
+
+
+def load_settings(
+    engine_json: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> list[Setting]:
+    """Every field of the configuration in force, with its source. Raises as `load_config`."""
+    environ = os.environ if environ is None else environ
+    given: dict[str, Setting] = {}
+    file_name = environ.get(ENV_FILE, "")
+    if file_name:
+        for name, (value, line) in read_config_file(Path(file_name)).items():
+            where = f"file {file_name}" + (f", line {line}" if line else "")
+            given[name] = _checked(name, value, where)
+    given |= _from_environ(environ)
+    if engine_json is not None:
+        if not isinstance(engine_json, Mapping):
+            raise ConfigError(f"the engine's JSON holds {shown(engine_json)}: expected keys with values")
+        given |= {name: _checked(name, value, "the engine's JSON") for name, value in engine_json.items()}
+    settings = [given.get(name) or Setting(name, field.default, "default") for name, field in _FIELDS.items()]
+    _check_together(settings)
+    return settings
+
+
+def environ_name(field: str) -> str:
+    """The environment variable that sets one field."""
+    return ENV_PREFIX + field.upper()
+
+
+def field_metadata(name: str) -> Meta:
+    """Description, bounds and `extra` ("allowed") of one field of `Config`."""
+    meta = _FIELDS[name].type.__metadata__[0]
+    assert isinstance(meta, Meta)
+    return meta
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Setting]:
+    given = {}
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX) or variable == ENV_FILE or environ[variable] == "":
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        ours = name in _FIELDS and variable == environ_name(name)
+        if is_service_variable(variable, environ, ours):
+            continue
+        if not ours:
+            known = [environ_name(field) for field in _FIELDS]
+            raise ConfigError(
+                f"environment variable {variable[:_LONGEST_NAME]} is unknown{_suggestion(variable, known)}"
+            )
+        source = f"environment variable {variable}"
+        given[name] = Setting(name, _convert(name, environ[variable], source, strict=False), source)
+    return given
+
+
+def _checked(name: Any, value: Any, where: str) -> Setting:
+    if name not in _FIELDS:
+        raise ConfigError(f"unknown configuration key {shown(name)} in {where}{_suggestion(str(name), list(_FIELDS))}")
+    return Setting(name, _convert(name, value, f"{name} in {where}", strict=True), where)
+
+
+def _check_together(settings: list[Setting]) -> None:
+    """What must hold between fields, whichever sources they come from. Raises ConfigError."""
+    found = {setting.name: setting for setting in settings}
+    value = {setting.name: setting.value for setting in settings}
+
+    def said(name: str) -> str:
+        source = found[name].source
+        if source == "default":
+            return f"{name} by default"
+        return source if source.startswith("environment variable") else f"{name} in {source}"
+
+    def seen(name: str) -> str:
+        text = (
+            "null" if value[name] is None else repr(str(value[name]) if isinstance(value[name], Path) else value[name])
+        )
+        return f"{said(name)} is {text}"
+
+    if value["granularity_chunk_tokens"] > value["granularity_layer_tokens"]:
+        raise ConfigError(
+            f"{seen('granularity_chunk_tokens')} and {seen('granularity_layer_tokens')}: expected the first to be at "
+            "most the second"
+        )
+    tls = ("tls_certificate", "tls_key", "tls_authority")
+    if len({value[name] is None for name in tls}) > 1:
+        raise ConfigError(f"{', '.join(map(seen, tls))}: expected all three for TLS, or none")
+    hosts = value["transfer_hosts"]
+    if hosts and value["secret_file"] is None:
+        raise ConfigError(
+            f"{said('transfer_hosts')} has {', '.join(hosts)}, and {seen('secret_file')}: set secret_file to a file "
+            "with the same secret for all instances, or leave transfer_hosts unset where all of them run on this host"
+        )
+    if value["transports"] == ("tcp",) and not hosts:
+        raise ConfigError(
+            f"{seen('transports')} and {seen('transfer_hosts')}: tcp needs the addresses of this machine that peers "
+            "reach, or add cma or shm for this host"
+        )
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"{hint}; known are {', '.join(known)}"
+
+
+def _convert(name: str, value: Any, source: str, *, strict: bool) -> Any:
+    """`value` as the field's type; text such as "64", "null" or "1.5" counts as a value where not `strict`."""
+    if not strict and value == "null" and _FIELDS[name].default is None:
+        return None
+    try:
+        return msgspec.convert(
+            value, _FIELDS[name].type, strict=strict, dec_hook=lambda wanted, seen: decode(wanted, seen, strict)
+        )
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError):
+        extra = field_metadata(name).extra or {}
+        seen = "not shown here" if name in _PRIVATE and value and isinstance(value, str) else shown(value)
+        raise ConfigError(f"{source} is {seen}: expected {extra['allowed']}") from None

@@ -1,0 +1,119 @@
+"""Values of configuration fields that plain types do not describe, and the forms in which they may be written.
+
+Each is checked alone; what must hold between fields is `mooncake_connector.config.schema`'s work.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import reprlib
+from pathlib import Path
+from typing import Any
+
+from mooncake_connector.sizes import parse_nbytes
+
+MIN_CAPACITY_NBYTES = 1 << 20
+MAX_CAPACITY_NBYTES = 1 << 50
+TRANSPORTS = ("cuda_ipc", "cma", "shm", "tcp")
+"""All there are, in the order in which they are tried by default."""
+MAX_HOSTS = 16
+
+
+class Nbytes(int):
+    """A size in bytes; from text it takes the units of `mooncake_connector.sizes`."""
+
+
+class PageTokens(int):
+    """A page size: a power of two from 16 to 1024."""
+
+
+class Transports(tuple[str, ...]):
+    """Names of transports, each once, in the order in which they are tried."""
+
+
+class Hosts(tuple[str, ...]):
+    """Literal IP addresses of this machine, each once."""
+
+
+def decode(wanted: type, value: Any, strict: bool) -> Any:
+    """msgspec's hook for the types that it does not know; raises ValueError for what is not allowed.
+
+    Where not `strict`, text stands for numbers ("64") and for lists ("cma,tcp").
+    """
+    if wanted is Path:
+        return _decode_path(value)
+    if wanted is Transports:
+        return Transports(_decode_names(value, strict, TRANSPORTS, len(TRANSPORTS)))
+    if wanted is Hosts:
+        hosts = Hosts(_decode_names(value, strict, None, MAX_HOSTS))
+        if not all(map(_can_be_told_to_peers, hosts)):
+            raise ValueError("no address of a machine")
+        return hosts
+    if not isinstance(value, int | str):
+        raise ValueError("expected an integer or text")
+    return _decode_nbytes(value) if wanted is Nbytes else _decode_page_tokens(value, strict)
+
+
+class _Shown(reprlib.Repr):
+    """`repr` that stays short and cheap, whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = 100
+        self.maxlevel = 3
+
+    def repr_int(self, number: int, level: int) -> str:
+        if number.bit_length() > 256:
+            return f"a number of {number.bit_length()} bits"
+        return repr(number)
+
+
+shown = _Shown().repr
+"""A value as an error message shows it."""
+
+
+def _decode_nbytes(value: int | str) -> Nbytes:
+    nbytes = parse_nbytes(value)
+    if not MIN_CAPACITY_NBYTES <= nbytes <= MAX_CAPACITY_NBYTES:
+        raise ValueError("out of range")
+    return Nbytes(nbytes)
+
+
+def _decode_page_tokens(value: int | str, strict: bool) -> PageTokens:
+    if strict and not isinstance(value, int):
+        raise ValueError("expected an integer")
+    tokens = int(value)
+    if not 16 <= tokens <= 1024 or tokens & (tokens - 1):
+        raise ValueError("not a power of two in range")
+    return PageTokens(tokens)
+
+
+def _decode_names(value: Any, strict: bool, known: tuple[str, ...] | None, most: int) -> list[str]:
+    """Up to `most` different names; at least one of those that are `known`."""
+    if isinstance(value, str) and not strict:
+        value = [name.strip() for name in value.split(",")]
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError("expected a list of text")
+    if not (0 if known is None else 1) <= len(value) <= most or len(set(value)) < len(value):
+        raise ValueError("none, too many, or one twice")
+    if known is not None and not set(value) <= set(known):
+        raise ValueError("unknown name")
+    return value
+
+
+def _can_be_told_to_peers(host: str) -> bool:
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return not ((mapped or address).is_unspecified or (mapped or address).is_multicast)
+
+
+def _decode_path(value: Any) -> Path:
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError("expected text")
+    try:
+        path = Path(value).expanduser()
+    except RuntimeError as error:  # "~somebody" who does not exist
+        raise ValueError(str(error)) from None
+    if not path.is_absolute():
+        raise ValueError("not absolute")
+    return path

@@ -1,0 +1,1 @@
+"""Who a model is, by the content of its files."""

@@ -1,0 +1,55 @@
+"""A Hugging Face checkpoint as both engines load it: where its files are, and what its files do not say.
+
+Two engines give a model one namespace only if both leave out what config.json already fixes and spell the rest alike.
+Configurations are transformers' objects, read by attribute, so that no engine and no transformers is imported here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mooncake_connector.errors import ModelIdentityError
+from mooncake_connector.kv.namespace import canonical_json
+
+
+def checkpoint_path(name: str, revision: str | None) -> Path:
+    """Folder (or GGUF file) of a model given as a path or as the name of a hub repository that is already cached.
+
+    Raises ModelIdentityError where it is neither; the text says to set `model_id`.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception as error:
+        raise ModelIdentityError(
+            f"the files of model {name!r} are neither a local path nor in the hub's cache ({error}), so the model "
+            "cannot be told from others: set `model_id` to a name that changes whenever the weights do"
+        ) from None
+
+
+def rope_in_force(text_config: Any, max_model_len: int) -> str:
+    """What config.json does not say about rope: some kinds pick their factors by the longest context served."""
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", ""))
+    return canonical_json({"max_model_len": max_model_len}) if kind in ("longrope", "su", "dynamic") else ""
+
+
+def quantization_while_loading(hf_config: Any, method: str | None) -> str:
+    """Quantisation that the engine applies while loading; one that the checkpoint carries is in its own config.json."""
+    if getattr(hf_config, "quantization_config", None) or getattr(hf_config, "compression_config", None):
+        return ""
+    return str(method or "")
+
+
+def plain_values(value: Any) -> Any:
+    """JSON values only; anything else by its text, so that an unknown object still tells two settings apart."""
+    if isinstance(value, dict):
+        return {str(key): plain_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)

@@ -1,0 +1,238 @@
+"""What one rank sees of a namespace: its own shard, and those of instances with another TP or PP size.
+
+A page that the rank's own shard lacks is put together from the pages of shards that overlap with it. Moving their bytes
+is the caller's business, since only it knows its memory; `overlap` says which layers and heads go where.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake_connector.kv.namespace import Namespace
+from mooncake_connector.kv.page import Window
+from store_client.base import Bytes, Fill, Put, Shard, Space, Store
+
+__all__ = ["ConsumePart", "Overlap", "ShardView", "overlap"]
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+ConsumePart: TypeAlias = Callable[[int, Shard, Bytes], None]
+"""Called with (number of the page, shard, bytes of that shard's page); see `ShardView.read`."""
+
+_LOOK_S = 1.0
+"""At a miss the pool is asked which shards it has, but not again for so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What a stored part and a rank's shard have in common.
+
+    `page` places it in the part's page, `first_layer` and `first_head` in the rank's memory.
+    """
+
+    page: Window
+    first_layer: int
+    first_head: int
+
+
+def overlap(part: Shard, shard: Shard) -> Overlap:
+    """The layers and heads that `part` and `shard` both have. Raises ValueError where there are none."""
+    common = _intersection(part, shard)
+    if common is None:
+        raise ValueError(f"{part} and {shard} have nothing in common")
+    window = Window(
+        first_layer=common.layer_start - part.layer_start,
+        num_layers=common.layer_stop - common.layer_start,
+        first_head=common.head_start - part.head_start,
+        num_heads=common.head_stop - common.head_start,
+    )
+    return Overlap(window, common.layer_start - shard.layer_start, common.head_start - shard.head_start)
+
+
+class ShardView:
+    """The pages of a namespace as the rank that holds `shard` needs them.
+
+    What the rank's own shard has costs what it costs in a `Space`; other shards are asked for the rest alone. Methods
+    may be called from any thread and raise what those of a `Space` raise. `unit_nbytes` is the size of one layer and
+    one KV head of a page, K and V.
+    """
+
+    def __init__(self, store: Store, namespace: Namespace, shard: Shard, unit_nbytes: int) -> None:
+        self._store, self._namespace = store, namespace
+        self.shard = shard
+        self.own: Space = store.space(namespace, shard)
+        self.nbytes = _units(shard) * unit_nbytes
+        self._unit_nbytes = unit_nbytes
+        self._others = _Others(shard, [], self._open)
+        self._look_again_s = 0.0
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """How many leading pages are present, here or in parts."""
+        count = self.own.prefix(keys)
+        if count == len(keys):
+            return count
+        others = self._look()
+        if not others.parts or not others.covered(keys[count : count + 1])[0]:
+            return count
+        rest = keys[count:]
+        present = others.covered(rest) | np.array(self.own.contains(rest), dtype=bool)
+        return count + (len(rest) if present.all() else int(present.argmin()))
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether the page is present, here or in parts."""
+        present = self.own.contains(keys)
+        missing = [i for i, found in enumerate(present) if not found]
+        if missing and (others := self._look()).parts:
+            covered = others.covered([keys[i] for i in missing])
+            for i, found in zip(missing, covered.tolist(), strict=True):
+                present[i] = found
+        return present
+
+    def read(self, keys: Sequence[bytes], consume: ConsumePart) -> list[bool]:
+        """Show the bytes of every present page to `consume(i, part, view)`, once for each of its parts.
+
+        The parts of a page together have all layers and heads of the rank's shard. A part may have more (`overlap`),
+        and two parts of writers that split the model at odd places may have some in common. `view` is as in
+        `Space.read`; what `consume` made of page i is right if and only if the returned list has True at i.
+        """
+        done = self.own.read(keys, lambda i, page: consume(i, self.shard, page), nbytes=self.nbytes)
+        missing = [i for i, found in enumerate(done) if not found]
+        if missing and (others := self._look()).parts:
+            found = others.read([keys[i] for i in missing], lambda n, part, page: consume(missing[n], part, page))
+            for i, complete in zip(missing, found.tolist(), strict=True):
+                done[i] = complete
+        return done
+
+    def write(
+        self, keys: Sequence[bytes], fill: Fill, *, parents: Sequence[bytes | None], deadline_s: float
+    ) -> list[Put]:
+        """Store the absent pages in the rank's own shard, as `Space.write`; those that others cover are PRESENT."""
+        others = self._look()
+        if not others.parts:
+            return self.own.write(keys, fill, nbytes=self.nbytes, parents=parents, deadline_s=deadline_s)
+        names = list(dict.fromkeys([*keys, *(parent for parent in parents if parent is not None)]))
+        elsewhere = {name for name, covered in zip(names, others.covered(names).tolist(), strict=True) if covered}
+        absent = [i for i, key in enumerate(keys) if key not in elsewhere]
+        roots = self._without(elsewhere.intersection(parent for parent in parents if parent is not None))
+        results = [Put.PRESENT] * len(keys)
+        written = self.own.write(
+            [keys[i] for i in absent],
+            lambda n, page: fill(absent[n], page),
+            nbytes=self.nbytes,
+            parents=[None if parents[i] in roots else parents[i] for i in absent],
+            deadline_s=deadline_s,
+        )
+        for i, result in zip(absent, written, strict=True):
+            results[i] = result
+        return results
+
+    def _without(self, names: set[bytes]) -> set[bytes]:
+        """Those that the own shard lacks: as a parent they would make their child an orphan, which nobody reaches."""
+        listed = list(names)
+        return {name for name, found in zip(listed, self.own.contains(listed), strict=True) if not found}
+
+    def clear(self) -> int:
+        """Forget every page that this rank could read, so also those of other instances; return how many there were."""
+        return self.own.clear() + sum(part.space.clear() for part in self._look().parts)
+
+    def record_lookup(self, *, hit_pages: int, missed_pages: int, page_tokens: int) -> None:
+        self.own.record_lookup(hit_pages=hit_pages, missed_pages=missed_pages, page_tokens=page_tokens)
+
+    def _look(self) -> _Others:
+        """The other shards, as the pool knew them at most a second ago."""
+        now_s = time.monotonic()
+        if now_s >= self._look_again_s:
+            self._look_again_s = now_s + _LOOK_S
+            shards = self._store.shards(self._namespace)
+            if shards != self._others.listed:
+                self._others = _Others(self.shard, shards, self._open)
+        return self._others
+
+    def _open(self, shard: Shard) -> tuple[Space, int]:
+        return self._store.space(self._namespace, shard), _units(shard) * self._unit_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A shard that overlaps with the rank's; `cells` marks what it has of it."""
+
+    shard: Shard
+    space: Space
+    nbytes: int
+    cells: Bools
+
+
+class _Others:
+    """What pages of `shard` can be put together from, of the shards `listed`.
+
+    Their borders cut the rank's shard into cells, each of which a part has as a whole or not at all. A page is covered
+    where every cell is. Where all parts together leave a cell out, `parts` is empty.
+    """
+
+    def __init__(self, shard: Shard, listed: list[Shard], open_part: Callable[[Shard], tuple[Space, int]]) -> None:
+        self.listed = listed
+        self.parts: list[_Part] = []
+        common = {other: _intersection(other, shard) for other in listed if other != shard}
+        found = {other: part for other, part in common.items() if part is not None}
+        cells = dict(zip(found, _cells(shard, list(found.values())), strict=True))
+        if not cells or not np.any(list(cells.values()), axis=0).all():
+            return
+        self._num_cells = len(next(iter(cells.values())))
+        for other in sorted(found, key=lambda other: _units(found[other]), reverse=True):  # few large parts first
+            self.parts.append(_Part(other, *open_part(other), cells[other]))
+
+    def covered(self, keys: Sequence[bytes]) -> Bools:
+        """For each key whether all cells of its page are present."""
+        present = np.zeros((self._num_cells, len(keys)), dtype=bool)
+        for part in self.parts:
+            present[part.cells] |= np.array(part.space.contains(keys), dtype=bool)
+        complete: Bools = np.logical_and.reduce(present, axis=0)
+        return complete
+
+    def read(self, keys: Sequence[bytes], consume: ConsumePart) -> Bools:
+        """Show each page's parts until all its cells were seen; for each key whether that came true.
+
+        A part that is gone since it was looked up is made up for by smaller ones, where they are there.
+        """
+        seen = np.zeros((self._num_cells, len(keys)), dtype=bool)
+        for part in self.parts:
+            wanted = np.flatnonzero(~seen[part.cells].all(axis=0)).tolist()
+
+            def show(n: int, page: Bytes, part: _Part = part, wanted: list[int] = wanted) -> None:
+                consume(wanted[n], part.shard, page)
+
+            found = part.space.read([keys[i] for i in wanted], show, nbytes=part.nbytes) if wanted else []
+            seen[np.ix_(part.cells, [i for i, right in zip(wanted, found, strict=True) if right])] = True
+        complete: Bools = np.logical_and.reduce(seen, axis=0)
+        return complete
+
+
+def _units(shard: Shard) -> int:
+    """Layers times heads."""
+    return (shard.layer_stop - shard.layer_start) * (shard.head_stop - shard.head_start)
+
+
+def _intersection(one: Shard, other: Shard) -> Shard | None:
+    layers = max(one.layer_start, other.layer_start), min(one.layer_stop, other.layer_stop)
+    heads = max(one.head_start, other.head_start), min(one.head_stop, other.head_stop)
+    return Shard(*layers, *heads) if layers[0] < layers[1] and heads[0] < heads[1] else None
+
+
+def _cells(shard: Shard, parts: Sequence[Shard]) -> list[Bools]:
+    """For each part, which of the cells it has that all borders of the parts cut `shard` into."""
+    every = [shard, *parts]
+    layers = np.array(sorted({cut for part in every for cut in (part.layer_start, part.layer_stop)})[:-1])
+    heads = np.array(sorted({cut for part in every for cut in (part.head_start, part.head_stop)})[:-1])
+    return [
+        np.outer(
+            (part.layer_start <= layers) & (layers < part.layer_stop),
+            (part.head_start <= heads) & (heads < part.head_stop),
+        ).ravel()
+        for part in parts
+    ]

@@ -1,0 +1,1 @@
+"""Control connections between instances: who is there, and where its ranks are."""

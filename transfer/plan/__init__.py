@@ -1,0 +1,1 @@
+"""Which bytes go where: layouts of ranks, and lists of copies between them. Pure."""

@@ -1,0 +1,180 @@
+"""What a peer must know of one rank's KV memory to plan copies into it, and which bytes of it some blocks are.
+
+Plain values that travel in messages and are checked where they are made. Does not touch the memory it describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from mooncake_connector.kv.page import Axis, BlockLayout, SegmentLayout
+from transfer.transports.base import MAX_PIECE_NBYTES, Int64, TransferError
+
+MAX_BLOCK_ELEMENTS = 1 << 24
+"""Elements of a block, all heads, K and V: far beyond any engine's."""
+_MAX_AXES = 16
+"""Strides that a segment's tokens or elements may be nested in: beyond what any order needs."""
+
+
+class LayoutError(TransferError):
+    """A layout that cannot be, or two that cannot be mapped onto each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """The KV memory of one rank: which layers and heads of the model it has, and where their bytes lie.
+
+    Args:
+        model_layers, model_heads: of the whole model; MLA has one head.
+        first_layer: the rank has as many layers from here on as `blocks` has addresses.
+        first_head, num_heads: KV heads of the rank; ranks may have the same (GQA with more ranks than heads, MLA).
+        k_dim, v_dim: elements a token and head (MLA: latent and rope together, and 0).
+        itemsize: bytes an element.
+        blocks: addresses and strides, head 0 being the rank's first.
+
+    Raises:
+        LayoutError: a count or a range that cannot be.
+    """
+
+    model_layers: int
+    model_heads: int
+    first_layer: int
+    first_head: int
+    num_heads: int
+    k_dim: int
+    v_dim: int
+    itemsize: int
+    blocks: BlockLayout
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.first_layer < self.layer_stop <= self.model_layers):
+            raise LayoutError(f"layers {self.layers} of a model of {self.model_layers}")
+        if not (0 <= self.first_head < self.head_stop <= self.model_heads):
+            raise LayoutError(f"KV heads {self.heads} of a model of {self.model_heads}")
+        blocks = self.blocks
+        if min(self.k_dim, self.itemsize, blocks.block_tokens, blocks.num_blocks) < 1 or self.v_dim < 0:
+            raise LayoutError(f"dimensions {self.k_dim} + {self.v_dim} of {self.itemsize} bytes, blocks {blocks}")
+        if blocks.block_tokens * self.num_heads * (self.k_dim + self.v_dim) > MAX_BLOCK_ELEMENTS:
+            raise LayoutError(f"more than {MAX_BLOCK_ELEMENTS} elements in a block: {self.describe()}")
+        if (blocks.v is None) != (self.v_dim == 0):
+            raise LayoutError(f"v_dim={self.v_dim} and V segment {blocks.v}: both or neither")
+        self._check_segment(blocks.k, self.k_dim)
+        if blocks.v is not None:
+            self._check_segment(blocks.v, self.v_dim)
+        self._check_reach()
+
+    def _check_segment(self, segment: SegmentLayout, dim: int) -> None:
+        for axis, size in ((segment.token, self.blocks.block_tokens), (segment.dim, dim)):
+            if len(axis) > _MAX_AXES:
+                raise LayoutError(f"axis of {len(axis)} strides: at most {_MAX_AXES} are read")
+            if prod(count for count, _ in axis) != size or any(count < 1 or stride < 0 for count, stride in axis):
+                raise LayoutError(f"axis {axis} for {size} places")
+
+    def _check_reach(self) -> None:
+        """All addresses lie in what user memory can be, so that no sum of them overflows."""
+        blocks = self.blocks
+        segments = [blocks.k] if blocks.v is None else [blocks.k, blocks.v]
+        numbers = [blocks.block_stride, blocks.head_stride, *(segment.offset for segment in segments)]
+        if min(*numbers, *blocks.layer_addresses) < 0:
+            raise LayoutError(f"negative address, stride or offset in {blocks}")
+        reach = max(segment.offset + _last(segment.token) + _last(segment.dim) for segment in segments)
+        reach += (self.num_heads - 1) * blocks.head_stride + (blocks.num_blocks - 1) * blocks.block_stride
+        if max(blocks.layer_addresses) + reach + self.itemsize > MAX_PIECE_NBYTES:
+            raise LayoutError(f"memory beyond {MAX_PIECE_NBYTES:#x}: {blocks}")
+
+    @property
+    def layer_stop(self) -> int:
+        return self.first_layer + len(self.blocks.layer_addresses)
+
+    @property
+    def head_stop(self) -> int:
+        return self.first_head + self.num_heads
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.layer_stop)
+
+    @property
+    def heads(self) -> range:
+        return range(self.first_head, self.head_stop)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.blocks.block_tokens
+
+    def describe(self) -> str:
+        """One line for the message of a refusal."""
+        vector = f"{self.k_dim} + {self.v_dim} elements of {self.itemsize} bytes"
+        return (
+            f"layers {self.first_layer}..{self.layer_stop - 1} of {self.model_layers}, KV heads {self.first_head}.."
+            f"{self.head_stop - 1} of {self.model_heads}, {vector}, blocks of {self.block_tokens} tokens"
+        )
+
+    def check_blocks(self, block_ids: Sequence[int]) -> Int64:
+        """The ids as an array. Raises LayoutError for one that the rank does not have."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.blocks.num_blocks):
+            raise LayoutError(f"block ids {ids.min()}..{ids.max()}; there are blocks 0..{self.blocks.num_blocks - 1}")
+        return ids
+
+    def holding(self, block_ids: Sequence[int], first_token: int, stop_token: int) -> Sequence[int]:
+        """Those of a request's block table that hold tokens `[first_token, stop_token)`."""
+        return block_ids[first_token // self.block_tokens : -(-stop_token // self.block_tokens)]
+
+    def ranges(self, block_ids: Sequence[int]) -> tuple[Int64, Int64]:
+        """Addresses and sizes of all bytes of these blocks, ascending and merged: what a grant of them covers."""
+        starts, sizes = _block_runs(self)
+        base = np.sort(np.asarray(self.blocks.layer_addresses, dtype=np.int64))
+        offsets = np.unique(self.check_blocks(block_ids)) * self.blocks.block_stride
+        addresses = (base[:, None, None] + offsets[:, None] + starts).ravel()
+        nbytes = np.broadcast_to(sizes, (len(base), len(offsets), len(sizes))).ravel()
+        if (addresses[1:] < addresses[:-1]).any():  # layers lie inside blocks
+            order = np.argsort(addresses, kind="stable")
+            addresses, nbytes = addresses[order], nbytes[order]
+        return merge(addresses, nbytes)
+
+
+def element_offsets(layout: RankLayout) -> Int64:
+    """`[token, element of K, then of V]`: bytes from the start of a block and head."""
+    segments = [layout.blocks.k] if layout.blocks.v is None else [layout.blocks.k, layout.blocks.v]
+    parts = [s.offset + _places(s.token)[:, None] + _places(s.dim)[None, :] for s in segments]
+    return np.concatenate(parts, axis=1)
+
+
+def merge(starts: Int64, sizes: Int64) -> tuple[Int64, Int64]:
+    """Ascending ranges that do not overlap, with those that touch made one."""
+    if len(starts) == 0:
+        return starts, sizes
+    first = np.concatenate(([True], starts[1:] != starts[:-1] + sizes[:-1]))
+    return starts[first], np.add.reduceat(sizes, np.flatnonzero(first))
+
+
+@lru_cache(maxsize=64)
+def _block_runs(layout: RankLayout) -> tuple[Int64, Int64]:
+    """Offsets and sizes of the bytes of one block of one layer, all heads. Raises LayoutError where any coincide."""
+    heads = np.arange(layout.num_heads, dtype=np.int64) * layout.blocks.head_stride
+    head = np.sort(element_offsets(layout).ravel())
+    starts, sizes = merge(head, np.full(len(head), layout.itemsize, dtype=np.int64))
+    starts, sizes = (heads[:, None] + starts).ravel(), np.tile(sizes, len(heads))
+    order = np.argsort(starts, kind="stable")
+    starts, sizes = starts[order], sizes[order]
+    if (starts[1:] < starts[:-1] + sizes[:-1]).any():
+        raise LayoutError(f"elements of a block share bytes: {layout.blocks}")
+    return merge(starts, sizes)
+
+
+def _places(axis: Axis) -> Int64:
+    """Where index 0, 1, 2, ... of a nested axis lies."""
+    places = np.zeros(1, dtype=np.int64)
+    for size, stride in axis:
+        places = (places[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
+    return places
+
+
+def _last(axis: Axis) -> int:
+    return sum((size - 1) * stride for size, stride in axis)

@@ -1,0 +1,332 @@
+"""From two layouts to lists of copies: who sends what to whom, and which bytes go where. Pure; nothing is moved here.
+
+`routes` divides the memory of all destination ranks among the source ranks. A `Pairing` of two ranks then turns a part
+of a transfer (layers, tokens, block tables) into pieces, as arrays that a transport takes. Tokens are counted in
+*units*: as many as the blocks of both sides can be cut into. A unit is moved as a whole, also where a request fills it
+in part only: its bytes belong to the request on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd, lcm
+
+import numpy as np
+
+from transfer.plan.layout import LayoutError, RankLayout, element_offsets
+from transfer.transports.base import Int64
+
+_MIN_RUN_NBYTES = 64
+"""Pieces may be as small as one vector of K or V. Smaller ones, down to single elements, are bearable from here on."""
+_MAX_PHASES = 1024
+_MAX_ELEMENTS = 1 << 20
+"""Elements of a head that are looked at, and runs of all heads that are kept: what a peer may make this side work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What source rank number `source` sends to destination rank number `destination`: a rectangle of layers and heads.
+
+    Without layers: nothing. Such a route still says who tells a source without work that it is done.
+    """
+
+    source: int
+    destination: int
+    first_layer: int = 0
+    num_layers: int = 0
+    first_head: int = 0
+    num_heads: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Copies of `nbytes[i]` bytes from address `source[i]` to address `destination[i]` of the other process."""
+
+    source: Int64
+    destination: Int64
+    nbytes: Int64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageRuns:
+    """Where the bytes of some pages lie on one side, in the order in which both sides take their checksums.
+
+    Page number i is runs `[bounds[i], bounds[i + 1])`.
+    """
+
+    addresses: Int64
+    nbytes: Int64
+    bounds: Int64
+
+
+def routes(sources: Sequence[RankLayout], destinations: Sequence[RankLayout]) -> list[Route]:
+    """Divide all layers and heads of every destination rank among the source ranks, each exactly once.
+
+    Two ranks have one route at most, and each source has one at least.
+
+    Where several sources have the same (GQA with more ranks than heads, MLA), destinations that need the same take
+    turns. Both sides compute the same routes from the same layouts.
+
+    Raises:
+        LayoutError: the sides differ in what cannot be mapped, or no source has some layer and head.
+    """
+    if not sources or not destinations:
+        raise LayoutError(f"{len(sources)} source and {len(destinations)} destination ranks: expected one at least")
+    for layout in (*sources, *destinations):
+        _check_same_model(sources[0], layout)
+    found: list[Route] = []
+    for number, wanted in enumerate(destinations):
+        turn = sum(_covers(other, wanted) for other in destinations[:number])
+        found += _rectangles(sources, wanted, number, turn)
+    pairs = {(route.source, route.destination) for route in found}
+    if len(pairs) < len(found):
+        raise LayoutError(f"source ranks overlap in part: {'; '.join(source.describe() for source in sources)}")
+    busy = {source for source, _ in pairs}
+    idle = [source for source in range(len(sources)) if source not in busy]
+    return found + [Route(source, source % len(destinations)) for source in idle]
+
+
+def _rectangles(sources: Sequence[RankLayout], wanted: RankLayout, number: int, turn: int) -> Iterator[Route]:
+    """Routes to one destination: a source's part of it is cut by no other source's border."""
+    for layer, layer_stop in _segments(wanted.layers, [source.layers for source in sources]):
+        for head, head_stop in _segments(wanted.heads, [source.heads for source in sources]):
+            having = [i for i, source in enumerate(sources) if layer in source.layers and head in source.heads]
+            if not having:
+                every = "; ".join(source.describe() for source in sources)
+                raise LayoutError(
+                    f"no source rank has layer {layer}, KV head {head}. "
+                    f"Destination: {wanted.describe()}. Sources: {every}"
+                )
+            source = having[turn % len(having)]
+            yield Route(source, number, layer, layer_stop - layer, head, head_stop - head)
+
+
+def _segments(whole: range, cutting: Sequence[range]) -> list[tuple[int, int]]:
+    """`whole` cut at every start and stop of the others."""
+    cuts = {cut for other in cutting for cut in (other.start, other.stop) if whole.start < cut < whole.stop}
+    borders = sorted({whole.start, whole.stop} | cuts)
+    return list(pairwise(borders))
+
+
+def _covers(other: RankLayout, wanted: RankLayout) -> bool:
+    return (other.layers, other.heads) == (wanted.layers, wanted.heads)
+
+
+def _check_same_model(one: RankLayout, other: RankLayout) -> None:
+    fields = ("model_layers", "model_heads", "k_dim", "v_dim", "itemsize")
+    different = [name for name in fields if getattr(one, name) != getattr(other, name)]
+    if different:
+        raise LayoutError(f"{', '.join(different)} differ: {one.describe()}; and {other.describe()}")
+
+
+class Pairing:
+    """One source and one destination rank, and how the bytes of a block of one lie in the blocks of the other.
+
+    Args:
+        route: layers and heads that are sent; both ranks must have them.
+
+    Raises:
+        LayoutError: the sides differ in what cannot be mapped.
+    """
+
+    def __init__(self, source: RankLayout, destination: RankLayout, route: Route) -> None:
+        _check_same_model(source, destination)
+        self.layers = range(route.first_layer, route.first_layer + route.num_layers)
+        heads = range(route.first_head, route.first_head + route.num_heads)
+        for side in (source, destination):
+            if not (_within(self.layers, side.layers) and _within(heads, side.heads)):
+                raise LayoutError(f"{route} asks for what a rank has not: {side.describe()}")
+        self.unit = gcd(source.block_tokens, destination.block_tokens)
+        """Tokens that are moved together."""
+        self._sides = (source, destination)
+        self._runs = _Runs(source, destination, heads, self.unit)
+        self._check_runs()
+
+    def checksum_tokens(self, page_tokens: int) -> int:
+        """Tokens that share a checksum where pages of `page_tokens` are asked for: whole units. Both sides use it."""
+        return -(-page_tokens // self.unit) * self.unit
+
+    def copies(
+        self,
+        layers: range,
+        first_token: int,
+        stop_token: int,
+        source_blocks: Sequence[int],
+        destination_blocks: Sequence[int],
+    ) -> Copies:
+        """Pieces for tokens `[first_token, stop_token)` of some layers, as few as both sides' memory allows.
+
+        Args:
+            layers: numbers in the model, inside the route.
+            first_token: counted from the request's first token, a multiple of `unit`.
+            stop_token: also one, or the request's end.
+            source_blocks, destination_blocks: the request's whole block tables; entry i holds tokens
+                `[i * block_tokens, (i + 1) * block_tokens)` of its own side.
+
+        Raises:
+            LayoutError: layers outside of the route, tokens that a table does not cover or that cut a unit.
+        """
+        source, destination, nbytes = self._one_layer(first_token, stop_token, source_blocks, destination_blocks)
+        bases = [self._bases(side, layers) for side in (0, 1)]
+        if len(layers) > 1 and len(nbytes) and _contiguous(bases, nbytes):
+            bases, nbytes = [base[:1] for base in bases], nbytes * len(layers)
+            source, destination, nbytes = _coalesce(source, destination, nbytes)
+        return Copies(
+            source=(bases[0][:, None] + source).ravel(),
+            destination=(bases[1][:, None] + destination).ravel(),
+            nbytes=np.tile(nbytes, len(bases[0])),
+        )
+
+    def source_pages(
+        self, layers: range, first_token: int, stop_token: int, source_blocks: Sequence[int], page_tokens: int
+    ) -> PageRuns:
+        """What each page's checksum is taken over at the source: the bytes that `copies` of the same part moves.
+
+        Args:
+            page_tokens: tokens of a page, a multiple of `unit`; pages begin at multiples of it.
+        """
+        return self._pages(0, layers, first_token, stop_token, source_blocks, page_tokens)
+
+    def destination_pages(
+        self, layers: range, first_token: int, stop_token: int, destination_blocks: Sequence[int], page_tokens: int
+    ) -> PageRuns:
+        """The same bytes in the same order at the destination."""
+        return self._pages(1, layers, first_token, stop_token, destination_blocks, page_tokens)
+
+    def _one_layer(
+        self, first_token: int, stop_token: int, source_blocks: Sequence[int], destination_blocks: Sequence[int]
+    ) -> tuple[Int64, Int64, Int64]:
+        units = self._units(first_token, stop_token)
+        index, owner = self._runs.of(units)
+        offsets = [
+            self._block_offsets(side, units, table)[owner] + self._runs.offsets[side][index]
+            for side, table in enumerate((source_blocks, destination_blocks))
+        ]
+        return _coalesce(offsets[0], offsets[1], self._runs.nbytes[index])
+
+    def _pages(
+        self, side: int, layers: range, first_token: int, stop_token: int, block_ids: Sequence[int], page_tokens: int
+    ) -> PageRuns:
+        if page_tokens < 1 or page_tokens % self.unit:
+            raise LayoutError(f"pages of {page_tokens} tokens where {self.unit} are moved together")
+        units = self._units(first_token, stop_token)
+        index, owner = self._runs.of(units)
+        offsets = self._block_offsets(side, units, block_ids)[owner] + self._runs.offsets[side][index]
+        base = self._bases(side, layers)
+        page = (units * self.unit // page_tokens)[owner]
+        order = np.argsort(np.tile(page, len(base)), kind="stable")  # page by page, in each the layers in turn
+        counts = np.unique(page, return_counts=True)[1] * len(base)
+        return PageRuns(
+            addresses=(base[:, None] + offsets).ravel()[order],
+            nbytes=np.tile(self._runs.nbytes[index], len(base))[order],
+            bounds=np.concatenate(([0], np.cumsum(counts))),
+        )
+
+    def _units(self, first_token: int, stop_token: int) -> Int64:
+        if first_token % self.unit or not 0 <= first_token <= stop_token:
+            raise LayoutError(f"tokens {first_token}..{stop_token - 1} where {self.unit} are moved together")
+        return np.arange(first_token // self.unit, -(-stop_token // self.unit), dtype=np.int64)
+
+    def _block_offsets(self, side: int, units: Int64, block_ids: Sequence[int]) -> Int64:
+        """For each unit the offset of the block that it lies in."""
+        layout = self._sides[side]
+        table = layout.check_blocks(block_ids)
+        places = units * self.unit // layout.block_tokens
+        if len(places) and places[-1] >= len(table):
+            raise LayoutError(
+                f"{len(table)} blocks of {layout.block_tokens} tokens end before token {units[-1] * self.unit}"
+            )
+        return table[places] * layout.blocks.block_stride
+
+    def _bases(self, side: int, layers: range) -> Int64:
+        if not _within(layers, self.layers):
+            raise LayoutError(f"layers {layers}; the route has {self.layers}")
+        layout = self._sides[side]
+        first = layers.start - layout.first_layer
+        return np.array(layout.blocks.layer_addresses[first : first + len(layers)], dtype=np.int64)
+
+    def _check_runs(self) -> None:
+        source, destination = self._sides
+        smallest = min(source.k_dim, source.v_dim or source.k_dim) * source.itemsize
+        if len(self._runs.nbytes) and self._runs.nbytes.min() < min(_MIN_RUN_NBYTES, smallest):
+            raise LayoutError(
+                f"the sides order the elements of a block differently, so that pieces would have "
+                f"{self._runs.nbytes.min()} bytes. Source: {source.describe()}, {source.blocks.k}, {source.blocks.v}. "
+                f"Destination: {destination.describe()}, {destination.blocks.k}, {destination.blocks.v}"
+            )
+
+
+class _Runs:
+    """The contiguous runs that units consist of, all heads of one layer.
+
+    Units lie at several places inside the blocks of both sides; which ones they meet repeats after `phases` units.
+    `offsets` are from the block's start, source and destination; those of a phase ascend at the destination.
+    """
+
+    def __init__(self, source: RankLayout, destination: RankLayout, heads: range, unit: int) -> None:
+        per_block = [side.block_tokens // unit for side in (source, destination)]
+        phases = per_block[0] * per_block[1]  # without a common divisor, by the choice of `unit`
+        period = lcm(source.block_tokens, destination.block_tokens) * (source.k_dim + source.v_dim)
+        if phases > _MAX_PHASES or period > _MAX_ELEMENTS:
+            raise LayoutError(f"block sizes with too little in common: {source.describe()}; {destination.describe()}")
+        elements = [element_offsets(side) for side in (source, destination)]
+        found, room = [], _MAX_ELEMENTS
+        for phase in range(phases):
+            places = [part[phase % n * unit :][:unit].ravel() for part, n in zip(elements, per_block, strict=True)]
+            found.append(_run_heads(places, (source, destination), heads, room))
+            room -= len(found[-1][2])
+        self.offsets = [np.concatenate([runs[side] for runs in found]) for side in (0, 1)]
+        self.nbytes = np.concatenate([runs[2] for runs in found])
+        self._counts = np.array([len(runs[2]) for runs in found], dtype=np.int64)
+        self._starts = np.cumsum(self._counts) - self._counts
+
+    def of(self, units: Int64) -> tuple[Int64, Int64]:
+        """The runs of these units in order: (number of the run, position of its unit in `units`)."""
+        phase = units % len(self._counts)
+        counts = self._counts[phase]
+        owner = np.repeat(np.arange(len(units), dtype=np.int64), counts)
+        ends = np.cumsum(counts)
+        within = np.arange(len(owner), dtype=np.int64) - (ends - counts)[owner]
+        return self._starts[phase][owner] + within, owner
+
+
+def _run_heads(
+    places: list[Int64], sides: tuple[RankLayout, RankLayout], heads: range, room: int
+) -> tuple[Int64, Int64, Int64]:
+    """Runs of the elements at `places` of a head, for all heads. Raises LayoutError for more than `room`."""
+    order = np.argsort(places[1], kind="stable")
+    size = np.full(len(order), sides[0].itemsize, dtype=np.int64)
+    source, destination, nbytes = _coalesce(places[0][order], places[1][order], size)
+    if len(nbytes) * len(heads) > room:
+        raise LayoutError(
+            f"the sides order the elements of a block differently, in more than {_MAX_ELEMENTS} pieces: "
+            f"{sides[0].describe()}; {sides[1].describe()}"
+        )
+    starts = [
+        (np.array(heads, dtype=np.int64) - side.first_head)[:, None] * side.blocks.head_stride + offsets
+        for side, offsets in zip(sides, (source, destination), strict=True)
+    ]
+    order = np.argsort(starts[1].ravel(), kind="stable")
+    return _coalesce(starts[0].ravel()[order], starts[1].ravel()[order], np.tile(nbytes, len(heads))[order])
+
+
+def _coalesce(source: Int64, destination: Int64, nbytes: Int64) -> tuple[Int64, Int64, Int64]:
+    """Make one of neighbours that follow each other on both sides."""
+    if len(nbytes) < 2:
+        return source, destination, nbytes
+    joined = (source[1:] == source[:-1] + nbytes[:-1]) & (destination[1:] == destination[:-1] + nbytes[:-1])
+    if not joined.any():
+        return source, destination, nbytes
+    first = np.flatnonzero(np.concatenate(([True], ~joined)))
+    return source[first], destination[first], np.add.reduceat(nbytes, first)
+
+
+def _contiguous(bases: list[Int64], nbytes: Int64) -> bool:
+    """Whether every piece ends where the same piece of the next layer begins, on both sides."""
+    return bool((nbytes == nbytes[0]).all()) and all((np.diff(base) == nbytes[0]).all() for base in bases)
+
+
+def _within(part: range, whole: range) -> bool:
+    return not part or whole.start <= part.start <= part.stop <= whole.stop

@@ -1,0 +1,171 @@
+"""What the two sides of a transfer say to each other, and its form on the wire: MessagePack, decoded strictly.
+
+Messages travel over a connection that the handshake has made trustworthy; even so nothing in them is taken on trust:
+types, ranges and sizes are checked on arrival. Any message may be lost, doubled, late or out of order
+(docs/transfer.md).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from transfer.plan.layout import RankLayout
+from transfer.transports.base import GRANT_KEY_NBYTES, TransferError
+
+MAX_MESSAGE_NBYTES = 4 << 20
+_MAX_BLOCKS = 1 << 18
+_MAX_PAGES = 1 << 17
+_MAX_ENDPOINTS = 8
+MAX_NAME_LENGTH = 256
+"""Characters of a transfer's name."""
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
+Generation: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+TransferId: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
+Text: TypeAlias = Annotated[str, Meta(max_length=512)]
+
+
+class MessageError(TransferError):
+    """Bytes that are no message, or a message that may not be."""
+
+
+class State(enum.Enum):
+    """How the producer stands to one destination rank."""
+
+    OPEN = "open"
+    """The request or its KV is awaited, or batches are on their way."""
+    FAILED = "failed"
+    """It will send no more; `cause` says why."""
+    CLOSED = "closed"
+    """It knows that the consumer is through with it."""
+
+
+class Message(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """What all messages have.
+
+    `generation` is the life of the sender: a number that is larger after each restart. `to` is the life of the receiver
+    that is meant, 0 if the sender does not know any. `grant` numbers what the consumer has granted, ascending in one
+    life and never 0; 0 stands for no grant yet.
+    """
+
+    generation: Generation
+    to: Generation
+    transfer: TransferId
+    grant: Count = 0
+
+
+class Announce(Message, frozen=True, kw_only=True):
+    """Consumer: a request of mine will want this transfer; hold its blocks. Repeated, it renews the lease.
+
+    `legs` is the number of destination ranks that this source rank serves. With `computed` the producer must know the
+    transfer already, since the request went there first.
+    """
+
+    legs: Count
+    computed: bool
+
+
+class Granted(Message, frozen=True, kw_only=True):
+    """Consumer: write tokens `[first_token, stop_token)` into these blocks, with the key of the transport's grant.
+
+    `block_ids` is the request's whole block table.
+    """
+
+    legs: Count
+    computed: bool
+    first_token: Count
+    stop_token: Count
+    block_ids: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 32)]], Meta(max_length=_MAX_BLOCKS)]
+    key: Annotated[bytes, Meta(min_length=GRANT_KEY_NBYTES, max_length=GRANT_KEY_NBYTES)]
+
+
+class Report(Message, frozen=True, kw_only=True):
+    """Consumer: all batches before number `verified` are right; send those in `again` once more. Renews the lease."""
+
+    verified: Count
+    again: Annotated[list[Count], Meta(max_length=_MAX_PAGES)]
+
+
+class Close(Message, frozen=True, kw_only=True):
+    """Consumer: I want nothing more, since all is right (`done`) or for that cause; release the blocks."""
+
+    legs: Count
+    done: bool
+    cause: Text
+
+
+class Landed(Message, frozen=True, kw_only=True):
+    """Producer: batch number `batch` is in your memory, as the `attempt`-th try (0 or 1).
+
+    `checksums` has one XXH3-64 for each page of the batch, in the order of tokens.
+    """
+
+    batch: Count
+    attempt: Annotated[int, Meta(ge=0, le=1)]
+    first_layer: Count
+    num_layers: Count
+    first_token: Count
+    stop_token: Count
+    checksums: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=_MAX_PAGES)]
+
+
+class Status(Message, frozen=True, kw_only=True):
+    """Producer: how I stand. Repeated, it says that I am alive."""
+
+    state: State
+    cause: Text
+
+
+class Reset(Message, frozen=True, kw_only=True):
+    """Either: your message was meant for an earlier life of mine; `generation` is this one."""
+
+
+class Introduction(Message, frozen=True, kw_only=True):
+    """Consumer: what you must know of my rank to write to it. Once for each control connection, before anything else.
+
+    `transfer` is "". The layers and heads are the route, as numbers of the model: what you send me. `endpoints` says
+    for each transport by name where it listens.
+    """
+
+    layout: RankLayout
+    first_layer: Count
+    num_layers: Count
+    first_head: Count
+    num_heads: Count
+    endpoints: Annotated[
+        dict[Annotated[str, Meta(max_length=16)], Annotated[bytes, Meta(max_length=4096)]],
+        Meta(max_length=_MAX_ENDPOINTS),
+    ]
+
+
+AnyMessage: TypeAlias = Announce | Granted | Report | Close | Landed | Status | Reset | Introduction
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """Raises MessageError where the message is too large to be accepted anywhere."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE_NBYTES:
+        raise MessageError(f"{type(message).__name__} of {len(data)} bytes: at most {MAX_MESSAGE_NBYTES} are accepted")
+    return data
+
+
+def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
+    """The message that `data` is. Raises MessageError and nothing else, whatever the bytes."""
+    if len(data) > MAX_MESSAGE_NBYTES:
+        raise MessageError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE_NBYTES} are accepted")
+    try:
+        message = _decoder.decode(data)
+    except Exception as error:  # also those of a layout's checks, and bare UnicodeDecodeError for text that is no UTF-8
+        raise MessageError(f"not a message: {str(error)[:500]}") from None
+    if isinstance(message, Granted | Landed) and message.stop_token < message.first_token:
+        raise MessageError(f"tokens {message.first_token}..{message.stop_token - 1}")
+    if message.generation == 0:
+        raise MessageError("generation 0: expected at least 1")
+    return message

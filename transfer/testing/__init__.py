@@ -1,0 +1,1 @@
+"""The conformance class that every transport passes, for whoever writes another one."""

@@ -1,0 +1,276 @@
+"""The conformance class: what any transport must do. Inherit it in a test and name the class.
+
+class TestMine(TransportConformance):
+    transport = MyTransport            # called with (memory, identity, **options)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from transfer.testing.failures import FailureConformance
+from transfer.testing.fixtures import DEADLINE_S
+from transfer.testing.memory import MIB, digest, expected, folded, int64, scattered
+from transfer.testing.process import Process
+from transfer.transports.base import Cause, Grant, Outcome, Peer, Transport
+from transfer.transports.memory import Memory
+
+
+class TransportConformance(FailureConformance):
+    """Claims about every transport."""
+
+    def test_scattered_pieces_of_all_sizes_arrive_and_nothing_else_changes(
+        self, memory: Memory, there: Memory, peer: Peer
+    ) -> None:
+        sizes = np.random.default_rng(1).integers(0, 3000, 6000)
+        sizes[::7] = 0
+        nbytes = int(sizes.sum()) + 17 * len(sizes)
+        source, target = self.buffer(nbytes, seed=1), self.buffer(nbytes)
+        memory.register(source.address, nbytes)
+        there.register(target.address, nbytes)
+        local, remote = scattered(source, target.address, sizes, seed=2)
+        grant = there.grant(remote, sizes)
+        assert len(grant.addresses) > 1000, "gaps between the pieces must not be granted"
+        assert peer.write(grant, local, remote, sizes, deadline_s=DEADLINE_S).wait() == Outcome()
+        assert np.array_equal(target.bytes, expected(source, local, remote, sizes, target.address, nbytes))
+
+    def test_pieces_arrive_at_any_alignment(self, memory: Memory, there: Memory, peer: Peer) -> None:
+        source, target = self.buffer(MIB, seed=3), self.buffer(MIB)
+        memory.register(source.address, MIB)
+        grant = there.grant(int64(there.register(target.address, MIB).address), int64(MIB))
+        cases = [(a, b, n) for a in range(9) for b in range(9) for n in (1, 7, 8, 63, 64, 65, 100)]
+        steps = int64(*range(len(cases))) * 128
+        local = source.address + steps + int64(*(a for a, _, _ in cases))
+        remote = target.address + steps + int64(*(b for _, b, _ in cases))
+        sizes = int64(*(n for _, _, n in cases))
+        assert peer.write(grant, local, remote, sizes, deadline_s=DEADLINE_S).wait().ok
+        assert np.array_equal(target.bytes, expected(source, local, remote, sizes, target.address, MIB))
+
+    @pytest.mark.parametrize("nbytes", [1, 16384, MIB - 1, MIB, 4 * MIB + 1, 40 * MIB + 3])
+    def test_one_piece_of_any_size_arrives(self, memory: Memory, there: Memory, peer: Peer, nbytes: int) -> None:
+        source, target = self.buffer(nbytes, seed=4), self.buffer(nbytes)
+        memory.register(source.address, nbytes)
+        there.register(target.address, nbytes)
+        grant = there.grant(int64(target.address), int64(nbytes))
+        self.send(peer, grant, source, nbytes)
+        assert np.array_equal(target.bytes, source.bytes)
+
+    def test_more_pieces_than_one_order_takes_arrive(self, memory: Memory, there: Memory, peer: Peer) -> None:
+        count = 150_000
+        source, target = self.buffer(2 * count, seed=5), self.buffer(2 * count)
+        memory.register(source.address, source.nbytes)
+        there.register(target.address, target.nbytes)
+        grant = there.grant(int64(target.address), int64(target.nbytes))
+        places = np.arange(count) * 2
+        sizes = np.ones(count, dtype=np.int64)
+        local, remote = source.address + places, target.address + places
+        assert peer.write(grant, local, remote, sizes, deadline_s=DEADLINE_S).wait().ok
+        assert np.array_equal(target.bytes[::2], source.bytes[::2]) and not target.bytes[1::2].any()
+
+    def test_nothing_to_write_is_ok(self, there: Memory, peer: Peer) -> None:
+        grant = there.grant(int64(), int64())
+        assert peer.write(grant, int64(), int64(), int64(), deadline_s=1).wait().ok
+        assert peer.write(grant, int64(5), int64(5), int64(0), deadline_s=1).wait().ok
+
+    @pytest.mark.slow
+    def test_a_piece_beyond_4_gib_arrives(self, memory: Memory, there: Memory, peer: Peer) -> None:
+        nbytes, fold = (1 << 32) + 12345, 64 * MIB
+        with folded(nbytes, fold, seed=6) as source, folded(nbytes, fold) as target:
+            regions = memory.register(source.address, nbytes), there.register(target.address, nbytes)
+            grant = there.grant(int64(target.address), int64(nbytes))
+            outcome = peer.write(
+                grant, int64(source.address), int64(target.address), int64(nbytes), deadline_s=300
+            ).wait()
+            for owner, region in zip((memory, there), regions, strict=True):
+                owner.unregister(region)  # before it is unmapped, also where the machine was too slow
+            assert outcome.ok, outcome
+            assert np.array_equal(target.content, source.content)
+
+    def test_pieces_beyond_the_registered_or_granted_memory_are_errors(
+        self, memory: Memory, there: Memory, peer: Peer
+    ) -> None:
+        source, target = self.buffer(8192, seed=7), self.buffer(8192)
+        memory.register(source.address, 4096)
+        there.register(target.address, 8192)
+        grant = there.grant(int64(target.address), int64(4096))
+        with pytest.raises(ValueError, match="outside of registered memory"):
+            peer.write(grant, int64(source.address + 1), int64(target.address), int64(4096), deadline_s=1)
+        with pytest.raises(ValueError, match="outside of the grant"):
+            peer.write(grant, int64(source.address), int64(target.address + 1), int64(4096), deadline_s=1)
+        with pytest.raises(ValueError, match="int64 arrays of one length"):
+            peer.write(grant, int64(source.address), int64(target.address), int64(1, 2), deadline_s=1)
+        with pytest.raises(ValueError, match="-1 bytes"):
+            peer.write(grant, int64(source.address), int64(target.address), int64(-1), deadline_s=1)
+        assert not target.bytes.any()
+
+    @pytest.mark.parametrize("nbytes", [100, 3 * MIB])
+    def test_a_receiver_refuses_what_it_did_not_grant(
+        self, memory: Memory, there: Memory, peer: Peer, nbytes: int
+    ) -> None:
+        """The sender's own checks are out of the way: it makes up a grant."""
+        source, target = self.buffer(nbytes, seed=8), self.buffer(2 * nbytes)
+        memory.register(source.address, nbytes)
+        there.register(target.address, target.nbytes)
+        right = there.grant(int64(target.address), int64(nbytes))
+        wider = Grant(right.key, right.addresses, right.nbytes + 1)
+        unknown = Grant(b"k" * 16, right.addresses, right.nbytes)
+        start = int64(source.address)
+        for grant, remote in ((wider, target.address + 1), (unknown, target.address)):
+            outcome = peer.write(grant, start, int64(remote), int64(nbytes), deadline_s=DEADLINE_S).wait()
+            assert outcome.cause is Cause.REFUSED
+        assert not target.bytes[nbytes:].any(), "a piece may be cut, and only its cuts inside the grant be written"
+        self.send(peer, right, source, nbytes)
+        assert np.array_equal(target.bytes[:nbytes], source.bytes)
+
+    def test_a_revoked_grant_is_refused(self, memory: Memory, there: Memory, peer: Peer) -> None:
+        source, target = self.buffer(4096, seed=9), self.buffer(4096)
+        memory.register(source.address, 4096)
+        there.register(target.address, 4096)
+        grant = there.grant(int64(target.address), int64(4096))
+        there.revoke(grant)
+        outcome = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S).wait()
+        assert outcome.cause is Cause.REFUSED and not target.bytes.any()
+
+    def test_a_grant_revoked_just_after_the_receiver_found_it_is_refused(
+        self, memory: Memory, there: Memory, peer: Peer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source, target = self.buffer(4096, seed=9), self.buffer(4096)
+        memory.register(source.address, 4096)
+        there.register(target.address, 4096)
+        grant = there.grant(int64(target.address), int64(4096))
+        held = there.granted(grant.key)
+        there.revoke(grant)
+        monkeypatch.setattr(there, "granted", lambda key: held)
+        outcome = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S).wait()
+        assert outcome.cause is Cause.REFUSED and not target.bytes.any()
+
+    def test_no_byte_changes_once_revoke_returned(self, memory: Memory, there: Memory, peer: Peer) -> None:
+        nbytes = 64 * MIB
+        source, target = self.buffer(nbytes), self.buffer(nbytes)
+        source.bytes[:] = 255
+        memory.register(source.address, nbytes)
+        there.register(target.address, nbytes)
+        grant = there.grant(int64(target.address), int64(nbytes))
+        completion = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
+        deadline = time.monotonic() + DEADLINE_S
+        while not target.bytes[::MIB].any() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        there.revoke(grant)
+        target.bytes[:] = 7
+        outcome = completion.wait()
+        assert outcome.ok or outcome.cause is Cause.REFUSED
+        assert (target.bytes == 7).all()
+
+    def test_unregistered_memory_is_not_read_and_the_connection_goes_on(
+        self, memory: Memory, sender: Transport, other: Process
+    ) -> None:
+        nbytes = 16 * MIB
+        endpoint, grant = other.offer(nbytes)
+        peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
+        source = self.buffer(nbytes, seed=10)
+        region = memory.register(source.address, nbytes)
+        other.stop()  # so that the batch is under way for sure
+        completion = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
+        time.sleep(0.05)
+        memory.unregister(region)
+        assert completion.outcome is not None and completion.outcome.cause is Cause.SOURCE
+        source.free()
+        other.go_on()
+        small = self.buffer(4096, seed=11)
+        memory.register(small.address, small.nbytes)
+        _, second = other.offer(4096)
+        self.send(peer, second, small, 4096)
+        assert other.digest(second) == digest(small)
+
+    def test_memory_unregistered_by_the_receiver_is_refused(self, memory: Memory, there: Memory, peer: Peer) -> None:
+        source, target = self.buffer(4096, seed=12), self.buffer(4096)
+        memory.register(source.address, 4096)
+        region = there.register(target.address, 4096)
+        grant = there.grant(int64(target.address), int64(4096))
+        there.unregister(region)
+        target.free()
+        outcome = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S).wait()
+        assert outcome.cause is Cause.REFUSED
+
+    def test_another_process_gets_the_bytes(self, memory: Memory, sender: Transport, other: Process) -> None:
+        nbytes = 3 * MIB + 5
+        endpoint, grant = other.offer(nbytes)
+        peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
+        source = self.buffer(nbytes, seed=13)
+        memory.register(source.address, nbytes)
+        assert other.digest(grant) == digest(self.buffer(nbytes))
+        self.send(peer, grant, source, nbytes)
+        assert other.digest(grant) == digest(source)
+        assert peer.alive and peer.transport == sender.name and len(peer.instance) == 16
+
+    def test_small_batches_have_their_outcome_whether_anybody_waits_or_not(
+        self, memory: Memory, there: Memory, peer: Peer
+    ) -> None:
+        count, rounds, nbytes = 4, 50, 5000
+        source, target = self.buffer(count * nbytes, seed=21), self.buffer(count * nbytes)
+        memory.register(source.address, source.nbytes)
+        there.register(target.address, target.nbytes)
+        grant = there.grant(int64(target.address), int64(target.nbytes))
+        outcomes: list[Outcome] = []
+        told = threading.Semaphore(0)
+
+        def send(offset: int) -> None:
+            for number in range(rounds):
+                place = int64(source.address + offset), int64(target.address + offset), int64(nbytes)
+                completion = peer.write(grant, *place, deadline_s=DEADLINE_S)
+                completion.add_done_callback(outcomes.append)
+                completion.add_done_callback(lambda _: told.release())
+                if number % 2:
+                    completion.wait()
+
+        threads = [threading.Thread(target=send, args=(nbytes * i,)) for i in range(count)]
+        for thread in threads:
+            thread.start()
+        assert all(told.acquire(timeout=DEADLINE_S) for _ in range(count * rounds))
+        for thread in threads:
+            thread.join()
+        assert outcomes == [Outcome()] * count * rounds
+        assert np.array_equal(target.bytes, source.bytes)
+
+    def test_batches_of_many_threads_to_several_peers_keep_apart(
+        self, memory: Memory, sender: Transport, there: Memory, receiver: Transport
+    ) -> None:
+        count, nbytes = 24, 300_001
+        endpoint = receiver.listen()
+        peers = [sender.connect(endpoint, deadline_s=DEADLINE_S) for _ in range(3)]
+        sources = [self.buffer(nbytes, seed=100 + i) for i in range(count)]
+        targets = [self.buffer(nbytes) for _ in range(count)]
+        outcomes: dict[int, Outcome] = {}
+
+        def send(i: int) -> None:
+            memory.register(sources[i].address, nbytes)
+            there.register(targets[i].address, nbytes)
+            grant = there.grant(int64(targets[i].address), int64(nbytes))
+            completion = peers[i % 3].write(grant, *self.all_of(sources[i], grant), deadline_s=DEADLINE_S)
+            outcomes[i] = completion.wait()
+
+        threads = [threading.Thread(target=send, args=(i,)) for i in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [outcomes[i] for i in range(count)] == [Outcome()] * count
+        assert all(np.array_equal(targets[i].bytes, sources[i].bytes) for i in range(count))
+
+    def test_a_cancelled_batch_ends_at_once_and_the_next_one_arrives(
+        self, memory: Memory, there: Memory, peer: Peer
+    ) -> None:
+        nbytes = 64 * MIB
+        source, target = self.buffer(nbytes, seed=17), self.buffer(nbytes)
+        memory.register(source.address, nbytes)
+        there.register(target.address, nbytes)
+        grant = there.grant(int64(target.address), int64(nbytes))
+        completion = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
+        completion.cancel()
+        assert completion.wait().cause in (Cause.CANCELLED, None)
+        self.send(peer, grant, source, nbytes)
+        assert np.array_equal(target.bytes, source.bytes)

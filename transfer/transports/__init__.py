@@ -1,0 +1,1 @@
+"""Transports: how bytes get from this process's memory into memory that a peer granted."""

@@ -1,0 +1,1 @@
+"""Device memory: the CUDA driver, copies of pieces, and the transport between processes of one host."""

@@ -1,0 +1,256 @@
+"""Same host, device memory to device memory: the receiver opens the sender's allocations and fetches on its device.
+
+As with `cma` the receiver copies, under the lock of the grant, and waits for its device before it lets go of that: so a
+revoked grant ends for good. Before each order the sender says in which allocations the pieces lie (`Window`); the
+receiver opens each once, keeps it as long as the connection lives, and holds every piece against what it really
+opened, since a device that reads a wrong address ends the work of the whole process.
+
+The caller has waited for the kernels that wrote the source before it calls `write`. While a peer is connected, memory
+that was sent from must not be given back to the driver (engines keep their KV cache until they end).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from array import array
+
+import numpy as np
+
+from mooncake_connector.log import get_logger, log_once
+from transfer.control.handshake import Identity, Server
+from transfer.transports.base import MAX_PIECE_NBYTES, Capabilities, Int64, Numbers, Region, Unavailable, first_outside
+from transfer.transports.cuda.driver import HANDLE_NBYTES, Allocation, Copier, CudaError, Driver, system_driver
+from transfer.transports.local import LocalTransport, probe
+from transfer.transports.memory import Memory, Revocable
+from transfer.transports.receiver import Connection
+from transfer.transports.stream import Carriage, Slice
+from transfer.transports.unix import credentials
+from transfer.transports.vectors import Vector
+from transfer.transports.wire import PROBE_KEY, Order, Status, WireError
+
+logger = get_logger(__name__)
+
+MAX_ORDER_NBYTES = 256 << 20
+"""Copied in one go: what `revoke` may have to wait for, some 20 ms over PCIe."""
+MAX_WINDOWS = 1024
+"""Of one order."""
+MAX_OPEN = 4096
+"""Of one connection."""
+_MAGIC = 0x574B434D  # "MCKW"
+_PREFACE = struct.Struct("<II")
+_WINDOW = np.dtype([("handle", f"V{HANDLE_NBYTES}"), ("address", "<u8"), ("nbytes", "<u8")])
+
+
+class CudaIpcTransport(LocalTransport):
+    """See the module. Raises Unavailable where there is no CUDA driver or device."""
+
+    name = "cuda_ipc"
+    capabilities = Capabilities(same_host=True, device_memory=True)
+
+    def __init__(self, memory: Memory, identity: Identity | None = None, driver: Driver | None = None) -> None:
+        super().__init__(memory, identity)
+        self.driver = driver or system_driver()
+        self._copiers: dict[int, Copier] = {}
+
+    def close(self) -> None:
+        super().close()
+        while self._copiers:
+            self._copiers.popitem()[1].close()
+
+    def copier(self, device: int) -> Copier:
+        """For the receiving thread."""
+        if device not in self._copiers:
+            self._copiers[device] = Copier(self.driver, device)
+        return self._copiers[device]
+
+    def _connection(self, connection: socket.socket, server: Server) -> Connection:
+        return _FetchingConnection(connection, server, self)
+
+    def _prepare(self, connection: socket.socket, deadline_at: float) -> Carriage:
+        regions = DeviceRegions(self.memory, self.driver)
+        windows = regions.windows()
+        if len(windows) < len(regions.of()) or len(windows) > MAX_WINDOWS:
+            raise Unavailable(f"what is registered here is not device memory that can be shared, {MAX_WINDOWS} pieces")
+        if windows:
+            _try_out(connection, windows, deadline_at)
+        return _Announce(regions)
+
+
+class DeviceRegions:
+    """In which allocations the registered memory of this process lies. For one thread at a time."""
+
+    def __init__(self, memory: Memory, driver: Driver) -> None:
+        self._memory, self._driver = memory, driver
+        self._regions: list[Region] = []
+        self._starts = np.zeros(0, dtype=np.int64)
+        self._allocations: list[Allocation | None] = []
+        self._handles: dict[Allocation, bytes] = {}
+
+    def of(self, addresses: Numbers | None = None) -> set[Allocation | None]:
+        """Those of registered addresses, or all; None is among them for what is not within one allocation."""
+        regions = self._memory.regions
+        if self._regions is not regions:
+            self._regions = regions
+            self._starts = np.array([region.address for region in regions], dtype=np.int64)
+            self._allocations = [self._of(region) for region in regions]
+            self._handles = {}
+        index = np.unique(self._starts.searchsorted(self._starts if addresses is None else addresses, side="right") - 1)
+        return {self._allocations[i] if i >= 0 else None for i in index.tolist()}
+
+    def windows(self, addresses: Numbers | None = None) -> dict[Allocation, bytes]:
+        """Those that can be shared, with what another process opens each with."""
+        for allocation in (found := self.of(addresses)):
+            if allocation is not None and allocation not in self._handles:
+                with contextlib.suppress(CudaError):
+                    self._handles[allocation] = self._driver.export(allocation)
+        return {one: self._handles[one] for one in found if one in self._handles}
+
+    def _of(self, region: Region) -> Allocation | None:
+        found = self._driver.allocation(region.address)
+        return found if found and region.address + region.nbytes <= found.address + found.nbytes else None
+
+
+class _Announce(Carriage):
+    """Sends where the bytes are, not the bytes."""
+
+    max_nbytes = MAX_ORDER_NBYTES
+
+    def __init__(self, regions: DeviceRegions) -> None:
+        self._regions = regions
+
+    def load(self, part: Slice) -> Vector:
+        """Where something cannot be shared, its window is missing, and the receiver answers that it cannot read it."""
+        pieces = part.pieces
+        order = Order(part.number, part.batch.grant.key, len(pieces.nbytes), pieces.total)
+        columns = order.encode(pieces.remote, pieces.nbytes, pieces.local)
+        return Vector.over(encode_windows(self._regions.windows(pieces.local)) + columns)
+
+
+class _FetchingConnection(Connection):
+    """Reads the sender's allocations."""
+
+    columns = 3
+    max_nbytes = MAX_ORDER_NBYTES
+
+    def __init__(self, connection: socket.socket, server: Server, transport: CudaIpcTransport) -> None:
+        super().__init__(connection, server, transport.memory)
+        self._transport, self._driver = transport, transport.driver
+        self._regions = DeviceRegions(transport.memory, transport.driver)
+        self._is_own_process = credentials(connection)[0] == os.getpid()  # which may not open what it shares
+        self._windows = decode_windows(b"")
+        self._opened: dict[tuple[int, bytes], int] = {}
+
+    def execute(self, order: Order, columns: list[Numbers], held: Revocable) -> bool:
+        return self.answer(order, self._attempt(columns, self._regions.of(columns[0]), held))
+
+    def probe(self, order: Order, columns: list[Numbers]) -> bool:
+        """Whether this process's device reads the sender's: copies a byte to nowhere."""
+        if order.nbytes != 1:
+            raise WireError("a probe of something else than a byte")
+        seen = array("B", [0])
+        nowhere: list[Numbers] = [[seen.buffer_info()[0]], *columns[1:]]
+        return self.answer(order, self._attempt(nowhere, self._regions.of(), None))
+
+    def close(self) -> None:
+        super().close()
+        for (device, _), address in self._opened.items():
+            with contextlib.suppress(CudaError):
+                self._driver.close(device, address)
+        self._opened.clear()
+
+    def _attempt(self, columns: list[Numbers], target: set[Allocation | None], held: Revocable | None) -> Status:
+        """Copy, to memory that is in the `target` allocations (a probe: that the sender would write to)."""
+        devices = {None if one is None else one.device for one in target}
+        device = devices.pop() if len(devices) == 1 else None
+        if device is None:
+            return Status.FORBIDDEN
+        remote, nbytes, local = (np.asarray(column, dtype=np.int64) for column in columns)
+        try:
+            source = self._locate(device, local, nbytes)
+            if source is None:
+                return Status.UNREADABLE
+            copier = self._transport.copier(device)
+            if held is None:
+                copier.run(copier.plan_each(source, remote, nbytes))
+                return Status.OK
+            plan = copier.plan(source, remote, nbytes)
+            with held.lock:
+                if held.revoked:
+                    return Status.NO_GRANT
+                copier.run(plan)
+        except CudaError as error:
+            log_once("transfer.cuda_ipc", "cuda_ipc: a peer's memory cannot be read: %s", error, logger=logger)
+            return Status.UNREADABLE
+        return Status.OK
+
+    def _locate(self, device: int, addresses: Int64, nbytes: Int64) -> Int64 | None:
+        """Where the sender's pieces lie here; None where one is in no window, or a window is not what it said."""
+        handles, starts, sizes = self._windows
+        if first_outside(addresses, nbytes, starts, sizes) is not None:
+            return None
+        index = starts.searchsorted(addresses, side="right") - 1
+        here = np.zeros_like(starts)
+        for i in np.unique(index).tolist():
+            here[i] = starts[i] if self._is_own_process else self._open(device, handles[i])
+            real = self._driver.allocation(int(here[i]))
+            if real is None or here[i] + sizes[i] > real.address + real.nbytes:
+                return None
+        return addresses - starts[index] + here[index]
+
+    def _open(self, device: int, handle: bytes) -> int:
+        if (device, handle) not in self._opened:
+            if len(self._opened) >= MAX_OPEN:
+                raise WireError(f"a peer that sends from more than {MAX_OPEN} allocations")
+            self._opened[device, handle] = self._driver.open(device, handle)
+        return self._opened[device, handle]
+
+    def _take_block(self) -> bool:
+        """What an order begins with elsewhere comes after its windows here."""
+        preface = array("B", bytes(_PREFACE.size))
+        return self._expect(Vector.over(preface), lambda: self._take_preface(preface))
+
+    def _take_preface(self, preface: array[int]) -> bool:
+        magic, count = _PREFACE.unpack(preface)
+        if magic != _MAGIC or count > MAX_WINDOWS:
+            raise WireError(f"{magic:#010x}, {count} windows: expected {_MAGIC:#010x} and at most {MAX_WINDOWS}")
+        table = array("B", bytes(count * _WINDOW.itemsize))
+        if not count:
+            return self._take_windows(table)
+        return self._expect(Vector.over(table), lambda: self._take_windows(table))
+
+    def _take_windows(self, table: array[int]) -> bool:
+        self._windows = decode_windows(table.tobytes())
+        self._next = super()._take_block
+        return True
+
+
+def encode_windows(handles: dict[Allocation, bytes]) -> array[int]:
+    """What goes before an order: the allocations that its pieces are in, by address."""
+    rows = [(handles[one], one.address, one.nbytes) for one in sorted(handles, key=lambda one: one.address)]
+    return array("B", _PREFACE.pack(_MAGIC, len(rows)) + np.array(rows, dtype=_WINDOW).tobytes())
+
+
+def decode_windows(data: bytes) -> tuple[list[bytes], Int64, Int64]:
+    """Handles, addresses and sizes. Raises WireError for what no sender sends."""
+    rows = np.frombuffer(data, _WINDOW)
+    numbers = np.stack((rows["address"], rows["nbytes"]))
+    if numbers.size and not (numbers.min() > 0 and numbers.max() <= MAX_PIECE_NBYTES):
+        raise WireError(f"a window with {int(numbers.min())} or {int(numbers.max())} as its address or size")
+    starts, sizes = numbers.astype(np.int64)
+    if (starts[1:] < starts[:-1] + sizes[:-1]).any():
+        raise WireError("windows that overlap or do not ascend")
+    return [row.tobytes() for row in rows["handle"]], starts, sizes
+
+
+def _try_out(connection: socket.socket, windows: dict[Allocation, bytes], deadline_at: float) -> None:
+    """Have the receiver read a byte of the first window. Raises Unavailable where it cannot."""
+    here = [min(window.address for window in windows)]
+    order = Order(0, PROBE_KEY, 1, 1).encode(here, [1], here)
+    status = probe(connection, encode_windows(windows) + order, deadline_at, "our device memory")
+    if status is Status.FORBIDDEN:
+        raise Unavailable("the peer's memory is not that of one device")
+    if status is not Status.OK:
+        raise Unavailable("the peer's device cannot read ours; the peer logged what its driver says")

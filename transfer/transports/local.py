@@ -1,0 +1,131 @@
+"""Peers of the same host and user, over Unix sockets (`unix`) whose random names the control plane tells."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from abc import abstractmethod
+from array import array
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from transfer.control.handshake import SESSION_NBYTES, Client, Server, Terms, insist, shake
+from transfer.transports.base import INSTANCE_NBYTES, Capabilities, Unavailable
+from transfer.transports.receiver import Connection
+from transfer.transports.sender import SendingPeer
+from transfer.transports.sockets import SocketTransport
+from transfer.transports.stream import Carriage, Stream
+from transfer.transports.unix import check_user, listen_at, reach
+from transfer.transports.wire import ANSWER_NBYTES, Status, WireError, decode_answer
+
+_BACKLOG = 64
+
+
+class LocalEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a process of this host listens."""
+
+    boot: Annotated[str, Meta(max_length=64)]
+    name: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+    instance: Annotated[bytes, Meta(min_length=INSTANCE_NBYTES, max_length=INSTANCE_NBYTES)]
+
+    @property
+    def address(self) -> bytes:
+        return b"\0mooncake-connector/" + self.name.encode()
+
+
+_decoder = msgspec.msgpack.Decoder(LocalEndpoint)
+"""Made once, when this is imported: msgspec crashes where two threads use a type for the first time at once."""
+
+
+def decode_endpoint(data: bytes) -> LocalEndpoint:
+    """Raises Unavailable for bytes that are no endpoint."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Unavailable(f"endpoint that cannot be read: {str(error)[:200]}") from None
+
+
+class LocalTransport(SocketTransport):
+    """What transports over Unix sockets share: listening and connecting."""
+
+    capabilities = Capabilities(same_host=True)
+
+    @abstractmethod
+    def _connection(self, connection: socket.socket, server: Server) -> Connection:
+        """The receiving side of an accepted socket."""
+
+    @abstractmethod
+    def _prepare(self, connection: socket.socket, deadline_at: float) -> Carriage:
+        """What the sending side needs after the handshake. Raises Unavailable or OSError."""
+
+    def _open(self) -> tuple[list[socket.socket], bytes]:
+        endpoint = LocalEndpoint(boot_id(), secrets.token_hex(16), self.identity.instance)
+        return [listen_at(endpoint.address, _BACKLOG)], msgspec.msgpack.encode(endpoint)
+
+    def connect(self, endpoint: bytes, *, deadline_s: float) -> SendingPeer:
+        there = decode_endpoint(endpoint)
+        if there.boot != boot_id():
+            raise Unavailable("the peer is on another host")
+        deadline_at = time.monotonic() + deadline_s
+        try:
+            connection, terms = insist(partial(self._dial, there, deadline_at), deadline_at)
+            try:
+                carriage = self._prepare(connection, deadline_at)
+            except BaseException:
+                connection.close()
+                raise
+        except ConnectionRefusedError:
+            raise Unavailable("nobody listens there: the peer is gone, or in another network namespace") from None
+        except OSError as error:
+            raise Unavailable(f"cannot connect: {error}") from error
+        return self._peer(terms, [Stream(connection, self.name)], carriage)
+
+    def _dial(self, there: LocalEndpoint, deadline_at: float) -> tuple[socket.socket, Terms]:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(max(0.001, deadline_at - time.monotonic()))
+            reach(connection, there.address, deadline_at)
+            client = Client(self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), there.instance)
+            return connection, shake(connection, client, deadline_at)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _accept(self, connection: socket.socket, server: Server) -> Connection:
+        check_user(connection)
+        return self._connection(connection, server)
+
+
+def boot_id() -> str:
+    """Names this host until its next boot."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:64]
+    except OSError:
+        return socket.gethostname()[:64]
+
+
+def probe(connection: socket.socket, order: bytes | array[int], deadline_at: float, what: str) -> Status:
+    """Send a probe, which asks the receiver to read `what`, and wait for its answer. Raises Unavailable, OSError."""
+    connection.settimeout(max(0.001, deadline_at - time.monotonic()))
+    connection.sendall(order)
+    return take_answer(connection, deadline_at, what)
+
+
+def take_answer(connection: socket.socket, deadline_at: float, what: str) -> Status:
+    """Wait for the receiver's answer. Raises Unavailable, OSError."""
+    connection.settimeout(max(0.001, deadline_at - time.monotonic()))
+    data = b""
+    while len(data) < ANSWER_NBYTES:
+        more = connection.recv(ANSWER_NBYTES - len(data))
+        if not more:
+            raise Unavailable(f"the peer closed the connection when asked to read {what}")
+        data += more
+    try:
+        return decode_answer(data)[1]
+    except WireError as error:
+        raise Unavailable(str(error)) from error

@@ -1,0 +1,139 @@
+"""What the sending side puts on a connection: batches, their slices, and how the bytes of one reach the receiver."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from transfer.transports.base import Completion, Grant, Outcome
+from transfer.transports.tls import TlsSocket
+from transfer.transports.vectors import Pieces, Small, Vector
+from transfer.transports.wire import ANSWER_NBYTES, MAX_ORDER_PIECES, Status, decode_answer
+
+_TAKEN_NBYTES = 64 * ANSWER_NBYTES
+
+
+class Batch:
+    """One call of `Peer.write`. `lock` is held while its source is read."""
+
+    __slots__ = ("_slices", "abandoned", "again", "completion", "grant", "left", "lock")
+
+    def __init__(self, pieces: Pieces, grant: Grant, completion: Completion, max_nbytes: int) -> None:
+        """A slice has at most `max_nbytes`."""
+        self.grant = grant
+        self.completion = completion
+        self.left = pieces.total
+        self.lock = threading.Lock()
+        self.abandoned = False
+        self.again: list[Slice] = []
+        self._slices = pieces.slices(max_nbytes, MAX_ORDER_PIECES)
+        completion.stop_with(self._stop)
+
+    def next_slice(self) -> Slice | None:
+        """Slices of a broken stream first."""
+        if self.again:
+            return self.again.pop()
+        pieces = next(self._slices, None)
+        return None if pieces is None else Slice(self, pieces)
+
+    def abandon(self, outcome: Outcome) -> None:
+        """See `memory.Sending`."""
+        self.completion.settle(outcome)
+
+    def _stop(self) -> None:
+        with self.lock:
+            self.abandoned = True
+
+
+class Slice:
+    """Part of a batch that goes over one stream as one order."""
+
+    __slots__ = ("batch", "number", "pieces", "place")
+
+    def __init__(self, batch: Batch, pieces: Pieces) -> None:
+        self.batch = batch
+        self.pieces = pieces
+        self.number = self.place = 0
+
+
+class Carriage(ABC):
+    """How the bytes of slices reach the receiver."""
+
+    max_nbytes: int
+    """Of one slice."""
+    is_relay = False
+    """Whether the receiver begins with a slice when the sender is done with it: only several keep both busy."""
+
+    def has_room(self) -> bool:
+        """Whether another slice can be loaded now; it is asked again after each answer."""
+        return True
+
+    @abstractmethod
+    def load(self, part: Slice) -> Vector:
+        """What to send for `part`: the order in one piece, then, where they go over the stream, its bytes.
+
+        Called with the batch's lock held; where the batch was abandoned the source must not be read.
+        """
+
+    def unload(self, part: Slice) -> None:  # noqa: B027
+        """`part` was answered, or its stream broke."""
+
+    def close(self) -> None:  # noqa: B027
+        """No slice is loaded any more."""
+
+
+class Stream:
+    """One connection to the receiver."""
+
+    def __init__(self, connection: socket.socket | TlsSocket, label: str) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.descriptor = connection.fileno()
+        self.label = label
+        self.vector: Vector | None = None
+        self.part: Slice | None = None
+        self.diverted = False
+        self.wants_out = False
+        self.unanswered: dict[int, Slice] = {}
+        self.helped = False
+        """Whether a thread that waits for an answer takes them all."""
+        self._taken = Small(_TAKEN_NBYTES)
+        self._rest = b""
+        self._poll = select.poll()
+        self._poll.register(self.descriptor, select.POLLIN)
+
+    def send(self) -> int:
+        """Send what is next. Raises BlockingIOError or another OSError."""
+        assert self.vector is not None
+        if isinstance(self.connection, TlsSocket):
+            return self.connection.send_vector(self.vector)
+        return self.vector.send(self.descriptor)
+
+    def wait(self, wait_s: float) -> None:
+        """Until there may be answers, or the stream ended; not longer than `wait_s`, rounded up to milliseconds."""
+        self._poll.poll(wait_s * 1000)
+
+    def answers(self) -> Iterator[tuple[int, Status]]:
+        """What the receiver has said by now. Raises OSError at the end of the stream, WireError."""
+        is_all = False
+        while not is_all:
+            try:
+                data = self._read()
+            except BlockingIOError:
+                return
+            if not data:
+                raise ConnectionResetError("the peer closed the connection")
+            is_all = len(data) < _TAKEN_NBYTES
+            data = self._rest + data
+            whole = len(data) - len(data) % ANSWER_NBYTES
+            self._rest = data[whole:]
+            for start in range(0, whole, ANSWER_NBYTES):
+                yield decode_answer(data, start)
+
+    def _read(self) -> bytes:
+        if isinstance(self.connection, TlsSocket):
+            return self.connection.recv(_TAKEN_NBYTES)
+        return self._taken.bytes[: self._taken.receive(self.descriptor)].tobytes()

@@ -1,0 +1,313 @@
+"""The scheduler half of PD: which requests are given away or come from elsewhere, and until when their blocks are held.
+
+Runs inside vLLM's scheduler step: it decides by what it has been told, sends nothing and never waits. The workers'
+nodes (`transfer.session`) do the rest; both sides of this speak of requests by vLLM's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.v1.request import RequestStatus
+
+from mooncake_connector.config.schema import Config
+from mooncake_connector.contain import contained, nothing
+from mooncake_connector.kv.namespace import Namespace
+from mooncake_connector.log import get_logger, log_once
+from transfer.control.connection import Access
+from transfer.control.directory import THIS_HOST, Directory, InstanceCard, RankCard
+from transfer.transports.base import TransferError
+from vllm_plugin.geometry import Geometry
+from vllm_plugin.messages import Announcement, FetchJob, PDStep, Progress, WorkerReport
+from vllm_plugin.naming import named_tokens
+from vllm_plugin.pd.params import PrefillLeg, answer_params, parse_params, transfer_name
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_WITHOUT_RESULT = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
+"""All other ends hand the KV over, also a first token that ends the text."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Given:
+    """A request whose KV another instance will want."""
+
+    request: Request
+    name: str
+    leg: PrefillLeg
+    computing: bool = False
+    """Its blocks hold KV of its own, which may be on its way."""
+    over: bool = False
+    """vLLM has finished it; its blocks are held until all workers have reported."""
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A request whose KV another instance has or computes; until it has been fetched, or cannot be."""
+
+    name: str
+    called: str = ""
+    """What the prefill instance calls it, if it said so: another name where the prompt is another."""
+    fetching: bool = False
+
+
+class PDScheduler:
+    """See the module.
+
+    Args:
+        dp_rank: of this engine among data-parallel ones, each of which has a port of its own.
+        namespace: this instance's, or None while the model's identity is not known.
+        root: the chain root of a request, or None where its KV has no name.
+        count_failure: takes the cause of a failure that no worker sees.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        config: Config,
+        engine_id: str,
+        dp_rank: int,
+        access: Access,
+        namespace: Callable[[], Namespace | None],
+        root: Callable[[Request], bytes | None],
+        count_failure: Callable[[str], None],
+    ) -> None:
+        self._geometry, self._config, self._engine_id, self._access = geometry, config, engine_id, access
+        self._dp_rank = dp_rank
+        self._computes_what_failed = config.transfer_failure == "recompute"
+        """Otherwise a transfer that failed before its request has blocks is asked for all the same, to fail then."""
+        self._namespace, self._root, self._count_failure = namespace, root, count_failure
+        self._given: dict[str, _Given] = {}
+        self._awaited: dict[str, _Awaited] = {}
+        self._step = PDStep()
+        self._cards: list[RankCard] = []
+        self._directory: Directory | None = None
+        self._manager: KVCacheManager | None = None
+
+    def bind(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    def set_ranks(self, cards: Mapping[tuple[int, int], bytes]) -> None:
+        """What the workers say of themselves, by (PP rank, TP rank): from now on others may ask the directory."""
+        if self._directory is not None:  # of the time before the engine slept
+            self._directory.close()
+            self._directory, self._cards = None, []
+        num_ranks = self._geometry.tp_size * self._geometry.pp_size
+        if len(cards) != num_ranks:
+            logger.warning("KV transfers are off: %d of %d ranks could set them up", len(cards), num_ranks)
+            return
+        self._cards = [msgspec.msgpack.decode(cards[rank], type=RankCard) for rank in sorted(cards)]
+        card = InstanceCard(self._engine_id, self._cards)
+        port = self._config.transfer_port
+        address = (self._cards[0].host, port + self._dp_rank if port else 0)
+        try:
+            self._directory = Directory(card, address, self._access)
+        except TransferError as error:
+            logger.error("other instances cannot fetch KV from this one: %s", error)
+            return
+        seen = f"{address[0]}, port" if address[0] else f"{THIS_HOST} (Unix sockets of this user, no TCP port), port"
+        logger.info(
+            "other instances can fetch KV from instance %s at %s %d", self._engine_id, seen, self._directory.port
+        )
+
+    # Requests
+
+    def track(self, request: Request) -> None:
+        """A new request: announce it or offer it, if its parameters say so."""
+        leg = parse_params(request.kv_transfer_params)
+        if leg is None or request.request_id in self._given or request.request_id in self._awaited:
+            return
+        if request.request_id in self._step.cancelled or request.request_id in self._step.dropped:
+            # The workers hear of a step's requests by their ids, and would take this one for the one that ended.
+            log_once("pd.again", "a request with the id of one that ended just now is prefilled here", logger=logger)
+            return
+        if not self._cards or (isinstance(leg, PrefillLeg) and self._directory is None):
+            log_once(
+                "pd.off", "a request with kv_transfer_params is prefilled here: KV transfers are off", logger=logger
+            )
+            return
+        root, namespace = self._root(request), self._namespace()
+        if root is None or namespace is None:
+            reason = "it has prompt embeddings, streamed input or an unknown adapter"
+            if namespace is None:
+                reason = "the model's identity is not known yet"
+            log_once(f"pd.nameless:{reason}", "a request is prefilled here: %s", reason, logger=logger)
+            return
+        name = transfer_name(leg.transfer_id, namespace, root, named_tokens(request, 0, request.num_prompt_tokens))
+        same = self._given if isinstance(leg, PrefillLeg) else self._awaited
+        if any(other.name == name for other in same.values()):
+            log_once("pd.twice", "a second request of transfer %s is prefilled here", leg.transfer_id, logger=logger)
+        elif isinstance(leg, PrefillLeg):
+            self._given[request.request_id] = _Given(request, name, leg)
+            self._step.opened[request.request_id] = name
+        else:
+            self._awaited[request.request_id] = _Awaited(name, leg.name)
+            self._step.announced[request.request_id] = Announcement(name, leg.where, leg.computed)
+            if self._computes_what_failed and leg.name not in ("", name):
+                reason = "the prefill instance had another prompt or other weights"
+                log_once("pd.another", "a request is prefilled here: %s", reason, logger=logger)
+                self._drop(request.request_id, "the decode instance has another prompt or other weights")
+
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens beyond the local hit that a transfer will bring, 0 for none. No side effect."""
+        awaited = self._awaited.get(request.request_id)
+        if awaited is None or awaited.fetching:
+            return 0
+        return max(0, request.num_prompt_tokens - num_computed_tokens)
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, num_pooled: int) -> int:
+        """Blocks were allocated. Returns how many of the external tokens the pool should bring.
+
+        Args:
+            num_external_tokens: tokens beyond the local hit that vLLM will wait for.
+            num_pooled: of these, the first ones that are in the pool.
+        """
+        awaited = self._awaited.get(request.request_id)
+        if awaited is None or awaited.fetching:
+            return num_external_tokens
+        if not num_external_tokens:  # vLLM computes, or another connector loads
+            self._drop(request.request_id, "not needed")
+            return 0
+        awaited.fetching = True
+        assert request.kv_transfer_params is not None
+        request.kv_transfer_params["do_remote_prefill"] = False  # one transfer a request
+        stop = request.num_prompt_tokens
+        num_local = stop - num_external_tokens
+        first = (num_local + num_pooled) // self._granule * self._granule
+        if num_local + num_pooled == stop:
+            first = stop
+        block_ids = list(blocks.get_block_ids()[0])
+        self._step.fetched[request.request_id] = FetchJob(max(first, num_local), stop, block_ids)
+        return max(first - num_local, 0)
+
+    @property
+    def _granule(self) -> int:
+        """What the pool brings ends at a multiple of it, so that no block is filled from two sides."""
+        block, page = self._geometry.block_tokens, int(self._config.page_tokens)
+        return max(block, page) if max(block, page) % min(block, page) == 0 else block * page
+
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """vLLM is through with a request: whether its blocks are to be held, and what to tell the router."""
+        if request.request_id in self._awaited:
+            self._drop(request.request_id, "the request ended")
+        given = self._given.get(request.request_id)
+        if given is None:
+            return False, None
+        if request.status in _WITHOUT_RESULT or request.num_computed_tokens < request.num_prompt_tokens:
+            # Also where no worker knows of it yet: a consumer may be waiting, and hears of it this way.
+            cause = f"the request ended: {request.status.name.lower()}"
+            if request.status not in _WITHOUT_RESULT and request.num_preemptions:
+                self._count_failure("send_preempted")
+                hint = "a prefill instance needs kv_role kv_producer or kv_both"
+                log_once("pd.preempted", "the KV of a preempted request was not sent: %s", hint, logger=logger)
+            if not given.computing:
+                # Nothing is being sent. If something loads into its blocks, vLLM forgets the request when that ends,
+                # and would end itself over a word about it after that.
+                self._withdraw(request.request_id, cause)
+                return False, None
+            self._step.cancelled[request.request_id] = cause
+            given.over = True
+            return True, None
+        given.over = True
+        self._step.finished[request.request_id] = request.num_prompt_tokens
+        assert self._directory is not None
+        answer = answer_params(
+            given.leg,
+            name=given.name,
+            request_id=request.request_id,
+            block_ids=block_ids,
+            num_tokens=request.num_prompt_tokens,
+            engine_id=self._engine_id,
+            host=self._cards[0].host or THIS_HOST,
+            port=self._directory.port,
+            tp_size=self._geometry.tp_size,
+            pp_size=self._geometry.pp_size,
+        )
+        return True, answer
+
+    def _drop(self, req_id: str, cause: str) -> None:
+        awaited = self._awaited.pop(req_id)
+        self._step.dropped[req_id] = cause
+        announced = self._step.announced.get(req_id)
+        if announced is not None and awaited.called:
+            # Nothing will be fetched by any name, and the prefill instance releases what it knows by its own. vLLM says
+            # by a request without the prompt that its server refused one.
+            self._step.announced[req_id] = replace(announced, transfer=awaited.called)
+
+    def _withdraw(self, req_id: str, cause: str) -> None:
+        """Cancel what vLLM hears nothing more of."""
+        del self._given[req_id]
+        self._step.cancelled[req_id] = cause
+        self._step.unreported.add(req_id)
+
+    def reset(self) -> None:
+        """The weights were changed in memory: KV of the old ones is neither given away nor waited for any more.
+
+        A request whose blocks are being fetched goes on with it, as one that runs does.
+        """
+        cause = "the weights were changed"
+        for req_id in [req_id for req_id, awaited in self._awaited.items() if not awaited.fetching]:
+            self._drop(req_id, cause)
+        for req_id, given in list(self._given.items()):
+            if given.over:
+                self._step.cancelled[req_id] = cause
+                continue
+            if given.computing:  # into blocks that may be another request's from the next step on
+                self._step.preempted.append(req_id)
+            self._withdraw(req_id, cause)
+
+    # Steps
+
+    @contained(PDStep)
+    def build(self, scheduled: SchedulerOutput) -> PDStep:
+        """What the workers have to know of this step."""
+        step, self._step = self._step, PDStep()
+        for req_id in scheduled.preempted_req_ids or ():
+            if req_id in self._given:
+                self._given[req_id].computing = False
+                step.preempted.append(req_id)
+        if self._given:
+            for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
+                given = self._given.get(req_id)
+                if given is not None and not given.over:
+                    given.computing = True
+                    self._add_progress(step, given.request, num_tokens)
+        if step.announced:
+            step.ranks = tuple(card.layout for card in self._cards)
+        return step
+
+    @contained(nothing)
+    def _add_progress(self, step: PDStep, request: Request, num_tokens: int) -> None:
+        assert self._manager is not None
+        prompt_tokens = request.num_prompt_tokens
+        if request.num_computed_tokens < prompt_tokens:
+            block_ids = list(self._manager.get_block_ids(request.request_id)[0])
+            stop = min(request.num_computed_tokens + num_tokens, prompt_tokens)
+            step.progress[request.request_id] = Progress(block_ids, stop, prompt_tokens)
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """Take in what the workers report."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            for req_id in report.unfetched:
+                awaited = self._awaited.get(req_id)
+                if awaited is not None and not awaited.fetching and self._computes_what_failed:
+                    self._drop(req_id, "another rank could not fetch it")
+        for req_id in output.finished_recving or ():
+            self._awaited.pop(req_id, None)
+        for req_id in output.finished_sending or ():
+            self._given.pop(req_id, None)
+
+    def close(self) -> None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.close()

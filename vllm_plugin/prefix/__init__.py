@@ -1,0 +1,1 @@
+"""Prefix reuse in vLLM: lookups, loads from the pool, and saves."""

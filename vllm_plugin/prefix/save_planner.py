@@ -1,0 +1,209 @@
+"""Which pages are saved from which blocks, and which of these blocks vLLM has given to somebody else since.
+
+A save holds no block. Whoever gets one that a save still reads is found in what vLLM says of each step: the workers are
+told before anything is written to it, and do not store what they copied later (:mod:`vllm_plugin.prefix.saver`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent
+
+from mooncake_connector.contain import contained, nothing
+from vllm_plugin.geometry import Geometry
+from vllm_plugin.messages import SaveJob, SaveResult
+from vllm_plugin.prefix.tracked import Tracked
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+_COLLECT_S = 1.0
+"""An engine that ran out of requests goes on stepping for so long, to hear how its last saves ended."""
+
+
+@dataclass(slots=True)
+class _Save:
+    """A save that not all workers have reported.
+
+    Args:
+        first_page: number of its first page in the request.
+        workers: how many have yet to report it.
+        result: what those that have say together.
+        event: what to publish when all pages are in the pool; None where nobody listens.
+    """
+
+    tracked: Tracked
+    job: SaveJob
+    first_page: int
+    workers: int
+    result: SaveResult | None
+    event: BlockStored | None
+
+
+class SavePlanner:
+    """See the module.
+
+    Args:
+        num_workers: that report each save.
+        publishes: whether vLLM publishes KV events.
+    """
+
+    def __init__(self, geometry: Geometry, page_tokens: int, *, num_workers: int, publishes: bool) -> None:
+        self._page_tokens, self._block_tokens = page_tokens, geometry.block_tokens
+        self._num_workers, self._publishes = num_workers, publishes
+        self._manager: KVCacheManager | None = None
+        self._planned: list[SaveJob] = []
+        self._under_way: dict[int, _Save] = {}
+        self._readers: Counter[int] = Counter()
+        """Block -> how many of these saves read it."""
+        self._given_away: set[int] = set()
+        self._next_job_id = 0
+        self._idle_since_s: float | None = None
+        self._events: list[KVCacheEvent] = []
+
+    def bind(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+
+    @contained(nothing)
+    def plan(self, tracked: Tracked, num_computed_tokens: int, *, computed: bool = False) -> None:
+        """Save the full pages among the first `num_computed_tokens`, as far as their tokens are known for good.
+
+        Draft tokens and the placeholders of asynchronous scheduling are not among `num_tokens`.
+
+        Args:
+            computed: the steps planned so far compute them; otherwise the one that is being planned does.
+        """
+        request, first = tracked.request, tracked.saved_pages
+        num_pages = min(num_computed_tokens, request.num_tokens) // self._page_tokens
+        if num_pages <= first or tracked.root is None or self._manager is None:
+            return
+        page_tokens, block_tokens = self._page_tokens, self._block_tokens
+        start, stop = first * page_tokens // block_tokens, -(-num_pages * page_tokens // block_tokens)
+        block_ids = self._manager.get_block_ids(request.request_id)[0][start:stop]
+        if len(block_ids) < stop - start or not all(block_ids):  # block 0 is vLLM's null block
+            return
+        keys = tracked.page_keys(num_pages, page_tokens)
+        job = SaveJob(
+            job_id=self._next_job_id,
+            keys=keys[first:num_pages],
+            parent=keys[first - 1] if first else None,
+            first_token=first * page_tokens - start * block_tokens,
+            block_ids=list(block_ids),
+            computed=computed,
+        )
+        event = self._stored_event(request, job, first * page_tokens, num_pages * page_tokens)
+        self._next_job_id += 1
+        tracked.saved_pages = num_pages
+        self._planned.append(job)
+        self._under_way[job.job_id] = _Save(tracked, job, first, self._num_workers, None, event)
+        self._readers.update(job.block_ids)
+        self._idle_since_s = None
+
+    def _stored_event(self, request: Request, job: SaveJob, start: int, stop: int) -> BlockStored | None:
+        if not self._publishes:
+            return None
+        lora = request.lora_request
+        return BlockStored(
+            block_hashes=list(job.keys),
+            parent_block_hash=job.parent,
+            token_ids=list(request.all_token_ids[start:stop]),
+            block_size=self._page_tokens,
+            lora_id=lora.adapter_id if lora else None,
+            medium=MEDIUM_CPU,
+            lora_name=lora.name if lora else None,
+        )
+
+    # Blocks that are given away
+
+    def give_away(self, block_ids: Iterable[int]) -> None:
+        """These blocks are a request's from the coming step on, which writes to them, or loads into them."""
+        if self._readers:
+            self._given_away.update(block_id for block_id in block_ids if block_id in self._readers)
+
+    def look_at(self, scheduled: SchedulerOutput) -> None:
+        """Note what the requests of a step write to: their own new blocks, never those of a local hit."""
+        if scheduled.total_num_scheduled_tokens:
+            self._idle_since_s = None
+        if not self._readers:
+            return
+        for new in scheduled.scheduled_new_reqs:
+            self.give_away(self._beyond(new.block_ids, new.num_computed_tokens))
+        cached = scheduled.scheduled_cached_reqs
+        for req_id, block_ids, num_computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if block_ids is not None:  # all of a request that resumes, or those that one that runs gets in addition
+                self.give_away(self._beyond(block_ids, num_computed if req_id in cached.resumed_req_ids else 0))
+
+    def _beyond(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Iterator[int]:
+        return iter(block_ids[0][num_tokens // self._block_tokens :])
+
+    def take(self) -> tuple[list[SaveJob], frozenset[int]]:
+        """What was planned since the last step, and the blocks that saves of steps before it must not read any more."""
+        planned, self._planned = self._planned, []
+        given_away, self._given_away = self._given_away, set()
+        return planned, frozenset(given_away)
+
+    def drop(self) -> None:
+        """Forget what was planned since the last step: no worker is told of it."""
+        for job in self._planned:
+            self._forget(job.job_id)
+        self._planned.clear()
+
+    # Results
+
+    def ended(self, job_id: int, result: SaveResult) -> None:
+        """Some workers are through with a save. Pages that were overtaken may be planned again, where there is KV."""
+        save = self._under_way.get(job_id)
+        if save is None:
+            return
+        save.workers -= result.workers
+        save.result = result = result if save.result is None else save.result.merge(result)
+        if save.workers > 0:
+            return
+        self._forget(job_id)
+        if save.event is not None and result.pages == len(save.job.keys):
+            self._events.append(save.event)
+        if result.overtaken is not None:
+            stored = 0 if save.event is not None else result.overtaken  # an event that is due names them all
+            save.tracked.saved_pages = min(save.tracked.saved_pages, save.first_page + stored)
+
+    def _forget(self, job_id: int) -> None:
+        for block_id in self._under_way.pop(job_id).job.block_ids:
+            self._readers[block_id] -= 1
+            if not self._readers[block_id]:
+                del self._readers[block_id]
+
+    def wants_steps(self) -> bool:
+        """Whether an engine without requests is to go on: reports and events are collected by steps only.
+
+        Not for long, since nothing waits for them. The last step with requests may have taken any time.
+        """
+        if not (self._under_way or self._events):
+            return False
+        if self._idle_since_s is None:
+            self._idle_since_s = time.monotonic()
+        return time.monotonic() - self._idle_since_s < _COLLECT_S
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def reset(self) -> None:
+        """Forget what no worker has been told of: it would be saved in the namespace of other weights.
+
+        What they save just now belongs to the namespace that it was planned in, which nobody here reads any more.
+        """
+        self.drop()
+        for save in self._under_way.values():
+            save.event = None
+        if self._publishes:
+            self._events.append(AllBlocksCleared())
+            self._idle_since_s = None

@@ -1,0 +1,281 @@
+"""The scheduler half: which pages of a request are in the pool, and when to look for full pages to store.
+
+Runs inside vLLM's scheduler step, so it only reads the pool's index (microseconds, no lock) and never waits. Saves are
+planned in :mod:`vllm_plugin.prefix.save_planner`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from typing import TYPE_CHECKING
+
+from mooncake_connector.config.schema import Config
+from mooncake_connector.contain import contained, nothing
+from mooncake_connector.kv.namespace import Namespace
+from store_client.pool import Pool
+from store_client.sharded import ShardView
+from vllm_plugin.adapters import AdapterKeys
+from vllm_plugin.geometry import Geometry
+from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
+from vllm_plugin.naming import chain_root
+from vllm_plugin.prefix.save_planner import SavePlanner
+from vllm_plugin.prefix.tracked import Tracked
+from vllm_plugin.stats import ConnectorStats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_LOOKUP_REUSE_S = 0.05
+"""A request that waits for blocks is asked about every step; its last lookup serves for so long."""
+_LOOKS_A_PAGE = 4
+"""While all only decode, a request takes page_tokens steps to fill a page, and looking at every request in each of
+them would cost 2% of the step: so many looks are enough. A request that ends in between is looked at then."""
+_STALL_PAUSE_S = 30.0
+"""After a load that was given up at its deadline the pool is not offered for so long: each further one would wait as
+long for nothing."""
+
+
+class SchedulerHalf:
+    """See the module.
+
+    Args:
+        pool: whose `prepared` is this instance's namespace once the weights are known.
+        publishes: whether vLLM publishes KV events.
+        max_batches: steps that may be planned before the outcome of the first of them is known, and that one.
+    """
+
+    def __init__(self, geometry: Geometry, config: Config, pool: Pool, *, publishes: bool, max_batches: int) -> None:
+        self._geometry = geometry
+        self._page_tokens = int(config.page_tokens)
+        self._min_hit_tokens = config.effective_min_hit_tokens
+        self._pool = pool
+        self._shards = geometry.shards()
+        self._unit_nbytes = geometry.unit_nbytes(self._page_tokens)
+        self._world_size = geometry.tp_size * geometry.pp_size
+        self._tracked: dict[str, Tracked] = {}
+        self._metadata = StepMetadata()
+        self.saves = SavePlanner(geometry, self._page_tokens, num_workers=self._world_size, publishes=publishes)
+        self._decode_steps = 0
+        self._stats = ConnectorStats()
+        self._adapters = AdapterKeys()
+        self._reset_digest: str | None = None
+        self._stalled_until_s = 0.0
+        self._max_batches = max_batches
+        self._doubtful_steps = 0
+
+    def bind(self, manager: KVCacheManager) -> None:
+        self.saves.bind(manager)
+
+    # Lookup and load
+
+    def track(self, request: Request) -> Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self._tracked[request.request_id] = Tracked(request, chain_root(request, self._adapters))
+        return tracked
+
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens in the pool beyond the local hit, loaded asynchronously; (0, False) for none. No side effect."""
+        page_tokens = self._page_tokens
+        beyond = request.num_prompt_tokens // page_tokens * page_tokens - num_computed_tokens
+        tracked = self.track(request)
+        tracked.local_tokens = num_computed_tokens
+        offer, tracked.offer = tracked.offer, None  # which may be of a shorter local hit
+        views = self._views()
+        if beyond < self._min_hit_tokens or tracked.root is None or tracked.refused or not views:
+            return 0, False
+        now_s = time.monotonic()
+        if now_s < self._stalled_until_s:
+            return 0, False
+        if offer is None or offer[0] != num_computed_tokens or now_s - offer[2] > _LOOKUP_REUSE_S:
+            first = num_computed_tokens // page_tokens
+            keys = tracked.page_keys(request.num_prompt_tokens // page_tokens, page_tokens)[first:]
+            pages = min(view.prefix(keys) for view in views)
+            tokens = (first + pages) * page_tokens - num_computed_tokens
+            offer = (num_computed_tokens, max(tokens, 0), now_s)
+        tracked.offer = offer
+        if offer[1] < self._min_hit_tokens:
+            return 0, False
+        return offer[1], True
+
+    def offered(self, request: Request) -> int:
+        """Tokens beyond the local hit that the last lookup of a request found in the pool."""
+        tracked = self._tracked.get(request.request_id)
+        return 0 if tracked is None or tracked.offer is None else tracked.offer[1]
+
+    def give_away(self, request: Request, blocks: KVCacheBlocks) -> None:
+        """Blocks beyond the local hit may be written from now on, by a load that no step's output will show."""
+        tracked = self._tracked.get(request.request_id)
+        num_local = 0 if tracked is None else request.num_computed_tokens or tracked.local_tokens
+        self.saves.give_away(blocks.get_block_ids()[0][num_local // self._geometry.block_tokens :])
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_from_pool: int) -> None:
+        """Blocks were allocated: plan the load of the tokens that the pool is to bring.
+
+        Args:
+            num_from_pool: tokens beyond the local hit that vLLM waits for from here; others may bring more.
+        """
+        tracked = self.track(request)
+        offer, tracked.offer = tracked.offer, None
+        if not request.num_computed_tokens:  # vLLM will count what anybody loads before it is there
+            tracked.loading = (0, 0)
+        if offer is None:
+            return
+        num_local, offered, _ = offer
+        if num_from_pool:
+            self._plan_load(tracked, blocks, num_local, num_from_pool)
+        self._stats.add("queried_tokens", request.num_prompt_tokens - num_local)
+        self._record(num_local // self._page_tokens, offered // self._page_tokens, request.num_prompt_tokens)
+
+    def _plan_load(self, tracked: Tracked, blocks: KVCacheBlocks, num_local: int, num_external_tokens: int) -> None:
+        page_tokens = self._page_tokens
+        first = num_local // page_tokens
+        stop = (num_local + num_external_tokens) // page_tokens
+        tracked.loading = (num_local, num_local + num_external_tokens)
+        self._metadata.loads.append(
+            LoadJob(
+                req_id=tracked.request.request_id,
+                keys=tracked.keys[first:stop],
+                first_token=first * page_tokens,
+                skip_tokens=num_local - first * page_tokens,
+                block_ids=list(blocks.get_block_ids()[0]),
+            )
+        )
+
+    # Save
+
+    def build(self, scheduled: SchedulerOutput) -> StepMetadata:
+        """The jobs of this step: loads planned above, and saves of the pages that this step completes."""
+        metadata, self._metadata = self._metadata, StepMetadata()
+        self._add_saves(scheduled, metadata)
+        if metadata.loads or metadata.saves:
+            metadata.namespace = self.namespace()
+        return metadata
+
+    @contained(nothing)
+    def _add_saves(self, scheduled: SchedulerOutput, metadata: StepMetadata) -> None:
+        """A failure costs the saves planned so far, whose blocks may be others' by the next step, and no load."""
+        try:
+            self._start(scheduled)
+            self.saves.look_at(scheduled)
+            if self._completes_pages(scheduled):
+                self._plan_saves(scheduled)
+            metadata.saves, metadata.given_away = self.saves.take()
+        except BaseException:
+            self.saves.drop()
+            raise
+
+    def _plan_saves(self, scheduled: SchedulerOutput) -> None:
+        for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
+            tracked = self._tracked.get(req_id)
+            if tracked is None:
+                continue
+            num_computed_tokens = tracked.request.num_computed_tokens + num_tokens
+            if num_computed_tokens >= (tracked.saved_pages + 1) * self._page_tokens and self._views():
+                self.saves.plan(tracked, num_computed_tokens)
+
+    def _start(self, scheduled: SchedulerOutput) -> None:
+        """Requests that start or resume in this step have their blocks filled up to where it computes.
+
+        Unless another connector fills them in this very step. Which ones is not said here, vLLM gives them to others
+        as a local hit from now on, and it hears of a failure after more was planned: whatever starts with tokens until
+        then is left alone.
+        """
+        self._doubtful_steps = self._max_batches if scheduled.has_sync_kv_loads else max(0, self._doubtful_steps - 1)
+        resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
+        for req_id in (*(new.req_id for new in scheduled.scheduled_new_reqs), *resumed):
+            tracked = self._tracked.get(req_id)
+            if tracked is None:
+                continue
+            tracked.loading = None
+            if self._doubtful_steps and tracked.request.num_computed_tokens:
+                tracked.root = None
+
+    def _completes_pages(self, scheduled: SchedulerOutput) -> bool:
+        """Whether to look for pages to save: after every prefill, and now and then while all only decode."""
+        if scheduled.total_num_scheduled_tokens > len(scheduled.num_scheduled_tokens):
+            return True
+        self._decode_steps += 1
+        return self._decode_steps % (self._page_tokens // _LOOKS_A_PAGE) == 0
+
+    def finished(self, request: Request) -> None:
+        """Plan the save of what is complete and was not looked at yet; vLLM frees the blocks after this."""
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None and tracked.loading is None and self._views():
+            self.saves.plan(tracked, request.num_computed_tokens, computed=True)
+
+    # Results
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """Take in what the workers report: saves that ended, loads that ended or failed."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            for job_id, result in report.saves.items():
+                self.saves.ended(job_id, result)
+            if report.stalled:
+                self._stalled_until_s = time.monotonic() + _STALL_PAUSE_S
+            for req_id in report.failed_loads:
+                if req_id in self._tracked:
+                    self._tracked[req_id].refused = True
+        for req_id in output.finished_recving or ():
+            tracked = self._tracked.get(req_id)
+            if tracked is not None and tracked.loading is not None:
+                start, stop = tracked.loading
+                tracked.loading = None
+                if not tracked.refused:
+                    self._stats.add("hit_tokens", stop - start)
+                    tracked.saved_pages = max(tracked.saved_pages, stop // self._page_tokens)
+
+    def count_failure(self, cause: str) -> None:
+        self._stats.fail(cause)
+
+    def take_stats(self) -> ConnectorStats | None:
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, ConnectorStats()
+        return stats
+
+    def reset(self) -> bool:
+        """Read nothing any more that is in the pool (vLLM's `reset_prefix_cache(reset_connector=True)`).
+
+        It is called after weights were changed in memory, so the model's files no longer say what the KV was computed
+        with: from now on pages go to a namespace of this instance's own. The pool keeps its pages, which are right for
+        whoever has those weights. A request that goes on with KV of the old weights is left alone.
+        """
+        self._reset_digest = f"reset-{uuid.uuid4().hex}"
+        self.saves.reset()
+        for tracked in self._tracked.values():
+            tracked.saved_pages, tracked.offer = 0, None
+            if tracked.request.num_computed_tokens:
+                tracked.root = None
+        return True
+
+    def close(self) -> None:
+        self._adapters.close()
+        self._pool.close()
+
+    def namespace(self) -> Namespace | None:
+        """This instance's namespace; None while the identity of the model is not there yet."""
+        namespace = self._pool.prepared
+        if namespace is not None and self._reset_digest not in (None, namespace.model_digest):
+            namespace = self._pool.prepared = dataclasses.replace(namespace, model_digest=self._reset_digest)
+        return namespace
+
+    def _views(self) -> list[ShardView]:
+        """What each rank sees of the pool; nothing while the pool or the identity of the model is not there yet."""
+        namespace = self.namespace()
+        if namespace is None:
+            return []
+        views = [self._pool.view(namespace, shard, self._unit_nbytes) for shard in self._shards]
+        return [] if None in views else views  # type: ignore[return-value]
+
+    def _record(self, num_local_pages: int, hit_pages: int, num_prompt_tokens: int) -> None:
+        views = self._views()
+        if views:
+            missed = num_prompt_tokens // self._page_tokens - num_local_pages - hit_pages
+            views[0].record_lookup(hit_pages=hit_pages, missed_pages=max(missed, 0), page_tokens=self._page_tokens)

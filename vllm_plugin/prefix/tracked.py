@@ -1,0 +1,46 @@
+"""What the scheduler half knows of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mooncake_connector.kv.keys import page_keys
+from vllm_plugin.naming import named_tokens
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class Tracked:
+    """A request from its arrival to its end.
+
+    Args:
+        root: chain root, or None for a request whose KV has no name (prompt embeddings, say).
+        keys: page keys known so far.
+        local_tokens: leading tokens that vLLM's own prefix cache held when it last asked.
+        saved_pages: leading pages that are in the pool or on their way there.
+        offer: (local tokens, tokens offered beyond them, when) of the last lookup.
+        loading: (first token, end) of what the pool brings to blocks that no step has used yet; None once one has, or
+            the load has ended. It may be nothing: another source brings more, or all, and does not say so here.
+        refused: a load failed; the pool is not offered to this request again.
+    """
+
+    request: Request
+    root: bytes | None
+    keys: list[bytes] = field(default_factory=list)
+    local_tokens: int = 0
+    saved_pages: int = 0
+    offer: tuple[int, int, float] | None = None
+    loading: tuple[int, int] | None = None
+    refused: bool = False
+
+    def page_keys(self, num_pages: int, page_tokens: int) -> list[bytes]:
+        """Keys of at least the first `num_pages` pages."""
+        keys = self.keys
+        if len(keys) < num_pages:
+            tokens = named_tokens(self.request, len(keys) * page_tokens, num_pages * page_tokens)
+            parent = keys[-1] if keys else None
+            keys += page_keys(tokens, page_tokens, root=self.root or b"", parent=parent)
+        return keys
