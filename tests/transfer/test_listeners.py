@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from simulated.waiting import wait_for
 
 from mooncake_connector.log import forget_causes
-from transfer.control.connection import pending as strangers
+from transfer.control import pending as strangers
 from transfer.control.handshake import Client, Identity, shake
 from transfer.testing.memory import Buffer, int64
 from transfer.transports import cma, local, receiver, shm, tcp

@@ -20,7 +20,7 @@ from simulated.waiting import wait_for
 import transfer.control.connection
 from mooncake_connector.kv.page import SegmentLayout
 from mooncake_connector.log import forget_causes
-from transfer.control.connection import pending as strangers
+from transfer.control import pending as strangers
 from transfer.control.handshake import Identity
 from transfer.driver import RANK_PURPOSE
 from transfer.plan.layout import LayoutError
