@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
+from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once, set_log_level
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_shape
 from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
@@ -39,7 +40,7 @@ from sglang_backend.plugin import hooked
 from sglang_backend.settings import own_settings
 from sglang_backend.stored_pool import StoredPool
 from store_client.base import KEY_NBYTES, Shard
-from store_client.pool import Pool
+from store_client.open import BackgroundStore, open_in_background
 from store_client.sharded import ShardView
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._storage_config = storage_config
         self._figures = Figures(enabled=storage_config.enable_storage_metrics)
         self._counts_lookups = storage_config.tp_rank == 0 and storage_config.pp_rank == 0
-        self._pool: Pool | None = None
+        self._namespace: Namespace | None = None
+        self._store: BackgroundStore | None = None
         self._kv: StoredPool | None = None
         self._others: dict[str, StoredPool] = {}
         self.registered_pools: dict[str, HostKVCache] = {}
@@ -87,7 +89,11 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._check_page_size(mem_pool_host)
         shape = plain_shape(mem_pool_host)
         identity = identify(self._config, self._storage_config, mem_pool_host, shape)
-        self._pool = Pool(self._config, prepare=identity.namespace)
+
+        def identified() -> None:
+            self._namespace = identity.namespace()
+
+        self._store = open_in_background(self._config, identified)
         if mem_pool_host.kv_buffer is not None:  # else all of the model's state is in the other pools
             if shape is None or identity.shard is None:
                 self._kv = self._stored(opaque_pages(mem_pool_host), WHOLE)
@@ -100,7 +106,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             )
         if identity.own:
             logger.info("pages are shared with SGLang instances of the same settings only: %s", identity.own)
-        self._pool.wait(_FIRST_WAIT_S)
+        self._store.wait(_FIRST_WAIT_S)
 
     @contained(nothing)
     def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: str) -> None:
@@ -223,8 +229,8 @@ class MooncakeConnectorStorage(HiCacheStorage):
     @contained(nothing)
     def close(self) -> None:
         """Let go of the store; every later call misses. May be called twice."""
-        if self._pool is not None:
-            self._pool.close()
+        if self._store is not None:
+            self._store.close()
 
     def _check_page_size(self, pool: HostKVCache) -> None:
         page_size = getattr(pool, "page_size", None)
@@ -251,11 +257,10 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     def _view(self, shard: Shard, unit_nbytes: int, other: dict[str, Any] | None) -> ShardView | None:
         """The pages of the model's own pool, or of another pool of the instance; None while there is no store."""
-        pool = self._pool
-        if pool is None or pool.prepared is None:
+        if self._store is None or self._namespace is None:
             return None
-        namespace = of_weights_in_memory(pool.prepared)
-        return pool.view(namespace if other is None else of_opaque_pool(namespace, other), shard, unit_nbytes)
+        namespace = of_weights_in_memory(self._namespace)
+        return self._store.view(namespace if other is None else of_opaque_pool(namespace, other), shard, unit_nbytes)
 
     def _other(self, transfer: PoolTransfer) -> StoredPool | None:
         return self._kv if transfer.name == PoolName.KV else self._others.get(transfer.name)

@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mooncake_connector.config.schema import Config
 from store_client.base import Put, Shard, Space, Store
-from store_client.embedded import EmbeddedStore
 
 GATE_S = 60.0
 """A gate that nobody opens fails the test instead of hanging it."""
@@ -129,6 +129,6 @@ class FaultyStore:
         return getattr(self._store, name)
 
 
-def faulty_store(faults: Faults) -> Callable[..., FaultyStore]:
-    """Stands in for the class `EmbeddedStore`."""
-    return lambda *args, **kwargs: FaultyStore(EmbeddedStore(*args, **kwargs), faults)
+def faulty_opening(faults: Faults, open_store: Callable[[Config], Store]) -> Callable[[Config], FaultyStore]:
+    """Stands in for `open_store`."""
+    return lambda config: FaultyStore(open_store(config), faults)

@@ -27,7 +27,6 @@ import vllm_plugin
 from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_level
-from store_client.pool import Pool
 from transfer.control.connection import Access
 from vllm_plugin.geometry import Unsupported, read_geometry
 from vllm_plugin.identity import instance_namespace
@@ -48,9 +47,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-_IDENTITY_WAIT_S = 2.0
-"""How long start-up waits for the model's fingerprint; a large model is hashed on in the background."""
 
 vllm_plugin.register()  # also when loaded by kv_connector_module_path: MultiConnector looks the class up by name
 logger = get_logger(__name__)
@@ -83,11 +79,9 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         access = Access.configured(config, compatibility(geometry))
         if role is KVConnectorRole.SCHEDULER:
             _replace_policy(transfer, config.transfer_failure)
-            pool = Pool(config, prepare=lambda: instance_namespace(vllm_config, geometry, config))
-            pool.wait(_IDENTITY_WAIT_S)
             events = vllm_config.kv_events_config
             scheduler = self._scheduler = SchedulerHalf(
-                geometry, config, pool,
+                geometry, config, lambda: instance_namespace(vllm_config, geometry, config),
                 publishes=events is not None and events.enable_kv_cache_events,
                 max_batches=vllm_config.max_concurrent_batches,
             )  # fmt: skip

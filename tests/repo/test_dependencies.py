@@ -23,6 +23,9 @@ MAY_IMPORT_ENGINE = {
     "sglang": {"sglang_backend"},
     "torch": {"vllm_plugin", "sglang_backend"},
 }
+ADAPTERS = ("vllm_plugin", "sglang_backend")
+# An adapter opens whatever store the configuration names (store_client/open.py).
+BACK_ENDS = ("store_client.embedded", "store_client.EmbeddedStore")
 
 
 def violations(module: str, source: str) -> list[str]:
@@ -38,6 +41,8 @@ def why_forbidden(module: str, target: str) -> str | None:
     package, other = module.partition(".")[0], target.partition(".")[0]
     if other in MAY_IMPORT_ENGINE:
         return None if package in MAY_IMPORT_ENGINE[other] else "only an adapter imports an engine"
+    if package in ADAPTERS and f"{target}.".startswith(tuple(f"{name}." for name in BACK_ENDS)):
+        return "an adapter knows no back end of the store"
     if other not in FLOORS or unit(module) == unit(target):
         return None
     return None if floor(target) < floor(module) else "imports go downwards only"
@@ -121,6 +126,9 @@ def test_the_rules_see_the_modules_of_every_package():
         ("vllm_plugin.prefix.worker", "import sglang_backend"),
         ("vllm_plugin.prefix.worker", "import sglang.srt"),
         ("vllm_plugin.prefix.worker", "from mooncake_connector.cli.pool import open_pool"),
+        ("vllm_plugin.prefix.worker", "from store_client import EmbeddedStore"),
+        ("vllm_plugin.prefix.worker", "from store_client.embedded import layout"),
+        ("sglang_backend.storage", "import store_client.embedded"),
         ("sglang_backend.storage", "__import__('vllm')"),
     ],
 )

@@ -12,11 +12,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
-from faults import Faults, faulty_store
+from faults import Faults, faulty_opening
 from instances import open_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-import store_client.pool
+import store_client.open
 from mooncake_connector.log import forget_causes
 
 
@@ -48,6 +48,6 @@ def attach(pool: Path) -> Iterator[Callable[..., HiCacheStorage]]:
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     """Every pool that opens during the test is the real one behind these faults."""
     faults = Faults()
-    monkeypatch.setattr(store_client.pool, "EmbeddedStore", faulty_store(faults))
+    monkeypatch.setattr(store_client.open, "open_store", faulty_opening(faults, store_client.open.open_store))
     yield faults
     faults.release()

@@ -15,12 +15,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pytest
 import settings
-from faults import Faults, faulty_store
+from faults import Faults, faulty_opening
 from harness import Engine
 from pd import Pair
 from settings import Setup
 
-import store_client.pool
+import store_client.open
 import vllm_plugin
 import vllm_plugin.prefix.save_planner
 import vllm_plugin.prefix.saver
@@ -47,7 +47,7 @@ def pool() -> Iterator[Path]:
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """Every pool that opens during the test is the real one behind these faults."""
     faults = Faults()
-    monkeypatch.setattr(store_client.pool, "EmbeddedStore", faulty_store(faults))
+    monkeypatch.setattr(store_client.open, "open_store", faulty_opening(faults, store_client.open.open_store))
     return faults
 
 

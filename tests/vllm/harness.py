@@ -388,4 +388,4 @@ class Engine:
 
     def num_pages(self) -> int:
         """Pages in the pool, of all namespaces and shards."""
-        return int(self.half._pool.store.stats().pages)
+        return int(self.half._store.store.stats().pages)

@@ -151,6 +151,6 @@ def test_a_store_that_closes_under_the_engine(start: Start) -> None:
     engine: Engine = start(prefix_caching=False)
     engine.ask(PROMPT)
     for half in (engine.connector._scheduler, engine.workers[0].connector._worker):
-        half._pool.store.close()
+        half._store.store.close()
     assert engine.ask([*PROMPT, *OTHER], 20) == oracle.generate([*PROMPT, *OTHER], 20)
     engine.check_at_rest()

@@ -94,10 +94,10 @@ def test_a_save_planned_before_a_reset_is_not_sent_after_it(start: Start) -> Non
 
 def test_reset_before_the_identity_is_known_still_changes_the_namespace(start: Start) -> None:
     engine = start()
-    known, engine.half._pool.prepared = engine.half._pool.prepared, None
+    known, engine.half._namespace = engine.half._namespace, None
     assert engine.half.reset()
     assert engine.half.namespace() is None
-    engine.half._pool.prepared = known
+    engine.half._namespace = known
     assert engine.half.namespace().digest != known.digest
 
 

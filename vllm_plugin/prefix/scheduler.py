@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.namespace import Namespace
-from store_client.pool import Pool
+from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from vllm_plugin.adapters import AdapterKeys
 from vllm_plugin.geometry import Geometry
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+_IDENTITY_WAIT_S = 2.0
+"""How long start-up waits for the model's fingerprint; a large model is hashed on in the background."""
 _LOOKUP_REUSE_S = 0.05
 """A request that waits for blocks is asked about every step; its last lookup serves for so long."""
 _LOOKS_A_PAGE = 4
@@ -44,16 +47,23 @@ class SchedulerHalf:
     """See the module.
 
     Args:
-        pool: whose `prepared` is this instance's namespace once the weights are known.
+        identify: says whose pages these are. It may read all weights, so it runs in the background.
         publishes: whether vLLM publishes KV events.
         max_batches: steps that may be planned before the outcome of the first of them is known, and that one.
     """
 
-    def __init__(self, geometry: Geometry, config: Config, pool: Pool, *, publishes: bool, max_batches: int) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        config: Config,
+        identify: Callable[[], Namespace],
+        *,
+        publishes: bool,
+        max_batches: int,
+    ) -> None:
         self._geometry = geometry
         self._page_tokens = int(config.page_tokens)
         self._min_hit_tokens = config.effective_min_hit_tokens
-        self._pool = pool
         self._shards = geometry.shards()
         self._unit_nbytes = geometry.unit_nbytes(self._page_tokens)
         self._world_size = geometry.tp_size * geometry.pp_size
@@ -67,6 +77,13 @@ class SchedulerHalf:
         self._stalled_until_s = 0.0
         self._max_batches = max_batches
         self._doubtful_steps = 0
+        self._identify = identify
+        self._namespace: Namespace | None = None
+        self._store = open_in_background(config, self._read_identity)
+        self._store.wait(_IDENTITY_WAIT_S)
+
+    def _read_identity(self) -> None:
+        self._namespace = self._identify()
 
     def bind(self, manager: KVCacheManager) -> None:
         self.saves.bind(manager)
@@ -257,13 +274,13 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self._adapters.close()
-        self._pool.close()
+        self._store.close()
 
     def namespace(self) -> Namespace | None:
         """This instance's namespace; None while the identity of the model is not there yet."""
-        namespace = self._pool.prepared
+        namespace = self._namespace
         if namespace is not None and self._reset_digest not in (None, namespace.model_digest):
-            namespace = self._pool.prepared = dataclasses.replace(namespace, model_digest=self._reset_digest)
+            namespace = self._namespace = dataclasses.replace(namespace, model_digest=self._reset_digest)
         return namespace
 
     def _views(self) -> list[ShardView]:
@@ -271,7 +288,7 @@ class SchedulerHalf:
         namespace = self.namespace()
         if namespace is None:
             return []
-        views = [self._pool.view(namespace, shard, self._unit_nbytes) for shard in self._shards]
+        views = [self._store.view(namespace, shard, self._unit_nbytes) for shard in self._shards]
         return [] if None in views else views  # type: ignore[return-value]
 
     def _record(self, num_local_pages: int, hit_pages: int, num_prompt_tokens: int) -> None:

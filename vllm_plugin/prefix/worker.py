@@ -21,7 +21,7 @@ from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Shard
-from store_client.pool import Pool
+from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from transfer.control.connection import Access
 from transfer.plan.layout import RankLayout
@@ -72,7 +72,7 @@ class WorkerHalf:
         self._blocks: KVBlocks | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._record: Callable[[], Wait | None] = lambda: None
-        self._pool = Pool(config)
+        self._store = open_in_background(config)
         self._stats = ConnectorStats()
         self._failed_blocks: set[int] = set()
         self._report = WorkerReport()
@@ -86,7 +86,7 @@ class WorkerHalf:
         """Requests with pages on their way from the pool."""
         self._arrived: set[str] = set()
         """Requests of which one source has brought its part."""
-        self._pool.wait(1.0)
+        self._store.wait(1.0)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the engine's KV tensors; where they cannot be understood, every job ends as failed."""
@@ -256,10 +256,10 @@ class WorkerHalf:
             self.pd.close()
         self._saver.stop(_STOP_S)
         self._loader.stop(_STOP_S)
-        self._pool.close()
+        self._store.close()
 
     def _view(self, namespace: Namespace) -> ShardView | None:
-        return self._pool.view(namespace, self._shard, self._unit_nbytes)
+        return self._store.view(namespace, self._shard, self._unit_nbytes)
 
     def _load(self, task: Task) -> None:
         job, view, blocks = task.job, self._view(task.namespace), self._blocks
