@@ -54,10 +54,10 @@ demo-engines: vllm sglang
 	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo_engines.py
 
 test: setup
-	@$(DEV)/bin/python tests/tools/run.py lint fast slow vllm vllm-0.33 sglang e2e
+	@$(DEV)/bin/python tests/tools/run.py e2e lint transfer store slow vllm vllm-0.33 sglang pd
 
 test-fast: $(DEV)/.tools $(DEV)/.wheel
-	@$(DEV)/bin/python tests/tools/run.py fast
+	@$(DEV)/bin/python tests/tools/run.py transfer store
 
 test-long: setup
 	@MOONCAKE_TEST_LONG=1 $(DEV)/bin/python tests/tools/run.py long

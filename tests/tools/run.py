@@ -1,21 +1,26 @@
-"""Run stages of the checks one after the other, and end with one line: `N passed, N failed, N skipped`.
+"""Run stages of the checks, and end with one line: `N passed, N failed, N skipped`.
 
     run.py STAGE...
 
-A stage that fails does not stop the next one. Standard library only: this runs before anything of ours is imported.
+Two stages run side by side where there are two cores, in the order given: a server spends its half minute of start on
+one core, and most tests wait for something. What such a stage prints is shown when it has ended. A stage that fails
+does not stop the others. Standard library only: this runs before anything of ours is imported.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / ".cache" / "results"
@@ -27,6 +32,8 @@ NEXT_MODULES = (
     "surface", "events", "doctor", "sleep", "loads", "saves", "walk", "reset", "early", "multi",
     "pd_prefill", "pd_decode", "pd_reset",
 )  # fmt: skip
+AT_ONCE = min(2, os.cpu_count() or 1)
+STOP_S = 60.0
 NEEDS_SERVER = "test_the_server_ends_with_one_message"  # which has libraries that the older version does without
 
 
@@ -46,18 +53,23 @@ class Stage:
 
 
 def pytest(where: Path, *arguments: str) -> tuple[str | Path, ...]:
-    return (where / "pytest", "-q", *arguments)
+    return (where / "pytest", "-q", "-p", "no:cacheprovider", *arguments)  # its notes have one writer at a time
 
+
+TRANSFER = ("tests/transfer", "tests/repo")  # about half of what needs no engine
 
 STAGES = {
-    "lint": Stage([(DEV / "ruff", "check", "."), (DEV / "mypy",)], limit_s=300),
-    "fast": Stage([pytest(DEV, "-m", "not slow and not engine")], limit_s=600),
-    "slow": Stage([pytest(DEV, "-m", "slow and not engine")], limit_s=1500),
-    "vllm": Stage([pytest(VLLM, "tests/vllm")], limit_s=900),
+    "lint": Stage([(DEV / "ruff", "check", "."), (DEV / "mypy",)], limit_s=600),
+    "transfer": Stage([pytest(DEV, "-m", "not slow and not engine", *TRANSFER)], limit_s=1200),
+    "store": Stage(
+        [pytest(DEV, "-m", "not slow and not engine", *(f"--ignore={folder}" for folder in TRANSFER))], limit_s=1200
+    ),
+    "slow": Stage([pytest(DEV, "-m", "slow and not engine")], limit_s=2400),
+    "vllm": Stage([pytest(VLLM, "tests/vllm")], limit_s=1800),
     # No engine of it is started: its Python code finds 0.32's CPU extensions beside it (install_vllm_next.sh).
     "vllm-0.33": Stage(
         [pytest(VLLM, *(f"tests/vllm/test_{name}.py" for name in NEXT_MODULES), "-k", f"not {NEEDS_SERVER}")],
-        limit_s=900,
+        limit_s=1800,
         variables={
             "PYTHONPATH": str(VLLM_NEXT),
             "VLLM_TARGET_DEVICE": "cpu",
@@ -66,8 +78,9 @@ STAGES = {
         },
         needs=VLLM_NEXT / ".made",
     ),
-    "sglang": Stage([pytest(SGLANG, "tests/sglang")], limit_s=900),
-    "e2e": Stage([pytest(VLLM, "-v", "tests/e2e")], limit_s=4500),
+    "sglang": Stage([pytest(SGLANG, "tests/sglang")], limit_s=1800),
+    "e2e": Stage([pytest(VLLM, "-v", "tests/e2e", "--ignore=tests/e2e/pd")], limit_s=4500),
+    "pd": Stage([pytest(VLLM, "-v", "tests/e2e/pd")], limit_s=4500),
     "long": Stage([pytest(DEV, "-v", "-m", "long"), pytest(VLLM, "-v", "-m", "long", "tests/e2e")], limit_s=14400),
 }
 
@@ -89,62 +102,133 @@ class Count:
         self.skipped += other.skipped
 
 
-def run_stage(name: str) -> Count:
-    """Run all commands of a stage, whatever becomes of each."""
-    count, stage = Count(), STAGES[name]
-    if stage.needs is not None and not stage.needs.exists():
-        print(f"SKIPPED: {name} as a whole: {stage.needs} is missing; `make setup` says why", flush=True)
-        return Count(skipped=1)
-    for index, command in enumerate(stage.commands):
-        report = RESULTS / f"{name}-{index}.xml"
-        report.unlink(missing_ok=True)
-        is_pytest = Path(command[0]).name == "pytest"
-        arguments = [str(part) for part in command] + ([f"--junit-xml={report}"] if is_pytest else [])
-        status = run_command(arguments, stage.limit_s, stage.variables)
-        outcome = read_report(report) if report.exists() else Count(passed=int(status == 0 and not is_pytest))
+class Run:
+    """A stage under way: its commands one after the other, whatever becomes of each.
+
+    Args:
+        output: takes what the commands print; None leaves it to this process's own output.
+    """
+
+    def __init__(self, name: str, output: IO[bytes] | None) -> None:
+        self.name, self.output, self.count = name, output, Count()
+        self.started_s = time.monotonic()
+        self._stage, self._index = STAGES[name], 0
+        self._process: subprocess.Popen[bytes] | None = None
+        if self._stage.needs is None or self._stage.needs.exists():
+            self._begin()
+        else:
+            self._say(f"SKIPPED: {name} as a whole: {self._stage.needs} is missing; `make setup` says why")
+            self.count.skipped += 1
+
+    def has_ended(self) -> bool:
+        """Whether all commands have ended; begins the next one when one has."""
+        while self._process is not None:
+            status = self._process.poll()
+            if status is None and time.monotonic() > self._deadline_s:
+                self._say(f"stopped after {self._stage.limit_s:g} s: {' '.join(self._arguments)}")
+                self.stop()
+                status = 124
+            if status is None:
+                return False
+            self._note(status)
+            self._process, self._index = None, self._index + 1
+            if self._index < len(self._stage.commands):
+                self._begin()
+        return True
+
+    def stop(self) -> None:
+        """End the command that runs, and all that it started."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        os.killpg(self._process.pid, signal.SIGINT)  # pytest's fixtures stop the servers they started
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _begin(self) -> None:
+        command = self._stage.commands[self._index]
+        self._report = RESULTS / f"{self.name}-{self._index}.xml"
+        self._report.unlink(missing_ok=True)
+        self._is_pytest = Path(command[0]).name == "pytest"
+        self._arguments = [str(part) for part in command]
+        self._arguments += [f"--junit-xml={self._report}"] if self._is_pytest else []
+        self._deadline_s = time.monotonic() + self._stage.limit_s
+        # Show each test when it ends, also into a pipe.
+        environment = {**os.environ, **self._stage.variables, "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(
+            self._arguments, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL,
+            stdout=self.output, stderr=self.output and subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def _note(self, status: int) -> None:
+        if self._report.exists():
+            outcome = read_report(self._report)
+        else:
+            outcome = Count(passed=int(status == 0 and not self._is_pytest))
         if status != 0 and outcome.failed == 0:  # a crash, a time-out, no test collected, or a tool's complaint
             outcome.failed = 1
-        count.add(outcome)
-    return count
+        self.count.add(outcome)
 
-
-def run_command(arguments: Sequence[str], limit_s: float, variables: Mapping[str, str]) -> int:
-    """Exit status of a command in a process group of its own, which is killed when it takes longer than `limit_s`."""
-    environment = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}  # show each test when it ends, also into a pipe
-    process = subprocess.Popen(arguments, cwd=ROOT, env=environment, start_new_session=True)
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        print(f"stopped after {limit_s:g} s: {' '.join(arguments)}", flush=True)
-        return 124
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGINT)  # pytest's fixtures stop the servers they started
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    def _say(self, text: str) -> None:
+        if self.output is None:
+            print(text, flush=True)
+        else:
+            self.output.write(f"{text}\n".encode())
+            self.output.flush()
 
 
 def read_report(report: Path) -> Count:
+    """Outcomes in a JUnit report; one that ended in the middle is a failure."""
     count = Count()
-    for suite in ET.parse(report).getroot().iter("testsuite"):
+    try:
+        root = ET.parse(report).getroot()
+    except ET.ParseError:
+        return Count(failed=1)
+    for suite in root.iter("testsuite"):
         failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
         skipped = int(suite.get("skipped", 0))
         count.add(Count(int(suite.get("tests", 0)) - failed - skipped, failed, skipped))
     return count
 
 
+def begin(name: str, *, alone: bool) -> Run:
+    if alone:
+        print(f"\n===== {name} =====", flush=True)
+        return Run(name, None)
+    log = RESULTS / f"{name}.log"
+    print(f"----- {name} begins; {log} has what it prints until it ends", flush=True)
+    return Run(name, open(log, "w+b"))
+
+
+def show(run: Run) -> None:
+    """What it printed, and how it ended."""
+    if run.output is not None:
+        print(f"\n===== {run.name} =====", flush=True)
+        run.output.seek(0)
+        shutil.copyfileobj(run.output, sys.stdout.buffer)
+        sys.stdout.flush()
+        run.output.close()
+    print(f"===== {run.name}: {run.count} in {time.monotonic() - run.started_s:.0f} s", flush=True)
+
+
 def main(names: Sequence[str]) -> int:
     RESULTS.mkdir(parents=True, exist_ok=True)
-    total = Count()
-    for name in names:
-        print(f"\n===== {name} =====", flush=True)
-        started = time.monotonic()
-        count = run_stage(name)
-        total.add(count)
-        print(f"===== {name}: {count} in {time.monotonic() - started:.0f} s", flush=True)
+    total, waiting, running = Count(), list(names), list[Run]()
+    alone = min(AT_ONCE, len(names)) == 1
+    try:
+        while waiting or running:
+            while waiting and len(running) < AT_ONCE:
+                running.append(begin(waiting.pop(0), alone=alone))
+            for run in [run for run in running if run.has_ended()]:
+                running.remove(run)
+                total.add(run.count)
+                show(run)
+            time.sleep(0.1)
+    finally:
+        for run in running:
+            run.stop()
     (RESULTS / "summary.txt").write_text(f"{total}\n")
     print(total, flush=True)
     return 1 if total.failed else 0
