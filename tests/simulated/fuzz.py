@@ -58,3 +58,7 @@ def fuzz(survives: Callable[[bytes], object], proper: Sequence[bytes], share_s: 
         number += 1
         if time.monotonic() >= deadline_at:
             return
+
+
+def framed(body: bytes) -> bytes:
+    return len(body).to_bytes(4, "little") + body

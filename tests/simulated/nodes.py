@@ -23,7 +23,7 @@ from transfer.session import Node, NodeOptions
 MODEL = Model(layers=4, heads=4, k_dim=8, v_dim=8, itemsize=2)
 TOKENS = 44
 CHUNKS = (20, TOKENS)
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 SECRET = b"sixteen bytes or more"
 """Of instances that are reached over TCP, where a test names no other."""
 

@@ -16,10 +16,10 @@ from transfer.transports.unix import listen_at_port, port_name, reach
 def dial(port: int, *, tcp: bool = False) -> closing[socket.socket]:
     """A connection to what listens at a port of this host, as a Unix socket or over TCP."""
     if tcp:
-        return closing(socket.create_connection(("127.0.0.1", port), timeout=30))
+        return closing(socket.create_connection(("127.0.0.1", port), timeout=120))
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(30)
-    reach(connection, port_name(port), time.monotonic() + 30)
+    connection.settimeout(120)
+    reach(connection, port_name(port), time.monotonic() + 120)
     return closing(connection)
 
 
@@ -33,8 +33,8 @@ def deaf() -> Iterator[tuple[str, int]]:
 
 def greet(connection: socket.socket, purpose: str, identity: Identity) -> None:
     """Pass the handshake."""
-    shake(connection, Client(identity, purpose, bytes(16)), time.monotonic() + 30)
-    connection.settimeout(30)
+    shake(connection, Client(identity, purpose, bytes(16)), time.monotonic() + 120)
+    connection.settimeout(120)
 
 
 def is_closed(connection: socket.socket) -> bool:

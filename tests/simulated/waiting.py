@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 def wait_for(condition: Callable[[], object]) -> None:
     """Poll `condition` until it holds."""
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end_s, "it never came"
         time.sleep(0.005)

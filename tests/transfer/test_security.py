@@ -12,64 +12,42 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated.fuzz import damaged
-from simulated.nodes import MODEL, Instances
+from simulated.nodes import MODEL
+from simulated.pair import Pair
 from simulated.ranks import make_rank
 from simulated.strangers import dial, greet, is_closed, tcp_port
+from simulated.waiting import wait_for
 
 from mooncake_connector.log import forget_causes
 from transfer.control.connection import Access
 from transfer.control.directory import PURPOSE, Directory, InstanceCard, RankCard
 from transfer.control.handshake import MAX_FRAME_NBYTES, Client, Identity
 from transfer.driver import RANK_PURPOSE
-from transfer.protocol.orders import Ending
 from transfer.session import Node, NodeOptions
 from transfer.testing.memory import int64
 from transfer.transports.base import TransferError
 from transfer.transports.wire import ANSWER_NBYTES, Order, Status, decode_answer
 
 SECRET = b"sixteen bytes or more"
-P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1, 2, 6]
 PURPOSES = (PURPOSE, RANK_PURPOSE, "tcp")
 
 
-class Deployment:
+class Deployment(Pair):
     """A prefill instance whose listeners are attacked, and a decode instance that is served all the same."""
 
     def __init__(self) -> None:
-        identity, options = {"secret": SECRET}, NodeOptions(transports=["tcp"], hosts=["127.0.0.1"], page_tokens=16)
-        self.prefill = Instances(1, P_TABLE, identity=identity, options=options)
-        self.decode = Instances(1, D_TABLE, identity=identity, options=options)
-        self.prefill.fill()
-        node = self.prefill.ranks[0].node
-        self.ports = {
-            PURPOSE: self.prefill.directory.port,
-            RANK_PURPOSE: node.card.port,
-            "tcp": tcp_port(node._transports.listen()["tcp"]),
-        }
+        options = NodeOptions(transports=["tcp"], hosts=["127.0.0.1"], page_tokens=16)
+        super().__init__(options, identity={"secret": SECRET})
+        self.ports["tcp"] = tcp_port(self.prefill.ranks[0].node._transports.listen()["tcp"])
         self.memory = self.decode.ranks[0].node._fetching._memory
         self.data_port = tcp_port(self.decode.ranks[0].node._transports.listen()["tcp"])
-        self._served = 0
-
-    def still_serves(self) -> None:
-        """Another request's KV arrives."""
-        self._served += 1
-        name = f"t{self._served}"
-        self.decode.ranks[0].bytes[:] = 0
-        self.prefill.open(name)
-        self.prefill.finish(name)
-        self.decode.announce(name, self.prefill.where, computed=True)
-        self.decode.grant(name)
-        assert [ended.ending for ended in self.decode.fetched()] == [Ending.DONE]
-        self.decode.check()
-        assert [ended.ending for ended in self.prefill.sent()] == [Ending.DONE]
 
 
 @pytest.fixture(scope="module")
 def deployment():
     deployment = Deployment()
     yield deployment
-    deployment.decode.close()
-    deployment.prefill.close()
+    deployment.close()
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +61,7 @@ def purpose(request):
 
 
 def one_line(caplog, text: str) -> None:
+    wait_for(lambda: text in caplog.text)  # a connection is closed first
     assert len([record for record in caplog.records if text in record.getMessage()]) == 1, caplog.text
 
 
@@ -105,7 +84,7 @@ def test_a_wrong_secret_is_refused_and_logged(deployment, purpose, caplog):
             greet(connection, purpose, Identity(b"another sixteen bytes"))
         assert is_closed(connection)
     one_line(caplog, "wrong secret")
-    deployment.still_serves()
+    deployment.serves()
 
 
 def test_a_handshake_that_was_recorded_opens_nothing_and_is_logged(deployment, purpose, caplog):
@@ -125,7 +104,7 @@ def test_a_handshake_that_was_recorded_opens_nothing_and_is_logged(deployment, p
         assert b"wrong secret" in answer
         assert is_closed(connection)
     one_line(caplog, "wrong secret")
-    deployment.still_serves()
+    deployment.serves()
 
 
 def test_a_handshake_for_another_listener_opens_nothing(deployment, purpose):
@@ -143,7 +122,7 @@ def test_a_frame_too_large_is_refused_before_the_secret_is_asked_for_and_logged(
         connection.sendall(length.to_bytes(4, "little"))
         assert is_closed(connection)
     one_line(caplog, f"malformed handshake: a frame of {length} bytes")
-    deployment.still_serves()
+    deployment.serves()
 
 
 def test_a_handshake_that_is_cut_off_costs_nothing(deployment, purpose):
@@ -151,7 +130,7 @@ def test_a_handshake_that_is_cut_off_costs_nothing(deployment, purpose):
     for length in (0, 1, 4, 5, len(hello) - 1, len(hello)):
         with dial(deployment.ports[purpose], tcp=True) as connection:
             connection.sendall(hello[:length])
-    deployment.still_serves()
+    deployment.serves()
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -165,7 +144,7 @@ def test_a_stranger_that_says_anything_gets_nowhere(deployment, purpose, data):
 
 
 def test_after_any_strangers_the_listeners_serve_on(deployment):
-    deployment.still_serves()
+    deployment.serves()
 
 
 # Who knows the secret
@@ -194,7 +173,7 @@ def test_a_peer_writes_where_it_was_granted_and_nowhere_else(deployment, caplog)
         assert writes(connection, granted.key, there.ctypes.data + 1000) is Status.NO_GRANT
     assert not there[:1100].any()
     one_line(caplog, "outside of the memory granted to it: refused")
-    deployment.still_serves()
+    deployment.serves()
 
 
 def test_an_order_that_ends_in_its_middle_writes_no_more_than_came(deployment):
@@ -210,4 +189,4 @@ def test_an_order_that_ends_in_its_middle_writes_no_more_than_came(deployment):
             assert is_closed(connection)
         assert there.sum() == max(0, length - len(order)) * ord("x")
     deployment.memory.revoke(granted)
-    deployment.still_serves()
+    deployment.serves()

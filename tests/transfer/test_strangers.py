@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from certificates import CAN_MAKE, make_certificate
 from simulated.halves import introduction
-from simulated.nodes import SECRET, Instances
+from simulated.pair import Pair
 from simulated.strangers import dial, greet, is_closed, tcp_port
 from simulated.waiting import wait_for
 
@@ -21,16 +21,15 @@ import transfer.control.connection
 from mooncake_connector.kv.page import SegmentLayout
 from mooncake_connector.log import forget_causes
 from transfer.control import pending as strangers
+from transfer.control.directory import PURPOSE
 from transfer.control.handshake import Identity
 from transfer.driver import RANK_PURPOSE
 from transfer.plan.layout import LayoutError
 from transfer.protocol.messages import MAX_MESSAGE_NBYTES, encode
-from transfer.protocol.orders import Ending
 from transfer.session import NodeOptions
 from transfer.transports import unix
 from transfer.transports.tls import Tls
 
-P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1, 2, 6]
 THOUSAND = 1000
 NOBODY = 65534
 MIB = 1 << 20
@@ -45,42 +44,19 @@ def resident_nbytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-class Pair:
-    """A prefill instance that is attacked, and a decode instance that is served all the same."""
+class Target(Pair):
+    """A pair whose prefill instance is attacked, at its ports for control and, over TCP, its port for data."""
 
     def __init__(self, tls: Tls | None = None, hosts: tuple[str, ...] = ()) -> None:
         transports = ["tcp"] if hosts else ["cma", "shm"]
-        options = NodeOptions(transports=transports, hosts=hosts, page_tokens=16)
-        self.prefill, self.decode = (Instances(1, table, tls=tls, options=options) for table in (P_TABLE, D_TABLE))
-        self.prefill.fill()
+        super().__init__(NodeOptions(transports=transports, hosts=hosts, page_tokens=16), tls=tls)
         self.tcp = bool(hosts)
-        self.identity = Identity(SECRET if hosts else b"")
-        node = self.prefill.ranks[0].node
-        self.ports = [self.prefill.directory.port, node.card.port]
+        self.all_ports = list(self.ports.values())
         if hosts:
-            self.ports.append(tcp_port(self.decode.ranks[0].node._transports.listen()["tcp"]))
-        self._served = 0
+            self.all_ports.append(tcp_port(self.decode.ranks[0].node._transports.listen()["tcp"]))
 
     def dial(self, number: int = 1):
-        return dial(self.ports[number % len(self.ports)], tcp=self.tcp)
-
-    def serves(self) -> None:
-        """A request's KV arrives at a decode instance, which connects anew."""
-        self._served += 1
-        name = f"t{self._served}"
-        self.decode.ranks[0].bytes[:] = 0
-        self.prefill.open(name)
-        self.prefill.finish(name)
-        self.decode.announce(name, self.prefill.where, computed=True)
-        self.decode.grant(name)
-        (ended,) = self.decode.fetched()
-        assert ended.ending is Ending.DONE, ended
-        self.decode.check()
-        assert [sent.ending for sent in self.prefill.sent()] == [Ending.DONE]
-
-    def close(self) -> None:
-        self.decode.close()
-        self.prefill.close()
+        return dial(self.all_ports[number % len(self.all_ports)], tcp=self.tcp)
 
 
 @pytest.fixture(params=["unix", "tcp", "tls"])
@@ -88,14 +64,14 @@ def pair(request, tmp_path):
     if request.param == "tls" and not CAN_MAKE:
         pytest.skip("makes its certificates with `openssl`")
     tls = Tls(**make_certificate(tmp_path)) if request.param == "tls" else None
-    pair = Pair(tls, () if request.param == "unix" else ("127.0.0.1",))
+    pair = Target(tls, () if request.param == "unix" else ("127.0.0.1",))
     yield pair
     pair.close()
 
 
 @pytest.fixture
 def here():
-    pair = Pair()
+    pair = Target()
     yield pair
     pair.close()
 
@@ -114,7 +90,7 @@ def test_a_thousand_strangers_lock_nobody_out(pair, says):
             with suppress(OSError):
                 connection.sendall(says)
         pair.serves()
-        most = len(pair.ports) * strangers.MAX_STRANGERS
+        most = len(pair.all_ports) * strangers.MAX_STRANGERS
         wait_for(lambda: open_files() - before <= THOUSAND + most + 40)
         assert resident_nbytes() - memory < 128 * MIB
     pair.serves()
@@ -128,7 +104,7 @@ def test_another_user_is_turned_away_before_he_has_said_anything(here, caplog):
         status = 1
         with suppress(BaseException):
             ctypes.CDLL(None).setuid(NOBODY)
-            for port in here.ports:
+            for port in here.all_ports:
                 for _ in range(100):
                     with socket.socket(socket.AF_UNIX) as connection:
                         connection.settimeout(20)
@@ -198,7 +174,7 @@ def test_no_port_is_opened_without_hosts(here):
 
     assert listening() == set()
     assert here.prefill.ranks[0].node.card.host == "" and here.prefill.where.host == "127.0.0.1"
-    control = Pair(hosts=("127.0.0.1",))
+    control = Target(hosts=("127.0.0.1",))
     assert len(listening()) >= 6
     control.close()
 
@@ -215,7 +191,7 @@ def test_half_frames_of_peers_take_little_memory_and_have_a_deadline(here, monke
     with ExitStack() as stack:
         greeted = []
         for _ in range(60):
-            connection = stack.enter_context(dial(here.ports[1]))
+            connection = stack.enter_context(dial(here.ports[RANK_PURPOSE]))
             greet(connection, RANK_PURPOSE, Identity())
             connection.sendall(len(fits).to_bytes(4, "little") + fits)
             connection.setblocking(False)
@@ -240,7 +216,7 @@ def test_an_introduction_cannot_make_this_side_work_for_long(here, caplog):
     memory = resident_nbytes()
     said = introduction(layout=replace(layout, blocks=large), num_layers=4, num_heads=4, endpoints={}, generation=1)
     for frame in (len(encode(said)).to_bytes(4, "little") + encode(said), (1 << 20).to_bytes(4, "little")):
-        with dial(here.ports[1]) as connection:
+        with dial(here.ports[RANK_PURPOSE]) as connection:
             greet(connection, RANK_PURPOSE, Identity())
             connection.sendall(frame)
             assert is_closed(connection)
@@ -251,7 +227,7 @@ def test_an_introduction_cannot_make_this_side_work_for_long(here, caplog):
 
 def test_what_a_stranger_says_stays_on_its_line_of_the_log(here, caplog):
     said = msgspec.msgpack.encode({"type": "x\nERROR forged\x1b[31m"})
-    with dial(here.ports[0]) as connection:
+    with dial(here.ports[PURPOSE]) as connection:
         connection.sendall(len(said).to_bytes(4, "little") + said)
         assert is_closed(connection)
     shown = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
