@@ -8,7 +8,6 @@ from store_client.embedded import rows as rows_
 from store_client.embedded.allocator import Piece
 from store_client.embedded.clock import now_ns
 from store_client.embedded.extents import as_runs, clip_runs
-from store_client.embedded.faults import Damaged
 from store_client.embedded.journal import Record
 from store_client.embedded.ledger import Draft, Ledger
 from store_client.embedded.policy import Candidates, Policy
@@ -48,8 +47,7 @@ class Eraser:
         for slot in slots.tolist():
             row = rows_.decode(self._table.rows[slot].tobytes())
             if row is None:
-                if self._table.is_broken(slot):
-                    raise Damaged(f"the row of the page at slot {slot} does not match its checksum")
+                self._table.check([slot])
                 continue
             gone.append(slot)
             if row.num_extents > INLINE_EXTENTS:

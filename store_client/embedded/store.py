@@ -135,6 +135,7 @@ class EmbeddedStore(Store):
         def verify(pool: Pool) -> VerifyReport:
             slots = pool.table.live_slots().tolist()
             pages = nbytes = corrupt = 0
+            unread = []
             for done, slot in enumerate(slots, 1):
                 found = pool.table.any_at(slot)
                 right = pool.reader.check(found) if found is not None else None
@@ -143,11 +144,11 @@ class EmbeddedStore(Store):
                     nbytes += found.row.nbytes
                     corrupt += not right
                 if found is None:
-                    pool.writer.suspect(slot)
+                    unread.append(slot)
                 if report is not None:
                     report(done, len(slots))
             with contextlib.suppress(LockTimeout), pool.writer.locked(time.monotonic() + _SETTLE_S):
-                pass  # taking the lock forgets what was found corrupt
+                pool.table.check(unread)  # and taking the lock forgets what was found corrupt
             return VerifyReport(pages, nbytes, corrupt)
 
         return self._handle.ask(self._closed, verify)

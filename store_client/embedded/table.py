@@ -16,6 +16,7 @@ from store_client.base import KEY_NBYTES
 from store_client.embedded import cells as cells_
 from store_client.embedded import rows as rows_
 from store_client.embedded.clock import now_ns
+from store_client.embedded.faults import Damaged
 from store_client.embedded.files import open_file
 from store_client.embedded.journal import Record
 from store_client.embedded.rows import ROW_DTYPE, ROW_NBYTES, U8, U32, U64, Row
@@ -147,9 +148,11 @@ class Table:
         row = rows_.decode(raw)
         return None if row is None else Found(slot, raw, row)
 
-    def is_broken(self, slot: int) -> bool:
-        """True if slot should hold a page and its row is none. Under the write lock only."""
-        return bool(self.granules[slot]) and rows_.decode(self.rows[slot].tobytes()) is None
+    def check(self, slots: Sequence[int]) -> None:
+        """Raises Damaged where a slot should hold a page and its row is none. Under the write lock only."""
+        for slot in slots:
+            if self.granules[slot] and rows_.decode(self.rows[slot].tobytes()) is None:
+                raise Damaged(f"the row of the page at slot {slot} does not match its checksum")
 
     def created(self, slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> U32:
         """Unix time in seconds at which the pages at `slots` were stored."""

@@ -97,9 +97,7 @@ class Writer:
             del self._abandoned[: len(abandoned)]  # other threads append meanwhile
         if self._suspected:
             suspected, self._suspected = self._suspected, []
-            broken = [slot for slot in suspected if self._table.is_broken(slot)]
-            if broken:
-                raise Damaged(f"the row of the page at slot {broken[0]} does not match its checksum")
+            self._table.check(suspected)
         if self._condemned:
             condemned, self._condemned = self._condemned, []
             slots = [found.slot for found in condemned if self._table.unchanged(found)]
