@@ -370,7 +370,7 @@ def broken(what: str) -> Callable[..., Any]:
     return fail
 
 
-@pytest.mark.parametrize("name", ["saver.Saver._fitting", "blocks.KVBlocks.copy"])
+@pytest.mark.parametrize("name", ["prefix.saver.Saver._fitting", "blocks.KVBlocks.copy"])
 def test_a_defect_of_ours_costs_pages_and_never_stores_a_wrong_one(
     start: Start, faults, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
