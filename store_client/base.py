@@ -115,6 +115,34 @@ class VerifyReport:
     corrupt: int
 
 
+Position: TypeAlias = tuple[int, int]
+"""A place in a store's feed of changes: taken from one answer and given back for the next, by the same process or by
+another one. What is in it is the store's business."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Pages of one namespace and shard that were stored, or that are gone: evicted, removed or found corrupt."""
+
+    stored: bool
+    namespace_digest: bytes
+    shard: Shard
+    nbytes: int
+    """Of each page."""
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What changed since a position, in order, and the position to ask from next."""
+
+    changes: tuple[Change, ...]
+    position: Position
+    gap: bool
+    """True where not everything that changed can be told; `changes` is empty then. Whoever looks at the store after
+    such an answer, and goes on from its position, misses nothing."""
+
+
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (pages done, pages in all)."""
 
@@ -220,6 +248,15 @@ class Store(ABC):
     @abstractmethod
     def shards(self, namespace: Namespace) -> list[Shard]:
         """The shards of which pages of `namespace` were ever stored. Cheap: looks at no page and takes no lock."""
+
+    @abstractmethod
+    def changes(self, since: Position | None = None, limit: int = 4096) -> Changes:
+        """Pages stored and gone since a position, at most `limit`; a gap where `since` is None or too long ago.
+
+        Takes no lock and writes nothing. A page stored is told once it is found, a page gone once it is not. Something
+        may be told that had happened when the position was taken, and pages may have changed again since: who acts on
+        a change looks at the page first. No change is left out without a gap.
+        """
 
     @abstractmethod
     def namespaces(self) -> list[SpaceInfo]:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mooncake_connector.kv.namespace import Namespace
-from store_client.base import Bytes, Put, Shard, Space, Store, Verify
+from store_client.base import Bytes, Position, Put, Shard, Space, Store, Verify
 
 PAGE_NBYTES = 65536
 SHARD = Shard(0, 4, 0, 2)
@@ -60,6 +60,21 @@ def put_chain(space: Space, keys: Sequence[bytes], nbytes: int = PAGE_NBYTES) ->
 def get_page(space: Space, key: bytes, nbytes: int = PAGE_NBYTES, verify: Verify = Verify.ALWAYS) -> Bytes | None:
     out = np.zeros(nbytes, dtype=np.uint8)
     return out if space.get([key], [out], nbytes=nbytes, verify=verify)[0] else None
+
+
+Told = tuple[bool, bytes, Shard, bytes]
+"""A change of one page: stored, namespace digest, shard, key."""
+
+
+def follow(store: Store, since: Position, limit: int = 4096) -> tuple[list[Told], Position]:
+    """All that changed since a position, and where that ends."""
+    told: list[Told] = []
+    while (answer := store.changes(since, limit)).changes:
+        for change in answer.changes:
+            told += [(change.stored, change.namespace_digest, change.shard, key) for key in change.keys]
+        since = answer.position
+    assert not answer.gap
+    return told, answer.position
 
 
 class StoreConformance:
@@ -246,6 +261,38 @@ class StoreConformance:
         (info,) = store.namespaces()
         assert (info.namespace, info.shard, info.pages) == (namespace(), SHARD, 3)
         assert info.nbytes >= 3 * PAGE_NBYTES
+
+    @pytest.mark.parametrize("limit", [1, 3, 4096])
+    def test_changes_tell_what_was_stored_and_what_is_gone(self, store: Store, limit: int) -> None:
+        keys, here, there = chain("a", 4), namespace().digest, namespace("other").digest
+        space, other = store.space(namespace(), SHARD), store.space(namespace("other"), SHARD)
+        put_chain(space, keys[:1])
+        start = store.changes(limit=limit)
+        assert start.gap and not start.changes, "who has no position yet has to look"
+        put_chain(space, keys)
+        put_chain(other, keys[:2], 4096)
+        space.remove([keys[3]])
+        told, position = follow(store, start.position, limit)
+        assert told == [
+            *((True, here, SHARD, key) for key in keys[1:]),
+            *((True, there, SHARD, key) for key in keys[:2]),
+            (False, here, SHARD, keys[3]),
+        ]
+        space.clear()
+        told, position = follow(store, position, limit)
+        assert sorted(told) == sorted((False, here, SHARD, key) for key in keys[:3])
+        assert follow(store, position, limit) == ([], position)
+
+    def test_changes_tell_the_size_of_a_page(self, store: Store) -> None:
+        start = store.changes().position
+        put_chain(store.space(namespace(), SHARD), chain("a", 2), 4097)
+        assert {change.nbytes for change in store.changes(start).changes} == {4097}
+
+    def test_a_closed_store_says_that_it_cannot_tell_what_changed(self, make_store: MakeStore) -> None:
+        store = make_store()
+        start = store.changes().position
+        store.close()
+        assert store.changes(start).gap and store.changes().gap
 
     def test_verify_reads_every_page(self, store: Store) -> None:
         put_chain(store.space(namespace(), SHARD), chain("a", 3))

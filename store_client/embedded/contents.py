@@ -20,7 +20,7 @@ from store_client.embedded.locks import FileLock, LockTimeout
 
 DESCRIPTION, OPEN_LOCK = "pool.json", "open.lock"
 NEW_DESCRIPTION = "pool.json.new"
-_FILES = ("table", "arena", "spaces", "write.lock", "ledger/data.mdb")
+_FILES = ("table", "feed", "arena", "spaces", "write.lock", "ledger/data.mdb")
 _ID = re.compile(r"[0-9a-f]{32}")
 _OWNER = re.compile(r"[0-9a-f]{32}(\.new)?")
 _REMOVAL_WAIT_S = 5.0

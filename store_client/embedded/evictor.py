@@ -8,35 +8,33 @@ from store_client.embedded import rows as rows_
 from store_client.embedded.allocator import Piece
 from store_client.embedded.clock import now_ns
 from store_client.embedded.extents import as_runs, clip_runs
-from store_client.embedded.journal import Record
-from store_client.embedded.ledger import Draft, Ledger
+from store_client.embedded.ledger import Draft
 from store_client.embedded.policy import Candidates, Policy
 from store_client.embedded.rows import INLINE_EXTENTS, U32
 from store_client.embedded.table import Table
+from store_client.embedded.transactions import Transactions
 
 FORGET_BATCH = 4096
 
 
-class Eraser:
+class Evictor:
     """Forgets chosen pages, or those that the policy chooses."""
 
-    def __init__(self, table: Table, ledger: Ledger, policy: Policy) -> None:
-        self._table, self._ledger, self._policy = table, ledger, policy
+    def __init__(self, table: Table, transactions: Transactions, policy: Policy) -> None:
+        self._table, self._transactions, self._policy = table, transactions, policy
 
     def forget(self, slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> int:
         """One transaction for each FORGET_BATCH of slots: their space is free and their names are gone."""
         forgotten = 0
         for at in range(0, len(slots), FORGET_BATCH):
-            with self._ledger.transaction() as draft:
+            with self._transactions.begin() as draft:
                 batch: U32 = slots[at : at + FORGET_BATCH].astype(np.uint32)
                 pieces, gone = self._pieces(draft, batch)
                 self.free(draft, pieces, gone.tolist())
                 granules = sum(size for _, size in pieces)
-                record = self.record(
+                draft.record = self._transactions.record(
                     draft, -len(gone), -granules, clear_cells=self._table.cells_of(gone), clear_slots=gone
                 )
-                draft.record = record
-            self._table.apply(record, now_ns())
             forgotten += len(gone)
         return forgotten
 
@@ -74,6 +72,3 @@ class Eraser:
         evicted = self.forget(victims)
         table.add_counters({"evicted_pages": evicted})
         return evicted
-
-    def record(self, draft: Draft, pages: int = 0, granules: int = 0, **changes: np.ndarray) -> Record:
-        return Record(draft.number + 1, self._table.pages + pages, self._table.used_granules + granules, **changes)

@@ -2,7 +2,7 @@
 
 <pool>/pool.json      which data folder is current; replaced as a whole, never edited
 <pool>/open.lock      held while a process opens or rebuilds the pool
-<pool>/<id>/          ledger/data.mdb, table, arena, spaces, owners/
+<pool>/<id>/          ledger/data.mdb, table, feed, arena, spaces, owners/
 """
 
 import json
@@ -16,11 +16,11 @@ from pathlib import Path
 
 from mooncake_connector.errors import PoolError
 from mooncake_connector.sizes import human_nbytes
-from store_client.embedded import contents, ledger, table
+from store_client.embedded import contents, feed, ledger, table
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.files import read_file, write_file
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MIN_CAPACITY_NBYTES = 1 << 20
 MAX_DEFAULT_CAPACITY_NBYTES = 16 << 30
 _DEFAULT_NEEDS_NBYTES = 512 << 20
@@ -87,7 +87,7 @@ def pages_for(capacity_nbytes: int) -> int:
 
 
 def index_nbytes(max_pages: int) -> int:
-    return table.table_nbytes(max_pages) + ledger.map_nbytes(max_pages)
+    return table.table_nbytes(max_pages) + ledger.map_nbytes(max_pages) + feed.FEED_NBYTES
 
 
 def overhead_nbytes(capacity_nbytes: int) -> int:

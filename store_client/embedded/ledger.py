@@ -10,7 +10,7 @@ import os
 import struct
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,13 +191,18 @@ class Ledger:
         _ledgers.add(self)
 
     @contextmanager
-    def transaction(self) -> Iterator[Draft]:
-        """Commits at the end of the block, and nothing of it if the block raises. Raises lmdb.Error."""
+    def transaction(self, prepare: Callable[[Record], None] | None = None) -> Iterator[Draft]:
+        """Commits at the end of the block, and nothing of it if the block raises. Raises lmdb.Error.
+
+        `prepare` is given the redo record, if there is one, right before the commit.
+        """
         with _gate, self._env.begin(write=True) as txn:
             draft = Draft(txn)
             yield draft
             if self._abandoned:
                 raise lmdb.Error("this process was forked within a transaction, which is its parent's")
+            if prepare is not None and draft.record is not None:
+                prepare(draft.record)
             draft.store()
 
     @contextmanager

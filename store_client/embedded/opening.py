@@ -20,6 +20,7 @@ from store_client.embedded import contents, layout
 from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.counters import Counters
 from store_client.embedded.faults import DAMAGE
+from store_client.embedded.feed import FEED_NBYTES, Feed
 from store_client.embedded.layout import Description, Unusable
 from store_client.embedded.ledger import Ledger, map_nbytes
 from store_client.embedded.locks import FileLock, LockTimeout, Owners
@@ -101,7 +102,8 @@ def _create(path: Path, capacity: int) -> Description:
         data.mkdir(mode=0o700)
         (data / "ledger").mkdir(mode=0o700)
         (data / "owners").mkdir(mode=0o700)
-        for name, nbytes in (("table", table_nbytes(description.max_pages)), ("spaces", 0), ("arena", 0)):
+        sizes = {"table": table_nbytes(description.max_pages), "feed": FEED_NBYTES, "spaces": 0, "arena": 0}
+        for name, nbytes in sizes.items():
             _make_file(data / name, nbytes)
         os.truncate(data / "arena", capacity)
         ledger = Ledger(data / "ledger", description.max_pages)
@@ -149,9 +151,10 @@ def _check_files(data: Path, description: Description) -> None:
     """Raises Unusable for a file that is missing, is no file, or has another size than its mapping will have."""
     expected = {
         "table": table_nbytes(description.max_pages),
+        "feed": FEED_NBYTES,
         "ledger/data.mdb": map_nbytes(description.max_pages),
     }
-    for name in ("table", "ledger", "ledger/data.mdb", "arena", "spaces", "owners"):
+    for name in ("table", "feed", "ledger", "ledger/data.mdb", "arena", "spaces", "owners"):
         try:
             status = os.lstat(data / name)
         except OSError as error:
@@ -195,6 +198,7 @@ def _open_parts(
     lock = FileLock(data / "table")
     opened.callback(lock.close)
     table = Table(data / "table", description.max_pages)
+    feed = Feed(data / "feed", int(description.id[:16], 16))
     arena = Arena(data / "arena")
     opened.callback(arena.close)
     owners = Owners(data / "owners")
@@ -205,10 +209,10 @@ def _open_parts(
     finally:
         lock.release()
     spaces, counters = Spaces(data / "spaces"), Counters(owners.page)
-    writer = Writer(table, ledger, arena, spaces, lock, owners, policy, counters)
+    writer = Writer(table, ledger, feed, arena, spaces, lock, owners, policy, counters)
     _tidy(path, writer, stored, capacity, deadline)
     pool = Pool(
-        path, data, description.max_pages, table, ledger, arena, spaces, lock, owners,
+        path, data, description.max_pages, table, feed, ledger, arena, spaces, lock, owners,
         writer, counters,
     )  # fmt: skip
     return pool, secured

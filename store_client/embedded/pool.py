@@ -11,6 +11,7 @@ from store_client.embedded import contents, layout
 from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.counters import Counters, as_counts
 from store_client.embedded.faults import DAMAGE, start_thread
+from store_client.embedded.feed import Feed
 from store_client.embedded.ledger import Ledger
 from store_client.embedded.locks import FileLock, LockTimeout, Owners
 from store_client.embedded.presence import Presence
@@ -27,12 +28,13 @@ class Pool:
     """One opening of a pool by this process; `opening.open_pool` makes it."""
 
     def __init__(
-        self, path: Path, data: Path, max_pages: int, table: Table, ledger: Ledger, arena: Arena,
+        self, path: Path, data: Path, max_pages: int, table: Table, feed: Feed, ledger: Ledger, arena: Arena,
         spaces: Spaces, lock: FileLock, owners: Owners, writer: Writer, counters: Counters,
     ) -> None:  # fmt: skip
         self.path = path
         self.max_pages = max_pages
         self.table = table
+        self.feed = feed
         self.spaces = spaces
         self.arena = arena
         self.counters = counters

@@ -8,7 +8,7 @@ from store_client.embedded.contents import DESCRIPTION
 
 REPLACED = f"{DESCRIPTION} was replaced"
 """Another process has put another pool in the place of this one."""
-_FILES = ("table", "arena", "spaces", "ledger/data.mdb")
+_FILES = ("table", "feed", "arena", "spaces", "ledger/data.mdb")
 _PERIOD_S = 1.0
 
 

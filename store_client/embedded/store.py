@@ -11,7 +11,7 @@ import numpy as np
 from mooncake_connector.errors import PoolError
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Progress, Shard, SpaceInfo, Store, StoreStats, VerifyReport
+from store_client.base import Change, Changes, Position, Progress, Shard, SpaceInfo, Store, StoreStats, VerifyReport
 from store_client.embedded import layout
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.clock import now_ns
@@ -77,6 +77,29 @@ class EmbeddedStore(Store):
             return [shard for other, shard in pool.spaces.all().values() if other.digest == namespace.digest]
 
         return self._handle.call(self._closed, stored, [])
+
+    def changes(self, since: Position | None = None, limit: int = 4096) -> Changes:
+        gap = Changes((), since or (0, 0), gap=True)  # nobody's position: a closed or lost pool tells nothing
+        return self._handle.look(self._closed, lambda pool: self._changes(pool, since, limit), gap)
+
+    @staticmethod
+    def _changes(pool: Pool, since: Position | None, limit: int) -> Changes:
+        entries, position = pool.feed.read(since, limit)
+        if entries is None:
+            return Changes((), position, gap=True)
+        if not len(entries):
+            return Changes((), position, gap=False)
+        alike = (entries["space"][1:] == entries["space"][:-1]) & (entries["stored"][1:] == entries["stored"][:-1])
+        alike &= entries["nbytes"][1:] == entries["nbytes"][:-1]
+        names = pool.spaces.all()
+        changes = []
+        for group in np.split(entries, np.flatnonzero(~alike) + 1):
+            name = names.get(int(group["space"][0]))
+            if name is None:  # the list of namespaces was damaged
+                return Changes((), position, gap=True)
+            keys = tuple(map(bytes, group["key"]))
+            changes.append(Change(bool(group["stored"][0]), name[0].digest, name[1], int(group["nbytes"][0]), keys))
+        return Changes(tuple(changes), position, gap=False)
 
     def namespaces(self) -> list[SpaceInfo]:
         return self._handle.ask(self._closed, self._namespaces)

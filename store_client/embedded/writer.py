@@ -18,9 +18,9 @@ from store_client.embedded.allocator import Allocator
 from store_client.embedded.arena import Arena
 from store_client.embedded.clock import now_ns
 from store_client.embedded.counters import Counters, as_counts
-from store_client.embedded.evictor import FORGET_BATCH, Eraser
+from store_client.embedded.evictor import FORGET_BATCH, Evictor
 from store_client.embedded.extents import as_runs
-from store_client.embedded.faults import Damaged
+from store_client.embedded.feed import Feed
 from store_client.embedded.journal import Record
 from store_client.embedded.ledger import Draft, Ledger, Reservation
 from store_client.embedded.locks import FileLock, Owners
@@ -30,6 +30,7 @@ from store_client.embedded.rows import INLINE_EXTENTS, NONE, ROW_DTYPE, ROW_NBYT
 from store_client.embedded.soundness import unsound
 from store_client.embedded.spaces import Spaces
 from store_client.embedded.table import Found, Table
+from store_client.embedded.transactions import Transactions
 
 _RECLAIM_PERIOD_S = 5.0
 _ROWS_AT_ONCE = 1 << 16
@@ -39,12 +40,13 @@ class Writer:
     """The one way to change a pool. Methods that take `deadline` (of `time.monotonic()`) raise LockTimeout."""
 
     def __init__(
-        self, table: Table, ledger: Ledger, arena: Arena, spaces: Spaces, lock: FileLock, owners: Owners,
+        self, table: Table, ledger: Ledger, feed: Feed, arena: Arena, spaces: Spaces, lock: FileLock, owners: Owners,
         policy: Policy, counters: Counters,
     ) -> None:  # fmt: skip
         self._table, self._ledger, self._arena, self._spaces = table, ledger, arena, spaces
         self._lock, self._owners, self._counters = lock, owners, counters
-        self._eraser = Eraser(table, ledger, policy)
+        self._transactions = Transactions(ledger, table, feed)
+        self._evictor = Evictor(table, self._transactions, policy)
         self._allocator = Allocator(arena, counters)
         self._abandoned: list[Reservation] = []
         self._condemned: list[Found] = []
@@ -66,20 +68,7 @@ class Writer:
         """Apply what a writer that was killed right after its commit, or another process, has changed."""
         with self._ledger.peek() as draft:
             self._follow_capacity(draft.capacity)
-            self._check(draft)
-            if draft.number == self._table.applied:
-                return
-            record = draft.last_record()
-        if record is not None:
-            self._table.apply(record, now_ns())
-
-    def _check(self, draft: Draft) -> None:
-        """Raises Damaged where ledger and page table cannot belong together."""
-        table = self._table
-        if draft.number - table.applied not in (0, 1):
-            raise Damaged(f"its page table is at change {table.applied}, its ledger at {draft.number}")
-        if table.pages > table.max_pages or table.used_granules > max(draft.high_water, draft.capacity):
-            raise Damaged(f"it counts {table.pages} pages in {table.used_granules} granules")
+            self._transactions.catch_up(draft)
 
     def _follow_capacity(self, capacity: int) -> None:
         self._arena.limit = capacity
@@ -101,7 +90,7 @@ class Writer:
         if self._condemned:
             condemned, self._condemned = self._condemned, []
             slots = [found.slot for found in condemned if self._table.unchanged(found)]
-            self._eraser.forget(np.unique(np.array(slots, dtype=np.int64)))
+            self._evictor.forget(np.unique(np.array(slots, dtype=np.int64)))
         if time.monotonic() >= self._next_reclaim:
             self._next_reclaim = time.monotonic() + _RECLAIM_PERIOD_S
             self._reclaim()
@@ -181,7 +170,7 @@ class Writer:
                     return (*self._take(draft, absent, nbytes), cause)
             if attempt == 0 and self._reclaim():
                 continue
-            if not self._eraser.evict(short, slots_short, started_ns):
+            if not self._evictor.evict(short, slots_short, started_ns):
                 break
         with self._ledger.transaction() as draft:
             return (*self._take(draft, absent, nbytes), cause)
@@ -232,10 +221,8 @@ class Writer:
         try:
             with self.locked(deadline):
                 space = self._spaces.register(namespace, shard)
-                with self._ledger.transaction() as draft:
-                    outcome, record = self._publish(draft, ticket, reservation, keys, space, parents, nbytes)
-                    draft.record = record
-                self._table.apply(record, now_ns())
+                with self._transactions.begin() as draft:
+                    outcome, draft.record = self._publish(draft, ticket, reservation, keys, space, parents, nbytes)
                 return outcome
         except BaseException:
             self.abandon(reservation)
@@ -249,7 +236,7 @@ class Writer:
         outcome: dict[int, str] = {place.index: "error" for place in ticket.places}
         if not draft.release(reservation):
             # Somebody took this process for dead (its owner file was deleted): the space is no longer ours.
-            return dict.fromkeys(outcome, "reclaimed"), self._eraser.record(draft)
+            return dict.fromkeys(outcome, "reclaimed"), self._transactions.record(draft)
         places = [place for place in ticket.places if place.checksum is not None]
         joined = rows_.join_keys([keys[place.index] for place in places])
         hashes = rows_.hash_keys(joined, space)
@@ -270,9 +257,9 @@ class Writer:
         rows = self._rows(draft, kept_places, keys, space, parents, nbytes)
         dropped = [place for place in ticket.places if outcome[place.index] != "stored"]
         pieces = [piece for place in dropped for piece in place.extents]
-        self._eraser.free(draft, pieces, [place.slot for place in dropped])
+        self._evictor.free(draft, pieces, [place.slot for place in dropped])
         slots = np.array([place.slot for place in kept_places], dtype=np.uint32)
-        record = self._eraser.record(
+        record = self._transactions.record(
             draft, pages=len(kept), granules=sum(row.granules for row in rows),
             set_cells=np.array([cells[n] for n in kept], dtype=np.uint64), set_words=table.words(hashes[kept], slots),
             set_slots=slots,
@@ -315,7 +302,7 @@ class Writer:
     def forget_keys(self, keys: Sequence[bytes], space: int, deadline: float) -> int:
         with self.locked(deadline):
             slots = [slot for slot in self._table.slots(rows_.join_keys(keys), space) if slot >= 0]
-            removed = self._eraser.forget(np.unique(np.array(slots, dtype=np.int64)))
+            removed = self._evictor.forget(np.unique(np.array(slots, dtype=np.int64)))
             self._table.add_counters({"removed_pages": removed})
             return removed
 
@@ -330,7 +317,7 @@ class Writer:
                 if not len(live):
                     return removed
                 deepest_first = np.argsort(-self._table.depth[live].astype(np.int64), kind="stable")
-                count = self._eraser.forget(live[deepest_first[:FORGET_BATCH]])
+                count = self._evictor.forget(live[deepest_first[:FORGET_BATCH]])
                 self._table.add_counters({"removed_pages": count})
                 removed += count
                 if not count:
@@ -340,7 +327,7 @@ class Writer:
 
     def _give_back(self, draft: Draft, reservation: Reservation) -> None:
         if draft.release(reservation):
-            self._eraser.free(
+            self._evictor.free(
                 draft, [(int(a), int(b)) for a, b in reservation.space_runs],
                 [int(slot) for slot, _ in reservation.slot_runs],
             )  # fmt: skip
@@ -386,7 +373,7 @@ class Writer:
         with self.locked(deadline):
             self._reclaim()
             self._arena.extend(capacity)  # first: a file smaller than the capacity is one that cannot be trusted
-            self._table.add_counters({"evicted_pages": self._eraser.forget(self._slots_beyond(capacity))})
+            self._table.add_counters({"evicted_pages": self._evictor.forget(self._slots_beyond(capacity))})
             with self._ledger.transaction() as draft:
                 draft.capacity = capacity
                 draft.free.clip(capacity)

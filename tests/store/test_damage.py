@@ -58,6 +58,7 @@ def use_everything(store: EmbeddedStore, rng: random.Random, verifications: Sequ
     with suppress(PoolError):  # what people ask, and nothing but this
         store.namespaces()
         store.stats()
+        store.changes()
         if rng.random() < 0.3:
             store.verify()
 
@@ -107,7 +108,7 @@ def live_rows(store: EmbeddedStore) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["rows", "table", "header", "arena", "spaces", "owners"])
+@pytest.mark.parametrize("target", ["rows", "table", "header", "feed", "arena", "spaces", "owners"])
 def test_damage_under_an_open_store(pool: Path, target: str) -> None:
     rng = random.Random(target)
     for round_ in range(ROUNDS):
@@ -123,6 +124,9 @@ def test_damage_under_an_open_store(pool: Path, target: str) -> None:
                 garble(data / "table", rng, HEADER_NBYTES, 1 << 40, 200)
             elif target == "header":
                 garble(data / "table", rng, 0, 1024, 4)
+            elif target == "feed":
+                garble(data / "feed", rng, 0, 64, 4)
+                garble(data / "feed", rng, 4096, 1 << 40, 200)
             elif target == "owners":
                 for file in (data / "owners").iterdir():
                     garble(file, rng, 0, 8192, 4)
@@ -141,7 +145,7 @@ def test_damage_under_an_open_store(pool: Path, target: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["rows", "table", "header", "arena", "spaces", "owners", "pool.json"])
+@pytest.mark.parametrize("target", ["rows", "table", "header", "feed", "arena", "spaces", "owners", "pool.json"])
 def test_damage_while_nobody_looks(pool: Path, target: str) -> None:
     rng = random.Random(target)
     for _ in range(ROUNDS):
@@ -162,7 +166,8 @@ def test_damage_while_nobody_looks(pool: Path, target: str) -> None:
             (data / "owners" / "a stranger's").write_bytes(b"")
             (data / "owners" / ("0" * 32)).write_bytes(rng.randbytes(9000))
         else:
-            spots = {"header": (0, 1024, 4), "spaces": (0, 1 << 40, 20)}.get(target, (HEADER_NBYTES, 1 << 40, 200))
+            places = {"header": (0, 1024, 4), "feed": (0, 64, 4), "spaces": (0, 1 << 40, 20)}
+            spots = places.get(target, (HEADER_NBYTES, 1 << 40, 200))
             garble(data / ("table" if target == "header" else target), rng, *spots)
         with EmbeddedStore(pool, CAPACITY) as store:
             for _ in range(4):

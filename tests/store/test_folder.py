@@ -145,6 +145,7 @@ def test_what_a_killed_creation_leaves_is_taken_over(pool: Path, step: int) -> N
     calls = 0
     child = os.fork()
     if child == 0:
+
         def count(event: str, arguments: object) -> None:
             nonlocal calls
             if event in ("os.mkdir", "os.rename", "os.truncate") or (event == "open" and str(pool) in str(arguments)):

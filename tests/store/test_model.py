@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from store.audit import audit
 
 from store_client import EmbeddedStore, Put, Verify
-from store_client.testing import DEADLINE_S, SHARD, chain, get_page, namespace, page_bytes, parents_of
+from store_client.testing import DEADLINE_S, SHARD, chain, follow, get_page, namespace, page_bytes, parents_of
 
 MODELS = ("one", "two")
 SIZES = {"one": 4096, "two": 70000}
@@ -26,6 +26,8 @@ class PoolAgainstDict(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="mooncake-model-"))
         self.store = EmbeddedStore(self.folder / "pool", capacity)
         self.known: dict[tuple[str, bytes], bytes] = {}
+        self.position = self.store.changes().position
+        self.followed: set[tuple[bytes, bytes]] = set()
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -89,6 +91,17 @@ class PoolAgainstDict(RuleBasedStateMachine):
                 key for name, key in self.known if name == model
             }
             assert self.space(model).prefix(KEYS) == [*present, False].index(False)
+
+    @invariant()
+    def who_follows_the_changes_knows_what_is_there(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        told, self.position = follow(self.store, self.position)
+        for stored, digest, _, key in told:
+            (self.followed.add if stored else self.followed.remove)((digest, key))
+        for model in MODELS:
+            digest = namespace(model).digest
+            assert self.space(model).contains(KEYS) == [(digest, key) in self.followed for key in KEYS]
 
     @invariant()
     def the_capacity_holds(self) -> None:

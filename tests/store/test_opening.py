@@ -156,7 +156,9 @@ def test_a_newer_format_is_refused(pool: Path) -> None:
         EmbeddedStore(pool)
 
 
-@pytest.mark.parametrize("damage", ["format", "boot", "pool.json", "table", "ledger", "garbled", "arena", "missing"])
+@pytest.mark.parametrize(
+    "damage", ["format", "boot", "pool.json", "table", "feed", "ledger", "garbled", "arena", "missing"]
+)
 def test_what_cannot_be_trusted_is_rebuilt_with_one_line(
     pool: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -174,7 +176,7 @@ def test_what_cannot_be_trusted_is_rebuilt_with_one_line(
     elif damage == "missing":
         (data / "spaces").unlink()
     else:
-        os.truncate(data / {"table": "table", "ledger": "ledger/data.mdb", "arena": "arena"}[damage], 10000)
+        os.truncate(data / {"ledger": "ledger/data.mdb"}.get(damage, damage), 10000)
     with caplog.at_level(logging.WARNING):
         assert prefix(pool, keys) == 0
     assert len([record for record in caplog.records if "is rebuilt, empty" in record.message]) == 1
@@ -185,7 +187,7 @@ def test_what_cannot_be_trusted_is_rebuilt_with_one_line(
 @pytest.mark.parametrize(
     "name",
     [
-        "pool.json", "pool.json.new", "open.lock", "table", "arena", "spaces", "ledger", "ledger/data.mdb",
+        "pool.json", "pool.json.new", "open.lock", "table", "feed", "arena", "spaces", "ledger", "ledger/data.mdb",
         "owners",
     ],
 )  # fmt: skip

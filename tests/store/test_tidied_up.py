@@ -14,7 +14,18 @@ from store.test_opening import CAPACITY, data_folder, until
 from store_client import EmbeddedStore, Put
 from store_client.testing import SHARD, chain, get_page, namespace, page_bytes, parents_of, put_chain
 
-FILES = ["pool.json", "open.lock", "table", "arena", "spaces", "ledger/data.mdb", "ledger", "owners", "everything"]
+FILES = [
+    "pool.json",
+    "open.lock",
+    "table",
+    "feed",
+    "arena",
+    "spaces",
+    "ledger/data.mdb",
+    "ledger",
+    "owners",
+    "everything",
+]
 OTHER = (
     "import sys\n"
     "from store_client import EmbeddedStore\n"

@@ -1,5 +1,6 @@
 """What the processes of the crash and stress tests do; run as `python workers.py ROLE POOL SEED SECONDS`,
-or as `python workers.py serve POOL`: then every line "ROLE SEED" on stdin forks a worker and prints its PID.
+or as `python workers.py serve POOL`: then every line "ROLE SEED" on stdin forks a worker and prints its PID;
+or as `python workers.py mirror POOL`: then it follows the pool's changes, and compares on every line on stdin.
 
 Every page's bytes follow from its key, so any process can tell a right page from a wrong one.
 """
@@ -8,6 +9,7 @@ import contextlib
 import functools
 import os
 import random
+import select
 import signal
 import sys
 import threading
@@ -165,9 +167,17 @@ def hold_lock(store: EmbeddedStore, rng: random.Random) -> int:
     return 0
 
 
+def clear_some(store: EmbeddedStore, rng: random.Random) -> int:
+    """Forget all pages of one size, now and then."""
+    if rng.random() < 0.1:
+        store.clear(namespace(f"size {rng.choice(SIZES)}").digest)
+    return write_some(store, rng)
+
+
 ROLES = {
     "write": write_some, "read": read_some, "evict": evict_some, "mix": mix, "hold": hold_lock, "resize": resize,
     "open": open_again, "fork": fork, "clock": turn_clock, "ballast": fill_disk,
+    "clear": clear_some,
 }  # fmt: skip
 ORIGINAL_CLOCKS = {name: getattr(time, name) for name in ("time", "time_ns", "clock_gettime_ns")}
 
@@ -220,6 +230,43 @@ def serve(pool: str) -> None:
         print(pid, flush=True)
 
 
+def mirror(pool: str) -> None:
+    """Know which of the chains' pages are there by following what changes; look at the pool only after a gap."""
+    with EmbeddedStore(pool, deadline_s=PATIENT) as store:
+        digests = {nbytes: namespace(f"size {nbytes}").digest for nbytes in SIZES}
+        names = {(digests[nbytes], key) for keys, nbytes in map(keys_of, range(CHAINS)) for key in keys}
+
+        def look() -> set[tuple[bytes, bytes]]:
+            there = set()
+            for number in range(CHAINS):
+                keys, nbytes = keys_of(number)
+                present = space_of(store, nbytes).contains(keys)
+                there |= {(digests[nbytes], key) for key, found in zip(keys, present, strict=True) if found}
+            return there
+
+        known: set[tuple[bytes, bytes]] = set()
+        position, told, gaps = None, 0, 0
+        print("ready", flush=True)
+        while True:
+            asked = bool(select.select([sys.stdin], [], [], 0.0005)[0])
+            if asked and not sys.stdin.readline():
+                return
+            while True:
+                answer = store.changes(position, random.randint(1, 200))
+                position = answer.position
+                if answer.gap:
+                    gaps += 1
+                    known = look()
+                for change in answer.changes:
+                    pages = {(change.namespace_digest, key) for key in change.keys} & names
+                    known = known | pages if change.stored else known - pages
+                    told += len(pages)
+                if not answer.changes:
+                    break
+            if asked:
+                print(len(look() - known), len(known - look()), told, gaps, flush=True)
+
+
 def main(role: str, pool: str, seed: str, seconds: str) -> None:
     rng = random.Random(int(seed))
     done = 0
@@ -234,5 +281,7 @@ def main(role: str, pool: str, seed: str, seconds: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve(sys.argv[2])
+    elif sys.argv[1] == "mirror":
+        mirror(sys.argv[2])
     else:
         main(*sys.argv[1:])
