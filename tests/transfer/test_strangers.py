@@ -115,7 +115,7 @@ def test_another_user_is_turned_away_before_he_has_said_anything(here, caplog):
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     here.serves()
-    assert f"the other end belongs to user {NOBODY}" in caplog.text
+    wait_for(lambda: f"the other end belongs to user {NOBODY}" in caplog.text)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: to become another user needs root")
@@ -220,7 +220,8 @@ def test_an_introduction_cannot_make_this_side_work_for_long(here, caplog):
             greet(connection, RANK_PURPOSE, Identity())
             connection.sendall(frame)
             assert is_closed(connection)
-    assert "block sizes with too little in common" in caplog.text and "at most 65536 are read" in caplog.text
+    for said in ("block sizes with too little in common", "at most 65536 are read"):
+        wait_for(lambda: said in caplog.text)  # noqa: B023 - a connection is closed first
     assert resident_nbytes() - memory < 96 * MIB
     here.serves()
 
@@ -230,6 +231,7 @@ def test_what_a_stranger_says_stays_on_its_line_of_the_log(here, caplog):
     with dial(here.ports[PURPOSE]) as connection:
         connection.sendall(len(said).to_bytes(4, "little") + said)
         assert is_closed(connection)
+    wait_for(lambda: "forged" in caplog.text)  # a connection is closed first
     shown = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
     assert len(shown) == 1
     assert all(line.isprintable() for line in shown)
