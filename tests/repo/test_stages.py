@@ -1,0 +1,61 @@
+"""What runs the stages of `make test`: side by side, each shown as a whole, and a count that nothing is lost from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tools import run
+
+REPORT = '<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1"/></testsuites>'
+COUNTED = f"import sys; open(sys.argv[-1].partition('=')[2], 'w').write({REPORT!r}); sys.exit(1)"
+
+
+def python(program: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", program)
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, run.Stage]:
+    stages: dict[str, run.Stage] = {}
+    monkeypatch.setattr(run, "STAGES", stages)
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    monkeypatch.setattr(run, "AT_ONCE", 2)
+    monkeypatch.setattr(run, "STOP_S", 1.0)
+    return stages
+
+
+def test_two_stages_run_side_by_side_and_each_is_shown_as_a_whole(stages, tmp_path, capfd):
+    """Each waits for the other in its middle."""
+    for name, other in (("one", "two"), ("two", "one")):
+        waits = f"import os, time; print('{name} begins', flush=True); open(r'{tmp_path}/{name}', 'w').close()\n"
+        waits += f"while not os.path.exists(r'{tmp_path}/{other}'): time.sleep(0.01)\nprint('{name} ends')"
+        stages[name] = run.Stage([python(waits)], limit_s=60)
+    assert run.main(["one", "two"]) == 0
+    shown = capfd.readouterr().out
+    for name in ("one", "two"):
+        assert f"===== {name} =====\n{name} begins\n{name} ends\n===== {name}: 1 passed" in shown
+    assert shown.endswith("2 passed, 0 failed, 0 skipped\n")
+    assert (tmp_path / "summary.txt").read_text() == "2 passed, 0 failed, 0 skipped\n"
+
+
+def test_every_way_to_fail_counts_and_stops_no_other_stage(stages, tmp_path, capfd):
+    pytest_like = tmp_path / "pytest"
+    pytest_like.write_text(f"#!{sys.executable}\n{COUNTED}\n")
+    pytest_like.chmod(0o700)
+    stages["fails and goes on"] = run.Stage([python("exit(3)"), python("print('second')")], limit_s=60)
+    stages["takes too long"] = run.Stage([python("import time; print('x', flush=True); time.sleep(600)")], limit_s=0.5)
+    stages["has a report"] = run.Stage([(pytest_like,)], limit_s=60)
+    stages["lacks something"] = run.Stage([python("")], limit_s=60, needs=tmp_path / "missing")
+    assert run.main(list(stages)) == 1
+    shown = capfd.readouterr().out
+    assert "second\n===== fails and goes on: 1 passed, 1 failed, 0 skipped" in shown
+    assert "stopped after 0.5 s" in shown
+    assert shown.endswith("\n3 passed, 4 failed, 2 skipped\n")
+
+
+def test_one_stage_alone_prints_as_it_goes(stages, tmp_path, capfd):
+    stages["alone"] = run.Stage([python("print('at once')")], limit_s=60)
+    assert run.main(["alone"]) == 0
+    assert not (tmp_path / "alone.log").exists() and "at once\n" in capfd.readouterr().out
