@@ -21,10 +21,11 @@ DEV := .venv
 VLLM := .venvs/vllm
 SGLANG := .venvs/sglang
 VLLM_NEXT := .cache/vllm-0.33
-PEERS := .venvs/peers
+PEER_ENV := .venvs/peers
 BUILT := .cache/wheel/.built
 
-.PHONY: help setup dev vllm vllm-next sglang models system-packages wheel demo demo-engines test test-fast test-long test-gpu bench-serve lint clean
+.PHONY: bench-store bench-hicache bench-transfer bench-pd bench-serve bench-unnamed
+.PHONY: help setup dev vllm vllm-next sglang models system-packages wheel demo demo-engines test test-fast test-long test-gpu bench lint clean
 
 help:
 	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
@@ -34,7 +35,7 @@ help:
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
 	@echo 'make test          lint, every test, the demos (30 to 50 minutes on 2 cores, installs included)'
 	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'
-	@echo 'make bench-serve   serving under cache pressure beside vLLM'\''s own connectors and LMCache, with docs/images/serve.png (half an hour)'
+	@echo 'make bench         NAME=store|hicache|transfer|pd|serve PEERS="..." JSON=FILE: this project beside its peers (docs/benchmarks.md)'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make wheel         the wheel, in .cache/wheel'
 	@echo 'make clean         remove everything that was made'
@@ -65,9 +66,23 @@ test-long: setup
 test-gpu: $(SGLANG)/.tests $(SGLANG)/.wheel
 	@$(SGLANG)/bin/pytest -v tests/gpu
 
-bench-serve: vllm $(PEERS)/.installed
-	@mkdir -p docs/images
-	@cd .cache && ../$(PEERS)/bin/python -m mooncake_connector.cli.main bench serve --model models/qwen3 --dtype float32 --plot ../docs/images/serve.png
+# NAME=store PEERS=mooncake; hicache, mooncake and file; transfer, mooncake and nixl; pd, nixl; serve, vLLM's connectors.
+BENCH_PYTHON := $(DEV)/bin/python
+bench-store bench-transfer: dev
+bench-hicache: sglang
+bench-hicache: BENCH_PYTHON := $(SGLANG)/bin/python
+bench-pd: dev vllm
+bench-pd: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models/qwen3
+bench-serve: vllm $(PEER_ENV)/.installed
+bench-serve: BENCH_PYTHON := $(PEER_ENV)/bin/python
+bench-serve: BENCH_OPTIONS := --model .cache/models/qwen3 --dtype float32 --plot docs/images/serve.png
+bench-store bench-hicache bench-transfer bench-pd bench-serve: $(if $(filter nixl,$(PEERS)),$(DEV)/.nixl)
+	@PYTHONPATH=tests $(BENCH_PYTHON) -m bench.peers $(@:bench-%=%) $(BENCH_OPTIONS) $(addprefix --peer ,$(PEERS)) \
+		$(if $(JSON),--json $(JSON)) $(ARGS)
+
+bench: bench-$(or $(NAME),unnamed)
+bench-unnamed:
+	@echo 'name one: make bench NAME=store, hicache, transfer, pd or serve' >&2; exit 2
 
 lint: $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py lint
@@ -87,7 +102,11 @@ $(DEV)/.tools: $(REQUIREMENTS)/dev.txt $(CONSTRAINTS) | $(DEV)/bin/python
 	@touch $@
 
 $(DEV)/.mooncake $(SGLANG)/.mooncake: %/.mooncake: $(REQUIREMENTS)/mooncake.txt | %/bin/python
-	@$*/bin/python $(PIP_INSTALL) -r $< || echo 'NOT INSTALLED: the Mooncake peer of `bench`; its comparison will be missing' >&2
+	@$*/bin/python $(PIP_INSTALL) -r $< || echo 'NOT INSTALLED: the Mooncake peer of `make bench`; its comparison will be missing' >&2
+	@touch $@
+
+$(DEV)/.nixl: $(REQUIREMENTS)/nixl.txt | $(DEV)/bin/python
+	@$(DEV)/bin/python $(PIP_INSTALL) --no-deps -r $<
 	@touch $@
 
 $(BUILT): $(SOURCES) | $(DEV)/.tools
@@ -111,12 +130,12 @@ $(VLLM_NEXT)/.made: $(REQUIREMENTS)/vllm-next.txt tests/tools/install_vllm_next.
 	@tests/tools/install_vllm_next.sh $(VLLM)/bin/python $< $(@D)
 
 # vLLM's environment seen through another one, which has what only the comparison needs, LMCache's older numpy included.
-$(PEERS)/.installed: $(REQUIREMENTS)/peers.txt | $(VLLM)/.engine
-	@echo 'installing LMCache and the Mooncake Store into $(PEERS) (some minutes)'
-	@$(PYTHON) -m venv $(PEERS)
+$(PEER_ENV)/.installed: $(REQUIREMENTS)/peers.txt | $(VLLM)/.engine
+	@echo 'installing LMCache and the Mooncake Store into $(PEER_ENV) (some minutes)'
+	@$(PYTHON) -m venv $(PEER_ENV)
 	@$(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth"
-	@$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -r $<
+		> "$$($(PEER_ENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm.pth"
+	@$(PEER_ENV)/bin/python -m pip install -q --disable-pip-version-check -r $<
 	@touch $@
 
 $(SGLANG)/bin/python:

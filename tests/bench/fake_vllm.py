@@ -22,7 +22,10 @@ def option(name: str) -> str:
 
 def main() -> None:
     if sys.argv[1] == "-c":
-        print(json.dumps({"vllm": "0", "device": None, "missing": ["flexkv"]}))
+        if sys.argv[3:]:  # modules, of which the others are installed
+            print(json.dumps({"missing": ["flexkv"], "versions": {"lmcache": None}}))
+        else:
+            print(json.dumps({"vllm": "0", "device": None}))
         return
     transfer = json.loads(option("--kv-transfer-config")) if "--kv-transfer-config" in sys.argv else {}
     name = transfer.get("kv_connector", "alone")

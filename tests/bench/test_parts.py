@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mooncake_connector.cli.bench import embedded, index, mooncake_peer, processes, store_rows, vllm_rows
-from mooncake_connector.cli.bench.measure import BenchError, Scale, Task, best_seconds
-from mooncake_connector.cli.bench.pool_writer import bench_space
+from bench.peers import children, index, mooncake_store
+from bench.peers import store as compared
+from bench.peers import vllm as vllm_rows
+from mooncake_connector.cli.bench import store
+from mooncake_connector.cli.bench.measure import BenchError, Task, best_seconds
+from mooncake_connector.cli.bench.store import Scale, bench_space
 from store_client import EmbeddedStore
 
 TINY = Scale(num_pages=4, page_nbytes=1 << 16, prefix_keys=64, rounds=1)
@@ -30,15 +33,15 @@ def test_things_to_compare_take_turns() -> None:
 
 
 def test_wrong_bytes_from_the_store_end_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with embedded.pool_of_another_process(tmp_path, TINY) as space:
-        embedded.measure_data(space, TINY)
-        monkeypatch.setattr(embedded, "content", lambda nbytes: np.zeros(nbytes, dtype=np.uint8))
+    with store.pool_of_another_process(tmp_path, TINY) as pool:
+        store.measure_data(pool, TINY)
+        monkeypatch.setattr(store, "content", lambda nbytes: np.zeros(nbytes, dtype=np.uint8))
         with pytest.raises(BenchError, match="other bytes"):
-            embedded.measure_data(space, TINY)
+            store.measure_data(pool, TINY)
 
 
 def test_the_pool_is_filled_by_another_process(tmp_path: Path) -> None:
-    with embedded.pool_of_another_process(tmp_path, TINY):
+    with store.pool_of_another_process(tmp_path, TINY):
         owners = [path for path in tmp_path.rglob("owners/*") if path.is_file()]
         assert len(owners) >= 2, "this process's own and the writer's"
 
@@ -54,15 +57,16 @@ def test_a_full_index_knows_its_keys_and_no_others(tmp_path: Path) -> None:
 
 def test_the_peer_of_a_row_is_its_better_setting_between_two_processes() -> None:
     peer = {
-        mooncake_peer.POOL_OFF: {"get": 2.0, "put": 1.0},
-        mooncake_peer.POOL_ON: {"get": 1.0, "put": 2.0},
-        mooncake_peer.OWN: {"get": 0.1, "put": 0.1},
+        mooncake_store.POOL_OFF: {"get": 2.0, "put": 1.0},
+        mooncake_store.POOL_ON: {"get": 1.0, "put": 2.0},
+        mooncake_store.OWN: {"get": 0.1, "put": 0.1},
     }
-    seconds = dict.fromkeys(("memcpy", "get", "get once", "get scattered", "put"), 0.5)
+    figures = ("memcpy", "get", "get scattered", "put", "lookup", "prefix lookup", "lmdb lookup", "lmdb prefix lookup")
     scale = Scale(num_pages=1000, page_nbytes=1_000_000)
-    rows = store_rows.data_rows(seconds, peer, scale)
-    assert [row.peer for row in rows] == [1.0, 1.0, 1.0, None]
-    assert [row.value for row in rows] == [2.0] * 4
+    rows = compared.store_rows(dict.fromkeys(figures, 0.5), peer, scale)
+    assert [row.peer for row in rows] == [1.0, 1.0, None, None, None]
+    assert [row.value for row in rows[:3]] == [2.0] * 3
+    assert [row.goal for row in rows[:2]] == [">= 0.45 of limit, >= 4 times peer", ">= 0.4 of limit, >= 4 times peer"]
 
 
 # How a child replaces its outcome as a whole, since its reader looks at any time.
@@ -80,7 +84,7 @@ def replace(found):
 def test_a_child_that_fails_leaves_what_it_measured_and_its_reason(tmp_path: Path) -> None:
     script = REPLACE + "replace({'put': 1.5}); sys.exit('no more space')"
     outcome = tmp_path / "outcome"
-    found = processes.run_script([sys.executable, "-c", script, str(outcome)], outcome, deadline_s=30)
+    found = children.run([sys.executable, "-c", script, str(outcome)], outcome, deadline_s=30)
     assert found["put"] == 1.5
     assert "no more space" in found["error"]
 
@@ -90,13 +94,13 @@ def test_a_child_does_not_inherit_our_settings(tmp_path: Path, monkeypatch: pyte
     script = REPLACE + "replace({**os.environ, 'ready': True})"
     outcome = tmp_path / "outcome"
     env = {"MOONCAKE_CONNECTOR_CAPACITY": "1GiB"}
-    found = processes.run_script([sys.executable, "-c", script, str(outcome)], outcome, deadline_s=30, env=env)
+    found = children.run([sys.executable, "-c", script, str(outcome)], outcome, deadline_s=30, env=env)
     assert "MOONCAKE_CONNECTOR_POOL" not in found and found["MOONCAKE_CONNECTOR_CAPACITY"] == "1GiB"
 
 
 def test_a_child_that_hangs_is_killed_at_its_deadline(tmp_path: Path) -> None:
     script = "import time, os; print(os.getpid(), flush=True); time.sleep(600)"
-    found = processes.run_script([sys.executable, "-c", script], tmp_path / "outcome", deadline_s=0.5)
+    found = children.run([sys.executable, "-c", script], tmp_path / "outcome", deadline_s=0.5)
     assert "not done after" in found["error"]
     pid = int(found["error"].rsplit(" ", 1)[1])
     assert not Path(f"/proc/{pid}").exists()

@@ -1,17 +1,15 @@
-"""`bench pd` without vLLM: its rows, its options, and what it sends to a server."""
+"""The comparison of prefill and decode without vLLM: its rows, and what it sends to a server."""
 
 import http.server
 import json
 import threading
-from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from mooncake_connector.cli.bench.commands import app
+from bench.peers.pd import ALONE, CONCURRENT, SEQUENTIAL, PDScale, better, pd_rows
+from bench.peers.pd_client import Instance
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.vllm_pd import ALONE, CONCURRENT, SEQUENTIAL, PDScale, better, pd_rows
-from mooncake_connector.cli.bench.vllm_pd_client import Instance
+from mooncake_connector.cli.bench.processes import free_ports
 
 OURS = {ALONE: [1.0, 9.0, 1.2], SEQUENTIAL: [1.3, 1.4, 1.5], CONCURRENT: [1.25, 1.25, 9.0]}
 
@@ -35,21 +33,6 @@ def test_without_the_peer_nothing_is_judged():
     rows = pd_rows(OURS, {}, PDScale())
     assert [(round(row.value), row.peer, row.ok) for row in rows[:2]] == [(200, None, None), (50, None, None)]
     assert [round(row.limit) for row in rows[2:]] == [1200, 1200]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--model", "nowhere", "--vllm-python", "python"], "has no config.json"),
-        (["--model", ".", "--vllm-python", "python", "--peer-python", "python"], "needs --peer nixl"),
-        (["--model", "."], "--vllm-python"),
-    ],
-)
-def test_options_that_do_not_fit(arguments, reason, tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["pd", *arguments])
-    assert result.exit_code == 2
-    assert reason in " ".join(result.output.replace("│", " ").split())
 
 
 class Server(http.server.BaseHTTPRequestHandler):
@@ -91,7 +74,7 @@ def instance(monkeypatch):
         thread.join()
 
 
-def test_the_legs_of_a_request(instance):
+def test_both_parts_of_a_request(instance):
     assert instance.is_healthy() and instance.tokens_from_connector() == 700
     assert instance.prefill([1, 2], {"transfer_id": "x"}) == {"from": "P"}
     assert instance.ask([1, 2], 5, {"from": "P"}) == [7, 8]
@@ -109,4 +92,4 @@ def test_a_server_that_fails_is_an_error(instance, monkeypatch):
     with pytest.raises(BenchError, match="answered 500"):
         instance.ask([1], 1)
     with pytest.raises(BenchError, match="did not answer"):
-        Instance(9, 0).ask([1], 1)
+        Instance(free_ports(1)[0], 0).ask([1], 1)

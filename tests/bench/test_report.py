@@ -1,4 +1,4 @@
-"""The form that every benchmark reports in: goals are judged honestly, JSON has the keys that readers rely on."""
+"""The form that comparisons report in: goals are judged honestly, JSON has the keys that readers rely on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from mooncake_connector.cli.bench.report import Goal, Report, row
+from bench.peers.report import Comparison, Goal, judged, row
+from mooncake_connector.cli.bench.report import Report
+from mooncake_connector.cli.bench.report import Row as Measured
 
 
 @pytest.mark.parametrize(
@@ -61,8 +63,15 @@ def test_a_goal_says_in_words_what_it_asks() -> None:
     assert Goal(at_most=5, at_most_of_peer=0.05).text("us") == "<= 5 us, <= 0.05 of peer"
 
 
+def test_what_a_user_measures_gets_the_goal_and_the_peer_of_its_figure() -> None:
+    measured = Report({}, {}, [Measured("get, 1 MiB", 8.0, "GB/s", 10.0), Measured("other", 1.0, "us")])
+    get, other = judged(measured, {"get, ": Goal(at_least_of_peer=4)}, {"get, ": 2.0})
+    assert (get.value, get.limit, get.peer, get.ok) == (8.0, 10.0, 2.0, True)
+    assert (other.peer, other.goal, other.ok) == (None, None, None)
+
+
 def test_json_is_one_object_with_the_documented_keys() -> None:
-    report = Report({"cpu": "x", "cores": 2}, {"python": "3.11", "vllm": None}, [row("a", 1.5, "GB/s", limit=3.0)])
+    report = Comparison({"cpu": "x", "cores": 2}, {"python": "3.11", "vllm": None}, [row("a", 1.5, "GB/s", limit=3.0)])
     text = report.to_json()
     assert "\n" not in text
     assert json.loads(text) == {
@@ -80,7 +89,7 @@ def test_the_table_shows_ratios_and_verdicts() -> None:
         row("missed", 1.0, "GB/s", limit=20.0, peer=2.0, goal=Goal(at_least_of_peer=4)),
         row("unknown", 1.0, "GB/s", goal=Goal(at_least_of_peer=4)),
     ]
-    _, _, reached, missed, unknown = Report({}, {}, rows).to_lines("title", None)
+    _, _, reached, missed, unknown = Comparison({}, {}, rows).to_lines("title", None)
     assert "0.5x" in reached and "5x" in reached and "yes" in reached
     assert "NO" in missed
     assert "?" in unknown
@@ -88,7 +97,7 @@ def test_the_table_shows_ratios_and_verdicts() -> None:
 
 def test_a_quick_run_has_no_verdicts_anywhere() -> None:
     rows = [row("a", 1.0, "GB/s", limit=20.0, peer=2.0, goal=Goal(at_least_of_peer=4))]
-    report = Report({}, {}, rows).without_verdicts()
+    report = Comparison({}, {}, rows).without_verdicts()
     assert json.loads(report.to_json())["rows"][0]["goal"] is json.loads(report.to_json())["rows"][0]["ok"] is None
     heading, line = report.to_lines("", None)
     assert heading.split()[-2:] == ["of", "peer"] and line.split()[-1] == "0.5x"
@@ -97,6 +106,6 @@ def test_a_quick_run_has_no_verdicts_anywhere() -> None:
 @pytest.mark.parametrize("width", [40, 80, 200, None])
 def test_no_terminal_is_too_narrow_for_a_report(width: int | None) -> None:
     rows = [row("prefix of 2,048 pages, all there", 123456.0, "us", limit=7.0, peer=9.0, goal=Goal(at_most=5))]
-    text = "\n".join(Report({}, {}, rows).to_lines("title", width))
+    text = "\n".join(Comparison({}, {}, rows).to_lines("title", width))
     for value in ("123,456", "2,048", "1.37e+04x", "<= 5 us", "NO"):
         assert value in text

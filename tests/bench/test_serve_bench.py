@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from bench.streaming_server import StreamingServer, event, token
 from mooncake_connector.cli.bench.commands import app
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.serve import client, command, compare, engines, plot, running
+from mooncake_connector.cli.bench.serve import client, command, compare, engines, running
 from mooncake_connector.cli.bench.serve.client import Answer, CacheTokens, parse_url
-from mooncake_connector.cli.bench.serve.connectors import ALONE, NEEDED, OURS, OWN, PEERS
+from mooncake_connector.cli.bench.serve.engines import ALONE, OURS
 from mooncake_connector.cli.bench.serve.load import Pass
 from mooncake_connector.cli.bench.serve.report import NEW, SEEN, Absent, ServeReport, row_of
 from mooncake_connector.cli.bench.serve.workload import Workload, text_prompts, token_prompts
@@ -193,11 +193,10 @@ def test_a_server_that_hangs(stand_in, ask):
         (["http://h", "--model", "."], "either the URL of a server, or --model"),
         (["http://h", "--requests", "2", "--prefixes", "3"], "2 requests cannot ask for 3 prefixes"),
         (["http://h", "--concurrency", "0"], "--concurrency"),
-        (["http://h", "--peer", "Nixl"], "--peer"),
-        (["http://h", "--peer", "none"], "--peer: it is for the servers that --model starts"),
         (["http://h", "--dtype", "float32"], "--dtype: it is for the servers"),
         (["http://h", "--folder", "/tmp"], "--folder: it is for the servers"),
         (["http://h", "--vllm-python", "python"], "--vllm-python: it is for the servers"),
+        (["--model", ".", "--served-model-name", "m"], "--served-model-name: it is for a server with a URL"),
         (["--model", "~nosuch/m"], "~nosuch has no home folder"),
     ],
 )
@@ -265,10 +264,12 @@ def test_requests_that_are_too_long_for_the_model(tmp_path):
 
 
 def test_where_there_is_no_room_the_advice_is_of_this_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "probe", lambda python: engines.Environment(python, None, frozenset(), {}))
+    monkeypatch.setattr(compare, "probe", lambda python: engines.Environment(python, None, {}))
     work = Workload(prefixes=10_000, prefix_tokens=4000, rounds=100, requests=10_000)
     with pytest.raises(BenchError, match="name another folder, or ask for fewer --prefixes or --rounds"):
-        compare.run(Path("python"), write_config(tmp_path / "m"), "auto", work, [], tmp_path, 60, lambda line: None)
+        compare.run(
+            Path("python"), write_config(tmp_path / "m"), "auto", work, engines.OWN, tmp_path, 60, lambda line: None
+        )
 
 
 def test_a_python_without_vllm_is_named():
@@ -287,13 +288,6 @@ def test_a_python_is_found_as_a_shell_finds_it(tmp_path, monkeypatch):
     assert engines.probe(Path("venv/bin/fakepython")).python == fake
     monkeypatch.setenv("PATH", str(fake.parent), prepend=os.pathsep)
     assert engines.probe(Path("fakepython")).python == fake
-
-
-def test_every_connector_can_be_chosen():
-    from mooncake_connector.cli.bench.serve.command import ServePeer
-
-    assert [item.value for item in ServePeer] == [*PEERS, "none"]
-    assert {*NEEDED} <= {*PEERS} and [*OWN] == [ALONE, OURS]
 
 
 @pytest.mark.parametrize(
@@ -359,31 +353,12 @@ def test_a_report_that_cannot_be_written_is_one_line(stand_in):
     assert done.stderr.splitlines()[-1] == "error: the report cannot be written: No space left on device"
 
 
-def test_the_picture_is_there_also_where_nobody_reads_the_report(stand_in, tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "serve.png"
-    command = [sys.executable, "-m", "mooncake_connector.cli.main", "bench", "serve", stand_in.url, *SMALL]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([*command, "--plot", str(path)], stdout=full, stderr=subprocess.DEVNULL, timeout=120)
-    assert done.returncode == 1 and path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_report_is_there_also_where_no_picture_can_be(stand_in, tmp_path, monkeypatch):
-    def full(report, path):
-        raise BenchError("no room")
-
-    monkeypatch.setattr(plot, "check", lambda path: None)
-    monkeypatch.setattr(plot, "write", full)
-    result = CliRunner().invoke(app, ["serve", "--json", *SMALL, stand_in.url, "--plot", str(tmp_path / "x.png")])
-    assert str(result.exception) == "no room" and json.loads(result.stdout.splitlines()[-1])["rows"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_that_was_ignored_stays_ignored(number):
     """As `nohup` starts it."""
     former = signal.signal(number, signal.SIG_IGN)
     try:
-        with command._ended_like_ctrl_c():
+        with command.ended_like_ctrl_c():
             os.kill(os.getpid(), number)
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
@@ -392,47 +367,6 @@ def test_a_signal_that_was_ignored_stays_ignored(number):
 
 def test_what_did_not_run_is_told_as_it_is():
     assert report().absent_lines() == ["not measured: [bold]X[/]: no [red]GPU"]
-
-
-def test_a_picture_needs_matplotlib_before_anything_is_measured(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(BenchError, match=r"pip install matplotlib"):
-        plot.check(tmp_path / "x.png")
-
-
-def test_a_picture_says_how_much_the_engine_s_cache_holds():
-    assert "4 at a time, a cache in the engine for 68% of them" in plot._title(report())
-
-
-def test_a_picture_is_a_small_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "serve.png"
-    plot.check(path)
-    plot.write(report(), path)
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG") and len(content) < 100_000
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("name", ["x.jpg", "nowhere/x.png", ""])
-def test_a_place_where_no_picture_can_be_is_refused_before_anything_is_measured(tmp_path, name):
-    pytest.importorskip("matplotlib")
-    with pytest.raises(BenchError, match="--plot"):
-        plot.check(tmp_path / name)
-
-
-def test_a_full_disk_leaves_no_half_picture(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-
-    def full(self, content):
-        with open(self, "wb") as file:
-            file.write(content[:10])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(BenchError, match="No space left on device"):
-        plot.write(report(), tmp_path / "x.png")
-    assert not list(tmp_path.iterdir())
 
 
 def test_running_servers_are_asked_under_their_own_address(stand_in):

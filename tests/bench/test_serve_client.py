@@ -173,6 +173,34 @@ def test_headers_that_drip_end_at_the_deadline(path):
         thread.join()
 
 
+def test_the_deadline_counts_from_the_first_attempt_to_connect(monkeypatch):
+    """Not anew for each address of a name, nor for what comes after the connection."""
+    tried = []
+
+    class Addresses(list):
+        def __iter__(self):
+            for item in super().__iter__():
+                tried.append(item)
+                yield item
+
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, contextlib.ExitStack() as stack:
+        address = silent.getsockname()
+        for _ in range(4):  # its queue is full: more are left without an answer
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        one = (socket.AF_INET, socket.SOCK_STREAM, 0, "", address)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: Addresses([one] * 20))
+        with pytest.raises(RequestFailed, match="in time"):
+            parse_url("http://name:1", None).stream(BODY, 0.3)
+    assert len(tried) < 20
+
+
+def test_a_handshake_that_never_ends_ends_at_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RequestFailed, match="in time"):
+        parse_url(f"https://127.0.0.1:{silent.getsockname()[1]}", None).stream(BODY, 0.3)
+
+
 def test_nobody_listens():
     with pytest.raises(RequestFailed, match="ConnectionRefusedError"):
         parse_url("http://127.0.0.1:9", None).stream(BODY, LIMIT_S)

@@ -1,4 +1,4 @@
-"""`bench serve --model` beside servers that fail: each is named with its reason, and none is left behind."""
+"""`bench serve --model`, beside other connectors too, where servers fail: each is named, and none is left behind."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.peers import serve
 from bench.streaming_server import wait_until
 from bench.test_serve_bench import write_config
 from mooncake_connector.cli.bench.measure import BenchError
 from mooncake_connector.cli.bench.serve import compare, engines
-from mooncake_connector.cli.bench.serve.connectors import ALONE, OURS
+from mooncake_connector.cli.bench.serve.engines import ALONE, OURS
 from mooncake_connector.cli.bench.serve.report import ServeReport
 from mooncake_connector.cli.bench.serve.workload import Workload
 
@@ -44,7 +45,7 @@ def started(tmp_path, monkeypatch):
 
 def measure(tmp_path: Path, said: list[str] | None = None) -> ServeReport:
     model = write_config(tmp_path / "model")
-    return compare.run(FAKE, model, "auto", WORK, PEERS, tmp_path, 60, (said if said is not None else []).append)
+    return serve.run(FAKE, model, "auto", WORK, PEERS, tmp_path, 60, (said if said is not None else []).append)
 
 
 def is_running(pid: int) -> bool:
@@ -109,7 +110,7 @@ def test_a_server_that_never_gets_ready_is_given_up(tmp_path, started, monkeypat
 def test_whoever_ends_the_command_ends_its_servers(tmp_path, started, number):
     if number is signal.SIGKILL and not shutil.which("setpriv"):
         pytest.skip("there is no setpriv on this machine")
-    arguments = ["--model", str(write_config(tmp_path / "model")), "--vllm-python", str(FAKE), "--peer", "none"]
+    arguments = ["--model", str(write_config(tmp_path / "model")), "--vllm-python", str(FAKE)]
     arguments += ["--requests", "8", "--prefixes", "2", "--prefix-tokens", "64", "--rounds", "100"]
     arguments += ["--folder", str(tmp_path)]
     command = [sys.executable, "-m", "mooncake_connector.cli.main", "bench", "serve", *arguments]

@@ -12,64 +12,67 @@ from typing import Any
 
 import pytest
 
-from mooncake_connector.cli.bench import transfer_peer_client, transfer_rows
-from mooncake_connector.cli.bench.transfer_links import SCHEDULES, LinkFigures
-from mooncake_connector.cli.bench.transfer_network import network
-from mooncake_connector.cli.bench.transfer_rows import MEMCPY, MOONCAKE_OFF, MOONCAKE_ON, NIXL, NIXL_TCP, RAW_TCP, READV
-from mooncake_connector.cli.bench.transfer_scale import TransferScale
-from mooncake_connector.cli.bench.transfer_steps import Beside
-from mooncake_connector.cli.bench.transfer_tls import NAME as TLS
+from bench.peers import children, links, steps, transfer
+from bench.peers.links import SCHEDULES, LinkFigures, LinkScale
+from bench.peers.network import network
+from bench.peers.scripts import transfer_client
+from bench.peers.steps import Beside
+from bench.peers.transfer import MOONCAKE_OFF, MOONCAKE_ON, NIXL, NIXL_TCP
+from mooncake_connector.cli.bench.store import MEMCPY
+from mooncake_connector.cli.bench.transfer import RAW_TCP, READV
+from mooncake_connector.cli.bench.transfer_far import TLS, Scale
 
-SCALE = TransferScale()
+SCALE, LINKS = Scale(), LinkScale()
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
 HAS_NETWORK = os.geteuid() == 0 and bool(shutil.which("ip") and shutil.which("tc"))
 GB = SCALE.data_nbytes / 1e9
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mooncake_connector.cli.main", "bench", "transfer", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd="/")
+def run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=240, **options)
 
 
-@pytest.fixture(scope="module")
-def done() -> subprocess.CompletedProcess[str]:
-    return run("--quick", "--json")
-
-
-def test_it_prints_one_json_object_with_a_row_for_each_transport(done: subprocess.CompletedProcess[str]) -> None:
+def test_a_user_gets_one_json_object_with_a_row_for_each_transport() -> None:
+    done = run("mooncake_connector.cli.main", "bench", "transfer", "--quick", "--json")
     assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    figures = [row["figure"] for row in report["rows"]]
+    rows = json.loads(done.stdout)["rows"]
+    figures = [row["figure"] for row in rows]
     assert len(done.stdout.strip().splitlines()) == 1
     assert figures[:3] == [f"{name}: 64 x 32 KiB, scattered to scattered" for name in ("cma", "shm", "tcp")]
-    assert sum("16 KiB, p50" in figure for figure in figures) == 3 and any("planning" in figure for figure in figures)
-    assert all(row["value"] > 0 for row in report["rows"])
+    assert sum("16 KiB, p50" in figure for figure in figures) == 3
+    assert all(row["value"] > 0 and row["limit"] > 0 for row in rows)
     assert "bare TCP" in done.stderr
+
+
+def test_a_comparison_has_a_busy_thread_links_and_planning_too(tmp_path: Path) -> None:
+    command = ["bench.peers", "transfer", "--quick", "--json", str(tmp_path / "found")]
+    done = run(*command, env={**os.environ, **children.path()})
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "found").read_text())["rows"]
+    figures = [row["figure"] for row in rows]
+    assert figures[:3] == [f"{name}: 64 x 32 KiB, scattered to scattered" for name in ("cma", "shm", "tcp")]
+    assert sum("Python thread" in figure for figure in figures) == 3 and any("planning" in each for each in figures)
+    assert all(row["value"] > 0 for row in rows) and not any(row["goal"] for row in rows)
     over_links = [figure for figure in figures if "two links" in figure or "last byte" in figure]
     assert len(over_links) == (3 + len(SCHEDULES) if HAS_NETWORK else 0)
     assert ("WARNING: the rows over a network are left out" in done.stderr) == (not HAS_NETWORK)
 
 
-def test_a_python_without_peers_is_no_peer() -> None:
-    refused = run("--quick", "--peer-python", sys.executable)
-    assert refused.returncode == 2 and "needs --peer" in refused.stderr.replace("\n", " ")
-
-
-@pytest.mark.parametrize("engine", transfer_peer_client.INSTALL)
+@pytest.mark.parametrize("engine", transfer_client.INSTALL)
 def test_a_peer_that_is_not_installed_says_what_to_install(engine: str) -> None:
     order = {"engine": engine, "role": "hold", "pieces": 1, "piece_nbytes": 8}
-    command = [sys.executable, "-I", "-S", transfer_peer_client.__file__, json.dumps(order)]  # without site-packages
+    command = [sys.executable, "-I", "-S", transfer_client.__file__, json.dumps(order)]  # without site-packages
     refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 1
-    assert f"-m pip install {transfer_peer_client.INSTALL[engine]}" in refused.stderr
-    pins = [word for word in transfer_peer_client.INSTALL[engine].split() if "==" in word]
+    assert f"-m pip install {transfer_client.INSTALL[engine]}" in refused.stderr
+    pins = [word for word in transfer_client.INSTALL[engine].split() if "==" in word]
     assert set(pins) <= set((REQUIREMENTS / f"{engine}.txt").read_text().splitlines())
 
 
 def test_each_transport_is_held_against_its_own_limit_and_peer() -> None:
     seconds = {"cma": GB / 4, "shm": GB / 3, "tcp": GB / 2, READV: GB / 4.2, MEMCPY: GB / 9, RAW_TCP: GB / 2.1}
     peers = {NIXL: GB / 2, NIXL_TCP: GB / 1.1, MOONCAKE_OFF: GB / 0.01, MOONCAKE_ON: GB / 1.5}
-    rows = transfer_rows.moving_rows(seconds, {name: {"scattered": each} for name, each in peers.items()}, SCALE)
+    rows = transfer.moving_rows(seconds, {name: {"scattered": each} for name, each in peers.items()}, SCALE)
     held = [
         (row.figure[:3], round(row.limit, 1) if row.limit else None, row.peer and round(row.peer, 1)) for row in rows
     ]
@@ -78,14 +81,14 @@ def test_each_transport_is_held_against_its_own_limit_and_peer() -> None:
 
 
 def test_tls_is_held_against_the_same_without() -> None:
-    *_, tls = transfer_rows.moving_rows({"tcp": GB / 2, RAW_TCP: GB / 2.1, TLS: GB / 0.5}, {}, SCALE)
+    *_, tls = transfer.moving_rows({"tcp": GB / 2, RAW_TCP: GB / 2.1, TLS: GB / 0.5}, {}, SCALE)
     assert (tls.figure, round(tls.value, 1), round(tls.limit, 1)) == ("tcp with TLS (limit: tcp without)", 0.5, 2.0)
 
 
 def test_a_small_transfer_is_held_against_a_bare_one_and_shown_beside_a_peer() -> None:
     ours = {"shm": (60e-6, 90e-6), "tcp": (80e-6, 90e-6), RAW_TCP: (50e-6, 70e-6)}
     peers = {NIXL: {"small": [40e-6, 50e-6]}, NIXL_TCP: {"error": "it died"}}
-    rows = transfer_rows.latency_rows(ours, peers, SCALE)
+    rows = transfer.small_rows(ours, peers, SCALE)
     assert [(round(row.value), round(row.limit), row.peer and round(row.peer), row.ok) for row in rows] == [
         (60, 50, 40, True), (90, 70, 50, True), (80, 50, None, False), (90, 70, None, True),
     ]  # fmt: skip
@@ -93,7 +96,7 @@ def test_a_small_transfer_is_held_against_a_bare_one_and_shown_beside_a_peer() -
 
 def test_a_transfer_and_a_busy_thread_are_held_against_each_of_them_without_the_other() -> None:
     found = {"cma": Beside(1.05, 1.02, GB / 3), "shm": Beside(1.4, 1.1, GB / 0.5)}
-    rows = transfer_rows.step_rows(found, {"cma": GB / 8, "shm": GB / 4}, SCALE)
+    rows = steps.rows(found, {"cma": GB / 8, "shm": GB / 4}, SCALE)
     assert [(round(row.value, 2), round(row.limit, 2), row.unit, row.ok) for row in rows] == [
         (1.05, 1.02, "times", True), (3, 8, "GB/s", None), (1.4, 1.1, "times", False), (0.5, 4, "GB/s", None),
     ]  # fmt: skip
@@ -101,18 +104,18 @@ def test_a_transfer_and_a_busy_thread_are_held_against_each_of_them_without_the_
 
 def test_a_peer_that_was_not_measured_leaves_its_goal_open() -> None:
     seconds = {"cma": GB / 4, "shm": GB / 3, "tcp": GB / 2, READV: GB / 4.2, MEMCPY: GB / 9, RAW_TCP: GB / 2.1}
-    cma, shm, tcp = transfer_rows.moving_rows(seconds, {}, SCALE)
+    cma, shm, tcp = transfer.moving_rows(seconds, {}, SCALE)
     assert (cma.ok, shm.ok, tcp.ok) == (None, True, None)
     failed = {MOONCAKE_OFF: {"scattered": GB / 0.01}, MOONCAKE_ON: {"error": "it died"}}
-    assert transfer_rows.moving_rows(seconds, failed, SCALE)[2].ok is True
+    assert transfer.moving_rows(seconds, failed, SCALE)[2].ok is True
 
 
 def test_rows_over_links_are_held_against_their_goals() -> None:
-    good = LinkFigures(SCALE.link_nbytes * 8 / 1.85e9, 5.0, 1.0, dict.fromkeys(SCHEDULES, 0.019))
-    assert [row.ok for row in transfer_rows.link_rows(good, SCALE)] == [True, True, None, True, None, None, None]
-    bad = LinkFigures(SCALE.link_nbytes * 8 / 1.75e9, 5.0, 0.0, dict.fromkeys(SCHEDULES, 0.021))
-    assert [row.ok for row in transfer_rows.link_rows(bad, SCALE)] == [False, False, None, False, None, None, None]
-    assert transfer_rows.link_rows(None, SCALE) == []
+    good = LinkFigures(LINKS.nbytes * 8 / 1.85e9, 5.0, 1.0, dict.fromkeys(SCHEDULES, 0.019))
+    assert [row.ok for row in links.rows(good, LINKS)] == [True, True, None, True, None, None, None]
+    bad = LinkFigures(LINKS.nbytes * 8 / 1.75e9, 5.0, 0.0, dict.fromkeys(SCHEDULES, 0.021))
+    assert [row.ok for row in links.rows(bad, LINKS)] == [False, False, None, False, None, None, None]
+    assert links.rows(None, LINKS) == []
 
 
 @pytest.mark.skipif(not HAS_NETWORK, reason="network namespaces take root, and `ip` and `tc`")

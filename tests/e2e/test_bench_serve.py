@@ -26,7 +26,7 @@ def bench(folder: Path, *arguments: str) -> dict:
 
 def test_the_connector_gives_back_what_vllm_alone_computes_again(qwen3: Path, tmp_path: Path) -> None:
     """Two prefixes fit vLLM's own cache, so the others are computed again or come from the pool."""
-    report = bench(tmp_path, "--model", str(qwen3), "--dtype", "float32", "--peer", "none")
+    report = bench(tmp_path, "--model", str(qwen3), "--dtype", "float32")
     rows = {(row["server"], row["prompts"]): row for row in report["rows"]}
     assert {row["failed"] for row in rows.values()} == {0}
     alone, ours = rows["vLLM alone", "seen"], rows["mooncake-connector", "seen"]

@@ -1,4 +1,4 @@
-"""`bench hicache` with the real SGLang, at small sizes; and that it notices wrong bytes and lost pages."""
+"""The comparison `hicache` with the real SGLang, at small sizes; and that it notices wrong bytes and lost pages."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import numpy as np
 import pytest
 import torch
 
-from mooncake_connector.cli.bench import hicache_bench, hicache_child, hicache_rows, mooncake_peer
-from mooncake_connector.cli.bench.hicache_scale import CANONICAL, Geometry, HicacheScale
+from bench.peers import hicache, hicache_child, hicache_rows, mooncake_store
+from bench.peers.hicache_scale import CANONICAL, Geometry, HicacheScale
+from bench.peers.host_pools import canonical_view, make_host_pool
+from bench.peers.report import Comparison
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.report import Report
-from sglang_backend.bench.host_pools import canonical_view, make_host_pool
 
 TINY = Geometry("tiny", num_layers=2, num_heads=3, head_dim=8)
 SCALE = HicacheScale(geometries=(TINY,), num_pages=4, lookup_keys=8, rounds=1)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, list[str], Path]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, list[str], Path]:
     """The whole benchmark in small, with one setting of Mooncake: what it reported and said, and its folder."""
     folder = tmp_path_factory.mktemp("pools")
     said: list[str] = []
     peers = {hicache_rows.FILE, hicache_rows.MOONCAKE}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mooncake_peer, "SETTINGS", ((mooncake_peer.POOL_ON, "1", True),))
-        report = hicache_bench.run(
+        patch.setattr(mooncake_store, "SETTINGS", ((mooncake_store.POOL_ON, "1", True),))
+        report = hicache.run(
             folder, SCALE, sglang=Path(sys.executable), peers=peers, peer_python=sys.executable, progress=said.append
         )
     return report, said, folder
 
 
-def test_every_figure_is_measured_beside_every_peer(run: tuple[Report, list[str], Path]) -> None:
+def test_every_figure_is_measured_beside_every_peer(run: tuple[Comparison, list[str], Path]) -> None:
     report, said, _ = run
     assert not [line for line in said if "WARNING" in line]
     assert all(row.value is not None and row.value > 0 for row in report.rows)
@@ -49,7 +49,7 @@ def test_every_figure_is_measured_beside_every_peer(run: tuple[Report, list[str]
     assert report.versions["sglang"] and report.versions["mooncake"]
 
 
-def test_nothing_of_the_run_stays(run: tuple[Report, list[str], Path]) -> None:
+def test_nothing_of_the_run_stays(run: tuple[Comparison, list[str], Path]) -> None:
     *_, folder = run
     assert not list(folder.iterdir())
 

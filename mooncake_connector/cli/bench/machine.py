@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -37,24 +36,6 @@ def describe_versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             versions[name] = None
     return versions
-
-
-def engine_version(option: str, python: Path, engine: str, probe: str) -> str:
-    """What ``probe`` prints in ``python``, the value of ``option``: it imports the engine and this package.
-
-    Raises BenchError that says what to install where one of them is missing.
-    """
-    try:
-        done = subprocess.run([python, "-c", probe], capture_output=True, text=True, timeout=120)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BenchError(f"{option} {python} cannot be run: {error}") from error
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise BenchError(
-            f"{option} {python} lacks something ({reason}): it needs {engine} and mooncake-connector; "
-            f"install the latter with `{python} -m pip install .` in its repository"
-        )
-    return done.stdout.strip().splitlines()[-1]
 
 
 def default_folder() -> Path:

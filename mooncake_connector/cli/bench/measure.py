@@ -1,7 +1,6 @@
 """How figures are taken: warm up once, then several rounds in turn, and the best round counts.
 
 The rounds of things that will be compared are interleaved, so that a neighbour's load falls on all of them alike.
-The same method holds for this package, for the machine's limit, and for a peer.
 """
 
 from __future__ import annotations
@@ -13,6 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mooncake_connector.errors import MooncakeConnectorError
+
+Progress = Callable[[str], None]
+"""Told how far a benchmark is; a line that begins with WARNING stands out."""
 
 
 class BenchError(MooncakeConnectorError):
@@ -53,19 +55,6 @@ def gigabytes_per_second(nbytes: int, seconds: float) -> float:
     return nbytes / seconds / 1e9
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How much a run of the store benchmark does; the defaults are what docs/benchmarks.md shows."""
-
-    num_pages: int = 256
-    page_nbytes: int = 1 << 20
-    piece_nbytes: int = 32 << 10
-    prefix_keys: int = 2048
-    small_index: int = 10_000
-    large_index: int = 5_000_000
-    rounds: int = 7
-
-    @property
-    def data_nbytes(self) -> int:
-        """Bytes of KV that one round moves."""
-        return self.num_pages * self.page_nbytes
+def size_text(nbytes: int) -> str:
+    """``1 MiB``, ``32 KiB``."""
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from mooncake_connector.cli.bench.measure import BenchError
 from mooncake_connector.config.schema import ENV_PREFIX
-
-_LEAVE_S = 20.0
-"""How long a child that has measured may take to leave: vLLM unlinks its shared memory then."""
 
 
 @contextlib.contextmanager
@@ -86,48 +81,11 @@ def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], dead
         time.sleep(0.02)
 
 
-def run_script(
-    command: Sequence[str], outcome: Path, *, deadline_s: float, env: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Run a child that replaces the JSON file ``outcome`` as it goes and ends it with ``"ready": true``.
-
-    Returns what was in the file: all figures, or those that were ready before the child failed, in which case
-    ``"error"`` says why (with the end of the child's output). Never raises for what the child does.
-    """
-    with tempfile.TemporaryFile() as log:
-        error = None
-        try:
-            with running(command, log, env, grace_s=_LEAVE_S) as process:
-                wait_until(
-                    lambda: bool(read_outcome(outcome).get("ready")), process, deadline_s, "the measuring process"
-                )
-        except BenchError as problem:
-            error = f"{problem}: {last_lines(log)}"
-    found = read_outcome(outcome)
-    return found if error is None else {**found, "error": error}
-
-
-def read_outcome(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; empty where there is no file yet."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    return found
-
-
 def last_lines(log: IO[bytes], count: int = 3) -> str:
     """The last lines that a child wrote, on one line."""
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
     return " | ".join(line.strip() for line in lines[-count:]) or "no output"
-
-
-def accepts(port: int) -> bool:
-    """Whether somebody listens on this port of the loopback."""
-    with socket.socket() as probe:
-        probe.settimeout(0.5)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,76 +1,181 @@
-"""The other process of `bench transfer`, and moving pieces to it."""
+"""The other process of `bench transfer`, how it is reached, and moving pieces to it.
+
+It grants memory to our transports, and is the far end of the bare system calls. Run as a module it prints one JSON
+object with everything that the measuring process needs, and leaves when its standard input is closed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
-import subprocess
+import struct
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.transfer_scale import Int64, TransferScale
-from transfer.transports.base import Grant, Peer
+from transfer.control.handshake import Identity
+from transfer.transports.base import Completion, Grant, Outcome, Peer
+from transfer.transports.memory import Memory
+from transfer.transports.registry import HOST_NAMES, make_transports
+from transfer.transports.tls import Tls
+from transfer.transports.vectors import Vector, read_process
 
 DEADLINE_S = 60.0
+TLS = "tcp with TLS"
+FETCH = struct.Struct("<iqq")
+"""What the far end of the bare process_vm round trip is told: PID, address, bytes."""
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much a run does; the defaults are what docs/benchmarks.md shows."""
+
+    pieces: int = 4096
+    piece_nbytes: int = 32 << 10
+    small_nbytes: int = 16 << 10
+    rounds: int = 7
+    small_rounds: int = 2000
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes that one round moves."""
+        return self.pieces * self.piece_nbytes
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Size of the memory that they are scattered over, on each side."""
+        return 2 * self.data_nbytes
+
+    def scattered(self, address: int, seed: int) -> Int64:
+        """Addresses of the pieces in random order, each second place left out."""
+        order = np.random.default_rng(seed).permutation(self.pieces)
+        return address + 2 * self.piece_nbytes * order.astype(np.int64)
+
+
+QUICK = Scale(pieces=64, rounds=1, small_rounds=20)
 
 
 class Far:
-    """What `transfer_child` said of itself, and how it is reached."""
+    """What the other process said of itself, and how it is reached."""
 
     def __init__(self, found: dict[str, Any]) -> None:
         self.found = found
         self.pid: int = found["pid"]
         self.address: int = found["address"]
-        self.port: int = found["port"]
         self.endpoints = {name: bytes.fromhex(endpoint) for name, endpoint in found["endpoints"].items()}
         self.grant = Grant(bytes.fromhex(found["key"]), np.array([self.address]), np.array([found["nbytes"]]))
 
     def dial(self, kind: bytes) -> socket.socket:
-        """A connection to one of the bare far ends."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=DEADLINE_S)
+        """A connection to one of the bare far ends: b"t" takes bytes over TCP, b"v" fetches them."""
+        connection = socket.create_connection(("127.0.0.1", self.found["port"]), timeout=DEADLINE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(kind)
         return connection
 
-    def pieces(self, source: np.ndarray[Any, Any], scale: TransferScale) -> tuple[Int64, Int64, Int64]:
+    def pieces(self, source: np.ndarray[Any, Any], scale: Scale) -> tuple[Int64, Int64, Int64]:
         """Where they lie here and there, scattered on both sides, and their sizes."""
         here, there = scale.scattered(source.ctypes.data, seed=1), scale.scattered(self.address, seed=2)
         return here, there, np.full(scale.pieces, scale.piece_nbytes, dtype=np.int64)
 
-    def moves(self, peer: Peer, source: np.ndarray[Any, Any], scale: TransferScale) -> Callable[[], None]:
+    def moves(self, peer: Peer, source: np.ndarray[Any, Any], scale: Scale) -> Callable[[], None]:
         """Each call writes all pieces of `scale` once."""
         here, there, sizes = self.pieces(source, scale)
+        return lambda: finish(peer, peer.write(self.grant, here, there, sizes, deadline_s=DEADLINE_S))
 
-        def move() -> None:
-            outcome = peer.write(self.grant, here, there, sizes, deadline_s=DEADLINE_S).wait()
-            if not outcome.ok:
-                raise BenchError(f"{peer.transport}: {outcome}")
 
-        return move
+def finish(peer: Peer, completion: Completion) -> None:
+    """Wait for the outcome of a batch. Raises BenchError unless all of it arrived."""
+    outcome = outcome_of(completion)
+    if not outcome.ok:
+        raise BenchError(f"{peer.transport}: {outcome}")
+
+
+def outcome_of(completion: Completion) -> Outcome:
+    """Wait for it: it comes by the batch's deadline at the latest."""
+    ended = threading.Event()
+    completion.add_done_callback(lambda outcome: ended.set())
+    ended.wait(DEADLINE_S + 5)
+    if completion.outcome is None:
+        raise BenchError("a transfer did not end at its deadline")
+    return completion.outcome
 
 
 @contextlib.contextmanager
-def far_process(scale: TransferScale, tls: dict[str, str] | None) -> Iterator[Far]:
+def far_process(memory_nbytes: int, tls: dict[str, str] | None) -> Iterator[Far]:
     """Start it, and have it leave at the end."""
-    order = json.dumps({"memory_nbytes": scale.memory_nbytes, "tls": tls})
-    command = [sys.executable, "-m", "mooncake_connector.cli.bench.transfer_child", order]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin and process.stdout
-    try:
-        line = process.stdout.readline()
-        if not line:
-            raise BenchError("the other process of the benchmark did not start: its messages are above")
-        yield Far(json.loads(line))
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+    with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder, tempfile.TemporaryFile() as log:
+        said = Path(folder) / "said"
+        order = json.dumps({"memory_nbytes": memory_nbytes, "tls": tls, "said": str(said)})
+        with processes.running([sys.executable, "-m", __name__, order], log, grace_s=10) as process:
+            try:
+                processes.wait_until(said.exists, process, DEADLINE_S, "the other process of the benchmark")
+            except BenchError as error:
+                raise BenchError(f"{error}: {processes.last_lines(log)}") from None
+            yield Far(json.loads(said.read_text()))
+
+
+def _be_far(order: dict[str, Any]) -> None:
+    data = np.ones(order["memory_nbytes"], dtype=np.uint8)
+    memory = Memory()
+    memory.register(data.ctypes.data, data.nbytes)
+    grant = memory.grant(np.array([data.ctypes.data]), np.array([data.nbytes]))
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_serve, args=(listener, data), daemon=True).start()
+    tls = Tls(**order["tls"]) if order["tls"] else None
+    with (
+        make_transports(HOST_NAMES, memory, Identity()) as transports,
+        make_transports(["tcp"] if tls else [], memory, Identity(), tls=tls) as secured,
+    ):
+        endpoints = {name: endpoint.hex() for name, endpoint in transports.listen().items()}
+        if tls:
+            endpoints[TLS] = secured.listen()["tcp"].hex()
+        port = listener.getsockname()[1]
+        found = {"pid": os.getpid(), "port": port, "key": grant.key.hex(), "address": data.ctypes.data}
+        partial = Path(order["said"] + ".partial")  # its reader looks at any time
+        partial.write_text(json.dumps({**found, "nbytes": data.nbytes, "endpoints": endpoints}))
+        partial.rename(order["said"])
+        sys.stdin.read()
+
+
+def _serve(listener: socket.socket, data: np.ndarray[Any, Any]) -> None:
+    while True:
+        connection, _ = listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        target = _take if connection.recv(1) == b"t" else _fetch
+        threading.Thread(target=target, args=(connection, data), daemon=True).start()
+
+
+def _take(connection: socket.socket, data: np.ndarray[Any, Any]) -> None:
+    """Bare TCP: 8 bytes of length, the bytes, and one byte back."""
+    view = data.data
+    while header := connection.recv(8, socket.MSG_WAITALL):
+        nbytes, at = int.from_bytes(header, "little"), 0
+        while at < nbytes:
+            at += connection.recv_into(view[at:nbytes])
+        connection.sendall(b"k")
+
+
+def _fetch(connection: socket.socket, data: np.ndarray[Any, Any]) -> None:
+    """Bare process_vm: told where, fetches it, and one byte back."""
+    while message := connection.recv(FETCH.size, socket.MSG_WAITALL):
+        pid, address, nbytes = FETCH.unpack(message)
+        size = np.array([nbytes])
+        read_process(pid, Vector.of(np.array([address]), size), Vector.of(np.array([data.ctypes.data]), size))
+        connection.sendall(b"k")
+
+
+if __name__ == "__main__":
+    _be_far(json.loads(sys.argv[1]))

@@ -9,9 +9,10 @@ import contextlib
 import http.client
 import json
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -126,28 +127,80 @@ class Server:
     @contextlib.contextmanager
     def _asked(self, method: str, path: str, body: Any, deadline: float) -> Iterator[http.client.HTTPResponse]:
         """The reply. Raises RequestFailed for whatever goes wrong while it is read, too."""
-        make = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
-        connection = make(self.host, self.port, timeout=max(0.01, deadline - time.monotonic()))
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         content = None if body is None else json.dumps(body)
-        with contextlib.closing(connection):
+        connection = http.client.HTTPConnection(self.host, self.port)
+        with contextlib.closing(connection), contextlib.ExitStack() as stack:
             try:
-                connection.connect()
-                sock = connection.sock  # the connection forgets it when the reply takes it over
-                with self.calls.holding(sock), _ended_at(deadline, sock):
-                    connection.request(method, self.path + path, content, headers)
-                    with connection.getresponse() as reply:
-                        if time.monotonic() >= deadline:  # the headers may be cut off
-                            raise TimeoutError
-                        yield reply
+                connection.sock = self._reached(stack, deadline)
+                connection.request(method, self.path + path, content, headers)
+                with connection.getresponse() as reply:
+                    if time.monotonic() >= deadline:  # the headers may be cut off
+                        raise TimeoutError
+                    yield reply
             except RequestFailed:
                 raise
             except Exception as error:  # a strange server has many ways to trip up whoever reads its answer
                 if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
                     raise RequestFailed("did not answer in time") from error
                 raise RequestFailed(f"{type(error).__name__}: {error}") from error
+
+    def _reached(self, stack: contextlib.ExitStack, deadline: float) -> socket.socket:
+        """A connection, which ends at the deadline and with `calls`, while it is made and as long as `stack` is."""
+        last: OSError = OSError("its name has no address")
+        for family, kind, protocol, _, address in _addresses(self.host, self.port, deadline):
+            sock = stack.enter_context(contextlib.closing(socket.socket(family, kind, protocol)))
+            sock.settimeout(_left(deadline))
+            try:
+                with self.calls.holding(sock):
+                    sock.connect(address)
+            except OSError as error:
+                last = error
+                continue
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self.secure:
+                secured = ssl.create_default_context().wrap_socket(
+                    sock, server_hostname=self.host, do_handshake_on_connect=False
+                )
+                sock = stack.enter_context(contextlib.closing(secured))
+            stack.enter_context(self.calls.holding(sock))
+            stack.enter_context(_ended_at(deadline, sock))
+            if isinstance(sock, ssl.SSLSocket):
+                sock.settimeout(_left(deadline))
+                sock.do_handshake()
+            return sock
+        raise last
+
+
+def _left(deadline: float) -> float:
+    """Seconds until then. Raises TimeoutError where it is over."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _addresses(host: str, port: int, deadline: float) -> Iterable[Any]:
+    """As `socket.getaddrinfo`, which knows no deadline. Raises OSError."""
+    found: list[Any] = []
+    ended = threading.Event()
+
+    def look_up() -> None:
+        try:
+            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            found.append(error)
+        ended.set()
+
+    threading.Thread(target=look_up, daemon=True).start()
+    if not ended.wait(_left(deadline)):
+        raise TimeoutError
+    if isinstance(found[0], Exception):
+        raise found[0]
+    addresses: Iterable[Any] = found[0]
+    return addresses
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mooncake_connector.cli.bench.progress import say
+from mooncake_connector.cli.bench.report import LEGEND_COLUMNS, say
 from mooncake_connector.cli.columns import folded
 from mooncake_connector.cli.output import Json, print_table, typed_path, width
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mooncake_connector.cli.bench.serve.report import ServeReport
     from mooncake_connector.cli.bench.serve.workload import Workload
 
-_LEGEND_COLUMNS = 160
 _TITLE = "mooncake-connector bench serve"
 _COMPARED = """\
 new: every cache starts without these prompts, and fills while they are asked; seen: the same prompts again.
@@ -32,20 +31,6 @@ answers differ: greedy answers to seen prompts unlike the first ones.
 """
 _LEGEND = """\
 TTFT: from the request to its first token, over all rounds. Tokens: prompt tokens by the server's own counters."""
-
-
-class ServePeer(str, enum.Enum):
-    """vLLM's own connectors that can be measured beside ours."""
-
-    OffloadingConnector = "OffloadingConnector"
-    SimpleCPUOffloadConnector = "SimpleCPUOffloadConnector"
-    ExampleConnector = "ExampleConnector"
-    LMCacheConnectorV1 = "LMCacheConnectorV1"
-    LMCacheMPConnector = "LMCacheMPConnector"
-    MooncakeStoreConnector = "MooncakeStoreConnector"
-    FlexKVConnectorV1 = "FlexKVConnectorV1"
-    HF3FSKVConnector = "HF3FSKVConnector"
-    none = "none"
 
 
 class Dtype(str, enum.Enum):
@@ -64,7 +49,7 @@ def serve(
     model: Annotated[
         Path | None,
         typer.Option(
-            parser=typed_path, help="A checkpoint: start vLLM with it, alone and with each connector.", metavar="DIR"
+            parser=typed_path, help="A checkpoint: start vLLM with it, alone and with this connector.", metavar="DIR"
         ),
     ] = None,
     dtype: Annotated[
@@ -81,10 +66,6 @@ def serve(
             help="Python that has vLLM and this package, for --model; default: this one.",
             metavar="PATH",
         ),
-    ] = None,
-    peer: Annotated[
-        list[ServePeer] | None,
-        typer.Option(help="Only these of vLLM's own connectors, or `none`; default: all that run.", metavar="NAME"),
     ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="Which model of URL; default: its only one.", metavar="NAME")
@@ -106,60 +87,45 @@ def serve(
         Path | None,
         typer.Option(parser=typed_path, help="Where to put the temporary caches; default: /dev/shm.", metavar="DIR"),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(parser=typed_path, help="Also write a picture.", metavar="FILE.png")
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Serving under cache pressure: requests per second and time to first token, with and without the connector.
 
-    With --model, on this machine: vLLM alone, with this connector, and with each of vLLM's own that runs here, all with
-    the same cache in the engine, which holds a third of the prefixes, or more where --concurrency needs it. Your pool
-    is not touched.
+    With --model, on this machine: vLLM alone and with this connector, both with the same cache in the engine, which
+    holds a third of the prefixes, or more where --concurrency needs it. Your pool is not touched.
 
     With a URL, a server of yours: prompts that it has not seen, then the same prefixes again. Its caches will hold
     them.
     """
-    from mooncake_connector.cli.bench.serve import plot as picture
     from mooncake_connector.cli.bench.serve.workload import Workload
 
     if (url is None) == (model is None):
         raise typer.BadParameter("give either the URL of a server, or --model DIR", param_hint="URL")
-    if url is not None:
-        _refuse_beside_url(
-            {
-                "--dtype": dtype is not Dtype.auto,
-                "--vllm-python": vllm_python is not None,
-                "--peer": bool(peer),
-                "--folder": folder is not None,
-            }
-        )
+    _refuse(
+        {
+            "--dtype": url is not None and dtype is not Dtype.auto,
+            "--vllm-python": url is not None and vllm_python is not None,
+            "--folder": url is not None and folder is not None,
+        },
+        "it is for the servers that --model starts, and the server of a URL runs already: leave it out",
+    )
+    _refuse({"--served-model-name": url is None and served_model_name is not None}, "it is for a server with a URL")
     if requests < prefixes:
         raise typer.BadParameter(f"{requests} requests cannot ask for {prefixes} prefixes", param_hint="--requests")
-    if plot is not None:
-        picture.check(plot)
     work = Workload(
         requests, prefixes, prefix_tokens, answer_tokens=answer_tokens, concurrency=concurrency, rounds=rounds
     )
-    with _ended_like_ctrl_c():
+    with ended_like_ctrl_c():
         if url is not None:
             report = _of_url(url, served_model_name, api_key, work, seed, timeout)
         else:
-            names = [item.value for item in peer or ServePeer if item is not ServePeer.none]
-            report = _of_model(model, dtype.value, vllm_python, names, work, seed, timeout, folder)
-    try:
-        if plot is not None:
-            picture.write(report, plot)  # first: whoever was to read the report may have gone
-    finally:
-        _show(report, as_json, url is None)
+            report = _of_model(model, dtype.value, vllm_python, work, seed, timeout, folder)
+    show(report, as_json, url is None)
 
 
-def _refuse_beside_url(given: dict[str, bool]) -> None:
-    for option in (name for name, is_given in given.items() if is_given):
-        raise typer.BadParameter(
-            "it is for the servers that --model starts, and the server of a URL runs already: leave it out",
-            param_hint=option,
-        )
+def _refuse(options: dict[str, bool], reason: str) -> None:
+    for option in (name for name, is_wrong in options.items() if is_wrong):
+        raise typer.BadParameter(reason, param_hint=option)
 
 
 def _of_url(
@@ -174,21 +140,20 @@ def _of_url(
 
 
 def _of_model(
-    model: Any, dtype: str, python: Path | None, peers: list[str], work: Workload, seed: int | None, timeout: float,
-    folder: Path | None,
-) -> ServeReport:  # fmt: skip
+    model: Any, dtype: str, python: Path | None, work: Workload, seed: int | None, timeout: float, folder: Path | None
+) -> ServeReport:
     import dataclasses
 
     from mooncake_connector.cli.bench import machine
-    from mooncake_connector.cli.bench.serve import compare
+    from mooncake_connector.cli.bench.serve import compare, engines
 
     work = dataclasses.replace(work, seed=seed or 0)
     where = folder or machine.default_folder()
-    return compare.run(python or Path(sys.executable), model, dtype, work, peers, where, timeout, say)
+    return compare.run(python or Path(sys.executable), model, dtype, work, engines.OWN, where, timeout, say)
 
 
 @contextlib.contextmanager
-def _ended_like_ctrl_c() -> Iterator[None]:
+def ended_like_ctrl_c() -> Iterator[None]:
     """Whoever ends this process by a signal also ends the servers it has started."""
 
     def interrupt(*args: Any) -> None:
@@ -208,7 +173,7 @@ def _ended_like_ctrl_c() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _show(report: ServeReport, as_json: bool, compared: bool) -> None:
+def show(report: ServeReport, as_json: bool, compared: bool) -> None:
     from mooncake_connector.cli.bench.measure import BenchError
 
     for line in report.warnings():
@@ -222,7 +187,7 @@ def _show(report: ServeReport, as_json: bool, compared: bool) -> None:
             typer.echo()
             legend = (_COMPARED if compared else _OF_ONE) + _LEGEND
             for line in (*report.absent_lines(), *legend.splitlines(), report.setting_line(), report.machine_line()):
-                for part in folded(line, columns or _LEGEND_COLUMNS, more="  "):
+                for part in folded(line, columns or LEGEND_COLUMNS, more="  "):
                     typer.echo(part)
         sys.stdout.flush()
     except OSError as error:

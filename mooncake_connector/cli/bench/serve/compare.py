@@ -1,4 +1,4 @@
-"""`bench serve --model DIR`: the same requests to vLLM alone, with our connector, and with each in-tree connector.
+"""`bench serve --model DIR`: the same requests to vLLM alone and with our connector (or others beside it).
 
 On the CPU all servers are up at once, as far as the memory allows, and take turns round by round, so that a
 neighbour's load falls on all of them; a server that waits is idle. On a device there is one at a time.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mooncake_connector.cli.bench.machine import check_room, describe_machine, describe_versions
-from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.cli.bench.measure import BenchError, Progress
 from mooncake_connector.cli.bench.serve.client import Answer, completion
-from mooncake_connector.cli.bench.serve.connectors import ALONE, NEEDED, OURS
 from mooncake_connector.cli.bench.serve.engines import (
+    ALONE,
     MODEL_NAME,
+    OURS,
+    Connectors,
     Engine,
     Memory,
     Shape,
@@ -34,8 +36,6 @@ _SETTLE_S = 1.0
 """Between the two passes of a round: saves are asynchronous."""
 
 _PRESSURE_UP_TO = 0.5
-
-Progress = Callable[[str], None]
 
 
 @dataclass
@@ -63,7 +63,7 @@ def _place(server: str) -> int:
 
 
 def run(
-    python: Path, model: Path, dtype: str, work: Workload, peers: Sequence[str], folder: Path, limit_s: float,
+    python: Path, model: Path, dtype: str, work: Workload, connectors: Connectors, folder: Path, limit_s: float,
     progress: Progress,
 ) -> ServeReport:  # fmt: skip
     """Measure. A connector that does not run is in the report with its reason; vLLM alone and ours have to run."""
@@ -77,15 +77,10 @@ def run(
             "or less --concurrency"
         )
     found = _Found()
-    for name in peers:
-        if (module := NEEDED.get(name)) in environment.missing:
-            found.absent[name] = f"its module {module!r} is not installed in {python}"
-    names = [ALONE, OURS, *(name for name in peers if name not in found.absent)]
-    needed = memory.capacity_nbytes * (2 + ("ExampleConnector" in peers))
-    check_room(folder, needed, "ask for fewer --prefixes or --rounds")
+    check_room(folder, 2 * memory.capacity_nbytes, "ask for fewer --prefixes or --rounds")
     machine = {**describe_machine(folder), "accelerator": environment.device}
-    together = environment.device is None and fits_at_once(shape, memory, len(names))
-    for group in [names] if together else [[name] for name in names]:
+    together = environment.device is None and fits_at_once(shape, memory, len(connectors))
+    for group in [connectors] if together else [{name: set_up} for name, set_up in connectors.items()]:
         progress(f"starting vLLM: {', '.join(group)}")
         with start(group, environment, shape, memory, folder) as (engines, absent):
             found.absent.update(absent)

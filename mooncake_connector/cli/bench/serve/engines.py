@@ -11,15 +11,14 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.measure import BenchError
 from mooncake_connector.cli.bench.serve.client import Server
-from mooncake_connector.cli.bench.serve.connectors import NEEDED, OWN, PEERS, Place, Setup
 from mooncake_connector.cli.bench.serve.workload import Workload
 
 MODEL_NAME = "model"
@@ -30,17 +29,9 @@ _SERVER_NBYTES = 1 << 30
 """What a server on the CPU takes beside weights and caches."""
 
 _PROBE = """
-import json, sys
-from importlib import metadata, util
-import vllm, vllm_plugin, torch
-def version(name):
-    try: return metadata.version(name)
-    except metadata.PackageNotFoundError: return None
+import json, torch, vllm, vllm_plugin
 device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "lmcache": version("lmcache"),
-    "mooncake-transfer-engine": next((d.version for d in metadata.distributions()
-        if d.name.startswith("mooncake-transfer-engine")), None), "device": device,
-    "missing": [name for name in sys.argv[1:] if util.find_spec(name) is None]}))
+print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "device": device}))
 """
 
 
@@ -50,8 +41,6 @@ class Environment:
 
     python: Path
     device: str | None
-    missing: frozenset[str]
-    """Those of `NEEDED` that it does not have."""
     versions: dict[str, str | None]
 
 
@@ -59,8 +48,7 @@ def probe(python: Path) -> Environment:
     """Raises BenchError that says what to install where vLLM or this package is missing."""
     python = Path(shutil.which(python) or python).absolute()  # servers start in folders of their own
     try:
-        command = [str(python), "-c", _PROBE, *sorted(set(NEEDED.values()))]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_LIMIT_S)
+        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BenchError(f"--vllm-python {python} cannot be run: {error}") from error
     if done.returncode != 0:
@@ -70,7 +58,45 @@ def probe(python: Path) -> Environment:
             "server that runs already, give its URL instead of --model"
         )
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    return Environment(python, found.pop("device"), frozenset(found.pop("missing")), found)
+    return Environment(python, found.pop("device"), found)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how large a connector's cache may be."""
+
+    python: Path
+    folder: Path
+    capacity_nbytes: int
+    stack: contextlib.ExitStack
+    """Ends what was started for the connector."""
+
+    def log(self) -> IO[bytes]:
+        return self.stack.enter_context(contextlib.closing(tempfile.TemporaryFile()))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What vLLM is started with: `--kv-transfer-config` and environment."""
+
+    transfer: dict[str, Any] | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def transfer_config(name: str, config: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """`--kv-transfer-config` of a connector that keeps a cache."""
+    found = {"kv_connector": name, "kv_role": "kv_both", "kv_load_failure_policy": "recompute", **more}
+    return {**found, "kv_connector_extra_config": config} if config else found
+
+
+def _ours(place: Place) -> Setup:
+    config = {"pool": str(place.folder / "pool"), "capacity": place.capacity_nbytes}
+    return Setup(transfer_config("MooncakeKVConnector", config))
+
+
+ALONE, OURS = "vLLM alone", "mooncake-connector"
+Connectors = Mapping[str, Callable[[Place], Setup]]
+OWN: Connectors = {ALONE: lambda place: Setup(), OURS: _ours}
 
 
 @dataclass(frozen=True)
@@ -163,7 +189,7 @@ class Engine:
 
 @contextlib.contextmanager
 def start(
-    names: Sequence[str], environment: Environment, shape: Shape, memory: Memory, folder: Path
+    connectors: Connectors, environment: Environment, shape: Shape, memory: Memory, folder: Path
 ) -> Iterator[tuple[list[Engine], dict[str, str]]]:
     """Servers with these connectors, all at once; those that do not come up, with the reason of each."""
     absent: dict[str, str] = {}
@@ -171,11 +197,11 @@ def start(
         running: list[Engine] = []
         waiting: list[Engine] = []
         cores = len(os.sched_getaffinity(0))  # so many start at a time
-        for name in names:
+        for name, set_up in connectors.items():
             place_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-serve-", dir=folder)))
             place = Place(environment.python, place_folder, memory.capacity_nbytes, stack)
             try:
-                setup = {**OWN, **PEERS}[name](place)
+                setup = set_up(place)
             except (BenchError, OSError) as error:
                 absent[name] = str(error)
                 continue

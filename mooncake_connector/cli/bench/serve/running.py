@@ -6,12 +6,11 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
-from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.cli.bench.measure import BenchError, Progress
 from mooncake_connector.cli.bench.serve.client import Answer, RequestFailed, Server, completion
 from mooncake_connector.cli.bench.serve.load import Pass, run_pass
 from mooncake_connector.cli.bench.serve.report import NEW, SEEN, ServeReport, row_of
@@ -20,8 +19,6 @@ from mooncake_connector.cli.bench.serve.workload import Prompt, Workload, first_
 _PROBE_WORDS = 50
 _TOKENS_PER_WORD = 1.3
 """Where the server does not say how many tokens a prompt has."""
-
-Progress = Callable[[str], None]
 
 
 def new_seed() -> int:

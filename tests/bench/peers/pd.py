@@ -1,8 +1,8 @@
-"""One run of `bench pd`: a request through a prefill and a decode instance of real vLLM, against one instance alone.
+"""`make bench NAME=pd`: a request through a prefill and a decode instance of real vLLM, against one instance alone.
 
 Two servers for each connector. This process does what a router does, so that no router is measured: it sends the
-prefill leg and then the decode leg with its answer (*sequential*), or both at once (*concurrent*), or asks the decode
-instance alone. The three take turns.
+prefill request and then the decode request with its answer (*sequential*), or both at once (*concurrent*), or asks
+the decode instance alone. The three take turns.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mooncake_connector.cli.bench import processes, vllm_pd_peer
+from bench.peers import children
+from bench.peers.pd_client import Instance
+from bench.peers.report import Comparison, Goal, Row, row
+from bench.peers.vllm import Engine, version
+from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
-from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.report import Goal, Report, Row, row
-from mooncake_connector.cli.bench.vllm_pd_client import Instance
-from mooncake_connector.cli.bench.vllm_rows import Engine, version
+from mooncake_connector.cli.bench.measure import BenchError, Progress
 
 ALONE, SEQUENTIAL, CONCURRENT = "alone", "sequential", "concurrent"
 _START_DEADLINE_S = 600.0
-
-Progress = Callable[[str], None]
+_NIXL = "install it there with `pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1`, or name another --peer-python"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Setting:
     orders: tuple[str, ...]
 
 
-def run(engine: Engine, peer_python: str | None, scale: PDScale, progress: Progress) -> Report:
+def run(engine: Engine, peer_python: str | None, scale: PDScale, progress: Progress) -> Comparison:
     """Measure ours and, with `peer_python`, vLLM's NixlConnector. A peer that fails is left out with a warning."""
     machine, versions = describe_machine(Path(tempfile.gettempdir())), describe_versions()
     versions["vllm"] = version(engine)
@@ -63,13 +63,27 @@ def run(engine: Engine, peer_python: str | None, scale: PDScale, progress: Progr
     theirs: list[dict[str, list[float]]] = []
     if peer_python is not None:
         try:
-            with vllm_pd_peer.overlay(peer_python) as (folder, versions["nixl"]):
+            with nixl_wheel(peer_python) as (folder, versions["nixl"]):
                 for threads in NIXL_THREADS:
                     name = f"NixlConnector with num_threads={threads}"
                     theirs.append(measure(engine, nixl(folder, threads), scale, name, progress))
         except BenchError as error:
             progress(f"WARNING: NixlConnector was not measured: {error}")
-    return Report(machine, versions, pd_rows(ours, better(theirs), scale))
+    return Comparison(machine, versions, pd_rows(ours, better(theirs), scale))
+
+
+@contextlib.contextmanager
+def nixl_wheel(python: str) -> Iterator[tuple[Path, str]]:
+    """A folder with the wheel that `python` has, to be put on an engine's path, and its version. Raises BenchError."""
+    program = (
+        "import importlib.metadata as m, pathlib, nixl\n"
+        "print(pathlib.Path(nixl.__file__).parent.parent); print(m.version('nixl'))"
+    )
+    packages, version = children.probed(python, program, _NIXL)[-2:]
+    with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
+        for found in Path(packages).glob("*nixl*"):
+            (Path(folder) / found.name).symlink_to(found)
+        yield Path(folder), version
 
 
 def better(runs: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
@@ -205,9 +219,9 @@ def _concurrent(prefill: Instance, decode: Instance, prompt: list[int], answer_t
     where = {"remote_host": "127.0.0.1", "remote_port": prefill.transfer_port}
     params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer_id, **where}
     with ThreadPoolExecutor(1) as thread:
-        leg = thread.submit(prefill.prefill, prompt, {"transfer_id": transfer_id})
+        prefilled = thread.submit(prefill.prefill, prompt, {"transfer_id": transfer_id})
         answer = decode.ask(prompt, answer_tokens, params)
-        leg.result()
+        prefilled.result()
     return answer
 
 

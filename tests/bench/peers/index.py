@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mooncake_connector.cli.bench.embedded import LOOKUP, PREFIX, SINGLE_LOOKUPS
-from mooncake_connector.cli.bench.measure import BenchError, Scale, Task, best_seconds
-from mooncake_connector.cli.bench.pool_writer import NAMESPACE, bench_space
+from bench.peers.report import Goal, Row, row
+from mooncake_connector.cli.bench.measure import BenchError, Progress, Task, best_seconds
+from mooncake_connector.cli.bench.store import LOOKUP, PREFIX, SINGLE_LOOKUPS, bench_namespace, bench_space
 from store_client import EmbeddedStore, Shard, Space
 from store_client.base import KEY_NBYTES
 from store_client.embedded import layout, ledger, rows, table
@@ -30,21 +29,43 @@ _CHUNK = 1 << 16
 _SHARD = Shard(0, 32, 0, 8)
 
 
-def measure(folder: Path, scale: Scale, progress: Callable[[str], None]) -> tuple[dict[str, float], float]:
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Keys in the two pools, and how often they are looked up."""
+
+    small: int = 10_000
+    large: int = 5_000_000
+    rounds: int = 21
+
+
+QUICK = Sizes(1_000, 20_000, rounds=6)
+
+
+def measure(folder: Path, sizes: Sizes, progress: Progress) -> list[Row]:
     """Lookups in the large index over those in the small one (seconds over seconds), and bytes a page of the large."""
-    small = filled_pool(folder / "small", scale.small_index)
-    progress(f"filling an index with {scale.large_index:,} keys")
-    large = filled_pool(folder / "large", scale.large_index)
-    with EmbeddedStore(folder / "small") as one, EmbeddedStore(folder / "large") as other:
+    progress(f"filling an index with {sizes.large:,} keys")
+    pools = {
+        name: filled_pool(folder / name, count) for name, count in (("small", sizes.small), ("large", sizes.large))
+    }
+    with EmbeddedStore(folder / "small") as small, EmbeddedStore(folder / "large") as large:
         tasks: dict[str, Task] = {}
-        for size, store, keys in (("small", one, small), ("large", other, large)):
-            tasks.update({f"{name} {size}": task for name, task in _tasks(bench_space(store), keys, scale).items()})
-        seconds = best_seconds(tasks, 3 * scale.rounds)
-    ratios = {name: seconds[f"{name} large"] / seconds[f"{name} small"] for name in (LOOKUP, PREFIX)}
-    return ratios, index_nbytes(folder / "large") / scale.large_index
+        for size, store in (("small", small), ("large", large)):
+            tasks.update({f"{name} {size}": task for name, task in _tasks(bench_space(store), pools[size]).items()})
+        seconds = best_seconds(tasks, sizes.rounds)
+    text = f"{sizes.large:,} keys in the index over {sizes.small:,}"
+    return [
+        *(
+            row(f"{title}, {text}", seconds[f"{name} large"] / seconds[f"{name} small"], "times", goal=Goal(at_most=2))
+            for title, name in (("one lookup", LOOKUP), ("prefix lookup", PREFIX))
+        ),
+        row(
+            f"index memory at {sizes.large:,} pages", index_nbytes(folder / "large") / sizes.large, "bytes a page",
+            goal=Goal(at_most=300),
+        ),
+    ]  # fmt: skip
 
 
-def _tasks(space: Space, keys: list[list[bytes]], scale: Scale) -> dict[str, Task]:
+def _tasks(space: Space, keys: list[list[bytes]]) -> dict[str, Task]:
     """Every round looks other keys up, so that the memory they lie in is not warm from the round before."""
     rounds = iter(range(10**9))
 
@@ -66,7 +87,7 @@ def filled_pool(pool: Path, count: int, sample: int = 2048) -> list[list[bytes]]
     with EmbeddedStore(pool, layout.MIN_CAPACITY_NBYTES):
         pass
     data = _widen(pool, count)
-    number = Spaces(data / "spaces").register(NAMESPACE, _SHARD)
+    number = Spaces(data / "spaces").register(bench_namespace(), _SHARD)
     _take_all(data, count)
     target = table.Table(data / "table", count)
     generator = np.random.default_rng(2)

@@ -1,4 +1,4 @@
-"""One of the two processes at the ends of the links of `transfer_network`.
+"""One of the two processes at the ends of the links of `network`.
 
 Argument: one JSON object with role ("hold", "send"), hosts, secret, nbytes, lost_after_s. Orders come as lines of JSON,
 each is answered by one. It leaves when its standard input is closed.
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mooncake_connector.cli.bench.transfer_far import outcome_of
 from transfer.control.handshake import Identity
 from transfer.plan.granularity import Batch, Divider, Granularity
 from transfer.transports.base import Completion, Grant, Outcome
@@ -68,7 +69,7 @@ class Sender(_End):
     def write(self) -> dict[str, Any]:
         """Everything; how long it took."""
         start = time.perf_counter()
-        outcome = self._send(0, self.data.nbytes).wait()
+        outcome = outcome_of(self._send(0, self.data.nbytes))
         return {"seconds": time.perf_counter() - start, "outcome": str(outcome), "paths": self._peer.paths}
 
     def layers(
@@ -97,7 +98,7 @@ class Sender(_End):
                         completions.append(self._send(start, stop))
                         completions[-1].add_done_callback(arrived)
         for completion in completions:
-            completion.wait()
+            outcome_of(completion)
         assert divider.complete
         return {"seconds": max(landed) - at, "outcome": failures[0] if failures else "ok"}
 

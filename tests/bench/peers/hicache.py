@@ -1,4 +1,4 @@
-"""One run of `bench hicache`: which processes measure what, and where the temporary pools lie.
+"""One run of `make bench NAME=hicache`: which processes measure what, and where the temporary pools lie.
 
 SGLang runs in processes of its own (`hicache_child`): one that fills our pool and stays; one that measures memcpy, our
 backend on those pages, and SGLang's file backend; and one for each setting of the Mooncake Store.
@@ -7,25 +7,22 @@ backend on those pages, and SGLang's file backend; and one for each setting of t
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mooncake_connector.cli.bench import hicache_rows, mooncake_peer, processes
-from mooncake_connector.cli.bench.hicache_rows import FILE, MOONCAKE, OURS, Figures
-from mooncake_connector.cli.bench.hicache_scale import CANONICAL, HicacheScale
-from mooncake_connector.cli.bench.machine import check_room, describe_machine, describe_versions, engine_version
-from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.report import Report
-
-Progress = Callable[[str], None]
+from bench.peers import children, hicache_rows, mooncake_store
+from bench.peers.hicache_rows import FILE, MOONCAKE, OURS, Figures
+from bench.peers.hicache_scale import CANONICAL, HicacheScale
+from bench.peers.report import Comparison
+from mooncake_connector.cli.bench import processes
+from mooncake_connector.cli.bench.machine import check_room, describe_machine, describe_versions
+from mooncake_connector.cli.bench.measure import BenchError, Progress
 
 QUICK = HicacheScale(num_pages=32, lookup_keys=64, rounds=1)  # SGLang's page_head pool needs a page for each layer
 
-_CHILD = "mooncake_connector.cli.bench.hicache_child"
 _START_DEADLINE_S = 300.0
 _MEASURE_DEADLINE_S = 1200.0
 _PROBE = "import importlib.metadata as m, sglang_backend, lmdb, xxhash; print(m.version('sglang'))"
@@ -33,20 +30,20 @@ _PROBE = "import importlib.metadata as m, sglang_backend, lmdb, xxhash; print(m.
 
 def run(
     folder: Path, scale: HicacheScale, *, sglang: Path, peers: Collection[str], peer_python: str, progress: Progress
-) -> Report:
+) -> Comparison:
     """Measure our backend and ``peers`` (names from `hicache_rows`) with the SGLang of the interpreter ``sglang``.
 
     Raises BenchError where our backend cannot be measured; a peer that cannot is left out with a warning.
     """
     check_room(folder, 3 * scale.data_nbytes + (256 << 20))
     machine, versions = describe_machine(folder), describe_versions()
-    versions["sglang"] = engine_version("--sglang-python", sglang, "SGLang", _PROBE)
-    install = mooncake_peer.locate_or_warn(peer_python, progress) if MOONCAKE in peers else None
+    versions["sglang"] = children.engine_version(sglang, "SGLang", _PROBE)
+    install = mooncake_store.locate_or_warn(peer_python, progress) if MOONCAKE in peers else None
     versions["mooncake"] = install.version if install else None
     with tempfile.TemporaryDirectory(prefix="mooncake-connector-bench-", dir=folder) as name:
         figures = _measure_ours(Path(name), scale, sglang, FILE in peers, progress)
     mooncake = _measure_mooncake(install, scale, sglang, progress) if install else {}
-    return Report(machine, versions, hicache_rows.rows(figures, mooncake, scale))
+    return Comparison(machine, versions, hicache_rows.rows(figures, mooncake, scale))
 
 
 def _measure_ours(folder: Path, scale: HicacheScale, sglang: Path, with_file: bool, progress: Progress) -> Figures:
@@ -77,25 +74,25 @@ def _our_backend(pool: Path, scale: HicacheScale) -> dict[str, Any]:
 
 
 def _measure_mooncake(
-    install: mooncake_peer.Install, scale: HicacheScale, sglang: Path, progress: Progress
+    install: mooncake_store.Install, scale: HicacheScale, sglang: Path, progress: Progress
 ) -> dict[str, Figures]:
     """Figures for each setting; those that could not be measured are missing, with a warning."""
     results: dict[str, Figures] = {}
-    for setting, pool, held in mooncake_peer.SETTINGS:
+    for setting, pool, held in mooncake_store.SETTINGS:
         progress(f"SGLang: its Mooncake backend, {setting}")
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
             log = stack.enter_context(tempfile.TemporaryFile())
             segment = scale.data_nbytes * 3 // 2 + (64 << 20)
-            env = mooncake_peer.tcp_settings(pool)
+            env = mooncake_store.tcp_settings(pool)
             try:
-                address = stack.enter_context(mooncake_peer.master(install, log))
+                address = stack.enter_context(mooncake_store.master(install, log))
                 if held:
-                    stack.enter_context(mooncake_peer.holder(install, address, segment, env, folder, log))
+                    stack.enter_context(mooncake_store.holder(install, address, segment, env, folder, log))
             except BenchError as error:
                 progress(f"WARNING: {MOONCAKE}, {setting}: not measured: {error}: {processes.last_lines(log)}")
                 continue
-            env["PYTHONPATH"] = str(mooncake_peer.overlay(install, folder / "wheel"))
+            env |= children.path(mooncake_store.overlay(install, folder / "wheel"))
             config = {
                 "master_server_address": address,
                 "metadata_server": "P2PHANDSHAKE",
@@ -121,7 +118,7 @@ def _filled(backends: Mapping[str, Any], scale: HicacheScale, sglang: Path, fold
     outcome = folder / "hold"
     with tempfile.TemporaryFile() as log:
         command = _command("hold", backends, scale, sglang, outcome)
-        with processes.running(command, log) as process:
+        with processes.running(command, log, children.path()) as process:
             try:
                 processes.wait_until(outcome.exists, process, _START_DEADLINE_S, "the process that fills the pool")
             except BenchError as error:
@@ -134,10 +131,10 @@ def _run_child(
 ) -> dict[str, Any]:
     command = _command("measure", backends, scale, sglang, outcome)
     # SGLang prefers this variable to the folder in its configuration.
-    env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "", **env}
-    return processes.run_script(command, outcome, deadline_s=_MEASURE_DEADLINE_S, env=env)
+    env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "", **children.path(), **env}
+    return children.run(command, outcome, deadline_s=_MEASURE_DEADLINE_S, env=env)
 
 
 def _command(role: str, backends: Mapping[str, Any], scale: HicacheScale, sglang: Path, outcome: Path) -> list[str]:
     order = {"role": role, "scale": asdict(scale), "backends": backends, "outcome": str(outcome)}
-    return [str(sglang), "-m", _CHILD, json.dumps(order)]
+    return children.module(sglang, "hicache_child", order)

@@ -1,4 +1,4 @@
-"""What `bench pd` asks of one vLLM server."""
+"""What the comparison of prefill and decode asks of one vLLM server."""
 
 from __future__ import annotations
 

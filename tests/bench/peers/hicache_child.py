@@ -1,6 +1,6 @@
-"""The processes of `bench hicache` that use SGLang; run by the interpreter that has SGLang and this package.
+"""The processes of `make bench NAME=hicache` that use SGLang; run by the interpreter that has SGLang and this project.
 
-Run as ``python -m mooncake_connector.cli.bench.hicache_child ORDER``, one JSON object (see `main`).
+Run as ``python -m bench.peers.hicache_child ORDER``, one JSON object (see `main`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mooncake_connector.cli.bench.hicache_scale import (
+from bench.peers.children import write_outcome
+from bench.peers.hicache_scale import (
     CANONICAL,
     EXISTS,
     GET,
@@ -24,11 +24,10 @@ from mooncake_connector.cli.bench.hicache_scale import (
     Geometry,
     HicacheScale,
 )
-from mooncake_connector.cli.bench.limits import memcpy_task, page_keys
-from mooncake_connector.cli.bench.measure import BenchError, Scale, Task, best_seconds
-from mooncake_connector.cli.bench.pool_writer import content
-from sglang_backend.bench.attached import Attached
-from sglang_backend.bench.host_pools import canonical_view, make_host_pool
+from bench.peers.host_pools import canonical_view, make_host_pool
+from bench.peers.sglang_calls import Attached
+from mooncake_connector.cli.bench.measure import BenchError, Task, best_seconds
+from mooncake_connector.cli.bench.store import content, memcpy_task, page_keys
 
 
 def main(order: dict[str, Any]) -> None:
@@ -47,17 +46,10 @@ def main(order: dict[str, Any]) -> None:
     else:
         for operation, geometry, layout, seconds in measure(scale, order["backends"]):
             figures += [(operation, geometry, layout, name, value) for name, value in seconds.items()]
-            write(order["outcome"], {"figures": figures})
-    write(order["outcome"], {"figures": figures, "ready": True})
+            write_outcome(order["outcome"], {"figures": figures})
+    write_outcome(order["outcome"], {"figures": figures, "ready": True})
     if order["role"] == "hold":
         sys.stdin.read()
-
-
-def write(path: str, outcome: dict[str, Any]) -> None:
-    """Replace the outcome file in one step: the reader looks at any time."""
-    partial = Path(path + ".partial")
-    partial.write_text(json.dumps(outcome))
-    partial.rename(path)
 
 
 def hold(scale: HicacheScale, backends: Mapping[str, Any]) -> None:
@@ -162,8 +154,7 @@ class HostPages:
 
     def memcpy(self) -> Task:
         """Copy as many bytes from private memory to private memory."""
-        scale = Scale(num_pages=len(self._keys), page_nbytes=self._page_nbytes)
-        return memcpy_task(scale, self._content, self._scratch)
+        return memcpy_task(self._content, self._scratch, self._page_nbytes)
 
     def _expect_all(self, found: int, what: str) -> None:
         if found != len(self._keys):

@@ -7,24 +7,24 @@ on, and the pages in the measuring process's own segment. Mooncake's checksums s
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.peers import children
 from mooncake_connector.cli.bench import processes
-from mooncake_connector.cli.bench.measure import BenchError, Scale
+from mooncake_connector.cli.bench.measure import BenchError, Progress
+from mooncake_connector.cli.bench.store import Scale
 
 POOL_OFF = "other process, connection pool off"
 POOL_ON = "other process, connection pool on"
 OWN = "own segment"
+BETWEEN = (POOL_OFF, POOL_ON)
 SETTINGS = ((POOL_OFF, "0", True), (POOL_ON, "1", True), (OWN, "1", False))
 """Name, connection pool off or on, and whether the pages are in another process's segment."""
 
-_SCRIPT = Path(__file__).parent / "mooncake_client.py"
 _START_DEADLINE_S = 60.0
 _MEASURE_DEADLINE_S = 240.0
 _LEASE_TTL_MS = 10_000
@@ -46,23 +46,16 @@ class Install:
 
 def locate(python: str) -> Install:
     """Raises BenchError that says what to install where ``python`` cannot import the wheel."""
-    probe = (
+    program = (
         "import importlib.metadata as m, mooncake, mooncake.store\n"
         "names = [d.name for d in m.distributions() if d.name.startswith('mooncake-transfer-engine')]\n"
         "print(list(mooncake.__path__)[0]); print(names[0] + ' ' + m.version(names[0]) if names else 'unknown')"
     )
-    try:
-        done = subprocess.run([python, "-c", probe], capture_output=True, text=True, timeout=_START_DEADLINE_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BenchError(f"cannot run the peer's Python {python}: {error}. {_INSTALL}") from error
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise BenchError(f"{python} cannot import the Mooncake Store ({reason}). {_INSTALL}")
-    package, version = done.stdout.strip().splitlines()[-2:]
+    package, version = children.probed(python, program, _INSTALL)[-2:]
     return Install(python, Path(package), version)
 
 
-def locate_or_warn(python: str, progress: Callable[[str], None]) -> Install | None:
+def locate_or_warn(python: str, progress: Progress) -> Install | None:
     """`locate`, or None and a warning that its rows will be missing."""
     try:
         return locate(python)
@@ -85,11 +78,11 @@ def master(install: Install, log: Any) -> Iterator[str]:
         "--logtostderr=true",
     ]
     with processes.running(command, log) as process:
-        processes.wait_until(lambda: processes.accepts(port), process, _START_DEADLINE_S, "the Mooncake master")
+        processes.wait_until(lambda: children.accepts(port), process, _START_DEADLINE_S, "the Mooncake master")
         yield f"127.0.0.1:{port}"
 
 
-def measure(install: Install, scale: Scale, progress: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+def measure(install: Install, scale: Scale, progress: Progress) -> dict[str, dict[str, Any]]:
     """Seconds by figure for each setting. A setting that fails has its reason under ``error``, and what it got."""
     results: dict[str, dict[str, Any]] = {}
     for setting, pool, held in SETTINGS:
@@ -114,8 +107,8 @@ def _measure_one(install: Install, scale: Scale, pool: str, held: bool, folder: 
         outcome = folder / "measure"
         sizes = {**asdict(scale), "segment_nbytes": 0 if held else segment, "outcome": str(outcome)}
         order = {"role": "measure", "master": address, **sizes}
-        command = [install.python, str(_SCRIPT), json.dumps(order)]
-        return processes.run_script(command, outcome, deadline_s=_MEASURE_DEADLINE_S, env=env)
+        command = children.script(install.python, "mooncake_client", order)
+        return children.run(command, outcome, deadline_s=_MEASURE_DEADLINE_S, env=env)
 
 
 def tcp_settings(pool: str) -> dict[str, str]:
@@ -130,7 +123,7 @@ def holder(
     """A process that offers its memory to the cluster of the master at ``address``."""
     outcome = folder / "hold"
     order = {"role": "hold", "master": address, "segment_nbytes": segment_nbytes, "outcome": str(outcome)}
-    with processes.running([install.python, str(_SCRIPT), json.dumps(order)], log, env) as process:
+    with processes.running(children.script(install.python, "mooncake_client", order), log, env) as process:
         processes.wait_until(outcome.exists, process, _START_DEADLINE_S, "the process that holds the segment")
         yield
 

@@ -1,4 +1,4 @@
-"""The rows of `bench hicache` and their goals: from measured seconds to figures. Measures nothing itself."""
+"""The rows of `make bench NAME=hicache` and their goals: from measured seconds to figures. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from mooncake_connector.cli.bench import mooncake_peer
-from mooncake_connector.cli.bench.hicache_scale import (
+from bench.peers.hicache_scale import (
     CANONICAL,
     EXISTS,
     GET,
@@ -18,8 +17,9 @@ from mooncake_connector.cli.bench.hicache_scale import (
     Geometry,
     HicacheScale,
 )
+from bench.peers.mooncake_store import BETWEEN
+from bench.peers.report import Goal, Row, row
 from mooncake_connector.cli.bench.measure import gigabytes_per_second
-from mooncake_connector.cli.bench.report import Goal, Row, row
 
 OURS, FILE, MOONCAKE = "mooncake-connector", "file", "mooncake"
 
@@ -54,7 +54,7 @@ def rows(ours: Figures, mooncake: Mapping[str, Figures], scale: HicacheScale) ->
 
 def _data_rows(ours: Figures, mooncake: Mapping[str, Figures], scale: HicacheScale) -> Iterator[Row]:
     """Ours beside memcpy of the same rounds and the better of Mooncake's settings between two processes."""
-    between = [mooncake.get(setting, {}) for setting in (mooncake_peer.POOL_OFF, mooncake_peer.POOL_ON)]
+    between = [mooncake.get(setting, {}) for setting in BETWEEN]
     for operation, geometry in product((GET, SET), scale.geometries):
         speeds = [_speed(figures, operation, geometry, CANONICAL, MOONCAKE, scale) for figures in between]
         peer = max(filter(None, speeds), default=None)
@@ -81,7 +81,7 @@ def _file_rows(ours: Figures, scale: HicacheScale) -> Iterator[Row]:
 
 
 def _lookup_row(ours: Figures, mooncake: Mapping[str, Figures], scale: HicacheScale) -> Row:
-    between = [mooncake.get(setting, {}) for setting in (mooncake_peer.POOL_OFF, mooncake_peer.POOL_ON)]
+    between = [mooncake.get(setting, {}) for setting in BETWEEN]
     return row(
         f"{EXISTS} of {scale.lookup_keys} keys",
         _lookup_ms(ours, OURS),

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import vllm_plugin
-from mooncake_connector.cli.bench import mooncake_peer, processes
-from mooncake_connector.cli.bench.machine import engine_version
-from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.report import Goal, Row, row
+from bench.peers import children, mooncake_store
+from bench.peers.report import Goal, Row, row
+from mooncake_connector.cli.bench.measure import BenchError, Progress
 
-_CHILDREN = Path(vllm_plugin.__file__).parent / "bench"
 _DEADLINE_S = 600.0
 _HIT_TOKENS = 1900
 _PROMPT_TOKENS = 1960
@@ -27,8 +22,6 @@ _IDLE_ROUNDS = 200
 _IDLE_REQUESTS = 64
 _OURS = "MooncakeKVConnector"
 _IN_TREE = "MooncakeStoreConnector"
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -42,16 +35,16 @@ class Engine:
 def version(engine: Engine) -> str:
     """vLLM's version. Raises BenchError that says what to install where vLLM or this package is missing."""
     probe = "import vllm, vllm_plugin, lmdb, xxhash; print(vllm.__version__)"
-    return engine_version("--vllm-python", engine.python, "vLLM", probe)
+    return children.engine_version(engine.python, "vLLM", probe)
 
 
-def measure(engine: Engine, peer: mooncake_peer.Install | None, folder: Path, progress: Progress) -> list[Row]:
+def measure(engine: Engine, peer: mooncake_store.Install | None, folder: Path, progress: Progress) -> list[Row]:
     """All rows that need vLLM; what a child could not measure is None in its row, with a warning."""
     with tempfile.TemporaryDirectory(prefix="mooncake-connector-bench-", dir=folder) as name:
         progress(f"vLLM: scheduler step with {_IDLE_REQUESTS} requests, connector idle")
-        idle = _run_child(engine, "vllm_idle.py", _idle_order(Path(name)), {}, progress)
+        idle = _run_child(engine, "vllm_idle", _idle_order(Path(name)), {}, progress)
         progress(f"vLLM: time to first token with {_OURS}")
-        ours = _run_child(engine, "vllm_ttft.py", _ttft_order(_our_transfer(Path(name))), {}, progress)
+        ours = _run_child(engine, "vllm_ttft", _ttft_order(_our_transfer(Path(name))), {}, progress)
         theirs = _in_tree(engine, peer, progress) if peer else {}
     return [*ttft_rows(ours, theirs), idle_row(idle)]
 
@@ -118,7 +111,7 @@ def _ttft_order(transfer: dict[str, Any]) -> dict[str, Any]:
     return {"transfer": transfer, **sizes}
 
 
-def _in_tree(engine: Engine, peer: mooncake_peer.Install, progress: Progress) -> dict[str, Any]:
+def _in_tree(engine: Engine, peer: mooncake_store.Install, progress: Progress) -> dict[str, Any]:
     """The same request through vLLM's own connector for the Mooncake Store, whose segment is in that process."""
     progress(f"vLLM: time to first token with {_IN_TREE}")
     transfer = {
@@ -131,7 +124,7 @@ def _in_tree(engine: Engine, peer: mooncake_peer.Install, progress: Progress) ->
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
         log = stack.enter_context(tempfile.TemporaryFile())
         try:
-            address = stack.enter_context(mooncake_peer.master(peer, log))
+            address = stack.enter_context(mooncake_store.master(peer, log))
         except BenchError as error:
             progress(f"WARNING: {_IN_TREE} was not measured: {error}")
             return {}
@@ -148,9 +141,9 @@ def _in_tree(engine: Engine, peer: mooncake_peer.Install, progress: Progress) ->
             "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "127.0.0.1",
             "VLLM_HOST_IP": "127.0.0.1",
             "MC_FORCE_TCP": "1",
-            "PYTHONPATH": os.pathsep.join((str(mooncake_peer.overlay(peer, folder / "wheel")), str(_CHILDREN))),
+            **children.path(mooncake_store.overlay(peer, folder / "wheel"), children.SCRIPTS),
         }
-        return _run_child(engine, "vllm_ttft.py", _ttft_order(transfer), env, progress)
+        return _run_child(engine, "vllm_ttft", _ttft_order(transfer), env, progress)
 
 
 def _run_child(
@@ -159,9 +152,10 @@ def _run_child(
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as name:
         outcome = Path(name) / "outcome"
         order = {**order, "model": str(engine.model.resolve()), "outcome": str(outcome)}
-        command = [str(engine.python), str(_CHILDREN / script), json.dumps(order)]
         settings = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", **env}
-        found = processes.run_script(command, outcome, deadline_s=_DEADLINE_S, env=settings)
+        found = children.run(
+            children.script(engine.python, script, order), outcome, deadline_s=_DEADLINE_S, env=settings
+        )
     if "error" in found:
         progress(f"WARNING: {script} of {order['transfer']['kv_connector']} failed: {found['error']}")
     return found

@@ -1,44 +1,24 @@
-"""The report of `bench serve` as a picture: requests per second, and the time to the first token."""
+"""A report of `bench serve` as a picture: requests per second, and the time to the first token."""
 
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.serve.connectors import ALONE, OURS
+from mooncake_connector.cli.bench.serve.engines import OURS
 from mooncake_connector.cli.bench.serve.report import NEW, SEEN, ServeReport, ServeRow
 
-_INSTALL = "install it with `pip install matplotlib`"
 _COLORS = {NEW: "#b9c6d6", SEEN: "#5b7fa6"}
 _OUR_COLORS = {NEW: "#f3c9a0", SEEN: "#d9701e"}
 
 
-def check(path: Path) -> None:
-    """Before anything is measured: raise BenchError where a picture could not be made or written."""
+def check() -> None:
+    """Before anything is measured: raise BenchError where no picture could be made."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise BenchError(f"--plot needs matplotlib ({error}): {_INSTALL}, or leave --plot out") from error
-    if path.suffix.lower() != ".png":
-        raise BenchError(f"--plot {path}: a picture is written as PNG: give a name that ends in .png")
-    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise BenchError(f"--plot {path} cannot be written: name a file in a folder that exists and is yours")
-
-
-def write(report: ServeReport, path: Path) -> None:
-    """Raises BenchError where the file cannot be written; no half of a file stays."""
-    content = draw(report)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise BenchError(f"--plot {path} cannot be written: {error.strerror}") from error
+        raise BenchError(f"--plot needs matplotlib ({error}): install it with `pip install matplotlib`") from error
 
 
 def draw(report: ServeReport) -> bytes:
@@ -68,7 +48,7 @@ def draw(report: ServeReport) -> bytes:
     rate.invert_yaxis()
     for label in rate.get_yticklabels():
         label.set_fontweight("bold" if label.get_text() == OURS else "normal")
-    figure.legend(handles=_legend(rows), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    figure.legend(handles=_legend(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     figure.suptitle(_title(report), fontsize=10.5)
     content = io.BytesIO()
     figure.savefig(content, format="png")
@@ -94,13 +74,10 @@ def _write(axes: Any, value: float, place: float, text: str) -> None:
     axes.annotate(text, (value, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
 
 
-def _legend(rows: Sequence[ServeRow]) -> list[Any]:
+def _legend() -> list[Any]:
     from matplotlib.patches import Patch
 
-    if any(row.server == ALONE for row in rows):
-        texts = {NEW: "new prompts (every cache starts without them)", SEEN: "the same prompts again"}
-    else:
-        texts = {NEW: "prompts it has not seen", SEEN: "the same prefixes again"}
+    texts = {NEW: "new prompts (every cache starts without them)", SEEN: "the same prompts again"}
     return [Patch(color=_COLORS[prompts], label=text) for prompts, text in texts.items()]
 
 
@@ -111,9 +88,5 @@ def _title(report: ServeReport) -> str:
         f"{found['concurrency']} at a time"
     )
     where = report.machine.get("accelerator") or f"{report.machine['cpu']}, {report.machine['cores']} cores"
-    engine = f"vLLM {report.versions['vllm']}, " if report.versions.get("vllm") else ""
-    if "url" in found:
-        where = f"asked from {where}"
-    share = found.get("engine_cache_share")
-    cache = "" if share is None else f", a cache in the engine for {share:.0%} of them"
-    return f"{asked}{cache}\n{engine}{found['model']}, {where}"
+    cache = f"a cache in the engine for {found['engine_cache_share']:.0%} of them"
+    return f"{asked}, {cache}\nvLLM {report.versions['vllm']}, {found['model']}, {where}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from bench.peers.report import Goal, Row, row
 from mooncake_connector.cli.bench.measure import Task, best_seconds
 from mooncake_connector.kv.page import BlockLayout, SegmentLayout
 from transfer.plan.layout import RankLayout
@@ -11,6 +12,11 @@ from transfer.plan.pairing import Pairing, routes
 
 _LAYERS, _HEADS, _DIM, _ITEMSIZE = 80, 8, 128, 2
 _BLOCK_TOKENS, _TOKENS = 16, 131_072
+
+
+def planning_row(rounds: int) -> Row:
+    figure = "planning 128k tokens, 80 layers, TP 4 to TP 8: what one source rank sends to one destination"
+    return row(figure, seconds(rounds) * 1e3, "ms", goal=Goal(at_most=20))
 
 
 def seconds(rounds: int) -> float:

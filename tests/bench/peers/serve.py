@@ -1,4 +1,4 @@
-"""The connectors that `bench serve` starts vLLM with: ours, and those in vLLM's tree that keep a cache.
+"""`make bench NAME=serve`: serving under cache pressure beside the connectors in vLLM's tree that keep a cache.
 
 Each gets as much memory as ours, and otherwise its own defaults. What a connector needs beside vLLM (a server of its
 own, files) is started here and ends with it. Connectors that only hand a request from prefill to decode are no
@@ -7,70 +7,62 @@ caches and are left out.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
 
-import vllm_plugin
-from mooncake_connector.cli.bench import mooncake_peer, processes
-from mooncake_connector.cli.bench.measure import BenchError
+import msgspec
 
-ALONE = "vLLM alone"
-OURS = "mooncake-connector"
+from bench.peers import children, mooncake_store
+from mooncake_connector.cli.bench import processes
+from mooncake_connector.cli.bench.measure import BenchError, Progress
+from mooncake_connector.cli.bench.serve import compare
+from mooncake_connector.cli.bench.serve.engines import OWN, Connectors, Place, Setup, transfer_config
+from mooncake_connector.cli.bench.serve.report import Absent, ServeReport
+from mooncake_connector.cli.bench.serve.workload import Workload
 
 _SERVER_START_S = 120.0
-_CHILDREN = Path(vllm_plugin.__file__).parent / "bench"
+_PROBE = """
+import json, sys
+from importlib import metadata, util
+names = {d.name: d.version for d in metadata.distributions()}
+print(json.dumps({"missing": [name for name in sys.argv[1:] if util.find_spec(name) is None], "versions": {
+    "lmcache": names.get("lmcache"), "mooncake-transfer-engine": next(
+        (names[name] for name in names if name.startswith("mooncake-transfer-engine")), None)}}))
+"""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where and how large a connector's cache may be."""
-
-    python: Path
-    folder: Path
-    capacity_nbytes: int
-    stack: contextlib.ExitStack
-    """Ends what was started for the connector."""
-
-    def log(self) -> IO[bytes]:
-        return self.stack.enter_context(contextlib.closing(tempfile.TemporaryFile()))
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What vLLM is started with: `--kv-transfer-config` and environment."""
-
-    transfer: dict[str, Any] | None = None
-    env: dict[str, str] = field(default_factory=dict)
-
-
-def _transfer(name: str, config: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    found = {"kv_connector": name, "kv_role": "kv_both", "kv_load_failure_policy": "recompute", **more}
-    return {**found, "kv_connector_extra_config": config} if config else found
-
-
-def _ours(place: Place) -> Setup:
-    config = {"pool": str(place.folder / "pool"), "capacity": place.capacity_nbytes}
-    return Setup(_transfer("MooncakeKVConnector", config))
+def run(
+    python: Path, model: Path, dtype: str, work: Workload, peers: Sequence[str], folder: Path, limit_s: float,
+    progress: Progress,
+) -> ServeReport:  # fmt: skip
+    """vLLM alone, ours, and `peers`; one whose module is missing is told as not measured."""
+    found = json.loads(children.probed(python, _PROBE, "it needs vLLM and mooncake-connector", *NEEDED.values())[-1])
+    absent = [
+        Absent(name, f"its module {NEEDED[name]!r} is not installed in {python}")
+        for name in peers
+        if NEEDED.get(name) in found["missing"]
+    ]
+    left_out = {item.server for item in absent}
+    connectors = {**OWN, **{name: PEERS[name] for name in peers if name not in left_out}}
+    report = compare.run(python, model, dtype, work, connectors, folder, limit_s, progress)
+    return msgspec.structs.replace(
+        report, absent=[*absent, *report.absent], versions={**report.versions, **found["versions"]}
+    )
 
 
 def _offloading(name: str) -> Callable[[Place], Setup]:
-    return lambda place: Setup(_transfer(name, {"cpu_bytes_to_use": place.capacity_nbytes}))
+    return lambda place: Setup(transfer_config(name, {"cpu_bytes_to_use": place.capacity_nbytes}))
 
 
 def _example(place: Place) -> Setup:
-    return Setup(_transfer("ExampleConnector", {"shared_storage_path": str(place.folder / "files")}))
+    return Setup(transfer_config("ExampleConnector", {"shared_storage_path": str(place.folder / "files")}))
 
 
 def _lmcache(place: Place) -> Setup:
     gib = place.capacity_nbytes / (1 << 30)
     env = {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{gib:.3f}", **_QUIET_LMCACHE}
-    return Setup(_transfer("LMCacheConnectorV1"), env)
+    return Setup(transfer_config("LMCacheConnectorV1"), env)
 
 
 def _lmcache_server(place: Place) -> Setup:
@@ -85,11 +77,11 @@ def _lmcache_server(place: Place) -> Setup:
     ]
     process = place.stack.enter_context(processes.running(command, log, _QUIET_LMCACHE, cwd=place.folder))
     try:
-        processes.wait_until(lambda: processes.accepts(port), process, _SERVER_START_S, "LMCache's server")
+        processes.wait_until(lambda: children.accepts(port), process, _SERVER_START_S, "LMCache's server")
     except BenchError as error:
         raise BenchError(f"{error}: {processes.last_lines(log)}") from error
     config = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
-    return Setup(_transfer("LMCacheMPConnector", config), _QUIET_LMCACHE)
+    return Setup(transfer_config("LMCacheMPConnector", config), _QUIET_LMCACHE)
 
 
 _QUIET_LMCACHE = {
@@ -102,9 +94,9 @@ _QUIET_LMCACHE = {
 
 def _mooncake_store(place: Place) -> Setup:
     """The segment lies in vLLM's own process, its fastest setting."""
-    install = mooncake_peer.locate(str(place.python))
+    install = mooncake_store.locate(str(place.python))
     log = place.log()
-    address = place.stack.enter_context(mooncake_peer.master(install, log))
+    address = place.stack.enter_context(mooncake_store.master(install, log))
     settings = {
         "metadata_server": "P2PHANDSHAKE",
         "master_server_address": address,
@@ -119,22 +111,20 @@ def _mooncake_store(place: Place) -> Setup:
         "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "127.0.0.1",
         "VLLM_HOST_IP": "127.0.0.1",
         "MC_FORCE_TCP": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(_CHILDREN), os.environ.get("PYTHONPATH")))),
+        **children.path(children.SCRIPTS),
     }
-    return Setup(_transfer("MooncakeStoreConnector", kv_connector_module_path="vllm_in_tree"), env)
+    return Setup(transfer_config("MooncakeStoreConnector", kv_connector_module_path="vllm_in_tree"), env)
 
 
-OWN: dict[str, Callable[[Place], Setup]] = {ALONE: lambda place: Setup(), OURS: _ours}
-
-PEERS: dict[str, Callable[[Place], Setup]] = {
+PEERS: Connectors = {
     "OffloadingConnector": _offloading("OffloadingConnector"),
     "SimpleCPUOffloadConnector": _offloading("SimpleCPUOffloadConnector"),
     "ExampleConnector": _example,
     "LMCacheConnectorV1": _lmcache,
     "LMCacheMPConnector": _lmcache_server,
     "MooncakeStoreConnector": _mooncake_store,
-    "FlexKVConnectorV1": lambda place: Setup(_transfer("FlexKVConnectorV1")),
-    "HF3FSKVConnector": lambda place: Setup(_transfer("HF3FSKVConnector")),
+    "FlexKVConnectorV1": lambda place: Setup(transfer_config("FlexKVConnectorV1")),
+    "HF3FSKVConnector": lambda place: Setup(transfer_config("HF3FSKVConnector")),
 }
 """In-tree connectors that keep a cache, by vLLM's name for them."""
 

@@ -1,4 +1,4 @@
-"""What `bench hicache` does and moves: operations, geometries, host layouts, counts."""
+"""What `make bench NAME=hicache` does and moves: operations, geometries, host layouts, counts."""
 
 from __future__ import annotations
 

@@ -1,0 +1,179 @@
+"""`bench transfer`: our transports between two processes of this host, beside the bare system calls."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
+from mooncake_connector.cli.bench.measure import Progress, Task, best_seconds, gigabytes_per_second, size_text
+from mooncake_connector.cli.bench.report import Report, Row
+from mooncake_connector.cli.bench.store import MEMCPY, memcpy_task
+from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, FETCH, TLS, Far, Scale, far_process, finish
+from transfer.control.handshake import Identity
+from transfer.transports.base import Peer, Unavailable
+from transfer.transports.memory import Memory
+from transfer.transports.registry import HOST_NAMES, make_transports
+from transfer.transports.tls import Tls
+from transfer.transports.vectors import Vector, read_process
+
+READV, RAW_TCP = "process_vm_readv", "sendall/recv_into"
+LIMITS = {"cma": READV, "shm": MEMCPY, "tcp": RAW_TCP, TLS: "tcp"}
+SMALL_LIMITS = {"cma": READV, "shm": RAW_TCP, "tcp": RAW_TCP}
+
+Quantiles = Mapping[str, tuple[float, float]]
+"""Seconds at the median and the 99th percentile."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Two processes: this one with `source`, the other one, and the connections between them."""
+
+    source: np.ndarray[Any, Any]
+    far: Far
+    peers: dict[str, Peer]
+
+    def small_peers(self) -> dict[str, Peer]:
+        return {name: peer for name, peer in self.peers.items() if name in SMALL_LIMITS}
+
+
+def run(scale: Scale, progress: Progress) -> Report:
+    """Measure. A transport that does not work here is left out with a warning."""
+    machine, versions = describe_machine(Path(tempfile.gettempdir())), describe_versions()
+    with connected(scale, progress) as ends:
+        progress("scattered pieces: ours, process_vm_readv, memcpy and bare TCP in turn")
+        seconds = best_seconds(moving_tasks(ends, scale), scale.rounds)
+        progress("one small transfer: ours and bare round trips in turn")
+        quantiles = measure_small(ends, scale)
+    return Report(machine, versions, [*moving_rows(seconds, scale), *small_rows(quantiles, scale)])
+
+
+def moving_rows(seconds: Mapping[str, float], scale: Scale) -> list[Row]:
+    """Scattered pieces to scattered places, by transport."""
+    shape = f"{scale.pieces:,} x {size_text(scale.piece_nbytes)}, scattered to scattered"
+    rates = {name: gigabytes_per_second(scale.data_nbytes, taken) for name, taken in seconds.items()}
+    figures = {name: f"{name} (limit: tcp without)" if name == TLS else f"{name}: {shape}" for name in LIMITS}
+    return [
+        Row(figures[name], rates[name], "GB/s", rates.get(limit)) for name, limit in LIMITS.items() if name in rates
+    ]
+
+
+def small_rows(quantiles: Quantiles, scale: Scale) -> list[Row]:
+    """One small transfer beside the bare round trip of its kind, at the median and the 99th percentile."""
+    rows = []
+    for name, bare in SMALL_LIMITS.items():
+        if name in quantiles:
+            for label, value, limit in zip(("p50", "p99"), quantiles[name], quantiles[bare], strict=True):
+                figure = f"{name}: one transfer of {size_text(scale.small_nbytes)}, {label} (limit: {bare})"
+                rows.append(Row(figure, value * 1e6, "us", limit * 1e6))
+    return rows
+
+
+@contextlib.contextmanager
+def connected(scale: Scale, progress: Progress) -> Iterator[Ends]:
+    """Start the other process, and connect every transport that works here to it."""
+    source = np.ones(scale.memory_nbytes, dtype=np.uint8)
+    memory = Memory()
+    memory.register(source.ctypes.data, source.nbytes)
+    with contextlib.ExitStack() as stack:
+        tls = _certificate(Path(stack.enter_context(tempfile.TemporaryDirectory())), progress)
+        far = stack.enter_context(far_process(scale.memory_nbytes, tls))
+        peers = {}
+        for name in far.endpoints:
+            kind, security = ("tcp", Tls(**tls)) if name == TLS and tls else (name, None)
+            transports = stack.enter_context(make_transports([kind], memory, Identity(), tls=security))
+            try:
+                peers[name] = transports.connect({kind: far.endpoints[name]}, deadline_s=DEADLINE_S)
+            except Unavailable as error:
+                progress(f"WARNING: {name} is left out: {error}")
+        for name in HOST_NAMES:
+            if name not in far.endpoints:
+                progress(f"WARNING: {name} is left out: the other process cannot offer it")
+        yield Ends(source, far, peers)
+
+
+def _certificate(folder: Path, progress: Progress) -> dict[str, str] | None:
+    """Arguments of `Tls` for a certificate that signs itself; None, and a warning, without openssl."""
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    own, key = str(folder / "own.pem"), str(folder / "key.pem")
+    try:
+        subprocess.run([*make, "-subj", "/CN=bench", "-keyout", key, "-out", own], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        progress(f"WARNING: {TLS} is left out, its certificate is made with openssl: {error}")
+        return None
+    return {"certificate": own, "key": key, "authority": own}
+
+
+def moving_tasks(ends: Ends, scale: Scale) -> dict[str, Task]:
+    """Every transport and every limit, each moving all pieces once."""
+    source, far = ends.source, ends.far
+    ours = {name: Task(far.moves(peer, source, scale)) for name, peer in ends.peers.items()}
+    here, there, sizes = far.pieces(source, scale)
+
+    def readv() -> None:
+        target, origin = Vector.of(here, sizes), Vector.of(there, sizes)
+        while target.left:
+            read_process(far.pid, origin, target)
+
+    half = source.nbytes // 2
+    connection = far.dial(b"t")
+    view = source.data[: scale.data_nbytes]
+
+    def raw_tcp() -> None:
+        connection.sendall(len(view).to_bytes(8, "little"))
+        connection.sendall(view)
+        connection.recv(1)
+
+    bare = {RAW_TCP: Task(raw_tcp), MEMCPY: memcpy_task(source[:half], source[half:], min(1 << 20, half))}
+    if _can_read(far, source):
+        bare[READV] = Task(readv)
+    return {**ours, **bare}
+
+
+def _can_read(far: Far, into: np.ndarray[Any, Any]) -> bool:
+    one = np.array([1])
+    origin, target = Vector.of(np.array([far.address]), one), Vector.of(np.array([into.ctypes.data]), one)
+    try:
+        return read_process(far.pid, origin, target) == 1
+    except OSError:
+        return False
+
+
+def measure_small(ends: Ends, scale: Scale) -> dict[str, tuple[float, float]]:
+    """One small transfer, of ours and of bare round trips, in turn."""
+    source, far = ends.source, ends.far
+    here, there, size = np.array([source.ctypes.data]), np.array([far.address]), np.array([scale.small_nbytes])
+    message = len(view := source.data[: scale.small_nbytes]).to_bytes(8, "little")
+    order = FETCH.pack(os.getpid(), source.ctypes.data, scale.small_nbytes)
+    tcp, vm = far.dial(b"t"), far.dial(b"v")
+
+    def raw_tcp() -> None:
+        tcp.sendall(message)
+        tcp.sendall(view)
+        tcp.recv(1)
+
+    def raw_vm() -> None:
+        vm.sendall(order)
+        vm.recv(1)
+
+    def ours(peer: Peer) -> Callable[[], None]:
+        return lambda: finish(peer, peer.write(far.grant, here, there, size, deadline_s=DEADLINE_S))
+
+    calls = {name: ours(peer) for name, peer in ends.small_peers().items()}
+    calls |= {RAW_TCP: raw_tcp, **({READV: raw_vm} if "cma" in calls else {})}
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(scale.small_rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            taken[name].append(time.perf_counter() - start)
+    return {name: (float(np.quantile(all_, 0.5)), float(np.quantile(all_, 0.99))) for name, all_ in taken.items()}
