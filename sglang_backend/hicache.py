@@ -31,15 +31,16 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once, set_log_level
-from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_shape
+from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_format
 from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
 from sglang_backend.metrics import Figures
 from sglang_backend.plugin import hooked
 from sglang_backend.settings import own_settings
 from sglang_backend.stored_pool import StoredPool
-from store_client.base import KEY_NBYTES, Shard
+from store_client.base import KEY_NBYTES
 from store_client.open import BackgroundStore, open_in_background
 from store_client.sharded import ShardView
 
@@ -87,18 +88,18 @@ class MooncakeConnectorStorage(HiCacheStorage):
         """
         super().register_mem_pool_host(mem_pool_host)
         self._check_page_size(mem_pool_host)
-        shape = plain_shape(mem_pool_host)
-        identity = identify(self._config, self._storage_config, mem_pool_host, shape)
+        fmt = plain_format(mem_pool_host)
+        identity = identify(self._config, self._storage_config, mem_pool_host, fmt)
 
         def identified() -> None:
             self._namespace = identity.namespace()
 
         self._store = open_in_background(self._config, identified)
         if mem_pool_host.kv_buffer is not None:  # else all of the model's state is in the other pools
-            if shape is None or identity.shard is None:
+            if fmt is None or identity.shard is None:
                 self._kv = self._stored(opaque_pages(mem_pool_host), WHOLE)
             else:
-                self._kv = self._stored(CanonicalPages(mem_pool_host, shape, identity.shard), identity.shard)
+                self._kv = self._stored(CanonicalPages(mem_pool_host, fmt, identity.shard), identity.shard)
         if not hooked():
             logger.warning(
                 "SGLang did not load the plugin of mooncake-connector in this process: do not update weights while it "

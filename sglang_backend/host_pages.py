@@ -8,7 +8,6 @@ pages; `opaque_pages` moves the bytes of any other pool as they are.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,9 +16,9 @@ import torch
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from mooncake_connector.kv.page import BlockLayout, PageFormat, SegmentLayout, pack, unpack
-from store_client.base import Bytes, Shard
-from store_client.sharded import overlap
+from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.page import BlockLayout, PageFormat, SegmentLayout, fit, pack, unpack
+from store_client.base import Bytes
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.pool_host.base import HostKVCache
@@ -54,32 +53,8 @@ class HostPages(Protocol):
         """Copy the slots from `first_slot` on into `page`, the page of this rank's shard."""
 
 
-@dataclass(frozen=True)
-class PoolShape:
-    """Sizes of one rank's part of a plain K/V (or MLA) host pool; dims are elements a token and head."""
-
-    num_layers: int
-    num_heads: int
-    k_dim: int
-    v_dim: int
-    itemsize: int
-    page_tokens: int
-    layout: str
-
-    def page_format(self, shard: Shard) -> PageFormat:
-        """The canonical page of any shard of the same model."""
-        return PageFormat(
-            num_layers=shard.layer_stop - shard.layer_start,
-            page_tokens=self.page_tokens,
-            num_heads=shard.head_stop - shard.head_start,
-            k_dim=self.k_dim,
-            v_dim=self.v_dim,
-            itemsize=self.itemsize,
-        )
-
-
-def plain_shape(pool: HostKVCache) -> PoolShape | None:
-    """Sizes of a pool whose pages are K beside V, or MLA vectors, and nothing else; None for every other pool."""
+def plain_format(pool: HostKVCache) -> PageFormat | None:
+    """The page of a pool that has K beside V, or MLA vectors, and nothing else; None for every other pool."""
     kind = type(pool)
     if kind not in (MHATokenToKVPoolHost, MLATokenToKVPoolHost) or pool.layout not in _POOL_AXES:
         return None
@@ -91,14 +66,13 @@ def plain_shape(pool: HostKVCache) -> PoolShape | None:
         return None
     if is_mla and getattr(pool, "dcp_size", 1) > 1:
         return None
-    return PoolShape(
+    return PageFormat(
         num_layers=pool.layer_num,
         num_heads=1 if is_mla else pool.head_num,
         k_dim=pool.kv_cache_dim if is_mla else pool.head_dim,
         v_dim=0 if is_mla else pool.v_head_dim,
         itemsize=pool.dtype.itemsize,
         page_tokens=pool.page_size,
-        layout=pool.layout,
     )
 
 
@@ -109,19 +83,18 @@ class CanonicalPages:
         shard: the layers and heads that the pool holds, counted over the whole model.
     """
 
-    def __init__(self, pool: HostKVCache, shape: PoolShape, shard: Shard) -> None:
-        self.page_slots = shape.page_tokens
-        self._shape, self._shard = shape, shard
+    def __init__(self, pool: HostKVCache, fmt: PageFormat, shard: Shard) -> None:
+        self.page_slots = fmt.page_tokens
+        self._fmt, self._shard = fmt, shard
+        self._axes = _POOL_AXES[pool.layout]
         self._buffer = pool.kv_buffer  # what is addressed stays allocated
-        self._fmt = shape.page_format(shard)
-        num_blocks = pool.size // shape.page_tokens
-        v_offset = None if shape.v_dim == 0 else self._buffer[1].data_ptr() - self._buffer[0].data_ptr()
-        self._layout = _block_layout(shape, _POOL_AXES[shape.layout], self._buffer.data_ptr(), num_blocks, v_offset)
+        num_blocks = pool.size // fmt.page_tokens
+        v_offset = None if fmt.v_dim == 0 else self._buffer[1].data_ptr() - self._buffer[0].data_ptr()
+        self._layout = _block_layout(fmt, self._axes, self._buffer.data_ptr(), num_blocks, v_offset)
 
     @property
     def unit_nbytes(self) -> int:
-        shape = self._shape
-        return shape.page_tokens * (shape.k_dim + shape.v_dim) * shape.itemsize
+        return self._fmt.unit_nbytes
 
     def load(self, first_slot: int, part: Shard, page: Bytes) -> None:
         self._load(self._layout, first_slot // self.page_slots, part, page)
@@ -138,37 +111,32 @@ class CanonicalPages:
         pack(self._fmt, self._flat_layout(source), (0,), 0, page)
 
     def _load(self, layout: BlockLayout, block: int, part: Shard, page: Bytes) -> None:
-        if part == self._shard:
-            unpack(self._fmt, layout, (block,), 0, page)
-            return
-        common = overlap(part, self._shard)
-        cropped = layout.crop(common.first_layer, common.page.num_layers, common.first_head)
-        unpack(self._shape.page_format(part), cropped, (block,), 0, page, window=common.page)
+        fmt, common = fit(self._fmt, self._shard, part)
+        unpack(fmt, layout, (block,), 0, page, part=common)
 
     def _flat_layout(self, flat: torch.Tensor) -> BlockLayout:
         """A flat page has the pool's own order, K before V, without other pages in between."""
         if not flat.is_contiguous() or flat.numel() * flat.element_size() != self._fmt.nbytes:
             raise ValueError(f"a flat page of {flat.numel()} elements of {flat.dtype}, not {self._fmt.nbytes} bytes")
-        axes = _POOL_AXES[self._shape.layout]
-        v_offset = None if self._shape.v_dim == 0 else self._fmt.k_nbytes
-        return _block_layout(self._shape, axes, flat.data_ptr(), 1, v_offset)
+        v_offset = None if self._fmt.v_dim == 0 else self._fmt.k_nbytes
+        return _block_layout(self._fmt, self._axes, flat.data_ptr(), 1, v_offset)
 
 
-def _block_layout(shape: PoolShape, axes: str, address: int, num_blocks: int, v_offset: int | None) -> BlockLayout:
+def _block_layout(fmt: PageFormat, axes: str, address: int, num_blocks: int, v_offset: int | None) -> BlockLayout:
     """The order `axes` of a contiguous buffer at `address` as a block layout; K and V are alike, `v_offset` apart."""
     sizes = {
         "b": num_blocks,
-        "t": shape.page_tokens,
-        "l": shape.num_layers,
-        "h": shape.num_heads,
-        "d": shape.k_dim,
+        "t": fmt.page_tokens,
+        "l": fmt.num_layers,
+        "h": fmt.num_heads,
+        "d": fmt.k_dim,
     }
-    strides = {axis: prod(sizes[inner] for inner in axes[at + 1 :]) * shape.itemsize for at, axis in enumerate(axes)}
-    token, dim = ((shape.page_tokens, strides["t"]),), ((shape.k_dim, strides["d"]),)
+    strides = {axis: prod(sizes[inner] for inner in axes[at + 1 :]) * fmt.itemsize for at, axis in enumerate(axes)}
+    token, dim = ((fmt.page_tokens, strides["t"]),), ((fmt.k_dim, strides["d"]),)
     return BlockLayout(
-        layer_addresses=tuple(address + layer * strides["l"] for layer in range(shape.num_layers)),
+        layer_addresses=tuple(address + layer * strides["l"] for layer in range(fmt.num_layers)),
         num_blocks=num_blocks,
-        block_tokens=shape.page_tokens,
+        block_tokens=fmt.page_tokens,
         block_stride=strides["b"],
         head_stride=strides["h"],
         k=SegmentLayout(0, token, dim),

@@ -22,6 +22,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.errors import ModelIdentityError
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.identity.checkpoint import (
     checkpoint_path,
     plain_values,
@@ -31,9 +32,8 @@ from mooncake_connector.kv.identity.checkpoint import (
 from mooncake_connector.kv.identity.fingerprint import default_cache_dir
 from mooncake_connector.kv.identity.model import LORA_FILES, files_digest, model_digest
 from mooncake_connector.kv.namespace import Namespace, canonical_json
+from mooncake_connector.kv.page import PageFormat
 from mooncake_connector.log import get_logger
-from sglang_backend.host_pages import PoolShape
-from store_client.base import Shard
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -64,20 +64,20 @@ class Identity:
     own: dict[str, Any] = field(default_factory=dict)
 
 
-def identify(config: Config, storage: HiCacheStorageConfig, pool: HostKVCache, shape: PoolShape | None) -> Identity:
-    """Identity of a rank whose KV host pool is `pool`; `shape` is None where its pages are opaque.
+def identify(config: Config, storage: HiCacheStorageConfig, pool: HostKVCache, fmt: PageFormat | None) -> Identity:
+    """Identity of a rank whose KV host pool is `pool`; `fmt` is None where its pages are opaque.
 
     Raises ModelIdentityError without a running server (a controller that is driven directly) and no `model_id`.
     """
     args = _server_args()
     if args is None:
-        return _without_server(config, storage, pool, shape)
+        return _without_server(config, storage, pool, fmt)
     model = ModelConfig.from_server_args(get_server_args())
-    shard = _shard(storage, pool, shape, model)
+    shard = _shard(storage, pool, fmt, model)
     own = _own_settings(args, storage, pool)
     if shard is None:
         own["pool"] = opaque_pool("kv", storage, pool, replicated=storage.is_mla_model)
-    return Identity(lambda: _namespace(config, args, model, pool, shape, own), shard, own)
+    return Identity(lambda: _namespace(config, args, model, pool, fmt, own), shard, own)
 
 
 def opaque_pool(name: str, storage: HiCacheStorageConfig, pool: HostKVCache, *, replicated: bool) -> dict[str, Any]:
@@ -128,29 +128,29 @@ def _server_args() -> Any | None:
 
 
 def _without_server(
-    config: Config, storage: HiCacheStorageConfig, pool: HostKVCache, shape: PoolShape | None
+    config: Config, storage: HiCacheStorageConfig, pool: HostKVCache, fmt: PageFormat | None
 ) -> Identity:
     if config.model_id is None:
         raise ModelIdentityError(
             "SGLang's arguments are not known in this process, so the model cannot be told from others: set `model_id` "
             "in --hicache-storage-backend-extra-config to a name that changes whenever the weights do"
         )
-    heads = shape.num_heads if shape is not None else 1
+    heads = fmt.num_heads if fmt is not None else 1
     ranks = 1 if storage.is_mla_model else storage.tp_size
     own: dict[str, Any] = {}
     shard = None
-    if shape is None or storage.pp_size > 1:
+    if fmt is None or storage.pp_size > 1:
         own["pool"] = opaque_pool("kv", storage, pool, replicated=storage.is_mla_model)
     else:
         first = 0 if storage.is_mla_model else storage.tp_rank * heads
-        shard = Shard(0, shape.num_layers, first, first + heads)
+        shard = Shard(0, fmt.num_layers, first, first + heads)
     namespace = Namespace(
         model_name=str(storage.model_name or config.model_id),
         model_digest=config.model_id,
         kv_dtype=str(pool.dtype).removeprefix("torch."),
-        num_layers=shape.num_layers if shape is not None else 1,
+        num_layers=fmt.num_layers if fmt is not None else 1,
         num_kv_heads=heads * ranks,
-        head_dim=shape.k_dim if shape is not None else 1,
+        head_dim=fmt.k_dim if fmt is not None else 1,
         page_tokens=_page_tokens(pool),
         engine_overrides=_overrides({}, own),
     )
@@ -158,24 +158,24 @@ def _without_server(
 
 
 def _shard(
-    storage: HiCacheStorageConfig, pool: HostKVCache, shape: PoolShape | None, model: ModelConfig
+    storage: HiCacheStorageConfig, pool: HostKVCache, fmt: PageFormat | None, model: ModelConfig
 ) -> Shard | None:
     """The rank's layers and heads, or None where the pool does not hold all of them in full."""
-    if shape is None or storage.attn_cp_size > 1 or storage.dcp_size > 1:
+    if fmt is None or storage.attn_cp_size > 1 or storage.dcp_size > 1:
         return None
     num_layers = model.num_hidden_layers
     first_layer = pool.start_layer or 0
-    layers = (first_layer, first_layer + shape.num_layers)
+    layers = (first_layer, first_layer + fmt.num_layers)
     in_full = layers == (0, num_layers) if storage.pp_size == 1 else layers[1] <= num_layers
     if not in_full or model.num_attention_layers != num_layers:  # sliding windows, Mamba layers, shared layers
         return None
     if storage.is_mla_model:
         return Shard(*layers, 0, 1)
     heads, ranks = model.get_total_num_kv_heads(), storage.tp_size
-    if shape.num_heads != max(1, heads // ranks) or (heads % ranks and ranks % heads):
+    if fmt.num_heads != max(1, heads // ranks) or (heads % ranks and ranks % heads):
         return None
     first = storage.tp_rank * heads // ranks  # more ranks than heads: consecutive ranks hold the same head
-    return Shard(*layers, first, first + shape.num_heads)
+    return Shard(*layers, first, first + fmt.num_heads)
 
 
 def _own_settings(args: Any, storage: HiCacheStorageConfig, pool: HostKVCache) -> dict[str, Any]:
@@ -196,10 +196,10 @@ def _own_settings(args: Any, storage: HiCacheStorageConfig, pool: HostKVCache) -
 
 
 def _namespace(
-    config: Config, args: Any, model: ModelConfig, pool: HostKVCache, shape: PoolShape | None, own: dict[str, Any]
+    config: Config, args: Any, model: ModelConfig, pool: HostKVCache, fmt: PageFormat | None, own: dict[str, Any]
 ) -> Namespace:
     text = model.hf_text_config
-    is_mla = shape is not None and shape.v_dim == 0
+    is_mla = fmt is not None and fmt.v_dim == 0
     quantization = quantization_while_loading(model.hf_config, args.quantization)
     own = dict(own)
     if args.speculative_draft_model_path:
@@ -214,7 +214,7 @@ def _namespace(
         kv_dtype=str(pool.dtype).removeprefix("torch."),
         num_layers=model.num_hidden_layers,
         num_kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
-        head_dim=shape.k_dim if shape is not None else model.head_dim,
+        head_dim=fmt.k_dim if fmt is not None else model.head_dim,
         kv_lora_rank=text.kv_lora_rank if is_mla else None,
         rope_dim=text.qk_rope_head_dim if is_mla else None,
         page_tokens=_page_tokens(pool),

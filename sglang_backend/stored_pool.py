@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.log import get_logger, log_once
 from sglang_backend.breaker import PAUSE_S, Breaker
 from sglang_backend.errand import Errand
 from sglang_backend.host_pages import HostPages
 from sglang_backend.metrics import Figures
-from store_client.base import Bytes, Put, Shard
+from store_client.base import Bytes, Put
 from store_client.sharded import ShardView
 
 _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16

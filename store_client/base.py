@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 
 KEY_NBYTES = 32
@@ -26,20 +27,6 @@ Buffer: TypeAlias = Any
 
 Scatter: TypeAlias = "Buffer | Sequence[Buffer]"
 """One buffer, or several that are taken one after the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The part of a page that one rank holds: half-open ranges of layers and of KV heads (MLA: heads 0..1)."""
-
-    layer_start: int
-    layer_stop: int
-    head_start: int
-    head_stop: int
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.layer_start < self.layer_stop and 0 <= self.head_start < self.head_stop):
-            raise ValueError(f"{self} is empty or negative: expected 0 <= start < stop for layers and for heads")
 
 
 class Put(enum.Enum):

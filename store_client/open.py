@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 
 from mooncake_connector.config.schema import Config
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, kind_of, log_once
-from store_client.base import Shard, Store
+from store_client.base import Store
 from store_client.embedded import EmbeddedStore
 from store_client.sharded import ShardView
 

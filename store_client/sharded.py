@@ -1,7 +1,7 @@
 """What one rank sees of a namespace: its own shard, and those of instances with another TP or PP size.
 
 A page that the rank's own shard lacks is put together from the pages of shards that overlap with it. Moving their bytes
-is the caller's business, since only it knows its memory; `overlap` says which layers and heads go where.
+is the caller's business, since only it knows its memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from mooncake_connector.kv.page import Window
-from store_client.base import Bytes, Fill, Put, Shard, Space, Store
-
-__all__ = ["ConsumePart", "Overlap", "ShardView", "overlap"]
+from store_client.base import Bytes, Fill, Put, Space, Store
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
@@ -27,32 +25,6 @@ ConsumePart: TypeAlias = Callable[[int, Shard, Bytes], None]
 
 _LOOK_S = 1.0
 """At a miss the pool is asked which shards it has, but not again for so long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """What a stored part and a rank's shard have in common.
-
-    `page` places it in the part's page, `first_layer` and `first_head` in the rank's memory.
-    """
-
-    page: Window
-    first_layer: int
-    first_head: int
-
-
-def overlap(part: Shard, shard: Shard) -> Overlap:
-    """The layers and heads that `part` and `shard` both have. Raises ValueError where there are none."""
-    common = _intersection(part, shard)
-    if common is None:
-        raise ValueError(f"{part} and {shard} have nothing in common")
-    window = Window(
-        first_layer=common.layer_start - part.layer_start,
-        num_layers=common.layer_stop - common.layer_start,
-        first_head=common.head_start - part.head_start,
-        num_heads=common.head_stop - common.head_start,
-    )
-    return Overlap(window, common.layer_start - shard.layer_start, common.head_start - shard.head_start)
 
 
 class ShardView:
@@ -67,7 +39,7 @@ class ShardView:
         self._store, self._namespace = store, namespace
         self.shard = shard
         self.own: Space = store.space(namespace, shard)
-        self.nbytes = _units(shard) * unit_nbytes
+        self.nbytes = shard.num_units * unit_nbytes
         self._unit_nbytes = unit_nbytes
         self._others = _Others(shard, [], self._open)
         self._look_again_s = 0.0
@@ -97,7 +69,7 @@ class ShardView:
     def read(self, keys: Sequence[bytes], consume: ConsumePart) -> list[bool]:
         """Show the bytes of every present page to `consume(i, part, view)`, once for each of its parts.
 
-        The parts of a page together have all layers and heads of the rank's shard. A part may have more (`overlap`),
+        The parts of a page together have all layers and heads of the rank's shard. A part may have more,
         and two parts of writers that split the model at odd places may have some in common. `view` is as in
         `Space.read`; what `consume` made of page i is right if and only if the returned list has True at i.
         """
@@ -155,7 +127,7 @@ class ShardView:
         return self._others
 
     def _open(self, shard: Shard) -> tuple[Space, int]:
-        return self._store.space(self._namespace, shard), _units(shard) * self._unit_nbytes
+        return self._store.space(self._namespace, shard), shard.num_units * self._unit_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +150,14 @@ class _Others:
     def __init__(self, shard: Shard, listed: list[Shard], open_part: Callable[[Shard], tuple[Space, int]]) -> None:
         self.listed = listed
         self.parts: list[_Part] = []
-        common = {other: _intersection(other, shard) for other in listed if other != shard}
-        found = {other: part for other, part in common.items() if part is not None}
-        cells = dict(zip(found, _cells(shard, list(found.values())), strict=True))
-        if not cells or not np.any(list(cells.values()), axis=0).all():
+        found = {other: common for other in listed if other != shard and (common := other.common(shard))}
+        cells = shard.cut(found)
+        self._num_cells = len(cells)
+        if not all(any(common.covers(cell) for common in found.values()) for cell in cells):
             return
-        self._num_cells = len(next(iter(cells.values())))
-        for other in sorted(found, key=lambda other: _units(found[other]), reverse=True):  # few large parts first
-            self.parts.append(_Part(other, *open_part(other), cells[other]))
+        for other in sorted(found, key=lambda other: found[other].num_units, reverse=True):  # few large parts first
+            held = np.array([found[other].covers(cell) for cell in cells], dtype=bool)
+            self.parts.append(_Part(other, *open_part(other), held))
 
     def covered(self, keys: Sequence[bytes]) -> Bools:
         """For each key whether all cells of its page are present."""
@@ -211,28 +183,3 @@ class _Others:
             seen[np.ix_(part.cells, [i for i, right in zip(wanted, found, strict=True) if right])] = True
         complete: Bools = np.logical_and.reduce(seen, axis=0)
         return complete
-
-
-def _units(shard: Shard) -> int:
-    """Layers times heads."""
-    return (shard.layer_stop - shard.layer_start) * (shard.head_stop - shard.head_start)
-
-
-def _intersection(one: Shard, other: Shard) -> Shard | None:
-    layers = max(one.layer_start, other.layer_start), min(one.layer_stop, other.layer_stop)
-    heads = max(one.head_start, other.head_start), min(one.head_stop, other.head_stop)
-    return Shard(*layers, *heads) if layers[0] < layers[1] and heads[0] < heads[1] else None
-
-
-def _cells(shard: Shard, parts: Sequence[Shard]) -> list[Bools]:
-    """For each part, which of the cells it has that all borders of the parts cut `shard` into."""
-    every = [shard, *parts]
-    layers = np.array(sorted({cut for part in every for cut in (part.layer_start, part.layer_stop)})[:-1])
-    heads = np.array(sorted({cut for part in every for cut in (part.head_start, part.head_stop)})[:-1])
-    return [
-        np.outer(
-            (part.layer_start <= layers) & (layers < part.layer_stop),
-            (part.head_start <= heads) & (heads < part.head_stop),
-        ).ravel()
-        for part in parts
-    ]

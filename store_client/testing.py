@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from store_client.base import Bytes, Position, Put, Shard, Space, Store, Verify
+from store_client.base import Bytes, Position, Put, Space, Store, Verify
 
 PAGE_NBYTES = 65536
 SHARD = Shard(0, 4, 0, 2)

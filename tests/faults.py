@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mooncake_connector.config.schema import Config
-from store_client.base import Put, Shard, Space, Store
+from mooncake_connector.kv.geometry import Shard
+from store_client.base import Put, Space, Store
 
 GATE_S = 60.0
 """A gate that nobody opens fails the test instead of hanging it."""

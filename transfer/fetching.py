@@ -177,7 +177,7 @@ class Fetching(Shell):
             Source(
                 origin.name,
                 origin.card.generation,
-                range(origin.route.first_layer, origin.route.first_layer + origin.route.num_layers),
+                origin.pairing.layers,
                 origin.legs,
             )
             for origin in remote.origins
@@ -272,7 +272,7 @@ class Fetching(Shell):
             if route.destination != family.number:
                 continue
             rank = card.ranks[route.source]
-            pairing = Pairing(rank.layout, self._layout, route)
+            pairing = Pairing(rank.layout, self._layout, route.part)
             page_tokens = pairing.checksum_tokens(self._page_tokens)
             legs = sum(other.source == route.source for other in every)
             origins.append(_Origin(rank, route, legs, pairing, page_tokens))
@@ -289,10 +289,7 @@ class Fetching(Shell):
             to=card.generation,
             transfer="",
             layout=self._layout,
-            first_layer=route.first_layer,
-            num_layers=route.num_layers,
-            first_head=route.first_head,
-            num_heads=route.num_heads,
+            part=route.part,
             endpoints=self._endpoints,
         )
         link.send(encode(introduction))

@@ -17,7 +17,7 @@ from transfer.driver import Ended, Shell, look, now_s, peer_name
 from transfer.integrity import page_checksums
 from transfer.plan.granularity import Bounds
 from transfer.plan.layout import RankLayout
-from transfer.plan.pairing import Pairing, Route
+from transfer.plan.pairing import Pairing
 from transfer.protocol.messages import Granted, Introduction, MessageError, decode
 from transfer.protocol.orders import Abandon, Ending, Order, Release, Timing, Write
 from transfer.protocol.producer import Producer, Shape
@@ -175,8 +175,7 @@ class Serving(Shell):
                 self._loop.call_later(self._timing.lease_s, self._forget, peer, visitor)
 
     def _pair(self, message: Introduction) -> Pairing:
-        route = Route(0, 0, message.first_layer, message.num_layers, message.first_head, message.num_heads)
-        return Pairing(self._layout, message.layout, route)
+        return Pairing(self._layout, message.layout, message.part)
 
     def _meet(self, peer: str, link: Link, message: Introduction, pairing: Pairing) -> _Visitor:
         before = self._visitors.get(peer)
@@ -217,7 +216,7 @@ class Serving(Shell):
         visitor.layout.check_blocks(granted.block_ids)
         pairing, layout = visitor.pairing, self._layout
         tokens = max(1, granted.stop_token - granted.first_token)
-        layer_nbytes = tokens * layout.num_heads * (layout.k_dim + layout.v_dim) * layout.itemsize
+        layer_nbytes = tokens * layout.shard.num_heads * (layout.k_dim + layout.v_dim) * layout.itemsize
         min_layers = -(-_MIN_BATCH_NBYTES // layer_nbytes)
         return Shape(self._bounds.choose(granted.stop_token), pairing.layers, pairing.unit, min_layers)
 

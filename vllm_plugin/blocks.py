@@ -10,31 +10,19 @@ Memory on a device is reached through a staging copy of the blocks in host memor
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from mooncake_connector.kv.page import BlockLayout, PageFormat, SegmentLayout, factor_block, pack, unpack
-from store_client.base import Shard
-from store_client.sharded import Overlap, overlap
+from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.page import BlockLayout, PageFormat, Part, SegmentLayout, factor_block, fit, pack, unpack
 from vllm_plugin.geometry import Unsupported
 
 BlockOrder = tuple[SegmentLayout, SegmentLayout | None]
 CacheOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Writes (key, value) `[token, head, dim]` into block 0 of a cache `[1, head, token, content]` like the engine does."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The pages of a stored part, as this worker's blocks take them in; `layout` is None for blocks on a device."""
-
-    fmt: PageFormat
-    overlap: Overlap
-    layout: BlockLayout | None
 
 
 class KVBlocks:
@@ -66,7 +54,6 @@ class KVBlocks:
         self.layout = self._layout_of(self._tensors)
         """Where their bytes lie; on a device these are its addresses."""
         self._shard = shard
-        self._sources: dict[Shard, _Source] = {}
 
     def save_page(self, block_ids: Sequence[int], first_token: int, page: npt.NDArray[np.uint8]) -> None:
         """Pack tokens `[first_token, first_token + page_tokens)` of a block table into a canonical page."""
@@ -89,35 +76,21 @@ class KVBlocks:
         Of a part that has other layers or heads beside this worker's those are left out; of one that has not all of
         them, the others in the blocks stay as they are.
         """
-        source = self._sources.get(part) or self._source(part)
-        window = source.overlap.page
-        if source.layout is not None:
-            unpack(source.fmt, source.layout, block_ids, first_token, page, skip_tokens, window)
+        fmt, common = fit(self._fmt, self._shard, part)
+        if not self._on_device:
+            unpack(fmt, self.layout, block_ids, first_token, page, skip_tokens, common)
             return
-        first_layer = source.overlap.first_layer
-        tensors = self._tensors[first_layer : first_layer + window.num_layers]
+        tensors = self._tensors[common.blocks.layer_start : common.blocks.layer_stop]
         first_token, touched = self._touched(block_ids, first_token)
         staged = self._stage(tensors, touched)  # blocks that the page covers in part keep their other tokens
-        layout = self._layout_of(staged).crop(0, window.num_layers, source.overlap.first_head)
-        unpack(source.fmt, layout, range(len(touched)), first_token, page, skip_tokens, window)
+        heads = common.blocks.head_start, common.blocks.head_stop
+        common = Part(common.page, Shard(0, len(staged), *heads))
+        unpack(fmt, self._layout_of(staged), range(len(touched)), first_token, page, skip_tokens, common)
         skipped = (first_token + skip_tokens) // self.block_tokens
         index = torch.tensor(list(touched[skipped:]), device=self._tensors[0].device)
         for tensor, host in zip(tensors, staged, strict=True):
             tensor.index_copy_(0, index, host[skipped:].to(tensor.device))
         torch.accelerator.synchronize(self._tensors[0].device)
-
-    def _source(self, part: Shard) -> _Source:
-        common = overlap(part, self._shard)
-        fmt = dataclasses.replace(
-            self._fmt,
-            num_layers=part.layer_stop - part.layer_start,
-            num_heads=part.head_stop - part.head_start,
-        )
-        layout = None
-        if not self._on_device:
-            layout = self.layout.crop(common.first_layer, common.page.num_layers, common.first_head)
-        source = self._sources[part] = _Source(fmt, common, layout)
-        return source
 
     def _touched(self, block_ids: Sequence[int], first_token: int) -> tuple[int, Sequence[int]]:
         start = first_token // self.block_tokens

@@ -12,8 +12,8 @@ import torch
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import PageFormat
-from store_client.base import Shard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,19 +68,8 @@ class Geometry:
         ranks = [(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
         return list(dict.fromkeys(self.shard(pp, tp) for pp, tp in ranks))
 
-    def unit_nbytes(self, page_tokens: int) -> int:
-        """Bytes of one layer and one KV head of a page, K and V."""
-        return page_tokens * (self.k_dim + self.v_dim) * self.itemsize
-
     def page_format(self, shard: Shard, page_tokens: int) -> PageFormat:
-        return PageFormat(
-            num_layers=shard.layer_stop - shard.layer_start,
-            page_tokens=page_tokens,
-            num_heads=shard.head_stop - shard.head_start,
-            k_dim=self.k_dim,
-            v_dim=self.v_dim,
-            itemsize=self.itemsize,
-        )
+        return PageFormat(shard.num_layers, page_tokens, shard.num_heads, self.k_dim, self.v_dim, self.itemsize)
 
 
 def read_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:

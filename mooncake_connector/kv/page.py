@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake_connector.errors import PageError
+from mooncake_connector.kv.geometry import Shard
 
 Axis = tuple[tuple[int, int], ...]
 """One logical axis as nested strides: `((size, stride), ...)`, slowest first; index i is read in mixed radix."""
@@ -60,19 +61,44 @@ class PageFormat:
         return self.num_layers * self.page_tokens * self.num_heads * self.k_dim * self.itemsize
 
     @property
+    def unit_nbytes(self) -> int:
+        """Bytes of one layer and one KV head, K and V."""
+        return self.page_tokens * (self.k_dim + self.v_dim) * self.itemsize
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole page, K and V."""
-        return self.num_layers * self.page_tokens * self.num_heads * (self.k_dim + self.v_dim) * self.itemsize
+        return self.num_layers * self.num_heads * self.unit_nbytes
+
+    @property
+    def whole(self) -> Shard:
+        """All layers and heads, as the page counts them."""
+        return Shard(0, self.num_layers, 0, self.num_heads)
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """The part of a page that is moved: some consecutive layers, and of each some consecutive KV heads."""
+class Part:
+    """The layers and heads that a page and an engine's blocks have in common, as each of the two counts them."""
 
-    first_layer: int
-    num_layers: int
-    first_head: int
-    num_heads: int
+    page: Shard
+    blocks: Shard
+
+
+@lru_cache(maxsize=256)
+def fit(fmt: PageFormat, shard: Shard, stored: Shard) -> tuple[PageFormat, Part]:
+    """How pages of the shard `stored` fit the blocks of a rank that holds `shard` and whose own pages have `fmt`.
+
+    Returns:
+        The format of those pages, and what of them goes where.
+
+    Raises:
+        PageError: the two shards have nothing in common.
+    """
+    common = stored.common(shard)
+    if common is None:
+        raise PageError(f"{stored} and {shard} have nothing in common")
+    theirs = replace(fmt, num_layers=stored.num_layers, num_heads=stored.num_heads)
+    return theirs, Part(common.seen_from(stored), common.seen_from(shard))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +137,6 @@ class BlockLayout:
     k: SegmentLayout
     v: SegmentLayout | None
 
-    def crop(self, first_layer: int, num_layers: int, first_head: int) -> BlockLayout:
-        """The same blocks seen from layer `first_layer` and head `first_head` on; a window says how many heads."""
-        skipped = first_head * self.head_stride
-        kept = self.layer_addresses[first_layer : first_layer + num_layers]
-        return replace(self, layer_addresses=tuple(address + skipped for address in kept))
-
 
 def pack(
     fmt: PageFormat,
@@ -124,20 +144,18 @@ def pack(
     block_ids: Sequence[int],
     first_token: int,
     page: npt.NDArray[np.uint8],
-    window: Window | None = None,
 ) -> None:
     """Copy tokens `[first_token, first_token + page_tokens)` of a request from its blocks into a canonical page.
 
     Args:
-        fmt: of the page; the layout has as many layers as the window, and at least as many heads.
+        fmt: of the page; the layout has as many layers and heads.
         block_ids: the request's block table; entry i holds tokens `[i * block_tokens, (i + 1) * block_tokens)`.
         page: contiguous, writable, `fmt.nbytes` bytes.
-        window: what of the page to write, all of it by default; the rest is left alone.
 
     Raises:
-        PageError: the page has another size, the block table does not cover the tokens, or the window leaves the page.
+        PageError: the page has another size, or the block table does not cover the tokens.
     """
-    _move(fmt, layout, block_ids, first_token, 0, page, window, into_blocks=False)
+    _move(fmt, layout, block_ids, first_token, 0, page, None, into_blocks=False)
 
 
 def unpack(
@@ -147,18 +165,18 @@ def unpack(
     first_token: int,
     page: npt.NDArray[np.uint8],
     skip_tokens: int = 0,
-    window: Window | None = None,
+    part: Part | None = None,
 ) -> None:
     """Copy a canonical page into a request's blocks; the inverse of :func:`pack`.
 
     Args:
         skip_tokens: leave the first tokens of the page out: their blocks belong to others (a local prefix-cache hit).
-        window: what of the page to read, all of it by default.
+        part: what of the page to read, and where that is in the blocks (:func:`fit`); all of both by default.
 
     Raises:
-        PageError: as for :func:`pack`.
+        PageError: as for :func:`pack`, or the part leaves the page or the blocks.
     """
-    _move(fmt, layout, block_ids, first_token, skip_tokens, page, window, into_blocks=True)
+    _move(fmt, layout, block_ids, first_token, skip_tokens, page, part, into_blocks=True)
 
 
 def _move(
@@ -168,18 +186,19 @@ def _move(
     first_token: int,
     skip_tokens: int,
     page: npt.NDArray[np.uint8],
-    window: Window | None,
+    part: Part | None,
     *,
     into_blocks: bool,
 ) -> None:
     if page.nbytes != fmt.nbytes or not page.flags.c_contiguous:
         raise PageError(f"page buffer of {page.nbytes} bytes, expected {fmt.nbytes} contiguous ones")
-    if window is None:
-        window = Window(0, fmt.num_layers, 0, fmt.num_heads)
-    elif not _within(window, fmt):
-        raise PageError(f"{window} leaves a page of {fmt.num_layers} layers and {fmt.num_heads} heads")
-    if len(layout.layer_addresses) != window.num_layers:
-        raise PageError(f"layout has {len(layout.layer_addresses)} layers, the page or its window {window.num_layers}")
+    num_layers = len(layout.layer_addresses)
+    if part is None:
+        if num_layers != fmt.num_layers:
+            raise PageError(f"layout has {num_layers} layers, the page {fmt.num_layers}")
+        part = Part(fmt.whole, fmt.whole)
+    elif not fmt.whole.covers(part.page) or part.blocks.layer_stop > num_layers:
+        raise PageError(f"{part}: the page has {fmt.whole}, the blocks {num_layers} layers")
     pages = page.ctypes.data
     for segment, dim, base in ((layout.k, fmt.k_dim, pages), (layout.v, fmt.v_dim, pages + fmt.k_nbytes)):
         if segment is None:
@@ -188,12 +207,7 @@ def _move(
             for start, within, axis in _slice_axis(segment.token, offset, offset + count):
                 position = token + start - offset
                 engine = block * layout.block_stride + segment.offset + within
-                _copy_run(fmt, window, layout, segment, dim, axis, base, position, engine, into_blocks)
-
-
-def _within(window: Window, fmt: PageFormat) -> bool:
-    layers = 0 <= window.first_layer < window.first_layer + window.num_layers <= fmt.num_layers
-    return layers and 0 <= window.first_head < window.first_head + window.num_heads <= fmt.num_heads
+                _copy_run(fmt, part, layout, segment, dim, axis, base, position, engine, into_blocks)
 
 
 def _runs(
@@ -218,7 +232,7 @@ def _runs(
 
 def _copy_run(
     fmt: PageFormat,
-    window: Window,
+    part: Part,
     layout: BlockLayout,
     segment: SegmentLayout,
     dim: int,
@@ -237,14 +251,18 @@ def _copy_run(
         item, dims, dim_axis = run, dims[:-1], segment.dim[:-1]
     else:
         dim_axis = segment.dim
-    heads = (window.num_heads, dim * fmt.itemsize)
+    num_heads = part.page.num_heads
+    heads = (num_heads, dim * fmt.itemsize)
     layer_nbytes = fmt.page_tokens * row
-    first = page_base + window.first_layer * layer_nbytes + position * row + window.first_head * dim * fmt.itemsize
-    for index, count, stride in _layer_groups(layout.layer_addresses):
+    first = page_base + part.page.layer_start * layer_nbytes + position * row
+    first += part.page.head_start * dim * fmt.itemsize
+    engine_offset += part.blocks.head_start * layout.head_stride
+    addresses = layout.layer_addresses[part.blocks.layer_start : part.blocks.layer_stop]
+    for index, count, stride in _layer_groups(addresses):
         canonical = _view(first + index * layer_nbytes, ((count, layer_nbytes), *tokens, heads, *dims), item)
         blocks = _view(
-            layout.layer_addresses[index] + engine_offset,
-            ((count, stride), *token_axis, (window.num_heads, layout.head_stride), *dim_axis),
+            addresses[index] + engine_offset,
+            ((count, stride), *token_axis, (num_heads, layout.head_stride), *dim_axis),
             item,
         )
         if into_blocks:

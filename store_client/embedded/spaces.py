@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 
 from mooncake_connector.errors import NamespaceError
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from store_client.base import Shard
 from store_client.embedded.files import open_file, read_file
 
 SpaceName = tuple[bytes, Shard]

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from mooncake_connector.errors import PoolError
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Change, Changes, Position, Progress, Shard, SpaceInfo, Store, StoreStats, VerifyReport
+from store_client.base import Change, Changes, Position, Progress, SpaceInfo, Store, StoreStats, VerifyReport
 from store_client.embedded import layout
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.clock import now_ns

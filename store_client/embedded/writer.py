@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from store_client.base import Shard
 from store_client.embedded import rows as rows_
 from store_client.embedded.allocator import Allocator
 from store_client.embedded.arena import Arena

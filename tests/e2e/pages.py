@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys, root_digest
-from store_client import EmbeddedStore, Shard
+from store_client import EmbeddedStore
 
 PAGE_TOKENS = 64
 

@@ -27,7 +27,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 from mooncake_connector.config.schema import load_config
-from sglang_backend.host_pages import plain_shape
+from sglang_backend.host_pages import plain_format
 from sglang_backend.identity import identify
 
 PAGE_TOKENS = 64
@@ -42,7 +42,7 @@ def namespace(arguments: dict[str, Any]) -> str:
     runtime_context.publish(args, role="scheduler")
     try:
         pool = host_pool(args)
-        identity = identify(load_config({}, {}), STORAGE, pool, plain_shape(pool))
+        identity = identify(load_config({}, {}), STORAGE, pool, plain_format(pool))
         return identity.namespace().digest.hex()
     finally:
         runtime_context.reset_context()

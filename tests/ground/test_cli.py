@@ -24,9 +24,10 @@ from mooncake_connector.cli.bench import report
 from mooncake_connector.cli.main import app
 from mooncake_connector.cli.output import human_seconds, human_share, styled
 from mooncake_connector.errors import PoolError
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.sizes import human_nbytes
-from store_client import Shard, SpaceInfo, StoreStats, VerifyReport
+from store_client import SpaceInfo, StoreStats, VerifyReport
 
 GIB = 1 << 30
 

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli.main import app
 from mooncake_connector.cli.tables import users_lines
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
 from mooncake_connector.kv.namespace import Namespace
-from store_client import EmbeddedStore, Put, Shard
+from store_client import EmbeddedStore, Put
 from store_client.embedded import PoolUser
 
 PAGE_NBYTES = 64 << 10

@@ -11,12 +11,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mooncake_connector.errors import PageError
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import (
     Axis,
     BlockLayout,
     PageFormat,
+    Part,
     SegmentLayout,
-    Window,
     factor_axis,
     factor_block,
     pack,
@@ -271,16 +272,18 @@ def test_a_page_of_another_size_or_with_gaps_is_refused(small: Case, move) -> No
 
 def test_a_layout_of_other_layers_is_refused(small: Case) -> None:
     fmt = PageFormat(num_layers=3, page_tokens=4, num_heads=1, k_dim=2, v_dim=2, itemsize=1)
-    with pytest.raises(PageError, match="2 layers, the page or its window 3"):
+    with pytest.raises(PageError, match="2 layers, the page 3"):
         pack(fmt, small.layout, [1], 0, np.zeros(fmt.nbytes, dtype=np.uint8))
 
 
-@pytest.mark.parametrize("window", [(-1, 2, 0, 1), (1, 2, 0, 1), (0, 0, 0, 1), (0, 2, 0, 2), (0, 2, 1, 1)])
-@pytest.mark.parametrize("move", [pack, unpack])
-def test_a_window_that_leaves_the_page_is_refused(small: Case, move, window: tuple[int, int, int, int]) -> None:
-    page = np.zeros(small.fmt.nbytes, dtype=np.uint8)
-    with pytest.raises(PageError, match="leaves a page of 2 layers and 1 heads"):
-        move(small.fmt, small.layout, [1], 0, page, window=Window(*window))
+@pytest.mark.parametrize(
+    "page, blocks",
+    [((1, 3, 0, 1), (0, 2, 0, 1)), ((0, 2, 0, 2), (0, 2, 0, 2)), ((0, 2, 0, 1), (1, 3, 0, 1))],
+)
+def test_a_part_that_leaves_the_page_or_the_blocks_is_refused(small: Case, page, blocks) -> None:
+    buffer = np.zeros(small.fmt.nbytes, dtype=np.uint8)
+    with pytest.raises(PageError, match="the blocks 2 layers"):
+        unpack(small.fmt, small.layout, [1], 0, buffer, part=Part(Shard(*page), Shard(*blocks)))
 
 
 @pytest.mark.parametrize("field", ["num_layers", "page_tokens", "num_heads", "k_dim", "itemsize"])

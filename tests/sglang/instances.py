@@ -15,8 +15,8 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.server_args import ServerArgs
 
 from models import checkpoint
+from mooncake_connector.kv.geometry import Shard
 from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE
-from store_client.base import Shard
 from store_client.embedded import EmbeddedStore
 
 DYNAMIC = {"backend_name": BACKEND, "module_path": BACKEND_MODULE, "class_name": BACKEND_CLASS, "interface_v1": 1}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from instances import keys, open_storage, server, stored_pages
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from store_client.base import Shard
+from mooncake_connector.kv.geometry import Shard
 
 INTERFACES = ("v1", "flat")
 KINDS = {"mha": (mha, MHA_LAYOUTS), "mla": (mla, MLA_LAYOUTS)}

@@ -67,9 +67,8 @@ def status(**changes: object) -> Status:
 
 def introduction(**changes: object) -> Introduction:
     layout = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
-    route = {"first_layer": 0, "num_layers": 2, "first_head": 0, "num_heads": 2}
-    fields = {"generation": 20, "to": 0, "transfer": "", "layout": layout, "endpoints": {"tcp": b"127.0.0.1:1"}}
-    return Introduction(**{**fields, **route, **changes})
+    fields = {"generation": 20, "to": 0, "transfer": "", "layout": layout, "part": layout.shard}
+    return Introduction(**{**fields, "endpoints": {"tcp": b"127.0.0.1:1"}, **changes})
 
 
 def answers(half: Half, message: AnyMessage, peer: str = "D0") -> list[AnyMessage]:

@@ -8,6 +8,7 @@ from itertools import pairwise, permutations
 import numpy as np
 from hypothesis import strategies as st
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import Axis, BlockLayout, SegmentLayout
 from transfer.plan.layout import RankLayout
 
@@ -46,7 +47,7 @@ class Instance:
         stop_token = len(self.table) * blocks.block_tokens if stop_token is None else stop_token
         layers, every, item = (
             np.arange(len(blocks.layer_addresses)),
-            np.arange(rank.num_heads),
+            np.arange(rank.shard.num_heads),
             np.arange(model.itemsize),
         )
         tokens = np.arange(stop_token)
@@ -60,9 +61,9 @@ class Instance:
             elements = np.array([axis_offset(segment.dim, element) for element in range(dim)])
             place = bases + segment.offset + in_block[tokens % blocks.block_tokens]
             place = place[..., None] + elements
-            name = (layers[:, None] + rank.first_layer) * TOKENS + tokens
+            name = (layers[:, None] + rank.shard.layer_start) * TOKENS + tokens
             name = name[..., None] * (model.k_dim + model.v_dim) + first + np.arange(dim)
-            name = name[..., None] * model.heads + rank.first_head + every
+            name = name[..., None] * model.heads + rank.shard.head_start + every
             places.append((place[..., None] + every * blocks.head_stride)[..., None] + item)
             names.append(name[..., None] * model.itemsize + item)
         return np.concatenate([n.ravel() for n in names]), np.concatenate([p.ravel() for p in places])
@@ -119,9 +120,7 @@ def make_rank(
     return RankLayout(
         model_layers=model.layers,
         model_heads=model.heads,
-        first_layer=layers.start,
-        first_head=heads.start,
-        num_heads=len(heads),
+        shard=Shard(layers.start, layers.stop, heads.start, heads.stop),
         k_dim=model.k_dim,
         v_dim=model.v_dim,
         itemsize=item,

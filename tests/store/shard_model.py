@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from mooncake_connector.kv.page import BlockLayout, PageFormat, SegmentLayout, unpack
-from store_client import EmbeddedStore, Put, Shard
-from store_client.sharded import ShardView, overlap
+from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.page import BlockLayout, PageFormat, SegmentLayout, fit, unpack
+from store_client import EmbeddedStore, Put
+from store_client.sharded import ShardView
 from store_client.testing import DEADLINE_S, chain, namespace
 
 PAGE_TOKENS, K_DIM, V_DIM = 2, 3, 1
@@ -76,7 +77,7 @@ models = st.builds(Model, st.integers(1, 5), st.sampled_from([1, 2, 4, 6, 8]))
 
 @dataclass
 class Reader:
-    """A rank's memory, filled through `overlap` as an adapter does it, and what it was shown."""
+    """A rank's memory, filled through `fit` as an adapter does it, and what it was shown."""
 
     model: Model
     shard: Shard
@@ -84,15 +85,13 @@ class Reader:
     shown: dict[int, list[Shard]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
-        layers, heads = self.shard.layer_stop - self.shard.layer_start, self.shard.head_stop - self.shard.head_start
-        shape = (layers, len(self.model.keys), heads, PAGE_TOKENS, K_DIM + V_DIM)
+        shape = (self.shard.num_layers, len(self.model.keys), self.shard.num_heads, PAGE_TOKENS, K_DIM + V_DIM)
         self.memory = np.full(shape, UNTOUCHED, dtype=np.uint8)
 
     def consume(self, i: int, part: Shard, page: npt.NDArray[np.uint8]) -> None:
         self.shown[i].append(part)
-        common = overlap(part, self.shard)
-        layers, heads = part.layer_stop - part.layer_start, part.head_stop - part.head_start
-        fmt = PageFormat(layers, PAGE_TOKENS, heads, K_DIM, V_DIM, itemsize=1)
+        own = PageFormat(self.shard.num_layers, PAGE_TOKENS, self.shard.num_heads, K_DIM, V_DIM, itemsize=1)
+        fmt, common = fit(own, self.shard, part)
         layer, block, head, token, _ = self.memory.strides
         layout = BlockLayout(
             layer_addresses=tuple(self.memory.ctypes.data + layer * n for n in range(len(self.memory))),
@@ -103,8 +102,7 @@ class Reader:
             k=SegmentLayout(0, ((PAGE_TOKENS, token),), ((K_DIM, 1),)),
             v=SegmentLayout(K_DIM, ((PAGE_TOKENS, token),), ((V_DIM, 1),)),
         )
-        cropped = layout.crop(common.first_layer, common.page.num_layers, common.first_head)
-        unpack(fmt, cropped, [i], 0, page, window=common.page)
+        unpack(fmt, layout, [i], 0, page, part=common)
 
     def page(self, i: int) -> npt.NDArray[np.uint8]:
         """Page i as `Model.elements` has it."""

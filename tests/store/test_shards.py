@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store.shard_model import UNIT_NBYTES, Model, Pool, Reader, instances, models, units
 
-from store_client import EmbeddedStore, Put, Shard
-from store_client.sharded import ShardView, overlap
+from mooncake_connector.kv.geometry import Shard
+from store_client import EmbeddedStore, Put
+from store_client.sharded import ShardView
 from store_client.testing import DEADLINE_S, chain, namespace, parents_of
 
 
@@ -307,8 +308,3 @@ def test_after_clear_nothing_is_found(shared: Pool) -> None:
     assert view.clear() == 8
     assert shared.view(WHOLE).contains(shared.model.keys) == [False] * 4
     assert beside.prefix(shared.model.keys) == 1
-
-
-def test_shards_without_anything_in_common_have_no_overlap() -> None:
-    with pytest.raises(ValueError, match="nothing in common"):
-        overlap(Shard(0, 2, 0, 4), Shard(2, 4, 0, 4))

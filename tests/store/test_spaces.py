@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from store.audit import audit
 
-from store_client import EmbeddedStore, Put, Shard
+from mooncake_connector.kv.geometry import Shard
+from store_client import EmbeddedStore, Put
 from store_client.embedded import spaces
 from store_client.testing import SHARD, chain, get_page, namespace, put_chain
 

@@ -18,6 +18,7 @@ import transfer.control.connection
 import transfer.control.listener
 import transfer.fetching
 import transfer.serving
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.log import forget_causes
 from transfer.control.connection import Access, LoopThread, connect
 from transfer.control.directory import PURPOSE, look_up
@@ -310,7 +311,7 @@ def test_a_data_connection_that_failed_and_was_not_needed_says_nothing(caplog):
     layout, serving = pair.decode.ranks[0].layout, pair.prefill.ranks[0].node._serving
     with dial(pair.ports[RANK_PURPOSE]) as connection:
         greet(connection, RANK_PURPOSE, Identity())
-        said = introduction(layout=layout, num_layers=4, num_heads=4, endpoints={}, generation=1)
+        said = introduction(layout=layout, part=Shard(0, 4, 0, 4), endpoints={}, generation=1)
         connection.sendall(framed(encode(said)))
         wait_for(lambda: any(visitor.data.done() for visitor in list(serving._visitors.values())))
         pair.close()

@@ -15,6 +15,7 @@ from simulated.waiting import wait_for
 
 import transfer.driver
 import transfer.fetching
+from mooncake_connector.kv.geometry import Shard
 from transfer.control.handshake import Identity
 from transfer.driver import RANK_PURPOSE
 from transfer.protocol.messages import encode
@@ -141,7 +142,7 @@ def test_decode_instances_that_cannot_be_reached_do_not_hold_up_the_others(start
         return connect(endpoints, **kwargs)
 
     monkeypatch.setattr(node._transports, "connect", slow)
-    said = introduction(layout=rank.layout, num_layers=4, num_heads=4, endpoints={"nowhere": b""}, generation=1)
+    said = introduction(layout=rank.layout, part=Shard(0, 4, 0, 4), endpoints={"nowhere": b""}, generation=1)
     with ExitStack() as stack:
         stack.callback(go_on.set)
         for _ in range(100):

@@ -30,7 +30,7 @@ from simulated.ranks import Model, make_rank
 
 from transfer.control.directory import InstanceCard, RankCard, decode_card
 from transfer.control.handshake import Client, HandshakeError, Identity, Server
-from transfer.plan.pairing import Pairing, Route, routes
+from transfer.plan.pairing import Pairing, routes
 from transfer.protocol.messages import Granted, Introduction, MessageError, Reset, decode, encode
 from transfer.protocol.orders import Send, Verify
 from transfer.transports import local, tcp
@@ -125,11 +125,10 @@ def plans(data: bytes) -> bool:
         return False
     with suppress(TransferError):
         if isinstance(message, Introduction):
-            route = Route(0, 0, message.first_layer, message.num_layers, message.first_head, message.num_heads)
-            pairing = Pairing(RANK, message.layout, route)
+            pairing = Pairing(RANK, message.layout, message.part)
             pairing.copies(pairing.layers, 0, 4, [1], [0])
         elif isinstance(message, Granted):
-            pairing = Pairing(RANK, RANK, Route(0, 0, 0, 2, 0, 2))
+            pairing = Pairing(RANK, RANK, RANK.shard)
             RANK.check_blocks(message.block_ids)
             table = range(-(-message.stop_token // 4)) if message.stop_token < 1 << 16 else [0]
             copies = pairing.copies(range(2), message.first_token, message.stop_token, table, message.block_ids)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from simulated.ranks import SPAN, Model, make_rank
 
+from mooncake_connector.kv.geometry import Shard
 from transfer.integrity import page_checksums, wrong_pages
 from transfer.plan.layout import RankLayout
-from transfer.plan.pairing import Pairing, Route
+from transfer.plan.pairing import Pairing
 
 MODEL = Model(layers=2, heads=4, k_dim=3, v_dim=3, itemsize=2)
 TOKENS, PAGE = 22, 8
-ROUTE = Route(0, 0, 0, 2, 2, 2)
+PART = Shard(0, 2, 2, 4)
 
 
 class Side:
@@ -33,7 +34,7 @@ class Side:
 def sides() -> tuple[Side, Side, Pairing]:
     source = Side(1, range(4), 4, "LBHN", [5, 1, 9, 0, 3, 8])
     destination = Side(2, range(2, 4), 8, "BLNH", [2, 7, 4])
-    return source, destination, Pairing(source.rank, destination.rank, ROUTE)
+    return source, destination, Pairing(source.rank, destination.rank, PART)
 
 
 def copy(source: Side, destination: Side, pairing: Pairing) -> None:

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated.ranks import Model, make_rank
 
+from mooncake_connector.kv.geometry import Shard
 from transfer.protocol.messages import (
     MAX_MESSAGE_NBYTES,
     Announce,
@@ -40,10 +41,7 @@ MESSAGES: list[AnyMessage] = [
     Introduction(
         **{**HEAD, "transfer": "", "grant": 0},
         layout=RANK,
-        first_layer=0,
-        num_layers=2,
-        first_head=1,
-        num_heads=1,
+        part=Shard(0, 2, 1, 2),
         endpoints={"cma": b"\x00name", "tcp": b"127.0.0.1:1"},
     ),
 ]
@@ -91,7 +89,7 @@ _, GRANTED, REPORT, _, LANDED, _, RESET, INTRODUCTION = MESSAGES
         (INTRODUCTION, {"endpoints": {"tcp": b"x" * 4097}}),
         (INTRODUCTION, {"endpoints": {"tcp": "text"}}),
         (INTRODUCTION, {"endpoints": {7: b""}}),
-        (INTRODUCTION, {"num_heads": -1}),
+        (INTRODUCTION, {"part": {**msgspec.to_builtins(RANK.shard), "head_start": -1}}),
         (INTRODUCTION, {"layout": None}),
     ],
 )
@@ -109,7 +107,7 @@ def test_a_field_that_is_missing_is_refused():
 
 
 def test_an_impossible_layout_is_refused_on_arrival():
-    rank = {**msgspec.to_builtins(RANK), "num_heads": 3}
+    rank = {**msgspec.to_builtins(RANK), "model_heads": 1}
     with pytest.raises(MessageError, match="KV heads"):
         decode(altered(INTRODUCTION, layout=rank))
 

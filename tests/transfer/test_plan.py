@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated.ranks import TOKENS, Instance, Model, heads_of, instances, make_rank, models, tp_sizes
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import SegmentLayout
 from transfer.plan.layout import LayoutError, RankLayout
 from transfer.plan.pairing import Copies, Pairing, Route, routes
+
+ONE = Shard(0, 1, 0, 1)
 
 
 @st.composite
@@ -49,7 +52,7 @@ def test_every_byte_of_every_destination_block_is_written_once_and_with_what_it_
     layer_cuts = data.draw(st.sets(st.integers(1, 4), max_size=2))
     unit_cuts = data.draw(st.sets(st.integers(1, 10), max_size=2))
     for route in routes(source.ranks, destination.ranks):
-        pairing = Pairing(source.ranks[route.source], destination.ranks[route.destination], route)
+        pairing = Pairing(source.ranks[route.source], destination.ranks[route.destination], route.part)
         parts = pieces_of(range(tokens), {cut * pairing.unit for cut in unit_cuts})
         for layers in pieces_of(pairing.layers, layer_cuts):
             for part in parts:
@@ -70,7 +73,7 @@ def test_both_sides_take_a_pages_checksum_over_the_same_bytes_which_are_those_th
     source, destination, tokens = pair
     memories, targets = source.memory(fill=True), destination.memory(fill=False)
     for route in routes(source.ranks, destination.ranks):
-        pairing = Pairing(source.ranks[route.source], destination.ranks[route.destination], route)
+        pairing = Pairing(source.ranks[route.source], destination.ranks[route.destination], route.part)
         page_tokens = pairing.unit * data.draw(st.integers(1, 4))
         first = pairing.unit * data.draw(st.integers(0, (tokens - 1) // pairing.unit))
         part = (pairing.layers, first, tokens)
@@ -123,7 +126,7 @@ def test_every_source_rank_has_a_route_and_two_ranks_have_one_at_most(pair):
     found = routes(source.ranks, destination.ranks)
     assert {route.source for route in found} == set(range(len(source.ranks)))
     assert len({(route.source, route.destination) for route in found}) == len(found)
-    idle = [route for route in found if not route.num_layers]
+    idle = [route for route in found if not route.part]
     assert all(sum(other.source == route.source for other in found) == 1 for route in idle)
 
 
@@ -146,13 +149,13 @@ def test_replicas_share_the_work(heads, tp):
 def test_of_many_copies_of_a_head_one_is_sent():
     model = Model(layers=2, heads=2, k_dim=2, v_dim=2, itemsize=2)
     found = routes(make_instance(model, 8).ranks, make_instance(model, 1).ranks)
-    working = [route for route in found if route.num_layers]
-    assert working == [Route(0, 0, 0, 2, 0, 1), Route(4, 0, 0, 2, 1, 1)]
-    assert [route.source for route in found if not route.num_layers] == [1, 2, 3, 5, 6, 7]
+    working = [route for route in found if route.part]
+    assert working == [Route(0, 0, Shard(0, 2, 0, 1)), Route(4, 0, Shard(0, 2, 1, 2))]
+    assert [route.source for route in found if not route.part] == [1, 2, 3, 5, 6, 7]
 
 
 def copy_all(source: Instance, destination: Instance) -> Copies:
-    pairing = Pairing(source.ranks[0], destination.ranks[0], routes(source.ranks, destination.ranks)[0])
+    pairing = Pairing(source.ranks[0], destination.ranks[0], routes(source.ranks, destination.ranks)[0].part)
     tokens = len(source.table) * source.ranks[0].block_tokens
     return pairing.copies(pairing.layers, 0, tokens, source.table, destination.table)
 
@@ -181,7 +184,7 @@ def test_blocks_in_another_order_of_elements_are_refused_with_both_sides_values(
     model = Model(layers=1, heads=1, k_dim=32, v_dim=32, itemsize=2)
     source, destination = (make_rank(model, range(1), range(1), 4, 2, "LBHN", group, 0) for group in (0, 2))
     with pytest.raises(LayoutError, match=r"pieces would have 2 bytes.*SegmentLayout.*SegmentLayout"):
-        Pairing(source, destination, Route(0, 0, 0, 1, 0, 1))
+        Pairing(source, destination, ONE)
 
 
 def test_a_group_of_tokens_cut_in_two_by_the_other_sides_blocks_is_refused():
@@ -189,7 +192,7 @@ def test_a_group_of_tokens_cut_in_two_by_the_other_sides_blocks_is_refused():
     source = make_rank(model, range(1), range(1), 4, 2, "LBHN", 4, 0)
     destination = make_rank(model, range(1), range(1), 2, 2, "LBHN", 2, 0)
     with pytest.raises(LayoutError, match=r"blocks of 4 tokens.*blocks of 2 tokens"):
-        Pairing(source, destination, Route(0, 0, 0, 1, 0, 1))
+        Pairing(source, destination, ONE)
 
 
 @pytest.mark.parametrize("field, value", [("layers", 3), ("heads", 4), ("k_dim", 8), ("v_dim", 0), ("itemsize", 1)])
@@ -229,7 +232,7 @@ def test_source_ranks_that_overlap_in_part_are_refused():
 def test_tokens_and_blocks_that_are_not_there_are_refused(first, stop, source_table, destination_table, problem):
     model = Model(layers=1, heads=1, k_dim=2, v_dim=2, itemsize=2)
     rank = make_instance(model, 1).ranks[0]
-    pairing = Pairing(rank, rank, Route(0, 0, 0, 1, 0, 1))
+    pairing = Pairing(rank, rank, ONE)
     with pytest.raises(LayoutError, match=problem):
         pairing.copies(pairing.layers, first, stop, source_table, destination_table)
 
@@ -251,22 +254,22 @@ def test_block_sizes_that_meet_too_rarely_are_refused(block_tokens):
         for tokens in block_tokens
     ]
     with pytest.raises(LayoutError, match="too little in common"):
-        Pairing(*sides, Route(0, 0, 0, 1, 0, 1))
+        Pairing(*sides, ONE)
 
 
 @pytest.mark.parametrize("page_tokens", [0, 2, 6])
 def test_pages_that_cut_what_is_moved_together_are_refused(page_tokens):
     rank = make_instance(Model(layers=1, heads=1, k_dim=2, v_dim=2, itemsize=2), 1).ranks[0]
-    pairing = Pairing(rank, rank, Route(0, 0, 0, 1, 0, 1))
+    pairing = Pairing(rank, rank, ONE)
     with pytest.raises(LayoutError, match=f"pages of {page_tokens} tokens"):
         pairing.source_pages(pairing.layers, 0, 8, [0, 1], page_tokens)
 
 
-def test_layers_outside_of_the_route_are_refused():
+def test_layers_outside_of_the_part_are_refused():
     model = Model(layers=3, heads=1, k_dim=2, v_dim=2, itemsize=2)
     rank = make_instance(model, 1).ranks[0]
-    pairing = Pairing(rank, rank, Route(0, 0, 1, 1, 0, 1))
-    with pytest.raises(LayoutError, match="the route has"):
+    pairing = Pairing(rank, rank, Shard(1, 2, 0, 1))
+    with pytest.raises(LayoutError, match="the part has"):
         pairing.copies(range(2), 0, 4, [0], [0])
 
 
@@ -279,11 +282,10 @@ def changed(rank: RankLayout, **fields: object) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"first_layer": 1},
-        {"first_head": -1},
-        {"num_heads": 3},
-        {"num_heads": 0},
-        {"model_heads": 1 << 40, "num_heads": 1 << 40, "head_stride": 0},
+        {"shard": Shard(1, 3, 0, 2)},
+        {"shard": Shard(0, 1, 0, 2)},
+        {"shard": Shard(0, 2, 0, 3)},
+        {"model_heads": 1 << 40, "shard": Shard(0, 2, 0, 1 << 40), "head_stride": 0},
         {"k_dim": 0},
         {"itemsize": 0},
         {"v_dim": 0},

@@ -72,7 +72,7 @@ class Pair:
         }
 
     def _pairing(self, route: Route) -> Pairing:
-        return Pairing(self.producers[route.source].layout, self.consumers[route.destination].layout, route)
+        return Pairing(self.producers[route.source].layout, self.consumers[route.destination].layout, route.part)
 
     def _shape(self, number: int) -> Callable[[str, Granted], Shape]:
         def shape(peer: str, granted: Granted) -> Shape:
@@ -88,7 +88,7 @@ class Pair:
                 Source(
                     f"P{route.source}",
                     0,
-                    range(route.first_layer, route.first_layer + route.num_layers),
+                    route.part.layers if route.part else range(0),
                     sum(other.source == route.source for other in self.routes),
                 )
                 for route in mine

@@ -14,6 +14,7 @@ from simulated.pair import Pair
 from simulated.strangers import dial, greet, is_closed
 from simulated.waiting import wait_for
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.log import forget_causes
 from transfer.control.directory import PURPOSE
 from transfer.control.handshake import Identity
@@ -68,7 +69,7 @@ def test_after_all_that_requests_are_served(pair):
 def test_a_malformed_message_is_logged(pair, caplog):
     rank = pair.decode.ranks[0]
     fits = introduction(
-        layout=rank.layout, num_layers=4, num_heads=4, endpoints=rank.node._fetching._endpoints, generation=1
+        layout=rank.layout, part=Shard(0, 4, 0, 4), endpoints=rank.node._fetching._endpoints, generation=1
     )
     visit(pair, framed(encode(fits)), framed(b"\xc1 nothing"))
     wait_for(lambda: "not a message" in caplog.text)

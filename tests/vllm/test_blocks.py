@@ -11,8 +11,8 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import PageFormat
-from store_client.base import Shard
 from vllm_plugin.blocks import KVBlocks, probe_cpu_order, probe_order, register_tensors, regroup_kernel_blocks
 from vllm_plugin.geometry import Unsupported
 

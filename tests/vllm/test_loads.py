@@ -12,8 +12,8 @@ from cases import PROMPT, Start, every_runner, warm_pool
 from harness import Engine
 from vllm.v1.request import RequestStatus
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
-from store_client.base import Shard
 
 
 def count_reports(engine: Engine) -> Counter[str]:

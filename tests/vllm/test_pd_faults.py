@@ -122,7 +122,8 @@ def test_figures_reach_prometheus(pair: MakePair) -> None:
 def test_the_handshake_has_all_ranks_in_order(pair: MakePair) -> None:
     both = pair({"tp_size": 2, "pp_size": 2})
     cards = both.prefill.pd._cards
-    assert [(card.layout.first_layer, card.layout.first_head) for card in cards] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    shards = [card.layout.shard for card in cards]
+    assert [(shard.layer_start, shard.head_start) for shard in shards] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len({card.port for card in cards}) == len({card.instance for card in cards}) == 4
 
 

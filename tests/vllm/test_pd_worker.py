@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mooncake_connector.kv.geometry import Shard
 from transfer.driver import Ended
 from transfer.fetching import Where
 from transfer.plan.granularity import Bounds
@@ -44,7 +45,7 @@ def node() -> Node:
 
 @pytest.fixture
 def worker(node: Any) -> PDWorker:
-    layout: Any = SimpleNamespace(first_layer=0, layer_stop=2)
+    layout: Any = SimpleNamespace(shard=Shard(0, 2, 0, 1))
     device: Any = SimpleNamespace(lock=threading.Lock(), then=lambda call: call())
     return PDWorker(node, layout, 0, [], Bounds(), device)
 

@@ -6,8 +6,8 @@ import oracle
 import pytest
 from cases import PROMPT, RUNNERS, Start, every_runner, warm_pool
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
-from store_client.base import Shard
 from vllm_plugin.messages import SaveResult, WorkerReport
 
 

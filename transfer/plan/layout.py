@@ -12,6 +12,7 @@ from math import prod
 
 import numpy as np
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import Axis, BlockLayout, SegmentLayout
 from transfer.transports.base import MAX_PIECE_NBYTES, Int64, TransferError
 
@@ -31,11 +32,10 @@ class RankLayout:
 
     Args:
         model_layers, model_heads: of the whole model; MLA has one head.
-        first_layer: the rank has as many layers from here on as `blocks` has addresses.
-        first_head, num_heads: KV heads of the rank; ranks may have the same (GQA with more ranks than heads, MLA).
+        shard: the rank's; ranks may have the same heads (GQA with more ranks than heads, MLA).
         k_dim, v_dim: elements a token and head (MLA: latent and rope together, and 0).
         itemsize: bytes an element.
-        blocks: addresses and strides, head 0 being the rank's first.
+        blocks: an address for each of the rank's layers, and strides; head 0 is the rank's first.
 
     Raises:
         LayoutError: a count or a range that cannot be.
@@ -43,23 +43,22 @@ class RankLayout:
 
     model_layers: int
     model_heads: int
-    first_layer: int
-    first_head: int
-    num_heads: int
+    shard: Shard
     k_dim: int
     v_dim: int
     itemsize: int
     blocks: BlockLayout
 
     def __post_init__(self) -> None:
-        if not (0 <= self.first_layer < self.layer_stop <= self.model_layers):
-            raise LayoutError(f"layers {self.layers} of a model of {self.model_layers}")
-        if not (0 <= self.first_head < self.head_stop <= self.model_heads):
-            raise LayoutError(f"KV heads {self.heads} of a model of {self.model_heads}")
-        blocks = self.blocks
+        shard, blocks = self.shard, self.blocks
+        if shard.layer_stop > self.model_layers or shard.num_layers != len(blocks.layer_addresses):
+            have = len(blocks.layer_addresses)
+            raise LayoutError(f"layers {shard.layers} of a model of {self.model_layers}, addresses of {have}")
+        if shard.head_stop > self.model_heads:
+            raise LayoutError(f"KV heads {shard.heads} of a model of {self.model_heads}")
         if min(self.k_dim, self.itemsize, blocks.block_tokens, blocks.num_blocks) < 1 or self.v_dim < 0:
             raise LayoutError(f"dimensions {self.k_dim} + {self.v_dim} of {self.itemsize} bytes, blocks {blocks}")
-        if blocks.block_tokens * self.num_heads * (self.k_dim + self.v_dim) > MAX_BLOCK_ELEMENTS:
+        if blocks.block_tokens * shard.num_heads * (self.k_dim + self.v_dim) > MAX_BLOCK_ELEMENTS:
             raise LayoutError(f"more than {MAX_BLOCK_ELEMENTS} elements in a block: {self.describe()}")
         if (blocks.v is None) != (self.v_dim == 0):
             raise LayoutError(f"v_dim={self.v_dim} and V segment {blocks.v}: both or neither")
@@ -83,25 +82,9 @@ class RankLayout:
         if min(*numbers, *blocks.layer_addresses) < 0:
             raise LayoutError(f"negative address, stride or offset in {blocks}")
         reach = max(segment.offset + _last(segment.token) + _last(segment.dim) for segment in segments)
-        reach += (self.num_heads - 1) * blocks.head_stride + (blocks.num_blocks - 1) * blocks.block_stride
+        reach += (self.shard.num_heads - 1) * blocks.head_stride + (blocks.num_blocks - 1) * blocks.block_stride
         if max(blocks.layer_addresses) + reach + self.itemsize > MAX_PIECE_NBYTES:
             raise LayoutError(f"memory beyond {MAX_PIECE_NBYTES:#x}: {blocks}")
-
-    @property
-    def layer_stop(self) -> int:
-        return self.first_layer + len(self.blocks.layer_addresses)
-
-    @property
-    def head_stop(self) -> int:
-        return self.first_head + self.num_heads
-
-    @property
-    def layers(self) -> range:
-        return range(self.first_layer, self.layer_stop)
-
-    @property
-    def heads(self) -> range:
-        return range(self.first_head, self.head_stop)
 
     @property
     def block_tokens(self) -> int:
@@ -111,8 +94,9 @@ class RankLayout:
         """One line for the message of a refusal."""
         vector = f"{self.k_dim} + {self.v_dim} elements of {self.itemsize} bytes"
         return (
-            f"layers {self.first_layer}..{self.layer_stop - 1} of {self.model_layers}, KV heads {self.first_head}.."
-            f"{self.head_stop - 1} of {self.model_heads}, {vector}, blocks of {self.block_tokens} tokens"
+            f"layers {self.shard.layer_start}..{self.shard.layer_stop - 1} of {self.model_layers}, KV heads "
+            f"{self.shard.head_start}..{self.shard.head_stop - 1} of {self.model_heads}, {vector}, "
+            f"blocks of {self.block_tokens} tokens"
         )
 
     def check_blocks(self, block_ids: Sequence[int]) -> Int64:
@@ -157,7 +141,7 @@ def merge(starts: Int64, sizes: Int64) -> tuple[Int64, Int64]:
 @lru_cache(maxsize=64)
 def _block_runs(layout: RankLayout) -> tuple[Int64, Int64]:
     """Offsets and sizes of the bytes of one block of one layer, all heads. Raises LayoutError where any coincide."""
-    heads = np.arange(layout.num_heads, dtype=np.int64) * layout.blocks.head_stride
+    heads = np.arange(layout.shard.num_heads, dtype=np.int64) * layout.blocks.head_stride
     head = np.sort(element_offsets(layout).ravel())
     starts, sizes = merge(head, np.full(len(head), layout.itemsize, dtype=np.int64))
     starts, sizes = (heads[:, None] + starts).ravel(), np.tile(sizes, len(heads))

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import gcd, lcm
 
 import numpy as np
 
+from mooncake_connector.kv.geometry import Shard
 from transfer.plan.layout import LayoutError, RankLayout, element_offsets
 from transfer.transports.base import Int64
 
@@ -27,17 +27,14 @@ _MAX_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What source rank number `source` sends to destination rank number `destination`: a rectangle of layers and heads.
+    """What source rank number `source` sends to destination rank number `destination`.
 
-    Without layers: nothing. Such a route still says who tells a source without work that it is done.
+    Without a part: nothing. Such a route still says who tells a source without work that it is done.
     """
 
     source: int
     destination: int
-    first_layer: int = 0
-    num_layers: int = 0
-    first_head: int = 0
-    num_heads: int = 0
+    part: Shard | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,8 +75,8 @@ def routes(sources: Sequence[RankLayout], destinations: Sequence[RankLayout]) ->
         _check_same_model(sources[0], layout)
     found: list[Route] = []
     for number, wanted in enumerate(destinations):
-        turn = sum(_covers(other, wanted) for other in destinations[:number])
-        found += _rectangles(sources, wanted, number, turn)
+        turn = sum(other.shard == wanted.shard for other in destinations[:number])
+        found += _parts(sources, wanted, number, turn)
     pairs = {(route.source, route.destination) for route in found}
     if len(pairs) < len(found):
         raise LayoutError(f"source ranks overlap in part: {'; '.join(source.describe() for source in sources)}")
@@ -88,30 +85,17 @@ def routes(sources: Sequence[RankLayout], destinations: Sequence[RankLayout]) ->
     return found + [Route(source, source % len(destinations)) for source in idle]
 
 
-def _rectangles(sources: Sequence[RankLayout], wanted: RankLayout, number: int, turn: int) -> Iterator[Route]:
+def _parts(sources: Sequence[RankLayout], wanted: RankLayout, number: int, turn: int) -> Iterator[Route]:
     """Routes to one destination: a source's part of it is cut by no other source's border."""
-    for layer, layer_stop in _segments(wanted.layers, [source.layers for source in sources]):
-        for head, head_stop in _segments(wanted.heads, [source.heads for source in sources]):
-            having = [i for i, source in enumerate(sources) if layer in source.layers and head in source.heads]
-            if not having:
-                every = "; ".join(source.describe() for source in sources)
-                raise LayoutError(
-                    f"no source rank has layer {layer}, KV head {head}. "
-                    f"Destination: {wanted.describe()}. Sources: {every}"
-                )
-            source = having[turn % len(having)]
-            yield Route(source, number, layer, layer_stop - layer, head, head_stop - head)
-
-
-def _segments(whole: range, cutting: Sequence[range]) -> list[tuple[int, int]]:
-    """`whole` cut at every start and stop of the others."""
-    cuts = {cut for other in cutting for cut in (other.start, other.stop) if whole.start < cut < whole.stop}
-    borders = sorted({whole.start, whole.stop} | cuts)
-    return list(pairwise(borders))
-
-
-def _covers(other: RankLayout, wanted: RankLayout) -> bool:
-    return (other.layers, other.heads) == (wanted.layers, wanted.heads)
+    for part in wanted.shard.cut(source.shard for source in sources):
+        having = [i for i, source in enumerate(sources) if source.shard.covers(part)]
+        if not having:
+            every = "; ".join(source.describe() for source in sources)
+            raise LayoutError(
+                f"no source rank has layer {part.layer_start}, KV head {part.head_start}. "
+                f"Destination: {wanted.describe()}. Sources: {every}"
+            )
+        yield Route(having[turn % len(having)], number, part)
 
 
 def _check_same_model(one: RankLayout, other: RankLayout) -> None:
@@ -125,19 +109,19 @@ class Pairing:
     """One source and one destination rank, and how the bytes of a block of one lie in the blocks of the other.
 
     Args:
-        route: layers and heads that are sent; both ranks must have them.
+        part: layers and heads that are sent, if any; both ranks must have them.
 
     Raises:
         LayoutError: the sides differ in what cannot be mapped.
     """
 
-    def __init__(self, source: RankLayout, destination: RankLayout, route: Route) -> None:
+    def __init__(self, source: RankLayout, destination: RankLayout, part: Shard | None) -> None:
         _check_same_model(source, destination)
-        self.layers = range(route.first_layer, route.first_layer + route.num_layers)
-        heads = range(route.first_head, route.first_head + route.num_heads)
+        self.layers = range(0) if part is None else part.layers
+        heads = range(0) if part is None else part.heads
         for side in (source, destination):
-            if not (_within(self.layers, side.layers) and _within(heads, side.heads)):
-                raise LayoutError(f"{route} asks for what a rank has not: {side.describe()}")
+            if part is not None and not side.shard.covers(part):
+                raise LayoutError(f"{part} asks for what a rank has not: {side.describe()}")
         self.unit = gcd(source.block_tokens, destination.block_tokens)
         """Tokens that are moved together."""
         self._sides = (source, destination)
@@ -159,14 +143,14 @@ class Pairing:
         """Pieces for tokens `[first_token, stop_token)` of some layers, as few as both sides' memory allows.
 
         Args:
-            layers: numbers in the model, inside the route.
+            layers: numbers in the model, inside the part.
             first_token: counted from the request's first token, a multiple of `unit`.
             stop_token: also one, or the request's end.
             source_blocks, destination_blocks: the request's whole block tables; entry i holds tokens
                 `[i * block_tokens, (i + 1) * block_tokens)` of its own side.
 
         Raises:
-            LayoutError: layers outside of the route, tokens that a table does not cover or that cut a unit.
+            LayoutError: layers outside of the part, tokens that a table does not cover or that cut a unit.
         """
         source, destination, nbytes = self._one_layer(first_token, stop_token, source_blocks, destination_blocks)
         bases = [self._bases(side, layers) for side in (0, 1)]
@@ -241,10 +225,10 @@ class Pairing:
         return table[places] * layout.blocks.block_stride
 
     def _bases(self, side: int, layers: range) -> Int64:
-        if not _within(layers, self.layers):
-            raise LayoutError(f"layers {layers}; the route has {self.layers}")
+        if layers and not self.layers.start <= layers.start < layers.stop <= self.layers.stop:
+            raise LayoutError(f"layers {layers}; the part has {self.layers}")
         layout = self._sides[side]
-        first = layers.start - layout.first_layer
+        first = layers.start - layout.shard.layer_start
         return np.array(layout.blocks.layer_addresses[first : first + len(layers)], dtype=np.int64)
 
     def _check_runs(self) -> None:
@@ -305,7 +289,7 @@ def _run_heads(
             f"{sides[0].describe()}; {sides[1].describe()}"
         )
     starts = [
-        (np.array(heads, dtype=np.int64) - side.first_head)[:, None] * side.blocks.head_stride + offsets
+        (np.array(heads, dtype=np.int64) - side.shard.head_start)[:, None] * side.blocks.head_stride + offsets
         for side, offsets in zip(sides, (source, destination), strict=True)
     ]
     order = np.argsort(starts[1].ravel(), kind="stable")
@@ -326,7 +310,3 @@ def _coalesce(source: Int64, destination: Int64, nbytes: Int64) -> tuple[Int64, 
 def _contiguous(bases: list[Int64], nbytes: Int64) -> bool:
     """Whether every piece ends where the same piece of the next layer begins, on both sides."""
     return bool((nbytes == nbytes[0]).all()) and all((np.diff(base) == nbytes[0]).all() for base in bases)
-
-
-def _within(part: range, whole: range) -> bool:
-    return not part or whole.start <= part.start <= part.stop <= whole.stop

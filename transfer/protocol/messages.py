@@ -13,6 +13,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
+from mooncake_connector.kv.geometry import Shard
 from transfer.plan.layout import RankLayout
 from transfer.transports.base import GRANT_KEY_NBYTES, TransferError
 
@@ -127,15 +128,12 @@ class Reset(Message, frozen=True, kw_only=True):
 class Introduction(Message, frozen=True, kw_only=True):
     """Consumer: what you must know of my rank to write to it. Once for each control connection, before anything else.
 
-    `transfer` is "". The layers and heads are the route, as numbers of the model: what you send me. `endpoints` says
-    for each transport by name where it listens.
+    `transfer` is "". `part` is what you send me, if anything. `endpoints` says for each transport by name where it
+    listens.
     """
 
     layout: RankLayout
-    first_layer: Count
-    num_layers: Count
-    first_head: Count
-    num_heads: Count
+    part: Shard | None
     endpoints: Annotated[
         dict[Annotated[str, Meta(max_length=16)], Annotated[bytes, Meta(max_length=4096)]],
         Meta(max_length=_MAX_ENDPOINTS),

@@ -74,7 +74,7 @@ class PDWorker:
     ) -> None:
         self._node, self._layout, self._rank, self._bounds = node, layout, rank, bounds
         self._device = device
-        self._layers = {name: layout.first_layer + number for number, name in enumerate(layers)}
+        self._layers = {name: layout.shard.layer_start + number for number, name in enumerate(layers)}
         self._given: dict[str, _Given] = {}
         self._awaited: dict[str, _Awaited] = {}
         self._givers: dict[str, _Given] = {}
@@ -119,7 +119,7 @@ class PDWorker:
     def step_computed(self) -> None:
         """The forward pass is over."""
         if self._stops:
-            self._computed(self._layout.layer_stop - 1, self._stops)
+            self._computed(self._layout.shard.layer_stop - 1, self._stops)
             self._stops, self._stops_by_layer = [], []
 
     def start(self, step: PDStep) -> None:

@@ -65,7 +65,7 @@ class SchedulerHalf:
         self._page_tokens = int(config.page_tokens)
         self._min_hit_tokens = config.effective_min_hit_tokens
         self._shards = geometry.shards()
-        self._unit_nbytes = geometry.unit_nbytes(self._page_tokens)
+        self._unit_nbytes = geometry.page_format(self._shards[0], self._page_tokens).unit_nbytes
         self._world_size = geometry.tp_size * geometry.pp_size
         self._tracked: dict[str, Tracked] = {}
         self._metadata = StepMetadata()

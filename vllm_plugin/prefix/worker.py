@@ -18,9 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Shard
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from transfer.control.connection import Access
@@ -68,7 +68,6 @@ class WorkerHalf:
         self._num_blocks = num_blocks
         self._shard = geometry.shard(pp_rank, tp_rank)
         self._fmt = geometry.page_format(self._shard, int(config.page_tokens))
-        self._unit_nbytes = geometry.unit_nbytes(int(config.page_tokens))
         self._blocks: KVBlocks | None = None
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._record: Callable[[], Wait | None] = lambda: None
@@ -150,9 +149,7 @@ class WorkerHalf:
         layout = RankLayout(
             model_layers=geometry.num_layers,
             model_heads=geometry.num_kv_heads,
-            first_layer=shard.layer_start,
-            first_head=shard.head_start,
-            num_heads=shard.head_stop - shard.head_start,
+            shard=shard,
             k_dim=geometry.k_dim,
             v_dim=geometry.v_dim,
             itemsize=geometry.itemsize,
@@ -259,7 +256,7 @@ class WorkerHalf:
         self._store.close()
 
     def _view(self, namespace: Namespace) -> ShardView | None:
-        return self._store.view(namespace, self._shard, self._unit_nbytes)
+        return self._store.view(namespace, self._shard, self._fmt.unit_nbytes)
 
     def _load(self, task: Task) -> None:
         job, view, blocks = task.job, self._view(task.namespace), self._blocks

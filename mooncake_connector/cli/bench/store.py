@@ -29,8 +29,9 @@ from mooncake_connector.cli.bench.measure import (
     size_text,
 )
 from mooncake_connector.cli.bench.report import Report, Row
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from store_client import EmbeddedStore, Put, Shard, Space, Store
+from store_client import EmbeddedStore, Put, Space, Store
 from store_client.base import Bytes, Consume
 
 GET, GET_SCATTERED, PUT, MEMCPY = "get", "get scattered", "put", "memcpy"

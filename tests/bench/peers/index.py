@@ -18,7 +18,8 @@ import numpy.typing as npt
 from bench.peers.report import Goal, Row, row
 from mooncake_connector.cli.bench.measure import BenchError, Progress, Task, best_seconds
 from mooncake_connector.cli.bench.store import LOOKUP, PREFIX, SINGLE_LOOKUPS, bench_namespace, bench_space
-from store_client import EmbeddedStore, Shard, Space
+from mooncake_connector.kv.geometry import Shard
+from store_client import EmbeddedStore, Space
 from store_client.base import KEY_NBYTES
 from store_client.embedded import layout, ledger, rows, table
 from store_client.embedded.arena import GRANULE

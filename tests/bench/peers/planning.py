@@ -6,6 +6,7 @@ import random
 
 from bench.peers.report import Goal, Row, row
 from mooncake_connector.cli.bench.measure import Task, best_seconds
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import BlockLayout, SegmentLayout
 from transfer.plan.layout import RankLayout
 from transfer.plan.pairing import Pairing, routes
@@ -25,8 +26,8 @@ def seconds(rounds: int) -> float:
     tables = [random.Random(seed).sample(range(_TOKENS // _BLOCK_TOKENS), _TOKENS // _BLOCK_TOKENS) for seed in (1, 2)]
 
     def plan() -> None:
-        route = next(route for route in routes(sources, destinations) if route.num_layers)
-        pairing = Pairing(sources[route.source], destinations[route.destination], route)
+        route = next(route for route in routes(sources, destinations) if route.part)
+        pairing = Pairing(sources[route.source], destinations[route.destination], route.part)
         pairing.copies(pairing.layers, 0, _TOKENS, tables[0], tables[1])
 
     return best_seconds({"plan": Task(plan)}, rounds)["plan"]
@@ -48,4 +49,5 @@ def _rank(size: int, number: int) -> RankLayout:
         k=SegmentLayout(0, token, dim),
         v=SegmentLayout(vector, token, dim),
     )
-    return RankLayout(_LAYERS, _HEADS, 0, number * heads, heads, _DIM, _DIM, _ITEMSIZE, blocks)
+    shard = Shard(0, _LAYERS, number * heads, (number + 1) * heads)
+    return RankLayout(_LAYERS, _HEADS, shard, _DIM, _DIM, _ITEMSIZE, blocks)
