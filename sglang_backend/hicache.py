@@ -39,7 +39,7 @@ from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_
 from sglang_backend.metrics import Figures
 from sglang_backend.plugin import hooked
 from sglang_backend.settings import own_settings
-from sglang_backend.stored_pool import StoredPool
+from sglang_backend.stored_pool import Movers, StoredPool
 from store_client.base import KEY_NBYTES
 from store_client.open import BackgroundStore, open_in_background
 from store_client.sharded import ShardView
@@ -77,6 +77,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._counts_lookups = storage_config.tp_rank == 0 and storage_config.pp_rank == 0
         self._namespace: Namespace | None = None
         self._store: BackgroundStore | None = None
+        self._movers = Movers()
         self._kv: StoredPool | None = None
         self._others: dict[str, StoredPool] = {}
         self.registered_pools: dict[str, HostKVCache] = {}
@@ -230,6 +231,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
     @contained(nothing)
     def close(self) -> None:
         """Let go of the store; every later call misses. May be called twice."""
+        self._movers.stop()
         if self._store is not None:
             self._store.close()
 
@@ -251,6 +253,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         return StoredPool(
             pages,
             view,
+            self._movers,
             self._figures,
             load_deadline_s=self._config.load_deadline_s,
             save_deadline_s=self._config.save_deadline_s,

@@ -1,39 +1,48 @@
 """One host pool of SGLang and its pages in the store.
 
 SGLang asks from threads of its own, one for lookups, one for reads and one for writes, and waits without a limit; so
-every call ends in time here: pages are moved in a thread that is given up at a deadline, writes wait for the store's
-lock at most `_LOCK_WAIT_S`, lookups read mapped memory alone, and after a fault the store is left alone for a while.
+every call ends in time here: pages are moved by a mover (:mod:`store_client.mover`), whose job is given up at its
+deadline, lookups read mapped memory alone, and after a fault the store is left alone for a while.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.log import get_logger, log_once
-from sglang_backend.breaker import PAUSE_S, Breaker
-from sglang_backend.errand import Errand
 from sglang_backend.host_pages import HostPages
 from sglang_backend.metrics import Figures
-from store_client.base import Bytes, Put
-from store_client.sharded import ShardView
+from store_client.base import Bytes
+from store_client.jobs import Job, Load, Save
+from store_client.mover import PAUSE_S, Mover
+from store_client.sharded import ConsumePart, ShardView
 
-_MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
-"""So many bytes are moved at a time, but at least so many pages: those are lost when a call is given up, while each
-move costs the store a transaction, about 1 ms a write."""
-_LOCK_WAIT_S = 0.5
-"""Longest wait for the store's lock, which is held for microseconds: longer means that its holder is stopped."""
+_STOP_S = 2.0
+_FAULTS = {
+    "busy": "the store's lock was not free",
+    "deadline": "it did not end in time",
+    "error": "an error, logged before",
+}
+"""What the store is left alone for, by cause."""
 
-Load = Callable[[int, Shard, Bytes], None]
-"""Takes page i of a call out of the stored page of a part."""
-Save = Callable[[int, Bytes], None]
-"""Writes page i of a call into the page of this rank's shard."""
-
+J = TypeVar("J", bound=Job)
 T = TypeVar("T")
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Movers:
+    """What moves the pages of all host pools of one backend."""
+
+    loads: Mover[Load] = field(default_factory=lambda: Mover("load"))
+    saves: Mover[Save] = field(default_factory=lambda: Mover("save"))
+
+    def stop(self) -> None:
+        self.loads.stop(_STOP_S)
+        self.saves.stop(_STOP_S)
 
 
 class StoredPool:
@@ -48,6 +57,7 @@ class StoredPool:
         self,
         pages: HostPages,
         view: Callable[[], ShardView | None],
+        movers: Movers,
         figures: Figures,
         *,
         load_deadline_s: float,
@@ -55,9 +65,9 @@ class StoredPool:
     ) -> None:
         self.pages = pages
         self._view = view
+        self._movers = movers
         self._figures = figures
         self._load_deadline_s, self._save_deadline_s = load_deadline_s, save_deadline_s
-        self._reads, self._writes = Breaker(), Breaker()
 
     @property
     def view(self) -> ShardView | None:
@@ -66,15 +76,10 @@ class StoredPool:
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         """How many leading pages are present."""
-        view = self._ready(self._reads)
-        if view is None:
-            return 0
-        return self._guarded("lookup", self._reads, lambda: view.prefix(keys), 0)
+        return self._look_up(lambda view: view.prefix(keys), 0)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        view = self._ready(self._reads)
-        absent = [False] * len(keys)
-        return absent if view is None else self._guarded("lookup", self._reads, lambda: view.contains(keys), absent)
+        return self._look_up(lambda view: view.contains(keys), [False] * len(keys))
 
     def load(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[bool]:
         """Copy page i to the slots from `slots[i]` on; for each whether it arrived. Stops at the first that did not."""
@@ -84,112 +89,47 @@ class StoredPool:
         """Store the pages at `slots`, a chain that follows `parent`; for each whether the store has it now."""
         return self.save_from(keys, lambda i, page: self.pages.save(slots[i], page), parent)
 
-    def load_into(self, keys: Sequence[bytes], load: Load) -> list[bool]:
-        arrived: list[bool] = []
-        view = self._ready(self._reads)
+    def load_into(self, keys: Sequence[bytes], copy: ConsumePart) -> list[bool]:
+        """As `load`; `copy` takes page i out of the stored page of a part."""
+        job = Load(keys=keys, view=self._view, deadline_s=self._load_deadline_s, copy=copy)
+        if view := self._run("load", self._movers.loads, job):
+            self._figures.loaded(job.pages, view.nbytes, job.seconds)
+        return [number < job.pages for number in range(len(keys))]
+
+    def save_from(self, keys: Sequence[bytes], copy: Callable[[int, Bytes], None], parent: bytes | None) -> list[bool]:
+        """As `save`; `copy` writes page i into the page of this rank's shard."""
+        job = Save(keys=keys, view=self._view, deadline_s=self._save_deadline_s, copy=copy, parent=parent)
+        if view := self._run("save", self._movers.saves, job):
+            self._figures.saved(job.stored, view.nbytes, job.seconds)
+        return [number in job.present for number in range(len(keys))]
+
+    def _run(self, what: str, mover: Mover[J], job: J) -> ShardView | None:
+        """Have a job done and wait for its end; None where the store is not to be used now."""
+        view = self._ready(mover)
         if view is not None:
-            started_s = time.monotonic()
-            self._bounded(
-                "load", self._reads, self._load_deadline_s, lambda errand: self._load(view, keys, load, arrived, errand)
-            )
-            arrived = arrived[: len(keys)]  # what a call that was given up adds is not seen
-            self._figures.loaded(arrived.count(True), view.nbytes, time.monotonic() - started_s)
-        return arrived + [False] * (len(keys) - len(arrived))
+            mover.run(job)
+            if job.cause:
+                self._failed(what, job.cause, _FAULTS.get(job.cause), mover)
+        return view
 
-    def _load(self, view: ShardView, keys: Sequence[bytes], load: Load, arrived: list[bool], errand: Errand) -> None:
-        step = _pages_a_move(view)
-        for start in range(0, len(keys), step):
-
-            def consume(i: int, part: Shard, page: Bytes, start: int = start) -> None:
-                with errand.touching_memory():
-                    load(start + i, part, page)
-
-            found = view.read(keys[start : start + step], consume)
-            arrived += found
-            if not all(found):
-                self._figures.failed("load", "page_lost")
-                return
-
-    def save_from(self, keys: Sequence[bytes], save: Save, parent: bytes | None) -> list[bool]:
-        stored: list[bool] = []
-        view = self._ready(self._writes)
-        if view is not None:
-            self._bounded(
-                "save",
-                self._writes,
-                self._save_deadline_s,
-                lambda errand: self._save(view, keys, save, parent, stored, errand),
-            )
-            stored = stored[: len(keys)]
-        return stored + [False] * (len(keys) - len(stored))
-
-    def _save(
-        self,
-        view: ShardView,
-        keys: Sequence[bytes],
-        save: Save,
-        parent: bytes | None,
-        stored: list[bool],
-        errand: Errand,
-    ) -> None:
-        parents = [parent, *keys[:-1]]
-        present = view.contains(keys)
-        step = _pages_a_move(view)
-        for start in range(0, len(keys), step):
-            batch = range(start, min(start + step, len(keys)))
-            missing = [i for i in batch if not present[i]]
-
-            def fill(n: int, page: Bytes, missing: list[int] = missing) -> None:
-                with errand.touching_memory():
-                    save(missing[n], page)
-
-            started_s = time.monotonic()
-            results = (
-                view.write(
-                    [keys[i] for i in missing],
-                    fill,
-                    parents=[parents[i] for i in missing],
-                    deadline_s=_LOCK_WAIT_S,
-                )
-                if missing
-                else []
-            )
-            outcome = dict(zip(missing, results, strict=True))
-            stored += [outcome.get(i) is not Put.FAILED for i in batch]
-            seconds = time.monotonic() - started_s
-            self._figures.saved(results.count(Put.STORED), view.nbytes, seconds)
-            if Put.FAILED in results:
-                if seconds >= _LOCK_WAIT_S:
-                    self._trip("save", "busy", self._writes, "the store's lock was not free")
-                else:
-                    self._figures.failed("save", "refused")
-                return
-
-    def _bounded(self, what: str, breaker: Breaker, deadline_s: float, call: Callable[[Errand], None]) -> None:
-        errand = Errand(call)
-        if not self._guarded(what, breaker, lambda: errand.finish(deadline_s), True):
-            self._trip(what, "deadline", breaker, f"not over after {deadline_s:g} s", errand)
-
-    def _ready(self, breaker: Breaker) -> ShardView | None:
-        return None if breaker.is_open else self._view()
-
-    def _guarded(self, what: str, breaker: Breaker, call: Callable[[], T], otherwise: T) -> T:
+    def _look_up(self, call: Callable[[ShardView], T], otherwise: T) -> T:
+        view = self._ready(self._movers.loads)
         try:
-            return call()
+            return otherwise if view is None else call(view)
         except Exception as error:
-            self._trip(what, "error", breaker, repr(error))
+            self._failed("lookup", "error", repr(error), self._movers.loads)
             return otherwise
 
-    def _trip(self, what: str, cause: str, breaker: Breaker, text: str, stuck: Errand | None = None) -> None:
-        breaker.trip(stuck)
+    def _ready(self, mover: Mover[J]) -> ShardView | None:
+        return None if mover.paused or mover.hangs else self._view()
+
+    def _failed(self, what: str, cause: str, fault: str | None, mover: Mover[J]) -> None:
         self._figures.failed(what, cause)
-        log_once(
-            f"sglang.{what}.{cause}",
-            "a %s failed: %s; the pool is not used for %d s (logged once per cause, counted in the metrics)",
-            what, text, PAUSE_S,
-            logger=logger,
-        )  # fmt: skip
-
-
-def _pages_a_move(view: ShardView) -> int:
-    return max(_MOVE_PAGES, _MOVE_NBYTES // view.nbytes)
+        if fault is not None:
+            mover.pause()
+            log_once(
+                f"sglang.{what}.{cause}",
+                "a %s failed: %s; the pool is not used for %d s (logged once per cause, counted in the metrics)",
+                what, fault, PAUSE_S,
+                logger=logger,
+            )  # fmt: skip

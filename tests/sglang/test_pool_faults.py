@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolNa
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from mooncake_connector.errors import ConfigError, ModelIdentityError
-from sglang_backend import identity, stored_pool
+from sglang_backend import identity
 from store_client.embedded import EmbeddedStore
 
 NAMES = keys(PAGES)
@@ -55,10 +55,10 @@ def load(storage: Any) -> list[bool]:
     return found
 
 
-def close_breakers(storage: Any) -> None:
+def end_pauses(storage: Any) -> None:
     """As if the pause after a fault were over."""
-    for breaker in (storage._kv._reads, storage._kv._writes):
-        breaker._closed_again_s = 0.0
+    for mover in (storage._movers.loads, storage._movers.saves):
+        mover._paused_until_s = 0.0
 
 
 class Asked:
@@ -147,13 +147,13 @@ def test_the_lock_is_held_by_a_stopped_process(storage, stopped_holder, caplog) 
     """Loads take no lock, so they go on. A save waits once, and the next ones are dropped at once."""
     fresh = keys(PAGES, "fresh")
     assert storage.batch_set_v1(fresh, slots(WHOLE)) == [False] * PAGES
-    assert storage._kv._writes.is_open and not storage._kv._reads.is_open
+    assert storage._movers.saves.paused and not storage._movers.loads.paused
     assert load(storage) == [True] * PAGES
     assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [False] * PAGES
     assert caplog.text.count("the store's lock was not free") == 1
     stopped_holder.kill()
     stopped_holder.wait()
-    close_breakers(storage)
+    end_pauses(storage)
     assert storage.batch_set_v1(fresh, slots(WHOLE)) == [True] * PAGES
 
 
@@ -208,7 +208,7 @@ def test_a_store_that_raises_is_left_alone_for_a_while(faults, storage, call: st
     Asked(storage)
     assert faults.calls[call] == 0, "asked during the pause"
     faults.raise_in.clear()
-    close_breakers(storage)
+    end_pauses(storage)
     axes(storage.mem_pool_host)[:] = model(1)
     assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [True] * PAGES and load(storage) == [True] * PAGES
 
@@ -216,14 +216,12 @@ def test_a_store_that_raises_is_left_alone_for_a_while(faults, storage, call: st
 def test_a_load_that_hangs_is_given_up_and_touches_the_memory_no_more(faults, storage) -> None:
     faults.hold_reads()
     assert load(storage) == [False] * PAGES
-    close_breakers(storage)
+    end_pauses(storage)
     faults.calls.clear()
     assert storage.batch_exists(NAMES) == 0 and load(storage) == [False] * PAGES
     assert faults.calls["read"] == 0, "asked again while the first call hangs"
-    stuck = storage._kv._reads._stuck
     faults.release()
-    stuck._thread.join(30)
-    assert not stuck.is_under_way and not axes(storage.mem_pool_host).any()
+    assert storage._movers.loads.stop(30) and not axes(storage.mem_pool_host).any()
     assert load(storage) == [True] * PAGES
 
 
@@ -231,18 +229,17 @@ def test_a_save_that_hangs_is_given_up_and_stores_nothing(faults, storage) -> No
     faults.hold_writes()
     fresh = keys(PAGES, "fresh")
     assert storage.batch_set_v1(fresh, slots(WHOLE)) == [False] * PAGES
-    stuck = storage._kv._writes._stuck
     assert load(storage) == [True] * PAGES, "loads go on"
     faults.release()
-    stuck._thread.join(30)
-    close_breakers(storage)
+    assert storage._movers.saves.stop(30)
+    end_pauses(storage)
     assert storage.batch_exists(fresh) == 0, "pages were stored from memory that is somebody else's by now"
     assert storage.batch_set_v1(fresh, slots(WHOLE)) == [True] * PAGES
 
 
 def test_pages_that_arrived_before_a_hang_are_kept(faults, storage, monkeypatch) -> None:
     """Small pages are moved by the hundred; here 16 at a time. The host pool has 12, so ask for them twice."""
-    monkeypatch.setattr(stored_pool, "_MOVE_NBYTES", 0)
+    monkeypatch.setattr("store_client.jobs._MOVE_NBYTES", 0)
     calls = []
 
     def hang_at_the_second(names: list[bytes]) -> list[bool]:

@@ -20,10 +20,10 @@ from harness import Engine
 from pd import Pair
 from settings import Setup
 
+import store_client.jobs
 import store_client.open
 import vllm_plugin
 import vllm_plugin.prefix.save_planner
-import vllm_plugin.prefix.saver
 import vllm_plugin.prefix.worker
 from mooncake_connector.log import forget_causes
 
@@ -61,7 +61,7 @@ def _like_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine another rank holds the pool's lock for longer than an engine cares to wait, or a save lasts."""
-    monkeypatch.setattr(vllm_plugin.prefix.saver, "_LOCK_WAIT_S", 30.0)
+    monkeypatch.setattr(store_client.jobs, "_LOCK_WAIT_S", 30.0)
     monkeypatch.setattr(vllm_plugin.prefix.save_planner, "_COLLECT_S", 60.0)
 
 

@@ -112,7 +112,7 @@ class Worker:
     def tasks(self) -> list[Any]:
         """Jobs of the connector that it has not reported yet."""
         half = self.half
-        return [*half._loader.pending, *half._saver.pending] if isinstance(half, WorkerHalf) else []
+        return [*half._loads.pending, *half._saver.pending] if isinstance(half, WorkerHalf) else []
 
     @property
     def half(self) -> Any:

@@ -294,7 +294,7 @@ def test_tokens_of_a_local_hit_are_not_written(start: Start, monkeypatch: pytest
 
 @every_runner
 def test_a_load_always_ends_at_its_deadline(start: Start, faults, runner: dict[str, bool]) -> None:
-    """Trap 6. Cure: `Lane.collect` gives up what is queued or hangs in the pool; vLLM has no deadline of its own.
+    """Trap 6. Cure: `Mover.collect` gives up what is queued or hangs in the pool; vLLM has no deadline of its own.
 
     The read goes on later, when the blocks belong to others: it must not write any of them.
     """
@@ -306,11 +306,10 @@ def test_a_load_always_ends_at_its_deadline(start: Start, faults, runner: dict[s
     assert engine.ask_all([PROMPT, other], 3) == [oracle.generate(prompt, 3) for prompt in (PROMPT, other)]
     assert reports == {"r0": 1, "r1": 1}
     assert engine.computed("r0") == engine.computed("r1") == len(PROMPT) + 2
-    loader = engine.workers[0].connector._worker._loader
+    loads = engine.workers[0].connector._worker._loads
     memory = engine.workers[0].memory.copy()
     faults.release()
-    loader.stop(30.0)
-    assert not loader._thread.is_alive()
+    assert loads.stop(30.0)
     assert (engine.workers[0].memory == memory).all()
     engine.run()
     assert reports == {"r0": 1, "r1": 1}
@@ -333,7 +332,7 @@ def test_a_pool_that_hangs_is_not_offered_for_a_while(start: Start, faults, monk
 
 
 def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: Start, faults, monkeypatch) -> None:
-    """Trap 2. Cure: `Task.end`. The late end is that of a miss, which touches no block; the request is long gone."""
+    """Trap 2. Cure: `Job.end`. The late end is that of a miss, which touches no block; the request is long gone."""
     monkeypatch.setattr("vllm_plugin.prefix.scheduler._STALL_PAUSE_S", 0.0)
     other = list(range(200, 300))
     warm_pool(start, PROMPT, other)
@@ -353,7 +352,8 @@ def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: 
 
 
 def test_pages_that_arrived_before_the_deadline_are_used(start: Start, faults, monkeypatch) -> None:
-    monkeypatch.setattr("vllm_plugin.prefix.worker._PAGES_A_READ", 2)
+    monkeypatch.setattr("store_client.jobs._MOVE_NBYTES", 0)
+    monkeypatch.setattr("store_client.jobs._MOVE_PAGES", 2)
     warm_pool(start)
     engine = start(extra={"load_deadline_s": 0.3})
 

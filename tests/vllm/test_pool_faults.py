@@ -113,7 +113,7 @@ def test_the_lock_is_held_by_a_stopped_process(
     start: Start, pool: Path, runner: dict[str, bool], caplog: pytest.LogCaptureFixture, monkeypatch
 ) -> None:
     """Loads take no lock, so they go on. Saves are dropped after a short wait."""
-    monkeypatch.setattr("vllm_plugin.prefix.saver._LOCK_WAIT_S", 0.05)
+    monkeypatch.setattr("store_client.jobs._LOCK_WAIT_S", 0.05)
     engine = start(**runner, prefix_caching=False, num_blocks=32)
     engine.ask(PROMPT)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(pool)], stdout=subprocess.PIPE, text=True)
@@ -134,7 +134,7 @@ def test_the_lock_is_held_by_a_stopped_process(
 
 def test_after_a_stuck_lock_saves_pause_and_then_go_on(start: Start, faults, monkeypatch) -> None:
     """Each would wait in vain; the next ones are dropped at once for a while."""
-    monkeypatch.setattr("vllm_plugin.prefix.saver._LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr("store_client.jobs._LOCK_WAIT_S", 0.0)
     engine = start()
     faults.refuse_writes = True
     engine.ask(PROMPT)
@@ -142,7 +142,7 @@ def test_after_a_stuck_lock_saves_pause_and_then_go_on(start: Start, faults, mon
     written = faults.calls["write"]
     engine.ask(OTHER)
     assert faults.calls["write"] == written
-    engine.workers[0].connector._worker._saver._paused_until_s = time.monotonic()
+    engine.workers[0].connector._worker._saver._mover._paused_until_s = time.monotonic()
     engine.ask([*OTHER, *PROMPT], 20)
     assert any(engine.pages([*OTHER, *PROMPT]))
 

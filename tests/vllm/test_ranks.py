@@ -67,10 +67,10 @@ def test_ranks_that_end_their_loads_in_different_steps(start: Start, faults, run
     name = engine.add(PROMPT, 10)
     engine.run(until=faults.reading.is_set)
     for rank in (1, 0):
-        loader = engine.workers[rank].connector._worker._loader
+        loads = engine.workers[rank].connector._worker._loads
         faults.lose_reads_of = {Shard(0, 2, 1, 2): 3}
         faults.let_through(Shard(0, 2, rank, rank + 1))
-        engine.run(until=lambda loader=loader: not loader._pending)
+        engine.run(until=lambda loads=loads: not loads.pending)
         for _ in range(3):
             engine.step()
     faults.release()

@@ -279,7 +279,7 @@ def test_what_is_copied_aside_is_bounded_and_the_rest_overtaken(
     first = engine.add(PROMPT, 1)
     engine.run(until=lambda: first in engine.reasons)
     assert ask_until_answered(engine, OTHERS[0], 60) == oracle.generate(OTHERS[0], 60)
-    assert 0 < sum(task.aside_nbytes for task in engine.workers[0].tasks()) <= room
+    assert 0 < sum(job.aside_nbytes for job in engine.workers[0].tasks()) <= room
     faults.release()
     engine.run()
     engine.check_at_rest()
@@ -319,9 +319,9 @@ def test_what_lies_aside_goes_with_its_deadline_although_the_pool_hangs(
     for prompt in OTHERS * 2:
         ask_until_answered(engine, prompt, 1)
         saver.give_away(None)
-        assert any(task.aside_nbytes for task in saver.pending)
-        for task in saver.pending:
-            task.deadline_s = -1.0
+        assert any(job.aside_nbytes for job in saver.pending)
+        for job in saver.pending:
+            job.deadline_s = -1.0
         engine.run()
         assert not saver.pending
     gc.collect()
@@ -348,10 +348,8 @@ def test_a_save_that_hangs_is_given_up_and_stores_nothing_later(start: Start, fa
     engine.check_at_rest()
     assert engine.ask_all(OTHERS, 30) == [oracle.generate(prompt, 30) for prompt in OTHERS]
     engine.check_at_rest()
-    lane = engine.workers[0].half._saver._lane
     faults.release()
-    lane.stop(30.0)
-    assert not lane._thread.is_alive()
+    assert engine.workers[0].half._saver.stop(30.0)
     assert engine.num_pages() == 0
 
 

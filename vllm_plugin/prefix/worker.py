@@ -1,18 +1,15 @@
 """The worker half: moves pages between this rank's KV blocks and the pool, and KV between instances.
 
-Pages go through two background threads, KV of other instances through the transfer node (:mod:`vllm_plugin.pd.worker`).
-
-One thread loads, one saves (:mod:`saver`); the forward pass never waits for either. Every job ends exactly
-once, in time, and a load touches its blocks only until its end was reported (see :mod:`lane`).
+Pages go through two movers (:mod:`store_client.mover`), one for loads and one for saves (:mod:`saver`), and the forward
+pass waits for neither; KV of other instances goes through the transfer node (:mod:`vllm_plugin.pd.worker`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -21,6 +18,9 @@ from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
+from store_client.base import Bytes
+from store_client.jobs import Job, Load
+from store_client.mover import Mover
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from transfer.control.connection import Access
@@ -33,19 +33,25 @@ from vllm_plugin.geometry import Geometry, Unsupported
 from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
 from vllm_plugin.pd.options import make_options, memory_of
 from vllm_plugin.pd.worker import PDWorker
-from vllm_plugin.prefix.lane import Lane, Task
-from vllm_plugin.prefix.saver import Saver, result_of
+from vllm_plugin.prefix.saver import Saver
 from vllm_plugin.stats import ConnectorStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_PAGES_A_READ = 32
-"""Pages read between two looks at the deadline."""
+_CAUSES = {"busy": "pool_refused", "refused": "pool_refused"}
+"""What the metrics call why a job ended, where it is not the job's own word."""
 _STOP_S = 2.0
 """Longest wait for a running job at shutdown; the engine kills its processes after a few seconds."""
 
 logger = get_logger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class BlockLoad(Load):
+    """A load into the blocks of one request."""
+
+    plan: LoadJob
 
 
 class WorkerHalf:
@@ -75,7 +81,7 @@ class WorkerHalf:
         self._stats = ConnectorStats()
         self._failed_blocks: set[int] = set()
         self._report = WorkerReport()
-        self._loader: Lane[Task] = Lane("load", self._load)
+        self._loads: Mover[BlockLoad] = Mover("load")
         self._saver = Saver(
             self._view, self._fmt, writes=geometry.is_writer(tp_rank), deadline_s=config.save_deadline_s
         )
@@ -120,8 +126,8 @@ class WorkerHalf:
         """
         if self._blocks is None:
             return
-        for task in self._loader.pending:
-            task.revoke("unregistered")
+        for load in self._loads.pending:
+            load.give_up("unregistered")
         try:
             self._saver.give_away(None)
             if (wait := self._record()) is not None:
@@ -173,9 +179,26 @@ class WorkerHalf:
             return
         assert metadata.namespace is not None
         fence = self._record()
-        for job in metadata.loads:
-            self._loading.add(job.req_id)
-            self._loader.submit(Task(job, metadata.namespace, self._config.load_deadline_s, fence))
+        for plan in metadata.loads:
+            self._loading.add(plan.req_id)
+            self._loads.submit(self._load(plan, metadata.namespace, fence))
+
+    def _load(self, plan: LoadJob, namespace: Namespace, fence: Wait | None) -> BlockLoad:
+        blocks, page_tokens = self._blocks, self._fmt.page_tokens
+
+        def copy(number: int, part: Shard, page: Bytes) -> None:
+            assert blocks is not None
+            skip = plan.skip_tokens if number == 0 else 0
+            blocks.load_page(part, plan.block_ids, plan.first_token + number * page_tokens, page, skip)
+
+        return BlockLoad(
+            keys=plan.keys,
+            view=lambda: self._view(namespace),
+            deadline_s=self._config.load_deadline_s,
+            fence=fence,
+            copy=copy if blocks is not None else None,
+            plan=plan,
+        )
 
     @contained(nothing)
     def before_step(self, metadata: StepMetadata) -> None:
@@ -199,16 +222,15 @@ class WorkerHalf:
         """
         self._collect_saves()
         results = KVConnectorTransferResults()
-        for task in self._loader.collect():
-            job = task.job
-            assert isinstance(job, LoadJob)
-            self._loading.discard(job.req_id)
-            self._arrived.add(job.req_id)
-            self._count("load", task, len(job.keys))
-            if task.pages < len(job.keys):
-                self._failed_blocks |= self._blocks_from(job, task.pages)
-                self._report.failed_loads.add(job.req_id)
-                self._report.stalled |= task.cause == "deadline"
+        for load in self._loads.collect():
+            req_id = load.plan.req_id
+            self._loading.discard(req_id)
+            self._arrived.add(req_id)
+            self._count("load", load)
+            if load.cause:
+                self._failed_blocks |= self._blocks_from(load.plan, load.pages)
+                self._report.failed_loads.add(req_id)
+                self._report.stalled |= load.cause == "deadline"
         if self.pd is not None:
             transfers = self.pd.take_results(self._stats)
             results.finished_sending.update(transfers.sent)
@@ -233,13 +255,13 @@ class WorkerHalf:
         return report
 
     def _collect_saves(self) -> None:
-        for task in self._saver.collect():
-            self._count("save", task, len(task.job.keys))
-            self._stats.add("saved_pages", task.stored)
-            self._stats.add("save_bytes", task.stored * self._fmt.nbytes)
-            if task.lost:
-                self._stats.add("overtaken_pages", len(task.lost))
-            self._report.saves[task.job.job_id] = result_of(task)
+        for save in self._saver.collect():
+            self._count("save", save)
+            self._stats.add("saved_pages", save.stored)
+            self._stats.add("save_bytes", save.stored * self._fmt.nbytes)
+            if save.lost:
+                self._stats.add("overtaken_pages", len(save.lost))
+            self._report.saves[save.plan.job_id] = save.result()
 
     def take_stats(self) -> ConnectorStats | None:
         if self._stats.is_empty():
@@ -258,50 +280,23 @@ class WorkerHalf:
     def _view(self, namespace: Namespace) -> ShardView | None:
         return self._store.view(namespace, self._shard, self._fmt.unit_nbytes)
 
-    def _load(self, task: Task) -> None:
-        job, view, blocks = task.job, self._view(task.namespace), self._blocks
-        assert isinstance(job, LoadJob)
-        if view is None or blocks is None:
-            task.cause = "pool_absent" if view is None else "unsupported_blocks"
-            return
-        if task.fence is not None:
-            task.fence()
-        page_tokens = self._fmt.page_tokens
-        for start in range(0, len(job.keys), _PAGES_A_READ):
-
-            def consume(index: int, part: Shard, page: npt.NDArray[np.uint8], start: int = start) -> None:
-                number = start + index
-                skip = job.skip_tokens if number == 0 else 0
-                with task.touching_blocks():
-                    blocks.load_page(part, job.block_ids, job.first_token + number * page_tokens, page, skip)
-
-            if task.remaining_s < 0:
-                task.cause = "deadline"
-                return
-            found = view.read(job.keys[start : start + _PAGES_A_READ], consume)
-            task.pages += _leading(found)
-            if not all(found):
-                task.cause = "page_lost"
-                return
-
-    def _count(self, kind: str, task: Task, num_pages: int) -> None:
-        seconds = task.ended_s - task.submitted_s
+    def _count(self, kind: str, job: Job) -> None:
+        cause = _CAUSES.get(job.cause, job.cause)
         logger.debug(
             "%s pages=%d of=%d page_nbytes=%d seconds=%.6f cause=%s",
-            kind, task.pages, num_pages, self._fmt.nbytes, seconds, task.cause or "none",
+            kind, job.pages, len(job.keys), self._fmt.nbytes, job.seconds, cause or "none",
         )  # fmt: skip
         self._stats.add(f"{kind}s")
-        self._stats.add(f"{kind}_seconds", seconds)
+        self._stats.add(f"{kind}_seconds", job.seconds)
         if kind == "load":
-            self._stats.add("load_bytes", task.pages * self._fmt.nbytes)
-        if task.pages < num_pages:
-            cause = task.cause or "unknown"
+            self._stats.add("load_bytes", job.pages * self._fmt.nbytes)
+        if cause:
             self._stats.fail(f"{kind}_{cause}")
             outcome = "its tokens are computed" if kind == "load" else "the other pages are not stored"
             log_once(
                 f"{kind}.{cause}",
                 "a %s ended after %.3f s with %d of %d pages: %s; %s (logged once per cause, counted in the metrics)",
-                kind, seconds, task.pages, num_pages, cause, outcome,
+                kind, job.seconds, job.pages, len(job.keys), cause, outcome,
                 logger=logger,
             )  # fmt: skip
 
@@ -311,8 +306,3 @@ class WorkerHalf:
         first = job.first_token + (pages * page_tokens if pages else job.skip_tokens)
         stop = job.first_token + len(job.keys) * page_tokens
         return set(job.block_ids[first // block_tokens : -(-stop // block_tokens)])
-
-
-def _leading(found: Sequence[bool]) -> int:
-    """How many of the first pages arrived."""
-    return next((number for number, arrived in enumerate(found) if not arrived), len(found))

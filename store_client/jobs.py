@@ -1,0 +1,272 @@
+"""Jobs: moves of pages between an engine's memory and a store, of which each ends exactly once and in time.
+
+A job is run by the thread of a :class:`store_client.mover.Mover`. The engine may give it up at any time; from then on
+none of its memory is touched. What an adapter adds is how one page is copied.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from mooncake_connector.kv.geometry import Shard
+from store_client.base import Bytes, Put
+from store_client.sharded import ConsumePart, ShardView
+
+_MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
+"""So many bytes are moved between two looks at the clock, but at least so many pages: they are lost when a job is given
+up meanwhile, and each move costs the store a transaction, about 1 ms a write."""
+_LOCK_WAIT_S = 0.5
+"""Longest wait for the store's lock, which is held for microseconds: longer means that its holder is stopped. (Beside
+eight busy processes a core a holder was seen to wait 0.15 s for its turn.)"""
+
+
+class GivenUp(Exception):
+    """The engine took the memory of a job back, or does not wait for its end any longer."""
+
+
+class Overtaken(Exception):
+    """A page's memory went to somebody else before it was copied; other pages of the save may still be stored."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Job(ABC):
+    """One load or save: submitted, begun, and then ended by the thread or given up by the engine.
+
+    Args:
+        keys: consecutive pages of a chain.
+        view: the pages in the store, or None while there is no store.
+        deadline_s: see `left_s`.
+        fence: waits until the device has done what it was given before: a save reads what that computed, and a load
+            fills memory that it may still write for its former owner. None where there is nothing to wait for.
+        pages: leading pages of a load that arrived; pages of a save that are in the store.
+        cause: why not all pages were moved; empty where they were.
+        over: set when the job has ended or was given up; from then on nothing here changes.
+    """
+
+    keys: Sequence[bytes]
+    view: Callable[[], ShardView | None]
+    deadline_s: float
+    fence: Callable[[], None] | None = None
+    pages: int = 0
+    cause: str = ""
+    begun: bool = False
+    given_up: bool = False
+    submitted_s: float = field(default_factory=time.monotonic)
+    since_s: float = field(default_factory=time.monotonic)
+    ended_s: float = 0.0
+    over: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @abstractmethod
+    def move(self, view: ShardView) -> str | None:
+        """Move what can be moved now. Returns as `run`."""
+
+    def can_move(self) -> bool:
+        """Whether the adapter knows the memory of the job."""
+        return True
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline: of a save since it was submitted, of a load since the last page arrived."""
+        return self.since_s + self.deadline_s - time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """From submission to end."""
+        return self.ended_s - self.submitted_s
+
+    @contextmanager
+    def holding_memory(self) -> Iterator[None]:
+        """Held while the memory is touched, or what the engine reads of the job is changed.
+
+        Raises:
+            GivenUp: the memory is not the job's any more.
+        """
+        with self._lock:
+            if self.given_up:
+                raise GivenUp
+            yield
+
+    def run(self) -> str | None:
+        """Called by the thread, to begin the job or go on with it.
+
+        Returns why it ends, which is empty where all pages were moved; None where to call again in a moment.
+        """
+        self.begun = True
+        if self.given_up:
+            raise GivenUp
+        view = self.view()
+        if view is None:
+            return "pool_absent"
+        if not self.can_move():
+            return "unsupported_blocks"
+        fence, self.fence = self.fence, None
+        if fence is not None:
+            fence()
+        return self.move(view)
+
+    def end(self, cause: str) -> None:
+        """Called by the thread when it is done; changes nothing where the job was given up meanwhile."""
+        with self._lock:
+            self._finish(cause)
+
+    def give_up(self, cause: str, *, wait: bool = True) -> bool:
+        """Called by the engine: True where this ends the job, which touches no memory from now on.
+
+        A page that is being moved is waited for, which takes no longer than a copy, or else the answer is False.
+        """
+        if not self._lock.acquire(blocking=wait):
+            return False
+        try:
+            self.given_up = self.given_up or not self.over.is_set()
+            return self._finish(cause)
+        finally:
+            self._lock.release()
+
+    def _finish(self, cause: str) -> bool:
+        if self.over.is_set():
+            return False
+        self.cause = cause if self.pages < len(self.keys) else ""
+        self.ended_s = time.monotonic()
+        self.over.set()
+        return True
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Load(Job):
+    """Pages from the store into the engine's memory, from the first on, until one is not to be had.
+
+    A page that the store says is on its way is waited for, as long as pages arrive.
+
+    Args:
+        copy: takes page i out of the stored page of a part; None where the memory is not known.
+    """
+
+    copy: ConsumePart | None
+
+    def can_move(self) -> bool:
+        return self.copy is not None
+
+    def move(self, view: ShardView) -> str | None:
+        step = _pages_a_move(view)
+        while self.pages < len(self.keys):
+            if self.left_s < 0:
+                return "deadline"
+            keys = self.keys[self.pages : self.pages + step]
+            if self._read(view, keys) < len(keys):
+                return "page_lost"
+        return ""
+
+    def _read(self, view: ShardView, keys: Sequence[bytes]) -> int:
+        """How many of these pages arrived, from the first on."""
+        first, copy = self.pages, self.copy
+        assert copy is not None
+
+        def consume(index: int, part: Shard, page: Bytes) -> None:
+            with self.holding_memory():
+                copy(first + index, part, page)
+
+        found = view.read(keys, consume)
+        arrived = len(found) if all(found) else found.index(False)
+        with self.holding_memory():
+            self.pages += arrived
+            if arrived:
+                self.since_s = time.monotonic()
+        return arrived
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Save(Job):
+    """Pages from the engine's memory into the store, as far as it lacks them.
+
+    Args:
+        parent: key of the page before the first one, or None at the root.
+        copy: writes page i into the page of this rank's shard; None where the memory is not known.
+        stored: pages that were not in the store before.
+        present: numbers of the pages that are in the store.
+    """
+
+    parent: bytes | None
+    copy: Callable[[int, Bytes], None] | None
+    stored: int = 0
+    present: set[int] = field(default_factory=set)
+    _settled: set[int] = field(default_factory=set)
+
+    def can_move(self) -> bool:
+        return self.copy is not None
+
+    @property
+    def lost(self) -> Collection[int]:
+        """Pages whose memory went to somebody else before they were copied."""
+        return ()
+
+    def fill(self, number: int, page: Bytes) -> None:
+        """Copy a page out of the engine's memory.
+
+        Raises:
+            GivenUp: nobody waits for the job any longer.
+            Overtaken: the page is one of `lost`.
+        """
+        assert self.copy is not None
+        with self.holding_memory():
+            self.copy(number, page)
+
+    def settle(self, numbers: Iterable[int], present: Iterable[int], stored: int = 0) -> None:
+        """These pages are in the store, or never will be: no memory is read for them any more."""
+        with self.holding_memory():
+            self.stored += stored
+            self._settled.update(numbers)
+            self.present.update(present)
+            self.pages = len(self.present)
+
+    def settle_present(self, view: ShardView) -> None:
+        present = [number for number, found in enumerate(view.contains(self.keys)) if found]
+        self.settle(present, present)
+
+    def move(self, view: ShardView) -> str | None:
+        self.settle_present(view)
+        missing = [number for number in range(len(self.keys)) if number not in self._settled]
+        step = _pages_a_move(view)
+        for start in range(0, len(missing), step):
+            if self.left_s < 0:
+                return "deadline"
+            if cause := self._write(view, missing[start : start + step]):
+                return cause
+        return "overtaken" if self.pages < len(self.keys) else ""
+
+    def _write(self, view: ShardView, numbers: Sequence[int]) -> str:
+        """Store those of these pages that are not lost; why the rest of the job is not worth trying, or nothing."""
+
+        def fill(index: int, page: Bytes) -> None:
+            self.fill(numbers[index], page)
+
+        results: list[Put] = []
+        started_s = time.monotonic()
+        while not results:
+            lost = self.lost
+            numbers = [number for number in numbers if number not in lost]
+            if not numbers:
+                return ""
+            try:
+                results = view.write(
+                    [self.keys[number] for number in numbers],
+                    fill,
+                    parents=[self.keys[number - 1] if number else self.parent for number in numbers],
+                    deadline_s=_LOCK_WAIT_S,
+                )
+            except Overtaken:  # the store has none of these pages then: again without those that were lost
+                continue
+        present = [number for number, put in zip(numbers, results, strict=True) if put is not Put.FAILED]
+        self.settle(numbers, present, results.count(Put.STORED))
+        if Put.FAILED not in results:
+            return ""
+        return "busy" if time.monotonic() - started_s >= _LOCK_WAIT_S else "refused"
+
+
+def _pages_a_move(view: ShardView) -> int:
+    return max(_MOVE_PAGES, _MOVE_NBYTES // view.nbytes)

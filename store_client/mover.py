@@ -1,0 +1,160 @@
+"""The thread that runs an engine's jobs: loads or saves, one after the other (:mod:`store_client.jobs`).
+
+The engine submits jobs and collects those that are over, or has one run and waits for its end. Either way each ends at
+its deadline at the latest, whether it still waits for its turn, moves pages, or hangs in the store.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from mooncake_connector.log import get_logger, log_once
+from store_client.jobs import GivenUp, Job
+
+PAUSE_S = 5.0
+"""After a fault of the store it is left alone for so long: the next jobs would only wait as well."""
+_LOOK_S = 0.005
+"""Between two looks at pages that are on their way."""
+
+J = TypeVar("J", bound=Job)
+
+logger = get_logger(__name__)
+
+
+class Mover(Generic[J]):
+    """One background thread, its queue of jobs, and those that were not collected yet.
+
+    The thread is started with the first job, also again after `stop`.
+
+    Args:
+        name: "load" or "save", for the thread's name and the log.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[J | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._pending: list[J] = []
+        self._running: J | None = None
+        self._moved_s = 0.0
+        self._paused_until_s = 0.0
+
+    @property
+    def pending(self) -> Sequence[J]:
+        """Jobs that were not collected yet."""
+        return self._pending
+
+    @property
+    def paused(self) -> bool:
+        return time.monotonic() < self._paused_until_s
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the thread is in a job that was given up: another one would wait in vain."""
+        running = self._running
+        return running is not None and running.given_up
+
+    def pause(self) -> None:
+        """Jobs that would begin in the next `PAUSE_S` end at once instead."""
+        self._paused_until_s = time.monotonic() + PAUSE_S
+
+    def submit(self, job: J) -> None:
+        self._pending.append(job)
+        try:
+            with self._lock:
+                if self._thread is None:
+                    self._start()
+                self._queue.put(job)
+        except RuntimeError as error:  # no thread can be started
+            self._fail(job, error)
+
+    def collect(self) -> list[J]:
+        """Jobs that ended or expired since the last call, each exactly once. Waits for nothing."""
+        over = [job for job in self._pending if job.over.is_set() or self._expire(job, wait=False)]
+        if over:
+            gone = set(over)
+            self._pending = [job for job in self._pending if job not in gone]
+        return over
+
+    def run(self, job: J) -> None:
+        """Submit a job and wait until it is over."""
+        self.submit(job)
+        while not job.over.wait(max(job.left_s, 0.0)):
+            self._expire(job, wait=True)
+        self._pending.remove(job)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Drop what has not begun, and wait for what has; False where it is not over in time."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._queue.put(None)
+        for job in list(self._pending):
+            if not job.begun:
+                job.give_up("stopped")
+        if thread is not None:
+            thread.join(timeout_s)
+        return thread is None or not thread.is_alive()
+
+    def _expire(self, job: J, *, wait: bool) -> bool:
+        """Give a job up that is late."""
+        self._catch_up(job)
+        return job.left_s <= 0 and job.give_up("deadline", wait=wait)
+
+    def _catch_up(self, job: J) -> None:
+        """While a load waits for its turn, pages that arrive for the others are progress for it as well."""
+        if not job.begun:
+            running = self._running
+            job.since_s = max(job.since_s, self._moved_s, running.since_s if running is not None else 0.0)
+
+    def _start(self) -> None:
+        jobs: queue.SimpleQueue[J | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._loop, args=(jobs,), name=f"mooncake-connector-{self._name}", daemon=True)
+        thread.start()
+        self._thread, self._queue = thread, jobs
+
+    # In the thread
+
+    def _loop(self, jobs: queue.SimpleQueue[J | None]) -> None:
+        waiting: list[J] = []
+        while True:
+            try:
+                job = jobs.get(timeout=_LOOK_S if waiting else None)
+            except queue.Empty:
+                turn = waiting
+            else:
+                if job is None:
+                    break
+                turn = [job, *waiting]
+            waiting = [job for job in turn if not self._advance(job)]
+        for job in waiting:
+            job.end("stopped")
+
+    def _advance(self, job: J) -> bool:
+        """Go on with a job; False where it waits for pages that are on their way."""
+        self._catch_up(job)
+        self._running = job
+        try:
+            cause = "paused" if self.paused else job.run()
+            if cause is None:
+                return False
+            job.end(cause)
+            if cause == "busy":
+                self.pause()
+        except GivenUp:
+            pass
+        except Exception as error:  # the thread outlives any fault of a job
+            self._fail(job, error)
+        finally:
+            self._moved_s = max(self._moved_s, job.since_s)
+            self._running = None
+        return True
+
+    def _fail(self, job: J, error: Exception) -> None:
+        kind = f"mover.{self._name}:{type(error).__name__}"
+        log_once(kind, "a %s failed: %r", self._name, error, logger=logger, exc_info=True)
+        job.end("error")
