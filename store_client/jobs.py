@@ -41,6 +41,7 @@ class Job(ABC):
         keys: consecutive pages of a chain.
         view: the pages in the store, or None while there is no store.
         deadline_s: see `left_s`.
+        copy: moves one page; None where the engine's memory is not understood.
         fence: waits until the device has done what it was given before: a save reads what that computed, and a load
             fills memory that it may still write for its former owner. None where there is nothing to wait for.
         pages: leading pages of a load that arrived; pages of a save that are in the store.
@@ -51,6 +52,7 @@ class Job(ABC):
     keys: Sequence[bytes]
     view: Callable[[], ShardView | None]
     deadline_s: float
+    copy: Callable[..., None] | None
     fence: Callable[[], None] | None = None
     pages: int = 0
     cause: str = ""
@@ -65,10 +67,6 @@ class Job(ABC):
     @abstractmethod
     def move(self, view: ShardView) -> str | None:
         """Move what can be moved now. Returns as `run`."""
-
-    def can_move(self) -> bool:
-        """Whether the adapter knows the memory of the job."""
-        return True
 
     @property
     def left_s(self) -> float:
@@ -103,7 +101,7 @@ class Job(ABC):
         view = self.view()
         if view is None:
             return "pool_absent"
-        if not self.can_move():
+        if self.copy is None:
             return "unsupported_blocks"
         fence, self.fence = self.fence, None
         if fence is not None:
@@ -144,13 +142,10 @@ class Load(Job):
     A page that the store says is on its way is waited for, as long as pages arrive.
 
     Args:
-        copy: takes page i out of the stored page of a part; None where the memory is not known.
+        copy: takes page i out of the stored page of a part.
     """
 
     copy: ConsumePart | None
-
-    def can_move(self) -> bool:
-        return self.copy is not None
 
     def move(self, view: ShardView) -> str | None:
         step = _pages_a_move(view)
@@ -186,7 +181,7 @@ class Save(Job):
 
     Args:
         parent: key of the page before the first one, or None at the root.
-        copy: writes page i into the page of this rank's shard; None where the memory is not known.
+        copy: writes page i into the page of this rank's shard.
         stored: pages that were not in the store before.
         present: numbers of the pages that are in the store.
     """
@@ -196,9 +191,6 @@ class Save(Job):
     stored: int = 0
     present: set[int] = field(default_factory=set)
     _settled: set[int] = field(default_factory=set)
-
-    def can_move(self) -> bool:
-        return self.copy is not None
 
     @property
     def lost(self) -> Collection[int]:

@@ -274,7 +274,7 @@ class WorkerHalf:
         if self.pd is not None:
             self.pd.close()
         self._saver.stop(_STOP_S)
-        self._loader.stop(_STOP_S)
+        self._loads.stop(_STOP_S)
         self._store.close()
 
     def _view(self, namespace: Namespace) -> ShardView | None:
