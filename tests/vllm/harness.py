@@ -242,7 +242,7 @@ class Engine:
     def settle(self) -> None:
         """Wait until the connector's threads have nothing left to do."""
         end_s = time.monotonic() + PATIENCE_S
-        while any(not task.ended_s for worker in self.workers for task in worker.tasks()):
+        while any(not job.over.is_set() for worker in self.workers for job in worker.tasks()):
             assert time.monotonic() < end_s, "a job of the connector hangs"
             time.sleep(0.0002)
 
