@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from mooncake_connector.config.values import TRANSPORTS
 from transfer.control.connection import Access, LoopThread
 from transfer.control.directory import RankCard
 from transfer.control.listener import Listener, listen
@@ -24,11 +23,11 @@ from transfer.plan.granularity import Bounds
 from transfer.plan.layout import RankLayout
 from transfer.protocol.orders import Timing
 from transfer.serving import MAX_VISITORS, Serving
-from transfer.transports.base import TransferError
+from transfer.transports.base import TransferError, TransportOptions
 from transfer.transports.cuda.driver import system_driver
 from transfer.transports.cuda.staging import Staging
 from transfer.transports.memory import Memory
-from transfer.transports.registry import DEVICE_NAMES, HOST_NAMES, make_transports
+from transfer.transports.registry import make_transports, names, serving
 
 _START_S = 60.0
 """Engines start where every core may be busy, with compilers for one."""
@@ -46,7 +45,7 @@ class NodeOptions:
         page_tokens: tokens that share a checksum; rounded up to what moves together.
     """
 
-    transports: Sequence[str] = TRANSPORTS
+    transports: Sequence[str] = field(default_factory=names)
     hosts: Sequence[str] = ()
     page_tokens: int = 64
     bounds: Bounds = field(default_factory=Bounds)
@@ -77,14 +76,13 @@ class Node:
         _require_one_that_serves(options, device)
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[Ended] = queue.SimpleQueue()
-        memory = Memory()
+        self._memory = memory = Memory()
         for region in regions:
             memory.register(*region)
         generation = time.time_ns()
         driver = None if device is None else system_driver()
-        self._transports = make_transports(
-            options.transports, memory, access.identity, hosts=options.hosts, tls=access.tls, driver=driver
-        )
+        made_with = TransportOptions(access.identity, options.hosts, access.tls, driver)
+        self._transports = make_transports(options.transports, memory, made_with)
         self._staging = [] if driver is None or device is None else [Staging(driver, device) for _ in range(2)]
         for_sums, for_checks = self._staging or (None, None)
         self._executors = [
@@ -179,6 +177,9 @@ class Node:
 
     def _stop(self) -> None:
         self._thread.close()
+        for region in self._memory.regions:
+            with contextlib.suppress(TransferError):  # what is still written then, closing cuts off
+                self._memory.unregister(region)
         self._transports.close()
         for executor in self._executors:
             executor.shutdown(cancel_futures=True)
@@ -187,13 +188,15 @@ class Node:
 
 
 def _require_one_that_serves(options: NodeOptions, device: int | None) -> None:
-    kind, serving = ("the host", HOST_NAMES) if device is None else ("a device", DEVICE_NAMES)
-    serving = tuple(name for name in serving if name != "tcp" or options.hosts)
-    if not set(options.transports) & set(serving):
-        listed = ", ".join(options.transports)
+    is_device = device is not None
+    if not serving(options.transports, device=is_device, hosts=options.hosts):
+        kind = "a device" if is_device else "the host"
+        fitting = serving(device=is_device, hosts=options.hosts)
+        needing_hosts = [name for name in serving(device=is_device, hosts=["any"]) if name not in fitting]
         raise TransferError(
-            f"transports {listed}: none of them serves memory of {kind}; add {' or '.join(serving)}"
-            + ("" if options.hosts or device is not None else ", or set transfer_hosts for tcp")
+            f"transports {', '.join(options.transports)}: none of them serves memory of {kind}; "
+            f"add {' or '.join(fitting)}"
+            + (f", or set transfer_hosts for {' or '.join(needing_hosts)}" if needing_hosts else "")
         )
 
 

@@ -28,6 +28,7 @@ from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_level
 from transfer.control.connection import Access
+from transfer.transports.registry import check_configured
 from vllm_plugin.geometry import Unsupported, read_geometry
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import StepMetadata, WorkerReport
@@ -65,6 +66,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         config = load_config(transfer.kv_connector_extra_config)
+        check_configured(config.transports, config.transfer_hosts)
         _log_like_vllm(config)
         self._scheduler: SchedulerHalf | None = None
         self._pd: PDScheduler | None = None

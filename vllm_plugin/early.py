@@ -15,6 +15,7 @@ from typing import Any
 
 from mooncake_connector.config.schema import load_config
 from mooncake_connector.errors import ConfigError
+from transfer.transports.registry import check_configured
 
 _MARK = "_mooncake_connector_checks"
 
@@ -50,7 +51,8 @@ def parts(name: str | None, module: str | None, extra: Mapping[str, Any] | None)
 def check_extra(extra: Any) -> None:
     """Raises SettingsError for a `kv_connector_extra_config`, or an environment or file beside it, that is wrong."""
     try:
-        load_config(extra)
+        config = load_config(extra)
+        check_configured(config.transports, config.transfer_hosts)
     except ConfigError as error:
         raise SettingsError(
             f"mooncake-connector: {error}. `mooncake-connector doctor vllm --kv-transfer-config JSON` checks the whole "

@@ -26,6 +26,7 @@ from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes
 from sglang_backend.settings import own_settings as of_sglang
 from store_client.embedded import layout
+from transfer.transports.registry import check_configured
 from vllm_plugin import CONNECTOR
 from vllm_plugin.doctor_config import own_settings as of_vllm
 
@@ -74,6 +75,8 @@ def show(
     if kv_transfer_config is not None and hicache_extra is not None:
         raise typer.BadParameter(f"it is vLLM's, and {_SGLANG} is SGLang's: give one", param_hint=_VLLM)
     found = load_settings(_engine_json(kv_transfer_config, hicache_extra))
+    given = {setting.name: setting.value for setting in found}
+    check_configured(given["transports"], given["transfer_hosts"])
     if pool is not None:
         typed = Setting("pool", pool.absolute(), "command line, --pool")
         found = [typed if setting.name == "pool" else setting for setting in found]

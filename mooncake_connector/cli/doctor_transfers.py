@@ -20,9 +20,9 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.errors import ConfigError
 from transfer.control.connection import Access
 from transfer.control.handshake import Identity
-from transfer.transports.base import TransferError, Unavailable
+from transfer.transports.base import TransferError, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
-from transfer.transports.registry import HOST_NAMES, make_transports
+from transfer.transports.registry import check_configured, make_transports, serving
 from transfer.transports.unix import listen_at_port, port_name, reach
 
 _PATIENCE_S = 20.0
@@ -35,7 +35,8 @@ def transfer_checks(config: Config) -> Iterator[Check]:
         access = Access.configured(config)
         if access.tls:
             access.tls.context(server=True)
-        make_transports(config.transports, Memory(), access.identity, hosts=hosts, tls=access.tls).close()
+        check_configured(config.transports, hosts)
+        make_transports(config.transports, Memory(), TransportOptions(access.identity, hosts, access.tls)).close()
         for host in hosts:
             _listen(host)
         if not hosts:
@@ -46,9 +47,8 @@ def transfer_checks(config: Config) -> Iterator[Check]:
     yield ok("transfers", _what_listens(config, access))
     if config.transfer_port:
         yield _port(hosts[0] if hosts else "", config.transfer_port)
-    for name in config.transports:
-        if name in HOST_NAMES and (name != "tcp" or hosts):  # the others need the engine's device
-            yield _reaches_neighbour(name)
+    for name in serving(config.transports, hosts=hosts):  # the others need the engine's device
+        yield _reaches_neighbour(name)
 
 
 def _what_listens(config: Config, access: Access) -> str:
@@ -95,7 +95,7 @@ def _reaches_neighbour(name: str) -> Check:
         try:
             assert neighbour.stdout is not None
             endpoints = msgspec.json.decode(neighbour.stdout.readline(), type=dict[str, bytes])
-            with make_transports([name], Memory(), Identity()) as here:
+            with make_transports([name], Memory(), TransportOptions(Identity())) as here:
                 here.connect(endpoints, deadline_s=_PATIENCE_S).close()
         except (Unavailable, OSError, msgspec.DecodeError) as error:
             return warning(name, f"does not work here, others are used: {error}")
@@ -106,7 +106,7 @@ def _reaches_neighbour(name: str) -> Check:
 
 def _be_neighbour(name: str) -> None:
     """Listen until the standard input ends."""
-    with make_transports([name], Memory(), Identity()) as transports:
+    with make_transports([name], Memory(), TransportOptions(Identity())) as transports:
         sys.stdout.buffer.write(msgspec.json.encode(transports.listen()) + b"\n")
         sys.stdout.flush()
         sys.stdin.read()

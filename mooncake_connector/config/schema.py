@@ -126,7 +126,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "host, same user). For KV in host memory: `cma` reads the other process's memory (same host, same user, "
             "needs permission to trace), `shm` goes through shared memory (same host, same user), `tcp` reaches any "
             "host.",
-            'a list of "cuda_ipc", "cma", "shm" and "tcp", each at most once, at least one',
+            'a list of names, such as "cuda_ipc", "cma", "shm" and "tcp", each at most once, at least one',
         ),
     ] = Transports(TRANSPORTS)
     transfer_hosts: Annotated[
@@ -353,11 +353,6 @@ def _check_together(settings: list[Setting]) -> None:
         raise ConfigError(
             f"{said('transfer_hosts')} has {', '.join(hosts)}, and {seen('secret_file')}: set secret_file to a file "
             "with the same secret for all instances, or leave transfer_hosts unset where all of them run on this host"
-        )
-    if value["transports"] == ("tcp",) and not hosts:
-        raise ConfigError(
-            f"{seen('transports')} and {seen('transfer_hosts')}: tcp needs the addresses of this machine that peers "
-            "reach, or add cma or shm for this host"
         )
 
 

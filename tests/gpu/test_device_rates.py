@@ -10,6 +10,7 @@ from gpu.device import DEVICE, DeviceBuffer, DeviceCudaIpc, allocate, plain_copy
 from transfer.testing.fixtures import DEADLINE_S
 from transfer.testing.memory import MIB
 from transfer.testing.process import Process
+from transfer.testing.waiting import outcome_of
 from transfer.transports.cuda.driver import Copier, system_driver
 from transfer.transports.memory import Memory
 
@@ -62,7 +63,7 @@ def test_rate_of_cuda_ipc_between_processes(kernels, show, piece):
             peer = transport.connect(endpoint, deadline_s=DEADLINE_S)
 
             def send():
-                assert peer.write(grant, local, remote, sizes, deadline_s=DEADLINE_S).wait().ok
+                assert outcome_of(peer.write(grant, local, remote, sizes, deadline_s=DEADLINE_S)).ok
 
             measured = rate(send)
     finally:

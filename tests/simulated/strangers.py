@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, suppress
 
 from transfer.control.directory import THIS_HOST
 from transfer.control.handshake import Client, Identity, shake
-from transfer.transports.tcp import decode_endpoint
+from transfer.transports.network import decode_endpoint
 from transfer.transports.unix import listen_at_port, port_name, reach
 
 

@@ -7,13 +7,15 @@ import sys
 import pytest
 from simulated.cuda_driver import LIBRARY
 
+from mooncake_connector.config.schema import Config
 from mooncake_connector.config.values import TRANSPORTS
+from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import forget_causes
 from transfer.control.handshake import Identity
-from transfer.transports.base import TransferError, Unavailable
+from transfer.transports.base import TransferError, TransportOptions, Unavailable
 from transfer.transports.cuda.driver import Driver
 from transfer.transports.memory import Memory
-from transfer.transports.registry import make_transports
+from transfer.transports.registry import check_configured, make_transports, names
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +28,7 @@ def opened():
     made = []
 
     def make(*names):
-        made.append(make_transports(names, Memory(), Identity()))
+        made.append(make_transports(names, Memory(), TransportOptions(Identity())))
         return made[-1]
 
     yield make
@@ -72,13 +74,13 @@ def test_a_peer_that_nothing_reaches_is_an_error_with_every_reason(opened):
 
 def test_an_unknown_name_is_refused():
     with pytest.raises(TransferError, match="'rdma' is unknown: there are cuda_ipc, cma, shm, tcp"):
-        make_transports(["rdma"], Memory(), Identity())
+        make_transports(["rdma"], Memory(), TransportOptions(Identity()))
 
 
 def test_a_device_has_transports_of_its_own():
-    with make_transports(TRANSPORTS, Memory(), Identity(), driver=Driver(LIBRARY)) as transports:
+    with make_transports(TRANSPORTS, Memory(), TransportOptions(Identity(), driver=Driver(LIBRARY))) as transports:
         assert list(transports.listen()) == ["cuda_ipc"]
-    with make_transports(TRANSPORTS, Memory(), Identity()) as transports:
+    with make_transports(TRANSPORTS, Memory(), TransportOptions(Identity())) as transports:
         assert "cuda_ipc" not in transports.listen()
 
 
@@ -96,11 +98,12 @@ def test_a_transport_that_cannot_listen_is_left_out(opened, caplog, monkeypatch)
 WITHOUT_PERMISSION = """
 import ctypes, logging, os, sys
 import numpy as np
-from transfer.transports.base import Grant
+from transfer.transports.base import Grant, TransportOptions
 from transfer.transports.registry import make_transports
 from transfer.control.handshake import Identity
 from transfer.transports.memory import Memory
 from transfer.testing.memory import Buffer, int64
+from transfer.testing.waiting import outcome_of
 
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 memory, buffer = Memory(), Buffer(1 << 20, seed=1)
@@ -116,16 +119,16 @@ if os.fork() == 0:
     memory = Memory()
     memory.register(target.address, target.nbytes)
     grant = memory.grant(int64(target.address), int64(target.nbytes))
-    endpoints = make_transports(["cma", "shm", "tcp"], memory, Identity()).listen()
+    endpoints = make_transports(["cma", "shm", "tcp"], memory, TransportOptions(Identity())).listen()
     os.write(to_parent[1], repr((endpoints, grant.key, target.address)).encode())
     os.read(to_child[0], 1)
     os._exit(0 if np.array_equal(target.bytes, buffer.bytes) else 3)
 import ast
 endpoints, key, address = ast.literal_eval(os.read(to_parent[0], 4096).decode())
-with make_transports(["cma", "shm", "tcp"], memory, Identity()) as transports:
+with make_transports(["cma", "shm", "tcp"], memory, TransportOptions(Identity())) as transports:
     peer = transports.connect(endpoints, deadline_s=30)
     grant = Grant(key, int64(address), int64(buffer.nbytes))
-    outcome = peer.write(grant, int64(buffer.address), int64(address), int64(buffer.nbytes), deadline_s=30).wait()
+    outcome = outcome_of(peer.write(grant, int64(buffer.address), int64(address), int64(buffer.nbytes), deadline_s=30))
     os.write(to_child[1], b"x")
     _, status = os.wait()
     print(peer.transport, outcome, status)
@@ -152,8 +155,22 @@ def test_closing_twice_is_fine(opened):
 @pytest.mark.parametrize("name", ["cma", "shm", "tcp"])
 def test_a_transport_that_is_closed_connects_no_more(name):
     """Nobody would close the connection: one may be made by another thread while the transport is closed."""
-    with make_transports([name], Memory(), Identity()) as here, make_transports([name], Memory(), Identity()) as there:
+    here, there = (make_transports([name], Memory(), TransportOptions(Identity())) for _ in range(2))
+    with here, there:
         endpoints = there.listen()
         here.close()
         with pytest.raises(Unavailable, match="closed meanwhile"):
             here.connect(endpoints, deadline_s=10)
+
+
+def test_the_configured_names_are_checked_before_anything_is_made():
+    check_configured(Config().transports, ())
+    check_configured(["tcp"], ["10.0.0.1"])
+    with pytest.raises(ConfigError, match="transports has 'rdma', which is unknown: expected some of cuda_ipc, cma, "):
+        check_configured(["cma", "rdma"], ())
+    with pytest.raises(ConfigError, match=r"transports is tcp and transfer_hosts is empty: .*or add one .*cma, shm$"):
+        check_configured(["tcp"], ())
+
+
+def test_the_default_is_all_that_are_registered():
+    assert names() == TRANSPORTS

@@ -6,6 +6,7 @@ import time
 
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.memory import MIB, Buffer, int64
+from transfer.testing.waiting import outcome_of
 from transfer.transports import cma
 from transfer.transports.base import Cause
 from transfer.transports.cma import CmaTransport
@@ -20,7 +21,7 @@ class TestCma(TransportConformance):
 
 def test_a_batch_of_which_a_slice_failed_is_never_ok(monkeypatch):
     """Though the answer to its last slice comes before anybody was told of the failure."""
-    monkeypatch.setattr(cma._Announce, "max_nbytes", MIB)
+    monkeypatch.setattr(cma, "MAX_ORDER_NBYTES", MIB)
     memory, there = Memory(), Memory()
     source, target = mmap.mmap(-1, 2 * MIB), Buffer(2 * MIB)
     address = ctypes.addressof(ctypes.c_char.from_buffer(source))
@@ -40,7 +41,7 @@ def test_a_batch_of_which_a_slice_failed_is_never_ok(monkeypatch):
         grant = there.grant(int64(target.address), int64(2 * MIB))
         protect(address, MIB, PROT_NONE)
         try:
-            outcome = peer.write(grant, int64(address), grant.addresses, grant.nbytes, deadline_s=30).wait()
+            outcome = outcome_of(peer.write(grant, int64(address), grant.addresses, grant.nbytes, deadline_s=30))
         finally:
             protect(address, MIB, PROT_READ)
     assert outcome.cause is Cause.SOURCE

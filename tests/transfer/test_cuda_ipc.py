@@ -22,11 +22,13 @@ from transfer.testing.conformance import TransportConformance
 from transfer.testing.fixtures import DEADLINE_S
 from transfer.testing.memory import MIB, Buffer, digest, folded, int64
 from transfer.testing.process import Process
+from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Unavailable
 from transfer.transports.cuda.driver import HANDLE_NBYTES, Allocation, Copier, CudaError, Driver, system_driver
 from transfer.transports.cuda.ipc import CudaIpcTransport, decode_windows, encode_windows
 from transfer.transports.memory import Memory
-from transfer.transports.wire import PROBE_KEY, Order, WireError
+from transfer.transports.pull import attach
+from transfer.transports.wire import PROBE_KEY, CopyOrder, WireError
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -97,7 +99,7 @@ def other():
 
 
 def write(peer, source, grant):
-    return peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=DEADLINE_S).wait()
+    return outcome_of(peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=DEADLINE_S))
 
 
 def comes_about(claim):
@@ -251,7 +253,8 @@ def test_a_driver_that_fails_in_the_middle_is_waited_for_before_the_answer(sende
     places = np.arange(4) * 2000
     waited = library.calls["cuStreamSynchronize"]
     library.fail["cuMemcpyAsync"] = 2
-    outcome = peer.write(grant, source.address + places, target.address + places, sizes, deadline_s=DEADLINE_S).wait()
+    scattered = source.address + places, target.address + places, sizes
+    outcome = outcome_of(peer.write(grant, *scattered, deadline_s=DEADLINE_S))
     assert outcome.cause is Cause.SOURCE
     assert library.calls["cuStreamSynchronize"] == waited + 1
     assert not any(library._queues.values()), "nothing is under way any more"
@@ -281,12 +284,13 @@ ONE = Allocation(0, 8, 8)
 @pytest.mark.parametrize(
     "order, complaint",
     [
-        (array("B", b"\0" * 8), "0x00000000, 0 windows"),
-        (array("B", b"MCKW" + (1025).to_bytes(4, "little")), "1025 windows"),
-        (encode_windows({ONE: bytes(HANDLE_NBYTES)}) + array("B", b"\0" * 300), "header begins with"),
-        (encode_windows({}) + Order(0, PROBE_KEY, 1, 2).encode([8], [2], [8]), "a probe of something else than a byte"),
-        (encode_windows({}) + Order(0, PROBE_KEY, 2, 2).encode([8, 9], [1, 1], [8, 9]), "a probe of something else"),
-        (array("B", b"MCKW" + (1).to_bytes(4, "little") + bytes(80)), "0 or 0 as its address or size"),
+        (array("B", b"\0" * 8), "0x00000000, 0 bytes attached"),
+        (array("B", b"MCKA" + (1025 * 80).to_bytes(4, "little")), "82000 bytes attached"),
+        (attach(encode_windows({ONE: bytes(HANDLE_NBYTES)})) + array("B", b"\0" * 300), "header begins with"),
+        (attach(b"") + CopyOrder(0, PROBE_KEY, 1, 2).encode([8], [2], [8]), "a probe of something else than a byte"),
+        (attach(b"") + CopyOrder(0, PROBE_KEY, 2, 2).encode([8, 9], [1, 1], [8, 9]), "a probe of something else"),
+        (attach(bytes(79)) + CopyOrder(0, PROBE_KEY, 1, 1).encode([8], [1], [8]), "windows of 79 bytes"),
+        (attach(bytes(80)) + CopyOrder(0, PROBE_KEY, 1, 1).encode([8], [1], [8]), "0 or 0 as its address or size"),
     ],
 )
 def test_bytes_that_no_sender_sends_end_the_connection(
@@ -295,7 +299,7 @@ def test_bytes_that_no_sender_sends_end_the_connection(
     source, target, grant = registered
     peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr("transfer.transports.cuda.ipc.encode_windows", lambda windows: order)
+        patch.setattr("transfer.transports.pull.attach", lambda attachment: order)
         assert write(peer, source, grant).cause is Cause.PEER_LOST
         assert comes_about(lambda: complaint in caplog.text) and not target.bytes.any()
     assert write(sender.connect(receiver.listen(), deadline_s=DEADLINE_S), source, grant).ok
@@ -309,7 +313,7 @@ WINDOWS = st.lists(st.tuples(HANDLES, st.integers(1, 1 << 30), st.integers(1, 1 
 def test_windows_survive_the_wire_unless_they_overlap(rows):
     handles = {Allocation(0, address, nbytes): handle for handle, address, nbytes in rows}
     known = sorted(handles, key=lambda one: one.address)
-    data = encode_windows(handles).tobytes()[8:]
+    data = encode_windows(handles)
     if any(a.address + a.nbytes > b.address for a, b in pairwise(known)):
         with pytest.raises(WireError, match="overlap"):
             decode_windows(data)

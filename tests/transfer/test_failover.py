@@ -14,9 +14,11 @@ import pytest
 
 from mooncake_connector.log import forget_causes
 from transfer.testing.memory import MIB, Buffer, int64
+from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause
 from transfer.transports.memory import Memory
-from transfer.transports.tcp import TcpEndpoint, TcpTransport, decode_endpoint
+from transfer.transports.network import NetworkEndpoint, decode_endpoint
+from transfer.transports.tcp import TcpTransport
 
 NBYTES = 48 * MIB
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -47,7 +49,7 @@ def test_every_path_carries(pair, monkeypatch):
     for stream in peer._streams.values():
         send = stream.send
         monkeypatch.setattr(stream, "send", lambda s=stream, send=send: count(carried, s.label, send()))
-    assert peer.write(grant, *whole(source, grant), deadline_s=60).wait().ok
+    assert outcome_of(peer.write(grant, *whole(source, grant), deadline_s=60)).ok
     assert np.array_equal(target.bytes, source.bytes)
     assert min(carried.values()) > MIB, carried
 
@@ -60,7 +62,7 @@ def test_a_batch_that_one_path_could_take_is_shared_as_well(pair, monkeypatch):
         send = stream.send
         monkeypatch.setattr(stream, "send", lambda s=stream, send=send: count(carried, s.label, send()))
     nbytes = int64(3 * MIB)
-    assert peer.write(grant, int64(source.address), grant.addresses, nbytes, deadline_s=60).wait().ok
+    assert outcome_of(peer.write(grant, int64(source.address), grant.addresses, nbytes, deadline_s=60)).ok
     assert min(carried.values()) >= MIB // 2, carried
 
 
@@ -77,7 +79,7 @@ def test_paths_that_break_in_mid_transfer_leave_it_to_the_others(pair, monkeypat
         send, sent = stream.send, iter(range(1, 1000))
         breaks = lambda s=stream, send=send, sent=sent: send() if next(sent) < 3 else broken(s)  # noqa: E731
         monkeypatch.setattr(stream, "send", breaks)
-    assert peer.write(grant, *whole(source, grant), deadline_s=60).wait().ok
+    assert outcome_of(peer.write(grant, *whole(source, grant), deadline_s=60)).ok
     assert np.array_equal(target.bytes, source.bytes)
     assert peer.paths == [f"{host}->{host}#0" for host in HOSTS[dying:]] and peer.alive
     assert "broke" in caplog.text
@@ -93,7 +95,7 @@ def test_a_peer_whose_last_path_breaks_is_lost(pair, monkeypatch):
     peer, grant, source, _ = pair
     for stream in peer._streams.values():
         monkeypatch.setattr(stream, "send", lambda s=stream: broken(s))
-    outcome = peer.write(grant, *whole(source, grant), deadline_s=60).wait()
+    outcome = outcome_of(peer.write(grant, *whole(source, grant), deadline_s=60))
     assert outcome.cause is Cause.PEER_LOST and not peer.alive
 
 
@@ -126,7 +128,7 @@ def test_a_path_that_answers_nothing_leaves_time_for_the_others(swallowed, at):
         there = decode_endpoint(receiver.listen())
         addresses = [*there.addresses]
         addresses.insert(at, swallowed)
-        endpoint = msgspec.msgpack.encode(TcpEndpoint(addresses, there.instance))
+        endpoint = msgspec.msgpack.encode(NetworkEndpoint(addresses, there.instance))
         assert len(sender.connect(endpoint, deadline_s=8).paths) == 1
 
 
@@ -171,6 +173,7 @@ from transfer.control.handshake import Identity
 from transfer.transports.memory import Memory
 from transfer.transports.tcp import TcpTransport
 from transfer.testing.memory import Buffer, int64
+from transfer.testing.waiting import outcome_of
 
 NBYTES = 256 << 20
 hosts = sys.argv[2].split(",")
@@ -188,7 +191,7 @@ else:
     grant = Grant(bytes.fromhex(key), int64(address), int64(NBYTES))
     completion = peer.write(grant, int64(buffer.address), grant.addresses, grant.nbytes, deadline_s=90)
     print(len(peer.paths), flush=True)
-    print(completion.wait(), len(peer.paths), flush=True)
+    print(outcome_of(completion), len(peer.paths), flush=True)
 print(hashlib.sha256(buffer.bytes.data).hexdigest(), flush=True)
 """
 

@@ -9,7 +9,7 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 CALLS = {
     "transports.local": "partial(module.decode_endpoint, encode(module.LocalEndpoint('boot', '0' * 32, bytes(16))))",
-    "transports.tcp": "partial(module.decode_endpoint, encode(module.TcpEndpoint([('127.0.0.1', 1)], bytes(16))))",
+    "transports.network": "partial(module.decode_endpoint, encode(module.NetworkEndpoint([('::1', 1)], bytes(16))))",
     "control.directory": "partial(module.decode_card, encode(module.InstanceCard('e', [card(module)])))",
     "control.handshake": "partial(greet, module, module.Client(module.Identity(), 'x', bytes(16)).start())",
 }

@@ -33,15 +33,16 @@ from transfer.control.handshake import Client, HandshakeError, Identity, Server
 from transfer.plan.pairing import Pairing, routes
 from transfer.protocol.messages import Granted, Introduction, MessageError, Reset, decode, encode
 from transfer.protocol.orders import Send, Verify
-from transfer.transports import local, tcp
+from transfer.testing.waiting import outcome_of
+from transfer.transports import local, network, tcp
 from transfer.transports.base import Cause, Grant, TransferError, Unavailable
 from transfer.transports.memory import Memory
 from transfer.transports.wire import (
     ANSWER_NBYTES,
     BLOCK_NBYTES,
     HEADER_NBYTES,
-    Order,
-    Status,
+    CopyOrder,
+    CopyStatus,
     WireError,
     decode_answer,
     decode_columns,
@@ -162,7 +163,7 @@ def answers(data: bytes) -> bool:
 
 
 def endpoints(data: bytes) -> bool:
-    for module in (tcp, local):
+    for module in (network, local):
         with suppress(Unavailable):
             endpoint = module.decode_endpoint(data)
             assert module.decode_endpoint(msgspec.msgpack.encode(endpoint)) == endpoint
@@ -184,13 +185,13 @@ TARGETS = {
     messages: MESSAGES,
     plans: [encode(granted(block_ids=[3, 1])), encode(introduction())],
     orders: [
-        Order(1, b"k" * 16, 1, 100).encode(int64(4096), int64(100)).tobytes(),
-        Order(2, b"k" * 16, 3, 100).encode([0, 10, 20], [1, 2, 97]).tobytes(),
-        Order(3, b"k" * 16, 20, 20).encode(np.arange(20), np.ones(20, dtype=np.int64)).tobytes(),
+        CopyOrder(1, b"k" * 16, 1, 100).encode(int64(4096), int64(100)).tobytes(),
+        CopyOrder(2, b"k" * 16, 3, 100).encode([0, 10, 20], [1, 2, 97]).tobytes(),
+        CopyOrder(3, b"k" * 16, 20, 20).encode(np.arange(20), np.ones(20, dtype=np.int64)).tobytes(),
     ],
-    answers: [encode_answer(1, Status.OK) + encode_answer(2**64 - 1, Status.FORBIDDEN)],
+    answers: [encode_answer(1, CopyStatus.OK) + encode_answer(2**64 - 1, CopyStatus.FORBIDDEN)],
     endpoints: [
-        msgspec.msgpack.encode(tcp.TcpEndpoint([("127.0.0.1", 9), ("::1", 65535)], b"i" * 16)),
+        msgspec.msgpack.encode(network.NetworkEndpoint([("127.0.0.1", 9), ("::1", 65535)], b"i" * 16)),
         msgspec.msgpack.encode(local.LocalEndpoint("boot", "0" * 32, b"i" * 16)),
     ],
     cards: [msgspec.msgpack.encode(InstanceCard("engine", [CARD, CARD]))],
@@ -214,7 +215,7 @@ class Rogue:
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.says = b""
-        self.endpoint = msgspec.msgpack.encode(tcp.TcpEndpoint([self.listener.getsockname()], b"i" * 16))
+        self.endpoint = msgspec.msgpack.encode(network.NetworkEndpoint([self.listener.getsockname()], b"i" * 16))
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -239,7 +240,7 @@ def rogue():
     rogue.listener.close()
 
 
-ANSWERS = [encode_answer(number, status) for number in (1, 2) for status in Status]
+ANSWERS = [encode_answer(number, status) for number in (1, 2) for status in CopyStatus]
 
 
 @settings(max_examples=60, deadline=None)
@@ -254,7 +255,7 @@ def test_a_receiver_that_answers_anything_ends_a_batch_and_breaks_nothing(rogue,
     with tcp.TcpTransport(memory, Identity(SECRET)) as transport:
         peer = transport.connect(rogue.endpoint, deadline_s=30)
         grant = Grant(b"k" * 16, int64(4096), int64(100))
-        outcome = peer.write(grant, place, int64(4096), int64(100), deadline_s=30).wait()
+        outcome = outcome_of(peer.write(grant, place, int64(4096), int64(100), deadline_s=30))
         assert outcome.cause is not Cause.DEADLINE and "Error:" not in outcome.detail  # a defect's name
-        assert outcome.ok is (answers[:ANSWER_NBYTES] == encode_answer(1, Status.OK))
+        assert outcome.ok is (answers[:ANSWER_NBYTES] == encode_answer(1, CopyStatus.OK))
         peer.close()

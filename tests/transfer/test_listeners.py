@@ -17,15 +17,16 @@ from hypothesis import strategies as st
 from simulated.waiting import wait_for
 
 from mooncake_connector.log import forget_causes
-from transfer.control import pending as strangers
+from transfer.control import pending
 from transfer.control.handshake import Client, Identity, shake
 from transfer.testing.memory import Buffer, int64
-from transfer.transports import cma, local, receiver, shm, tcp
+from transfer.testing.waiting import outcome_of
+from transfer.transports import cma, incoming, local, network, receiver, shm, tcp
 from transfer.transports.base import Cause, Completion, Grant, Outcome, TransferError, Unavailable
 from transfer.transports.memory import Memory
-from transfer.transports.stream import Batch, Slice
+from transfer.transports.stream import Slice, WriteRequest
 from transfer.transports.vectors import Pieces
-from transfer.transports.wire import ANSWER_NBYTES, PROBE_KEY, Order, Status, WireError, decode_answer
+from transfer.transports.wire import ANSWER_NBYTES, PROBE_KEY, CopyOrder, CopyStatus, WireError, decode_answer
 
 SECRET = b"sixteen bytes or more"
 KINDS = (cma.CmaTransport, shm.ShmTransport, tcp.TcpTransport)
@@ -47,7 +48,7 @@ class Listening:
     def dial(self):
         """A connection that has said nothing yet."""
         if self.kind is tcp.TcpTransport:
-            connection = socket.create_connection(tcp.decode_endpoint(self.endpoint).addresses[0])
+            connection = socket.create_connection(network.decode_endpoint(self.endpoint).addresses[0])
         else:
             connection = socket.socket(socket.AF_UNIX)
             connection.connect(local.decode_endpoint(self.endpoint).address)
@@ -72,7 +73,7 @@ class Listening:
         with self.kind(memory, self.identity) as sender:
             peer = sender.connect(self.endpoint, deadline_s=30)
             whole = int64(source.address), self.grant.addresses, self.grant.nbytes
-            assert peer.write(self.grant, *whole, deadline_s=30).wait().ok
+            assert outcome_of(peer.write(self.grant, *whole, deadline_s=30)).ok
         assert np.array_equal(self.target.bytes[: NBYTES // 2], source.bytes)
         self.target.bytes[:] = 0
 
@@ -119,7 +120,7 @@ def orders(listening):
         count = draw(pieces)
         rows = [int64(*(draw(value) for _ in range(count))) for _ in range(columns)]
         total = draw(st.sampled_from([int(rows[1].sum()), 100, 2**40, 2**64 - 1])) % 2**64
-        return Order(draw(number), draw(key), draw(st.sampled_from([count, 0, 2**31])), total, draw(place)).encode(
+        return CopyOrder(draw(number), draw(key), draw(st.sampled_from([count, 0, 2**31])), total, draw(place)).encode(
             *rows
         )
 
@@ -152,7 +153,7 @@ def test_a_listener_serves_on_after_all_that(listening):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_beyond_a_number_of_strangers_the_oldest_goes(kind, monkeypatch):
-    monkeypatch.setattr(strangers, "MAX_FROM_ONE", 4)
+    monkeypatch.setattr(pending, "MAX_FROM_ONE", 4)
     listening = Listening(kind)
     with listening.transport, ExitStack() as stack:
         first, second = ([stack.enter_context(listening.dial()) for _ in range(n)] for n in (2, 4))
@@ -165,7 +166,7 @@ def test_beyond_a_number_of_strangers_the_oldest_goes(kind, monkeypatch):
 
 def drop(monkeypatch, times):
     """So many connections are closed during their handshake, as if many strangers had come; returns which were."""
-    shake_hands, dropped = receiver.Connection._shake, []
+    shake_hands, dropped = incoming.Connection._shake, []
 
     def crowded(self):
         if len(dropped) == times:
@@ -173,9 +174,9 @@ def drop(monkeypatch, times):
         dropped.append(self)
         if len(dropped) % 2:  # what was not read makes the end a reset
             self.read(4096)
-        raise TransferError(strangers.TOO_MANY)
+        raise TransferError(pending.TOO_MANY)
 
-    monkeypatch.setattr(receiver.Connection, "_shake", crowded)
+    monkeypatch.setattr(incoming.Connection, "_shake", crowded)
     return dropped
 
 
@@ -225,7 +226,7 @@ def test_a_defect_costs_one_connection_and_is_logged(monkeypatch, caplog):
     forget_causes()
     listening = Listening(cma.CmaTransport)
     with listening.transport:
-        monkeypatch.setattr(cma._FetchingConnection, "probe", lambda *_: 1 / 0)
+        monkeypatch.setattr(cma._MemoryReader, "probe", lambda *_: 1 / 0)
         with pytest.raises(Unavailable):
             listening.still_serves()
         monkeypatch.undo()
@@ -324,7 +325,7 @@ def test_more_peers_than_wait_in_the_backlog_are_accepted(kind, monkeypatch):
 def test_an_order_that_reaches_beyond_the_ring_is_refused(place):
     listening = Listening(shm.ShmTransport)
     with listening.transport, listening.greeted() as connection:
-        order = Order(1, listening.grant.key, 1, 100, place).encode(listening.grant.addresses, int64(100))
+        order = CopyOrder(1, listening.grant.key, 1, 100, place).encode(listening.grant.addresses, int64(100))
         connection.sendall(order)
         assert connection.recv(1) == b""
     assert not listening.target.bytes.any()
@@ -335,17 +336,17 @@ def test_a_receiver_that_reads_another_process_than_the_sender_says_so():
     listening, kept = Listening(cma.CmaTransport), np.array([5], dtype=np.uint64)
     address, size = int64(kept.ctypes.data), int64(8)
     with listening.transport, listening.greeted() as connection:
-        for number, status in ((5, Status.OK), (6, Status.UNREADABLE)):
-            connection.sendall(Order(1, PROBE_KEY, 1, 8, number).encode(address, size, address))
+        for number, status in ((5, CopyStatus.OK), (6, CopyStatus.UNREADABLE)):
+            connection.sendall(CopyOrder(1, PROBE_KEY, 1, 8, number).encode(address, size, address))
             assert decode_answer(connection.recv(ANSWER_NBYTES)) == (1, status)
 
 
-def test_the_source_of_an_abandoned_batch_is_not_copied_into_the_ring():
+def test_the_source_of_an_abandoned_write_is_not_copied_into_the_ring():
     pieces = Pieces.of(int64(4096), int64(1), int64(100))  # not mapped: reading it would end this process
-    batch = Batch(pieces, Grant(bytes(16), int64(), int64()), Completion(0.0), 1000)
-    batch.abandon(Outcome(Cause.SOURCE))
+    write = WriteRequest(pieces, Grant(bytes(16), int64(), int64()), Completion(0.0), 1000)
+    write.abandon(Outcome(Cause.SOURCE))
     ring = shm._Ring()
-    assert ring.load(Slice(batch, pieces)).left > 0
+    assert ring.encode(Slice(write, pieces)).left > 0
     ring.close()
 
 
@@ -373,14 +374,14 @@ def test_tcp_does_not_listen_beyond_loopback_without_a_secret():
 
 
 def test_tcp_does_not_connect_beyond_loopback_without_a_secret():
-    endpoint = msgspec.msgpack.encode(tcp.TcpEndpoint([("192.0.2.1", 9)], bytes(16)))
+    endpoint = msgspec.msgpack.encode(network.NetworkEndpoint([("192.0.2.1", 9)], bytes(16)))
     with tcp.TcpTransport(Memory()) as transport, pytest.raises(Unavailable, match="no shared secret"):
         transport.connect(endpoint, deadline_s=5)
 
 
 @pytest.mark.parametrize("host", ["localhost", "example.org", "no address"])
 def test_tcp_connects_to_addresses_only(host):
-    endpoint = msgspec.msgpack.encode(tcp.TcpEndpoint([(host, 9)], bytes(16)))
+    endpoint = msgspec.msgpack.encode(network.NetworkEndpoint([(host, 9)], bytes(16)))
     with tcp.TcpTransport(Memory()) as transport, pytest.raises(Unavailable, match="literal IP address"):
         transport.connect(endpoint, deadline_s=5)
 

@@ -130,7 +130,7 @@ def test_a_completion_keeps_its_first_outcome():
     assert completion.settle(Outcome()) and not completion.settle(Outcome(Cause.DEADLINE))
     completion.cancel()
     completion.add_done_callback(seen.append)
-    assert completion.wait(0).ok and seen == [Outcome(), Outcome()]
+    assert completion.outcome == Outcome() and seen == [Outcome(), Outcome()]
 
 
 def test_the_source_is_let_go_before_anybody_hears_of_a_failure():
@@ -143,8 +143,3 @@ def test_the_source_is_let_go_before_anybody_hears_of_a_failure():
     fine.stop_with(lambda: seen.append("stopped"))
     fine.settle(Outcome())
     assert len(seen) == 2
-
-
-def test_waiting_ends_at_the_deadline_of_the_batch():
-    outcome = Completion(deadline_at=0.0).wait()
-    assert outcome.cause is Cause.DEADLINE and not outcome.ok

@@ -26,7 +26,7 @@ from transfer.driver import RANK_PURPOSE
 from transfer.session import Node, NodeOptions
 from transfer.testing.memory import int64
 from transfer.transports.base import TransferError
-from transfer.transports.wire import ANSWER_NBYTES, Order, Status, decode_answer
+from transfer.transports.wire import ANSWER_NBYTES, CopyOrder, CopyStatus, decode_answer
 
 SECRET = b"sixteen bytes or more"
 PURPOSES = (PURPOSE, RANK_PURPOSE, "tcp")
@@ -150,9 +150,9 @@ def test_after_any_strangers_the_listeners_serve_on(deployment):
 # Who knows the secret
 
 
-def writes(connection, key: bytes, address: int) -> Status:
+def writes(connection, key: bytes, address: int) -> CopyStatus:
     """The answer to an order for 100 bytes."""
-    order = Order(1, key, 1, 100).encode(int64(address), int64(100))
+    order = CopyOrder(1, key, 1, 100).encode(int64(address), int64(100))
     connection.sendall(order.tobytes() + b"x" * 100)
     return decode_answer(connection.recv(ANSWER_NBYTES))[1]
 
@@ -164,13 +164,13 @@ def test_a_peer_writes_where_it_was_granted_and_nowhere_else(deployment, caplog)
     with dial(deployment.data_port, tcp=True) as connection:
         greet(connection, "tcp", Identity(SECRET))
         for offset in (0, 950, 1101, 1200):
-            assert writes(connection, granted.key, there.ctypes.data + offset) is Status.OUTSIDE
-        assert writes(connection, b"k" * 16, there.ctypes.data + 1000) is Status.NO_GRANT
+            assert writes(connection, granted.key, there.ctypes.data + offset) is CopyStatus.OUTSIDE
+        assert writes(connection, b"k" * 16, there.ctypes.data + 1000) is CopyStatus.NO_GRANT
         assert not there.any()
-        assert writes(connection, granted.key, there.ctypes.data + 1100) is Status.OK
+        assert writes(connection, granted.key, there.ctypes.data + 1100) is CopyStatus.OK
         assert there.sum() == 100 * ord("x")
         deployment.memory.revoke(granted)
-        assert writes(connection, granted.key, there.ctypes.data + 1000) is Status.NO_GRANT
+        assert writes(connection, granted.key, there.ctypes.data + 1000) is CopyStatus.NO_GRANT
     assert not there[:1100].any()
     one_line(caplog, "outside of the memory granted to it: refused")
     deployment.serves()
@@ -180,7 +180,7 @@ def test_an_order_that_ends_in_its_middle_writes_no_more_than_came(deployment):
     there = deployment.decode.ranks[0].bytes
     there[:] = 0
     granted = deployment.memory.grant(int64(there.ctypes.data), int64(200))
-    order = Order(1, granted.key, 1, 200).encode(int64(there.ctypes.data), int64(200)).tobytes()
+    order = CopyOrder(1, granted.key, 1, 200).encode(int64(there.ctypes.data), int64(200)).tobytes()
     for length in (1, len(order) - 1, len(order), len(order) + 100):
         with dial(deployment.data_port, tcp=True) as connection:
             greet(connection, "tcp", Identity(SECRET))

@@ -14,6 +14,7 @@ import pytest
 from simulated.fuzz import STRESS_S
 
 from transfer.testing.memory import MIB, Buffer
+from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause
 from transfer.transports.cma import CmaTransport
 from transfer.transports.memory import Memory
@@ -70,7 +71,7 @@ class Storm:
             if (what := rng.random()) < 0.2:
                 completion.cancel() if what < 0.1 else self.there.revoke(grant)
             if rng.random() < 0.5:
-                completion.wait()
+                outcome_of(completion)
             if not told.wait(70) or completion.outcome.cause is Cause.DEADLINE:
                 self.wrong.append(f"batch {number} of thread {thread}: {completion.outcome}")
             elif completion.outcome.ok:

@@ -21,7 +21,7 @@ import transfer.control.connection
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import SegmentLayout
 from mooncake_connector.log import forget_causes
-from transfer.control import pending as strangers
+from transfer.control import pending
 from transfer.control.directory import PURPOSE
 from transfer.control.handshake import Identity
 from transfer.driver import RANK_PURPOSE
@@ -91,7 +91,7 @@ def test_a_thousand_strangers_lock_nobody_out(pair, says):
             with suppress(OSError):
                 connection.sendall(says)
         pair.serves()
-        most = len(pair.all_ports) * strangers.MAX_STRANGERS
+        most = len(pair.all_ports) * pending.MAX_PENDING
         wait_for(lambda: open_files() - before <= THOUSAND + most + 40)
         assert resident_nbytes() - memory < 128 * MIB
     pair.serves()
@@ -239,13 +239,13 @@ def test_what_a_stranger_says_stays_on_its_line_of_the_log(here, caplog):
 
 
 def test_places_go_to_the_newest_and_are_taken_from_whoever_has_most():
-    places: strangers.Strangers[str] = strangers.Strangers()
-    assert [places.enter(f"a{n}", "a") for n in range(strangers.MAX_FROM_ONE)] == [None] * strangers.MAX_FROM_ONE
+    places: pending.PendingHandshakes[str] = pending.PendingHandshakes()
+    assert [places.enter(f"a{n}", "a") for n in range(pending.MAX_FROM_ONE)] == [None] * pending.MAX_FROM_ONE
     assert places.enter("more", "a") == "a0"
-    few = strangers.MAX_STRANGERS - strangers.MAX_FROM_ONE
+    few = pending.MAX_PENDING - pending.MAX_FROM_ONE
     assert [places.enter(f"b{n}", f"b{n}") for n in range(few)] == [None] * few
     assert places.enter("late", "c") == "a1", "of the address that has the most, not the honest one"
     places.leave("b0")
-    assert places.enter("later", "d") is None and len(places) == strangers.MAX_STRANGERS
-    assert strangers.origin_of("2001:db8::1") == strangers.origin_of("2001:db8::2")
-    assert strangers.origin_of("10.0.0.1") != strangers.origin_of("10.0.0.2")
+    assert places.enter("later", "d") is None and len(places) == pending.MAX_PENDING
+    assert pending.origin_of("2001:db8::1") == pending.origin_of("2001:db8::2")
+    assert pending.origin_of("10.0.0.1") != pending.origin_of("10.0.0.2")

@@ -13,10 +13,13 @@ from certificates import CAN_MAKE, make_certificate
 from transfer.control.handshake import Identity
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.memory import Buffer, int64
+from transfer.testing.waiting import outcome_of
 from transfer.transports import receiver
 from transfer.transports.base import TransferError, Unavailable
+from transfer.transports.incoming import Connection
 from transfer.transports.memory import Memory
-from transfer.transports.tcp import TcpTransport, _TlsConnection, decode_endpoint
+from transfer.transports.network import decode_endpoint
+from transfer.transports.tcp import TcpTransport
 from transfer.transports.tls import Tls
 
 pytestmark = pytest.mark.skipif(not CAN_MAKE, reason="makes its certificates with `openssl`")
@@ -82,7 +85,7 @@ def test_strangers_at_a_tls_listener_lose_their_own_connection_only(authorities,
 
 @pytest.mark.parametrize("step", ["_secure", "_shake"])
 def test_a_peer_that_is_dropped_during_either_handshake_tries_again(authorities, monkeypatch, step):
-    go_on, dropped, ours = getattr(_TlsConnection, step), [], Tls(**authorities[0])
+    go_on, dropped, ours = getattr(Connection, step), [], Tls(**authorities[0])
 
     def crowded(self):
         if len(dropped) == 4:
@@ -92,7 +95,7 @@ def test_a_peer_that_is_dropped_during_either_handshake_tries_again(authorities,
             self.connection._tls.recv(1) if step == "_shake" else os.read(self.descriptor, 4096)
         raise TransferError("too many strangers")
 
-    monkeypatch.setattr(_TlsConnection, step, crowded)
+    monkeypatch.setattr(Connection, step, crowded)
     assert connect(ours, ours) == "tcp"
     assert len(dropped) == 4
 
@@ -124,7 +127,8 @@ def test_no_bytes_of_a_transfer_are_seen_on_the_way(authorities):
                 memory.register(source.address, source.nbytes)
                 there.register(target.address, target.nbytes)
                 grant = there.grant(int64(target.address), int64(target.nbytes))
-                done = peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=30).wait()
+                whole = int64(source.address), grant.addresses, grant.nbytes
+                done = outcome_of(peer.write(grant, *whole, deadline_s=30))
                 assert done.ok and bytes(target.bytes) == text
         assert (b"canary" in bytes(wire)) == seen
 

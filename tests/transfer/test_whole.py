@@ -18,6 +18,7 @@ from transfer.protocol.consumer import Consumer, Source
 from transfer.protocol.messages import Granted, decode, encode
 from transfer.protocol.orders import Ending, Half, Order, Release, Revoke, Send, Verify, Write
 from transfer.protocol.producer import Producer, Shape
+from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Grant, Transport
 from transfer.transports.cma import CmaTransport
 from transfer.transports.memory import Memory
@@ -154,7 +155,7 @@ class Pair:
         copies = pairing.copies(*part, order.granted.block_ids)
         grant = Grant(order.granted.key, *self.ranks[order.peer].layout.ranges(order.granted.block_ids))
         peer = self.peers[rank.name, order.peer]
-        done = peer.write(grant, copies.source, copies.destination, copies.nbytes, deadline_s=10.0).wait()
+        done = outcome_of(peer.write(grant, copies.source, copies.destination, copies.nbytes, deadline_s=10.0))
         checksums = page_checksums(pairing.source_pages(*part, PAGE))
         assert isinstance(rank.half, Producer)
         rank.half.written(order.peer, "t", order.number, checksums, None if done.ok else str(done), now_s())

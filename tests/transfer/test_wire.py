@@ -19,8 +19,8 @@ from transfer.transports.wire import (
     BLOCK_NBYTES,
     HEADER_NBYTES,
     MAX_ORDER_PIECES,
-    Order,
-    Status,
+    CopyOrder,
+    CopyStatus,
     WireError,
     decode_answer,
     decode_columns,
@@ -48,26 +48,26 @@ def parse(data, max_nbytes=1 << 20, columns=2):
 
 def test_an_order_comes_out_as_it_went_in():
     columns = int64(1, 2), int64(30, 40), int64(5, 6)
-    order, decoded = parse(Order(7, KEY, 2, 70, place=9).encode(*columns), columns=3)
-    assert order == Order(7, KEY, 2, 70, 9)
+    order, decoded = parse(CopyOrder(7, KEY, 2, 70, place=9).encode(*columns), columns=3)
+    assert order == CopyOrder(7, KEY, 2, 70, 9)
     assert [row.tolist() for row in decoded] == [[1, 2], [30, 40], [5, 6]]
 
 
 @pytest.mark.parametrize(
     "order, columns",
     [
-        (Order(1, KEY, 0, 0), (int64(), int64())),
-        (Order(1, KEY, MAX_ORDER_PIECES + 1, 1 << 20), (int64(), int64())),
-        (Order(1, KEY, 1, (1 << 20) + 1), (int64(0), int64((1 << 20) + 1))),
-        (Order(1, KEY, 2, 1), (int64(0, 0), int64(0, 1))),
-        (Order(1, KEY, 2, 10), (int64(0, 0), int64(5, 6))),
-        (Order(1, KEY, 2, 10), (int64(0, 0), int64(11, -1))),
-        (Order(1, KEY, 2, 10), (int64(0, 0), int64(10, 0))),
-        (Order(1, KEY, 2, 2), (int64(0, 0), int64(2**63 - 1, 3 - 2**63))),
-        (Order(1, KEY, 3, 2), (int64(0, 0, 0), int64(2**62, 2**62, 2**63 - 1))),
-        (Order(1, KEY, 1, 10), (int64(-1), int64(10))),
-        (Order(1, KEY, 1, 10), (int64(0), int64(11))),
-        (Order(1, KEY, 2, 20), (int64(5, -1), int64(10, 10))),
+        (CopyOrder(1, KEY, 0, 0), (int64(), int64())),
+        (CopyOrder(1, KEY, MAX_ORDER_PIECES + 1, 1 << 20), (int64(), int64())),
+        (CopyOrder(1, KEY, 1, (1 << 20) + 1), (int64(0), int64((1 << 20) + 1))),
+        (CopyOrder(1, KEY, 2, 1), (int64(0, 0), int64(0, 1))),
+        (CopyOrder(1, KEY, 2, 10), (int64(0, 0), int64(5, 6))),
+        (CopyOrder(1, KEY, 2, 10), (int64(0, 0), int64(11, -1))),
+        (CopyOrder(1, KEY, 2, 10), (int64(0, 0), int64(10, 0))),
+        (CopyOrder(1, KEY, 2, 2), (int64(0, 0), int64(2**63 - 1, 3 - 2**63))),
+        (CopyOrder(1, KEY, 3, 2), (int64(0, 0, 0), int64(2**62, 2**62, 2**63 - 1))),
+        (CopyOrder(1, KEY, 1, 10), (int64(-1), int64(10))),
+        (CopyOrder(1, KEY, 1, 10), (int64(0), int64(11))),
+        (CopyOrder(1, KEY, 2, 20), (int64(5, -1), int64(10, 10))),
     ],
 )
 def test_an_order_that_cannot_be_is_refused(order, columns):
@@ -85,7 +85,7 @@ def test_no_bytes_pass_for_an_order_unless_they_make_sense(data):
 @given(st.data())
 def test_a_damaged_order_makes_sense_or_is_refused(data):
     sizes = data.draw(st.lists(st.integers(1, 1000), min_size=1, max_size=12))
-    whole = bytearray(Order(1, KEY, len(sizes), sum(sizes)).encode(int64(*range(len(sizes))), int64(*sizes)))
+    whole = bytearray(CopyOrder(1, KEY, len(sizes), sum(sizes)).encode(int64(*range(len(sizes))), int64(*sizes)))
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     with suppress(WireError):
@@ -99,7 +99,7 @@ def test_no_bytes_pass_for_an_answer_unless_a_receiver_says_them(data):
         assert encode_answer(*decode_answer(data)) == data
 
 
-@pytest.mark.parametrize("status", Status)
+@pytest.mark.parametrize("status", CopyStatus)
 def test_an_answer_comes_out_as_it_went_in(status):
     assert decode_answer(encode_answer(2**64 - 1, status)) == (2**64 - 1, status)
 

@@ -34,7 +34,7 @@ MIN_SECRET_NBYTES = 16
 MAX_FRAME_NBYTES = 1024
 SESSION_NBYTES = 16
 AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Pauses before further attempts where the other side hung up in the handshake, as one does that strangers crowd."""
+"""Pauses before further attempts where the other side hung up in the handshake, as one does that others crowd."""
 
 _NONCE_NBYTES = 32
 _Nonce = Annotated[bytes, Meta(min_length=_NONCE_NBYTES, max_length=_NONCE_NBYTES)]

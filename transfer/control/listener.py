@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.control.connection import MAX_LARGE, Access, Link, some, tune
 from transfer.control.handshake import HandshakeError, Identity, Server, require_secret
-from transfer.control.pending import TOO_MANY, Strangers, origin_of
+from transfer.control.pending import TOO_MANY, PendingHandshakes, origin_of
 from transfer.transports.base import TransferError
 from transfer.transports.unix import OtherUser, check_user, credentials, listen_at_port
 
@@ -54,7 +54,7 @@ async def listen(
 
 
 class Listener:
-    """See `listen`. Connections count as strangers from the start, before TLS has begun, until `Link.known`."""
+    """See `listen`. Connections count as pending from the start, before TLS has begun, until `Link.known`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Listener:
         self.port = port
         self._is_local = listening.family == socket.AF_UNIX
         self._purpose, self._identity, self._context, self._serve = purpose, identity, context, serve
-        self._strangers: Strangers[_Task] = Strangers()
+        self._pending: PendingHandshakes[_Task] = PendingHandshakes()
         self._large = asyncio.Semaphore(MAX_LARGE)
         self._tasks: set[_Task] = set()
         self._accepting = asyncio.get_running_loop().create_task(self._accept(listening))
@@ -105,14 +105,14 @@ class Listener:
         task = asyncio.get_running_loop().create_task(self._talk(connection, host))
         self._tasks.add(task)
         task.add_done_callback(self._left)
-        oldest = self._strangers.enter(task, origin)
+        oldest = self._pending.enter(task, origin)
         if oldest is not None:
             self._log_refusal(host, f"{TOO_MANY}; the oldest is closed")
             oldest.cancel()
 
     def _left(self, task: _Task) -> None:
         self._tasks.discard(task)
-        self._strangers.leave(task)
+        self._pending.leave(task)
 
     async def _talk(self, connection: socket.socket, host: str) -> None:
         try:
@@ -161,14 +161,14 @@ class Listener:
 
     def _known(self) -> None:
         """Whoever serves the connection of this task has heard what it wants. Raises TransferError where it is full."""
-        if len(self._tasks) - len(self._strangers) >= MAX_LINKS:
+        if len(self._tasks) - len(self._pending) >= MAX_LINKS:
             raise TransferError(f"{MAX_LINKS} peers are connected: more are not served")
         task = asyncio.current_task()
         assert task is not None
-        self._strangers.leave(task)
+        self._pending.leave(task)
 
     def _log_refusal(self, host: str, reason: str) -> None:
-        """Once for each kind: what a stranger says must not make a new kind, there is room for so many."""
+        """Once for each kind: what a newcomer says must not make a new kind, there is room for so many."""
         log_once(
             f"control.refused:{self._purpose}:{kind_of(reason)}",
             "refused a %s connection from %s: %s", self._purpose, host, reason,

@@ -10,7 +10,7 @@ import ipaddress
 from collections import Counter
 from typing import Generic, TypeVar
 
-MAX_STRANGERS = 64
+MAX_PENDING = 64
 MAX_FROM_ONE = 32
 """Of one address, or one process of this host."""
 _NETWORK_BITS = 64
@@ -20,7 +20,7 @@ TOO_MANY = "too many connections have not finished their handshake"
 _T = TypeVar("_T")
 
 
-class Strangers(Generic[_T]):
+class PendingHandshakes(Generic[_T]):
     """See the module. Used by one thread."""
 
     def __init__(self) -> None:
@@ -34,22 +34,22 @@ class Strangers(Generic[_T]):
         """The oldest first."""
         return list(self._origins)
 
-    def enter(self, stranger: _T, origin: str) -> _T | None:
+    def enter(self, newcomer: _T, origin: str) -> _T | None:
         """Count one more; the one that has to go for it, which is not counted any more."""
-        self._origins[stranger] = origin
+        self._origins[newcomer] = origin
         self._counts[origin] += 1
         busiest = origin
         if self._counts[origin] <= MAX_FROM_ONE:
-            if len(self._origins) <= MAX_STRANGERS:
+            if len(self._origins) <= MAX_PENDING:
                 return None
             busiest = max(self._counts, key=self._counts.__getitem__)
         oldest = next(other for other, where in self._origins.items() if where == busiest)
         self.leave(oldest)
         return oldest
 
-    def leave(self, stranger: _T) -> None:
+    def leave(self, newcomer: _T) -> None:
         """It is known now, or gone; nothing where it does not count."""
-        origin = self._origins.pop(stranger, None)
+        origin = self._origins.pop(newcomer, None)
         if origin is not None:
             self._counts[origin] -= 1
             if not self._counts[origin]:

@@ -16,6 +16,7 @@ from transfer.testing.failures import FailureConformance
 from transfer.testing.fixtures import DEADLINE_S
 from transfer.testing.memory import MIB, digest, expected, folded, int64, scattered
 from transfer.testing.process import Process
+from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Grant, Outcome, Peer, Transport
 from transfer.transports.memory import Memory
 
@@ -35,7 +36,7 @@ class TransportConformance(FailureConformance):
         local, remote = scattered(source, target.address, sizes, seed=2)
         grant = there.grant(remote, sizes)
         assert len(grant.addresses) > 1000, "gaps between the pieces must not be granted"
-        assert peer.write(grant, local, remote, sizes, deadline_s=DEADLINE_S).wait() == Outcome()
+        assert outcome_of(peer.write(grant, local, remote, sizes, deadline_s=DEADLINE_S)) == Outcome()
         assert np.array_equal(target.bytes, expected(source, local, remote, sizes, target.address, nbytes))
 
     def test_pieces_arrive_at_any_alignment(self, memory: Memory, there: Memory, peer: Peer) -> None:
@@ -47,7 +48,7 @@ class TransportConformance(FailureConformance):
         local = source.address + steps + int64(*(a for a, _, _ in cases))
         remote = target.address + steps + int64(*(b for _, b, _ in cases))
         sizes = int64(*(n for _, _, n in cases))
-        assert peer.write(grant, local, remote, sizes, deadline_s=DEADLINE_S).wait().ok
+        assert outcome_of(peer.write(grant, local, remote, sizes, deadline_s=DEADLINE_S)).ok
         assert np.array_equal(target.bytes, expected(source, local, remote, sizes, target.address, MIB))
 
     @pytest.mark.parametrize("nbytes", [1, 16384, MIB - 1, MIB, 4 * MIB + 1, 40 * MIB + 3])
@@ -68,13 +69,13 @@ class TransportConformance(FailureConformance):
         places = np.arange(count) * 2
         sizes = np.ones(count, dtype=np.int64)
         local, remote = source.address + places, target.address + places
-        assert peer.write(grant, local, remote, sizes, deadline_s=DEADLINE_S).wait().ok
+        assert outcome_of(peer.write(grant, local, remote, sizes, deadline_s=DEADLINE_S)).ok
         assert np.array_equal(target.bytes[::2], source.bytes[::2]) and not target.bytes[1::2].any()
 
     def test_nothing_to_write_is_ok(self, there: Memory, peer: Peer) -> None:
         grant = there.grant(int64(), int64())
-        assert peer.write(grant, int64(), int64(), int64(), deadline_s=1).wait().ok
-        assert peer.write(grant, int64(5), int64(5), int64(0), deadline_s=1).wait().ok
+        assert outcome_of(peer.write(grant, int64(), int64(), int64(), deadline_s=1)).ok
+        assert outcome_of(peer.write(grant, int64(5), int64(5), int64(0), deadline_s=1)).ok
 
     @pytest.mark.slow
     def test_a_piece_beyond_4_gib_arrives(self, memory: Memory, there: Memory, peer: Peer) -> None:
@@ -82,9 +83,8 @@ class TransportConformance(FailureConformance):
         with folded(nbytes, fold, seed=6) as source, folded(nbytes, fold) as target:
             regions = memory.register(source.address, nbytes), there.register(target.address, nbytes)
             grant = there.grant(int64(target.address), int64(nbytes))
-            outcome = peer.write(
-                grant, int64(source.address), int64(target.address), int64(nbytes), deadline_s=300
-            ).wait()
+            whole = int64(source.address), int64(target.address), int64(nbytes)
+            outcome = outcome_of(peer.write(grant, *whole, deadline_s=300))
             for owner, region in zip((memory, there), regions, strict=True):
                 owner.unregister(region)  # before it is unmapped, also where the machine was too slow
             assert outcome.ok, outcome
@@ -120,7 +120,7 @@ class TransportConformance(FailureConformance):
         unknown = Grant(b"k" * 16, right.addresses, right.nbytes)
         start = int64(source.address)
         for grant, remote in ((wider, target.address + 1), (unknown, target.address)):
-            outcome = peer.write(grant, start, int64(remote), int64(nbytes), deadline_s=DEADLINE_S).wait()
+            outcome = outcome_of(peer.write(grant, start, int64(remote), int64(nbytes), deadline_s=DEADLINE_S))
             assert outcome.cause is Cause.REFUSED
         assert not target.bytes[nbytes:].any(), "a piece may be cut, and only its cuts inside the grant be written"
         self.send(peer, right, source, nbytes)
@@ -132,7 +132,7 @@ class TransportConformance(FailureConformance):
         there.register(target.address, 4096)
         grant = there.grant(int64(target.address), int64(4096))
         there.revoke(grant)
-        outcome = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S).wait()
+        outcome = outcome_of(peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S))
         assert outcome.cause is Cause.REFUSED and not target.bytes.any()
 
     def test_a_grant_revoked_just_after_the_receiver_found_it_is_refused(
@@ -145,7 +145,7 @@ class TransportConformance(FailureConformance):
         held = there.granted(grant.key)
         there.revoke(grant)
         monkeypatch.setattr(there, "granted", lambda key: held)
-        outcome = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S).wait()
+        outcome = outcome_of(peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S))
         assert outcome.cause is Cause.REFUSED and not target.bytes.any()
 
     def test_no_byte_changes_once_revoke_returned(self, memory: Memory, there: Memory, peer: Peer) -> None:
@@ -161,7 +161,7 @@ class TransportConformance(FailureConformance):
             time.sleep(0.002)
         there.revoke(grant)
         target.bytes[:] = 7
-        outcome = completion.wait()
+        outcome = outcome_of(completion)
         assert outcome.ok or outcome.cause is Cause.REFUSED
         assert (target.bytes == 7).all()
 
@@ -193,7 +193,7 @@ class TransportConformance(FailureConformance):
         grant = there.grant(int64(target.address), int64(4096))
         there.unregister(region)
         target.free()
-        outcome = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S).wait()
+        outcome = outcome_of(peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S))
         assert outcome.cause is Cause.REFUSED
 
     def test_another_process_gets_the_bytes(self, memory: Memory, sender: Transport, other: Process) -> None:
@@ -225,7 +225,7 @@ class TransportConformance(FailureConformance):
                 completion.add_done_callback(outcomes.append)
                 completion.add_done_callback(lambda _: told.release())
                 if number % 2:
-                    completion.wait()
+                    outcome_of(completion)
 
         threads = [threading.Thread(target=send, args=(nbytes * i,)) for i in range(count)]
         for thread in threads:
@@ -251,7 +251,7 @@ class TransportConformance(FailureConformance):
             there.register(targets[i].address, nbytes)
             grant = there.grant(int64(targets[i].address), int64(nbytes))
             completion = peers[i % 3].write(grant, *self.all_of(sources[i], grant), deadline_s=DEADLINE_S)
-            outcomes[i] = completion.wait()
+            outcomes[i] = outcome_of(completion)
 
         threads = [threading.Thread(target=send, args=(i,)) for i in range(count)]
         for thread in threads:
@@ -271,6 +271,6 @@ class TransportConformance(FailureConformance):
         grant = there.grant(int64(target.address), int64(nbytes))
         completion = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
         completion.cancel()
-        assert completion.wait().cause in (Cause.CANCELLED, None)
+        assert outcome_of(completion).cause in (Cause.CANCELLED, None)
         self.send(peer, grant, source, nbytes)
         assert np.array_equal(target.bytes, source.bytes)

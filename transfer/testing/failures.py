@@ -12,6 +12,7 @@ import pytest
 from transfer.testing.fixtures import DEADLINE_S, TransportFixtures
 from transfer.testing.memory import MIB, digest, int64
 from transfer.testing.process import Process
+from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Outcome, Transport, Unavailable
 from transfer.transports.memory import Memory
 
@@ -35,8 +36,6 @@ class FailureConformance(TransportFixtures):
         while not told and time.monotonic() < deadline:
             time.sleep(0.01)
         assert told and told[0].cause is Cause.DEADLINE, "the outcome comes without anybody waiting for it"
-        waited = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S).wait(0.1)
-        assert waited.cause is Cause.DEADLINE
         other.go_on()
         _, second = other.offer(nbytes)
         self.send(peer, second, source, nbytes)
@@ -55,10 +54,10 @@ class FailureConformance(TransportFixtures):
         soon = peer.write(grant, *self.all_of(source, grant), deadline_s=0.2)
         told = threading.Event()
         soon.add_done_callback(lambda _: told.set())
-        assert told.wait(DEADLINE_S / 2) and soon.wait().cause is Cause.DEADLINE
+        assert told.wait(DEADLINE_S / 2) and outcome_of(soon).cause is Cause.DEADLINE
         assert late.outcome is None
         other.go_on()
-        assert late.wait().ok
+        assert outcome_of(late).ok
 
     def test_a_source_that_is_used_again_after_a_failure_does_not_travel(
         self, memory: Memory, sender: Transport, other: Process
@@ -73,7 +72,7 @@ class FailureConformance(TransportFixtures):
         memory.register(source.address, nbytes)
         other.stop()
         late = peer.write(grant, *self.all_of(source, grant), deadline_s=0.1)
-        assert late.wait().cause is Cause.DEADLINE
+        assert outcome_of(late).cause is Cause.DEADLINE
         source.bytes[:] = 255
         other.go_on()
         _, second = other.offer(4096)
@@ -89,7 +88,7 @@ class FailureConformance(TransportFixtures):
         other.stop()
         completion = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
         other.kill()
-        assert completion.wait().cause is Cause.PEER_LOST
+        assert outcome_of(completion).cause is Cause.PEER_LOST
         assert not peer.alive
         again = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
         assert again.outcome is not None and again.outcome.cause is Cause.PEER_LOST
@@ -108,7 +107,7 @@ class FailureConformance(TransportFixtures):
         is_last = False
         while not is_last:  # at every moment until it is noticed, and after that
             is_last = not peer.alive
-            outcome = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S).wait()
+            outcome = outcome_of(peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S))
             assert outcome.cause is Cause.PEER_LOST
 
     def test_a_sender_killed_in_mid_batch_leaves_the_receiver_serving(

@@ -10,6 +10,7 @@ import pytest
 from transfer.control.handshake import Identity
 from transfer.testing.memory import Buffer, buffer_class, int64
 from transfer.testing.process import Process, make_transport
+from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Grant, Int64, Outcome, Peer, Transport
 from transfer.transports.memory import Memory
 
@@ -75,5 +76,5 @@ class TransportFixtures:
 
     def send(self, peer: Peer, grant: Grant, source: Buffer, nbytes: int) -> None:
         start = int64(source.address)
-        outcome = peer.write(grant, start, grant.addresses[:1], int64(nbytes), deadline_s=DEADLINE_S).wait()
+        outcome = outcome_of(peer.write(grant, start, grant.addresses[:1], int64(nbytes), deadline_s=DEADLINE_S))
         assert outcome == Outcome()

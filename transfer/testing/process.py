@@ -17,6 +17,7 @@ from typing import Any
 
 from transfer.control.handshake import Identity
 from transfer.testing.memory import Buffer, buffer_class, digest, int64
+from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Grant, Transport
 from transfer.transports.memory import Memory
 from transfer.transports.tls import Tls
@@ -96,7 +97,7 @@ class _Other:
         everywhere = int64(source.address), grant.addresses, grant.nbytes
         while peer.alive:
             for completion in [peer.write(grant, *everywhere, deadline_s=30) for _ in range(4)]:
-                completion.wait()
+                outcome_of(completion)
 
 
 def make_transport(kind: Any, memory: Memory, identity: Identity, options: dict[str, Any]) -> Transport:

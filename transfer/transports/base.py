@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import enum
 import threading
-import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,10 @@ import numpy.typing as npt
 from mooncake_connector.errors import MooncakeConnectorError
 
 if TYPE_CHECKING:
+    from transfer.control.handshake import Identity
+    from transfer.transports.cuda.driver import Driver
     from transfer.transports.memory import Memory
+    from transfer.transports.tls import Tls
 
 Int64: TypeAlias = npt.NDArray[np.int64]
 Numbers: TypeAlias = "Int64 | list[int]"
@@ -45,7 +47,7 @@ class Unavailable(TransferError):
 
 
 class Cause(enum.Enum):
-    """Why a batch failed."""
+    """Why a write failed."""
 
     REFUSED = "refused"
     """The peer does not know the grant, or revoked it, or a piece lies outside of it."""
@@ -59,7 +61,7 @@ class Cause(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a batch. Only `ok` says that all bytes are in the peer's memory; otherwise any part may be."""
+    """What became of a write. Only `ok` says that all bytes are in the peer's memory; otherwise any part may be."""
 
     cause: Cause | None = None
     detail: str = ""
@@ -77,11 +79,31 @@ OK = Outcome()
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do."""
+    """What a transport can do, by which it is found (see `transfer.transports.registry`)."""
 
-    same_host: bool
-    """It reaches peers of this host only."""
+    host_memory: bool = True
+    """It moves memory of the host."""
     device_memory: bool = False
+    """It moves memory of a device."""
+    other_host: bool = False
+    """It reaches peers of other hosts, at the addresses that are configured; without any it is left out."""
+    needs_registration: bool = False
+    """It touches only memory that it was told of by `Transport.register`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """What transports are made from; each takes what concerns it.
+
+    Args:
+        hosts: literal addresses to listen on, and certificates, of those that reach other hosts.
+        driver: of the devices that have the memory; None for memory of the host.
+    """
+
+    identity: Identity
+    hosts: Sequence[str] = ("127.0.0.1",)
+    tls: Tls | None = None
+    driver: Driver | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +131,7 @@ class Grant:
 
 
 class Completion:
-    """The outcome of one batch, which comes by itself: at the latest at the batch's deadline."""
+    """The outcome of one write, which comes by itself: at the latest at its deadline."""
 
     def __init__(self, deadline_at: float) -> None:
         self.deadline_at = deadline_at
@@ -117,12 +139,11 @@ class Completion:
         self._lock = threading.Lock()
         self._outcome: Outcome | None = None
         self._callbacks: list[Callable[[Outcome], None]] = []
-        self._help: Callable[[float], None] | None = None
         self._stop: Callable[[], None] | None = None
 
     @property
     def outcome(self) -> Outcome | None:
-        """None while the batch is under way."""
+        """None while the write is under way."""
         return self._outcome
 
     def settle(self, outcome: Outcome) -> bool:
@@ -133,7 +154,7 @@ class Completion:
             if self._stop is not None and not outcome.ok:
                 self._stop()
             self._outcome = outcome
-            self._stop = self._help = None  # else a cycle: they know the batch, and it us
+            self._stop = None  # else a cycle: it knows the write, and that us
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(outcome)
@@ -141,30 +162,11 @@ class Completion:
 
     def cancel(self) -> None:
         """Stop sending. What is on its way may still arrive, until the peer revokes its grant."""
-        self.settle(Outcome(Cause.CANCELLED, "the sender cancelled the batch"))
-
-    def wait(self, deadline_s: float | None = None) -> Outcome:
-        """The outcome; a batch that is not over after `deadline_s` (default: its own deadline) is given up."""
-        left = self.deadline_at - time.monotonic()
-        left = max(0.0, left if deadline_s is None else min(deadline_s, left))
-        if (help := self._help) is not None:
-            help(left)
-        if self._outcome is None:
-            settled = threading.Event()
-            self.add_done_callback(lambda _: settled.set())
-            if not settled.wait(left):
-                self.settle(Outcome(Cause.DEADLINE, f"not over after {left:.3f} s of waiting"))
-        assert self._outcome is not None
-        return self._outcome
+        self.settle(Outcome(Cause.CANCELLED, "the sender cancelled the write"))
 
     def stop_with(self, stop: Callable[[], None]) -> None:
         """Have `stop` called before any outcome but ok is known: it makes sure that the source is not read any more."""
         self._stop = stop
-
-    def help_with(self, help: Callable[[float], None]) -> None:
-        """Let `wait` call `help(seconds at most)` first: a thread that waits anyway may as well take the answer."""
-        if self._outcome is None:
-            self._help = help
 
     def add_done_callback(self, callback: Callable[[Outcome], None]) -> None:
         """Call `callback` once with the outcome: in the transport's thread, or at once. It must not raise or block."""
@@ -186,7 +188,7 @@ class Peer(ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """False once no batch can succeed any more: connect again."""
+        """False once no write can succeed any more: connect again."""
 
     @abstractmethod
     def write(self, grant: Grant, local: Int64, remote: Int64, nbytes: Int64, *, deadline_s: float) -> Completion:
@@ -197,7 +199,7 @@ class Peer(ABC):
         are fine, the order in which pieces arrive is open, and pieces must not overlap in the destination. Raises
         ValueError, before anything is sent, for arrays that do not fit together, a source outside of registered memory
         or a destination outside of the grant; everything later is an outcome. Until the grant is revoked, anything may
-        still arrive where a failed batch was to write: try again under a new grant.
+        still arrive where a failed one was to write: try again under a new grant.
         """
 
     @abstractmethod
@@ -208,11 +210,17 @@ class Peer(ABC):
 class Transport(ABC):
     """One way to reach peers; also accepts their connections. Safe to use from any thread."""
 
-    name: str
-    capabilities: Capabilities
+    name: ClassVar[str]
+    """In the configuration, and towards peers."""
+    capabilities: ClassVar[Capabilities]
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
+
+    @classmethod
+    @abstractmethod
+    def make(cls, memory: Memory, options: TransportOptions) -> Transport:
+        """Raises TransferError or ValueError where it cannot work with these options, or on this machine."""
 
     @abstractmethod
     def listen(self) -> bytes:
@@ -225,6 +233,15 @@ class Transport(ABC):
         Raises Unavailable with the reason where this transport cannot serve that peer: another host, no permission,
         nobody there, another secret or version.
         """
+
+    def register(self, region: Region) -> None:  # noqa: B027
+        """Called before anything may touch this memory, where `needs_registration`.
+
+        Raises TransferError or OSError where it cannot be used; the transport is not offered then.
+        """
+
+    def unregister(self, region: Region) -> None:  # noqa: B027
+        """Called when nothing touches this memory any more and before it goes away, once for each registered region."""
 
     @abstractmethod
     def close(self) -> None:

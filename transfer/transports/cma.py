@@ -11,93 +11,96 @@ from __future__ import annotations
 import errno
 import secrets
 import socket
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 
-from transfer.control.handshake import Server
-from transfer.transports.base import Numbers, Unavailable
+from transfer.transports.base import Unavailable
 from transfer.transports.local import LocalTransport, probe
-from transfer.transports.memory import Memory, Revocable
-from transfer.transports.receiver import Connection
-from transfer.transports.stream import Carriage, Slice
+from transfer.transports.memory import Revocable
+from transfer.transports.pull import Fetch, Fetcher, PullEncoder, PullTransport
+from transfer.transports.stream import PayloadEncoder
+from transfer.transports.tls import TlsSocket
 from transfer.transports.unix import credentials
 from transfer.transports.vectors import IOV_MAX, Pieces, Vector, read_process
-from transfer.transports.wire import PROBE_KEY, Order, Status, WireError
+from transfer.transports.wire import PROBE_KEY, CopyOrder, CopyStatus, WireError
 
 MAX_ORDER_NBYTES = 256 << 20
 STEP_NBYTES = 16 << 20
 """Copied in one go: what `revoke` and other peers may have to wait for."""
 
 
-class CmaTransport(LocalTransport):
+class CmaTransport(PullTransport, LocalTransport):
     """See the module."""
 
     name = "cma"
+    max_nbytes = MAX_ORDER_NBYTES
 
-    def _connection(self, connection: socket.socket, server: Server) -> Connection:
-        return _FetchingConnection(connection, server, self.memory)
+    def _fetcher(self, connection: socket.socket | TlsSocket) -> Fetcher:
+        assert isinstance(connection, socket.socket)
+        return _MemoryReader(credentials(connection)[0])
 
-    def _prepare(self, connection: socket.socket, deadline_at: float) -> Carriage:
+    def _prepare(self, connection: socket.socket | TlsSocket, deadline_at: float) -> PayloadEncoder:
+        assert isinstance(connection, socket.socket)
         _ask_for_permission(connection, deadline_at)
-        return _Announce()
+        return PullEncoder(MAX_ORDER_NBYTES)
 
 
-class _Announce(Carriage):
-    """Sends where the bytes are, not the bytes."""
+class _MemoryReader(Fetcher):
+    """Reads the memory of one process. The kernel copies at once, so a fetch is over when it has had its turns."""
 
-    max_nbytes = MAX_ORDER_NBYTES
+    is_stepwise = True
+    max_under_way = 1
+    poll_s = 0.0
 
-    def load(self, part: Slice) -> Vector:
-        pieces = part.pieces
-        order = Order(part.number, part.batch.grant.key, len(pieces.nbytes), pieces.total)
-        return Vector.over(order.encode(pieces.remote, pieces.nbytes, pieces.local))
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
 
+    def start(self, fetch: Fetch) -> CopyStatus | None:
+        fetch.progress = self._copy(fetch.pieces, fetch.held)
+        return self.go_on(fetch)
 
-class _FetchingConnection(Connection):
-    """Reads the sender's memory."""
+    def go_on(self, fetch: Fetch) -> CopyStatus | None:
+        try:
+            return next(fetch.progress)
+        except OSError as error:
+            is_forbidden = error.errno in (errno.EPERM, errno.ENOSYS, errno.EACCES)
+            return CopyStatus.FORBIDDEN if is_forbidden else CopyStatus.UNREADABLE
 
-    columns = 3
-    max_nbytes = MAX_ORDER_NBYTES
-
-    def __init__(self, connection: socket.socket, server: Server, memory: Memory) -> None:
-        super().__init__(connection, server, memory)
-        self._pid, _ = credentials(connection)
-
-    def execute(self, order: Order, columns: list[Numbers], held: Revocable) -> bool:
-        pieces = Pieces(columns[2], columns[0], columns[1], order.nbytes)
-        return self.answer(order, self._fetch(pieces, held))
-
-    def probe(self, order: Order, columns: list[Numbers]) -> bool:
+    def probe(self, fetch: Fetch, number: int) -> CopyStatus | None:
         """Whether this process can read the sender's memory, and whether it is the sender's that it reads."""
-        if order.nbytes != 8 or order.pieces != 1:
+        pieces = fetch.pieces
+        if pieces.total != 8 or len(pieces.nbytes) != 1:
             raise WireError("a probe of something else than 8 bytes")
         seen = np.zeros(1, dtype=np.uint64)
-        target = Pieces(columns[2], [seen.ctypes.data], columns[1], order.nbytes)
-        status = self._fetch(target, None)
-        if status is Status.OK and int(seen[0]) != order.place:
-            status = Status.UNREADABLE
-        return self.answer(order, status)
+        fetch.progress = self._copy(Pieces(pieces.local, [seen.ctypes.data], pieces.nbytes, 8), None)
+        status = self.go_on(fetch)
+        return CopyStatus.UNREADABLE if status is CopyStatus.OK and int(seen[0]) != number else status
 
-    def _fetch(self, pieces: Pieces, held: Revocable | None) -> Status:
+    def _copy(self, pieces: Pieces, held: Revocable | None) -> Iterator[CopyStatus | None]:
+        """None after each turn, and what became of it at the end. Raises OSError."""
         if self._pid <= 0:
-            return Status.UNREADABLE
+            yield CopyStatus.UNREADABLE
+            return
         largest = int(np.max(pieces.nbytes)) if pieces.total > STEP_NBYTES else 1
         parts = [pieces] if largest <= STEP_NBYTES else pieces.slices(STEP_NBYTES, IOV_MAX)
         most = min(IOV_MAX, max(1, STEP_NBYTES // largest))
-        try:
-            for part in parts:
-                source, target = Vector.of(part.local, part.nbytes), Vector.of(part.remote, part.nbytes)
-                while target.left:
-                    if held is None:
-                        read_process(self._pid, source, target)
-                        continue
-                    with held.lock:
-                        if held.revoked:
-                            return Status.NO_GRANT
-                        read_process(self._pid, source, target, most)
-        except OSError as error:
-            return Status.FORBIDDEN if error.errno in (errno.EPERM, errno.ENOSYS, errno.EACCES) else Status.UNREADABLE
-        return Status.OK
+        turn = 0
+        for part in parts:
+            source, target = Vector.of(part.local, part.nbytes), Vector.of(part.remote, part.nbytes)
+            while target.left:
+                with nullcontext() if held is None else held.lock:
+                    is_over = held is not None and held.revoked
+                    if not is_over:
+                        turn += read_process(self._pid, source, target, most)
+                if is_over:
+                    yield CopyStatus.NO_GRANT
+                    return
+                if turn >= STEP_NBYTES:
+                    turn = 0
+                    yield None
+        yield CopyStatus.OK
 
 
 def _ask_for_permission(connection: socket.socket, deadline_at: float) -> None:
@@ -105,12 +108,12 @@ def _ask_for_permission(connection: socket.socket, deadline_at: float) -> None:
     number = secrets.randbits(64)
     kept = np.array([number], dtype=np.uint64)
     here, size = [kept.ctypes.data], [8]
-    order = Order(0, PROBE_KEY, 1, 8, place=number).encode(here, size, here)
+    order = CopyOrder(0, PROBE_KEY, 1, 8, place=number).encode(here, size, here)
     status = probe(connection, order, deadline_at, "our memory")
-    if status is Status.FORBIDDEN:
+    if status is CopyStatus.FORBIDDEN:
         raise Unavailable(
             "the peer may not read this process's memory (process_vm_readv): Yama's ptrace_scope, a container without "
             "CAP_SYS_PTRACE, or a seccomp filter forbids it"
         )
-    if status is not Status.OK:
+    if status is not CopyStatus.OK:
         raise Unavailable("the peer does not find this process: it is in another PID namespace")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from abc import abstractmethod
 from array import array
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,13 @@ from msgspec import Meta
 
 from transfer.control.handshake import SESSION_NBYTES, Client, Server, Terms, insist, shake
 from transfer.transports.base import INSTANCE_NBYTES, Capabilities, Unavailable
-from transfer.transports.receiver import Connection
+from transfer.transports.incoming import Connection
 from transfer.transports.sender import SendingPeer
 from transfer.transports.sockets import SocketTransport
-from transfer.transports.stream import Carriage, Stream
+from transfer.transports.stream import Stream
+from transfer.transports.tls import TlsSocket
 from transfer.transports.unix import check_user, listen_at, reach
-from transfer.transports.wire import ANSWER_NBYTES, Status, WireError, decode_answer
+from transfer.transports.wire import ANSWER_NBYTES, CopyStatus, WireError, decode_answer
 
 _BACKLOG = 64
 
@@ -53,15 +53,7 @@ def decode_endpoint(data: bytes) -> LocalEndpoint:
 class LocalTransport(SocketTransport):
     """What transports over Unix sockets share: listening and connecting."""
 
-    capabilities = Capabilities(same_host=True)
-
-    @abstractmethod
-    def _connection(self, connection: socket.socket, server: Server) -> Connection:
-        """The receiving side of an accepted socket."""
-
-    @abstractmethod
-    def _prepare(self, connection: socket.socket, deadline_at: float) -> Carriage:
-        """What the sending side needs after the handshake. Raises Unavailable or OSError."""
+    capabilities = Capabilities()
 
     def _open(self) -> tuple[list[socket.socket], bytes]:
         endpoint = LocalEndpoint(boot_id(), secrets.token_hex(16), self.identity.instance)
@@ -75,7 +67,7 @@ class LocalTransport(SocketTransport):
         try:
             connection, terms = insist(partial(self._dial, there, deadline_at), deadline_at)
             try:
-                carriage = self._prepare(connection, deadline_at)
+                encoder = self._prepare(connection, deadline_at)
             except BaseException:
                 connection.close()
                 raise
@@ -83,7 +75,7 @@ class LocalTransport(SocketTransport):
             raise Unavailable("nobody listens there: the peer is gone, or in another network namespace") from None
         except OSError as error:
             raise Unavailable(f"cannot connect: {error}") from error
-        return self._peer(terms, [Stream(connection, self.name)], carriage)
+        return self._peer(terms, [Stream(connection, self.name)], encoder)
 
     def _dial(self, there: LocalEndpoint, deadline_at: float) -> tuple[socket.socket, Terms]:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -109,14 +101,14 @@ def boot_id() -> str:
         return socket.gethostname()[:64]
 
 
-def probe(connection: socket.socket, order: bytes | array[int], deadline_at: float, what: str) -> Status:
+def probe(connection: socket.socket, order: array[int], deadline_at: float, what: str) -> CopyStatus:
     """Send a probe, which asks the receiver to read `what`, and wait for its answer. Raises Unavailable, OSError."""
     connection.settimeout(max(0.001, deadline_at - time.monotonic()))
     connection.sendall(order)
     return take_answer(connection, deadline_at, what)
 
 
-def take_answer(connection: socket.socket, deadline_at: float, what: str) -> Status:
+def take_answer(connection: socket.socket | TlsSocket, deadline_at: float, what: str) -> CopyStatus:
     """Wait for the receiver's answer. Raises Unavailable, OSError."""
     connection.settimeout(max(0.001, deadline_at - time.monotonic()))
     data = b""

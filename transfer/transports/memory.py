@@ -1,17 +1,19 @@
 """The memory of this process that transfers may touch: what is registered, what is granted, and what is in use now.
 
-All transports of a process share one `Memory`. Every read or write of engine memory happens in short steps under the
-lock of the grant or batch it belongs to, so that `unregister` and `revoke` can promise: once they returned, it is over.
+All transports of a process share one `Memory`. Engine memory is read and written either in short steps under the lock
+of the grant or write it belongs to, or by a fetch that holds its grant until it is over. So `unregister` and `revoke`
+can promise: once they returned, it is over. Transports whose hardware has to know memory beforehand follow it.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
+from mooncake_connector.log import get_logger, log_once
 from transfer.transports.base import (
     GRANT_KEY_NBYTES,
     MAX_PIECE_NBYTES,
@@ -21,32 +23,107 @@ from transfer.transports.base import (
     Numbers,
     Outcome,
     Region,
+    TransferError,
     first_outside,
 )
 
+logger = get_logger(__name__)
+
+CANCEL_S = 5.0
+"""What is under way when its grant ends has so long to end by itself, and so long again once it is cut off."""
+
+
+class Holder(Protocol):
+    """Something that writes to granted memory for longer than a step. Its methods return at once."""
+
+    def cancel(self) -> None:
+        """Its grant ended: it should be over soon."""
+
+    def cut_off(self) -> None:
+        """It did not end: stop it by whatever does."""
+
 
 class Revocable:
-    """The receiving side's own record of a grant. Hold `lock` around each short step that writes to the memory."""
+    """The receiving side's own record of a grant.
 
-    __slots__ = ("grant", "lock", "revoked")
+    Hold `lock` around each short step that writes to the memory, while not `revoked`; or `hold` it for longer.
+    """
+
+    __slots__ = ("_holders", "_is_over", "grant", "lock", "revoked")
 
     def __init__(self, grant: Grant) -> None:
         self.grant = grant
         self.lock = threading.Lock()
         self.revoked = False
+        self._holders: set[Holder] = set()
+        self._is_over: threading.Event | None = None
+
+    def hold(self, holder: Holder) -> bool:
+        """Keep the grant until `let_go`, whatever comes; False where it has ended."""
+        with self.lock:
+            if not self.revoked:
+                self._holders.add(holder)
+            return not self.revoked
+
+    def let_go(self, holder: Holder) -> None:
+        """`holder` writes no more. May be called twice."""
+        with self.lock:
+            self._holders.discard(holder)
+            if self._is_over is not None and not self._holders:
+                self._is_over.set()
+
+    def end(self) -> None:
+        """See `Memory.revoke`."""
+        with self.lock:
+            self.revoked = True
+            if not self._holders:
+                return
+            self._is_over = self._is_over or threading.Event()
+            is_over, holders = self._is_over, tuple(self._holders)
+        for holder in holders:
+            holder.cancel()
+        if is_over.wait(CANCEL_S):
+            return
+        with self.lock:
+            late = tuple(self._holders)
+        for holder in late:
+            holder.cut_off()
+        if not is_over.wait(CANCEL_S):
+            raise TransferError(
+                f"granted memory is still being written {2 * CANCEL_S:g} s after its grant ended: it cannot be used"
+            )
 
 
 class Sending(Protocol):
-    """A batch that reads registered memory."""
+    """A write that reads registered memory."""
 
     def abandon(self, outcome: Outcome) -> None:
         """Fail; once this returned, the source is not read any more by this process."""
+
+
+class Follower(Protocol):
+    """A transport that touches only memory which it was told of."""
+
+    name: ClassVar[str]
+
+    def register(self, region: Region) -> None:
+        """Called before anything may touch it. Raises TransferError, OSError where it cannot be used."""
+
+    def unregister(self, region: Region) -> None:
+        """Called when nothing touches it any more, before it goes away."""
+
+    def close(self) -> None:
+        """Called where it could not register a region; whoever is connected finds another transport."""
 
 
 class Memory:
     """Registered regions and grants of one process. Safe to use from any thread."""
 
     def __init__(self) -> None:
+        self._registering = threading.Lock()
+        """Held while followers are told, which may take seconds; the other one never is."""
+        self._followers: dict[Follower, list[Region]] = {}
+        """And what each of them knows."""
         self._lock = threading.Lock()
         self._regions: list[Region] = []
         self._starts = self._sizes = np.zeros(0, dtype=np.int64)
@@ -59,30 +136,66 @@ class Memory:
         return self._regions
 
     def register(self, address: int, nbytes: int) -> Region:
-        """Allow transfers to touch these bytes. Raises ValueError where they overlap what is registered already."""
+        """Allow transfers to touch these bytes. Raises ValueError where they overlap what is registered already.
+
+        A transport that cannot use them is closed, with one line in the log.
+        """
         if not (0 < address <= MAX_PIECE_NBYTES and 0 < nbytes <= MAX_PIECE_NBYTES):
             raise ValueError(f"region of {nbytes} bytes at {address:#x}: expected a positive address and size")
         region = Region(address, nbytes)
-        with self._lock:
+        with self._registering:
             for other in self._regions:
                 if address < other.address + other.nbytes and other.address < address + nbytes:
                     raise ValueError(f"{region} overlaps {other}, which is registered: unregister that first")
-            self._set_regions([*self._regions, region])
+            lost = []
+            for follower in self._followers:
+                try:
+                    self._tell(follower, region)
+                except TransferError as error:
+                    name = follower.name
+                    log_once(f"transfer.register:{name}", "transport %s is closed: %s", name, error, logger=logger)
+                    lost.append(follower)
+            with self._lock:
+                self._set_regions([*self._regions, region])
+        for follower in lost:
+            follower.close()
         return region
 
     def unregister(self, region: Region) -> None:
-        """Forget a region: batches that read it fail, grants of it end. Nothing touches it once this returned."""
-        with self._lock:
-            if region not in self._regions:
-                return
-            self._set_regions([other for other in self._regions if other != region])
-            readers = [batch for batch, pieces in self._sending.items() if _touches(*pieces, region)]
-            granted = [held.grant for held in self._grants.values()]
-            grants = [grant for grant in granted if _touches(grant.addresses, grant.nbytes, region)]
-        for batch in readers:
-            batch.abandon(Outcome(Cause.SOURCE, "the memory to send was unregistered"))
-        for grant in grants:
-            self.revoke(grant)
+        """Forget a region: writes that read it fail, grants of it end. Nothing touches it once this returned.
+
+        Raises TransferError as `revoke` does.
+        """
+        with self._registering:
+            with self._lock:
+                if region not in self._regions:
+                    return
+                self._set_regions([other for other in self._regions if other != region])
+                readers = [one for one, pieces in self._sending.items() if _touches(*pieces, region)]
+                granted = [held.grant for held in self._grants.values()]
+                grants = [grant for grant in granted if _touches(grant.addresses, grant.nbytes, region)]
+            for reader in readers:
+                reader.abandon(Outcome(Cause.SOURCE, "the memory to send was unregistered"))
+            for grant in grants:
+                self.revoke(grant)
+            for follower in self._followers:
+                self._tell_of_end(follower, region)
+
+    def follow(self, follower: Follower) -> None:
+        """Tell it of what is registered and will be, until `unfollow`. Raises TransferError where it refuses one."""
+        with self._registering:
+            self._followers[follower] = []
+            try:
+                for region in self._regions:
+                    self._tell(follower, region)
+            except TransferError:
+                self._stop_telling(follower)
+                raise
+
+    def unfollow(self, follower: Follower) -> None:
+        """It closes: all that it knows ends for it. May be called twice."""
+        with self._registering:
+            self._stop_telling(follower)
 
     def grant(self, addresses: Int64, nbytes: Int64) -> Grant:
         """Let whoever learns the new grant's key write to these ranges, until `revoke`.
@@ -101,19 +214,22 @@ class Memory:
         return granted
 
     def revoke(self, grant: Grant) -> None:
-        """End a grant. Once this returned, its memory is not written any more. May be called twice."""
-        with self._lock:
-            held = self._grants.pop(grant.key, None)
+        """End a grant. Once this returned, its memory is not written any more. May be called twice, or by two threads.
+
+        Takes as long as a step, and at most twice `CANCEL_S` where a transport fetches by itself. Raises TransferError
+        where it does not end even when cut off: then the memory must not be used for anything else.
+        """
+        held = self._grants.get(grant.key)
         if held is not None:
-            with held.lock:
-                held.revoked = True
+            held.end()
+            self._grants.pop(grant.key, None)
 
     def granted(self, key: bytes) -> Revocable | None:
         """What was granted under this key, for the receiving side of a transport."""
         return self._grants.get(key)
 
-    def begin_sending(self, batch: Sending, local: Numbers, nbytes: Numbers) -> None:
-        """Note that `batch` reads these pieces. Raises ValueError where one is outside of registered memory."""
+    def begin_sending(self, write: Sending, local: Numbers, nbytes: Numbers) -> None:
+        """Note that `write` reads these pieces. Raises ValueError where one is outside of registered memory."""
         with self._lock:
             worst = first_outside(local, nbytes, self._starts, self._sizes)
             if worst is not None:
@@ -121,17 +237,41 @@ class Memory:
                     f"source piece {worst}, {int(nbytes[worst])} bytes at {int(local[worst]):#x}, "
                     "is outside of registered memory"
                 )
-            self._sending[batch] = local, nbytes
+            self._sending[write] = local, nbytes
 
-    def end_sending(self, batch: Sending) -> None:
-        """`batch` reads no more. May be called twice."""
+    def end_sending(self, write: Sending) -> None:
+        """`write` reads no more. May be called twice."""
         with self._lock:
-            self._sending.pop(batch, None)
+            self._sending.pop(write, None)
 
     def _set_regions(self, regions: list[Region]) -> None:
         self._regions = sorted(regions, key=lambda region: region.address)
         self._starts = np.array([region.address for region in self._regions], dtype=np.int64)
         self._sizes = np.array([region.nbytes for region in self._regions], dtype=np.int64)
+
+    def _tell(self, follower: Follower, region: Region) -> None:
+        try:
+            follower.register(region)
+        except Exception as error:
+            raise TransferError(
+                f"it cannot use the {region.nbytes} bytes at {region.address:#x}: {error}"
+            ) from error
+        self._followers[follower].append(region)
+
+    def _tell_of_end(self, follower: Follower, region: Region) -> None:
+        if region not in self._followers[follower]:
+            return
+        self._followers[follower].remove(region)
+        try:
+            follower.unregister(region)
+        except Exception as error:
+            name = follower.name
+            log_once(f"transfer.unregister:{name}", "%s cannot let go of memory: %r", name, error, logger=logger)
+
+    def _stop_telling(self, follower: Follower) -> None:
+        for region in list(self._followers.get(follower, ())):
+            self._tell_of_end(follower, region)
+        self._followers.pop(follower, None)
 
 
 def _touches(addresses: Numbers, nbytes: Numbers, region: Region) -> bool:

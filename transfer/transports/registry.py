@@ -1,6 +1,8 @@
-"""Which transport reaches a peer: the first of the configured ones that both sides have and that works, tried out.
+"""Which transports there are, which of them serve what memory, and which one reaches a peer.
 
-A transport that does not work for a peer is a log line with the reason, once, and the next one is tried.
+A transport is a class that was registered; the configuration names it by its `name`, and its `Capabilities` say where
+it serves. A peer is reached by the first of the configured ones that both sides have and that works, tried out; one
+that does not is a log line with the reason, once, and the next one is tried.
 """
 
 from __future__ import annotations
@@ -8,57 +10,91 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from mooncake_connector.config.values import TRANSPORTS
+from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger, kind_of, log_once
-from transfer.control.handshake import Identity
-from transfer.transports.base import Peer, TransferError, Transport, Unavailable
+from transfer.transports.base import Peer, TransferError, Transport, TransportOptions, Unavailable
 from transfer.transports.cma import CmaTransport
-from transfer.transports.cuda.driver import Driver
 from transfer.transports.cuda.ipc import CudaIpcTransport
 from transfer.transports.memory import Memory
 from transfer.transports.shm import ShmTransport
 from transfer.transports.tcp import TcpTransport
-from transfer.transports.tls import Tls
 
 logger = get_logger(__name__)
 
-DEVICE_NAMES = ("cuda_ipc",)
-"""The transports between memory of devices."""
-HOST_NAMES = tuple(name for name in TRANSPORTS if name not in DEVICE_NAMES)
-"""Those between memory of hosts, the fastest first."""
+_registered: dict[str, type[Transport]] = {}
 
 
-def make_transports(
-    names: Sequence[str],
-    memory: Memory,
-    identity: Identity,
-    *,
-    hosts: Sequence[str] = ("127.0.0.1",),
-    tls: Tls | None = None,
-    driver: Driver | None = None,
-) -> Transports:
-    """The transports of these names that serve this memory, preferred in this order.
+def register(transport: type[Transport]) -> None:
+    """Make a transport usable by its name. Raises ValueError where another one has it."""
+    known = _registered.setdefault(transport.name, transport)
+    if known is not transport:
+        raise ValueError(f"transport {transport.name} is {known.__qualname__} already")
+
+
+for _transport in (CudaIpcTransport, CmaTransport, ShmTransport, TcpTransport):
+    register(_transport)
+
+
+def names() -> tuple[str, ...]:
+    """All there are, in the order in which they are tried by default."""
+    return tuple(_registered)
+
+
+def transport_class(name: str) -> type[Transport]:
+    """Raises TransferError for an unknown name."""
+    if name not in _registered:
+        raise TransferError(f"transport {name!r} is unknown: there are {', '.join(_registered)}")
+    return _registered[name]
+
+
+def serving(of: Sequence[str] | None = None, *, device: bool = False, hosts: Sequence[str] = ()) -> list[str]:
+    """Those of these names, or of all, that serve memory of a device, or of the host. Raises TransferError.
 
     Args:
-        hosts, tls: for tcp, which is left out without a host.
-        driver: of the devices that have the memory; None for memory of the host.
+        hosts: what those that reach other hosts listen on; without any they do not serve.
+    """
+    found = []
+    for name in _registered if of is None else of:
+        capabilities = transport_class(name).capabilities
+        fits = capabilities.device_memory if device else capabilities.host_memory
+        if fits and (hosts or not capabilities.other_host):
+            found.append(name)
+    return found
 
-    Raises TransferError for an unknown name, and for a host that needs a secret where there is none.
+
+def check_configured(transports: Sequence[str], hosts: Sequence[str]) -> None:
+    """Raise ConfigError for `transports` that are unknown, or of which none can serve with these `transfer_hosts`."""
+    for name in transports:
+        if name not in _registered:
+            raise ConfigError(f"transports has {name!r}, which is unknown: expected some of {', '.join(_registered)}")
+    if not serving(transports, hosts=hosts) and not serving(transports, hosts=hosts, device=True):
+        raise ConfigError(
+            f"transports is {', '.join(transports)} and transfer_hosts is empty: set it to the addresses of this "
+            f"machine that peers reach, or add one for this host: {', '.join(serving(device=True) + serving())}"
+        )
+
+
+def make_transports(of: Sequence[str], memory: Memory, options: TransportOptions) -> Transports:
+    """The transports of these names that serve this memory, preferred in this order.
+
+    One that cannot use what is registered is left out, with a line in the log. Raises TransferError for an unknown
+    name, and where one cannot work with these options.
     """
     made: list[Transport] = []
-    for name in names:
-        if name in TRANSPORTS and ((name in DEVICE_NAMES) is (driver is None) or (name == "tcp" and not hosts)):
-            continue
-        if name == "cuda_ipc":
-            made.append(CudaIpcTransport(memory, identity, driver))
-        elif name == "cma":
-            made.append(CmaTransport(memory, identity))
-        elif name == "shm":
-            made.append(ShmTransport(memory, identity))
-        elif name == "tcp":
-            made.append(TcpTransport(memory, identity, hosts=hosts, tls=tls))
-        else:
-            raise TransferError(f"transport {name!r} is unknown: there are {', '.join(TRANSPORTS)}")
+    try:
+        for name in serving(of, device=options.driver is not None, hosts=options.hosts):
+            made.append(transport_class(name).make(memory, options))
+            if not made[-1].capabilities.needs_registration:
+                continue
+            try:
+                memory.follow(made[-1])
+            except TransferError as error:
+                log_once(f"transfer.register:{name}", "transport %s is left out: %s", name, error, logger=logger)
+                made.pop().close()
+    except BaseException:
+        for transport in made:
+            transport.close()
+        raise
     return Transports(made)
 
 
@@ -98,9 +134,8 @@ class Transports:
             for reason in reasons:
                 log_once(f"transfer.fallback:{kind_of(reason)}", "%s; using %s", reason, name, logger=logger)
             return peer
-        remedy = (
-            "" if "tcp" in self._transports else "; set transfer_hosts and secret_file on both sides to allow tcp"
-        )
+        reaches_others = any(transport.capabilities.other_host for transport in self._transports.values())
+        remedy = "" if reaches_others else "; set transfer_hosts and secret_file on both sides to allow tcp"
         raise Unavailable("no transport reaches the peer: " + "; ".join(reasons) + remedy)
 
     def close(self) -> None:

@@ -15,12 +15,13 @@ import numpy as np
 
 from transfer.control.handshake import Server
 from transfer.transports.base import Numbers
+from transfer.transports.incoming import Connection
 from transfer.transports.local import LocalTransport, take_answer
 from transfer.transports.memory import Memory, Revocable
-from transfer.transports.receiver import Connection
-from transfer.transports.stream import Carriage, Slice
+from transfer.transports.stream import PayloadEncoder, Slice
+from transfer.transports.tls import TlsSocket
 from transfer.transports.vectors import Vector, address_of, copy_in, copy_out
-from transfer.transports.wire import Order, Status, WireError, encode_answer
+from transfer.transports.wire import CopyOrder, CopyStatus, WireError, encode_answer
 
 SLOT_NBYTES = 8 << 20
 """Also what is copied in one go; beside a busy Python thread each go waits 5 ms for the interpreter lock."""
@@ -34,10 +35,12 @@ class ShmTransport(LocalTransport):
 
     name = "shm"
 
-    def _connection(self, connection: socket.socket, server: Server) -> Connection:
+    def _connection(self, connection: socket.socket | TlsSocket, server: Server) -> Connection:
+        assert isinstance(connection, socket.socket)
         return _RingConnection(connection, server, self.memory)
 
-    def _prepare(self, connection: socket.socket, deadline_at: float) -> Carriage:
+    def _prepare(self, connection: socket.socket | TlsSocket, deadline_at: float) -> PayloadEncoder:
+        assert isinstance(connection, socket.socket)
         ring = _Ring()
         try:
             ring.hand_over(connection, deadline_at)
@@ -47,7 +50,7 @@ class ShmTransport(LocalTransport):
         return ring
 
 
-class _Ring(Carriage):
+class _Ring(PayloadEncoder):
     """The sender's side of the shared memory."""
 
     max_nbytes = SLOT_NBYTES
@@ -75,15 +78,15 @@ class _Ring(Carriage):
     def has_room(self) -> bool:
         return bool(self._free)
 
-    def load(self, part: Slice) -> Vector:
+    def encode(self, part: Slice) -> Vector:
         pieces = part.pieces
         part.place = self._free.pop() * SLOT_NBYTES
-        if not part.batch.abandoned:
+        if not part.write.abandoned:
             copy_in(self._address + part.place, pieces.local, pieces.nbytes)
-        order = Order(part.number, part.batch.grant.key, len(pieces.nbytes), pieces.total, part.place)
+        order = CopyOrder(part.number, part.write.grant.key, len(pieces.nbytes), pieces.total, part.place)
         return Vector.over(order.encode(pieces.remote, pieces.nbytes))
 
-    def unload(self, part: Slice) -> None:
+    def release(self, part: Slice) -> None:
         self._free.append(part.place // SLOT_NBYTES)
 
     def close(self) -> None:
@@ -111,13 +114,13 @@ class _RingConnection(Connection):
         super().close()
         self._ring = np.zeros(0, dtype=np.uint8)  # what refers to this connection in a cycle must not keep it mapped
 
-    def execute(self, order: Order, columns: list[Numbers], held: Revocable) -> bool:
+    def execute(self, order: CopyOrder, columns: list[Numbers], held: Revocable) -> bool:
         if order.place + order.nbytes > len(self._ring):
             raise WireError(f"order at {order.place} of a ring of {len(self._ring)} bytes")
         with held.lock:
             if not held.revoked:
                 copy_out(self._address + order.place, columns[0], columns[1])
-            status = Status.NO_GRANT if held.revoked else Status.OK
+            status = CopyStatus.NO_GRANT if held.revoked else CopyStatus.OK
         return self.answer(order, status)
 
     def _take_ring(self) -> bool:
@@ -130,7 +133,7 @@ class _RingConnection(Connection):
         finally:
             for file in files:
                 os.close(file)
-        self._say(encode_answer(0, Status.OK))
+        self._say(encode_answer(0, CopyStatus.OK))
         self._next = self._take_block
         return True
 

@@ -1,8 +1,7 @@
-"""What the sending side puts on a connection: batches, their slices, and how the bytes of one reach the receiver."""
+"""What the sending side puts on a connection: writes, their slices, and how the bytes of one reach the receiver."""
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 from abc import ABC, abstractmethod
@@ -11,12 +10,12 @@ from collections.abc import Iterator
 from transfer.transports.base import Completion, Grant, Outcome
 from transfer.transports.tls import TlsSocket
 from transfer.transports.vectors import Pieces, Small, Vector
-from transfer.transports.wire import ANSWER_NBYTES, MAX_ORDER_PIECES, Status, decode_answer
+from transfer.transports.wire import ANSWER_NBYTES, MAX_ORDER_PIECES, CopyStatus, decode_answer
 
 _TAKEN_NBYTES = 64 * ANSWER_NBYTES
 
 
-class Batch:
+class WriteRequest:
     """One call of `Peer.write`. `lock` is held while its source is read."""
 
     __slots__ = ("_slices", "abandoned", "again", "completion", "grant", "left", "lock")
@@ -49,17 +48,17 @@ class Batch:
 
 
 class Slice:
-    """Part of a batch that goes over one stream as one order."""
+    """Part of a write that goes over one stream as one order."""
 
-    __slots__ = ("batch", "number", "pieces", "place")
+    __slots__ = ("number", "pieces", "place", "write")
 
-    def __init__(self, batch: Batch, pieces: Pieces) -> None:
-        self.batch = batch
+    def __init__(self, write: WriteRequest, pieces: Pieces) -> None:
+        self.write = write
         self.pieces = pieces
         self.number = self.place = 0
 
 
-class Carriage(ABC):
+class PayloadEncoder(ABC):
     """How the bytes of slices reach the receiver."""
 
     max_nbytes: int
@@ -68,21 +67,21 @@ class Carriage(ABC):
     """Whether the receiver begins with a slice when the sender is done with it: only several keep both busy."""
 
     def has_room(self) -> bool:
-        """Whether another slice can be loaded now; it is asked again after each answer."""
+        """Whether another slice can be encoded now; it is asked again after each answer."""
         return True
 
     @abstractmethod
-    def load(self, part: Slice) -> Vector:
+    def encode(self, part: Slice) -> Vector:
         """What to send for `part`: the order in one piece, then, where they go over the stream, its bytes.
 
-        Called with the batch's lock held; where the batch was abandoned the source must not be read.
+        Called with the write's lock held; where the write was abandoned the source must not be read.
         """
 
-    def unload(self, part: Slice) -> None:  # noqa: B027
+    def release(self, part: Slice) -> None:  # noqa: B027
         """`part` was answered, or its stream broke."""
 
     def close(self) -> None:  # noqa: B027
-        """No slice is loaded any more."""
+        """No slice is encoded any more."""
 
 
 class Stream:
@@ -98,12 +97,8 @@ class Stream:
         self.diverted = False
         self.wants_out = False
         self.unanswered: dict[int, Slice] = {}
-        self.helped = False
-        """Whether a thread that waits for an answer takes them all."""
         self._taken = Small(_TAKEN_NBYTES)
         self._rest = b""
-        self._poll = select.poll()
-        self._poll.register(self.descriptor, select.POLLIN)
 
     def send(self) -> int:
         """Send what is next. Raises BlockingIOError or another OSError."""
@@ -112,11 +107,7 @@ class Stream:
             return self.connection.send_vector(self.vector)
         return self.vector.send(self.descriptor)
 
-    def wait(self, wait_s: float) -> None:
-        """Until there may be answers, or the stream ended; not longer than `wait_s`, rounded up to milliseconds."""
-        self._poll.poll(wait_s * 1000)
-
-    def answers(self) -> Iterator[tuple[int, Status]]:
+    def answers(self) -> Iterator[tuple[int, CopyStatus]]:
         """What the receiver has said by now. Raises OSError at the end of the stream, WireError."""
         is_all = False
         while not is_all:

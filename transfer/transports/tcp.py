@@ -1,206 +1,46 @@
-"""Any host: the bytes go over TCP, from the sender's memory to the receiver's without a copy in between.
-
-Several streams, over several local addresses (NICs) where both sides have them. Slices go to whichever stream takes
-bytes, so a faster path carries more; when a path dies, what it had not delivered goes over the others.
-"""
+"""Any host: the bytes go over TCP, from the sender's memory to the receiver's without a copy in between."""
 
 from __future__ import annotations
 
-import secrets
 import socket
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from ipaddress import ip_address
-from typing import Annotated
 
-import msgspec
 import numpy as np
-from msgspec import Meta
 
-from transfer.control.handshake import (
-    SESSION_NBYTES,
-    Client,
-    Identity,
-    Server,
-    Terms,
-    insist,
-    is_loopback,
-    require_secret,
-    shake,
-)
-from transfer.transports.base import INSTANCE_NBYTES, Capabilities, Numbers, TransferError, Unavailable
-from transfer.transports.memory import Memory, Revocable
-from transfer.transports.receiver import Connection
-from transfer.transports.sender import SendingPeer
-from transfer.transports.sockets import SocketTransport
-from transfer.transports.stream import Carriage, Slice, Stream
-from transfer.transports.tls import Tls, TlsSocket
+from transfer.control.handshake import Server
+from transfer.transports.base import Numbers
+from transfer.transports.incoming import Connection
+from transfer.transports.memory import Revocable
+from transfer.transports.network import NetworkTransport
+from transfer.transports.stream import PayloadEncoder, Slice
+from transfer.transports.tls import TlsSocket
 from transfer.transports.vectors import Vector
-from transfer.transports.wire import Order, Status
+from transfer.transports.wire import CopyOrder, CopyStatus
 
 MAX_ORDER_NBYTES = 4 << 20
-FURTHER_PATH_S = 2.0
-"""How long a path is tried where another is connected already: one that swallows everything must not hold that up."""
-_BACKLOG = 128
-_LOOPBACK_BUFFER_NBYTES = 512 << 10
-_UNSENT_NBYTES = 1 << 20
-"""What waits in the kernel for a network: more would be bound to a path that others may overtake."""
-_TCP_NOTSENT_LOWAT = 25
-_Port = Annotated[int, Meta(ge=1, le=65535)]
-_Host = Annotated[str, Meta(min_length=2, max_length=64)]
-
-
-class TcpEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a process listens: one literal address for each network."""
-
-    addresses: Annotated[list[tuple[_Host, _Port]], Meta(min_length=1, max_length=64)]
-    instance: Annotated[bytes, Meta(min_length=INSTANCE_NBYTES, max_length=INSTANCE_NBYTES)]
-
-
-_decoder = msgspec.msgpack.Decoder(TcpEndpoint)
-
-
-def decode_endpoint(data: bytes) -> TcpEndpoint:
-    """Raises Unavailable for bytes that are no endpoint."""
-    try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Unavailable(f"endpoint that cannot be read: {str(error)[:200]}") from None
-
-
-class TcpTransport(SocketTransport):
-    """See the module.
-
-    Args:
-        hosts: literal addresses to listen on and to connect from, one for each network. Anything but loopback needs a
-            secret. A peer's addresses are paired with these in order.
-        streams: connections over each pair of addresses; by default one over loopback, two over a network.
-        tls: certificates for encrypted streams; both sides need them, or neither.
-        lost_after_s: a path on which nothing is acknowledged for this long counts as dead.
-    """
-
-    name = "tcp"
-    capabilities = Capabilities(same_host=False)
-
-    def __init__(
-        self,
-        memory: Memory,
-        identity: Identity | None = None,
-        *,
-        hosts: Sequence[str] = ("127.0.0.1",),
-        streams: int | None = None,
-        tls: Tls | None = None,
-        lost_after_s: float = 5.0,
-    ) -> None:
-        super().__init__(memory, identity)
-        if not hosts or (streams is not None and streams < 1):
-            raise ValueError(f"{len(hosts)} hosts, {streams} streams: expected at least one of each")
-        for host in hosts:
-            require_secret(host, self.identity, on_loopback=False)
-            if ip_address(host).is_unspecified:
-                raise ValueError(f"host {host}: name the addresses that peers reach, they are told them")
-        self._hosts, self._num_streams, self._lost_after_s = tuple(hosts), streams, lost_after_s
-        self._contexts = None if tls is None else (tls.context(server=False), tls.context(server=True))
-
-    def _open(self) -> tuple[list[socket.socket], bytes]:
-        listeners: list[socket.socket] = []
-        try:
-            listeners += map(_listener, self._hosts)
-        except BaseException:
-            for listener in listeners:
-                listener.close()
-            raise
-        addresses = [listener.getsockname()[:2] for listener in listeners]
-        return listeners, msgspec.msgpack.encode(TcpEndpoint(addresses, self.identity.instance))
-
-    def connect(self, endpoint: bytes, *, deadline_s: float) -> SendingPeer:
-        there = decode_endpoint(endpoint)
-        deadline_at = time.monotonic() + deadline_s
-        client = partial(Client, self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), there.instance)
-        streams: list[Stream] = []
-        terms: Terms | None = None
-        failures: list[str] = []
-        paths = self._paths(there.addresses)
-        for tried, (source, target) in enumerate(paths):
-            left = max(0.0, deadline_at - time.monotonic())
-            share = left / (len(paths) - tried)
-            until = time.monotonic() + (share if terms is None else min(share, FURTHER_PATH_S))
-            try:
-                require_secret(target[0], self.identity, on_loopback=False)
-                for number in range(self._num_streams or (1 if is_loopback(target[0]) else 2)):
-                    stream, terms = insist(partial(self._dial, source, target, client, until, number), until)
-                    streams.append(stream)
-            except (OSError, TransferError) as error:
-                failures.append(f"{target[0]}:{target[1]}: {error}")
-        if terms is None:
-            raise Unavailable("; ".join(failures)[:1000])
-        return self._peer(terms, streams, _Inline())
-
-    def _paths(self, addresses: list[tuple[str, int]]) -> list[tuple[str, tuple[str, int]]]:
-        """Own and peer's address of each path; the shorter list is gone through again."""
-        count = max(len(self._hosts), len(addresses))
-        hosts, n = self._hosts, len(addresses)
-        return [(hosts[i % len(hosts)], addresses[i % n]) for i in range(count)]
-
-    def _dial(
-        self, source: str, target: tuple[str, int], client: Callable[[], Client], deadline_at: float, number: int
-    ) -> tuple[Stream, Terms]:
-        left = max(0.001, deadline_at - time.monotonic())
-        connection: socket.socket | TlsSocket
-        connection = plain = socket.create_connection(target, timeout=left, source_address=(source, 0))
-        try:
-            self._tune(plain)
-            if is_loopback(target[0]):  # more would fall out of the processor's cache before it is received
-                plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER_NBYTES)
-            else:
-                plain.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_NBYTES)
-            if self._contexts:
-                connection = TlsSocket.connected(plain, self._contexts[0])
-            terms = shake(connection, client(), deadline_at)
-        except BaseException:
-            connection.close()
-            raise
-        return Stream(connection, f"{source}->{target[0]}#{number}"), terms
-
-    def _accept(self, connection: socket.socket, server: Server) -> Connection:
-        self._tune(connection)
-        if not self._contexts:
-            return _InlineConnection(connection, server, self.memory)
-        return _TlsConnection(TlsSocket.accepted(connection, self._contexts[1]), server, self.memory)
-
-    def _tune(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(self._lost_after_s)))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._lost_after_s * 1000))
-
-
-def _listener(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((host, 0))
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
 _scratch = np.empty(MAX_ORDER_NBYTES, dtype=np.uint8)
 """What nobody wants goes here, from all connections; memory is taken when something does."""
 
 
-class _Inline(Carriage):
+class TcpTransport(NetworkTransport):
+    """See the module."""
+
+    name = "tcp"
+
+    def _connection(self, connection: socket.socket | TlsSocket, server: Server) -> Connection:
+        return _InlineConnection(connection, server, self.memory)
+
+    def _prepare(self, connection: socket.socket | TlsSocket, deadline_at: float) -> PayloadEncoder:
+        return _Inline()
+
+
+class _Inline(PayloadEncoder):
     """The bytes follow the order."""
 
     max_nbytes = MAX_ORDER_NBYTES
 
-    def load(self, part: Slice) -> Vector:
+    def encode(self, part: Slice) -> Vector:
         pieces = part.pieces
-        order = Order(part.number, part.batch.grant.key, len(pieces.nbytes), pieces.total)
+        order = CopyOrder(part.number, part.write.grant.key, len(pieces.nbytes), pieces.total)
         return Vector.of(pieces.local, pieces.nbytes, head=order.encode(pieces.remote, pieces.nbytes))
 
 
@@ -209,51 +49,24 @@ class _InlineConnection(Connection):
 
     max_nbytes = MAX_ORDER_NBYTES
 
-    def execute(self, order: Order, columns: list[Numbers], held: Revocable) -> bool:
+    def execute(self, order: CopyOrder, columns: list[Numbers], held: Revocable) -> bool:
         vector = Vector.of(columns[0], columns[1])
         self._next = lambda: self._take_bytes(order, vector, held)
         return True
 
-    def decline(self, order: Order, columns: list[Numbers], status: Status) -> bool:
+    def decline(self, order: CopyOrder, columns: list[Numbers], status: CopyStatus) -> bool:
         vector = Vector.of(columns[0], columns[1])
         self._drop_bytes(vector)
         return self._expect(vector, lambda: self.answer(order, status))
 
-    def _take_bytes(self, order: Order, vector: Vector, held: Revocable) -> bool:
+    def _take_bytes(self, order: CopyOrder, vector: Vector, held: Revocable) -> bool:
         with held.lock:
             if not held.revoked:
                 if self.fill(vector) == 0:
                     raise ConnectionResetError("closed by the peer")
-                return not vector.left and self.answer(order, Status.OK)
+                return not vector.left and self.answer(order, CopyStatus.OK)
         self._drop_bytes(vector)
-        return self._expect(vector, lambda: self.answer(order, Status.NO_GRANT))
+        return self._expect(vector, lambda: self.answer(order, CopyStatus.NO_GRANT))
 
     def _drop_bytes(self, vector: Vector) -> None:
         vector.divert(_scratch.ctypes.data, first=0)
-
-
-class _TlsConnection(_InlineConnection):
-    """The same over TLS."""
-
-    def __init__(self, connection: TlsSocket, server: Server, memory: Memory) -> None:
-        super().__init__(connection, server, memory)
-        self._tls = connection
-        self._next = self._secure
-
-    @property
-    def pending(self) -> bool:
-        return self._tls.pending
-
-    def read_block(self, start: int) -> int:
-        return self._tls.recv_into(memoryview(self._block.bytes)[start:])
-
-    def write(self, data: bytes) -> int:
-        return self._tls.send(data)
-
-    def fill(self, vector: Vector) -> int:
-        return self._tls.fill_vector(vector)
-
-    def _secure(self) -> bool:
-        self._tls.handshake()
-        self._next = self._shake
-        return True

@@ -35,7 +35,7 @@ class WireError(TransferError):
     """Bytes that no sender or receiver of ours sends; the connection ends."""
 
 
-class Status(enum.IntEnum):
+class CopyStatus(enum.IntEnum):
     """What the receiver made of an order."""
 
     OK = 0
@@ -49,10 +49,10 @@ class Status(enum.IntEnum):
     """The receiver lacks the permission to read the sender's memory."""
 
 
-_STATUSES = {int(status): status for status in Status}
+_STATUSES = {int(status): status for status in CopyStatus}
 
 
-class Order(msgspec.Struct, frozen=True):
+class CopyOrder(msgspec.Struct, frozen=True):
     """Header of an order: `pieces` copies of `nbytes` in all into memory granted under `key`."""
 
     number: int
@@ -72,7 +72,7 @@ class Order(msgspec.Struct, frozen=True):
         return array("B", data.ljust(BLOCK_NBYTES, b"\0"))
 
 
-def decode_order(block: bytes | array[int], max_nbytes: int) -> Order:
+def decode_order(block: bytes | array[int], max_nbytes: int) -> CopyOrder:
     """The header at the beginning of an order. Raises WireError for anything that no sender sends."""
     magic, pieces, number, key, nbytes, place = _HEADER.unpack_from(block)
     if magic != _MAGIC:
@@ -81,10 +81,10 @@ def decode_order(block: bytes | array[int], max_nbytes: int) -> Order:
         raise WireError(
             f"order of {pieces} pieces and {nbytes} bytes: expected 1 to {MAX_ORDER_PIECES}, and at most {max_nbytes}"
         )
-    return Order(number, key, pieces, nbytes, place)
+    return CopyOrder(number, key, pieces, nbytes, place)
 
 
-def decode_columns(order: Order, data: bytes | array[int], count: int) -> list[Numbers]:
+def decode_columns(order: CopyOrder, data: bytes | array[int], count: int) -> list[Numbers]:
     """The `count` columns of the whole order `data`, the second being the sizes; they may share its memory.
 
     Raises WireError where these are no sizes.
@@ -108,11 +108,11 @@ def decode_columns(order: Order, data: bytes | array[int], count: int) -> list[N
     return columns
 
 
-def encode_answer(number: int, status: Status) -> bytes:
+def encode_answer(number: int, status: CopyStatus) -> bytes:
     return _ANSWER.pack(number, status, 0)
 
 
-def decode_answer(data: bytes, start: int = 0) -> tuple[int, Status]:
+def decode_answer(data: bytes, start: int = 0) -> tuple[int, CopyStatus]:
     """The answer at `start`. Raises WireError for anything that no receiver sends."""
     number, status, rest = _ANSWER.unpack_from(data, start)
     known = _STATUSES.get(status)

@@ -17,6 +17,7 @@ import numpy as np
 from mooncake_connector.cli.bench.transfer_far import outcome_of
 from transfer.control.handshake import Identity
 from transfer.plan.granularity import Batch, Divider, Granularity
+from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Completion, Grant, Outcome
 from transfer.transports.memory import Memory
 from transfer.transports.sender import SendingPeer

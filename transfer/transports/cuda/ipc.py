@@ -14,22 +14,32 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 from array import array
+from typing import TypeAlias
 
 import numpy as np
 
 from mooncake_connector.log import get_logger, log_once
-from transfer.control.handshake import Identity, Server
-from transfer.transports.base import MAX_PIECE_NBYTES, Capabilities, Int64, Numbers, Region, Unavailable, first_outside
+from transfer.control.handshake import Identity
+from transfer.transports.base import (
+    MAX_PIECE_NBYTES,
+    Capabilities,
+    Int64,
+    Numbers,
+    Region,
+    TransportOptions,
+    Unavailable,
+    first_outside,
+)
 from transfer.transports.cuda.driver import HANDLE_NBYTES, Allocation, Copier, CudaError, Driver, system_driver
 from transfer.transports.local import LocalTransport, probe
-from transfer.transports.memory import Memory, Revocable
-from transfer.transports.receiver import Connection
-from transfer.transports.stream import Carriage, Slice
+from transfer.transports.memory import Memory
+from transfer.transports.pull import Fetch, Fetcher, PullEncoder, PullTransport, attach
+from transfer.transports.stream import PayloadEncoder
+from transfer.transports.tls import TlsSocket
 from transfer.transports.unix import credentials
-from transfer.transports.vectors import Vector
-from transfer.transports.wire import PROBE_KEY, Order, Status, WireError
+from transfer.transports.vectors import Pieces
+from transfer.transports.wire import PROBE_KEY, CopyOrder, CopyStatus, WireError
 
 logger = get_logger(__name__)
 
@@ -39,21 +49,27 @@ MAX_WINDOWS = 1024
 """Of one order."""
 MAX_OPEN = 4096
 """Of one connection."""
-_MAGIC = 0x574B434D  # "MCKW"
-_PREFACE = struct.Struct("<II")
+Windows: TypeAlias = tuple[list[bytes], Int64, Int64]
+"""Handles, addresses and sizes of allocations."""
 _WINDOW = np.dtype([("handle", f"V{HANDLE_NBYTES}"), ("address", "<u8"), ("nbytes", "<u8")])
 
 
-class CudaIpcTransport(LocalTransport):
+class CudaIpcTransport(PullTransport, LocalTransport):
     """See the module. Raises Unavailable where there is no CUDA driver or device."""
 
     name = "cuda_ipc"
-    capabilities = Capabilities(same_host=True, device_memory=True)
+    capabilities = Capabilities(host_memory=False, device_memory=True)
+    max_nbytes = MAX_ORDER_NBYTES
+    max_attachment_nbytes = MAX_WINDOWS * _WINDOW.itemsize
 
     def __init__(self, memory: Memory, identity: Identity | None = None, driver: Driver | None = None) -> None:
         super().__init__(memory, identity)
         self.driver = driver or system_driver()
         self._copiers: dict[int, Copier] = {}
+
+    @classmethod
+    def make(cls, memory: Memory, options: TransportOptions) -> CudaIpcTransport:
+        return cls(memory, options.identity, options.driver)
 
     def close(self) -> None:
         super().close()
@@ -66,17 +82,19 @@ class CudaIpcTransport(LocalTransport):
             self._copiers[device] = Copier(self.driver, device)
         return self._copiers[device]
 
-    def _connection(self, connection: socket.socket, server: Server) -> Connection:
-        return _FetchingConnection(connection, server, self)
+    def _fetcher(self, connection: socket.socket | TlsSocket) -> Fetcher:
+        assert isinstance(connection, socket.socket)
+        return _DeviceFetcher(self, is_own_process=credentials(connection)[0] == os.getpid())
 
-    def _prepare(self, connection: socket.socket, deadline_at: float) -> Carriage:
+    def _prepare(self, connection: socket.socket | TlsSocket, deadline_at: float) -> PayloadEncoder:
+        assert isinstance(connection, socket.socket)
         regions = DeviceRegions(self.memory, self.driver)
         windows = regions.windows()
         if len(windows) < len(regions.of()) or len(windows) > MAX_WINDOWS:
             raise Unavailable(f"what is registered here is not device memory that can be shared, {MAX_WINDOWS} pieces")
         if windows:
             _try_out(connection, windows, deadline_at)
-        return _Announce(regions)
+        return _WindowEncoder(regions)
 
 
 class DeviceRegions:
@@ -113,82 +131,79 @@ class DeviceRegions:
         return found if found and region.address + region.nbytes <= found.address + found.nbytes else None
 
 
-class _Announce(Carriage):
-    """Sends where the bytes are, not the bytes."""
+class _WindowEncoder(PullEncoder):
+    """Says in which allocations the pieces are as well."""
 
-    max_nbytes = MAX_ORDER_NBYTES
+    has_attachment = True
 
     def __init__(self, regions: DeviceRegions) -> None:
+        super().__init__(MAX_ORDER_NBYTES)
         self._regions = regions
 
-    def load(self, part: Slice) -> Vector:
+    def attachment(self, pieces: Pieces) -> bytes:
         """Where something cannot be shared, its window is missing, and the receiver answers that it cannot read it."""
-        pieces = part.pieces
-        order = Order(part.number, part.batch.grant.key, len(pieces.nbytes), pieces.total)
-        columns = order.encode(pieces.remote, pieces.nbytes, pieces.local)
-        return Vector.over(encode_windows(self._regions.windows(pieces.local)) + columns)
+        return encode_windows(self._regions.windows(pieces.local))
 
 
-class _FetchingConnection(Connection):
+class _DeviceFetcher(Fetcher):
     """Reads the sender's allocations."""
 
-    columns = 3
-    max_nbytes = MAX_ORDER_NBYTES
+    is_stepwise = True
+    max_under_way = 1
 
-    def __init__(self, connection: socket.socket, server: Server, transport: CudaIpcTransport) -> None:
-        super().__init__(connection, server, transport.memory)
+    def __init__(self, transport: CudaIpcTransport, is_own_process: bool) -> None:
         self._transport, self._driver = transport, transport.driver
         self._regions = DeviceRegions(transport.memory, transport.driver)
-        self._is_own_process = credentials(connection)[0] == os.getpid()  # which may not open what it shares
-        self._windows = decode_windows(b"")
+        self._is_own_process = is_own_process  # which may not open what it shares
         self._opened: dict[tuple[int, bytes], int] = {}
 
-    def execute(self, order: Order, columns: list[Numbers], held: Revocable) -> bool:
-        return self.answer(order, self._attempt(columns, self._regions.of(columns[0]), held))
+    def start(self, fetch: Fetch) -> CopyStatus | None:
+        return self._attempt(fetch, fetch.pieces.remote, self._regions.of(fetch.pieces.remote))
 
-    def probe(self, order: Order, columns: list[Numbers]) -> bool:
+    def probe(self, fetch: Fetch, number: int) -> CopyStatus | None:
         """Whether this process's device reads the sender's: copies a byte to nowhere."""
-        if order.nbytes != 1:
+        if fetch.pieces.total != 1:
             raise WireError("a probe of something else than a byte")
         seen = array("B", [0])
-        nowhere: list[Numbers] = [[seen.buffer_info()[0]], *columns[1:]]
-        return self.answer(order, self._attempt(nowhere, self._regions.of(), None))
+        return self._attempt(fetch, [seen.buffer_info()[0]], self._regions.of())
 
     def close(self) -> None:
-        super().close()
         for (device, _), address in self._opened.items():
             with contextlib.suppress(CudaError):
                 self._driver.close(device, address)
         self._opened.clear()
 
-    def _attempt(self, columns: list[Numbers], target: set[Allocation | None], held: Revocable | None) -> Status:
+    def _attempt(self, fetch: Fetch, destination: Numbers, target: set[Allocation | None]) -> CopyStatus:
         """Copy, to memory that is in the `target` allocations (a probe: that the sender would write to)."""
         devices = {None if one is None else one.device for one in target}
         device = devices.pop() if len(devices) == 1 else None
         if device is None:
-            return Status.FORBIDDEN
+            return CopyStatus.FORBIDDEN
+        columns = destination, fetch.pieces.nbytes, fetch.pieces.local
         remote, nbytes, local = (np.asarray(column, dtype=np.int64) for column in columns)
+        held = fetch.held
+        windows = decode_windows(fetch.attachment)
         try:
-            source = self._locate(device, local, nbytes)
+            source = self._locate(windows, device, local, nbytes)
             if source is None:
-                return Status.UNREADABLE
+                return CopyStatus.UNREADABLE
             copier = self._transport.copier(device)
             if held is None:
                 copier.run(copier.plan_each(source, remote, nbytes))
-                return Status.OK
+                return CopyStatus.OK
             plan = copier.plan(source, remote, nbytes)
             with held.lock:
                 if held.revoked:
-                    return Status.NO_GRANT
+                    return CopyStatus.NO_GRANT
                 copier.run(plan)
         except CudaError as error:
             log_once("transfer.cuda_ipc", "cuda_ipc: a peer's memory cannot be read: %s", error, logger=logger)
-            return Status.UNREADABLE
-        return Status.OK
+            return CopyStatus.UNREADABLE
+        return CopyStatus.OK
 
-    def _locate(self, device: int, addresses: Int64, nbytes: Int64) -> Int64 | None:
+    def _locate(self, windows: Windows, device: int, addresses: Int64, nbytes: Int64) -> Int64 | None:
         """Where the sender's pieces lie here; None where one is in no window, or a window is not what it said."""
-        handles, starts, sizes = self._windows
+        handles, starts, sizes = windows
         if first_outside(addresses, nbytes, starts, sizes) is not None:
             return None
         index = starts.searchsorted(addresses, side="right") - 1
@@ -207,34 +222,17 @@ class _FetchingConnection(Connection):
             self._opened[device, handle] = self._driver.open(device, handle)
         return self._opened[device, handle]
 
-    def _take_block(self) -> bool:
-        """What an order begins with elsewhere comes after its windows here."""
-        preface = array("B", bytes(_PREFACE.size))
-        return self._expect(Vector.over(preface), lambda: self._take_preface(preface))
 
-    def _take_preface(self, preface: array[int]) -> bool:
-        magic, count = _PREFACE.unpack(preface)
-        if magic != _MAGIC or count > MAX_WINDOWS:
-            raise WireError(f"{magic:#010x}, {count} windows: expected {_MAGIC:#010x} and at most {MAX_WINDOWS}")
-        table = array("B", bytes(count * _WINDOW.itemsize))
-        if not count:
-            return self._take_windows(table)
-        return self._expect(Vector.over(table), lambda: self._take_windows(table))
-
-    def _take_windows(self, table: array[int]) -> bool:
-        self._windows = decode_windows(table.tobytes())
-        self._next = super()._take_block
-        return True
-
-
-def encode_windows(handles: dict[Allocation, bytes]) -> array[int]:
+def encode_windows(handles: dict[Allocation, bytes]) -> bytes:
     """What goes before an order: the allocations that its pieces are in, by address."""
     rows = [(handles[one], one.address, one.nbytes) for one in sorted(handles, key=lambda one: one.address)]
-    return array("B", _PREFACE.pack(_MAGIC, len(rows)) + np.array(rows, dtype=_WINDOW).tobytes())
+    return np.array(rows, dtype=_WINDOW).tobytes()
 
 
-def decode_windows(data: bytes) -> tuple[list[bytes], Int64, Int64]:
+def decode_windows(data: bytes) -> Windows:
     """Handles, addresses and sizes. Raises WireError for what no sender sends."""
+    if len(data) % _WINDOW.itemsize:
+        raise WireError(f"windows of {len(data)} bytes")
     rows = np.frombuffer(data, _WINDOW)
     numbers = np.stack((rows["address"], rows["nbytes"]))
     if numbers.size and not (numbers.min() > 0 and numbers.max() <= MAX_PIECE_NBYTES):
@@ -248,9 +246,9 @@ def decode_windows(data: bytes) -> tuple[list[bytes], Int64, Int64]:
 def _try_out(connection: socket.socket, windows: dict[Allocation, bytes], deadline_at: float) -> None:
     """Have the receiver read a byte of the first window. Raises Unavailable where it cannot."""
     here = [min(window.address for window in windows)]
-    order = Order(0, PROBE_KEY, 1, 1).encode(here, [1], here)
-    status = probe(connection, encode_windows(windows) + order, deadline_at, "our device memory")
-    if status is Status.FORBIDDEN:
+    order = CopyOrder(0, PROBE_KEY, 1, 1).encode(here, [1], here)
+    status = probe(connection, attach(encode_windows(windows)) + order, deadline_at, "our device memory")
+    if status is CopyStatus.FORBIDDEN:
         raise Unavailable("the peer's memory is not that of one device")
-    if status is not Status.OK:
+    if status is not CopyStatus.OK:
         raise Unavailable("the peer's device cannot read ours; the peer logged what its driver says")

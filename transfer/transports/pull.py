@@ -1,0 +1,269 @@
+"""Transports whose receiver fetches the bytes: what another one has to bring is a `Fetcher`.
+
+The sender says where the pieces are; here every order is held against its grant, given to the peer's fetcher, and
+answered when that says it is over: at once, later from any thread, or when it is asked. Several orders of a peer may be
+under way and end in any order. A grant ends only after the fetches that hold it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from transfer.control.handshake import Server
+from transfer.transports.base import Numbers, TransferError
+from transfer.transports.incoming import Connection
+from transfer.transports.memory import Memory, Revocable
+from transfer.transports.sockets import SocketTransport
+from transfer.transports.stream import PayloadEncoder, Slice
+from transfer.transports.tls import TlsSocket
+from transfer.transports.vectors import Pieces, Vector
+from transfer.transports.wire import CopyOrder, CopyStatus, WireError
+
+_MAGIC = 0x414B434D  # "MCKA"
+_PREFACE = struct.Struct("<II")
+
+
+class Fetch:
+    """One order: copy `pieces`, from `local`, there, to `remote`, here. They lie inside the grant of `held`."""
+
+    __slots__ = ("_connection", "_is_holding", "attachment", "held", "number", "pieces", "progress")
+
+    def __init__(
+        self, number: int, pieces: Pieces, attachment: bytes, held: Revocable | None, connection: PullConnection
+    ) -> None:
+        self.number, self.pieces = number, pieces
+        self.attachment = attachment
+        """What the sender's `PullEncoder.attachment` said."""
+        self.held = held
+        """None for a probe, which has pieces where the fetcher likes."""
+        self.progress: Any = None
+        """For the fetcher."""
+        self._connection = connection
+        self._is_holding = False
+
+    def done(self, status: CopyStatus) -> None:
+        """It is over, and nothing of it is written any more. For any thread; what is said twice counts once."""
+        self.let_go()
+        self._connection.post(lambda: self._connection.finish(self, status))
+
+    def hold(self) -> bool:
+        """Keep its grant; False where that has ended."""
+        self._is_holding = self.held is not None and self.held.hold(self)
+        return self._is_holding or self.held is None
+
+    def let_go(self) -> None:
+        if self._is_holding and self.held is not None:
+            self.held.let_go(self)
+
+    def cancel(self) -> None:
+        """See `memory.Holder`."""
+        self._connection.post(lambda: self._connection.cancel(self))
+
+    def cut_off(self) -> None:
+        """See `memory.Holder`."""
+        self._connection.post(lambda: self._connection.cut_off(self))
+
+
+class Fetcher(ABC):
+    """Fetches from one peer. All methods are called by the receiving thread, for all peers: none may wait.
+
+    A fetch is over when one of them returns its status, or when its `done` is called.
+    """
+
+    max_under_way: ClassVar[int] = 64
+    """Orders of the peer; what it asks beyond that waits on its side."""
+    poll_s: ClassVar[float | None] = None
+    """How often `go_on` is called for fetches under way, 0 for as often as others have had their turn; None: never."""
+    is_stepwise: ClassVar[bool] = False
+    """Whether it writes within `start` and `go_on` only, in steps of some milliseconds, each with `fetch.held.lock`
+    taken and while it is not `revoked`. The grant of any other fetch is held until that is over."""
+
+    @abstractmethod
+    def start(self, fetch: Fetch) -> CopyStatus | None:
+        """Begin; what became of it where it is over already, else None."""
+
+    def go_on(self, fetch: Fetch) -> CopyStatus | None:
+        """As `start`, again and again."""
+        raise NotImplementedError
+
+    def probe(self, fetch: Fetch, number: int) -> CopyStatus | None:
+        """Answer what the sender's `_prepare` asks, as `start`; `number` is what it said. Raises WireError."""
+        raise WireError("a probe, of which this transport knows none")
+
+    def cancel(self, fetch: Fetch) -> None:  # noqa: B027
+        """Nobody wants it any more: its grant ended, or its peer is gone. It should be over soon, however it ends."""
+
+    def close(self) -> None:  # noqa: B027
+        """The peer is gone. Fetches still under way did not end when cancelled: once this returned, they write no more.
+
+        Called once; it may take a moment, as for destroying a queue.
+        """
+
+
+class PullConnection(Connection):
+    """One peer's connection."""
+
+    columns = 3
+
+    def __init__(
+        self,
+        connection: socket.socket | TlsSocket,
+        server: Server,
+        memory: Memory,
+        fetcher: Fetcher,
+        max_nbytes: int,
+        max_attachment_nbytes: int = 0,
+    ) -> None:
+        super().__init__(connection, server, memory)
+        self.max_nbytes = max_nbytes
+        self._fetcher: Fetcher | None = fetcher
+        self._kind = type(fetcher)
+        self._max_attachment_nbytes = max_attachment_nbytes
+        self._attachment = b""
+        self._under_way: dict[Fetch, None] = {}
+        self.is_busy = True
+
+    def execute(self, order: CopyOrder, columns: list[Numbers], held: Revocable) -> bool:
+        pieces = Pieces(columns[2], columns[0], columns[1], order.nbytes)
+        fetch = Fetch(order.number, pieces, self._attachment, held, self)
+        if not self._kind.is_stepwise and not fetch.hold():
+            return self.answer(order, CopyStatus.NO_GRANT)
+        assert self._fetcher is not None
+        return self._begin(fetch, self._fetcher.start)
+
+    def probe(self, order: CopyOrder, columns: list[Numbers]) -> bool:
+        pieces = Pieces(columns[2], columns[0], columns[1], order.nbytes)
+        fetcher = self._fetcher
+        assert fetcher is not None
+        fetch = Fetch(order.number, pieces, self._attachment, None, self)
+        return self._begin(fetch, lambda fetch: fetcher.probe(fetch, order.place))
+
+    def poll(self) -> None:
+        """Go on with what is under way. Raises what `step` does."""
+        for fetch in list(self._under_way):
+            if self._fetcher is not None and (status := self._fetcher.go_on(fetch)) is not None:
+                fetch.let_go()
+                self.finish(fetch, status)
+
+    def finish(self, fetch: Fetch, status: CopyStatus) -> None:
+        """A fetch is over: answer it, if there is still somebody."""
+        if fetch not in self._under_way:
+            return
+        del self._under_way[fetch]
+        self._count()
+        if not self.is_closed:
+            self.say_status(fetch.number, status)
+        elif not self._under_way:
+            self.cut_off()
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Its grant ended."""
+        if self._fetcher is not None and fetch in self._under_way:
+            self._fetcher.cancel(fetch)
+
+    def cut_off(self, late: Fetch | None = None) -> None:
+        """End all fetches now. Raises TransferError if one was `late`, as then the connection is of no use."""
+        fetcher, self._fetcher = self._fetcher, None
+        if fetcher is not None:
+            fetcher.close()
+        for fetch in self._under_way:
+            fetch.let_go()
+        self._under_way.clear()
+        self._count()
+        if late is not None and not self.is_closed:
+            raise TransferError("a fetch did not end when its grant did: cut off")
+
+    def close(self) -> None:
+        super().close()
+        for fetch in list(self._under_way):
+            self.cancel(fetch)
+        if self._kind.is_stepwise or not self._under_way:
+            self.cut_off()
+
+    def _begin(self, fetch: Fetch, start: Callable[[Fetch], CopyStatus | None]) -> bool:
+        try:
+            status = start(fetch)
+        except BaseException:
+            self._under_way[fetch] = None  # it may have begun
+            self._count()
+            raise
+        self._next = self._take_block
+        if status is None:
+            self._under_way[fetch] = None
+            self._count()
+            return not self.is_full
+        fetch.let_go()
+        self.say_status(fetch.number, status)
+        return False
+
+    def _count(self) -> None:
+        self.is_busy = self._fetcher is not None
+        self.is_full = len(self._under_way) >= self._kind.max_under_way
+        self.poll_s = self._kind.poll_s if self._under_way else None
+
+    def _take_block(self) -> bool:
+        """Before the order comes what the sender attached to it."""
+        if not self._max_attachment_nbytes:
+            return super()._take_block()
+        preface = array("B", bytes(_PREFACE.size))
+        return self._expect(Vector.over(preface), lambda: self._take_preface(preface))
+
+    def _take_preface(self, preface: array[int]) -> bool:
+        magic, nbytes = _PREFACE.unpack(preface)
+        if magic != _MAGIC or nbytes > self._max_attachment_nbytes:
+            most = self._max_attachment_nbytes
+            raise WireError(f"{magic:#010x}, {nbytes} bytes attached: expected {_MAGIC:#010x} and at most {most}")
+        attached = array("B", bytes(nbytes))
+        if not nbytes:
+            return self._take_attachment(attached)
+        return self._expect(Vector.over(attached), lambda: self._take_attachment(attached))
+
+    def _take_attachment(self, attached: array[int]) -> bool:
+        self._attachment = attached.tobytes()
+        self._next = super()._take_block
+        return True
+
+
+class PullEncoder(PayloadEncoder):
+    """Says where the bytes are."""
+
+    has_attachment: ClassVar[bool] = False
+
+    def __init__(self, max_nbytes: int) -> None:
+        self.max_nbytes = max_nbytes
+
+    def attachment(self, pieces: Pieces) -> bytes:
+        """What the fetcher has to know besides, such as the keys of registered memory."""
+        raise NotImplementedError
+
+    def encode(self, part: Slice) -> Vector:
+        pieces = part.pieces
+        order = CopyOrder(part.number, part.write.grant.key, len(pieces.nbytes), pieces.total)
+        data = order.encode(pieces.remote, pieces.nbytes, pieces.local)
+        return Vector.over(attach(self.attachment(pieces)) + data if self.has_attachment else data)
+
+
+class PullTransport(SocketTransport):
+    """A transport of this kind; orders and answers travel over the connections of the class that it is mixed with."""
+
+    max_nbytes: ClassVar[int]
+    """Of one order."""
+    max_attachment_nbytes: ClassVar[int] = 0
+
+    @abstractmethod
+    def _fetcher(self, connection: socket.socket | TlsSocket) -> Fetcher:
+        """For a peer that has just connected, and has said nothing yet."""
+
+    def _connection(self, connection: socket.socket | TlsSocket, server: Server) -> Connection:
+        fetcher = self._fetcher(connection)
+        return PullConnection(connection, server, self.memory, fetcher, self.max_nbytes, self.max_attachment_nbytes)
+
+
+def attach(attachment: bytes) -> array[int]:
+    """What goes before an order."""
+    return array("B", _PREFACE.pack(_MAGIC, len(attachment)) + attachment)
