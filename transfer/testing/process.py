@@ -103,6 +103,8 @@ class _Other:
 def make_transport(kind: Any, memory: Memory, identity: Identity, options: dict[str, Any]) -> Transport:
     """A transport with options that were JSON."""
     made: Transport = kind(memory, identity, **{k: Tls(**v) if k == "tls" else v for k, v in options.items()})
+    if made.capabilities.needs_registration:
+        memory.follow(made)
     return made
 
 

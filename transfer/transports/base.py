@@ -224,7 +224,10 @@ class Transport(ABC):
 
     @abstractmethod
     def listen(self) -> bytes:
-        """Accept peers from now on; return the endpoint that they pass to `connect`. Further calls return the same."""
+        """Accept peers from now on; return the endpoint that they pass to `connect`. Further calls return the same.
+
+        Raises OSError, TransferError.
+        """
 
     @abstractmethod
     def connect(self, endpoint: bytes, *, deadline_s: float) -> Peer:

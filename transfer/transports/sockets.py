@@ -10,7 +10,7 @@ import threading
 from abc import abstractmethod
 
 from transfer.control.handshake import Identity, Server, Terms
-from transfer.transports.base import Transport, TransportOptions, Unavailable
+from transfer.transports.base import TransferError, Transport, TransportOptions, Unavailable
 from transfer.transports.incoming import Connection
 from transfer.transports.memory import Memory
 from transfer.transports.receiver import Receiver
@@ -53,6 +53,8 @@ class SocketTransport(Transport):
 
     def listen(self) -> bytes:
         with self._lock:
+            if self._closed:
+                raise TransferError("it is closed")
             if self._receiver is None:
                 listeners, self._endpoint = self._open()
                 self._receiver = Receiver(self.name, listeners, self.identity, self._accept)
