@@ -378,8 +378,14 @@ class Fetching(Shell):
 
     async def _revoke(self, transfer: str) -> None:
         granted = self._fetches[transfer].granted
-        if granted is not None:  # a transport may be in the middle of a step
-            await self._loop.run_in_executor(self._executor, self._memory.revoke, granted)
+        try:
+            if granted is not None:  # a transport may be in the middle of a step
+                wait = await self._loop.run_in_executor(self._executor, self._memory.begin_revoke, granted)
+                if wait is not None:  # for a transport that fetches by itself: not in the thread that others need
+                    await self._loop.run_in_executor(None, wait)
+        except TransferError as error:  # its blocks are lost to the engine: what it put there would be overwritten
+            log_once("transfer.revoke", "a transfer keeps its blocks for good: %s", error, logger=logger)
+            return
         self._consumer.revoked(transfer, now_s())
         self.pump()
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.transports.base import Cause, Completion, Outcome, first_outside
+from mooncake_connector.log import forget_causes
+from transfer.transports.base import Cause, Completion, Outcome, TransferError, first_outside
 from transfer.transports.memory import Memory
 
 BASE = 1 << 20
@@ -17,7 +18,7 @@ def int64(*values):
     return np.array(values, dtype=np.int64)
 
 
-class Batch:
+class Write:
     def __init__(self):
         self.outcome = None
 
@@ -63,7 +64,7 @@ def test_a_piece_over_two_regions_is_outside():
     memory.register(BASE, 10)
     memory.register(BASE + 10, 10)
     with pytest.raises(ValueError, match="source piece 1, 2 bytes at"):
-        memory.begin_sending(Batch(), int64(BASE, BASE + 9), int64(5, 2))
+        memory.begin_sending(Write(), int64(BASE, BASE + 9), int64(5, 2))
 
 
 def test_overlapping_regions_are_refused():
@@ -90,23 +91,23 @@ def test_what_is_not_registered_cannot_be_granted():
 def test_unregistering_fails_its_readers_and_ends_its_grants_only():
     memory = Memory()
     first, second = memory.register(BASE, 10), memory.register(BASE + 100, 10)
-    batches = [Batch(), Batch()]
-    for batch, region in zip(batches, (first, second), strict=True):
-        memory.begin_sending(batch, int64(region.address), int64(4))
+    writes = [Write(), Write()]
+    for write, region in zip(writes, (first, second), strict=True):
+        memory.begin_sending(write, int64(region.address), int64(4))
     grants = [memory.grant(int64(region.address), int64(4)) for region in (first, second)]
     memory.unregister(first)
     memory.unregister(first)
-    assert batches[0].outcome.cause is Cause.SOURCE and batches[1].outcome is None
+    assert writes[0].outcome.cause is Cause.SOURCE and writes[1].outcome is None
     assert memory.granted(grants[0].key) is None and memory.granted(grants[1].key) is not None
 
 
 def test_a_batch_that_ended_is_not_failed_later():
     memory = Memory()
-    region, batch = memory.register(BASE, 10), Batch()
-    memory.begin_sending(batch, int64(BASE), int64(4))
-    memory.end_sending(batch)
+    region, write = memory.register(BASE, 10), Write()
+    memory.begin_sending(write, int64(BASE), int64(4))
+    memory.end_sending(write)
     memory.unregister(region)
-    assert batch.outcome is None
+    assert write.outcome is None
 
 
 def test_revoke_waits_for_the_step_that_writes():
@@ -143,3 +144,77 @@ def test_the_source_is_let_go_before_anybody_hears_of_a_failure():
     fine.stop_with(lambda: seen.append("stopped"))
     fine.settle(Outcome())
     assert len(seen) == 2
+
+
+class Follower:
+    """Notes what it is told; `refuses` addresses."""
+
+    def __init__(self, name, refuses=()):
+        self.name, self.refuses, self.told = name, refuses, []
+
+    def register(self, region):
+        self.told.append(("register", region.address))
+        if region.address in self.refuses:
+            raise OSError("no room on the card")
+
+    def unregister(self, region):
+        self.told.append(("unregister", region.address))
+
+    def close(self):
+        self.told.append("close")
+
+
+def test_a_follower_is_told_of_all_that_is_registered_and_of_its_end():
+    memory, follower = Memory(), Follower("card")
+    first, _ = memory.register(BASE, 10), memory.register(BASE + 100, 10)
+    memory.follow(follower)
+    memory.register(BASE + 200, 10)
+    memory.unregister(first)
+    memory.unregister(first)
+    memory.unfollow(follower)
+    memory.unfollow(follower)
+    memory.register(BASE + 300, 10)
+    told = [("register", BASE), ("register", BASE + 100), ("register", BASE + 200), ("unregister", BASE)]
+    assert follower.told == [*told, ("unregister", BASE + 100), ("unregister", BASE + 200)]
+
+
+def test_a_region_is_registered_before_it_is_used_and_until_nothing_uses_it():
+    memory, follower = Memory(), Follower("card")
+    follower.register = lambda region: follower.told.append(memory.regions)
+    follower.unregister = lambda region: follower.told.append(memory.granted(grant.key))
+    memory.follow(follower)
+    region = memory.register(BASE, 10)
+    grant = memory.grant(int64(BASE), int64(10))
+    memory.unregister(region)
+    assert follower.told == [[], None]
+
+
+def test_a_follower_that_refuses_what_is_registered_follows_nothing():
+    memory, follower = Memory(), Follower("card", refuses=[BASE + 100])
+    memory.register(BASE, 10), memory.register(BASE + 100, 10)
+    with pytest.raises(TransferError, match=f"cannot use the 10 bytes at {BASE + 100:#x}: no room on the card"):
+        memory.follow(follower)
+    memory.register(BASE + 200, 10)
+    assert follower.told == [("register", BASE), ("register", BASE + 100), ("unregister", BASE)]
+
+
+def test_a_follower_that_refuses_further_memory_is_closed_and_the_others_go_on(caplog):
+    forget_causes()
+    memory, followers = Memory(), [Follower("card", refuses=[BASE]), Follower("another")]
+    for follower in followers:
+        memory.follow(follower)
+    memory.register(BASE, 10)
+    memory.grant(int64(BASE), int64(10))
+    assert [follower.told for follower in followers] == [[("register", BASE), "close"], [("register", BASE)]]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"transport card is closed: it cannot use the 10 bytes at {BASE:#x}: no room on the card"
+    ]
+
+
+def test_a_follower_that_fails_at_the_end_costs_a_line(caplog):
+    forget_causes()
+    memory, follower = Memory(), Follower("card")
+    memory.follow(follower)
+    follower.unregister = lambda region: 1 / 0
+    memory.unregister(memory.register(BASE, 10))
+    assert "card cannot let go of memory: ZeroDivisionError" in caplog.text

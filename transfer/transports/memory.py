@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -72,23 +73,27 @@ class Revocable:
             if self._is_over is not None and not self._holders:
                 self._is_over.set()
 
-    def end(self) -> None:
-        """See `Memory.revoke`."""
+    def end(self) -> bool:
+        """No step and no holder begins any more, and those that hold it are told; whether none does."""
         with self.lock:
             self.revoked = True
             if not self._holders:
-                return
+                return True
             self._is_over = self._is_over or threading.Event()
-            is_over, holders = self._is_over, tuple(self._holders)
+            holders = tuple(self._holders)
         for holder in holders:
             holder.cancel()
-        if is_over.wait(CANCEL_S):
+        return False
+
+    def wait(self) -> None:
+        """Until nothing holds it, after `end`. Raises TransferError."""
+        if self._is_over is None or self._is_over.wait(CANCEL_S):
             return
         with self.lock:
             late = tuple(self._holders)
         for holder in late:
             holder.cut_off()
-        if not is_over.wait(CANCEL_S):
+        if not self._is_over.wait(CANCEL_S):
             raise TransferError(
                 f"granted memory is still being written {2 * CANCEL_S:g} s after its grant ended: it cannot be used"
             )
@@ -219,10 +224,22 @@ class Memory:
         Takes as long as a step, and at most twice `CANCEL_S` where a transport fetches by itself. Raises TransferError
         where it does not end even when cut off: then the memory must not be used for anything else.
         """
+        wait = self.begin_revoke(grant)
+        if wait is not None:
+            wait()
+
+    def begin_revoke(self, grant: Grant) -> Callable[[], None] | None:
+        """The first half of `revoke`, which takes as long as a step: None where that is all, else the other half."""
         held = self._grants.get(grant.key)
-        if held is not None:
-            held.end()
+        if held is None or held.end():
             self._grants.pop(grant.key, None)
+            return None
+
+        def wait() -> None:
+            held.wait()
+            self._grants.pop(grant.key, None)
+
+        return wait
 
     def granted(self, key: bytes) -> Revocable | None:
         """What was granted under this key, for the receiving side of a transport."""
