@@ -150,7 +150,7 @@ def test_what_a_breaking_path_leaves_is_taken_by_one_that_has_nothing_to_do(monk
             raise ConnectionResetError("the test broke it")
 
         monkeypatch.setattr(second, "send", breaks)
-        assert peer.write(grant, *whole(source, grant), deadline_s=30).wait(20).ok
+        assert outcome_of(peer.write(grant, *whole(source, grant), deadline_s=20)).ok
     assert np.array_equal(target.bytes, source.bytes)
 
 
