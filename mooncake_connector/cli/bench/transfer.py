@@ -20,9 +20,9 @@ from mooncake_connector.cli.bench.report import Report, Row
 from mooncake_connector.cli.bench.store import MEMCPY, memcpy_task
 from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, FETCH, TLS, Far, Scale, far_process, finish
 from transfer.control.handshake import Identity
-from transfer.transports.base import Peer, Unavailable
+from transfer.transports.base import Peer, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
-from transfer.transports.registry import HOST_NAMES, make_transports
+from transfer.transports.registry import make_transports, serving
 from transfer.transports.tls import Tls
 from transfer.transports.vectors import Vector, read_process
 
@@ -90,12 +90,13 @@ def connected(scale: Scale, progress: Progress) -> Iterator[Ends]:
         peers = {}
         for name in far.endpoints:
             kind, security = ("tcp", Tls(**tls)) if name == TLS and tls else (name, None)
-            transports = stack.enter_context(make_transports([kind], memory, Identity(), tls=security))
+            options = TransportOptions(Identity(), tls=security)
+            transports = stack.enter_context(make_transports([kind], memory, options))
             try:
                 peers[name] = transports.connect({kind: far.endpoints[name]}, deadline_s=DEADLINE_S)
             except Unavailable as error:
                 progress(f"WARNING: {name} is left out: {error}")
-        for name in HOST_NAMES:
+        for name in serving(hosts=["127.0.0.1"]):
             if name not in far.endpoints:
                 progress(f"WARNING: {name} is left out: the other process cannot offer it")
         yield Ends(source, far, peers)

@@ -25,9 +25,10 @@ import numpy.typing as npt
 from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.measure import BenchError
 from transfer.control.handshake import Identity
-from transfer.transports.base import Completion, Grant, Outcome, Peer
+from transfer.testing.waiting import outcome_of
+from transfer.transports.base import Completion, Grant, Peer, TransportOptions
 from transfer.transports.memory import Memory
-from transfer.transports.registry import HOST_NAMES, make_transports
+from transfer.transports.registry import make_transports, names
 from transfer.transports.tls import Tls
 from transfer.transports.vectors import Vector, read_process
 
@@ -103,16 +104,6 @@ def finish(peer: Peer, completion: Completion) -> None:
         raise BenchError(f"{peer.transport}: {outcome}")
 
 
-def outcome_of(completion: Completion) -> Outcome:
-    """Wait for it: it comes by the batch's deadline at the latest."""
-    ended = threading.Event()
-    completion.add_done_callback(lambda outcome: ended.set())
-    ended.wait(DEADLINE_S + 5)
-    if completion.outcome is None:
-        raise BenchError("a transfer did not end at its deadline")
-    return completion.outcome
-
-
 @contextlib.contextmanager
 def far_process(memory_nbytes: int, tls: dict[str, str] | None) -> Iterator[Far]:
     """Start it, and have it leave at the end."""
@@ -136,8 +127,8 @@ def _be_far(order: dict[str, Any]) -> None:
     threading.Thread(target=_serve, args=(listener, data), daemon=True).start()
     tls = Tls(**order["tls"]) if order["tls"] else None
     with (
-        make_transports(HOST_NAMES, memory, Identity()) as transports,
-        make_transports(["tcp"] if tls else [], memory, Identity(), tls=tls) as secured,
+        make_transports(names(), memory, TransportOptions(Identity())) as transports,
+        make_transports(["tcp"] if tls else [], memory, TransportOptions(Identity(), tls=tls)) as secured,
     ):
         endpoints = {name: endpoint.hex() for name, endpoint in transports.listen().items()}
         if tls:

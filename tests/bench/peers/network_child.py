@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from mooncake_connector.cli.bench.transfer_far import outcome_of
 from transfer.control.handshake import Identity
 from transfer.plan.granularity import Batch, Divider, Granularity
 from transfer.testing.waiting import outcome_of

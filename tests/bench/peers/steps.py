@@ -29,6 +29,7 @@ from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.measure import gigabytes_per_second
 from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, Far, Scale
 from transfer.control.handshake import Identity
+from transfer.transports.base import TransportOptions
 from transfer.transports.memory import Memory
 from transfer.transports.registry import make_transports
 
@@ -137,7 +138,7 @@ def _move(order: dict[str, Any]) -> None:
     source = np.ones(scale.memory_nbytes, dtype=np.uint8)
     memory = Memory()
     memory.register(source.ctypes.data, source.nbytes)
-    with make_transports([order["transport"]], memory, Identity()) as transports:
+    with make_transports([order["transport"]], memory, TransportOptions(Identity())) as transports:
         move = far.moves(transports.connect(far.endpoints, deadline_s=DEADLINE_S), source, scale)
         move()
         Path(order["moved"]).touch()
