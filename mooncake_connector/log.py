@@ -91,9 +91,3 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def forget_causes() -> None:
-    """Let every cause be logged again (after a pool was reopened, and in tests)."""
-    with _lock:
-        _seen.clear()

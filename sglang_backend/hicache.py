@@ -32,6 +32,7 @@ from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once, set_log_level
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_format
@@ -40,7 +41,6 @@ from sglang_backend.metrics import Figures
 from sglang_backend.plugin import hooked
 from sglang_backend.settings import own_settings
 from sglang_backend.stored_pool import Movers, StoredPool
-from store_client.base import KEY_NBYTES
 from store_client.open import BackgroundStore, open_in_background
 from store_client.sharded import ShardView
 

@@ -17,8 +17,6 @@ import numpy.typing as npt
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 
-KEY_NBYTES = 32
-
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A contiguous one-dimensional uint8 array."""
 

@@ -37,7 +37,7 @@ class Namespace:
     model_name: str
     """Shown to people; not part of the identity, since served names and paths say nothing about the weights."""
     model_digest: str
-    """From `model_identity.model_digest`, or a name that the operator vouches for (`model_id`)."""
+    """From `kv.identity.model.model_digest`, or a name that the operator vouches for (`model_id`)."""
     kv_dtype: str
     """How the engine stores K and V: "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"."""
     num_layers: int

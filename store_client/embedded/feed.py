@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from store_client.base import KEY_NBYTES, Position
+from mooncake_connector.kv.keys import KEY_NBYTES
+from store_client.base import Position
 from store_client.embedded.faults import Damaged
 from store_client.embedded.files import open_file
 from store_client.embedded.rows import ROW_DTYPE, U8, U64

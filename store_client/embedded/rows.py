@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from store_client.base import KEY_NBYTES
+from mooncake_connector.kv.keys import KEY_NBYTES
 
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]

@@ -11,9 +11,10 @@ import numpy as np
 import xxhash
 
 from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import KEY_NBYTES, Bytes, Consume, Fill, Put, Scatter, Space, Verify
+from store_client.base import Bytes, Consume, Fill, Put, Scatter, Space, Verify
 from store_client.embedded.faults import CallersOwn, callers
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.pool import Pool

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from store_client.base import KEY_NBYTES
+from mooncake_connector.kv.keys import KEY_NBYTES
 from store_client.embedded import cells as cells_
 from store_client.embedded import rows as rows_
 from store_client.embedded.clock import now_ns

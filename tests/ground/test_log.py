@@ -3,8 +3,9 @@
 import logging
 
 import pytest
+from causes import forget_causes
 
-from mooncake_connector.log import forget_causes, get_logger, kind_of, log_once, set_log_level
+from mooncake_connector.log import get_logger, kind_of, log_once, set_log_level
 
 
 @pytest.fixture(autouse=True)

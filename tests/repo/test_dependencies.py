@@ -16,8 +16,8 @@ FLOORS = {
     "vllm_plugin": SECOND,
     "sglang_backend": SECOND,
 }
-# They belong to the ground's package, and look down from the roof.
-ON_THE_ROOF = ("mooncake_connector.cli", "mooncake_connector.router")
+# It belongs to the ground's package, and looks down from the roof.
+ON_THE_ROOF = ("mooncake_connector.cli",)
 MAY_IMPORT_ENGINE = {
     "vllm": {"vllm_plugin"},
     "sglang": {"sglang_backend"},

@@ -12,12 +12,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
+from causes import forget_causes
 from faults import Faults, faulty_opening
 from instances import open_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 import store_client.open
-from mooncake_connector.log import forget_causes
 
 
 @pytest.fixture

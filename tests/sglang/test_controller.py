@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from causes import forget_causes
 from controllers import Rank
 from host_pools import MLA_LAYOUTS, axes, bytes_of, fill_with, mamba, mha, mla, slots
 from instances import DYNAMIC, server
@@ -18,7 +19,6 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_parallel
 
-from mooncake_connector.log import forget_causes
 from sglang_backend import BACKEND
 from store_client.base import StoreStats
 from store_client.embedded import EmbeddedStore

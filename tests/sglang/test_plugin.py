@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import sglang
+from causes import forget_causes
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -27,7 +28,6 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 import sglang_backend
-from mooncake_connector.log import forget_causes
 from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, identity, plugin
 from sglang_backend.hicache import MooncakeConnectorStorage
 

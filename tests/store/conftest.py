@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from mooncake_connector.log import forget_causes
+from causes import forget_causes
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import threading
 from contextlib import suppress
 
 import pytest
+from causes import forget_causes
 from simulated.fuzz import framed
 from simulated.halves import introduction
 from simulated.pair import Pair
@@ -19,7 +20,6 @@ import transfer.control.listener
 import transfer.fetching
 import transfer.serving
 from mooncake_connector.kv.geometry import Shard
-from mooncake_connector.log import forget_causes
 from transfer.control.connection import Access, LoopThread, connect
 from transfer.control.directory import PURPOSE, look_up
 from transfer.control.handshake import Identity

@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from causes import forget_causes
 from simulated.cuda_driver import LIBRARY
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.values import TRANSPORTS
 from mooncake_connector.errors import ConfigError
-from mooncake_connector.log import forget_causes
 from transfer.control.handshake import Identity
 from transfer.transports.base import TransferError, TransportOptions, Unavailable
 from transfer.transports.cuda.driver import Driver

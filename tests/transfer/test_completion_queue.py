@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from causes import forget_causes
 from simulated.completion_queue import FarQueueTransport, QueueTransport
 from simulated.nodes import Instances
 
-from mooncake_connector.log import forget_causes
 from transfer.control.handshake import Identity
 from transfer.protocol.orders import Ending
 from transfer.session import NodeOptions

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from causes import forget_causes
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated import cuda_driver
 from simulated.cuda_driver import DeviceBuffer, Library, SimulatedCudaIpc
 
 import transfer.transports.cuda.driver
-from mooncake_connector.log import forget_causes
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.fixtures import DEADLINE_S
 from transfer.testing.memory import MIB, Buffer, digest, folded, int64

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 import msgspec
 import numpy as np
 import pytest
+from causes import forget_causes
 
-from mooncake_connector.log import forget_causes
 from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause

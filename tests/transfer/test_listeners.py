@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from causes import forget_causes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated.waiting import wait_for
 
-from mooncake_connector.log import forget_causes
 from transfer.control import pending
 from transfer.control.handshake import Client, Identity, shake
 from transfer.testing.memory import Buffer, int64

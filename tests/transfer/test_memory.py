@@ -4,10 +4,10 @@ import threading
 
 import numpy as np
 import pytest
+from causes import forget_causes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_connector.log import forget_causes
 from transfer.transports.base import Cause, Completion, Outcome, TransferError, first_outside
 from transfer.transports.memory import Memory
 

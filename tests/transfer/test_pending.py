@@ -8,13 +8,13 @@ import time
 from contextlib import ExitStack
 
 import pytest
+from causes import forget_causes
 from certificates import CAN_MAKE, make_certificate
 from simulated.pair import Pair
 from simulated.strangers import dial, is_closed
 from simulated.waiting import wait_for
 
 import transfer.control.listener
-from mooncake_connector.log import forget_causes
 from transfer.control import pending
 from transfer.control.directory import PURPOSE
 from transfer.driver import RANK_PURPOSE

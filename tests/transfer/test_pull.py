@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from causes import forget_causes
 from simulated.waiting import wait_for
 
-from mooncake_connector.log import forget_causes
 from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports import cma, memory, receiver

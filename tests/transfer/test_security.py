@@ -9,6 +9,7 @@ import socket
 from contextlib import suppress
 
 import pytest
+from causes import forget_causes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated.fuzz import damaged
@@ -18,7 +19,6 @@ from simulated.ranks import make_rank
 from simulated.strangers import dial, greet, is_closed, tcp_port
 from simulated.waiting import wait_for
 
-from mooncake_connector.log import forget_causes
 from transfer.control.connection import Access
 from transfer.control.directory import PURPOSE, Directory, InstanceCard, RankCard
 from transfer.control.handshake import MAX_FRAME_NBYTES, Client, Identity

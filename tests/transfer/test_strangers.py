@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from causes import forget_causes
 from certificates import CAN_MAKE, make_certificate
 from simulated.halves import introduction
 from simulated.pair import Pair
@@ -20,7 +21,6 @@ from simulated.waiting import wait_for
 import transfer.control.connection
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import SegmentLayout
-from mooncake_connector.log import forget_causes
 from transfer.control import pending
 from transfer.control.directory import PURPOSE
 from transfer.control.handshake import Identity

@@ -6,6 +6,7 @@ import socket
 from contextlib import suppress
 
 import pytest
+from causes import forget_causes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated.fuzz import damaged, framed
@@ -15,7 +16,6 @@ from simulated.strangers import dial, greet, is_closed
 from simulated.waiting import wait_for
 
 from mooncake_connector.kv.geometry import Shard
-from mooncake_connector.log import forget_causes
 from transfer.control.directory import PURPOSE
 from transfer.control.handshake import Identity
 from transfer.driver import RANK_PURPOSE

@@ -15,6 +15,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pytest
 import settings
+from causes import forget_causes
 from faults import Faults, faulty_opening
 from harness import Engine
 from pd import Pair
@@ -25,7 +26,6 @@ import store_client.open
 import vllm_plugin
 import vllm_plugin.prefix.save_planner
 import vllm_plugin.prefix.worker
-from mooncake_connector.log import forget_causes
 
 vllm_plugin.register()  # what vLLM's plugin loader does in a process of its own
 

@@ -6,7 +6,7 @@ put under the same path never sees them. How files are read and remembered is `f
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +39,11 @@ LORA_FILES = ("adapter_config.json", "*.safetensors", "*.bin", "*.pt")
 """What makes up a LoRA adapter, for `files_digest`."""
 
 
-def model_digest(
-    path: Path,
-    *,
-    cache_dir: Path | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> str:
+def model_digest(path: Path, *, cache_dir: Path | None = None) -> str:
     """64 hex digits that two folders share if they hold the same model.
 
-    `path` is a checkpoint folder, or a single GGUF file. `overrides` is whatever the engine was told that changes the
-    model without touching its files (`hf_overrides`, quantisation while loading); None and {} are the same. With a
-    `cache_dir`, files that did not change since an earlier call are not read again.
+    `path` is a checkpoint folder, or a single GGUF file. With a `cache_dir`, files that did not change since an earlier
+    call are not read again.
 
     Raises ModelIdentityError that names the path where configuration or weights are missing or cannot be read.
     """
@@ -61,13 +55,15 @@ def model_digest(
             weights, meaning, config = _weight_files(path), _matching(path, _MEANING_PATTERNS), _read_config(path)
     except OSError as error:
         raise ModelIdentityError(f"model path {path} cannot be read: {error.strerror}") from None
-    identity = {
+    identity: dict[str, Any] = {
         "config": config,
         "weights": sorted(fingerprint_files(weights, cache_dir).values()),
         "meaning": sorted(fingerprint_files(meaning, None).values()),
-        "overrides": dict(overrides or {}),
+        "overrides": {},  # none, since what an engine is told is not of the files; but part of the digest
     }
-    return hashlib.sha256(b"mooncake-connector-model-v1" + _canonical_bytes(identity, path)).hexdigest()
+    # config.json may hold Infinity (ALiBi and clipping limits do), which canonical_json forbids elsewhere.
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(b"mooncake-connector-model-v1" + text.encode("ascii")).hexdigest()
 
 
 def files_digest(path: Path, patterns: Sequence[str], *, cache_dir: Path | None = None) -> str:
@@ -123,11 +119,3 @@ def _without_volatile(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_volatile(item) for item in value]
     return value
-
-
-def _canonical_bytes(identity: dict[str, Any], path: Path) -> bytes:
-    try:
-        # config.json may hold Infinity (ALiBi and clipping limits do), which canonical_json forbids elsewhere.
-        return json.dumps(identity, sort_keys=True, separators=(",", ":")).encode("ascii")
-    except TypeError as error:
-        raise ModelIdentityError(f"overrides of model {path} are not plain JSON values: {error}") from None

@@ -19,8 +19,8 @@ from bench.peers.report import Goal, Row, row
 from mooncake_connector.cli.bench.measure import BenchError, Progress, Task, best_seconds
 from mooncake_connector.cli.bench.store import LOOKUP, PREFIX, SINGLE_LOOKUPS, bench_namespace, bench_space
 from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.keys import KEY_NBYTES
 from store_client import EmbeddedStore, Space
-from store_client.base import KEY_NBYTES
 from store_client.embedded import layout, ledger, rows, table
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.journal import Record
