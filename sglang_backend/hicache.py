@@ -255,6 +255,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             view,
             self._movers,
             self._figures,
+            lookup_wait_s=self._config.lookup_wait_s,
             load_deadline_s=self._config.load_deadline_s,
             save_deadline_s=self._config.save_deadline_s,
         )

@@ -7,6 +7,8 @@ deadline, lookups read mapped memory alone, and after a fault the store is left 
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -20,6 +22,8 @@ from store_client.mover import PAUSE_S, Mover
 from store_client.sharded import ConsumePart, ShardView
 
 _STOP_S = 2.0
+_LOOKUP_HANGS_S = 1.0
+"""A lookup only reads memory: one that took so much longer than it may wait says that the next one will as well."""
 _FAULTS = {
     "busy": "the store's lock was not free",
     "deadline": "it did not end in time",
@@ -60,6 +64,7 @@ class StoredPool:
         movers: Movers,
         figures: Figures,
         *,
+        lookup_wait_s: float,
         load_deadline_s: float,
         save_deadline_s: float,
     ) -> None:
@@ -68,6 +73,7 @@ class StoredPool:
         self._movers = movers
         self._figures = figures
         self._load_deadline_s, self._save_deadline_s = load_deadline_s, save_deadline_s
+        self._lookup_wait_s, self._impatient_until_s = lookup_wait_s, 0.0
 
     @property
     def view(self) -> ShardView | None:
@@ -75,8 +81,31 @@ class StoredPool:
         return self._view()
 
     def prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading pages are present."""
-        return self._look_up(lambda view: view.prefix(keys), 0)
+        """How many leading pages are present, after a wait for those of which the store does not know yet.
+
+        SGLang's prefetch thread may wait. Its scheduler, which asks in the main thread, may not.
+        """
+        return self._look_up(lambda view: self._prefix(view, keys), 0)
+
+    def _prefix(self, view: ShardView, keys: Sequence[bytes]) -> int:
+        asked_s = time.monotonic()
+        may_wait = asked_s >= self._impatient_until_s and threading.current_thread() is not threading.main_thread()
+        wait_s = self._lookup_wait_s if may_wait else 0.0
+        found = view.lookup_within(keys, wait_s)
+        now_s = time.monotonic()
+        if found.pending and wait_s:
+            self._impatient_until_s = now_s + PAUSE_S  # else each request behind this one would wait as long in turn
+            self._figures.failed("lookup", "late")
+            log_once(
+                "sglang.lookup.late",
+                "the pool did not say within %g s whether it will have the rest of a prompt: what is not there is "
+                "computed, and no lookup waits for %d s",
+                wait_s, PAUSE_S,
+                logger=logger,
+            )  # fmt: skip
+        if now_s - asked_s > wait_s + _LOOKUP_HANGS_S:
+            self._failed("lookup", "hung", f"it took {now_s - asked_s:.1f} s", self._movers.loads)
+        return found.pages
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._look_up(lambda view: view.contains(keys), [False] * len(keys))

@@ -37,6 +37,16 @@ class Put(enum.Enum):
     """The page is not stored; the cause is in `StoreStats.failures`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Which leading pages of a chain a store has."""
+
+    pages: int
+    """So many are present now."""
+    pending: bool = False
+    """More of them may be there soon, so it is worth to ask again. False where all that were asked for are present."""
+
+
 class Verify(enum.Enum):
     """How often the bytes of a page are held against the checksum of its writer."""
 
@@ -144,8 +154,12 @@ class Space(ABC):
     """
 
     @abstractmethod
-    def prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading pages of `keys` are present. Takes no lock and writes nothing."""
+    def lookup(self, keys: Sequence[bytes]) -> Lookup:
+        """How many leading pages of `keys` are present, and whether more may come. Never waits and takes no lock.
+
+        A store that first has to ask elsewhere does so in a thread of its own, answers what it knows, pending, and is
+        asked again. Who asks may stop at any time and does not say so.
+        """
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:

@@ -16,13 +16,15 @@ import numpy.typing as npt
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from store_client.base import Bytes, Fill, Put, Space, Store
+from store_client.base import Bytes, Fill, Lookup, Put, Space, Store
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 ConsumePart: TypeAlias = Callable[[int, Shard, Bytes], None]
 """Called with (number of the page, shard, bytes of that shard's page); see `ShardView.read`."""
 
+_ASK_AGAIN_S = 0.002
+"""Between two lookups of a thread that waits for the second answer."""
 _LOOK_S = 1.0
 """At a miss the pool is asked which shards it has, but not again for so long."""
 
@@ -44,17 +46,28 @@ class ShardView:
         self._others = _Others(shard, [], self._open)
         self._look_again_s = 0.0
 
-    def prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading pages are present, here or in parts."""
-        count = self.own.prefix(keys)
-        if count == len(keys):
-            return count
+    def lookup(self, keys: Sequence[bytes]) -> Lookup:
+        """How many leading pages are present, here or in parts, and whether more may come; as `Space.lookup`."""
+        own = self.own.lookup(keys)
+        if own.pages >= len(keys):
+            return Lookup(len(keys))
         others = self._look()
-        if not others.parts or not others.covered(keys[count : count + 1])[0]:
-            return count
-        rest = keys[count:]
-        present = others.covered(rest) | np.array(self.own.contains(rest), dtype=bool)
-        return count + (len(rest) if present.all() else int(present.argmin()))
+        if not others.parts:
+            return own
+        count = own.pages
+        if others.covered(keys[count : count + 1])[0]:
+            rest = keys[count:]
+            present = others.covered(rest) | np.array(self.own.contains(rest), dtype=bool)
+            count += len(rest) if present.all() else int(present.argmin())
+        following = keys[count : count + 1]
+        return Lookup(count, bool(following) and (own.pending or others.pending(following)))
+
+    def lookup_within(self, keys: Sequence[bytes], wait_s: float) -> Lookup:
+        """As `lookup`, for a thread that may wait: asks again for at most `wait_s` while the answer is pending."""
+        give_up_s = time.monotonic() + wait_s
+        while (found := self.lookup(keys)).pending and time.monotonic() < give_up_s:
+            time.sleep(min(_ASK_AGAIN_S, wait_s))
+        return found
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether the page is present, here or in parts."""
@@ -166,6 +179,9 @@ class _Others:
             present[part.cells] |= np.array(part.space.contains(keys), dtype=bool)
         complete: Bools = np.logical_and.reduce(present, axis=0)
         return complete
+
+    def pending(self, keys: Sequence[bytes]) -> bool:
+        return any(part.space.lookup(keys).pending for part in self.parts)
 
     def read(self, keys: Sequence[bytes], consume: ConsumePart) -> Bools:
         """Show each page's parts until all its cells were seen; for each key whether that came true.

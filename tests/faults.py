@@ -1,4 +1,4 @@
-"""A pool whose answers can be held back, spoilt and counted, in front of the real embedded store."""
+"""A second implementation of `Store`, whose answers can be late, missing, wrong and counted, over the embedded one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from typing import Any
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
-from store_client.base import Put, Space, Store
+from mooncake_connector.kv.namespace import Namespace
+from store_client.base import (
+    Changes,
+    Lookup,
+    Position,
+    Progress,
+    Put,
+    Space,
+    SpaceInfo,
+    Store,
+    StoreStats,
+    VerifyReport,
+)
 
 GATE_S = 60.0
 """A gate that nobody opens fails the test instead of hanging it."""
@@ -18,14 +30,16 @@ GATE_S = 60.0
 class Faults:
     """What is wrong with the pool just now, and what it was asked so far.
 
-    Args (attributes): `reads_held` and `writes_held` stop every read and write until the gate is opened;
-    `lose_reads(keys)` says which keys of a read are reported as lost, `lose_reads_of[shard]` how many are not;
+    Args (attributes): `answer(keys, found)` gives the answer to a lookup in place of `found`; `reads_held` and
+    `writes_held` stop every read and write until the gate is opened; `lose_reads(keys)` says which keys of a read are
+    reported as lost, `lose_reads_of[shard]` how many are not;
     `refuse_writes` fails every put; calls named in `raise_in` raise.
     """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.written: Counter[tuple[Shard, bytes]] = Counter()
+        self.answer: Callable[[Sequence[bytes], Lookup], Lookup] | None = None
         self.lose_reads: Callable[[Sequence[bytes]], list[bool]] | None = None
         self.lose_reads_of: dict[Shard, int] = {}
         self.refuse_writes = False
@@ -73,15 +87,43 @@ class Faults:
         assert self._writes.wait(GATE_S), "a write was held and never released"
 
 
-class FaultySpace:
-    """Duck-typed `Space`: everything goes to the real one, after the faults had their say."""
+def never(keys: Sequence[bytes], found: Lookup) -> Lookup:
+    """Of nothing is it ever known whether it is there."""
+    return Lookup(0, pending=bool(keys))
+
+
+def lying(keys: Sequence[bytes], found: Lookup) -> Lookup:
+    """Everything is there."""
+    return Lookup(len(keys))
+
+
+class Late:
+    """Says only every `asked`-th time what is there of a chain; `before` of its pages until then, pending."""
+
+    def __init__(self, asked: int, before: int = 0) -> None:
+        self._asked, self._before = asked, before
+        self.times: Counter[bytes] = Counter()
+
+    def __call__(self, keys: Sequence[bytes], found: Lookup) -> Lookup:
+        if not keys:
+            return found
+        self.times[keys[-1]] += 1
+        if self.times[keys[-1]] % self._asked == 0:
+            return found
+        pages = min(self._before, found.pages)
+        return Lookup(pages, pending=pages < len(keys))
+
+
+class FaultySpace(Space):
+    """Everything goes to the real one, after the faults had their say."""
 
     def __init__(self, space: Space, shard: Shard, faults: Faults) -> None:
         self._space, self._shard, self._faults = space, shard, faults
 
-    def prefix(self, keys: Sequence[bytes]) -> int:
-        self._faults.note("prefix")
-        return self._space.prefix(keys)
+    def lookup(self, keys: Sequence[bytes]) -> Lookup:
+        self._faults.note("lookup")
+        found = self._space.lookup(keys)
+        return found if self._faults.answer is None else self._faults.answer(keys, found)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         self._faults.note("contains")
@@ -112,22 +154,49 @@ class FaultySpace:
         self._faults.note("record_lookup")
         self._space.record_lookup(**kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._space, name)
+    def get(self, *args: Any, **kwargs: Any) -> list[bool]:
+        return self._space.get(*args, **kwargs)
+
+    def put(self, *args: Any, **kwargs: Any) -> list[Put]:
+        return self._space.put(*args, **kwargs)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        return self._space.remove(keys)
+
+    def clear(self) -> int:
+        return self._space.clear()
 
 
-class FaultyStore:
-    """Duck-typed `Store` of faulty spaces."""
+class FaultyStore(Store):
+    """A store of faulty spaces, over the real one."""
 
     def __init__(self, store: Store, faults: Faults) -> None:
         self._store, self._faults = store, faults
 
-    def space(self, namespace: Any, shard: Shard) -> FaultySpace:
+    def space(self, namespace: Namespace, shard: Shard) -> FaultySpace:
         self._faults.note("space")
         return FaultySpace(self._store.space(namespace, shard), shard, self._faults)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+    def shards(self, namespace: Namespace) -> list[Shard]:
+        return self._store.shards(namespace)
+
+    def changes(self, since: Position | None = None, limit: int = 4096) -> Changes:
+        return self._store.changes(since, limit)
+
+    def namespaces(self) -> list[SpaceInfo]:
+        return self._store.namespaces()
+
+    def stats(self) -> StoreStats:
+        return self._store.stats()
+
+    def clear(self, namespace_digest: bytes | None = None) -> int:
+        return self._store.clear(namespace_digest)
+
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        return self._store.verify(progress)
+
+    def close(self) -> None:
+        self._store.close()
 
 
 def faulty_opening(faults: Faults, open_store: Callable[[Config], Store]) -> Callable[[Config], FaultyStore]:

@@ -73,6 +73,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "an integer from 1 to 1048576; null for one page",
         ),
     ] = None
+    lookup_wait_s: Annotated[
+        float,
+        _field(
+            "While the pool does not know yet whether it will have more of a prompt, the request waits, for at most so "
+            "many seconds in all; then what is there is loaded and the rest is computed. The pool of this host always "
+            "knows at once.",
+            "a number from 0 to 60; 0 to never wait",
+            ge=0,
+            le=60,
+        ),
+    ] = 1.0
     load_deadline_s: Annotated[
         float,
         _field(

@@ -14,7 +14,7 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes, Consume, Fill, Put, Scatter, Space, Verify
+from store_client.base import Bytes, Consume, Fill, Lookup, Put, Scatter, Space, Verify
 from store_client.embedded.faults import CallersOwn, callers
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.pool import Pool
@@ -42,10 +42,11 @@ class EmbeddedSpace(Space):
         self._namespace, self._shard = namespace, shard
         self._number = identify((namespace.digest, shard))
 
-    def prefix(self, keys: Sequence[bytes]) -> int:
+    def lookup(self, keys: Sequence[bytes]) -> Lookup:
+        """As `Space.lookup`; all there is to know is known at once."""
         if keys and len(keys[0]) != KEY_NBYTES:
             join_keys(keys[:1])
-        return self._handle.look(self._closed, lambda pool: pool.reader.prefix(keys, self._number), 0)
+        return Lookup(self._handle.look(self._closed, lambda pool: pool.reader.prefix(keys, self._number), 0))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if len(keys) != 1 or len(keys[0]) != KEY_NBYTES:

@@ -50,9 +50,9 @@ def test_a_full_index_knows_its_keys_and_no_others(tmp_path: Path) -> None:
     batches = index.filled_pool(tmp_path / "pool", 5000, sample=128)
     with EmbeddedStore(tmp_path / "pool") as store:
         space = bench_space(store)
-        assert all(space.prefix(batch) == len(batch) for batch in batches)
+        assert all(space.lookup(batch).pages == len(batch) for batch in batches)
         assert store.stats().pages == 5000
-        assert space.prefix([bytes(32)]) == 0
+        assert space.lookup([bytes(32)]).pages == 0
 
 
 def test_the_peer_of_a_row_is_its_better_setting_between_two_processes() -> None:

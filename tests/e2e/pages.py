@@ -57,7 +57,8 @@ class Pages:
         """Replace page number `page` of `prompt` by other bytes of the same size, with a checksum that matches them."""
         key = _keys(prompt, **tenant)[page]
         with EmbeddedStore(self._path) as store:
-            holders = [info for info in self._infos(store) if store.space(info.namespace, info.shard).prefix([key])]
+            infos = self._infos(store)
+            holders = [info for info in infos if any(store.space(info.namespace, info.shard).contains([key]))]
             assert holders, f"page {page} is not in the pool"
             for info in holders:
                 space = store.space(info.namespace, info.shard)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,18 @@ import pytest
 import torch
 from causes import forget_causes
 from controllers import Rank
+from faults import Faults, Late, lying, never
 from host_pools import MLA_LAYOUTS, axes, bytes_of, fill_with, mamba, mha, mla, slots
 from instances import DYNAMIC, server
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_backend import BACKEND
-from store_client.base import StoreStats
+from sglang_backend import BACKEND, stored_pool
+from store_client.base import Lookup, StoreStats
 from store_client.embedded import EmbeddedStore
 
 TOKENS = [token * 7 % 257 for token in range(5 * 64 + 10)]
@@ -175,3 +178,78 @@ def test_detached_and_attached_again(start, pool: Path) -> None:
     assert rank.load(TOKENS)[0] == FULL
     assert controller.clear_storage_backend() is True
     assert rank.load(TOKENS)[0] == 0
+
+
+# Lookups that the store cannot answer at once, or answers wrongly
+
+
+@pytest.fixture
+def written(start) -> Any:
+    """What a rank stored, page by page."""
+    writer = start(seed=1)
+    writer.save(TOKENS[:FULL], writer.host_pool.alloc(FULL))
+    return axes(writer.host_pool)[:PAGES]
+
+
+def test_the_prefetch_thread_waits_for_an_answer_that_comes_late(start, faults: Faults, written: Any) -> None:
+    reader = start(lookup_wait_s=60.0)
+    faults.answer = late = Late(asked=4, before=2)
+    loaded, indices, _ = reader.load(TOKENS)
+    assert loaded == FULL and np.array_equal(content(reader, indices), written)
+    assert max(late.times.values()) == 4
+
+
+def test_when_the_wait_is_over_what_is_there_is_taken_and_the_next_does_not_wait(
+    start, faults: Faults, written: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = start(lookup_wait_s=0.05)
+    faults.answer = lambda keys, found: Lookup(min(2, found.pages), pending=True)
+    loaded, indices, _ = reader.load(TOKENS)
+    assert loaded == 2 * 64 and np.array_equal(content(reader, indices), written[:2])
+    faults.calls.clear()
+    assert reader.load(TOKENS)[0] == 2 * 64
+    assert faults.calls["lookup"] == 1
+    assert caplog.text.count("the pool did not say within 0.05 s") == 1
+
+
+def test_of_what_a_store_says_is_there_only_what_arrives_is_used(start, faults: Faults) -> None:
+    reader = start()
+    faults.answer = lying
+    before = axes(reader.host_pool).copy()
+    assert reader.load(TOKENS)[0] == 0
+    assert np.array_equal(axes(reader.host_pool), before)
+
+
+@pytest.mark.parametrize("answer", [never, lambda keys, found: 1 / 0], ids=["never", "raises"])
+def test_the_scheduler_itself_never_waits(start, faults: Faults, written: Any, answer: Any) -> None:
+    """With prefill and decode apart SGLang's scheduler asks in its own thread."""
+    reader = start(lookup_wait_s=60.0)
+    faults.answer = answer
+    names = get_storage_hash_str(TOKENS[:FULL], None, page_size=64)
+    faults.calls.clear()
+    assert reader.controller.storage_backend.batch_exists(names) == 0
+    assert faults.calls["lookup"] == 1
+
+
+def test_after_a_lookup_that_hung_the_store_is_left_alone(
+    start, faults: Faults, written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_pool, "_LOOKUP_HANGS_S", 0.01)
+    reader = start(lookup_wait_s=0.0)
+
+    def hang(keys: Any, found: Lookup) -> Lookup:
+        time.sleep(0.02)
+        return Lookup(0)
+
+    faults.answer = hang
+    faults.calls.clear()
+    assert [reader.load(TOKENS)[0] for _ in range(3)] == [0, 0, 0]
+    assert faults.calls["lookup"] == 1
+
+
+def test_a_detached_backend_does_not_wait_on(start, faults: Faults, written: Any) -> None:
+    """A request that is aborted meanwhile costs the thread no more than the wait."""
+    reader = start(lookup_wait_s=0.05)
+    faults.answer = never
+    reader.controller.prefetch(CacheRequestHandle("request", 0), TOKENS, None, [], None).mark_terminate()
+    assert reader.controller.prefetch_hit_queue.get(timeout=60).storage_hit_count == 0

@@ -199,11 +199,11 @@ def test_there_is_no_pool(attach, tmp_path: Path, caplog) -> None:
     assert str(tmp_path / "file") in caplog.text
 
 
-@pytest.mark.parametrize("call", ["read", "write", "contains", "prefix"])
+@pytest.mark.parametrize("call", ["read", "write", "contains", "lookup"])
 def test_a_store_that_raises_is_left_alone_for_a_while(faults, storage, call: str) -> None:
     faults.raise_in = {call}
     lost = Asked(storage)
-    assert not any(lost.loaded if call in ("read", "prefix") else lost.stored)
+    assert not any(lost.loaded if call in ("read", "lookup") else lost.stored)
     faults.calls.clear()
     Asked(storage)
     assert faults.calls[call] == 0, "asked during the pause"

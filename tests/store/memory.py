@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mooncake_connector.kv.namespace import Namespace
-from store_client import Put, Space, Verify
+from store_client import Lookup, Put, Space, Verify
 from store_client.base import (
     Bytes,
     Change,
@@ -68,8 +68,8 @@ class MemorySpace(Space):
         join_keys(keys)
         return [self._page(key) is not None for key in keys]
 
-    def prefix(self, keys: Sequence[bytes]) -> int:
-        return sum(itertools.takewhile(bool, self.contains(keys)))
+    def lookup(self, keys: Sequence[bytes]) -> Lookup:
+        return Lookup(sum(itertools.takewhile(bool, self.contains(keys))))
 
     def read(
         self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, verify: Verify = Verify.ALWAYS

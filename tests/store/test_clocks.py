@@ -42,7 +42,7 @@ def test_puts_succeed_whatever_the_clock_does(
     for number, by_s in enumerate(steps):
         set_clock(monkeypatch, by_s)
         assert put_some(store, f"after {number}", 20) == [Put.STORED] * 60
-        assert store.space(namespace(), SHARD).prefix(chain(f"after {number} 19", 3)) == 3
+        assert store.space(namespace(), SHARD).lookup(chain(f"after {number} 19", 3)).pages == 3
         assert all(info.idle_s < 60 for info in store.namespaces())
 
 
@@ -63,4 +63,4 @@ def test_what_this_process_used_last_outlives_what_lies_ahead(
     put_some(store, "ahead", 10)
     monkeypatch.undo()
     assert put_some(store, "after", 3) == [Put.STORED] * 9
-    assert store.space(namespace(), SHARD).prefix(chain("after 2", 3)) == 3
+    assert store.space(namespace(), SHARD).lookup(chain("after 2", 3)).pages == 3

@@ -1,8 +1,9 @@
-"""The embedded store does what every store must, and so does the plainest one."""
+"""The embedded store does what every store must, and so do the plainest one and one that needs time for its answers."""
 
 from pathlib import Path
 
 import pytest
+from faults import Faults, FaultyStore, Late
 from store.memory import MemoryStore
 
 from store_client import EmbeddedStore
@@ -19,3 +20,11 @@ class TestMemoryStore(StoreConformance):
     @pytest.fixture
     def make_store(self) -> MakeStore:
         return MemoryStore
+
+
+class TestLateStore(StoreConformance):
+    @pytest.fixture
+    def make_store(self) -> MakeStore:
+        faults = Faults()
+        faults.answer = Late(asked=3)
+        return lambda: FaultyStore(MemoryStore(), faults)

@@ -17,7 +17,7 @@ READER = (
     "from store_client.testing import *\n"
     "store = EmbeddedStore(sys.argv[1])\n"
     "space = store.space(namespace(), SHARD)\n"
-    "assert space.prefix(chain('a', 2)) == 2\n"
+    "assert space.lookup(chain('a', 2)).pages == 2\n"
     "space.record_lookup(hit_pages=2, missed_pages=1, page_tokens=64)\n"
     "print('counted', flush=True)\n"
     "sys.stdin.read()\n"

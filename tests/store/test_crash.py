@@ -59,7 +59,7 @@ def test_a_stopped_lock_holder_stalls_puts_only_until_their_deadline(pool: Path)
             assert page is not None
             assert space.put(keys, [page] * 3, parents=parents_of(keys), deadline_s=0.2) == [Put.FAILED] * 3
             assert store.stats().failures == {"busy": 3}
-            assert space.prefix(keys) == 2
+            assert space.lookup(keys).pages == 2
             for verify in Verify:
                 assert get_page(space, keys[1], verify=verify) is not None
         finally:
@@ -84,7 +84,7 @@ def test_a_killed_writers_reservation_comes_back(pool: Path) -> None:
         process = subprocess.run([sys.executable, "-c", code, str(pool)], check=False)
         assert process.returncode == -signal.SIGKILL
         space = store.space(namespace(), SHARD)
-        assert space.prefix(chain("doomed", 20)) == 0
+        assert space.lookup(chain("doomed", 20)).pages == 0
         audit(store)
         assert store.stats().reclaimed_nbytes == 20 * 65536
 
@@ -102,9 +102,9 @@ def test_a_redo_record_that_was_not_applied_is_applied_by_the_next_writer(pool: 
     with EmbeddedStore(pool, 4 << 20) as store:
         assert subprocess.run([sys.executable, "-c", code, str(pool)], check=False).returncode == -signal.SIGKILL
         space = store.space(namespace(), SHARD)
-        assert space.prefix(chain("a", 3)) == 0
+        assert space.lookup(chain("a", 3)).pages == 0
         put_chain(space, chain("b", 1))
-        assert space.prefix(chain("a", 3)) == 3
+        assert space.lookup(chain("a", 3)).pages == 3
         assert get_page(space, chain("a", 3)[2]) is not None
         audit(store)
 

@@ -39,7 +39,7 @@ def use_everything(store: EmbeddedStore, rng: random.Random, verifications: Sequ
     name = f"chain {rng.randrange(20)}"
     space, keys = store.space(namespace(), SHARD), chain(name, 8)
     pages = [page_bytes(key, NBYTES) for key in keys]
-    space.prefix(keys)
+    space.lookup(keys)
     space.contains(keys)
     space.put(keys, pages, parents=parents_of(keys), deadline_s=5)
 
@@ -86,7 +86,7 @@ def works(store: EmbeddedStore) -> bool:
     """A chain that nobody has stored is stored and read."""
     keys = chain(os.urandom(8).hex(), 4)
     space = store.space(namespace(), SHARD)
-    if put_chain(space, keys, NBYTES) != [Put.STORED] * 4 or space.prefix(keys) != 4:
+    if put_chain(space, keys, NBYTES) != [Put.STORED] * 4 or space.lookup(keys).pages != 4:
         return False
     return all(get_page(space, key, NBYTES) is not None for key in keys)
 
@@ -227,7 +227,7 @@ def test_damage_in_the_ledger_leads_to_one_rebuild(
 
         monkeypatch.setattr(Ledger, "peek", fail)
         assert put_chain(space, chain("b", 2)) == [Put.FAILED] * 2
-        assert space.prefix(keys) == 0, "what is known to be damaged is not read either"
+        assert space.lookup(keys).pages == 0, "what is known to be damaged is not read either"
         assert until(lambda: put_chain(space, keys) == [Put.STORED] * 2)
         assert data_folder(pool) != broken
         assert len([record for record in caplog.records if "is rebuilt, empty" in record.message]) == 1
@@ -309,7 +309,7 @@ def test_an_exception_of_the_callers_passes_and_is_no_damage(pool: Path, error: 
                 call(space, keys, fail)
         with pytest.raises(ValueError, match="read-only"):
             space.get(chain("a", 1), [bytes(65536)], nbytes=65536)
-        assert space.prefix(chain("a", 1)) == 1
+        assert space.lookup(chain("a", 1)).pages == 1
         assert store.stats().failures == {}
 
 
@@ -319,11 +319,11 @@ def test_a_wrong_key_among_others_is_the_callers_mistake_and_no_damage(pool: Pat
         space = store.space(namespace(), SHARD)
         put_chain(space, keys)
         with pytest.raises(ValueError, match="31 bytes: expected 32"):
-            space.prefix([keys[0], keys[1][:31]])
+            space.lookup([keys[0], keys[1][:31]])
         opened = store._handle._pool
         assert opened is not None
         assert opened.damage is None
-        assert space.prefix(keys) == 2
+        assert space.lookup(keys).pages == 2
 
 
 def test_limits_of_processes_and_descriptors(pool: Path) -> None:
@@ -335,7 +335,7 @@ def test_limits_of_processes_and_descriptors(pool: Path) -> None:
         "store = EmbeddedStore(sys.argv[1], 8 << 20)\n"
         "space = store.space(namespace(), SHARD)\n"
         "put_chain(space, chain('a', 2))\n"
-        "space.prefix([]), space.remove([])\n"
+        "space.lookup([]), space.remove([])\n"
         "highest = max(map(int, os.listdir('/proc/self/fd')))\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (highest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
         "used = 1 << 40\n"

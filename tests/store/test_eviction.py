@@ -39,7 +39,7 @@ def test_descendants_go_before_ancestors(pool: Path) -> None:
             else:
                 get_page(space, rng.choice(keys))
             for each in chains:
-                assert sum(space.contains(each)) == space.prefix(each), "a page went before its descendants"
+                assert sum(space.contains(each)) == space.lookup(each).pages, "a page went before its descendants"
         assert store.stats().evicted_pages > 100
         audit(store)
 
@@ -53,7 +53,7 @@ def test_a_chain_longer_than_the_pool_keeps_its_beginning(pool: Path) -> None:
                 keys[at : at + 5], [page_bytes(key) for key in keys[at : at + 5]],
                 parents=parents_of(keys)[at : at + 5], deadline_s=DEADLINE_S,
             )  # fmt: skip
-        assert space.prefix(keys) == 16
+        assert space.lookup(keys).pages == 16
         assert store.stats().failures == {"full": 24}
 
 

@@ -28,7 +28,7 @@ def make(pool: Path) -> None:
 def works(pool: Path) -> bool:
     with EmbeddedStore(pool, CAPACITY) as store:
         put_chain(store.space(namespace(), SHARD), chain("a", 2))
-        return store.space(namespace(), SHARD).prefix(chain("a", 2)) == 2
+        return store.space(namespace(), SHARD).lookup(chain("a", 2)).pages == 2
 
 
 def data_folder(pool: Path) -> Path:

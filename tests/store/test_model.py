@@ -90,7 +90,7 @@ class PoolAgainstDict(RuleBasedStateMachine):
             assert {key for key, there in zip(KEYS, present, strict=True) if there} <= {
                 key for name, key in self.known if name == model
             }
-            assert self.space(model).prefix(KEYS) == [*present, False].index(False)
+            assert self.space(model).lookup(KEYS).pages == [*present, False].index(False)
 
     @invariant()
     def who_follows_the_changes_knows_what_is_there(self) -> None:

@@ -66,7 +66,7 @@ def test_space_of_a_dead_writer_without_a_file_comes_back(pool: Path) -> None:
     assert subprocess.run([sys.executable, "-c", KILLED_WITHIN_A_PUT, str(pool)], check=False).returncode == 9
     with EmbeddedStore(pool) as store:
         assert reserved(store) == 0
-        assert store.space(namespace(), SHARD).prefix(chain("a", 2)) == 2
+        assert store.space(namespace(), SHARD).lookup(chain("a", 2)).pages == 2
         audit(store)
 
 
@@ -98,12 +98,12 @@ def test_the_folder_of_the_owners_comes_back_and_no_page_is_lost(pool: Path) -> 
         put_chain(space, chain("a", 2))
         before = data_folder(pool)
         shutil.rmtree(before / "owners")
-        assert until(lambda: space.prefix(chain("a", 2)) == 2 and (before / "owners").is_dir())
+        assert until(lambda: space.lookup(chain("a", 2)).pages == 2 and (before / "owners").is_dir())
         assert len(os.listdir(before / "owners")) == 1
         assert store.stats().pages == 2
     with EmbeddedStore(pool) as store:
         assert data_folder(pool) == before
-        assert store.space(namespace(), SHARD).prefix(chain("a", 2)) == 2
+        assert store.space(namespace(), SHARD).lookup(chain("a", 2)).pages == 2
 
 
 def test_a_file_that_was_being_made_again_is_removed_with_the_pool(pool: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_pool_that_was_replaced_is_closed_once_the_last_call_in_it_ends(
         reader.start()
         assert replaced.wait(10)
         contents.remove_pool(pool)
-        assert until(lambda: space.prefix(keys) == 0 and store._handle._pool is not old)
+        assert until(lambda: space.lookup(keys).pages == 0 and store._handle._pool is not old)
         time.sleep(0.5)
         assert old.arena._fd >= 0
         ended.set()

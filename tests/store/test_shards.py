@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from faults import Faults, FaultySpace, FaultyStore, Late, never
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store.shard_model import UNIT_NBYTES, Model, Pool, Reader, instances, models, units
 
 from mooncake_connector.kv.geometry import Shard
-from store_client import EmbeddedStore, Put
+from mooncake_connector.kv.namespace import Namespace
+from store_client import EmbeddedStore, Lookup, Put, Store
 from store_client.sharded import ShardView
 from store_client.testing import DEADLINE_S, chain, namespace, parents_of
 
@@ -51,7 +53,7 @@ def test_a_page_is_found_where_all_its_layers_and_heads_are_stored_and_read_righ
         view, reader = pool.view(shard), Reader(model, shard)
         expected = [pool.has(page, shard) for page in range(len(model.keys))]
         assert view.contains(model.keys) == expected
-        assert view.prefix(model.keys) == [*expected, False].index(False)
+        assert view.lookup(model.keys).pages == [*expected, False].index(False)
         assert view.read(model.keys, reader.consume) == expected
         for page, there in enumerate(expected):
             if there:
@@ -114,12 +116,12 @@ def put_all(pool: Pool, *shards: Shard) -> None:
 def test_a_part_that_vanishes_after_the_lookup_loses_its_page_alone(shared: Pool) -> None:
     put_all(shared, *HALVES)
     view, reader = shared.view(WHOLE), Reader(shared.model, WHOLE)
-    assert view.prefix(shared.model.keys) == 4
+    assert view.lookup(shared.model.keys).pages == 4
     shared.lose(1, HALVES[1])
     assert view.read(shared.model.keys, reader.consume) == [True, False, True, True]
     for page in (0, 2, 3):
         assert np.array_equal(reader.page(page), reader.expected(page))
-    assert view.prefix(shared.model.keys) == 1
+    assert view.lookup(shared.model.keys).pages == 1
 
 
 @pytest.mark.parametrize("lost", HALVES, ids=["the part being read", "the part that comes next"])
@@ -138,7 +140,7 @@ def test_a_part_that_vanishes_during_the_read_loses_its_page(shared: Pool, lost:
 def test_smaller_parts_stand_in_for_one_that_vanished(shared: Pool) -> None:
     put_all(shared, *HALVES, *QUARTERS)
     view, reader = shared.view(WHOLE), Reader(shared.model, WHOLE)
-    assert view.prefix(shared.model.keys) == 4
+    assert view.lookup(shared.model.keys).pages == 4
     shared.lose(0, HALVES[1])
     assert view.read(shared.model.keys, reader.consume) == [True] * 4
     assert reader.shown[0] == [HALVES[0], QUARTERS[2], QUARTERS[3]]
@@ -201,7 +203,7 @@ def test_no_other_shard_is_asked_for_what_the_own_one_has(shared: Pool) -> None:
     put_all(shared, WHOLE, *HALVES)
     view, counting = counted(shared, WHOLE)
     keys = shared.model.keys
-    assert view.prefix(keys) == 4 and all(view.contains(keys)) and all(view.read(keys, lambda *args: None))
+    assert view.lookup(keys).pages == 4 and all(view.contains(keys)) and all(view.read(keys, lambda *args: None))
     assert counting.listed == 0
     assert {shard for _, shard in counting.asked} == {WHOLE}
 
@@ -209,20 +211,21 @@ def test_no_other_shard_is_asked_for_what_the_own_one_has(shared: Pool) -> None:
 def test_where_there_is_no_other_shard_a_miss_costs_one_lookup(shared: Pool) -> None:
     shared.put(WHOLE, [1])
     view, counting = counted(shared, WHOLE)
-    assert view.prefix(shared.model.keys) == 0
-    assert counting.asked == [("prefix", WHOLE)]
+    assert view.lookup(shared.model.keys).pages == 0
+    assert counting.asked == [("lookup", WHOLE)]
 
 
 def test_shards_are_listed_at_a_miss_once_a_second(shared: Pool, clock: SimpleNamespace) -> None:
     view, counting = counted(shared, WHOLE)
     keys = shared.model.keys
     for _ in range(3):
-        assert view.prefix(keys) == 0 and not any(view.contains(keys)) and not any(view.read(keys, lambda *args: None))
+        assert view.lookup(keys) == Lookup(0) and not any(view.contains(keys))
+        assert not any(view.read(keys, lambda *args: None))
     assert counting.listed == 1
     put_all(shared, *HALVES)
-    assert view.prefix(keys) == 0
+    assert view.lookup(keys).pages == 0
     clock.now_s += 1.1
-    assert view.prefix(keys) == 4
+    assert view.lookup(keys).pages == 4
     assert counting.listed == 2
 
 
@@ -231,7 +234,7 @@ def test_parts_that_leave_something_out_even_together_are_not_asked(shared: Pool
     shared.store.shards = lambda name: [HALVES[0], Shard(0, 2, 2, 4), Shard(4, 8, 0, 4)]  # type: ignore[method-assign]
     try:
         view, counting = counted(shared, WHOLE)
-        assert view.prefix(shared.model.keys) == 0
+        assert view.lookup(shared.model.keys).pages == 0
         assert {shard for _, shard in counting.asked} == {WHOLE}
     finally:
         del shared.store.shards
@@ -307,4 +310,48 @@ def test_after_clear_nothing_is_found(shared: Pool) -> None:
     write(view, shared.model, range(4))
     assert view.clear() == 8
     assert shared.view(WHOLE).contains(shared.model.keys) == [False] * 4
-    assert beside.prefix(shared.model.keys) == 1
+    assert beside.lookup(shared.model.keys).pages == 1
+
+
+# Answers that are pending
+
+
+class Unsure(FaultyStore):
+    """A store of which some shards may get more of a chain."""
+
+    def __init__(self, store: Store, *shards: Shard) -> None:
+        unsure = Faults()
+        unsure.answer = lambda keys, found: Lookup(found.pages, pending=found.pages < len(keys))
+        super().__init__(store, unsure)
+        self._unsure = shards
+
+    def space(self, namespace: Namespace, shard: Shard) -> FaultySpace:
+        space = super().space(namespace, shard)
+        return space if shard in self._unsure else FaultySpace(space._space, shard, Faults())
+
+
+def unsure_view(pool: Pool, *shards: Shard) -> ShardView:
+    return ShardView(Unsure(pool.store, *shards), pool.model.namespace, WHOLE, UNIT_NBYTES)
+
+
+@pytest.mark.parametrize("shard", [WHOLE, HALVES[1]], ids=["own", "other"])
+def test_a_lookup_is_pending_while_any_shard_may_bring_the_next_page(shared: Pool, shard: Shard) -> None:
+    keys = shared.model.keys
+    shared.put(HALVES[0], range(4))
+    shared.put(HALVES[1], range(2))
+    view = unsure_view(shared, shard)
+    assert view.lookup(keys) == Lookup(2, pending=True)
+    assert view.lookup(keys[:2]) == Lookup(2)
+    assert unsure_view(shared).lookup(keys) == Lookup(2)
+
+
+def test_a_thread_that_may_wait_gets_what_came_in_time(shared: Pool) -> None:
+    keys = shared.model.keys
+    put_all(shared, WHOLE)
+    faults = Faults()
+    view = ShardView(FaultyStore(shared.store, faults), shared.model.namespace, WHOLE, UNIT_NBYTES)
+    faults.answer = Late(asked=3)
+    assert view.lookup_within(keys, 60.0) == Lookup(4) and faults.calls["lookup"] == 3
+    faults.answer = never
+    assert view.lookup_within(keys, 0.0) == Lookup(0, pending=True) and faults.calls["lookup"] == 4
+    assert view.lookup_within(keys, 0.01) == Lookup(0, pending=True)

@@ -26,7 +26,7 @@ def test_a_line_cut_short_by_a_full_file_system_mixes_no_namespaces(
             assert put_chain(a, keys) == [Put.FAILED] * 3
         monkeypatch.undo()
         assert put_chain(b, keys) == [Put.STORED] * 3
-        assert a.prefix(keys) == 0
+        assert a.lookup(keys).pages == 0
         assert a.contains(keys) == [False] * 3
         assert get_page(a, keys[0]) is None
         assert put_chain(a, keys) == [Put.STORED] * 3
@@ -42,13 +42,13 @@ def test_a_list_that_is_lost_or_swapped_mixes_no_namespaces(pool: Path) -> None:
     (listed,) = pool.glob("*/spaces")
     listed.write_bytes(listed.read_bytes().replace(b'"a"', b'"c"').replace(b'"b"', b'"a"').replace(b'"c"', b'"b"'))
     with EmbeddedStore(pool) as store:
-        assert store.space(namespace("a"), SHARD).prefix(keys) == 1
-        assert store.space(namespace("b"), SHARD).prefix(keys) == 2
+        assert store.space(namespace("a"), SHARD).lookup(keys).pages == 1
+        assert store.space(namespace("b"), SHARD).lookup(keys).pages == 2
     listed.write_bytes(b"")
     with EmbeddedStore(pool) as store:
         assert put_chain(store.space(namespace("c"), SHARD), keys) == [Put.STORED] * 3
-        assert store.space(namespace("a"), SHARD).prefix(keys) == 1
-        assert store.space(namespace("b"), SHARD).prefix(keys) == 2
+        assert store.space(namespace("a"), SHARD).lookup(keys).pages == 1
+        assert store.space(namespace("b"), SHARD).lookup(keys).pages == 2
 
 
 def test_a_list_of_many_namespaces_is_read_once(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:

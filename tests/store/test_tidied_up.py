@@ -64,9 +64,9 @@ def test_a_deleted_file_ends_in_reopening(pool: Path, name: str) -> None:
             """This process and a fresh one see what the other stored: there are no two pools."""
             put_chain(space, keys)
             mine = f"after {time.monotonic()}"
-            if space.prefix(keys) != 2 or put_elsewhere(pool, mine) != ["stored", "stored"]:
+            if space.lookup(keys).pages != 2 or put_elsewhere(pool, mine) != ["stored", "stored"]:
                 return False
-            return space.prefix(chain(mine, 2)) == 2
+            return space.lookup(chain(mine, 2)).pages == 2
 
         assert until(is_shared_again, 60)
         audit(store)
@@ -85,7 +85,7 @@ def test_a_deleted_file_never_leaves_two_writers(pool: Path) -> None:
             assert put_elsewhere(pool, "b") == ["stored", "stored"]
             audit_pages = opened.table.pages
         assert audit_pages == 2
-        assert until(lambda: space.prefix(chain("b", 2)) == 2)
+        assert until(lambda: space.lookup(chain("b", 2)).pages == 2)
 
 
 def test_a_writer_whose_owner_file_is_deleted_keeps_what_it_reserved(pool: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_writer_whose_owner_file_is_deleted_keeps_what_it_reserved(pool: Path)
         outcome = space.write(keys, fill, nbytes=65536, parents=parents_of(keys), deadline_s=30)
         assert outcome == [Put.STORED] * 3
         assert all(get_page(space, key) is not None for key in keys + others)
-        assert until(lambda: space.prefix(keys) == 3 and len(list((data_folder(pool) / "owners").iterdir())) == 1)
+        assert until(lambda: space.lookup(keys).pages == 3 and len(list((data_folder(pool) / "owners").iterdir())) == 1)
         audit(store)
 
 
@@ -124,5 +124,5 @@ def test_a_file_that_was_cut_off_ends_in_reopening(pool: Path, name: str) -> Non
     with EmbeddedStore(pool) as store:
         os.truncate(before / name, os.stat(before / name).st_size - (1 << 20 if name == "arena" else 10))
         space = store.space(namespace(), SHARD)
-        assert until(lambda: space.prefix(chain("a", 1)) in (0, 1) and data_folder(pool) != before)
+        assert until(lambda: space.lookup(chain("a", 1)).pages in (0, 1) and data_folder(pool) != before)
         assert until(lambda: put_chain(space, chain("b", 2)) == [Put.STORED] * 2)

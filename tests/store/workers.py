@@ -59,7 +59,7 @@ def read_some(store: EmbeddedStore, rng: random.Random) -> int:
     """Pages read; ends this process at the first wrong byte."""
     keys, nbytes = keys_of(rng.randrange(CHAINS))
     space = space_of(store, nbytes)
-    present = space.prefix(keys)
+    present = space.lookup(keys).pages
     verify = rng.choice(list(Verify))
     out = np.zeros((LENGTH, nbytes), dtype=np.uint8)
     read = space.get(keys[:present], list(out[:present]), nbytes=nbytes, verify=verify)

@@ -377,7 +377,7 @@ def test_a_fault_in_bookkeeping_does_not_keep_a_load_from_starting(start: Start,
     assert engine.computed("again") == 4 + 2
 
 
-@pytest.mark.parametrize("call", ["prefix", "contains", "read", "write", "space", "record_lookup"])
+@pytest.mark.parametrize("call", ["lookup", "contains", "read", "write", "space", "record_lookup"])
 def test_no_exception_of_the_pool_reaches_the_engine(start: Start, faults, call: str) -> None:
     warm_pool(start)
     engine = start()

@@ -51,7 +51,7 @@ def test_a_prompt_of_exactly_full_pages_is_loaded_whole_and_its_last_token_compu
 def test_a_prompt_shorter_than_a_page_is_neither_looked_up_nor_saved(start: Start, faults) -> None:
     engine = start()
     assert engine.ask(PROMPT[:12], 3) == oracle.generate(PROMPT[:12], 3)
-    assert faults.calls["prefix"] == 0
+    assert faults.calls["lookup"] == 0
     assert engine.num_pages() == 0
 
 
@@ -120,10 +120,10 @@ def test_engines_of_every_memory_layout_share_pages(start: Start, memory: dict[s
 def test_a_local_hit_that_covers_the_prompt_costs_no_lookup(start: Start, faults) -> None:
     engine = start()
     engine.ask(PROMPT)
-    asked = faults.calls["prefix"]
+    asked = faults.calls["lookup"]
     assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
     assert engine.computed("again") == 4 + 2, "the local prefix cache did not hit"
-    assert faults.calls["prefix"] == asked
+    assert faults.calls["lookup"] == asked
 
 
 def test_each_page_is_stored_once(start: Start, faults) -> None:
@@ -141,11 +141,11 @@ def test_a_waiting_request_is_looked_up_once_and_not_every_step(start: Start, fa
     engine = start(num_blocks=16)
     engine.add(list(range(150)), 40)
     engine.step()
-    asked = faults.calls["prefix"]
+    asked = faults.calls["lookup"]
     engine.add(list(range(200, 350)), 2)  # does not fit beside the first one
     for _ in range(10):
         engine.step()
-    assert faults.calls["prefix"] == asked + 1
+    assert faults.calls["lookup"] == asked + 1
     engine.run()
     engine.check_at_rest()
 

@@ -161,7 +161,7 @@ def test_a_request_without_a_name_for_its_kv_is_left_alone(start: Start, faults,
     engine.abort(name)
     engine.run()
     assert engine.num_pages() == 0
-    assert faults.calls["prefix"] == 0
+    assert faults.calls["lookup"] == 0
     engine.check_at_rest()
 
 

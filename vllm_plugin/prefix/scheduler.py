@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.namespace import Namespace
+from mooncake_connector.log import get_logger, log_once
+from store_client.base import Lookup
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from vllm_plugin.adapters import AdapterKeys
@@ -22,7 +24,7 @@ from vllm_plugin.geometry import Geometry
 from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
 from vllm_plugin.naming import chain_root
 from vllm_plugin.prefix.save_planner import SavePlanner
-from vllm_plugin.prefix.tracked import Tracked
+from vllm_plugin.prefix.tracked import Offer, Tracked
 from vllm_plugin.stats import ConnectorStats
 
 if TYPE_CHECKING:
@@ -35,12 +37,18 @@ _IDENTITY_WAIT_S = 2.0
 """How long start-up waits for the model's fingerprint; a large model is hashed on in the background."""
 _LOOKUP_REUSE_S = 0.05
 """A request that waits for blocks is asked about every step; its last lookup serves for so long."""
+_PENDING_REUSE_S = 0.002
+"""Likewise where the answer is pending: with nothing to compute vLLM asks every millisecond."""
+_LOOKUP_HANGS_S = 1.0
+"""A lookup only reads memory. After one that took so long the pool is left alone, since the engine stood still."""
 _LOOKS_A_PAGE = 4
 """While all only decode, a request takes page_tokens steps to fill a page, and looking at every request in each of
 them would cost 2% of the step: so many looks are enough. A request that ends in between is looked at then."""
 _STALL_PAUSE_S = 30.0
 """After a load that was given up at its deadline the pool is not offered for so long: each further one would wait as
 long for nothing."""
+
+logger = get_logger(__name__)
 
 
 class SchedulerHalf:
@@ -63,6 +71,7 @@ class SchedulerHalf:
     ) -> None:
         self._geometry = geometry
         self._page_tokens = int(config.page_tokens)
+        self._lookup_wait_s = config.lookup_wait_s
         self._min_hit_tokens = config.effective_min_hit_tokens
         self._shards = geometry.shards()
         self._unit_nbytes = geometry.page_format(self._shards[0], self._page_tokens).unit_nbytes
@@ -96,8 +105,12 @@ class SchedulerHalf:
             tracked = self._tracked[request.request_id] = Tracked(request, chain_root(request, self._adapters))
         return tracked
 
-    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens in the pool beyond the local hit, loaded asynchronously; (0, False) for none. No side effect."""
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens in the pool beyond the local hit, loaded asynchronously; (0, False) for none. No side effect.
+
+        (None, False) while more may come, which makes vLLM put the request aside until its next step: for at most
+        `lookup_wait_s` in the life of a request.
+        """
         page_tokens = self._page_tokens
         beyond = request.num_prompt_tokens // page_tokens * page_tokens - num_computed_tokens
         tracked = self.track(request)
@@ -109,21 +122,70 @@ class SchedulerHalf:
         now_s = time.monotonic()
         if now_s < self._stalled_until_s:
             return 0, False
-        if offer is None or offer[0] != num_computed_tokens or now_s - offer[2] > _LOOKUP_REUSE_S:
-            first = num_computed_tokens // page_tokens
-            keys = tracked.page_keys(request.num_prompt_tokens // page_tokens, page_tokens)[first:]
-            pages = min(view.prefix(keys) for view in views)
-            tokens = (first + pages) * page_tokens - num_computed_tokens
-            offer = (num_computed_tokens, max(tokens, 0), now_s)
+        if offer is None or offer.local_tokens != num_computed_tokens or now_s > offer.good_until_s:
+            offer = self._look_up(tracked, num_computed_tokens, views)
         tracked.offer = offer
-        if offer[1] < self._min_hit_tokens:
+        if offer.pending and self._is_patient(tracked):
+            return None, False
+        if offer.tokens < self._min_hit_tokens:
             return 0, False
-        return offer[1], True
+        return offer.tokens, True
+
+    def _look_up(self, tracked: Tracked, num_computed_tokens: int, views: list[ShardView]) -> Offer:
+        page_tokens = self._page_tokens
+        first = num_computed_tokens // page_tokens
+        keys = tracked.page_keys(tracked.request.num_prompt_tokens // page_tokens, page_tokens)[first:]
+        asked_s = time.monotonic()
+        found = self._leading(keys, views)
+        now_s = time.monotonic()
+        if now_s - asked_s > _LOOKUP_HANGS_S:
+            self._stalled_until_s = now_s + _STALL_PAUSE_S
+            self._stats.fail("lookup_hung")
+            log_once(
+                "lookup.hung",
+                "a lookup took %.1f s: no prefix reuse for %d s",
+                now_s - asked_s,
+                _STALL_PAUSE_S,
+                logger=logger,
+            )
+        tokens = max((first + found.pages) * page_tokens - num_computed_tokens, 0)
+        reuse_s = _PENDING_REUSE_S if found.pending else _LOOKUP_REUSE_S
+        return Offer(num_computed_tokens, tokens, found.pending, now_s + reuse_s)
+
+    def _leading(self, keys: list[bytes], views: list[ShardView]) -> Lookup:
+        """The leading pages that all ranks have: more may come where they may for each rank that has no more."""
+        try:
+            found = [view.lookup(keys) for view in views]
+            pages = min(one.pages for one in found)
+            return Lookup(pages, all(one.pending for one in found if one.pages == pages))
+        except Exception as error:
+            self._stats.fail("lookup")
+            log_once("lookup", "a lookup failed: %r", error, logger=logger, exc_info=True)
+            return Lookup(0)
+
+    def _is_patient(self, tracked: Tracked) -> bool:
+        """Whether a request still waits for the rest of an answer."""
+        now_s = time.monotonic()
+        if tracked.patient_until_s is None:
+            tracked.patient_until_s = now_s + self._lookup_wait_s
+        if now_s < tracked.patient_until_s:
+            return True
+        if tracked.patient_until_s:
+            tracked.patient_until_s = 0.0
+            self._stats.fail("lookup_late")
+            log_once(
+                "lookup.late",
+                "the pool did not say within %g s whether it will have the rest of a prompt: what is not there is "
+                "computed",
+                self._lookup_wait_s,
+                logger=logger,
+            )
+        return False
 
     def offered(self, request: Request) -> int:
         """Tokens beyond the local hit that the last lookup of a request found in the pool."""
         tracked = self._tracked.get(request.request_id)
-        return 0 if tracked is None or tracked.offer is None else tracked.offer[1]
+        return 0 if tracked is None or tracked.offer is None else tracked.offer.tokens
 
     def give_away(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Blocks beyond the local hit may be written from now on, by a load that no step's output will show."""
@@ -143,11 +205,11 @@ class SchedulerHalf:
             tracked.loading = (0, 0)
         if offer is None:
             return
-        num_local, offered, _ = offer
+        num_local = offer.local_tokens
         if num_from_pool:
             self._plan_load(tracked, blocks, num_local, num_from_pool)
         self._stats.add("queried_tokens", request.num_prompt_tokens - num_local)
-        self._record(num_local // self._page_tokens, offered // self._page_tokens, request.num_prompt_tokens)
+        self._record(num_local // self._page_tokens, offer.tokens // self._page_tokens, request.num_prompt_tokens)
 
     def _plan_load(self, tracked: Tracked, blocks: KVCacheBlocks, num_local: int, num_external_tokens: int) -> None:
         page_tokens = self._page_tokens

@@ -12,6 +12,23 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a lookup found.
+
+    Args:
+        local_tokens: what vLLM's own prefix cache held then.
+        tokens: in the pool beyond those.
+        pending: the pool may have more in a moment.
+        good_until_s: from then on the pool is asked again.
+    """
+
+    local_tokens: int
+    tokens: int
+    pending: bool
+    good_until_s: float
+
+
 @dataclass(slots=True)
 class Tracked:
     """A request from its arrival to its end.
@@ -21,7 +38,8 @@ class Tracked:
         keys: page keys known so far.
         local_tokens: leading tokens that vLLM's own prefix cache held when it last asked.
         saved_pages: leading pages that are in the pool or on their way there.
-        offer: (local tokens, tokens offered beyond them, when) of the last lookup.
+        offer: of the last lookup.
+        patient_until_s: how long this request waits for answers that are pending; None before the first of them.
         loading: (first token, end) of what the pool brings to blocks that no step has used yet; None once one has, or
             the load has ended. It may be nothing: another source brings more, or all, and does not say so here.
         refused: a load failed; the pool is not offered to this request again.
@@ -32,7 +50,8 @@ class Tracked:
     keys: list[bytes] = field(default_factory=list)
     local_tokens: int = 0
     saved_pages: int = 0
-    offer: tuple[int, int, float] | None = None
+    offer: Offer | None = None
+    patient_until_s: float | None = None
     loading: tuple[int, int] | None = None
     refused: bool = False
 

@@ -181,9 +181,9 @@ def measure_lookups(store: Store, folder: Path, scale: Scale) -> dict[str, float
     with contextlib.closing(RawLmdb(folder / "lmdb", keys)) as bare:
         found = best_seconds(
             {
-                LOOKUP: Task(lambda: _expect(sum(space.prefix(key) for key in single), len(single))),
+                LOOKUP: Task(lambda: _expect(sum(space.lookup(key).pages for key in single), len(single))),
                 LMDB_LOOKUP: Task(lambda: _expect(sum(bare.lookup(key) for key in single), len(single))),
-                PREFIX: Task(lambda: _expect(space.prefix(keys), len(keys))),
+                PREFIX: Task(lambda: _expect(space.lookup(keys).pages, len(keys))),
                 LMDB_PREFIX: Task(lambda: _expect(bare.lookup(keys), len(keys))),
             },
             3 * scale.rounds,

@@ -72,12 +72,12 @@ def _tasks(space: Space, keys: list[list[bytes]]) -> dict[str, Task]:
 
     def prefix() -> None:
         batch = keys[next(rounds) % len(keys)]
-        if space.prefix(batch) != len(batch):
+        if space.lookup(batch).pages != len(batch):
             raise BenchError("a lookup missed keys that are in the index")
 
     def single() -> None:
         for key in keys[next(rounds) % len(keys)][:SINGLE_LOOKUPS]:
-            if space.prefix([key]) != 1:
+            if space.lookup([key]).pages != 1:
                 raise BenchError("a lookup missed a key that is in the index")
 
     return {PREFIX: Task(prefix), LOOKUP: Task(single)}
