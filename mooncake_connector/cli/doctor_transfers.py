@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ from transfer.control.handshake import Identity
 from transfer.transports.base import TransferError, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
 from transfer.transports.registry import check_configured, make_transports, serving
+from transfer.transports.tls import Tls
 from transfer.transports.unix import listen_at_port, port_name, reach
 
 _PATIENCE_S = 20.0
@@ -36,7 +38,8 @@ def transfer_checks(config: Config) -> Iterator[Check]:
         if access.tls:
             access.tls.context(server=True)
         check_configured(config.transports, hosts)
-        make_transports(config.transports, Memory(), TransportOptions(access.identity, hosts, access.tls)).close()
+        options = TransportOptions(access.identity, hosts, access.tls)
+        make_transports(config.transports, Memory(), options).close()
         for host in hosts:
             _listen(host)
         if not hosts:
@@ -48,7 +51,7 @@ def transfer_checks(config: Config) -> Iterator[Check]:
     if config.transfer_port:
         yield _port(hosts[0] if hosts else "", config.transfer_port)
     for name in serving(config.transports, hosts=hosts):  # the others need the engine's device
-        yield _reaches_neighbour(name)
+        yield _reaches_neighbour(name, options)
 
 
 def _what_listens(config: Config, access: Access) -> str:
@@ -89,28 +92,47 @@ def _reach_oneself() -> None:
         reach(connection, port_name(port), time.monotonic() + _PATIENCE_S)
 
 
-def _reaches_neighbour(name: str) -> Check:
-    command = [sys.executable, "-m", __name__, name]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as neighbour:
+class _Order(msgspec.Struct, frozen=True):
+    """What the neighbour is told, by its standard input: a secret is in no command line."""
+
+    transport: str
+    hosts: tuple[str, ...]
+    secret: bytes
+    tls: Tls | None
+
+
+def _reaches_neighbour(name: str, options: TransportOptions) -> Check:
+    order = _Order(name, tuple(options.hosts), options.identity.secret, options.tls)
+    command = [sys.executable, "-m", __name__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as neighbour:
+        patience = threading.Timer(_PATIENCE_S, neighbour.kill)
+        patience.start()
         try:
-            assert neighbour.stdout is not None
-            endpoints = msgspec.json.decode(neighbour.stdout.readline(), type=dict[str, bytes])
-            with make_transports([name], Memory(), TransportOptions(Identity())) as here:
+            assert neighbour.stdin is not None and neighbour.stdout is not None
+            neighbour.stdin.write(msgspec.json.encode(order) + b"\n")
+            if not (said := neighbour.stdout.readline()):
+                return warning(name, "does not work here, others are used: the other process did not answer")
+            endpoints = msgspec.json.decode(said, type=dict[str, bytes])
+            with make_transports([name], Memory(), options) as here:
                 here.connect(endpoints, deadline_s=_PATIENCE_S).close()
         except (Unavailable, OSError, msgspec.DecodeError) as error:
             return warning(name, f"does not work here, others are used: {error}")
         finally:
+            patience.cancel()
             neighbour.kill()
-    return ok(name, "reaches other processes of this user on this host")
+    where = f" at {', '.join(options.hosts)}" if name == "tcp" else ""
+    return ok(name, f"reaches other processes of this user on this host{where}")
 
 
-def _be_neighbour(name: str) -> None:
+def _be_neighbour() -> None:
     """Listen until the standard input ends."""
-    with make_transports([name], Memory(), TransportOptions(Identity())) as transports:
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Order)
+    options = TransportOptions(Identity(order.secret), order.hosts, order.tls)
+    with make_transports([order.transport], Memory(), options) as transports:
         sys.stdout.buffer.write(msgspec.json.encode(transports.listen()) + b"\n")
         sys.stdout.flush()
         sys.stdin.read()
 
 
 if __name__ == "__main__":
-    _be_neighbour(sys.argv[1])
+    _be_neighbour()

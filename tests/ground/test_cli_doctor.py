@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+import certificates
 import pytest
 from typer.testing import CliRunner
 
@@ -18,6 +19,7 @@ from mooncake_connector.cli import doctor_transfers
 from mooncake_connector.cli.main import app
 from store_client import EmbeddedStore
 from store_client.embedded import layout
+from transfer.transports.registry import Transports
 from transfer.transports.unix import listen_at_port
 
 MIB = 1 << 20
@@ -254,6 +256,30 @@ class TestTransfers:
         for name in ("shm", "tcp"):
             status, detail = outcome_of(name)
             assert status == "ok" and "reaches other processes" in detail
+
+    def test_tcp_is_tried_at_the_configured_addresses_with_certificates(self, monkeypatch, secret, tmp_path):
+        reached = []
+        connect = Transports.connect
+        monkeypatch.setattr(
+            Transports, "connect", lambda self, found, **more: reached.append(found) or connect(self, found, **more)
+        )
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSPORTS", "tcp")
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSFER_HOSTS", "127.0.0.2,127.0.0.3")
+        if certificates.CAN_MAKE:
+            for role, path in certificates.make_certificate(tmp_path).items():
+                monkeypatch.setenv(f"MOONCAKE_CONNECTOR_TLS_{role.upper()}", path)
+        status, detail = outcome_of("tcp")
+        assert status == "ok" and detail.endswith("at 127.0.0.2, 127.0.0.3")
+        assert b"127.0.0.2" in reached[0]["tcp"] and b"127.0.0.3" in reached[0]["tcp"]
+
+    def test_a_neighbour_that_says_nothing_is_given_up(self, monkeypatch, tmp_path):
+        silent = tmp_path / "python"
+        silent.write_text("#!/bin/sh\nexec sleep 600\n")
+        silent.chmod(0o700)
+        monkeypatch.setattr(doctor_transfers.sys, "executable", str(silent))
+        monkeypatch.setattr(doctor_transfers, "_PATIENCE_S", 0.3)
+        status, detail = outcome_of("shm")
+        assert status == "warning" and detail.endswith("the other process did not answer")
 
     def test_one_that_finds_nobody_is_a_warning(self, monkeypatch):
         monkeypatch.setattr(doctor_transfers.sys, "executable", "/bin/true")
