@@ -239,7 +239,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return () if self._scheduler is None else self._scheduler.saves.take_events()
+        return () if self._scheduler is None else self._scheduler.take_events()
 
     @contained(bool)
     def reset_cache(self) -> bool | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ import pytest
 import zmq
 from cases import PROMPT, Start, every_runner
 from harness import PATIENCE_S, Engine
-from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch, ZmqEventPublisher
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
 
 from mooncake_connector.kv.keys import page_keys
+from store_client import EmbeddedStore, Put, Space
+from store_client.testing import SHARD, chain, namespace, put_chain
+from vllm_plugin.prefix import announced
 
 OTHER = list(range(200, 300))
 
@@ -63,6 +68,127 @@ def test_nothing_is_published_where_nobody_listens(start: Start) -> None:
     engine = start()
     engine.ask(PROMPT)
     assert not engine.half.saves._events
+
+
+# Pages that are gone
+
+
+@dataclass
+class Followed:
+    """An engine that has announced the pages of PROMPT, what it published since, and the pool from outside."""
+
+    engine: Engine
+    events: list[Any]
+    store: EmbeddedStore
+
+    def removed(self) -> list[bytes]:
+        """By one more request's steps."""
+        self.engine.ask(OTHER[:8])
+        return [key for event in self.events if isinstance(event, BlockRemoved) for key in event.block_hashes]
+
+    def space(self, rank: int = 0) -> Space:
+        return self.store.space(self.engine.half.namespace(), self.engine.half._views()[rank].shard)
+
+    def put_others(self, count: int, nbytes: int, name: str = "others") -> int:
+        """Pages of another model; returns how many were stored."""
+        space = self.store.space(namespace(name), SHARD)
+        keys = chain(name, count)
+        return put_chain(space, keys, nbytes).count(Put.STORED)
+
+
+@pytest.fixture
+def follow(start: Start, pool: Path) -> Iterator[Callable[..., Followed]]:
+    with ExitStack() as stack:
+
+        def begin(**settings: Any) -> Followed:
+            engine = start(events=True, **settings)
+            engine.ask(PROMPT)
+            events = published(engine)
+            return Followed(engine, events, stack.enter_context(EmbeddedStore(pool)))
+
+        yield begin
+
+
+def test_pages_that_the_pool_evicted_are_said_to_be_removed(follow: Callable[..., Followed]) -> None:
+    followed = follow()
+    keys = page_keys(PROMPT, 16)
+    assert followed.removed() == []
+    assert all(followed.put_others(64, 65536, f"others {i}") for i in range(3)), "12 MiB in a pool of 8"
+    assert followed.space().contains(keys) == [False] * 6
+    assert sorted(followed.removed()) == sorted(keys)
+    assert {event.medium for event in followed.events if isinstance(event, BlockRemoved)} == {"CPU"}
+    followed.store.clear()
+    assert sorted(followed.removed()) == sorted(keys), "each once"
+
+
+def test_a_page_is_removed_once_one_rank_has_lost_its_shard(follow: Callable[..., Followed]) -> None:
+    followed = follow(tp_size=2)
+    keys = page_keys(PROMPT, 16)
+    followed.space(rank=1).remove(keys[4:5])
+    assert followed.removed() == keys[4:5]
+    followed.space(rank=0).remove(keys[4:])
+    assert followed.removed() == keys[4:]
+
+
+def test_a_page_that_came_back_is_not_said_to_be_removed(follow: Callable[..., Followed]) -> None:
+    followed = follow()
+    keys = page_keys(PROMPT, 16)
+    pages: dict[int, bytes] = {}
+    nbytes = followed.engine.half._views()[0].nbytes
+    followed.space().read(keys, lambda i, page: pages.__setitem__(i, page.tobytes()), nbytes=nbytes)
+    followed.space().remove(keys)
+    followed.space().put(keys[:4], list(pages.values())[:4], parents=[None, *keys[:3]], deadline_s=PATIENCE_S)
+    assert sorted(followed.removed()) == sorted(keys[4:])
+
+
+def test_pages_of_others_are_not_said_to_be_removed(follow: Callable[..., Followed]) -> None:
+    followed = follow()
+    followed.put_others(4, 4096)
+    followed.store.clear(namespace("others").digest)
+    assert followed.removed() == []
+
+
+def test_after_a_gap_what_was_announced_is_looked_at_again(
+    follow: Callable[..., Followed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few pages a step."""
+    monkeypatch.setattr(announced, "_LOOKS_A_STEP", 1)
+    followed = follow()
+    keys = page_keys(PROMPT, 16)
+    position = followed.store.changes().position
+    followed.space().remove(keys[3:])
+    while not followed.store.changes(position).gap:
+        followed.put_others(512, 64)  # half of what the pool's index has room for
+        followed.store.clear(namespace("others").digest)
+    gone: list[bytes] = []
+    for _ in range(6):
+        gone = followed.removed()
+    assert sorted(gone) == sorted(keys[3:])
+
+
+def test_a_page_that_is_gone_before_it_is_announced_is_taken_back_at_once(start: Start, pool: Path) -> None:
+    engine = start(events=True, lazy=True)
+    events = published(engine)
+    take, keys = engine.half.saves.take_events, page_keys(PROMPT, 16)
+
+    def take_late() -> list[Any]:
+        with EmbeddedStore(pool) as store:
+            store.clear()
+        return take()
+
+    engine.half.saves.take_events = take_late
+    engine.ask(PROMPT)
+    stored = [key for event in events if isinstance(event, BlockStored) for key in event.block_hashes]
+    removed = [key for event in events if isinstance(event, BlockRemoved) for key in event.block_hashes]
+    assert stored == keys and sorted(removed) == sorted(keys)
+
+
+def test_after_a_reset_nothing_of_before_is_said_to_be_removed(follow: Callable[..., Followed]) -> None:
+    followed = follow()
+    followed.engine.scheduler.reset_prefix_cache(reset_connector=True)
+    followed.engine.ask(OTHER[:8])
+    followed.store.clear()
+    assert followed.removed() == []
 
 
 # On the wire

@@ -192,7 +192,7 @@ class SavePlanner:
             self._idle_since_s = time.monotonic()
         return time.monotonic() - self._idle_since_s < _COLLECT_S
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
+    def take_events(self) -> list[KVCacheEvent]:
         events, self._events = self._events, []
         return events
 

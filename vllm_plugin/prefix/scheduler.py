@@ -23,11 +23,13 @@ from vllm_plugin.adapters import AdapterKeys
 from vllm_plugin.geometry import Geometry
 from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
 from vllm_plugin.naming import chain_root
+from vllm_plugin.prefix.announced import AnnouncedPages
 from vllm_plugin.prefix.save_planner import SavePlanner
 from vllm_plugin.prefix.tracked import Offer, Tracked
 from vllm_plugin.stats import ConnectorStats
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -79,6 +81,7 @@ class SchedulerHalf:
         self._tracked: dict[str, Tracked] = {}
         self._metadata = StepMetadata()
         self.saves = SavePlanner(geometry, self._page_tokens, num_workers=self._world_size, publishes=publishes)
+        self._announced = AnnouncedPages() if publishes else None
         self._decode_steps = 0
         self._stats = ConnectorStats()
         self._adapters = AdapterKeys()
@@ -318,6 +321,14 @@ class SchedulerHalf:
             return None
         stats, self._stats = self._stats, ConnectorStats()
         return stats
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What to publish: pages that all workers have stored, and announced pages that are gone."""
+        if self._announced is None:
+            return []
+        events, namespace = self.saves.take_events(), self.namespace()
+        digest = b"" if namespace is None else namespace.digest
+        return events + self._announced.follow(self._store.store, digest, self._views(), events)
 
     def reset(self) -> bool:
         """Read nothing any more that is in the pool (vLLM's `reset_prefix_cache(reset_connector=True)`).
