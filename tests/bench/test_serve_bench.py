@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ from bench.streaming_server import StreamingServer, event, token
 from mooncake_connector.cli.bench.commands import app
 from mooncake_connector.cli.bench.measure import BenchError
 from mooncake_connector.cli.bench.serve import client, command, compare, engines, running
-from mooncake_connector.cli.bench.serve.client import Answer, CacheTokens, parse_url
+from mooncake_connector.cli.bench.serve.client import Answer, parse_url
+from mooncake_connector.cli.bench.serve.counters import CacheTokens
 from mooncake_connector.cli.bench.serve.engines import ALONE, OURS
 from mooncake_connector.cli.bench.serve.load import Pass
 from mooncake_connector.cli.bench.serve.report import NEW, SEEN, Absent, ServeReport, row_of
@@ -164,8 +166,9 @@ def test_a_server_without_a_list_of_models_is_asked_for_the_one_that_was_named(s
 
 
 def test_a_server_that_is_down(ask):
-    with pytest.raises(BenchError, match=r"ConnectionRefusedError.*is the server up"):
-        ask("http://127.0.0.1:9")
+    with socket.socket() as taken, pytest.raises(BenchError, match=r"ConnectionRefusedError.*is the server up"):
+        taken.bind(("127.0.0.1", 0))
+        ask(f"http://127.0.0.1:{taken.getsockname()[1]}")
 
 
 def test_a_server_whose_first_answer_fails(stand_in, ask):

@@ -8,6 +8,7 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from bench.peers.network import LINK_GBITS, LINKS, Network, network
 from bench.peers.report import Goal, Row, row
 from mooncake_connector.cli.bench.measure import BenchError, Progress
 
+_ANSWER_S = 300.0
 LAYER_S, LAYER_KV_S = 0.020, 0.015
 SCHEDULES = (("layer", 1), ("full", 1), ("chunk", 4), ("layer", 4))
 """Granularity, and in how many passes of prefill the prompt is computed."""
@@ -102,16 +104,17 @@ def _hiding(sender: _End, scale: LinkScale, striped: float) -> dict[tuple[str, i
 
 def _cut(net: Network, holder: _End, sender: _End, striped: float, num_paths: int) -> float:
     """Let one link die in mid-transfer; seconds from then to the end."""
-    holder.ask(do="clear")
-    sender.tell(do="write")
-    time.sleep(striped / 3)
-    net.set_link(1, "down")
-    cut_at = time.perf_counter()
-    answer = _checked(sender.answer())
-    taken = time.perf_counter() - cut_at
-    if len(answer["paths"]) == num_paths:
-        raise BenchError("the transfer was over before the link was cut")
-    return taken
+    for part in (3, 6, 12):
+        holder.ask(do="clear")
+        sender.tell(do="write")
+        time.sleep(striped / part)
+        net.set_link(1, "down")
+        cut_at = time.perf_counter()
+        answer = _checked(sender.answer())
+        if len(answer["paths"]) < num_paths:
+            return time.perf_counter() - cut_at
+        net.set_link(1, "up")  # the transfer was over before the link was cut
+    raise BenchError("the transfer was over before the link was cut, three times")
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
@@ -137,9 +140,12 @@ class _End:
 
     def answer(self) -> dict[str, Any]:
         assert self._process.stdout
+        patience = threading.Timer(_ANSWER_S, self._process.kill)
+        patience.start()
         line = self._process.stdout.readline()
+        patience.cancel()
         if not line:
-            raise BenchError("a process at the end of the links died: its messages are above")
+            raise BenchError("a process at the end of the links died, or hung: its messages are above")
         found: dict[str, Any] = json.loads(line)
         return found
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mooncake_connector.cli.bench.serve.client import Answer, CacheTokens, RequestFailed, Server, cache_tokens
+from mooncake_connector.cli.bench.serve.client import Answer, RequestFailed, Server
+from mooncake_connector.cli.bench.serve.counters import CacheTokens, cache_tokens
 from mooncake_connector.cli.bench.serve.workload import Prompt
 
 Ask = Callable[[Prompt], Answer]

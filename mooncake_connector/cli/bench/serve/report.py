@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from mooncake_connector.cli.bench.serve.client import Answer, CacheTokens
+from mooncake_connector.cli.bench.serve.client import Answer
+from mooncake_connector.cli.bench.serve.counters import CacheTokens
 from mooncake_connector.cli.bench.serve.load import Pass, percentile
 from mooncake_connector.cli.columns import sheet
 
