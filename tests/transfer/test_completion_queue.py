@@ -11,9 +11,10 @@ from transfer.control.handshake import Identity
 from transfer.protocol.orders import Ending
 from transfer.session import NodeOptions
 from transfer.testing.conformance import TransportConformance
-from transfer.testing.memory import Buffer
+from transfer.testing.memory import Buffer, int64
+from transfer.testing.waiting import outcome_of
 from transfer.transports import registry
-from transfer.transports.base import TransferError, TransportOptions
+from transfer.transports.base import Cause, TransferError, TransportOptions
 from transfer.transports.memory import Memory
 
 TESTS = str(Path(__file__).parents[1])
@@ -103,3 +104,19 @@ def test_one_that_cannot_register_further_memory_is_closed_with_one_line(region,
         assert [record.getMessage().split(":")[0] for record in caplog.records] == ["transport queue is closed"]
         assert far.connect(endpoints, deadline_s=30).transport == "shm"
         assert far.connect(made.listen(), deadline_s=30).transport == "shm"
+
+
+@pytest.mark.parametrize("told", ["sender", "receiver"])
+def test_memory_that_one_side_was_not_told_of_is_not_touched(told):
+    source, target, here, there = Buffer(4096, seed=1), Buffer(4096), Memory(), Memory()
+    here.register(source.address, 4096)
+    there.register(target.address, 4096)
+    grant = there.grant(int64(target.address), int64(4096))
+    with QueueTransport(here) as sender, QueueTransport(there) as receiver:
+        if told == "sender":
+            here.follow(sender)
+        else:
+            there.follow(receiver)
+        peer = sender.connect(receiver.listen(), deadline_s=30)
+        write = peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=30)
+        assert outcome_of(write).cause is Cause.SOURCE and not target.bytes.any()
