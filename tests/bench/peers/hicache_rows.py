@@ -36,7 +36,7 @@ _EXISTS = Goal(at_most=0.5)
 
 
 def figures_of(outcome: Mapping[str, Any]) -> Figures:
-    """What a child of `hicache_bench` measured; fewer where it failed."""
+    """What a child of `hicache` measured; fewer where it failed."""
     return {
         (operation, geometry, layout, name): s for operation, geometry, layout, name, s in outcome.get("figures", ())
     }
