@@ -3,7 +3,7 @@
 Not responsible for what the bytes of a page mean (`mooncake_connector.kv.page`) nor for when an engine loads and saves.
 """
 
-from store_client.base import Lookup, Put, Space, SpaceInfo, Store, StoreStats, Verify, VerifyReport
+from store_client.base import Lookup, Put, Space, SpaceInfo, Store, StoreStats, VerifyReport
 from store_client.embedded import EmbeddedStore
 
 __all__ = [
@@ -14,6 +14,5 @@ __all__ = [
     "SpaceInfo",
     "Store",
     "StoreStats",
-    "Verify",
     "VerifyReport",
 ]

@@ -9,7 +9,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +19,6 @@ from mooncake_connector.kv.namespace import Namespace
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A contiguous one-dimensional uint8 array."""
-
-Buffer: TypeAlias = Any
-"""Anything with the buffer protocol that is C-contiguous: ndarray, memoryview, bytearray, mmap."""
-
-Scatter: TypeAlias = "Buffer | Sequence[Buffer]"
-"""One buffer, or several that are taken one after the other."""
 
 
 class Put(enum.Enum):
@@ -45,16 +39,6 @@ class Lookup:
     """So many are present now."""
     pending: bool = False
     """More of them may be there soon, so it is worth to ask again. False where all that were asked for are present."""
-
-
-class Verify(enum.Enum):
-    """How often the bytes of a page are held against the checksum of its writer."""
-
-    ALWAYS = "always"
-    """On every read."""
-    ONCE = "once"
-    """The first time this process meets the page. Pages are immutable, so later reads check only that the page was
-    not evicted meanwhile; a bit that flips in memory after the first read goes unseen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,30 +150,12 @@ class Space(ABC):
         """For each key whether the page is present. Takes no lock and writes nothing."""
 
     @abstractmethod
-    def read(
-        self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, verify: Verify = Verify.ALWAYS
-    ) -> list[bool]:
+    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:
         """Show the bytes of every present page to `consume(i, view)`, without copying them where possible.
 
         `view` is a read-only uint8 array of `nbytes` that is valid during the call only. Its checksum was verified
         just before; whether the page stayed in place meanwhile is known only afterwards: what `consume` made of page
         i is right if and only if the returned list has True at i. An exception of `consume` passes through.
-        """
-
-    @abstractmethod
-    def get(
-        self,
-        keys: Sequence[bytes],
-        destinations: Sequence[Scatter],
-        *,
-        nbytes: int,
-        offset: int = 0,
-        verify: Verify = Verify.ALWAYS,
-    ) -> list[bool]:
-        """Copy bytes `offset ..` of each page into `destinations[i]`, whose total size is the length of the range.
-
-        True at i: the destination holds the writer's bytes, by checksum. False: a miss, and the destination may hold
-        anything.
         """
 
     @abstractmethod
@@ -209,17 +175,6 @@ class Space(ABC):
         (not the time that `fill` takes); what cannot be stored by then is FAILED. An exception of `fill` passes
         through, and none of the pages of that batch is stored.
         """
-
-    @abstractmethod
-    def put(
-        self,
-        keys: Sequence[bytes],
-        sources: Sequence[Scatter],
-        *,
-        parents: Sequence[bytes | None],
-        deadline_s: float,
-    ) -> list[Put]:
-        """Store the absent pages from `sources[i]`; all of one total size. Else as `write`."""
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes]) -> int:

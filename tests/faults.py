@@ -154,12 +154,6 @@ class FaultySpace(Space):
         self._faults.note("record_lookup")
         self._space.record_lookup(**kwargs)
 
-    def get(self, *args: Any, **kwargs: Any) -> list[bool]:
-        return self._space.get(*args, **kwargs)
-
-    def put(self, *args: Any, **kwargs: Any) -> list[Put]:
-        return self._space.put(*args, **kwargs)
-
     def remove(self, keys: Sequence[bytes]) -> int:
         return self._space.remove(keys)
 

@@ -6,35 +6,19 @@ cleared before their space is given to anybody else.
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes, Consume, Scatter, Verify
+from store_client.base import Bytes, Consume
 from store_client.embedded import rows as rows_
 from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.counters import Counters
 from store_client.embedded.faults import CallersOwn
 from store_client.embedded.rows import INLINE_EXTENTS
-from store_client.embedded.scatter import as_pieces, copy_hashed, copy_range, gather
+from store_client.embedded.scatter import gather
 from store_client.embedded.table import Found, Table
 
 logger = get_logger(__name__)
-
-
-def check_targets(destinations: Sequence[Scatter], nbytes: int, offset: int) -> list[list[memoryview]]:
-    """The destinations as byte views. Raises ValueError where they differ in size or leave the page."""
-    targets = [as_pieces(destination) for destination in destinations]
-    if any(piece.readonly for pieces in targets for piece in pieces):
-        raise ValueError("a destination is read-only: expected writable memory")
-    sizes = {sum(map(len, pieces)) for pieces in targets}
-    if len(sizes) > 1:
-        raise ValueError(f"destinations of different sizes {sorted(sizes)}: all pages of a call give one range")
-    length = max(sizes, default=0)
-    if offset < 0 or offset + length > nbytes:
-        raise ValueError(f"range {offset}..{offset + length} lies outside of a page of {nbytes} bytes")
-    return targets
 
 
 class Reader:
@@ -46,8 +30,6 @@ class Reader:
     ) -> None:  # fmt: skip
         self._table, self._arena, self._counters = table, arena, counters
         self._condemn, self._suspect = condemn, suspect
-        self._verified: npt.NDArray[np.uint64] = np.zeros(table.max_pages, dtype=np.uint64)
-        """Generation of the page at each slot whose checksum this process has seen to be right."""
 
     def prefix(self, keys: Sequence[bytes], space: int) -> int:
         """Leading keys that are present. The first alone decides most lookups that miss, so others are checked late."""
@@ -67,39 +49,19 @@ class Reader:
             return [self._table.present_one(keys[0], space)]
         return [slot >= 0 for slot in self._table.slots(rows_.join_keys(keys), space)]
 
-    def read(self, keys: Sequence[bytes], space: int, consume: Consume, nbytes: int, verify: Verify) -> list[bool]:
+    def read(self, keys: Sequence[bytes], space: int, consume: Consume, nbytes: int) -> list[bool]:
         """See `Space.read`."""
 
         def show(i: int, found: Found, pieces: list[Bytes]) -> bool:
             whole = pieces[0] if len(pieces) == 1 else gather(pieces, nbytes)
-            if not self._is_verified(found, verify) and xxhash.xxh3_64_intdigest(whole.data) != found.row.checksum:
+            if xxhash.xxh3_64_intdigest(whole.data) != found.row.checksum:
                 return False
             view = whole[:]
             view.flags.writeable = False
             consume(i, view)
             return True
 
-        return self._each(keys, space, nbytes, nbytes, show)
-
-    def get(
-        self, keys: Sequence[bytes], space: int, targets: Sequence[list[memoryview]], nbytes: int, offset: int,
-        verify: Verify,
-    ) -> list[bool]:  # fmt: skip
-        """See `Space.get`."""
-        length = sum(map(len, targets[0])) if targets else nbytes
-
-        def copy(i: int, found: Found, pieces: list[Bytes]) -> bool:
-            if self._is_verified(found, verify):
-                copy_range(pieces, targets[i], offset)
-                return True
-            if length == nbytes:
-                return copy_hashed([piece.data for piece in pieces], targets[i], hash_target=True) == found.row.checksum
-            if _digest(pieces) != found.row.checksum:
-                return False
-            copy_range(pieces, targets[i], offset)
-            return True
-
-        return self._each(keys, space, nbytes, length, copy)
+        return self._each(keys, space, nbytes, show)
 
     def check(self, found: Found) -> bool | None:
         """Whether the page's bytes are right; None if it went away meanwhile."""
@@ -112,9 +74,8 @@ class Reader:
         return right
 
     def _each(
-        self, keys: Sequence[bytes], space: int, nbytes: int, length: int,
-        use: Callable[[int, Found, list[Bytes]], bool],
-    ) -> list[bool]:  # fmt: skip
+        self, keys: Sequence[bytes], space: int, nbytes: int, use: Callable[[int, Found, list[Bytes]], bool]
+    ) -> list[bool]:
         """Call `use` for every present page; True where it succeeded and the page was there all the time."""
         done = [False] * len(keys)
         touched = []
@@ -135,19 +96,15 @@ class Reader:
                 changed += 1
             elif right:
                 done[i] = True
-                self._verified[found.slot] = found.row.generation
                 touched.append(found.slot)
             else:
                 self._report_corrupt(found)
         if touched:
             self._table.touch(touched)
         self._counters.add(
-            read_pages=len(touched), read_nbytes=len(touched) * length, geometry=geometry, changed=changed
+            read_pages=len(touched), read_nbytes=len(touched) * nbytes, geometry=geometry, changed=changed
         )
         return done
-
-    def _is_verified(self, found: Found, verify: Verify) -> bool:
-        return verify is Verify.ONCE and self._verified[found.slot] == found.row.generation
 
     def _report_corrupt(self, found: Found) -> None:
         self._condemn(found)

@@ -14,15 +14,14 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes, Consume, Fill, Lookup, Put, Scatter, Space, Verify
+from store_client.base import Bytes, Consume, Fill, Lookup, Put, Space
 from store_client.embedded.faults import CallersOwn, callers
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.pool import Pool
 from store_client.embedded.put_plan import Place
-from store_client.embedded.reader import check_targets
 from store_client.embedded.registry import Handle
 from store_client.embedded.rows import INLINE_EXTENTS, join_keys
-from store_client.embedded.scatter import as_pieces, copy_hashed, copy_range
+from store_client.embedded.scatter import spread
 from store_client.embedded.spaces import identify
 
 logger = get_logger(__name__)
@@ -54,32 +53,11 @@ class EmbeddedSpace(Space):
         absent = [False] * len(keys)
         return self._handle.look(self._closed, lambda pool: pool.reader.contains(keys, self._number), absent)
 
-    def read(
-        self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, verify: Verify = Verify.ALWAYS
-    ) -> list[bool]:
+    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:
         join_keys(keys)
         show = callers(consume)
         return self._handle.call(
-            self._closed, lambda pool: pool.reader.read(keys, self._number, show, nbytes, verify), [False] * len(keys)
-        )
-
-    def get(
-        self,
-        keys: Sequence[bytes],
-        destinations: Sequence[Scatter],
-        *,
-        nbytes: int,
-        offset: int = 0,
-        verify: Verify = Verify.ALWAYS,
-    ) -> list[bool]:
-        if len(destinations) != len(keys):
-            raise ValueError(f"{len(destinations)} destinations for {len(keys)} keys")
-        join_keys(keys)
-        targets = check_targets(destinations, nbytes, offset)
-        return self._handle.call(
-            self._closed,
-            lambda pool: pool.reader.get(keys, self._number, targets, nbytes, offset, verify),
-            [False] * len(keys),
+            self._closed, lambda pool: pool.reader.read(keys, self._number, show, nbytes), [False] * len(keys)
         )
 
     def write(
@@ -99,30 +77,10 @@ class EmbeddedSpace(Space):
                 return xxhash.xxh3_64_intdigest(pieces[0].data)
             whole: Bytes = np.empty(nbytes, dtype=np.uint8)
             fill(i, whole)
-            copy_range([whole], [piece.data for piece in pieces], 0)
+            spread(whole, pieces)
             return xxhash.xxh3_64_intdigest(whole.data)
 
         return self._store(keys, store, nbytes, parents, deadline_s)
-
-    def put(
-        self,
-        keys: Sequence[bytes],
-        sources: Sequence[Scatter],
-        *,
-        parents: Sequence[bytes | None],
-        deadline_s: float,
-    ) -> list[Put]:
-        if len(sources) != len(keys):
-            raise ValueError(f"{len(sources)} sources for {len(keys)} keys")
-        pieces = [as_pieces(source) for source in sources]
-        sizes = {sum(map(len, source)) for source in pieces}
-        if len(sizes) > 1:
-            raise ValueError(f"sources of different sizes {sorted(sizes)}: all pages of a call have one size")
-
-        def store(i: int, places: list[Bytes]) -> int:
-            return copy_hashed(pieces[i], [place.data for place in places], hash_target=False)
-
-        return self._store(keys, store, sizes.pop() if sizes else 0, parents, deadline_s)
 
     def _store(
         self, keys: Sequence[bytes], store: Store, nbytes: int, parents: Sequence[bytes | None], deadline_s: float

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from e2e.pages import PAGE_TOKENS
 from mooncake_connector.kv.keys import page_keys, root_digest
 from store_client import EmbeddedStore
+from store_client.testing import get_pages
 
 __all__ = ["elements", "errors", "exact_elements", "mistakes", "table"]
 
@@ -31,7 +32,7 @@ def elements(pool: Path, model: Path, prompt: Sequence[int], *, cache_salt: str)
         (info,) = (info for info in store.namespaces() if Path(info.namespace.model_name) == model)
         namespace, nbytes = info.namespace, info.nbytes // info.pages
         pages = np.empty((len(keys), nbytes), np.uint8)
-        assert store.space(namespace, info.shard).get(keys, list(pages), nbytes=nbytes) == [True] * len(keys)
+        assert get_pages(store.space(namespace, info.shard), keys, list(pages), nbytes=nbytes) == [True] * len(keys)
     assert namespace.kv_dtype == "bfloat16"
     halves = pages.view("<u2").astype(np.uint32) << 16
     shape = (len(keys), 2, namespace.num_layers, PAGE_TOKENS, namespace.num_kv_heads, namespace.head_dim)

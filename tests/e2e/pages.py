@@ -12,6 +12,7 @@ import numpy as np
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys, root_digest
 from store_client import EmbeddedStore
+from store_client.testing import get_pages, put_pages
 
 PAGE_TOKENS = 64
 
@@ -64,12 +65,12 @@ class Pages:
                 space = store.space(info.namespace, info.shard)
                 nbytes = info.nbytes // info.pages
                 right = np.empty(nbytes, np.uint8)
-                assert space.get([key], [right], nbytes=nbytes) == [True]
+                assert get_pages(space, [key], [right], nbytes=nbytes) == [True]
                 wrong = right.copy()
                 width = {"bfloat16": 2, "float32": 4}[info.namespace.kv_dtype]
                 wrong[width - 1 :: width] ^= 0x80  # the other sign for every value: as wrong as finite ones can be
                 assert space.remove([key]) == 1
-                space.put([key], [wrong], parents=[None], deadline_s=5.0)
+                put_pages(space, [key], [wrong], parents=[None], deadline_s=5.0)
                 assert space.contains([key]) == [True]
 
     def _infos(self, store: EmbeddedStore):  # type: ignore[no-untyped-def]

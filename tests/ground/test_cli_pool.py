@@ -19,6 +19,7 @@ from mooncake_connector.kv.keys import page_keys
 from mooncake_connector.kv.namespace import Namespace
 from store_client import EmbeddedStore, Put
 from store_client.embedded import PoolUser
+from store_client.testing import put_pages
 
 PAGE_NBYTES = 64 << 10
 CAPACITY_NBYTES = 32 << 20
@@ -44,7 +45,7 @@ def fill(store: EmbeddedStore, name: Namespace, pages: int) -> None:
     keys = page_keys(list(range(64 * pages)), 64)
     content = [bytes([i % 251]) * PAGE_NBYTES for i in range(pages)]
     parents = [None, *keys[:-1]]
-    assert store.space(name, WHOLE).put(keys, content, parents=parents, deadline_s=10.0) == [Put.STORED] * pages
+    assert put_pages(store.space(name, WHOLE), keys, content, parents=parents, deadline_s=10.0) == [Put.STORED] * pages
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from models import checkpoint
 from mooncake_connector.kv.geometry import Shard
 from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE
 from store_client.embedded import EmbeddedStore
+from store_client.testing import get_pages
 
 DYNAMIC = {"backend_name": BACKEND, "module_path": BACKEND_MODULE, "class_name": BACKEND_CLASS, "interface_v1": 1}
 
@@ -30,7 +31,7 @@ def stored_pages(pool: Path, names: list[str], nbytes: int | None) -> list[tuple
             pages = [bytearray(nbytes or 0) for _ in names]
             if nbytes is not None:
                 space = store.space(info.namespace, info.shard)
-                assert all(space.get([bytes.fromhex(name) for name in names], pages, nbytes=nbytes))
+                assert all(get_pages(space, [bytes.fromhex(name) for name in names], pages, nbytes=nbytes))
             found.append((info.shard, [bytes(page) for page in pages]))
     return found
 

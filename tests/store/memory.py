@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mooncake_connector.kv.namespace import Namespace
-from store_client import Lookup, Put, Space, Verify
+from store_client import Lookup, Put, Space
 from store_client.base import (
     Bytes,
     Change,
@@ -16,16 +16,13 @@ from store_client.base import (
     Fill,
     Position,
     Progress,
-    Scatter,
     Shard,
     SpaceInfo,
     Store,
     StoreStats,
     VerifyReport,
 )  # fmt: skip
-from store_client.embedded.reader import check_targets
 from store_client.embedded.rows import join_keys
-from store_client.embedded.scatter import as_pieces, copy_range
 
 RING = 1000
 """Changes that are remembered."""
@@ -71,9 +68,7 @@ class MemorySpace(Space):
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
         return Lookup(sum(itertools.takewhile(bool, self.contains(keys))))
 
-    def read(
-        self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, verify: Verify = Verify.ALWAYS
-    ) -> list[bool]:
+    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:
         done = []
         for i, page in enumerate(map(self._page, keys)):
             done.append(page is not None and len(page) == nbytes)
@@ -81,13 +76,6 @@ class MemorySpace(Space):
                 consume(i, page)
         self._memory.counts.read_pages += sum(done)
         return done
-
-    def get(
-        self, keys: Sequence[bytes], destinations: Sequence[Scatter], *, nbytes: int, offset: int = 0,
-        verify: Verify = Verify.ALWAYS,
-    ) -> list[bool]:  # fmt: skip
-        targets = check_targets(destinations, nbytes, offset)
-        return self.read(keys, lambda i, page: copy_range([page], targets[i], offset), nbytes=nbytes)
 
     def write(
         self, keys: Sequence[bytes], fill: Fill, *, nbytes: int, parents: Sequence[bytes | None], deadline_s: float
@@ -111,19 +99,6 @@ class MemorySpace(Space):
         self._memory.counts.stored_pages += len(filled)
         self._memory.counts.present_pages += len(keys) - len(filled)
         return outcome
-
-    def put(
-        self, keys: Sequence[bytes], sources: Sequence[Scatter], *, parents: Sequence[bytes | None], deadline_s: float
-    ) -> list[Put]:
-        pieces = [as_pieces(source) for source in sources]
-        sizes = {sum(map(len, source)) for source in pieces}
-        if len(sizes) > 1:
-            raise ValueError(f"sources of different sizes {sorted(sizes)}")
-
-        def fill(i: int, view: Bytes) -> None:
-            view[:] = np.frombuffer(b"".join(pieces[i]), dtype=np.uint8)
-
-        return self.write(keys, fill, nbytes=sizes.pop() if sizes else 0, parents=parents, deadline_s=deadline_s)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         return self._memory.forget([(*self._name, key) for key in set(keys) if self._page(key) is not None])

@@ -16,7 +16,7 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import BlockLayout, PageFormat, SegmentLayout, fit, unpack
 from store_client import EmbeddedStore, Put
 from store_client.sharded import ShardView
-from store_client.testing import DEADLINE_S, chain, namespace
+from store_client.testing import DEADLINE_S, chain, namespace, put_pages
 
 PAGE_TOKENS, K_DIM, V_DIM = 2, 3, 1
 UNIT_NBYTES = PAGE_TOKENS * (K_DIM + V_DIM)
@@ -124,7 +124,7 @@ class Pool:
         space, numbers = self.store.space(self.model.namespace, shard), sorted(pages)
         keys = [self.model.keys[page] for page in numbers]
         contents = [self.model.stored(page, shard) for page in numbers]
-        assert Put.FAILED not in space.put(keys, contents, parents=[None] * len(keys), deadline_s=DEADLINE_S)
+        assert Put.FAILED not in put_pages(space, keys, contents, parents=[None] * len(keys), deadline_s=DEADLINE_S)
         for page in numbers:
             self.holders[page].add(shard)
 

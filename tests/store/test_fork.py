@@ -14,7 +14,7 @@ import pytest
 from store.audit import audit
 
 from store_client import EmbeddedStore, Put
-from store_client.testing import SHARD, chain, get_page, namespace, page_bytes, parents_of, put_chain
+from store_client.testing import SHARD, chain, get_page, namespace, page_bytes, parents_of, put_chain, put_pages
 
 FORKS = 200
 CAPACITY = 4 << 20
@@ -47,7 +47,7 @@ def busy_threads(store: EmbeddedStore) -> Iterator[None]:
         while not stop.is_set():
             turn += 1
             keys = chain(f"{name} {turn % 40}", 4)
-            space.put(keys, pages, parents=parents_of(keys), deadline_s=10)
+            put_pages(space, keys, pages, parents=parents_of(keys), deadline_s=10)
             space.remove(keys)
 
     threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in ("one", "two")]

@@ -17,7 +17,7 @@ from store.audit import audit
 from store.workers import CAPACITIES, CHAINS, PATIENT, keys_of, page_of, space_of
 
 from store_client import EmbeddedStore, Put
-from store_client.testing import SHARD, chain, namespace, page_bytes, put_chain
+from store_client.testing import SHARD, chain, get_pages, namespace, page_bytes, put_chain
 
 WORKERS = Path(__file__).with_name("workers.py")
 KILLS = 10_000 if LONG else 300
@@ -71,7 +71,7 @@ def check_pages(store: EmbeddedStore, chains: Iterable[int]) -> int:
         keys, nbytes = keys_of(number)
         space = space_of(store, nbytes)
         out = np.empty((len(keys), nbytes), dtype=np.uint8)
-        for key, page, right in zip(keys, out, space.get(keys, list(out), nbytes=nbytes), strict=True):
+        for key, page, right in zip(keys, out, get_pages(space, keys, list(out), nbytes=nbytes), strict=True):
             assert not right or np.array_equal(page, page_of(key, nbytes)), key.hex()
             read += right
     return read
@@ -87,7 +87,7 @@ def check_a_put(store: EmbeddedStore, number: int, ballast: Path) -> None:
         ballast.unlink(missing_ok=True)
         time.sleep(0.1)
     out = np.empty((2, 65536), dtype=np.uint8)
-    for key, page, right in zip(keys, out, space.get(keys, list(out), nbytes=65536), strict=True):
+    for key, page, right in zip(keys, out, get_pages(space, keys, list(out), nbytes=65536), strict=True):
         assert not right or np.array_equal(page, page_bytes(key))
 
 

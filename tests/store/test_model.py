@@ -4,14 +4,23 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from store.audit import audit
 
-from store_client import EmbeddedStore, Put, Verify
-from store_client.testing import DEADLINE_S, SHARD, chain, follow, get_page, namespace, page_bytes, parents_of
+from store_client import EmbeddedStore, Put
+from store_client.testing import (
+    DEADLINE_S,
+    SHARD,
+    chain,
+    follow,
+    get_page,
+    namespace,
+    page_bytes,
+    parents_of,
+    put_pages,
+)
 
 MODELS = ("one", "two")
 SIZES = {"one": 4096, "two": 70000}
@@ -44,22 +53,16 @@ class PoolAgainstDict(RuleBasedStateMachine):
         space = self.space(model)
         before = space.contains(keys)
         pages = [page_bytes(key, SIZES[model]) for key in keys]
-        outcome = space.put(keys, pages, parents=parents_of(keys), deadline_s=DEADLINE_S)
+        outcome = put_pages(space, keys, pages, parents=parents_of(keys), deadline_s=DEADLINE_S)
         for key, page, was, put in zip(keys, pages, before, outcome, strict=True):
             assert (put is Put.PRESENT) == was or put is Put.STORED
             if put is not Put.FAILED:
                 self.known[model, key] = page.tobytes()
 
-    @rule(model=model_names, index=st.integers(0, len(KEYS) - 1), verify=st.sampled_from(Verify))
-    def get(self, model: str, index: int, verify: Verify) -> None:
-        got = get_page(self.space(model), KEYS[index], SIZES[model], verify)
+    @rule(model=model_names, index=st.integers(0, len(KEYS) - 1))
+    def get(self, model: str, index: int) -> None:
+        got = get_page(self.space(model), KEYS[index], SIZES[model])
         assert got is None or got.tobytes() == self.known[model, KEYS[index]]
-
-    @rule(model=model_names, index=st.integers(0, len(KEYS) - 1), offset=st.integers(0, 4000))
-    def get_range(self, model: str, index: int, offset: int) -> None:
-        out = np.zeros(96, dtype=np.uint8)
-        if self.space(model).get([KEYS[index]], [out], nbytes=SIZES[model], offset=offset)[0]:
-            assert out.tobytes() == self.known[model, KEYS[index]][offset : offset + 96]
 
     @rule(model=model_names, indices=st.sets(st.integers(0, len(KEYS) - 1)))
     def remove(self, model: str, indices: set[int]) -> None:

@@ -22,7 +22,7 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from store_client import EmbeddedStore, Lookup, Put, Store
 from store_client.sharded import ShardView
-from store_client.testing import DEADLINE_S, chain, namespace, parents_of
+from store_client.testing import DEADLINE_S, chain, namespace, parents_of, put_pages
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def test_a_page_that_others_cover_is_not_stored_again(shared: Pool) -> None:
 def fill_up(store: EmbeddedStore) -> None:
     space, page = store.space(namespace("filler"), WHOLE), np.zeros(4096, np.uint8)
     for key in chain("filler", (store.stats().capacity_nbytes - store.stats().used_nbytes) // 4096):
-        space.put([key], [page], parents=[None], deadline_s=DEADLINE_S)
+        put_pages(space, [key], [page], parents=[None], deadline_s=DEADLINE_S)
     assert store.stats().used_nbytes == store.stats().capacity_nbytes
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from mooncake_connector.errors import PoolError
-from store_client import EmbeddedStore, Put, Space, Verify
+from store_client import EmbeddedStore, Put, Space
 from store_client.base import Bytes
-from store_client.testing import SHARD, chain, namespace, page_bytes, parents_of
+from store_client.testing import SHARD, chain, get_pages, namespace, page_bytes, parents_of, put_pages
 
 SIZES = (4096, 20480, 65536, 100000)
 CAPACITIES = (2 << 20, 4 << 20, 8 << 20)
@@ -46,7 +46,7 @@ def write_some(store: EmbeddedStore, rng: random.Random) -> int:
     keys, nbytes = keys_of(rng.randrange(CHAINS))
     count = rng.randint(1, LENGTH)
     pages = [page_bytes(key, nbytes) for key in keys[:count]]
-    outcome = space_of(store, nbytes).put(keys[:count], pages, parents=parents_of(keys[:count]), deadline_s=5)
+    outcome = put_pages(space_of(store, nbytes), keys[:count], pages, parents=parents_of(keys[:count]), deadline_s=5)
     return outcome.count(Put.STORED)
 
 
@@ -60,9 +60,8 @@ def read_some(store: EmbeddedStore, rng: random.Random) -> int:
     keys, nbytes = keys_of(rng.randrange(CHAINS))
     space = space_of(store, nbytes)
     present = space.lookup(keys).pages
-    verify = rng.choice(list(Verify))
     out = np.zeros((LENGTH, nbytes), dtype=np.uint8)
-    read = space.get(keys[:present], list(out[:present]), nbytes=nbytes, verify=verify)
+    read = get_pages(space, keys[:present], list(out[:present]), nbytes=nbytes)
     for key, page, right in zip(keys, out, read, strict=False):
         if right and not np.array_equal(page, page_of(key, nbytes)):
             report(f"wrong bytes of {key.hex()}")
@@ -73,7 +72,7 @@ def evict_some(store: EmbeddedStore, rng: random.Random) -> int:
     """Force eviction with pages that nobody reads again, and remove a chain now and then."""
     keys = [os.urandom(32) for _ in range(8)]
     pages = [page_bytes(key) for key in keys]
-    space_of(store, 65536).put(keys, pages, parents=[None] * 8, deadline_s=5)
+    put_pages(space_of(store, 65536), keys, pages, parents=[None] * 8, deadline_s=5)
     if rng.random() < 0.1:
         chained, nbytes = keys_of(rng.randrange(CHAINS))
         space_of(store, nbytes).remove(chained[rng.randrange(LENGTH) :])
@@ -153,7 +152,7 @@ def fill_disk(store: EmbeddedStore, rng: random.Random) -> int:
     for _ in range(3):
         space = store.space(namespace(f"many {rng.randrange(300)}"), SHARD)  # the list of namespaces grows as well
         key = os.urandom(32)
-        space.put([key], [page_bytes(key, 4096)], parents=[None], deadline_s=PATIENT)
+        put_pages(space, [key], [page_bytes(key, 4096)], parents=[None], deadline_s=PATIENT)
     return 1
 
 
