@@ -109,7 +109,7 @@ class Worker:
         connector.save_kv_layer(name, self._caches[name], None)
         self.layer_computed(number)
 
-    def tasks(self) -> list[Any]:
+    def jobs(self) -> list[Any]:
         """Jobs of the connector that it has not reported yet."""
         half = self.half
         return [*half._loads.pending, *half._saver.pending] if isinstance(half, WorkerHalf) else []
@@ -242,7 +242,7 @@ class Engine:
     def settle(self) -> None:
         """Wait until the connector's threads have nothing left to do."""
         end_s = time.monotonic() + PATIENCE_S
-        while any(not job.over.is_set() for worker in self.workers for job in worker.tasks()):
+        while any(not job.over.is_set() for worker in self.workers for job in worker.jobs()):
             assert time.monotonic() < end_s, "a job of the connector hangs"
             time.sleep(0.0002)
 

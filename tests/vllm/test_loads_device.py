@@ -26,7 +26,7 @@ def load_under_way(engine: Engine, device: Device) -> str:
     """A request whose load was handed to its thread while the device is busy."""
     device.done.clear()
     name = engine.add(PROMPT)
-    engine.run(until=engine.workers[0].tasks)
+    engine.run(until=engine.workers[0].jobs)
     return name
 
 

@@ -279,7 +279,7 @@ def test_what_is_copied_aside_is_bounded_and_the_rest_overtaken(
     first = engine.add(PROMPT, 1)
     engine.run(until=lambda: first in engine.reasons)
     assert ask_until_answered(engine, OTHERS[0], 60) == oracle.generate(OTHERS[0], 60)
-    assert 0 < sum(job.aside_nbytes for job in engine.workers[0].tasks()) <= room
+    assert 0 < sum(job.aside_nbytes for job in engine.workers[0].jobs()) <= room
     faults.release()
     engine.run()
     engine.check_at_rest()
