@@ -24,12 +24,8 @@ from store_client.sharded import ConsumePart, ShardView
 _STOP_S = 2.0
 _LOOKUP_HANGS_S = 1.0
 """A lookup only reads memory: one that took so much longer than it may wait says that the next one will as well."""
-_FAULTS = {
-    "busy": "the store's lock was not free",
-    "deadline": "it did not end in time",
-    "error": "an error, logged before",
-}
-"""What the store is left alone for, by cause."""
+_FAULTS = ("busy", "deadline", "error")
+"""What the store is left alone for: SGLang would wait for each of the next calls as long."""
 
 J = TypeVar("J", bound=Job)
 T = TypeVar("T")
@@ -41,8 +37,8 @@ logger = get_logger(__name__)
 class Movers:
     """What moves the pages of all host pools of one backend."""
 
-    loads: Mover[Load] = field(default_factory=lambda: Mover("load"))
-    saves: Mover[Save] = field(default_factory=lambda: Mover("save"))
+    loads: Mover[Load] = field(default_factory=lambda: Mover("load", _FAULTS))
+    saves: Mover[Save] = field(default_factory=lambda: Mover("save", _FAULTS))
 
     def stop(self) -> None:
         self.loads.stop(_STOP_S)
@@ -104,7 +100,7 @@ class StoredPool:
                 logger=logger,
             )  # fmt: skip
         if now_s - asked_s > wait_s + _LOOKUP_HANGS_S:
-            self._failed("lookup", "hung", f"it took {now_s - asked_s:.1f} s", self._movers.loads)
+            self._lookup_failed("hung", f"it took {now_s - asked_s:.1f} s")
         return found.pages
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -138,7 +134,7 @@ class StoredPool:
         if view is not None:
             mover.run(job)
             if job.cause:
-                self._failed(what, job.cause, _FAULTS.get(job.cause), mover)
+                self._figures.failed(what, job.cause)
         return view
 
     def _look_up(self, call: Callable[[ShardView], T], otherwise: T) -> T:
@@ -146,19 +142,18 @@ class StoredPool:
         try:
             return otherwise if view is None else call(view)
         except Exception as error:
-            self._failed("lookup", "error", repr(error), self._movers.loads)
+            self._lookup_failed("error", repr(error))
             return otherwise
+
+    def _lookup_failed(self, cause: str, text: str) -> None:
+        self._movers.loads.pause()
+        self._figures.failed("lookup", cause)
+        log_once(
+            f"sglang.lookup.{cause}",
+            "a lookup failed: %s; the pool is not read for %d s (logged once per cause, counted in the metrics)",
+            text, PAUSE_S,
+            logger=logger,
+        )  # fmt: skip
 
     def _ready(self, mover: Mover[J]) -> ShardView | None:
         return None if mover.paused or mover.hangs else self._view()
-
-    def _failed(self, what: str, cause: str, fault: str | None, mover: Mover[J]) -> None:
-        self._figures.failed(what, cause)
-        if fault is not None:
-            mover.pause()
-            log_once(
-                f"sglang.{what}.{cause}",
-                "a %s failed: %s; the pool is not used for %d s (logged once per cause, counted in the metrics)",
-                what, fault, PAUSE_S,
-                logger=logger,
-            )  # fmt: skip

@@ -110,29 +110,27 @@ class Job(ABC):
 
     def end(self, cause: str) -> None:
         """Called by the thread when it is done; changes nothing where the job was given up meanwhile."""
-        with self._lock:
-            self._finish(cause)
+        self._end(cause, given_up=False, wait=True)
 
     def give_up(self, cause: str, *, wait: bool = True) -> bool:
         """Called by the engine: True where this ends the job, which touches no memory from now on.
 
         A page that is being moved is waited for, which takes no longer than a copy, or else the answer is False.
         """
+        return self._end(cause, given_up=True, wait=wait)
+
+    def _end(self, cause: str, *, given_up: bool, wait: bool) -> bool:
         if not self._lock.acquire(blocking=wait):
             return False
         try:
-            self.given_up = self.given_up or not self.over.is_set()
-            return self._finish(cause)
+            if self.over.is_set():
+                return False
+            self.given_up, self.ended_s = given_up, time.monotonic()
+            self.cause = cause if self.pages < len(self.keys) else ""
+            self.over.set()
+            return True
         finally:
             self._lock.release()
-
-    def _finish(self, cause: str) -> bool:
-        if self.over.is_set():
-            return False
-        self.cause = cause if self.pages < len(self.keys) else ""
-        self.ended_s = time.monotonic()
-        self.over.set()
-        return True
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -183,14 +181,13 @@ class Save(Job):
         parent: key of the page before the first one, or None at the root.
         copy: writes page i into the page of this rank's shard.
         stored: pages that were not in the store before.
-        present: numbers of the pages that are in the store.
+        present: numbers of the pages that are in the store: no memory is read for them any more.
     """
 
     parent: bytes | None
     copy: Callable[[int, Bytes], None] | None
     stored: int = 0
     present: set[int] = field(default_factory=set)
-    _settled: set[int] = field(default_factory=set)
 
     @property
     def lost(self) -> Collection[int]:
@@ -208,21 +205,19 @@ class Save(Job):
         with self.holding_memory():
             self.copy(number, page)
 
-    def settle(self, numbers: Iterable[int], present: Iterable[int], stored: int = 0) -> None:
-        """These pages are in the store, or never will be: no memory is read for them any more."""
+    def leave_out_present(self, view: ShardView) -> None:
+        """Ask the store which pages it has."""
+        self._note(number for number, found in enumerate(view.contains(self.keys)) if found)
+
+    def _note(self, present: Iterable[int], stored: int = 0) -> None:
         with self.holding_memory():
             self.stored += stored
-            self._settled.update(numbers)
             self.present.update(present)
             self.pages = len(self.present)
 
-    def settle_present(self, view: ShardView) -> None:
-        present = [number for number, found in enumerate(view.contains(self.keys)) if found]
-        self.settle(present, present)
-
     def move(self, view: ShardView) -> str | None:
-        self.settle_present(view)
-        missing = [number for number in range(len(self.keys)) if number not in self._settled]
+        self.leave_out_present(view)
+        missing = [number for number in range(len(self.keys)) if number not in self.present]
         step = _pages_a_move(view)
         for start in range(0, len(missing), step):
             if self.left_s < 0:
@@ -254,7 +249,7 @@ class Save(Job):
             except Overtaken:  # the store has none of these pages then: again without those that were lost
                 continue
         present = [number for number, put in zip(numbers, results, strict=True) if put is not Put.FAILED]
-        self.settle(numbers, present, results.count(Put.STORED))
+        self._note(present, results.count(Put.STORED))
         if Put.FAILED not in results:
             return ""
         return "busy" if time.monotonic() - started_s >= _LOCK_WAIT_S else "refused"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Generic, TypeVar
 
 from mooncake_connector.log import get_logger, log_once
@@ -23,6 +23,7 @@ _LOOK_S = 0.005
 J = TypeVar("J", bound=Job)
 
 logger = get_logger(__name__)
+_OUTCOME = {"load": "the rest is computed", "save": "the rest is not stored"}
 
 
 class Mover(Generic[J]):
@@ -32,22 +33,19 @@ class Mover(Generic[J]):
 
     Args:
         name: "load" or "save", for the thread's name and the log.
+        pauses_after: causes after which the store is left alone for a while.
+        pending: jobs that were not collected yet.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, pauses_after: Collection[str] = ("busy",)) -> None:
+        self._name, self._pauses_after = name, pauses_after
+        self.pending: list[J] = []
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[J | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._pending: list[J] = []
         self._running: J | None = None
         self._moved_s = 0.0
         self._paused_until_s = 0.0
-
-    @property
-    def pending(self) -> Sequence[J]:
-        """Jobs that were not collected yet."""
-        return self._pending
 
     @property
     def paused(self) -> bool:
@@ -64,7 +62,7 @@ class Mover(Generic[J]):
         self._paused_until_s = time.monotonic() + PAUSE_S
 
     def submit(self, job: J) -> None:
-        self._pending.append(job)
+        self.pending.append(job)
         try:
             with self._lock:
                 if self._thread is None:
@@ -75,10 +73,12 @@ class Mover(Generic[J]):
 
     def collect(self) -> list[J]:
         """Jobs that ended or expired since the last call, each exactly once. Waits for nothing."""
-        over = [job for job in self._pending if job.over.is_set() or self._expire(job, wait=False)]
+        over = [job for job in self.pending if job.over.is_set() or self._expire(job, wait=False)]
         if over:
             gone = set(over)
-            self._pending = [job for job in self._pending if job not in gone]
+            self.pending = [job for job in self.pending if job not in gone]
+        for job in over:
+            self._tell(job)
         return over
 
     def run(self, job: J) -> None:
@@ -86,14 +86,15 @@ class Mover(Generic[J]):
         self.submit(job)
         while not job.over.wait(max(job.left_s, 0.0)):
             self._expire(job, wait=True)
-        self._pending.remove(job)
+        self.pending.remove(job)
+        self._tell(job)
 
     def stop(self, timeout_s: float) -> bool:
         """Drop what has not begun, and wait for what has; False where it is not over in time."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._queue.put(None)
-        for job in list(self._pending):
+        for job in list(self.pending):
             if not job.begun:
                 job.give_up("stopped")
         if thread is not None:
@@ -103,13 +104,28 @@ class Mover(Generic[J]):
     def _expire(self, job: J, *, wait: bool) -> bool:
         """Give a job up that is late."""
         self._catch_up(job)
-        return job.left_s <= 0 and job.give_up("deadline", wait=wait)
+        if job.left_s > 0 or not job.give_up("deadline", wait=wait):
+            return False
+        if job.cause in self._pauses_after:
+            self.pause()
+        return True
 
     def _catch_up(self, job: J) -> None:
         """While a load waits for its turn, pages that arrive for the others are progress for it as well."""
         if not job.begun:
             running = self._running
             job.since_s = max(job.since_s, self._moved_s, running.since_s if running is not None else 0.0)
+
+    def _tell(self, job: J) -> None:
+        told = (self._name, job.seconds, job.pages, len(job.keys), job.cause or "none")
+        logger.debug("a %s ended after %.6f s with %d of %d pages: %s", *told)
+        if job.cause:
+            log_once(
+                f"{self._name}.{job.cause}",
+                "a %s ended after %.3f s with %d of %d pages: %s; %s (logged once per cause, counted in the metrics)",
+                *told, _OUTCOME[self._name],
+                logger=logger,
+            )  # fmt: skip
 
     def _start(self) -> None:
         jobs: queue.SimpleQueue[J | None] = queue.SimpleQueue()
@@ -142,9 +158,7 @@ class Mover(Generic[J]):
             cause = "paused" if self.paused else job.run()
             if cause is None:
                 return False
-            job.end(cause)
-            if cause == "busy":
-                self.pause()
+            self._end(job, cause)
         except GivenUp:
             pass
         except Exception as error:  # the thread outlives any fault of a job
@@ -157,4 +171,9 @@ class Mover(Generic[J]):
     def _fail(self, job: J, error: Exception) -> None:
         kind = f"mover.{self._name}:{type(error).__name__}"
         log_once(kind, "a %s failed: %r", self._name, error, logger=logger, exc_info=True)
-        job.end("error")
+        self._end(job, "error")
+
+    def _end(self, job: J, cause: str) -> None:
+        if cause in self._pauses_after:
+            self.pause()
+        job.end(cause)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.kv.page import PageFormat
@@ -32,8 +33,7 @@ logger = get_logger(__name__)
 class BlockSave(Save):
     """A save out of the blocks of one request.
 
-    Under the job's lock: settled pages read no block any more; `_overtaken` are those whose blocks are others' by now,
-    of which `_aside` has a copy or not.
+    Under the job's lock: `_overtaken` are pages whose blocks are others' by now, of which `_aside` has a copy or not.
 
     Args:
         writes: False where another rank stores the same heads: then the save is over at once.
@@ -57,7 +57,7 @@ class BlockSave(Save):
     def lost(self) -> set[int]:
         """Pages that were overtaken and not copied aside."""
         with self._lock:
-            return self._overtaken - self._aside.keys() - self._settled
+            return self._overtaken - self._aside.keys() - self.present
 
     def result(self) -> SaveResult:
         """What the scheduler is told of a save that ended here."""
@@ -89,7 +89,7 @@ class BlockSave(Save):
         with self._lock:
             if self.over.is_set() or block_ids.isdisjoint(self.plan.block_ids):
                 return []
-            done = self._settled | self._overtaken
+            done = self.present | self._overtaken
         return [
             number
             for number in range(len(self.keys))
@@ -111,13 +111,12 @@ class BlockSave(Save):
     def put_aside(self, numbers: Sequence[int], copies: BlockCopies, wait: Wait | None) -> None:
         with self._lock:
             self._aside.update(dict.fromkeys(numbers, (copies, wait)))
-            self._overtaken.update(numbers)
         self.aside_nbytes += copies.nbytes
 
     def let_go(self) -> None:
         """The job is over. What lies aside goes, although a thread that hangs may keep the job in its queue."""
         with self._lock:
-            self._settled.update(self._aside)
+            self._overtaken.difference_update(self._aside)
             self._aside.clear()
 
 
@@ -171,7 +170,7 @@ class Saver:
         return BlockSave(
             keys=plan.keys,
             parent=plan.parent,
-            view=lambda: self._view(namespace),
+            view=partial(self._view, namespace),
             deadline_s=self._deadline_s,
             fence=fence,
             copy=copy if blocks is not None else None,
@@ -185,7 +184,7 @@ class Saver:
         """What is in the pool needs no room aside: a save that is larger gets further each time it is planned."""
         view = save.view() if self._writes else None
         if view is not None:
-            save.settle_present(view)
+            save.leave_out_present(view)
 
     def before_step(self, metadata: StepMetadata) -> None:
         """Called before a step writes to any block."""

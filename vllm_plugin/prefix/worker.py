@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.log import get_logger
 from store_client.base import Bytes
 from store_client.jobs import Job, Load
 from store_client.mover import Mover
@@ -193,7 +194,7 @@ class WorkerHalf:
 
         return BlockLoad(
             keys=plan.keys,
-            view=lambda: self._view(namespace),
+            view=partial(self._view, namespace),
             deadline_s=self._config.load_deadline_s,
             fence=fence,
             copy=copy if blocks is not None else None,
@@ -227,6 +228,7 @@ class WorkerHalf:
             self._loading.discard(req_id)
             self._arrived.add(req_id)
             self._count("load", load)
+            self._stats.add("load_bytes", load.pages * self._fmt.nbytes)
             if load.cause:
                 self._failed_blocks |= self._blocks_from(load.plan, load.pages)
                 self._report.failed_loads.add(req_id)
@@ -281,24 +283,10 @@ class WorkerHalf:
         return self._store.view(namespace, self._shard, self._fmt.unit_nbytes)
 
     def _count(self, kind: str, job: Job) -> None:
-        cause = _CAUSES.get(job.cause, job.cause)
-        logger.debug(
-            "%s pages=%d of=%d page_nbytes=%d seconds=%.6f cause=%s",
-            kind, job.pages, len(job.keys), self._fmt.nbytes, job.seconds, cause or "none",
-        )  # fmt: skip
         self._stats.add(f"{kind}s")
         self._stats.add(f"{kind}_seconds", job.seconds)
-        if kind == "load":
-            self._stats.add("load_bytes", job.pages * self._fmt.nbytes)
-        if cause:
-            self._stats.fail(f"{kind}_{cause}")
-            outcome = "its tokens are computed" if kind == "load" else "the other pages are not stored"
-            log_once(
-                f"{kind}.{cause}",
-                "a %s ended after %.3f s with %d of %d pages: %s; %s (logged once per cause, counted in the metrics)",
-                kind, job.seconds, job.pages, len(job.keys), cause, outcome,
-                logger=logger,
-            )  # fmt: skip
+        if job.cause:
+            self._stats.fail(f"{kind}_{_CAUSES.get(job.cause, job.cause)}")
 
     def _blocks_from(self, job: LoadJob, pages: int) -> set[int]:
         """The blocks of a load from the first page on that did not arrive; never those of a local hit."""
