@@ -151,7 +151,10 @@ class Load(Job):
             if self.left_s < 0:
                 return "deadline"
             keys = self.keys[self.pages : self.pages + step]
-            if self._read(view, keys) < len(keys):
+            there = view.lookup(keys)
+            if there.pages == 0 and there.pending:
+                return None
+            if there.pages == 0 or self._read(view, keys[: there.pages]) < there.pages:
                 return "page_lost"
         return ""
 

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
 from mooncake_connector.errors import ConfigError, ModelIdentityError
 from sglang_backend import identity
+from store_client.base import Lookup
 from store_client.embedded import EmbeddedStore
 
 NAMES = keys(PAGES)
@@ -253,6 +254,29 @@ def test_pages_that_arrived_before_a_hang_are_kept(faults, storage, monkeypatch)
     found = storage.batch_get_v1(NAMES * 2, slots(WHOLE * 2))
     assert found == [True] * 16 + [False] * 8
     faults.release()
+
+
+def test_pages_are_taken_as_they_land_until_none_does(faults, storage) -> None:
+    """SGLang's thread waits for them; what has not landed when nothing did for the deadline is not waited for."""
+    names = [bytes.fromhex(name) for name in NAMES]
+    landed = names[:2]
+
+    def answer(asked: list[bytes], found: Lookup) -> Lookup:
+        if len(landed) < 9:
+            landed.append(names[len(landed)])
+        elif asked[0] == names[9]:
+            storage._movers.loads.pending[0].deadline_s = 0.0  # as if nothing had landed for so long
+        count = next((index for index, key in enumerate(asked) if key not in landed), len(asked))
+        return Lookup(count, pending=count < len(asked))
+
+    faults.answer = answer
+    storage._kv._load_deadline_s = 600.0
+    found = storage.batch_get_v1(NAMES, slots(WHOLE))
+    memory = axes(storage.mem_pool_host).copy()
+    landed += names
+    assert found == [True] * 9 + [False] * 3
+    assert storage._movers.loads.stop(30) and np.array_equal(axes(storage.mem_pool_host), memory)
+    check(storage, found)
 
 
 def test_refused_writes_are_reported_and_tried_again(faults, storage) -> None:

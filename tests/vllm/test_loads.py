@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from vllm.v1.request import RequestStatus
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
+from store_client.base import Lookup
 
 
 def count_reports(engine: Engine) -> Counter[str]:
@@ -365,6 +367,64 @@ def test_pages_that_arrived_before_the_deadline_are_used(start: Start, faults, m
     assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
     assert engine.computed("again") == len(PROMPT) - 2 * 16 + 2
     faults.release()
+    engine.check_at_rest()
+
+
+@pytest.fixture
+def landed(faults) -> list[bytes]:
+    """Pages that the workers are told of; the others are on their way. The scheduler is told of all."""
+    landed: list[bytes] = []
+
+    def answer(keys: Sequence[bytes], found: Lookup) -> Lookup:
+        if threading.current_thread().name != "mooncake-connector-load":
+            return found
+        count = next((index for index, key in enumerate(keys) if key not in landed), len(keys))
+        return Lookup(min(count, found.pages), pending=count < len(keys))
+
+    faults.answer = answer
+    return landed
+
+
+@every_runner
+def test_a_load_begins_with_the_pages_that_are_there_and_takes_the_others_as_they_land(
+    start: Start, runner: dict[str, bool], landed: list[bytes]
+) -> None:
+    warm_pool(start)
+    engine = start(**runner)
+    reports = count_reports(engine)
+    other, keys = list(range(200, 300)), page_keys(PROMPT, 16)
+    name = engine.add(PROMPT, 20)
+    for count in (2, 3, 6):
+        running = engine.add(other, 5)
+        engine.run(until=lambda running=running: running in engine.reasons)
+        assert not reports and engine.texts[name] == []
+        landed += keys[len(landed) : count]
+        if count < 6:
+            (load,) = engine.workers[0].half._loads.pending
+            engine.run(until=lambda count=count, load=load: load.pages == count)
+    engine.run()
+    assert engine.texts[name] == oracle.generate(PROMPT, 20)
+    assert engine.computed(name) == 4 + 19 and reports == {name: 1}
+    engine.check_at_rest()
+
+
+def test_a_load_of_which_no_more_pages_land_ends_at_its_deadline_and_touches_no_block_from_then_on(
+    start: Start, landed: list[bytes]
+) -> None:
+    warm_pool(start)
+    engine = start(extra={"load_deadline_s": 600})
+    landed += page_keys(PROMPT, 16)[:2]
+    name = engine.add(PROMPT)
+    loads = engine.workers[0].half._loads
+    engine.run(until=lambda: loads.pending and loads.pending[0].pages == 2)
+    loads.pending[0].deadline_s = 0.0  # as if nothing had landed for so long
+    engine.run()
+    assert engine.texts[name] == oracle.generate(PROMPT, 3)
+    assert engine.computed(name) == len(PROMPT) - 2 * 16 + 2
+    memory = engine.workers[0].memory.copy()
+    landed += page_keys(PROMPT, 16)[2:]
+    assert loads.stop(30.0)
+    assert (engine.workers[0].memory == memory).all()
     engine.check_at_rest()
 
 

@@ -1,0 +1,423 @@
+"""Jobs of the mover: each ends exactly once and in time, and a load takes pages as they land."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from causes import forget_causes
+from store.landing import LandingSpace, LandingStore
+
+import store_client.jobs
+import store_client.mover
+from store_client.base import Bytes, Shard
+from store_client.jobs import GivenUp, Load, Overtaken, Save
+from store_client.mover import Mover
+from store_client.sharded import ShardView
+from store_client.testing import SHARD, chain, namespace, page_bytes
+
+NBYTES = 8 * 64
+KEYS = chain("a", 6)
+DEADLINE_S = 1000.0
+"""Of the clock of these tests, which they move on by hand."""
+PATIENCE_S = 60.0
+
+
+class Clock:
+    """The real clock, some seconds ahead."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (store_client.jobs, store_client.mover):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    forget_causes()
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def _one_page_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_client.jobs, "_MOVE_NBYTES", 0)
+    monkeypatch.setattr(store_client.jobs, "_MOVE_PAGES", 1)
+
+
+@pytest.fixture
+def space() -> Iterator[LandingSpace]:
+    space = LandingSpace(NBYTES)
+    yield space
+    space.let_read(1000)
+
+
+@pytest.fixture
+def view(space: LandingSpace) -> ShardView:
+    return ShardView(LandingStore(space), namespace(), SHARD, NBYTES // 8)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def mover() -> Iterator[Mover[Any]]:
+    mover: Mover[Any] = Mover("load")
+    yield mover
+    mover.stop(PATIENCE_S)
+
+
+class Memory:
+    """An engine's memory: a row a page."""
+
+    def __init__(self) -> None:
+        self.rows = np.zeros((len(KEYS), NBYTES), dtype=np.uint8)
+
+    def load(self, number: int, part: Shard, page: Bytes) -> None:
+        assert part == SHARD
+        self.rows[number] = page
+
+    def save(self, number: int, page: Bytes) -> None:
+        page[:] = self.rows[number]
+
+    def fill(self) -> None:
+        self.rows[:] = [page_bytes(key, NBYTES) for key in KEYS]
+
+    def holds(self, count: int) -> bool:
+        """The first pages, and nothing behind them."""
+        right = all(np.array_equal(self.rows[i], page_bytes(KEYS[i], NBYTES)) for i in range(count))
+        return right and not self.rows[count:].any()
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+def load(view: ShardView | None, memory: Memory, **changes: Any) -> Load:
+    return Load(**about(view) | {"copy": memory.load} | changes)
+
+
+def save(view: ShardView | None, memory: Memory, **changes: Any) -> Save:
+    return Save(**about(view) | {"copy": memory.save, "parent": None} | changes)
+
+
+def about(view: ShardView | None) -> dict[str, Any]:
+    now_s = store_client.jobs.time.monotonic()
+    times = {"submitted_s": now_s, "since_s": now_s, "deadline_s": DEADLINE_S}
+    return {"keys": KEYS, "view": lambda: view} | times
+
+
+def until(true: Callable[[], object]) -> None:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < give_up_s, "it never came true"
+        time.sleep(0.001)
+
+
+def over(job: Any) -> bool:
+    return bool(job.over.wait(PATIENCE_S))
+
+
+class TestLoadsThatGrow:
+    def test_pages_are_taken_as_they_land_however_long_it_takes_in_all(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, clock: Clock
+    ) -> None:
+        space.expected = set(KEYS)
+        space.land(KEYS[:2])
+        job = load(view, memory)
+        mover.submit(job)
+        for number in range(2, len(KEYS)):
+            until(lambda number=number: job.pages == number)  # type: ignore[misc]
+            assert memory.holds(number) and mover.collect() == []
+            clock.ahead_s += 0.9 * DEADLINE_S
+            space.land(KEYS[number : number + 1])
+        assert over(job)
+        assert mover.collect() == [job] and mover.collect() == []
+        assert (job.pages, job.cause) == (len(KEYS), "") and memory.holds(len(KEYS))
+
+    @pytest.mark.parametrize("landed", [0, 3], ids=["never delivers", "stalls"])
+    @pytest.mark.parametrize("noticed_by", ["engine", "thread"])
+    def test_a_load_ends_when_nothing_landed_for_its_deadline_and_touches_no_block_from_then_on(
+        self,
+        mover: Mover[Any],
+        space: LandingSpace,
+        view: ShardView,
+        memory: Memory,
+        clock: Clock,
+        landed: int,
+        noticed_by: str,
+    ) -> None:
+        space.expected = set(KEYS)
+        job = load(view, memory)
+        mover.submit(job)
+        space.land(KEYS[:landed])
+        until(lambda: job.begun and job.pages == landed)
+        clock.ahead_s += 0.9 * DEADLINE_S
+        assert mover.collect() == [] and not job.over.is_set()
+        clock.ahead_s += 0.2 * DEADLINE_S
+        if noticed_by == "thread":
+            assert over(job)
+        else:
+            until(lambda: mover.collect() == [job])
+        assert (job.pages, job.cause) == (landed, "deadline")
+        space.land(KEYS)
+        other = load(view, Memory())
+        mover.run(other)
+        assert other.cause == "" and memory.holds(landed) and job.pages == landed
+
+    def test_wrong_bytes_are_refused(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
+    ) -> None:
+        space.expected = set(KEYS)
+        job = load(view, memory)
+        mover.submit(job)
+        space.land(KEYS[:2])
+        until(lambda: job.pages == 2)
+        space.land(KEYS[2:3], wrong=True)
+        assert over(job)
+        assert (job.pages, job.cause) == (2, "page_lost") and memory.holds(2)
+
+    def test_a_page_that_is_not_on_its_way_ends_a_load_at_once(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
+    ) -> None:
+        space.land([*KEYS[:2], *KEYS[3:]])
+        job = load(view, memory)
+        mover.run(job)
+        assert (job.pages, job.cause) == (2, "page_lost") and memory.holds(2)
+
+    def test_other_loads_go_on_while_one_waits(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
+    ) -> None:
+        late = chain("late", len(KEYS))
+        space.expected = set(late)
+        waits = load(view, Memory(), keys=late)
+        mover.submit(waits)
+        until(lambda: waits.begun)
+        space.land(KEYS)
+        for _ in range(3):
+            mover.run(load(view, memory))
+        assert memory.holds(len(KEYS)) and not waits.over.is_set()
+        space.land(late)
+        assert over(waits) and waits.cause == ""
+
+
+class TestEnds:
+    def test_a_load_that_hangs_in_the_store_is_given_up_and_touches_no_block_from_then_on(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, clock: Clock
+    ) -> None:
+        space.land(KEYS)
+        space.hold_reads()
+        hangs, queued = load(view, memory), load(view, memory)
+        mover.submit(hangs)
+        mover.submit(queued)
+        space.wait_for_read()
+        assert mover.collect() == [] and not mover.hangs
+        clock.ahead_s += 1.1 * DEADLINE_S
+        assert mover.collect() == [hangs, queued] and mover.hangs
+        space.let_read(1000)
+        until(lambda: not mover.hangs)
+        assert mover.stop(PATIENCE_S) and mover.collect() == []
+        for job in (hangs, queued):
+            assert (job.pages, job.cause) == (0, "deadline") and job.seconds > DEADLINE_S
+        assert memory.holds(0)
+
+    def test_a_load_that_waits_its_turn_is_not_late_while_the_one_before_moves(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, clock: Clock
+    ) -> None:
+        space.land(KEYS)
+        space.hold_reads()
+        first, second = load(view, memory), load(view, memory)
+        mover.submit(first)
+        mover.submit(second)
+        for number in range(len(KEYS)):
+            space.wait_for_read()
+            assert first.pages == number and mover.collect() == []
+            clock.ahead_s += 0.9 * DEADLINE_S
+            space.let_read()
+        space.let_read(1000)
+        assert over(second)
+        assert mover.collect() == [first, second] and first.cause == second.cause == ""
+
+    def test_the_deadline_of_a_save_counts_from_its_submission(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, clock: Clock
+    ) -> None:
+        def copy(number: int, page: Bytes) -> None:
+            clock.ahead_s += 0.4 * DEADLINE_S
+
+        job = save(view, memory, copy=copy)
+        mover.run(job)
+        assert (job.pages, job.cause) == (3, "deadline")
+        assert space.contains(KEYS) == [True] * 3 + [False] * 3
+
+    def test_whoever_takes_the_memory_back_waits_for_the_page_that_is_being_copied(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
+    ) -> None:
+        space.land(KEYS)
+        answers = []
+
+        def copy(number: int, part: Shard, page: Bytes) -> None:
+            answers.append(job.give_up("taken", wait=False))
+
+        job = load(view, memory, copy=copy)
+        mover.run(job)
+        assert answers == [False] * len(KEYS) and job.cause == ""
+        taken = load(view, memory)
+        assert taken.give_up("taken") and not taken.give_up("again")
+        mover.run(taken)
+        assert taken.cause == "taken" and memory.holds(0)
+
+    @pytest.mark.parametrize("make", [load, save])
+    def test_an_error_ends_a_job_and_the_next_one_runs(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, make: Any, caplog: Any
+    ) -> None:
+        def copy(*args: Any) -> None:
+            raise OSError("made to fail")
+
+        if make is load:
+            space.land(KEYS)
+        for _ in range(2):
+            job = make(view, memory, copy=copy)
+            mover.run(job)
+            assert (job.pages, job.cause) == (0, "error")
+        job = make(view, memory)
+        mover.run(job)
+        assert job.cause == "" and caplog.text.count("failed: OSError('made to fail')") == 1
+
+    @pytest.mark.parametrize("make", [load, save])
+    def test_without_a_store_or_memory_jobs_end_at_once(
+        self, mover: Mover[Any], view: ShardView, memory: Memory, make: Any
+    ) -> None:
+        for job, cause in (
+            (make(None, memory), "pool_absent"),
+            (make(view, memory, copy=None), "unsupported_blocks"),
+            (make(view, memory, keys=[]), ""),
+        ):
+            mover.run(job)
+            assert (job.pages, job.cause) == (0, cause)
+
+    def test_what_was_submitted_before_happens_first(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
+    ) -> None:
+        space.land(KEYS)
+        jobs = [load(view, memory, fence=lambda number=number: order.append(number)) for number in range(20)]
+        order: list[int] = []
+        for job in jobs:
+            mover.submit(job)
+        assert over(jobs[-1])
+        assert order == list(range(20)) and mover.collect() == jobs
+
+    def test_stop_drops_what_has_not_begun_and_a_stopped_mover_starts_again(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
+    ) -> None:
+        space.land(KEYS)
+        space.hold_reads()
+        begun, queued = load(view, memory), load(view, memory)
+        mover.submit(begun)
+        space.wait_for_read()
+        mover.submit(queued)
+        assert not mover.stop(0.01)
+        assert (queued.cause, begun.over.is_set()) == ("stopped", False)
+        space.let_read(1000)
+        assert over(begun) and begun.cause == ""
+        again = load(view, memory)
+        mover.run(again)
+        assert again.cause == "" and mover.stop(PATIENCE_S)
+
+    def test_stop_ends_a_load_that_waits(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
+    ) -> None:
+        space.expected = set(KEYS)
+        job = load(view, memory)
+        mover.submit(job)
+        until(lambda: job.begun)
+        assert mover.stop(PATIENCE_S) and job.cause == "stopped"
+
+    def test_where_no_thread_can_be_started_jobs_fail(
+        self, mover: Mover[Any], view: ShardView, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def start(self: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr("threading.Thread.start", start)
+        job = load(view, memory)
+        mover.submit(job)
+        assert mover.collect() == [job] and job.cause == "error"
+
+
+class TestPauses:
+    def test_after_a_lock_that_was_not_free_saves_end_at_once_for_a_while(
+        self,
+        mover: Mover[Any],
+        space: LandingSpace,
+        view: ShardView,
+        memory: Memory,
+        clock: Clock,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        memory.fill()
+        space.refused = True
+        refused = save(view, memory)
+        mover.run(refused)
+        assert refused.cause == "refused" and not mover.paused
+        monkeypatch.setattr(store_client.jobs, "_LOCK_WAIT_S", 0.0)
+        for cause in ("busy", "paused"):
+            job = save(view, memory)
+            mover.run(job)
+            assert job.cause == cause and mover.paused
+        space.refused = False
+        clock.ahead_s += store_client.mover.PAUSE_S
+        job = save(view, memory)
+        mover.run(job)
+        assert job.cause == "" and space.contains(KEYS) == [True] * len(KEYS)
+
+
+class TestSaves:
+    def test_only_what_the_store_lacks_is_read(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
+    ) -> None:
+        memory.fill()
+        space.land(KEYS[1:3])
+        read = []
+        job = save(view, memory, copy=lambda number, page: (read.append(number), memory.save(number, page)))
+        mover.run(job)
+        assert read == [0, 3, 4, 5]
+        assert (job.pages, job.stored, job.present) == (6, 4, set(range(6)))
+        back = Memory()
+        mover.run(load(view, back))
+        assert back.holds(len(KEYS))
+
+    def test_pages_whose_memory_was_overtaken_are_left_out_and_the_others_stored(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(store_client.jobs, "_MOVE_PAGES", 4)
+        lost: set[int] = set()
+        monkeypatch.setattr(Save, "lost", lost)
+
+        def copy(number: int, page: Bytes) -> None:
+            if number in (2, 4):
+                lost.add(number)
+                raise Overtaken
+            memory.save(number, page)
+
+        job = save(view, memory, copy=copy)
+        mover.run(job)
+        assert (job.pages, job.stored, job.cause) == (4, 4, "overtaken")
+        assert space.contains(KEYS) == [number not in (2, 4) for number in range(6)]
+
+    def test_a_page_that_is_given_up_while_it_is_copied_is_not_stored(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
+    ) -> None:
+        def copy(number: int, page: Bytes) -> None:
+            if number == 2:
+                raise GivenUp
+
+        job = save(view, memory, copy=copy)
+        mover.submit(job)
+        mover.run(save(view, memory, keys=chain("b", 1)))
+        assert space.contains(KEYS) == [True, True, False, False, False, False]
+        assert job.give_up("deadline") and job.pages == 2
