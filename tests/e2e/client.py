@@ -159,11 +159,16 @@ class Client(HttpClient):
 
     def reset_prefix_cache(self, *, connector: bool = False) -> None:
         """Empty the engine's own prefix cache and, if asked, the connector's; waits until no request holds a block."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not self.resets(connector=connector):
             if time.monotonic() > deadline:
-                raise ServerError("the engine did not reset its prefix cache within 30 s")
+                raise ServerError("the engine did not reset its prefix cache within 120 s")
             time.sleep(0.1)
+
+    def compute(self, prompt: Sequence[int], **tenant: str | None) -> None:
+        """With nothing of the prompt in the server's own cache."""
+        self.reset_prefix_cache()
+        self.ask(prompt, max_tokens=1, cache_salt=tenant.get("cache_salt"))
 
     def resets(self, *, connector: bool = False, running: bool = False) -> bool:
         """Ask once for a reset; vLLM refuses it while a block is held."""

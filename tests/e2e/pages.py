@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -15,15 +16,26 @@ from store_client import EmbeddedStore
 from store_client.testing import get_pages, put_pages
 
 PAGE_TOKENS = 64
+ASKED_AGAIN_S = 10.0
 
 __all__ = ["PAGE_TOKENS", "Pages", "wait_for"]
 
 
-class Pages:
-    """Pages of one model in the pool at `path`; every call opens the pool anew, as any other process would."""
+class Writer(Protocol):
+    """A server that saves what it computes."""
 
-    def __init__(self, path: Path, model: Path) -> None:
-        self._path, self._model = path, model
+    def compute(self, prompt: Sequence[int], **tenant: str | None) -> None:
+        """With nothing of the prompt in the server's own cache."""
+
+
+class Pages:
+    """Pages of one model in the pool at `path`; every call opens the pool anew, as any other process would.
+
+    On a busy machine a save may not get the pool's lock in time and is given up, so a `writer` is asked again.
+    """
+
+    def __init__(self, path: Path, model: Path, writer: Callable[[], Writer] | None = None) -> None:
+        self._path, self._model, self._writer = path, model, writer
 
     def count(self, prompt: Sequence[int], *, extra_key: str | None = None, cache_salt: str | None = None) -> int:
         """Leading pages of `prompt` of which every layer and KV head is there, in whatever shards."""
@@ -41,11 +53,17 @@ class Pages:
 
     def wait_for(self, prompt: Sequence[int], **tenant: str | None) -> None:
         """Wait until all full pages of `prompt` are in the pool: saving goes on after the answer. `tenant` as above."""
-        pages = len(prompt) // PAGE_TOKENS
-        wait_for(
-            lambda: self.count(prompt, **tenant) == pages,
-            f"{pages} pages of the prompt in the pool",
-        )
+        pages, again_s = len(prompt) // PAGE_TOKENS, time.monotonic() + ASKED_AGAIN_S
+
+        def are_there() -> bool:
+            nonlocal again_s
+            if self._writer is not None and time.monotonic() > again_s and self.count(prompt, **tenant) < pages:
+                self._writer().compute(prompt, **tenant)
+                again_s = time.monotonic() + ASKED_AGAIN_S
+            return self.count(prompt, **tenant) == pages
+
+        # Seldom: who looks may be in the way of who saves.
+        wait_for(are_there, f"{pages} pages of the prompt in the pool", every_s=0.2)
 
     def remove(self, prompt: Sequence[int], page: int) -> None:
         """Take page number `page` of `prompt` out of the pool."""
@@ -86,10 +104,10 @@ def _keys(prompt: Sequence[int], extra_key: str | None = None, cache_salt: str |
     return page_keys(list(prompt), PAGE_TOKENS, root=root_digest(extra_key, cache_salt))
 
 
-def wait_for(condition: Callable[[], bool], what: str, *, deadline_s: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, *, deadline_s: float = 120.0, every_s: float = 0.02) -> None:
     """Poll `condition` until it holds; the error says `what` did not come true."""
     deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {deadline_s:g} s: {what}")
-        time.sleep(0.02)
+        time.sleep(every_s)

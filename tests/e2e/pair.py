@@ -68,7 +68,6 @@ class Pair:
             log=logs / f"pair-{model.name}-vllm.log",
             pool=pool,
             args=["--max-model-len", "4096", "--dtype", "bfloat16"],
-            env={"OMP_WAIT_POLICY": "PASSIVE"},  # as SGLang's, with which it shares the cores
         )
         self.sglang = SGLangServer(
             model, log=logs / f"pair-{model.name}-sglang.log", pool=pool, args=["--dtype", "bfloat16"]

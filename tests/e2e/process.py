@@ -121,8 +121,11 @@ class ServerProcess:
         """Log lines of all lives up to their ends that report an error: none are expected, whatever a test does."""
         return self._complaints
 
-    def forgive(self) -> None:
-        """What the log complains of so far was provoked."""
+    @contextlib.contextmanager
+    def provoked(self) -> Iterator[None]:
+        """What the log complains of meanwhile is provoked."""
+        self._note_complaints()
+        yield
         self._log_start = self.log.stat().st_size
 
     def expect(self, *texts: str) -> None:

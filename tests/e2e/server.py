@@ -9,10 +9,16 @@ from pathlib import Path
 from e2e.client import Client
 from e2e.process import ENVIRONMENTS, ServerProcess, free_port, small_environment
 
-__all__ = ["KV_TRANSFER", "Server"]
+__all__ = ["KV_TRANSFER", "ONE_CORE", "Server"]
 
 # What the README tells a person to pass to vLLM, word for word.
 KV_TRANSFER = {"kv_connector": "MooncakeKVConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+
+ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""For a server that others run beside: one thread for each rank, wherever there is a core.
+
+On few cores, threads that wait for each other after every operation of every layer wait for all the others as well.
+"""
 
 
 class Server(ServerProcess, Client):
@@ -52,6 +58,7 @@ class Server(ServerProcess, Client):
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
             "VLLM_NO_USAGE_STATS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin would take the cores from whatever runs beside
         }
         if pool is not None:
             command += ["--kv-transfer-config", json.dumps(kv_transfer or KV_TRANSFER)]

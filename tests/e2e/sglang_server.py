@@ -152,6 +152,11 @@ class SGLangServer(ServerProcess, HttpClient):
             from_storage=(meta.get("cached_tokens_details") or {}).get("storage", 0),
         )
 
+    def compute(self, prompt: Sequence[int], **tenant: str | None) -> None:
+        """With nothing of the prompt in the server's own cache."""
+        self.flush()
+        self.ask(prompt, max_tokens=1, **tenant)  # type: ignore[arg-type]
+
     def abandon(self, prompt: Prompt, *, after_s: float, max_tokens: int = 256) -> None:
         """Send a request, and have it aborted `after_s` seconds later: SGLang notices a closed connection too late."""
         rid = uuid.uuid4().hex

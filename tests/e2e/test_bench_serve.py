@@ -6,7 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from e2e.conftest import StartServer
+from e2e.conftest import Shared
 from e2e.process import ENVIRONMENTS, small_environment
 
 SMALL = ["--requests", "8", "--prefixes", "4", "--prefix-tokens", "512", "--answer-tokens", "4", "--concurrency", "2"]
@@ -36,9 +36,8 @@ def test_the_connector_gives_back_what_vllm_alone_computes_again(qwen3: Path, tm
     assert not list(tmp_path.iterdir())
 
 
-def test_a_running_server_is_measured_by_its_address(start: StartServer, qwen3: Path, tmp_path: Path) -> None:
-    server = start(qwen3, "--max-model-len", "1024")
-    report = bench(tmp_path, server.url)
+def test_a_running_server_is_measured_by_its_address(shared: Shared, qwen3: Path, tmp_path: Path) -> None:
+    report = bench(tmp_path, shared.server.url)
     new, seen = report["rows"]
     assert (new["requests"], new["failed"], seen["requests"], seen["failed"]) == (4, 0, 8, 0)
     assert report["settings"]["model"] == qwen3.name

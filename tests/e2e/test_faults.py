@@ -53,7 +53,7 @@ def server(questions: dict[str, Question], start: StartServer, qwen3: Path) -> S
 
 @pytest.fixture(scope="module")
 def pages(server: Server, pool: Path) -> Pages:
-    return Pages(pool, server.model)
+    return Pages(pool, server.model, lambda: server)
 
 
 def answers(server: Server, question: Question) -> int:
@@ -80,7 +80,7 @@ def data_folder(pool: Path) -> Path:
 def test_checksum_errors_on_every_page(
     server: Server, pages: Pages, pool: Path, questions: dict[str, Question]
 ) -> None:
-    question = questions["fault corrupt"]
+    question = questions["number 0"]
     answers(server, question)
     pages.wait_for(question.prompt)
     with open(data_folder(pool) / "arena", "r+b") as arena:
@@ -101,7 +101,7 @@ def test_checksum_errors_on_every_page(
 def test_pool_deleted_under_the_engine(
     server: Server, pages: Pages, pool: Path, questions: dict[str, Question]
 ) -> None:
-    question = questions["fault deleted"]
+    question = questions["number 1"]
     answers(server, question)
     shutil.rmtree(pool)
     wait_for(lambda: answers(server, question) >= 0 and (pool / "pool.json").exists(), "a new pool in its place")
@@ -111,7 +111,7 @@ def test_pool_deleted_under_the_engine(
 def test_lock_held_by_a_stopped_process(
     server: Server, pages: Pages, pool: Path, questions: dict[str, Question]
 ) -> None:
-    stored, question = questions["fault deleted"], questions["fault locked"]
+    stored, question = questions["number 1"], questions["number 2"]
     works_again(server, pages, stored)
     command = [sys.executable, "-c", HOLD_LOCK_AND_STOP, str(data_folder(pool) / "table")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
@@ -136,9 +136,9 @@ def test_full_file_system(server: Server, pages: Pages, pool: Path, questions: d
     with open(ballast, "wb") as file:
         status = os.statvfs(pool.parent)
         os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize)
-    for name in ("fault full", "fault corrupt", "fault locked"):
+    for name in ("number 3", "number 0", "number 2"):
         answers(server, questions[name])
         answers(server, questions[name])
     ballast.unlink()
     time.sleep(1)
-    works_again(server, pages, questions["fault full"])
+    works_again(server, pages, questions["number 3"])

@@ -11,7 +11,7 @@ import pytest
 
 from e2e.conftest import StartServer
 from e2e.pages import PAGE_TOKENS, Pages
-from e2e.process import ENVIRONMENTS, running
+from e2e.process import ENVIRONMENTS
 from e2e.questions import Examiner, Question
 from e2e.server import Server
 from models import checkpoint
@@ -20,22 +20,23 @@ ARGS = ("--max-model-len", "2048", "--dtype", "bfloat16")
 
 
 @pytest.fixture(scope="module")
-def question(logs: Path) -> Question:
-    """Of full pages and one token: vLLM's plain CPU kernels prefill latent attention from position 0 only."""
-    plain = Server(checkpoint("deepseek-mla"), log=logs / "plain-latent.log", args=ARGS)
-    with running(plain):
-        return Examiner(plain, smallest_gap=0.12).question("latent", 5 * PAGE_TOKENS + 1)
+def server(start: StartServer) -> Server:
+    return start(checkpoint("deepseek-mla"), *ARGS)
 
 
 @pytest.fixture(scope="module")
-def server(question: Question, start: StartServer) -> Server:
-    return start(checkpoint("deepseek-mla"), *ARGS)
+def question(server: Server) -> Question:
+    """Of full pages and one token: vLLM's plain CPU kernels prefill latent attention from position 0 only.
+
+    The server computed its answer under a salt of its own; `test_loaded_blocks.py` shows that a hit has the same bytes.
+    """
+    return Examiner(server, smallest_gap=0.12).question("latent", 5 * PAGE_TOKENS + 1)
 
 
 def test_sglang_finds_the_latent_pages_that_vllm_computed(question: Question, server: Server, pool: Path) -> None:
     """Through SGLang's own controller and MLA host pool: SGLang has no attention for such a model without a GPU."""
     server.ask(question.prompt, max_tokens=1)
-    Pages(pool, server.model).wait_for(question.prompt)
+    Pages(pool, server.model, lambda: server).wait_for(question.prompt)
     tests = Path(__file__).resolve().parents[1]
     reader = subprocess.run(
         [
@@ -59,7 +60,7 @@ def test_sglang_finds_the_latent_pages_that_vllm_computed(question: Question, se
 
 
 def test_latent_pages_are_reused(question: Question, server: Server, pool: Path) -> None:
-    pages = Pages(pool, server.model)
+    pages = Pages(pool, server.model, lambda: server)
     assert server.ask(question.prompt, max_tokens=len(question.answer)).token_ids == question.answer
     pages.wait_for(question.prompt)
 

@@ -18,8 +18,8 @@ def test_answers_are_right_under_preemption(
     Saves may pin a part of so few blocks only, so a crowd's pages are not all saved; those of one request alone are.
     """
     server = start(qwen3, "--max-model-len", "1024", "--num-gpu-blocks-override", "17")
-    pages = Pages(pool, qwen3)
-    crowd = [question for name, question in questions.items() if name.startswith("pressure")]
+    pages = Pages(pool, qwen3, lambda: server)
+    crowd = [question for name, question in questions.items() if name.startswith("number")]
 
     for _ in range(4):
         with ThreadPoolExecutor(len(crowd)) as threads:

@@ -6,84 +6,73 @@ from pathlib import Path
 
 import pytest
 
-from e2e.conftest import StartServer
+from e2e.conftest import Shared, StartServer
 from e2e.pages import PAGE_TOKENS, Pages
 from e2e.questions import Question
 from e2e.server import Server
 from store_client import EmbeddedStore
 
-
-class Instances:
-    """Servers of different TP sizes, one after the other on one pool."""
-
-    def __init__(self, start: StartServer, model: Path, pool: Path, questions: dict[str, Question]) -> None:
-        self._start, self._model, self._questions = start, model, questions
-        self._running: Server | None = None
-        self.pages = Pages(pool, model)
-
-    def run(self, tp_size: int) -> Server:
-        """Stop the server that runs, and start one of so many ranks."""
-        if self._running is not None:
-            self._running.stop()
-        env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if tp_size == 2 else {}
-        args = ("--tensor-parallel-size", str(tp_size), "--max-model-len", "2048")
-        self._running = self._start(self._model, *args, env=env)
-        return self._running
-
-    def computes(self, name: str) -> None:
-        """The question's pages are not in the pool, and are afterwards."""
-        assert self._ask(name) == 0
-        self.pages.wait_for(self._questions[name].prompt)
-
-    def loads(self, name: str) -> None:
-        assert self._ask(name) == self._questions[name].num_full_pages * PAGE_TOKENS
-
-    def _ask(self, name: str) -> int:
-        """Check the answer, and return how many prompt tokens were not computed."""
-        assert self._running is not None
-        question = self._questions[name]
-        answer = self._running.ask(question.prompt, max_tokens=len(question.answer))
-        assert answer.token_ids == question.answer
-        return answer.cached_tokens
+SALT = "ranks"  # other modules ask the same in this pool
 
 
 @pytest.fixture(scope="module")
-def instances(questions: dict[str, Question], start: StartServer, qwen3: Path, pool: Path) -> Instances:
-    return Instances(start, qwen3, pool, questions)
+def pool(shared: Shared) -> Path:
+    return shared.pool
 
 
-def test_two_ranks_reuse_their_halves_of_the_pages(
-    questions: dict[str, Question], instances: Instances, pool: Path
-) -> None:
-    server = instances.run(2)
-    instances.computes("two ranks")
-    with EmbeddedStore(pool) as store:
-        heads = sorted((info.shard.head_start, info.shard.head_stop) for info in store.namespaces())
-    assert heads == [(0, 2), (2, 4)]
+@pytest.fixture(scope="module")
+def one(shared: Shared) -> Server:
+    return shared.server
 
+
+@pytest.fixture(scope="module")
+def two(one: Server, start: StartServer, qwen3: Path) -> Server:
+    """A server of two ranks beside that of one."""
+    return start(qwen3, "--tensor-parallel-size", "2", "--max-model-len", "2048")
+
+
+def ask(server: Server, question: Question) -> int:
+    """Ask with an empty cache of the engine's own, check the answer, and return how many tokens were not computed."""
     server.reset_prefix_cache()
-    instances.loads("two ranks")
-    falsify_and_see(server, instances.pages, questions["two ranks"])
+    answer = server.ask(question.prompt, max_tokens=len(question.answer), cache_salt=SALT)
+    assert answer.token_ids == question.answer
+    return answer.cached_tokens
 
 
-def falsify_and_see(server: Server, pages: Pages, question: Question) -> None:
-    """The answer came from the pool: with other bytes there it is another one."""
+def computes(server: Server, question: Question, pool: Path) -> None:
+    """The question's pages are not in the pool, and are afterwards."""
+    assert ask(server, question) == 0
+    Pages(pool, server.model, lambda: server).wait_for(question.prompt, cache_salt=SALT)
+
+
+def loads(server: Server, question: Question, pool: Path) -> None:
+    """From the pool: with other bytes there the answer is another one."""
+    full = question.num_full_pages * PAGE_TOKENS
+    assert ask(server, question) == full
     server.reset_prefix_cache()
-    pages.falsify(question.prompt, page=3)
-    falsified = server.ask(question.prompt, max_tokens=len(question.answer))
-    assert falsified.cached_tokens == question.num_full_pages * PAGE_TOKENS
+    Pages(pool, server.model).falsify(question.prompt, page=3, cache_salt=SALT)
+    falsified = server.ask(question.prompt, max_tokens=len(question.answer), cache_salt=SALT)
+    assert falsified.cached_tokens == full
     assert falsified.token_ids != question.answer
 
 
-def test_instances_of_one_and_two_ranks_read_each_others_pages(
-    questions: dict[str, Question], instances: Instances
+def test_two_ranks_reuse_their_halves_of_the_pages(
+    questions: dict[str, Question], two: Server, pool: Path
 ) -> None:
-    instances.run(2)
-    instances.computes("computed by two")
-    server = instances.run(1)
-    instances.loads("computed by two")
-    instances.computes("computed by one")
-    falsify_and_see(server, instances.pages, questions["computed by two"])
-    server = instances.run(2)
-    instances.loads("computed by one")
-    falsify_and_see(server, instances.pages, questions["computed by one"])
+    with EmbeddedStore(pool) as store:
+        before = {(info.namespace.digest, info.shard) for info in store.namespaces()}
+    computes(two, questions["number 0"], pool)
+    with EmbeddedStore(pool) as store:
+        now = [info for info in store.namespaces() if (info.namespace.digest, info.shard) not in before]
+    assert sorted((info.shard.head_start, info.shard.head_stop) for info in now) == [(0, 2), (2, 4)]
+    loads(two, questions["number 0"], pool)
+
+
+@pytest.mark.parametrize("writer", ["two", "one"])
+def test_instances_of_one_and_two_ranks_read_each_others_pages(
+    writer: str, questions: dict[str, Question], one: Server, two: Server, pool: Path
+) -> None:
+    question = questions["number 1" if writer == "two" else "number 2"]
+    here, there = (two, one) if writer == "two" else (one, two)
+    computes(here, question, pool)
+    loads(there, question, pool)

@@ -11,13 +11,13 @@ import pytest
 from long_form import LONG
 
 from e2e import rl_loop
-from e2e.conftest import QWEN3_ARGS, StartServer
+from e2e.conftest import Shared
 from e2e.process import ENVIRONMENTS, small_environment
 from e2e.rl_loop import MAX_TOKENS, Tally
 from e2e.server import Server
 from models import checkpoint
 
-ROUNDS = 100 if LONG else 6
+ROUNDS = 100 if LONG else 6  # even
 
 
 def assert_clean(tally: Tally) -> None:
@@ -71,7 +71,8 @@ class InServer:
 
 
 @pytest.mark.long
-def test_loop_of_a_server(qwen3: Path, start: StartServer) -> None:
-    tally = rl_loop.run(InServer(start(qwen3, *QWEN3_ARGS)), [qwen3, checkpoint("qwen3-other")], ROUNDS)
+def test_loop_of_a_server(qwen3: Path, shared: Shared) -> None:
+    """In the end it has its own weights again."""
+    tally = rl_loop.run(InServer(shared.server), [qwen3, checkpoint("qwen3-other")], ROUNDS)
     print(tally)
     assert_clean(tally)

@@ -1,12 +1,13 @@
 """Fixtures for PD disaggregation on real servers.
 
 Tests share three groups of servers, which `Fleet` runs one after the other: `trio` on one host, `hosts` apart in two
-network namespaces, and `ranks` of different TP sizes. The modules' names keep tests of one group together.
+network namespaces, and `ranks` of different TP sizes. The modules' names keep tests of one group together. The last
+group stops after the last test that uses one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,8 +20,7 @@ from e2e.pd.hosts import Host, Link, NoNamespaces, two_hosts
 from e2e.pd.instances import Instance
 from e2e.process import pool_folder, running
 from e2e.questions import Examiner, Question
-from e2e.server import Server
-from models import checkpoint
+from e2e.server import ONE_CORE, Server
 
 CHUNK_TOKENS, LAYER_TOKENS = 200, 600
 BOUNDS = {"granularity_chunk_tokens": CHUNK_TOKENS, "granularity_layer_tokens": LAYER_TOKENS}
@@ -47,6 +47,7 @@ LENGTHS = {
     "two to one": 450,
     "one to two": 450,
     **{f"crowd {number}": 130 + 41 * number for number in range(8)},
+    **{f"host {number}": 300 for number in range(7)},
 }
 COMMON = ("--max-model-len", "4096", "--chat-template", CHAT_TEMPLATE)
 
@@ -54,7 +55,7 @@ COMMON = ("--max-model-len", "4096", "--chat-template", CHAT_TEMPLATE)
 @pytest.fixture(scope="session")
 def asked(qwen3: Path, logs: Path) -> dict[str, Question]:
     """Questions for the Qwen3 checkpoint by name, answered by vLLM without the connector or a hit."""
-    plain = Server(qwen3, log=logs / "pd-plain.log", args=COMMON)
+    plain = Server(qwen3, log=logs / "pd-plain.log", args=COMMON, env=ONE_CORE)
     with running(plain):
         examiner = Examiner(plain)
         found = {name: examiner.question(name, length) for name, length in LENGTHS.items()}
@@ -64,12 +65,10 @@ def asked(qwen3: Path, logs: Path) -> dict[str, Question]:
 
 
 @pytest.fixture(scope="session")
-def fleet() -> Iterator[Fleet]:
+def fleet(stops: dict[str, Callable[[], None]]) -> Fleet:
     fleet = Fleet()
-    try:
-        yield fleet
-    finally:
-        fleet.close()
+    stops["fleet"] = fleet.close
+    return fleet
 
 
 class Trio(Group):
@@ -159,8 +158,9 @@ def network() -> Iterator[tuple[Host, Host, Link] | None]:
 
 @pytest.fixture
 def hosts(
+    asked: dict[str, Question],
     fleet: Fleet,
-    smollm2: Path,
+    qwen3: Path,
     logs: Path,
     network: tuple[Host, Host, Link] | None,
     pools: tuple[Path, Path],
@@ -193,7 +193,7 @@ def hosts(
             }
             args = ["--max-model-len", "2048", "--max-num-batched-tokens", "256"]
             log = logs / f"pd-host-{name}.log"
-            return Instance(smollm2, log=log, pool=pool, config=config, args=args, **apart)  # type: ignore[arg-type]
+            return Instance(qwen3, log=log, pool=pool, config=config, args=args, **apart)  # type: ignore[arg-type]
 
         prefill, decode = (instance(str(number), number, pool, tls) for number, pool in enumerate(pools))
         plain = instance("plain", 1, logs / "no-pool", {"prefix_reuse": False})
@@ -208,11 +208,6 @@ def hosts(
 def pools() -> Iterator[tuple[Path, Path]]:
     with pool_folder() as one, pool_folder() as two:
         yield one, two
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    return checkpoint("smollm2")
 
 
 class Ranks(Group):

@@ -15,7 +15,7 @@ import psutil
 from e2e.client import Client, Prompt
 from e2e.pages import wait_for
 from e2e.process import ServerProcess, free_port, small_environment
-from e2e.server import KV_TRANSFER, Server
+from e2e.server import KV_TRANSFER, ONE_CORE, Server
 
 __all__ = ["PREFIX", "Instance", "PDClient", "Proxy"]
 
@@ -90,11 +90,7 @@ class Instance(Server, PDClient):
             pool=pool,
             args=args,
             env={
-                "OMP_WAIT_POLICY": "PASSIVE",
-                # One thread, wherever there is a core: on few cores, threads that wait for each other after every
-                # operation of every layer wait for all the other instances as well.
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "OMP_NUM_THREADS": "1",
+                **ONE_CORE,
                 "PYTHONPATH": str(FAULTS),
                 "PD_FAULTS": str(self.faults),
                 **(env or {}),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import product
 
 import pytest
+from long_form import LONG
 
 from e2e.pages import wait_for
 from e2e.pd.chat import as_text
@@ -52,9 +54,13 @@ def num_blocks(question: Question) -> int:
     return -(-len(question.prompt) // BLOCK_TOKENS)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+WAYS = list(product(TRANSPORTS, GRANULARITIES, ORDERS))
+PAIRS = [(*way, ORDERS[number % 2]) for number, way in enumerate(product(TRANSPORTS, GRANULARITIES))]
+"""Each transport with each granularity, and each order with either."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("transport", "granularity", "order"), WAYS if LONG else PAIRS)
 def test_two_instances_answer_as_one(
     trio: Trio, asked: dict[str, Question], transport: str, granularity: str, order: str
 ) -> None:

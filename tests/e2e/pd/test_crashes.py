@@ -12,23 +12,10 @@ from long_form import LONG
 from e2e.client import ServerError
 from e2e.pages import wait_for
 from e2e.pd.conftest import ORDERS, Trio
-from e2e.pd.half_way import LIMIT_S, Tokens, half_way
-from e2e.pd.instances import Instance, Proxy
+from e2e.pd.half_way import LIMIT_S, Tokens, half_way, hands_over
 from e2e.questions import Question
 
 STOP_S = 20.0
-
-
-def hands_over(proxy: Proxy, decode: Instance, question: Question) -> None:
-    """The right answer, from KV that travelled: at the latest when what was lost has been noticed."""
-
-    def has_fetched() -> bool:
-        decode.reset_prefix_cache()
-        before = decode.figure("fetched_tokens")
-        assert proxy.ask_whole(question.prompt, max_tokens=len(question.answer)) == question.answer
-        return decode.figure("fetched_tokens") > before
-
-    wait_for(has_fetched, "a transfer", deadline_s=LIMIT_S)
 
 
 @pytest.mark.long

@@ -2,57 +2,28 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from certificates import CAN_MAKE
 
-from e2e.client import Answer
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.pd.conftest import ORDERS, Hosts
-from e2e.pd.half_way import LIMIT_S, half_way
-from e2e.pd.instances import Instance
-from e2e.pd.test_crashes import hands_over
+from e2e.pd.half_way import LIMIT_S, half_way, hands_over
 from e2e.process import running
-from e2e.questions import Examiner, Question
+from e2e.questions import Question
 
 NAMES = ("stored", "known to decode", "known to prefill", "cut", "plain", *ORDERS)
 NUM_TOKENS = 300
 BLOCK_TOKENS = 128
-BLOCK_NBYTES = 46080 * BLOCK_TOKENS  # of KV, all layers, in float32
+BLOCK_NBYTES = 16384 * BLOCK_TOKENS  # of KV, all layers, in float32
 NUM_BLOCKS = -(-NUM_TOKENS // BLOCK_TOKENS)
 
 
-def draw_pieces(source: random.Random, count: int) -> tuple[int, ...]:
-    """Pieces of words in no order: SmolLM2 looks for a thread in all of them."""
-    return tuple(source.randrange(1000, 40000) for _ in range(count))
-
-
-class Alone:
-    """One instance as it answers without another; what it stores is kept apart."""
-
-    def __init__(self, instance: Instance) -> None:
-        self._instance = instance
-
-    def ask(self, prompt: Sequence[int], *, max_tokens: int, cache_salt: str | None) -> Answer:
-        return self._instance.ask(prompt, max_tokens=max_tokens, cache_salt=f"alone {cache_salt}")
-
-
-@pytest.fixture(scope="session")
-def told() -> dict[str, Question]:
-    return {}
-
-
 @pytest.fixture
-def questions(hosts: Hosts, told: dict[str, Question]) -> dict[str, Question]:
-    """Questions for SmolLM2 by name, answered by one of the instances alone."""
-    if not told:
-        examiner = Examiner(Alone(hosts.prefill), max_tokens=4, draw=draw_pieces)
-        told.update({name: examiner.question(name, NUM_TOKENS) for name in NAMES})
-        hosts.forget()
-    return told
+def questions(asked: dict[str, Question]) -> dict[str, Question]:
+    """One for each test: the pools keep what is in them."""
+    return {name: asked[f"host {number}"] for number, name in enumerate(NAMES)}
 
 
 def sent_blocks(hosts: Hosts) -> float:

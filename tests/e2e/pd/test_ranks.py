@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from e2e.client import ServerError
 from e2e.pages import wait_for
 from e2e.pd.conftest import ORDERS, Ranks
-from e2e.pd.fleet import Fleet
 from e2e.questions import Question
 
 both_ways = pytest.mark.parametrize(("name", "prefill"), [("two to one", 0), ("one to two", 1)])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def the_last_group_stops(fleet: Fleet) -> Iterator[None]:
-    """The tests that follow use no instance of a fleet, and need the memory and the cores."""
-    yield
-    fleet.close()
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from e2e.process import running
+from e2e.pages import PAGE_TOKENS
+from e2e.process import pool_folder, running
 from e2e.questions import Examiner, Question
 from e2e.sglang_server import SGLangServer
 
@@ -24,6 +27,7 @@ QUESTIONS = {
 FORKS = {"fork/other end": (400, 500)}  # (tokens in common, tokens in all)
 
 MAX_TOKENS = 4
+NAME = "mooncake_connector"
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +40,71 @@ def questions(qwen3: Path, logs: Path) -> dict[str, Question]:
         for name, (shared, length) in FORKS.items():
             asked[name] = examiner.question(name, length, prefix=asked[name.partition("/")[0]].prompt[:shared])
         return asked
+
+
+@dataclass(frozen=True, slots=True)
+class Attachable:
+    """A server whose storage is attached while it runs, and the pool that is attached."""
+
+    server: SGLangServer
+    pool: Path
+
+    def attach(self, *, policy: str = "wait_complete", **config: object) -> tuple[int, str]:
+        config = {"prefetch_threshold": PAGE_TOKENS, **config}
+        return self.server.admin(
+            "PUT",
+            body={
+                "hicache_storage_backend": NAME,
+                "hicache_storage_backend_extra_config_json": json.dumps(config),
+                "hicache_storage_prefetch_policy": policy,
+            },
+        )
+
+    def status(self) -> tuple[str | None, str]:
+        """(backend, policy) as the server tells them."""
+        code, text = self.server.admin("GET")
+        assert code == 200, text
+        told = json.loads(text)
+        return told["hicache_storage_backend"], told["hicache_storage_prefetch_policy"]
+
+    def be_attached(self) -> None:
+        if self.status()[0] is None:
+            code, text = self.attach()
+            assert code == 200, text
+
+    def hit_tokens(self, question: Question) -> int:
+        return hit_tokens(self.server, question)
+
+
+def hit_tokens(server: SGLangServer, question: Question) -> int:
+    """Ask with empty levels of the engine's own; the answer is right. Returns the tokens that came from the pool."""
+    server.flush()
+    answer = server.ask(question.prompt, max_tokens=len(question.answer))
+    assert answer.token_ids == question.answer
+    return answer.from_storage
+
+
+def full(question: Question) -> int:
+    return question.num_full_pages * PAGE_TOKENS
+
+
+@pytest.fixture(scope="session")
+def attachable(
+    questions: dict[str, Question], qwen3: Path, logs: Path, stops: dict[str, Callable[[], None]]
+) -> Attachable:
+    """HiCache with two levels, and zero-copy; it depends on the questions, so that their server is gone before."""
+    stack = ExitStack()
+    pool = stack.enter_context(pool_folder())
+    settings = {"way": "no storage", "layout": "page_first_direct", "io_backend": "direct"}
+    server = SGLangServer(qwen3, log=logs / "sglang-attachable.log", pool=pool, **settings)  # type: ignore[arg-type]
+
+    def stop() -> None:
+        stack.close()
+        assert not server.complaints(), "the server logged exceptions:\n" + "\n".join(server.complaints()[:20])
+
+    stops["attachable"] = stop
+    stack.enter_context(running(server))
+    return Attachable(server, pool)
 
 
 StartSGLang = Callable[..., SGLangServer]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from e2e.pages import PAGE_TOKENS, Pages
-from e2e.process import running
 from e2e.questions import draw_tokens
+from e2e.sglang.conftest import Attachable
 from e2e.sglang_server import ADMIN_KEY, SGLangAnswer, SGLangServer
 from models import checkpoint
 
@@ -20,19 +18,17 @@ IN_FULL_PAGES = len(PROMPT) // PAGE_TOKENS * PAGE_TOKENS
 
 
 @pytest.fixture(scope="module")
-def server(qwen3: Path, pool: Path, logs: Path) -> Iterator[SGLangServer]:
-    """Serves the other weights, with pages in the pool that the first ones computed."""
-    server = SGLangServer(qwen3, log=logs / "weight-updates.log", pool=pool)
-    with running(server):
-        yield server
-    assert not server.complaints()
+def server(attachable: Attachable) -> SGLangServer:
+    """Serves the other weights in the end, with pages in the pool that the first ones computed."""
+    attachable.be_attached()
+    return attachable.server
 
 
 @pytest.fixture(scope="module")
-def old(server: SGLangServer, pool: Path) -> SGLangAnswer:
+def old(server: SGLangServer, attachable: Attachable) -> SGLangAnswer:
     """The answer of the first weights, read from storage; the server has the other weights from now on."""
     server.ask(PROMPT)
-    Pages(pool, server.model).wait_for(PROMPT)
+    Pages(attachable.pool, server.model, lambda: server).wait_for(PROMPT)
     server.flush()
     old = server.ask(PROMPT)
     assert old.from_storage == IN_FULL_PAGES
@@ -53,17 +49,8 @@ def test_pages_of_the_old_weights_are_not_read(old: SGLangAnswer, new: SGLangAns
     assert new.steps[0] != old.steps[0]  # the weights did change
 
 
-def test_nor_are_they_when_the_storage_is_attached_again(server: SGLangServer, new: SGLangAnswer) -> None:
-    server.flush()
-    assert server.admin("DELETE")[0] == 200
-    config = {"prefetch_threshold": PAGE_TOKENS}
-    status, told = server.admin(
-        "PUT",
-        body={
-            "hicache_storage_backend": "mooncake_connector",
-            "hicache_storage_backend_extra_config_json": json.dumps(config),
-            "hicache_storage_prefetch_policy": "wait_complete",
-        },
-    )
-    assert status == 200, told
-    assert server.ask(PROMPT).token_ids == new.token_ids
+def test_nor_are_they_when_the_storage_is_attached_again(attachable: Attachable, new: SGLangAnswer) -> None:
+    attachable.server.flush()
+    assert attachable.server.admin("DELETE")[0] == 200
+    attachable.be_attached()
+    assert attachable.server.ask(PROMPT).token_ids == new.token_ids
