@@ -1,6 +1,6 @@
-"""What runs one half of the PD protocol: gives it messages and the time, and carries out its orders.
+"""What drives one side of the protocol: gives it messages and the time, and carries out its orders.
 
-Everything here belongs to one event loop. `transfer.serving` and `transfer.fetching` are the two shells.
+Everything here belongs to one event loop. `transfer.serving` and `transfer.fetching` are the two drivers.
 """
 
 from __future__ import annotations
@@ -9,94 +9,83 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from mooncake_connector.log import get_logger, log_once
 from transfer.control.connection import Link
 from transfer.protocol.messages import AnyMessage, MessageError, decode, encode
-from transfer.protocol.orders import Ending, Half, Order, Release, Send
+from transfer.protocol.orders import Ended, Failed, Order, Protocol, Send, Transfer
 
 RANK_PURPOSE = "rank"
 """What control connections between ranks are called in the handshake."""
-_LEAVE_S = 30.0
-"""How often to look whether transfers with a rank are over that has no connection any more."""
 
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """What became of a transfer on this rank. The engine's blocks are its own again.
-
-    Args:
-        nbytes: KV that was written to peers, or that arrived and was right.
-        seconds: from its opening or announcement to its end.
-        transport: how it travelled; "" where nothing did or at the consumer, which is not told.
-    """
-
-    transfer: str
-    ending: Ending
-    cause: str = ""
-    nbytes: int = 0
-    seconds: float = 0.0
-    transport: str = ""
-
-
-class Shell(ABC):
+class Driver(ABC):
     """See the module.
 
     Args:
-        ended: called once for each transfer that the engine named, in the event loop; must not block.
+        report: called with each word for the engine, in the event loop; must not block.
     """
 
-    def __init__(self, half: Half, loop: asyncio.AbstractEventLoop, ended: Callable[[Ended], None]) -> None:
-        self._half = half
+    def __init__(
+        self, protocol: Protocol, loop: asyncio.AbstractEventLoop, report: Callable[[Failed | Ended], None]
+    ) -> None:
+        self._protocol = protocol
         self._loop = loop
-        self._ended = ended
+        self._report = report
         self._links: dict[str, Link] = {}
         self._timer: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     @abstractmethod
     def _carry_out(self, order: Order) -> None:
-        """Do what an order says, other than to send or to release."""
+        """Do what an order says, other than to send or to report."""
 
-    @abstractmethod
-    def _release(self, order: Release) -> Ended:
-        """Forget the transfer."""
+    def tell(self, call: Callable[..., object], *args: object) -> None:
+        """Make a call of the protocol, which takes the time last, and carry out what it orders."""
+        try:
+            call(*args, now_s())
+        except Exception as error:
+            log_once(f"transfer.call:{type(error).__name__}", "a call failed: %r", error, logger=logger, exc_info=True)
+        self.dispatch()
 
-    def pump(self) -> None:
-        """Carry out what the half ordered; after each of its calls."""
-        while orders := self._half.take():
+    def dispatch(self) -> None:
+        """Carry out what the protocol ordered; after each of its calls."""
+        while orders := self._protocol.take():
             for order in orders:
                 try:
                     self._obey(order)
                 except Exception as error:  # a defect of ours must not lose the orders after it: each is given once
                     what = f"{type(order).__name__}: {error!r}"
                     log_once("transfer.order", "an order failed: %s", what, logger=logger, exc_info=True)
-        if self._timer is None:
+        if self._timer is None and not self._closed:
             self._timer = self._loop.call_soon(self._tick)
 
     def _obey(self, order: Order) -> None:
-        if isinstance(order, Send):
+        if isinstance(order, Failed | Ended):
+            if isinstance(order, Ended):
+                _log(order.transfer)
+            self._report(order)
+        elif self._closed:
+            return
+        elif isinstance(order, Send):
             self._send(order.peer, order.message)
-        elif isinstance(order, Release):
-            self._over(self._release(order))
         else:
             self._carry_out(order)
 
-    def _over(self, ended: Ended) -> None:
-        line = "transfer %s %s bytes=%d seconds=%.6f transport=%s cause=%s"
-        values = (ended.transfer, ended.ending.value, ended.nbytes, ended.seconds, ended.transport or "-")
-        logger.debug(line, *values, ended.cause or "none")
-        self._ended(ended)
+    def close(self, cause: str) -> None:
+        """Once the loop has ended, and nothing touches the blocks any more; from then on any thread may `tell`."""
+        self._closed = True
+        self.tell(self._protocol.close, cause)
 
     def _tick(self) -> None:
-        delay_s = self._half.tick(now_s())
+        delay_s = self._protocol.tick(now_s())
         self._timer = None if delay_s is None else self._loop.call_later(delay_s, self._tick)
         if delay_s is not None:
-            self.pump()
+            self.dispatch()
 
     def _send(self, peer: str, message: AnyMessage) -> None:
         link = self._links.get(peer)
@@ -116,18 +105,19 @@ class Shell(ABC):
                 log_once("transfer.malformed", "a peer's connection is closed: %s", error, logger=logger)
                 link.close()
                 raise
-            self._half.receive(peer, message, now_s())
-            self.pump()
-
-    def _leave(self, peer: str) -> None:
-        """Forget a rank whose connection is over, as soon as no transfer has to do with it."""
-        if peer not in self._links and not self._half.forget(peer):
-            self._loop.call_later(_LEAVE_S, self._leave, peer)
+            self.tell(self._protocol.receive, peer, message)
 
     def _start(self, work: asyncio.Task[None]) -> None:
         """Keep a task from being collected."""
         self._tasks.add(work)
         work.add_done_callback(self._tasks.discard)
+
+
+def _log(transfer: Transfer) -> None:
+    assert transfer.ending is not None
+    line = "transfer %s %s bytes=%d seconds=%.6f transport=%s cause=%s"
+    values = (transfer.name, transfer.ending.value, transfer.nbytes, transfer.seconds, transfer.transport or "-")
+    logger.debug(line, *values, transfer.cause or "none")
 
 
 def look(task: asyncio.Task[Any]) -> None:
@@ -137,7 +127,7 @@ def look(task: asyncio.Task[Any]) -> None:
 
 
 def peer_name(instance: bytes) -> str:
-    """What the halves call a rank: one name for each life of it."""
+    """What the protocol calls a rank: one name for each process."""
     return instance.hex()
 
 

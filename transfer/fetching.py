@@ -13,14 +13,14 @@ import numpy as np
 from mooncake_connector.log import get_logger, log_once
 from transfer.control.connection import Access, Gone, Link, connect
 from transfer.control.directory import InstanceCard, RankCard, look_up
-from transfer.driver import RANK_PURPOSE, Ended, Shell, look, now_s, peer_name
+from transfer.driver import RANK_PURPOSE, Driver, look, now_s, peer_name
 from transfer.integrity import wrong_pages
 from transfer.plan.layout import RankLayout
 from transfer.plan.pairing import Pairing, Route, routes
-from transfer.protocol.consumer import Consumer, Source
+from transfer.protocol.consumer import Consumer, Incoming, Source, Where
 from transfer.protocol.messages import Introduction, Landed, encode
-from transfer.protocol.orders import Ending, Order, Release, Revoke, Timing, Verify
-from transfer.transports.base import Grant, TransferError, Unavailable
+from transfer.protocol.orders import Ended, Failed, Order, Revoke, Timing, Verify
+from transfer.transports.base import GRANT_KEY_NBYTES, TransferError, Unavailable
 from transfer.transports.cuda.staging import Staging
 from transfer.transports.memory import Memory
 
@@ -35,23 +35,6 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """The directory of a prefill instance.
-
-    Args:
-        engine_id: which life of it has the KV; "" where the request does not say.
-    """
-
-    host: str
-    port: int
-    engine_id: str = ""
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self.host, self.port
-
-
-@dataclass(frozen=True, slots=True)
 class Family:
     """All ranks of this rank's own instance, and which of them it is."""
 
@@ -59,19 +42,14 @@ class Family:
     number: int
 
 
-@dataclass(slots=True)
-class _Origin:
+@dataclass(frozen=True, slots=True)
+class _Origin(Source):
     """A rank of a prefill instance that has a route to this rank."""
 
     card: RankCard
     route: Route
-    legs: int
     pairing: Pairing
     page_tokens: int
-
-    @property
-    def name(self) -> str:
-        return peer_name(self.card.instance)
 
 
 @dataclass(slots=True)
@@ -86,28 +64,11 @@ class _Remote:
     """Whose directory answers there now."""
 
 
-@dataclass(slots=True)
-class _Fetch:
-    """A transfer that the engine named."""
-
-    where: Where
-    started_s: float
-    announced: bool = False
-    wanted: tuple[int, int, Sequence[int]] | None = None
-    """(first token, stop token, block table)"""
-    unwanted: str = ""
-    """Why the engine gave it up."""
-    granted: Grant | None = None
-    nbytes: int = 0
-    origins: dict[str, _Origin] = field(default_factory=dict)
-
-
-class Fetching(Shell):
+class Fetching(Driver):
     """See the module. `executor` has one thread, which checks what landed, on a device through `staging`."""
 
     def __init__(
         self,
-        generation: int,
         timing: Timing,
         layout: RankLayout,
         memory: Memory,
@@ -117,94 +78,53 @@ class Fetching(Shell):
         loop: asyncio.AbstractEventLoop,
         executor: Executor,
         staging: Staging | None,
-        ended: Callable[[Ended], None],
+        report: Callable[[Failed | Ended], None],
     ) -> None:
-        self._consumer = Consumer(generation, timing)
-        super().__init__(self._consumer, loop, ended)
-        self._generation, self._timing = generation, timing
+        self.consumer = Consumer(timing)
+        super().__init__(self.consumer, loop, report)
+        self._timing = timing
         self._layout, self._memory, self._endpoints, self._executor = layout, memory, dict(endpoints), executor
         self._access, self._page_tokens, self._staging = access, page_tokens, staging
-        self._fetches: dict[str, _Fetch] = {}
         self._remotes: dict[tuple[str, int], asyncio.Task[_Remote]] = {}
         self._failed_s: dict[tuple[str, int], float] = {}
 
     # What the engine says
 
-    def announce(self, transfer: str, where: Where, family: Family, computed: bool) -> None:
-        """A request that will want this transfer; it has one ending, whatever happens."""
-        if transfer in self._fetches:
-            self._over(Ended(transfer, Ending.FAILED, "a request of this transfer is under way"))
-            return
-        self._fetches[transfer] = _Fetch(where, now_s())
-        self._start(self._loop.create_task(self._begin(transfer, family, computed)))
+    def announce(self, transfer: Incoming, family: Family, now_s: float) -> None:
+        """A request that will want this transfer."""
+        self.consumer.announce(transfer, now_s)
+        if transfer.ending is None:
+            self._start(self._loop.create_task(self._seek(transfer, family)))
 
-    def grant(self, transfer: str, first_token: int, stop_token: int, block_ids: Sequence[int]) -> None:
-        """Fetch tokens `[first_token, stop_token)` into the blocks of this table; nothing if it is over already."""
-        fetch = self._fetches.get(transfer)
-        if fetch is not None:
-            fetch.wanted = (first_token, stop_token, block_ids)
-            if fetch.announced:
-                self._grant(transfer, fetch)
+    def grant(
+        self, transfer: Incoming, first_token: int, stop_token: int, block_ids: Sequence[int], now_s: float
+    ) -> None:
+        """Fetch tokens `[first_token, stop_token)` into the blocks of this table; nothing if it has ended already."""
+        key = bytes(GRANT_KEY_NBYTES)
+        if transfer.ending is None:
+            try:
+                ranges = self._layout.ranges(self._layout.holding(block_ids, first_token, stop_token))
+                transfer.memory = self._memory.grant(*ranges)
+                key = transfer.memory.key
+            except (TransferError, ValueError) as error:
+                self.consumer.fail(transfer, str(error), now_s)
+        self.consumer.grant(transfer, first_token, stop_token, block_ids, key, now_s)
 
-    def drop(self, transfer: str, cause: str) -> None:
-        """The engine does not want it any more; the producer will be told."""
-        fetch = self._fetches.get(transfer)
-        if fetch is not None:
-            fetch.unwanted = cause
-            if fetch.announced:
-                self._consumer.cancel(transfer, cause, now_s())
-                self.pump()
-
-    # How a transfer begins
-
-    async def _begin(self, transfer: str, family: Family, computed: bool) -> None:
-        fetch = self._fetches[transfer]
+    async def _seek(self, transfer: Incoming, family: Family) -> None:
+        sources: list[_Origin] = []
+        patience_s = self._timing.deadline_s + self._timing.retry_s
         try:
-            remote = await asyncio.wait_for(self._remote(fetch.where, family), self._timing.deadline_s)
+            remote = await asyncio.wait_for(self._remote(transfer.where, family), patience_s)
             if remote.lost.is_set():
                 raise Unavailable("the prefill instance was lost just now")
+            sources = remote.origins
+        except asyncio.TimeoutError:  # the protocol has ended it
+            pass
         except Exception as error:
-            ending, cause = Ending.FAILED, str(error)
-            if isinstance(error, asyncio.TimeoutError):
-                ending, cause = Ending.EXPIRED, "the prefill instance did not answer by the deadline"
-            elif not isinstance(error, TransferError):
+            if not isinstance(error, TransferError):
                 log_once("transfer.begin", "a transfer cannot begin: %r", error, logger=logger, exc_info=True)
-            del self._fetches[transfer]
-            self._over(Ended(transfer, ending, cause, seconds=now_s() - fetch.started_s))
-            return
-        fetch.origins = {origin.name: origin for origin in remote.origins}
-        sources = [
-            Source(
-                origin.name,
-                origin.card.generation,
-                origin.pairing.layers,
-                origin.legs,
-            )
-            for origin in remote.origins
-        ]
-        left_s = self._timing.deadline_s - (now_s() - fetch.started_s)
-        fetch.announced = True
-        self._consumer.announce(transfer, sources, now_s(), computed=computed, deadline_s=left_s)
-        if fetch.unwanted:
-            self._consumer.cancel(transfer, fetch.unwanted, now_s())
-        elif fetch.wanted is not None:
-            self._grant(transfer, fetch)
-        self.pump()
-
-    def _grant(self, transfer: str, fetch: _Fetch) -> None:
-        assert fetch.wanted is not None
-        first, stop, block_ids = fetch.wanted
-        try:
-            ranges = self._layout.ranges(self._layout.holding(block_ids, first, stop))
-            granted = self._memory.grant(*ranges)
-        except (TransferError, ValueError) as error:
-            self._consumer.cancel(transfer, str(error), now_s())
-        else:
-            if self._consumer.grant(transfer, first, stop, block_ids, granted.key, now_s()):
-                fetch.granted = granted
-            else:
-                self._memory.revoke(granted)
-        self.pump()
+            self.tell(self.consumer.fail, transfer, str(error))
+        self.tell(self.consumer.found, transfer, sources)
 
     # The prefill instance
 
@@ -259,8 +179,7 @@ class Fetching(Shell):
         remote = _Remote(card.engine_id, origins)
         for origin, link in zip(origins, links, strict=True):
             assert isinstance(link, Link)
-            self._links[origin.name] = link
-            self._half.met(origin.name, origin.card.generation, now_s())
+            self._links[origin.peer] = link
             self._start(self._loop.create_task(self._keep(address, remote, origin, link)))
         return remote
 
@@ -274,8 +193,9 @@ class Fetching(Shell):
             rank = card.ranks[route.source]
             pairing = Pairing(rank.layout, self._layout, route.part)
             page_tokens = pairing.checksum_tokens(self._page_tokens)
-            legs = sum(other.source == route.source for other in every)
-            origins.append(_Origin(rank, route, legs, pairing, page_tokens))
+            destinations = sum(other.source == route.source for other in every)
+            peer = peer_name(rank.instance)
+            origins.append(_Origin(peer, pairing.layers, destinations, rank, route, pairing, page_tokens))
         return origins
 
     async def _visit(self, origin: _Origin) -> Link:
@@ -285,9 +205,6 @@ class Fetching(Shell):
             (card.host, card.port), RANK_PURPOSE, self._access, deadline_s=_CONNECT_S, expected=card.instance
         )
         introduction = Introduction(
-            generation=self._generation,
-            to=card.generation,
-            transfer="",
             layout=self._layout,
             part=route.part,
             endpoints=self._endpoints,
@@ -300,7 +217,6 @@ class Fetching(Shell):
             await self._keep_talking(address, remote, origin, link)
         finally:
             self._forget(address, remote)
-            self._leave(origin.name)
 
     async def _keep_talking(
         self, address: tuple[str, int], remote: _Remote, origin: _Origin, link: Link | None
@@ -310,15 +226,15 @@ class Fetching(Shell):
         while not remote.lost.is_set():
             if link is not None:
                 try:
-                    await self._converse(origin.name, link)
+                    await self._converse(origin.peer, link)
                 except TransferError:
                     pass
                 finally:
                     link.close()
-                if self._links.get(origin.name) is link:
-                    del self._links[origin.name]
-            is_wanted = any(fetch.where.address == address for fetch in self._fetches.values())
-            is_owed = any(self._consumer.owes(other.name) for other in remote.origins)  # all go when one does
+                if self._links.get(origin.peer) is link:
+                    del self._links[origin.peer]
+            is_wanted = any(transfer.where.address == address for transfer in self.consumer.open)
+            is_owed = any(self.consumer.owes(other.peer) for other in remote.origins)  # all go when one does
             if remote.lost.is_set() or not (is_wanted or is_owed):
                 break
             # One that takes connections and closes them is not asked again and again.
@@ -329,15 +245,14 @@ class Fetching(Shell):
             try:
                 link = await self._visit(origin)
             except Gone:
-                self._half.lost(origin.name, now_s())
-                self.pump()
+                self.tell(self.consumer.lost, origin.peer)
                 break
             except Unavailable:
                 continue
             if remote.lost.is_set():  # the instance was asked again meanwhile, over connections of its own
                 link.close()
             else:
-                self._links[origin.name] = link
+                self._links[origin.peer] = link
 
     def _forget(self, address: tuple[str, int], remote: _Remote) -> None:
         """Ask the directory again before the next transfer."""
@@ -345,7 +260,7 @@ class Fetching(Shell):
             return
         remote.lost.set()
         for origin in remote.origins:
-            link = self._links.get(origin.name)
+            link = self._links.get(origin.peer)
             if link is not None:
                 link.close()
         task = self._remotes.get(address)
@@ -361,37 +276,31 @@ class Fetching(Shell):
             self._start(self._loop.create_task(self._revoke(order.transfer)))
 
     async def _verify(self, order: Verify) -> None:
-        fetch = self._fetches[order.transfer]
-        assert fetch.wanted is not None
+        transfer = order.transfer
+        origin = transfer.source(order.peer)
+        assert isinstance(origin, _Origin)
         right, nbytes = False, 0
         try:
             right, nbytes = await self._loop.run_in_executor(
-                self._executor, _check, fetch.origins[order.peer], order.landed, fetch.wanted[2], self._staging
+                self._executor, _check, origin, order.landed, transfer.block_ids, self._staging
             )
         except Exception as error:
             log_once(f"transfer.verify:{type(error).__name__}", "a batch cannot be checked: %r", error, logger=logger)
         if not right:
             log_once("transfer.checksum", "a batch arrived with wrong bytes; it is sent once more", logger=logger)
-        fetch.nbytes += nbytes if right else 0
-        self._consumer.verified(order.peer, order.transfer, order.landed, right, now_s())
-        self.pump()
+        transfer.nbytes += nbytes if right else 0
+        self.tell(self.consumer.verified, order.peer, transfer, order.landed, right)
 
-    async def _revoke(self, transfer: str) -> None:
-        granted = self._fetches[transfer].granted
+    async def _revoke(self, transfer: Incoming) -> None:
         try:
-            if granted is not None:  # a transport may be in the middle of a step
-                wait = await self._loop.run_in_executor(self._executor, self._memory.begin_revoke, granted)
+            if transfer.memory is not None:  # a transport may be in the middle of a step
+                wait = await self._loop.run_in_executor(self._executor, self._memory.begin_revoke, transfer.memory)
                 if wait is not None:  # for a transport that fetches by itself: not in the thread that others need
                     await self._loop.run_in_executor(None, wait)
         except TransferError as error:  # its blocks are lost to the engine: what it put there would be overwritten
             log_once("transfer.revoke", "a transfer keeps its blocks for good: %s", error, logger=logger)
             return
-        self._consumer.revoked(transfer, now_s())
-        self.pump()
-
-    def _release(self, order: Release) -> Ended:
-        fetch = self._fetches.pop(order.transfer)
-        return Ended(order.transfer, order.ending, order.cause, fetch.nbytes, now_s() - fetch.started_s)
+        self.tell(self.consumer.revoked, transfer)
 
 
 def _check(origin: _Origin, landed: Landed, block_ids: Sequence[int], staging: Staging | None) -> tuple[bool, int]:

@@ -6,21 +6,21 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.control.connection import Link
-from transfer.driver import Ended, Shell, look, now_s, peer_name
+from transfer.driver import Driver, look, peer_name
 from transfer.integrity import page_checksums
 from transfer.plan.granularity import Bounds
 from transfer.plan.layout import RankLayout
 from transfer.plan.pairing import Pairing
 from transfer.protocol.messages import Granted, Introduction, MessageError, decode
-from transfer.protocol.orders import Abandon, Ending, Order, Release, Timing, Write
-from transfer.protocol.producer import Producer, Shape
+from transfer.protocol.orders import Abandon, Ended, Failed, Order, Timing, Write
+from transfer.protocol.producer import Outgoing, Producer, Shape
 from transfer.transports.base import Completion, Grant, Outcome, Peer, TransferError, Unavailable
 from transfer.transports.cuda.staging import Staging
 from transfer.transports.registry import Transports
@@ -36,6 +36,21 @@ _MIN_BATCH_NBYTES = 1 << 20
 logger = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step computes of a transfer.
+
+    Args:
+        block_ids: the block table as it is now.
+        stop_token: after this step the KV of the tokens before it is there.
+        run: how often prefill was begun again before.
+    """
+
+    block_ids: list[int]
+    stop_token: int
+    run: int = 0
+
+
 @dataclass(slots=True)
 class _Visitor:
     """A consumer's rank."""
@@ -49,26 +64,7 @@ class _Visitor:
     """The connection for bulk data."""
 
 
-@dataclass(slots=True)
-class _Serve:
-    """A transfer that the engine named."""
-
-    started_s: float
-    block_ids: Sequence[int] = ()
-    nbytes: int = 0
-    transports: set[str] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Writes:
-    """Batches of one leg that are on their way."""
-
-    completions: set[Completion] = field(default_factory=set)
-    count: int = 0
-    abandoned: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class Serving(Shell):
+class Serving(Driver):
     """See the module.
 
     Args:
@@ -78,7 +74,6 @@ class Serving(Shell):
 
     def __init__(
         self,
-        generation: int,
         timing: Timing,
         layout: RankLayout,
         transports: Transports,
@@ -88,63 +83,22 @@ class Serving(Shell):
         executor: Executor,
         pairing: Executor,
         staging: Staging | None,
-        ended: Callable[[Ended], None],
+        report: Callable[[Failed | Ended], None],
     ) -> None:
-        self._producer = Producer(generation, self._shape_of, timing)
-        super().__init__(self._producer, loop, ended)
-        self._generation, self._timing = generation, timing
+        self.producer = Producer(self._shape_of, timing)
+        super().__init__(self.producer, loop, report)
+        self._timing = timing
         self._layout, self._transports, self._executor, self._pairing = layout, transports, executor, pairing
         self._bounds, self._page_tokens, self._staging = bounds, page_tokens, staging
         self._visitors: dict[str, _Visitor] = {}
-        self._serves: dict[str, _Serve] = {}
-        self._writes: dict[tuple[str, str], _Writes] = {}
-        self.void: set[str] = set()
-        """Transfers whose blocks the engine took back: no write of theirs counts any more. Added to by any thread."""
+        self._completions: dict[tuple[str, Outgoing, int], Completion] = {}
+        """Of writes under way, by consumer's rank, transfer and batch."""
 
-    # What the engine says
-
-    def open(self, transfer: str) -> None:
-        """A request begins whose KV a consumer will want."""
-        try:
-            self._producer.open(transfer, now_s())
-        except ValueError as error:  # two requests of one name: the later one is not served
-            self._over(Ended(transfer, Ending.FAILED, str(error)))
-            return
-        self._serves[transfer] = _Serve(now_s())
-        self.pump()
-
-    def blocks(self, tables: Mapping[str, Sequence[int]]) -> None:
-        """The block tables, as long as they are now."""
-        for transfer, block_ids in tables.items():
-            if transfer in self._serves:
-                self._serves[transfer].block_ids = block_ids
-
-    def computed(self, layer: int, stops: Mapping[str, int]) -> None:
+    def computed(self, layer: int, progress: Sequence[tuple[Outgoing, Computed]], now_s: float) -> None:
         """All layers up to `layer` have the KV of these transfers' tokens before their stop."""
-        for transfer, stop_token in stops.items():
-            if transfer in self._serves:
-                self._producer.computed(transfer, layer, stop_token, now_s())
-        self.pump()
-
-    def finished(self, transfer: str, num_tokens: int) -> None:
-        """Prefill is over."""
-        if transfer in self._serves:
-            self._producer.finished(transfer, num_tokens, now_s())
-        self.pump()
-
-    def cancel(self, transfer: str, cause: str) -> None:
-        """The engine wants its blocks back."""
-        if transfer in self._serves:
-            self._producer.cancel(transfer, cause, now_s())
-        self.pump()
-
-    def preempted(self, transfer: str) -> None:
-        """The engine took the blocks back, and computes again from the start; it is in `void` already."""
-        if transfer in self._serves:
-            self._producer.preempted(transfer, now_s())
-        if not any(name == transfer for _, name in self._writes):
-            self.void.discard(transfer)
-        self.pump()
+        for transfer, computed in progress:
+            transfer.block_ids = computed.block_ids
+            self.producer.computed(transfer, layer, computed.stop_token, now_s, run=computed.run)
 
     # Consumers
 
@@ -190,15 +144,12 @@ class Serving(Shell):
         if peer in self._links:
             self._links[peer].close()
         self._links[peer], self._visitors[peer] = link, visitor
-        self._half.met(peer, message.generation, now_s())
-        self.pump()
         return visitor
 
     def _forget(self, peer: str, visitor: _Visitor) -> None:
         if self._visitors.get(peer) is visitor and peer not in self._links:
             del self._visitors[peer]
             visitor.data.add_done_callback(_close)
-            self._leave(peer)
 
     def _connect(self, endpoints: Mapping[str, bytes]) -> asyncio.Future[Peer]:
         connecting = self._loop.create_task(self._dial(endpoints))
@@ -224,21 +175,17 @@ class Serving(Shell):
 
     def _carry_out(self, order: Order) -> None:
         if isinstance(order, Write):
-            block_ids = self._serves[order.transfer].block_ids
-            writes = self._writes.setdefault((order.peer, order.transfer), _Writes())
-            writes.count += 1
-            self._start(self._loop.create_task(self._write(order, block_ids, writes)))
+            self._start(self._loop.create_task(self._write(order, order.transfer.block_ids)))
         elif isinstance(order, Abandon):
-            writes = self._writes.get((order.peer, order.transfer), _Writes())
-            writes.abandoned.set()
-            for completion in tuple(writes.completions):
-                completion.cancel()
+            for (peer, transfer, _), completion in tuple(self._completions.items()):
+                if peer == order.peer and transfer is order.transfer:
+                    completion.cancel()
 
-    async def _write(self, order: Write, block_ids: Sequence[int], writes: _Writes) -> None:
+    async def _write(self, order: Write, block_ids: Sequence[int]) -> None:
         checksums: list[int] = []
         error: str | None
         try:
-            checksums, error = await self._try_write(order, block_ids, writes)
+            checksums, error = await self._try_write(order, block_ids)
         except (TransferError, ValueError) as reason:
             error = str(reason)
         except Exception as reason:
@@ -246,38 +193,34 @@ class Serving(Shell):
             log_once(
                 f"transfer.write:{type(reason).__name__}", "a write failed: %r", reason, logger=logger, exc_info=True
             )
-        writes.count -= 1
-        if not writes.count:
-            self._writes.pop((order.peer, order.transfer), None)
-        if order.transfer in self.void:
-            error = error or "the blocks were taken back"
-        self._producer.written(order.peer, order.transfer, order.number, checksums, error, now_s())
-        self.pump()
+        self.tell(self.producer.written, order.peer, order.transfer, order.number, checksums, error)
 
-    async def _try_write(self, order: Write, block_ids: Sequence[int], writes: _Writes) -> tuple[list[int], str | None]:
-        visitor = self._visitors.get(order.peer)
+    async def _try_write(self, order: Write, block_ids: Sequence[int]) -> tuple[list[int], str | None]:
+        visitor, transfer = self._visitors.get(order.peer), order.transfer
         if visitor is None:
             raise TransferError("the consumer's connection ended")
         if _is_dead(visitor.data):
             visitor.data.add_done_callback(_close)
             visitor.data = self._connect(visitor.endpoints)
         peer = await asyncio.shield(visitor.data)
-        if writes.abandoned.is_set():
+        if not transfer.wanted_by(order.peer):
             raise TransferError("not wanted any more")
         settled: asyncio.Future[Outcome] = self._loop.create_future()
         completion, nbytes, checksums = await self._loop.run_in_executor(
             self._executor, _send, visitor, peer, order, block_ids, self._timing.hold_s, self._staging
         )
-        writes.completions.add(completion)
+        key = order.peer, transfer, order.number
+        self._completions[key] = completion
         completion.add_done_callback(lambda outcome: self._settle(settled, outcome))
-        if writes.abandoned.is_set():
+        if not transfer.wanted_by(order.peer):
             completion.cancel()
-        outcome = await settled
-        writes.completions.discard(completion)
-        serve = self._serves.get(order.transfer)
-        if outcome.ok and serve is not None:
-            serve.nbytes += nbytes
-            serve.transports.add(peer.transport)
+        try:
+            outcome = await settled
+        finally:
+            del self._completions[key]
+        if outcome.ok:
+            transfer.nbytes += nbytes
+            transfer.transports.add(peer.transport)
         return checksums, None if outcome.ok else str(outcome)
 
     def _settle(self, settled: asyncio.Future[Outcome], outcome: Outcome) -> None:
@@ -289,14 +232,6 @@ class Serving(Shell):
 
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(tell)
-
-    def _release(self, order: Release) -> Ended:
-        serve = self._serves.pop(order.transfer)
-        self.void.discard(order.transfer)
-        seconds = now_s() - serve.started_s
-        return Ended(
-            order.transfer, order.ending, order.cause, serve.nbytes, seconds, "+".join(sorted(serve.transports))
-        )
 
 
 def _send(

@@ -1,29 +1,32 @@
 """One rank of an engine as its adapter sees it: gives transfers away, fetches transfers, and says what became of them.
 
-A `Node` owns everything that PD needs in the process of a rank: registered memory, transports, both halves of the
-protocol, and the thread of the control plane. Its methods are called by the engine's thread, return at once and never
-raise for what a peer or the network does; outcomes come through `take_ended`.
+A `Node` owns everything that PD needs in the process of a rank: registered memory, transports, both sides of the
+protocol, and the thread of the control plane, which alone changes a transfer's record. Its methods are called by the
+engine's thread, return at once and never raise for what a peer or the network does; outcomes come through `take_ended`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
-import time
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from transfer.control.connection import Access, LoopThread
 from transfer.control.directory import RankCard
 from transfer.control.listener import Listener, listen
-from transfer.driver import RANK_PURPOSE, Ended
-from transfer.fetching import Family, Fetching, Where
+from transfer.driver import RANK_PURPOSE, Driver
+from transfer.fetching import Family, Fetching
 from transfer.plan.granularity import Bounds
 from transfer.plan.layout import RankLayout
-from transfer.protocol.orders import Timing
-from transfer.serving import MAX_VISITORS, Serving
-from transfer.transports.base import TransferError, TransportOptions
+from transfer.protocol.consumer import Incoming
+from transfer.protocol.orders import Ended, Failed, Timing
+from transfer.protocol.producer import Outgoing
+from transfer.serving import MAX_VISITORS, Computed, Serving
+from transfer.transports.base import INSTANCE_NBYTES, TransferError, TransportOptions
 from transfer.transports.cuda.driver import system_driver
 from transfer.transports.cuda.staging import Staging
 from transfer.transports.memory import Memory
@@ -33,6 +36,9 @@ _START_S = 60.0
 """Engines start where every core may be busy, with compilers for one."""
 _NUM_THREADS = MAX_VISITORS + 4
 """Each consumer is connected to in a thread of its own, which may take seconds and must not hold up the others."""
+
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +80,17 @@ class Node:
         device: int | None = None,
     ) -> None:
         _require_one_that_serves(options, device)
-        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
-        self._sent: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+        self._failed: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Outgoing | Incoming] = queue.SimpleQueue()
+        self._is_closed = False
+        # A process of its own to its peers, as one after a restart is: also where this one had a node before.
+        identity = replace(access.identity, instance=secrets.token_bytes(INSTANCE_NBYTES))
+        access = replace(access, identity=identity)
         self._memory = memory = Memory()
         for region in regions:
             memory.register(*region)
-        generation = time.time_ns()
         driver = None if device is None else system_driver()
-        made_with = TransportOptions(access.identity, options.hosts, access.tls, driver)
+        made_with = TransportOptions(identity, options.hosts, access.tls, driver)
         self._transports = make_transports(options.transports, memory, made_with)
         self._staging = [] if driver is None or device is None else [Staging(driver, device) for _ in range(2)]
         for_sums, for_checks = self._staging or (None, None)
@@ -95,12 +104,12 @@ class Node:
         try:
             endpoints = self._transports.listen()
             self._serving = Serving(
-                generation, options.timing, layout, self._transports, options.bounds, options.page_tokens,
-                loop, self._executors[0], self._executors[2], for_sums, self._sent.put,
+                options.timing, layout, self._transports, options.bounds, options.page_tokens,
+                loop, self._executors[0], self._executors[2], for_sums, self._report,
             )  # fmt: skip
             self._fetching = Fetching(
-                generation, options.timing, layout, memory, endpoints, access, options.page_tokens,
-                loop, self._executors[1], for_checks, self._ended.put,
+                options.timing, layout, memory, endpoints, access, options.page_tokens,
+                loop, self._executors[1], for_checks, self._report,
             )  # fmt: skip
             host = options.hosts[0] if options.hosts else ""
             self._listener: Listener = self._thread.run(
@@ -109,71 +118,94 @@ class Node:
         except BaseException:
             self._stop()
             raise
-        self.card = RankCard(host, self._listener.port, access.identity.instance, generation, layout)
+        self.card = RankCard(host, self._listener.port, identity.instance, layout)
         """What the instance's directory says of this rank."""
 
     # Giving away
 
-    def open(self, transfer: str) -> None:
-        """A request begins whose KV a consumer will want. It will be among `take_sent` once."""
-        self._thread.post(self._serving.open, transfer)
+    def open(self, transfer: Outgoing) -> None:
+        """A request begins whose KV a consumer will want."""
+        self._tell(self._serving, self._serving.producer.open, transfer)
 
-    def blocks(self, tables: Mapping[str, Sequence[int]]) -> None:
-        """The block tables of transfers that are being computed, before what is computed into them is told."""
-        self._thread.post(self._serving.blocks, tables)
-
-    def computed(self, layer: int, stops: Mapping[str, int]) -> None:
+    def computed(self, layer: int, progress: Sequence[tuple[Outgoing, Computed]]) -> None:
         """All layers of this rank up to `layer` have the KV of each transfer's tokens before its stop."""
-        self._thread.post(self._serving.computed, layer, stops)
+        self._tell(self._serving, self._serving.computed, layer, progress)
 
-    def finished(self, transfer: str, num_tokens: int) -> None:
-        """Prefill is over; the blocks stay as they are until the transfer is among `take_sent`."""
-        self._thread.post(self._serving.finished, transfer, num_tokens)
+    def preempted(self, transfer: Outgoing) -> None:
+        """The engine has the blocks back; what is sent from them after this call does not count."""
+        self._tell(self._serving, self._serving.producer.preempted, transfer)
 
-    def cancel(self, transfer: str, cause: str) -> None:
-        """The engine wants the blocks back; they are its own when the transfer is among `take_sent`."""
-        self._thread.post(self._serving.cancel, transfer, cause)
+    def awaited(self, transfer: Outgoing) -> None:
+        """The engine waits for its end; `finished` comes when the device has computed all of it."""
+        self._tell(self._serving, self._serving.producer.awaited, transfer)
 
-    def preempted(self, transfer: str) -> None:
-        """The engine has the blocks back, now; what was being sent from them does not count."""
-        self._serving.void.add(transfer)
-        self._thread.post(self._serving.preempted, transfer)
-
-    def take_sent(self) -> list[Ended]:
-        """Transfers given away that ended since the last call, each exactly once."""
-        return _drain(self._sent)
+    def finished(self, transfer: Outgoing, num_tokens: int) -> None:
+        """Prefill is over; the blocks stay as they are until the transfer is among `take_ended`."""
+        self._tell(self._serving, self._serving.producer.finished, transfer, num_tokens)
 
     # Fetching
 
-    def announce(self, transfer: str, where: Where, family: Family, *, computed: bool) -> None:
-        """A request that will want this transfer. It will be among `take_fetched` once.
+    def announce(self, transfer: Incoming, family: Family) -> None:
+        """A request that will want this transfer."""
+        self._tell(self._fetching, self._fetching.announce, transfer, family)
 
-        Args:
-            computed: the request was at the producer first, which must know the transfer.
-        """
-        self._thread.post(self._fetching.announce, transfer, where, family, computed)
+    def allocated(self, transfer: Incoming, first_token: int, stop_token: int, block_ids: Sequence[int]) -> None:
+        """The engine has these blocks for it and waits for its end; `grant` comes when the device has left them."""
+        consumer = self._fetching.consumer
+        self._tell(self._fetching, consumer.allocated, transfer, first_token, stop_token, block_ids)
 
-    def grant(self, transfer: str, first_token: int, stop_token: int, block_ids: Sequence[int]) -> None:
+    def grant(self, transfer: Incoming, first_token: int, stop_token: int, block_ids: Sequence[int]) -> None:
         """Fetch tokens `[first_token, stop_token)` of it into a block table, whose blocks are the transfer's until its
         end. `first_token` is a multiple of the block size."""
-        self._thread.post(self._fetching.grant, transfer, first_token, stop_token, block_ids)
+        self._tell(self._fetching, self._fetching.grant, transfer, first_token, stop_token, block_ids)
 
-    def drop(self, transfer: str, cause: str) -> None:
-        """The engine does not want it any more; blocks are the engine's when it is among `take_fetched`."""
-        self._thread.post(self._fetching.drop, transfer, cause)
+    # Both
 
-    def take_fetched(self) -> list[Ended]:
-        """Announced transfers that ended since the last call, each exactly once."""
+    def cancel(self, transfer: Outgoing | Incoming, cause: str) -> None:
+        """The engine does not want it any more; blocks are the engine's when it is among `take_ended`."""
+        if isinstance(transfer, Outgoing):
+            self._tell(self._serving, self._serving.producer.cancel, transfer, cause)
+        else:
+            self._tell(self._fetching, self._fetching.consumer.cancel, transfer, cause)
+
+    def take_failed(self) -> list[Incoming]:
+        """Announced transfers of which nothing will come, before their grant; they end when granted or cancelled."""
+        return _drain(self._failed)
+
+    def take_ended(self) -> list[Outgoing | Incoming]:
+        """Transfers that ended since the last call: each once, after it was finished, granted or cancelled."""
         return _drain(self._ended)
 
-    def close(self) -> None:
-        """Give everything up; when it returns, no thread of the node reads or writes the engine's memory any more.
+    def close(self, cause: str = "the instance is closed") -> None:
+        """Fail every transfer; when it returns, no thread of the node reads or writes the engine's memory any more.
 
         What is being hashed is hashed to the end, one batch at most. May be called twice.
         """
-        with contextlib.suppress(AttributeError):
-            self._thread.post(self._listener.close)
+        self._thread.post(self._listener.close)
         self._stop()
+        self._is_closed = True
+        self._serving.close(cause)
+        self._fetching.close(cause)
+
+    def take_over(self, former: Node) -> None:
+        """Go on with what a closed node has still to say, and is still to be told, of its transfers."""
+        for failed in former.take_failed():
+            self._failed.put(failed)
+        for ended in former.take_ended():
+            self._ended.put(ended)
+
+    def _tell(self, driver: Driver, call: Callable[..., object], *args: object) -> None:
+        """In the loop, whose the transfers are; once that is over, they are the engine's thread's."""
+        if self._is_closed:
+            driver.tell(call, *args)
+        else:
+            self._thread.post(driver.tell, call, *args)
+
+    def _report(self, order: Failed | Ended) -> None:
+        if isinstance(order, Failed):
+            self._failed.put(order.transfer)
+        else:
+            self._ended.put(order.transfer)
 
     def _stop(self) -> None:
         self._thread.close()
@@ -200,8 +232,8 @@ def _require_one_that_serves(options: NodeOptions, device: int | None) -> None:
         )
 
 
-def _drain(ended: queue.SimpleQueue[Ended]) -> list[Ended]:
+def _drain(transfers: queue.SimpleQueue[_Kind]) -> list[_Kind]:
     found = []
-    while not ended.empty():
-        found.append(ended.get())
+    while not transfers.empty():
+        found.append(transfers.get())
     return found

@@ -1,4 +1,4 @@
-"""What the scheduler half and the worker half of the connector say to each other, once a step.
+"""What the scheduler side and the worker side of the connector say to each other, once a step.
 
 Plain data. vLLM carries these objects between its own processes; nothing here is read from a socket of ours.
 """
@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from mooncake_connector.kv.namespace import Namespace
-from transfer.fetching import Where
 from transfer.plan.layout import RankLayout
+from transfer.protocol.consumer import Where
+from transfer.serving import Computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A request whose KV a prefill instance has or will have; see `transfer.session.Node.announce`."""
+    """A request whose KV a prefill instance has or will have; see `transfer.protocol.consumer.Incoming`."""
 
     transfer: str
     where: Where
@@ -82,55 +83,38 @@ class Announcement:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchJob:
-    """Fetch tokens `[first_token, stop_token)` of an announced request into its blocks."""
+class GrantedBlocks:
+    """Tokens `[first_token, stop_token)` of an announced request are to come into its blocks."""
 
     first_token: int
     stop_token: int
     block_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What this step computes of a request that is given away.
-
-    Args:
-        block_ids: the block table as it is now.
-        stop_token: after this step the KV of the tokens before it is there.
-        prompt_tokens: of the request.
-    """
-
-    block_ids: list[int]
-    stop_token: int
-    prompt_tokens: int
-
-
 @dataclass(slots=True)
 class PDStep:
-    """Scheduler to worker about transfers between instances, all by request.
+    """Scheduler to worker: what happens to transfers in this step, all by request.
 
     Args:
-        opened: requests that are given away -> name of the transfer.
-        preempted: of those, the ones whose KV does not count any more, or whose blocks vLLM takes back in this step.
-        progress: of those, the ones that this step computes.
-        finished: of those, the ones whose prefill is over -> tokens.
-        cancelled: of those, the ones that ended otherwise -> why.
-        unreported: of those, the ones whose end vLLM hears of in another way.
-        announced: requests that come from elsewhere.
-        fetched: of those, the ones that have blocks now.
-        dropped: of those, the ones that need nothing (more) -> why.
+        opened: outgoing: a request whose KV another instance will want -> name of the transfer.
+        preempted: outgoing: their KV does not count any more, or vLLM takes their blocks back in this step.
+        computed: outgoing: what this step computes of them, and the tokens of their prompt.
+        finished: outgoing: their prefill is over -> tokens.
+        announced: incoming: a request whose KV comes from elsewhere.
+        granted: incoming: they have blocks now.
+        cancelled: either: they need nothing (more) -> why.
+        unreported: of those, the ones whose end vLLM does not wait for.
         ranks: KV memory of all ranks of this instance, where something is announced.
     """
 
     opened: dict[str, str] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
-    progress: dict[str, Progress] = field(default_factory=dict)
+    computed: dict[str, tuple[Computed, int]] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
+    announced: dict[str, Announcement] = field(default_factory=dict)
+    granted: dict[str, GrantedBlocks] = field(default_factory=dict)
     cancelled: dict[str, str] = field(default_factory=dict)
     unreported: set[str] = field(default_factory=set)
-    announced: dict[str, Announcement] = field(default_factory=dict)
-    fetched: dict[str, FetchJob] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
     ranks: tuple[RankLayout, ...] = ()
 
 
@@ -157,17 +141,17 @@ class WorkerReport(KVConnectorWorkerMetadata):
     Args:
         failed_loads: requests of which at least one worker could not load a page.
         stalled: whether a load was given up at its deadline: the pool hangs.
-        unfetched: announced requests whose transfer ended before they had blocks.
+        failed_transfers: announced requests of which nothing will come, and that had no blocks then.
     """
 
     saves: dict[int, SaveResult] = field(default_factory=dict)
     failed_loads: set[str] = field(default_factory=set)
     stalled: bool = False
-    unfetched: set[str] = field(default_factory=set)
+    failed_transfers: set[str] = field(default_factory=set)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.saves or self.failed_loads or self.stalled or self.unfetched)
+        return not (self.saves or self.failed_loads or self.stalled or self.failed_transfers)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
@@ -178,5 +162,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             saves,
             self.failed_loads | other.failed_loads,
             self.stalled or other.stalled,
-            self.unfetched | other.unfetched,
+            self.failed_transfers | other.failed_transfers,
         )

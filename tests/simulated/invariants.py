@@ -39,9 +39,9 @@ def check(world: World, first_token: int = 0) -> None:
                     done,
                 )
     for rank in filter(world.lives, world.ranks.values()):
-        assert rank.half.held == []
+        assert rank.side.held == []
         assert rank.released.keys() == rank.opened.keys()
-        assert rank.half.tick(world.now_s) is None, f"{rank.name} remembers something for ever"
+        assert rank.side.tick(world.now_s) is None, f"{rank.name} remembers something for ever"
         assert rank.granted == {}
     assert world.messages < 3000, "the ranks talk for ever"
 
@@ -50,7 +50,7 @@ def _check_time(world: World, rank: Rank, transfer: str, at_s: float) -> None:
     """No block is held beyond the limits, plus what a write and a revocation take."""
     own_s = max([world.faults.revoke_s, *world.faults.write_s.values()]) + 2 * world.timing.retry_s
     if rank.name[0] == "D":
-        assert at_s <= rank.opened[transfer] + world.timing.deadline_s + own_s
+        assert rank.failed.get(transfer, at_s) <= rank.opened[transfer] + world.timing.deadline_s + own_s
     elif transfer in rank.finished:
         assert at_s <= rank.finished[transfer] + world.timing.hold_s + own_s
 

@@ -1,6 +1,6 @@
 """Prefill and decode ranks that run the real protocol over a network, a memory and a clock that are simulated.
 
-The world carries out what the halves order, as slowly and as badly as a test asks for, and holds what must always be
+The world carries out what they order, as slowly and as badly as a test asks for, and holds what must always be
 true: source blocks are not read after their release, nothing is written to blocks after theirs, every transfer is
 released once, and what a consumer says is done is there and right (`simulated.invariants`). A write takes what the
 source blocks hold when it ends; checksums fit that, also where the engine took the blocks meanwhile.
@@ -14,11 +14,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from simulated.sides import NamedConsumer, NamedProducer
+
 from transfer.plan.granularity import Granularity
-from transfer.protocol.consumer import Consumer, Source
+from transfer.protocol.consumer import Source
 from transfer.protocol.messages import AnyMessage, Landed, decode, encode
-from transfer.protocol.orders import Abandon, Ending, Half, Order, Release, Revoke, Send, Timing, Verify, Write
-from transfer.protocol.producer import Producer, Shape
+from transfer.protocol.orders import (
+    Abandon,
+    Ended,
+    Ending,
+    Failed,
+    Order,
+    Protocol,
+    Revoke,
+    Send,
+    Timing,
+    Verify,
+    Write,
+)
+from transfer.protocol.producer import Shape
 from transfer.transports.base import TransferError
 
 LAYERS, TOKENS, UNIT = 4, 24, 4
@@ -53,10 +67,14 @@ class Faults:
 
 @dataclass
 class Rank:
-    """One process: its half of the protocol, and what its engine and its memory know. All is lost in a restart."""
+    """One process: its side of the protocol, and what its engine and its memory know. All is lost in a restart."""
 
     name: str
-    half: Half
+    peer: str
+    """What its peers call this life of it."""
+    side: Protocol
+    failed: dict[str, float] = field(default_factory=dict)
+    """Transfer -> when nothing would come of it, before it was granted."""
     released: dict[str, tuple[Ending, str, float]] = field(default_factory=dict)
     opened: dict[str, float] = field(default_factory=dict)
     """Transfer -> when the engine named it."""
@@ -88,7 +106,7 @@ class World:
         self.parts, self.faults, self.granularity, self.timing = parts, faults or Faults(), granularity, timing
         self.now_s = 0.0
         self.messages = self.writes = 0
-        self._generation = 0
+        self._lives = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = 0
         self.ranks: dict[str, Rank] = {}
@@ -126,19 +144,19 @@ class World:
 
     def start(self, name: str) -> None:
         """A new life of a rank; of an earlier one nothing is left but what it sent."""
-        self._generation += 1
-        half: Half
+        self._lives += 1
+        side: Protocol
         if name[0] == "P":
-            half = Producer(self._generation, lambda peer, granted: self.shape(name, peer), self.timing)
+            side = NamedProducer(lambda peer, granted: self.shape(name, peer), self.timing)
         else:
-            half = Consumer(self._generation, self.timing)
+            side = NamedConsumer(self.timing)
         self._down.discard(name)
-        self.ranks[name] = Rank(name, half)
+        self.ranks[name] = Rank(name, f"{name}.{self._lives}", side)
         self.history.append(self.ranks[name])
-        self.log.append(f"{self.now_s:8.2f} {name} starts as {self._generation}")
+        self.log.append(f"{self.now_s:8.2f} {name} starts as {self.ranks[name].peer}")
 
     def shape(self, producer: str, consumer: str) -> Shape:
-        layers = self.parts[int(consumer[1:])].get(int(producer[1:]))
+        layers = self.parts[int(consumer[1:].split(".")[0])].get(int(producer[1:]))
         if layers is None:
             raise TransferError("no route between these ranks")
         return Shape(self.granularity, layers, UNIT)
@@ -172,7 +190,7 @@ class World:
             self._runs[transfer] += 1
             for rank in ranks:
                 rank.computed.pop(transfer, None)
-                self._in(rank, lambda r: transfer in r.half.held and r.half.preempted(transfer, self.now_s))
+                self._in(rank, lambda r: transfer in r.side.held and r.side.preempted(transfer, self.now_s))
             self._prefill(transfer, self.now_s, chunks, step_s)
 
         self.at(at_s, preempt)
@@ -180,23 +198,23 @@ class World:
     def _open(self, transfer: str) -> Callable[[Rank], None]:
         def begin(rank: Rank) -> None:
             rank.opened[transfer] = self.now_s
-            rank.half.open(transfer, self.now_s)
+            rank.side.open(transfer, self.now_s)
 
         return begin
 
     def _compute(self, transfer: str, run: int, layer: int, stop: int) -> Callable[[Rank], None]:
         def compute(rank: Rank) -> None:
-            if transfer in rank.half.held and run == self._runs[transfer]:
+            if transfer in rank.side.held and run == self._runs[transfer]:
                 rank.computed.setdefault(transfer, set()).update((layer, token) for token in range(stop))
-                rank.half.computed(transfer, layer, stop, self.now_s)
+                rank.side.computed(transfer, layer, stop, self.now_s)
 
         return compute
 
     def _finish(self, transfer: str, run: int) -> Callable[[Rank], None]:
         def finish(rank: Rank) -> None:
-            if transfer in rank.half.held and run == self._runs[transfer]:
+            if transfer in rank.side.held and run == self._runs[transfer]:
                 rank.finished[transfer] = self.now_s
-                rank.half.finished(transfer, TOKENS, self.now_s)
+                rank.side.finished(transfer, TOKENS, self.now_s)
 
         return finish
 
@@ -208,39 +226,37 @@ class World:
         *,
         computed: bool,
         first_token: int = 0,
-        known: bool = True,
     ) -> None:
-        """All consumer ranks ask for a transfer; with `known` they name the producers' lives of that moment."""
+        """All consumer ranks ask for a transfer, of the producers' processes of that moment."""
         for number, name in enumerate(self.consumers):
-            self.call(announce_s, name, self._announce(transfer, number, computed, known))
+            self.call(announce_s, name, self._announce(transfer, number, computed))
             self.call(grant_s, name, self._grant(transfer, first_token))
 
-    def _announce(self, transfer: str, number: int, computed: bool, known: bool) -> Callable[[Rank], None]:
+    def _announce(self, transfer: str, number: int, computed: bool) -> Callable[[Rank], None]:
         def announce(rank: Rank) -> None:
             sources = [
                 Source(
-                    f"P{source}",
-                    self.ranks[f"P{source}"].half.generation if known else 0,
+                    self.ranks[f"P{source}"].peer,
                     layers,
                     sum(source in part for part in self.parts),
                 )
                 for source, layers in self.parts[number].items()
             ]
             rank.opened[transfer] = self.now_s
-            rank.half.announce(transfer, sources, self.now_s, computed=computed)
+            rank.side.announce(transfer, sources, self.now_s, computed=computed)
 
         return announce
 
     def _grant(self, transfer: str, first_token: int) -> Callable[[Rank], None]:
         def grant(rank: Rank) -> None:
-            if transfer in rank.half.held and rank.half.grant(transfer, first_token, TOKENS, [0], KEY, self.now_s):
-                rank.granted[transfer] = rank.half._grants
+            if transfer in rank.side.held and rank.side.grant(transfer, first_token, TOKENS, [0], KEY, self.now_s):
+                rank.granted[transfer] = rank.side._grants
 
         return grant
 
     def cancel(self, name: str, transfer: str, at_s: float) -> None:
         self.call(
-            at_s, name, lambda rank: transfer in rank.half.held and rank.half.cancel(transfer, "abort", self.now_s)
+            at_s, name, lambda rank: transfer in rank.side.held and rank.side.cancel(transfer, "abort", self.now_s)
         )
 
     def crash(self, name: str, at_s: float, *, back_s: float | None = 0.0) -> None:
@@ -256,9 +272,12 @@ class World:
         self.at(at_s, die)
 
     def lose(self, name: str, at_s: float) -> None:
-        """Everybody on the other side learns that the process is gone, be it true or not."""
-        for other in self.consumers if name[0] == "P" else self.producers:
-            self.call(at_s, other, lambda rank: rank.half.lost(name, self.now_s))
+        """All consumers learn that a producer's process of that moment is gone, be it true or not."""
+        self.at(at_s, lambda: self._lose(self.ranks[name].peer))
+
+    def _lose(self, peer: str) -> None:
+        for other in self.consumers:
+            self._in(self.ranks[other], lambda rank: rank.side.lost(peer, self.now_s))
 
     def call(self, at_s: float, name: str, call: Callable[[Rank], Any]) -> None:
         """Do something in a rank, in the life that it has then."""
@@ -279,7 +298,7 @@ class World:
     def _tick(self, rank: Rank) -> None:
         if not self.lives(rank):
             return
-        wait_s = rank.half.tick(self.now_s)
+        wait_s = rank.side.tick(self.now_s)
         self._obey(rank)
         rank.ticking = wait_s is not None
         if wait_s is not None:
@@ -288,7 +307,7 @@ class World:
     # What is ordered
 
     def _obey(self, rank: Rank) -> None:
-        for order in rank.half.take():
+        for order in rank.side.take():
             self._carry_out(rank, order)
 
     def _carry_out(self, rank: Rank, order: Order) -> None:
@@ -302,11 +321,15 @@ class World:
             case Verify():
                 right = self._is_right(rank, order.landed)
                 self._later(
-                    0.01, rank, lambda r: r.half.verified(order.peer, order.transfer, order.landed, right, self.now_s)
+                    0.01,
+                    rank,
+                    lambda r: r.side.verified(order.peer, order.transfer.name, order.landed, right, self.now_s),
                 )
             case Revoke():
-                self._later(self.faults.revoke_s, rank, lambda r: self._revoke(r, order.transfer))
-            case Release():
+                self._later(self.faults.revoke_s, rank, lambda r: self._revoke(r, order.transfer.name))
+            case Failed():
+                rank.failed[order.transfer.name] = self.now_s
+            case Ended():
                 self._release(rank, order)
             case Abandon():
                 pass
@@ -321,32 +344,35 @@ class World:
         fault = DROP if lost else self.faults.messages.get(number, Fault())
         self.log.append(f"{self.now_s:8.2f} #{number} {rank.name} -> {peer} {fault.copies} {message}")
         for late_s in fault.copies:
-            self.call(
-                self.now_s + LATENCY_S + late_s, peer, lambda r: r.half.receive(rank.name, decode(data), self.now_s)
-            )
+            self.at(self.now_s + LATENCY_S + late_s, lambda: self._arrive(rank.peer, peer, data))
+
+    def _arrive(self, sender: str, peer: str, data: bytes) -> None:
+        """At the process that it is for, if that lives."""
+        self._in(self._process(peer), lambda rank: rank.side.receive(sender, decode(data), self.now_s))
+
+    def _process(self, peer: str) -> Rank:
+        return next(rank for rank in self.history if rank.peer == peer)
 
     def _write(self, rank: Rank, order: Write) -> None:
         number = self.writes
         self.writes += 1
-        target = self.ranks[order.peer]
+        target, name = self._process(order.peer), order.transfer.name
 
         def land(rank: Rank) -> None:
-            assert order.transfer in rank.opened and order.transfer not in rank.released, (
-                "source read after its release"
-            )
+            assert name in rank.opened and name not in rank.released, "source read after its release"
             error = None
             if number in self.faults.failed_writes:
                 error = "connection lost"
-            elif not self.lives(target) or target.granted.get(order.transfer) != order.granted.grant:
+            elif not self.lives(target) or target.granted.get(name) != order.granted.grant:
                 error = "refused"
             else:
-                assert order.transfer not in target.released, "written to after its release"
-                computed = rank.computed.get(order.transfer, set())
+                assert name not in target.released, "written to after its release"
+                computed = rank.computed.get(name, set())
                 for layer, token in cells(order.batch):
-                    value = order.transfer if (layer, token) in computed else STALE
+                    value = name if (layer, token) in computed else STALE
                     value = WRONG if number in self.faults.wrong_writes else value
-                    target.memory[order.transfer, order.granted.grant, layer, token] = value
-            rank.half.written(order.peer, order.transfer, order.number, [number], error, self.now_s)
+                    target.memory[name, order.granted.grant, layer, token] = value
+            rank.side.written(order.peer, name, order.number, [number], error, self.now_s)
 
         self._later(self.faults.write_s.get(number, 0.02), rank, land)
 
@@ -356,14 +382,16 @@ class World:
 
     def _revoke(self, rank: Rank, transfer: str) -> None:
         rank.granted.pop(transfer, None)
-        rank.half.revoked(transfer, self.now_s)
+        rank.side.revoked(transfer, self.now_s)
 
-    def _release(self, rank: Rank, order: Release) -> None:
-        assert order.transfer in rank.opened, "released what was never begun"
-        assert order.transfer not in rank.released, "released twice"
+    def _release(self, rank: Rank, order: Ended) -> None:
+        transfer = order.transfer
+        assert transfer.name in rank.opened, "released what was never begun"
+        assert transfer.name not in rank.released, "released twice"
+        assert transfer.ending is not None
         if rank.name[0] == "D":
-            assert order.transfer not in rank.granted, "released before nothing could write to it"
-        rank.released[order.transfer] = (order.ending, order.cause, self.now_s)
+            assert transfer.name not in rank.granted, "released before nothing could write to it"
+        rank.released[transfer.name] = (transfer.ending, transfer.cause, self.now_s)
 
 
 def cells(part: Any) -> Iterable[tuple[int, int]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +17,11 @@ import transfer.fetching
 from transfer.control.connection import Access
 from transfer.control.directory import THIS_HOST, Directory, InstanceCard
 from transfer.control.handshake import Identity
-from transfer.driver import Ended
-from transfer.fetching import Family, Where
+from transfer.fetching import Family
+from transfer.protocol.consumer import Incoming, Where
+from transfer.protocol.orders import Transfer
+from transfer.protocol.producer import Outgoing
+from transfer.serving import Computed
 from transfer.session import Node, NodeOptions
 
 MODEL = Model(layers=4, heads=4, k_dim=8, v_dim=8, itemsize=2)
@@ -26,6 +30,65 @@ CHUNKS = (20, TOKENS)
 PATIENCE_S = 120.0
 SECRET = b"sixteen bytes or more"
 """Of instances that are reached over TCP, where a test names no other."""
+
+
+class NamedNode(Node):
+    """Told of transfers by name. Where nothing will come of one it cancels that, as an engine would that computes."""
+
+    def __init__(self, table: list[int], *args: Any) -> None:
+        super().__init__(*args)
+        self.table = table
+        self.outgoing: dict[str, Outgoing] = {}
+        self.incoming: dict[str, Incoming] = {}
+        self._sent: list[Transfer] = []
+        self._fetched: list[Transfer] = []
+        self._runs: Counter[str] = Counter()
+
+    def open(self, name: str) -> None:
+        self.outgoing[name] = Outgoing(name, block_ids=self.table)
+        super().open(self.outgoing[name])
+
+    def computed(self, layer: int, stops: Mapping[str, int]) -> None:
+        progress = [
+            (self.outgoing[name], Computed(self.table, stop, self._runs[name])) for name, stop in stops.items()
+        ]
+        super().computed(layer, progress)
+
+    def finished(self, name: str, num_tokens: int) -> None:
+        super().finished(self.outgoing[name], num_tokens)
+
+    def preempted(self, name: str) -> None:
+        self._runs[name] += 1
+        super().preempted(self.outgoing[name])
+
+    def cancel(self, name: str, cause: str) -> None:
+        super().cancel(self.outgoing[name], cause)
+
+    def announce(self, name: str, where: Where, family: Family, *, computed: bool) -> None:
+        self.incoming[name] = Incoming(name, where=where, computed=computed)
+        super().announce(self.incoming[name], family)
+
+    def grant(self, name: str, *args: Any) -> None:
+        super().grant(self.incoming[name], *args)
+
+    def drop(self, name: str, cause: str) -> None:
+        super().cancel(self.incoming[name], cause)
+
+    def take_sent(self) -> list[Transfer]:
+        self._take()
+        taken, self._sent = self._sent, []
+        return taken
+
+    def take_fetched(self) -> list[Transfer]:
+        self._take()
+        taken, self._fetched = self._fetched, []
+        return taken
+
+    def _take(self) -> None:
+        for failed in self.take_failed():
+            super().cancel(failed, "nothing will come")
+        for ended in self.take_ended():
+            (self._sent if isinstance(ended, Outgoing) else self._fetched).append(ended)
 
 
 class Rank:
@@ -41,7 +104,7 @@ class Rank:
         self.layout = replace(layout, blocks=replace(layout.blocks, layer_addresses=moved))
         if device is not None:
             LIBRARY.allocate(address, SPAN)
-        self.node = Node(self.layout, [(address, SPAN)], access, options, device)
+        self.node = NamedNode(table, self.layout, [(address, SPAN)], access, options, device)
 
     def places(self, tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """For each byte of the request: (what it must be, where it is)."""
@@ -106,7 +169,6 @@ class Instances:
     def open(self, name: str) -> None:
         for rank in self.ranks:
             rank.node.open(name)
-            rank.node.blocks({name: rank.table})
 
     def compute(self, name: str, stops: Sequence[int] = CHUNKS, step_s: float = 0.0) -> None:
         for stop in stops:
@@ -149,13 +211,13 @@ class Instances:
 
     # Outcomes
 
-    def sent(self) -> list[Ended]:
+    def sent(self) -> list[Transfer]:
         return self._one_each(lambda rank: rank.node.take_sent())
 
-    def fetched(self) -> list[Ended]:
+    def fetched(self) -> list[Transfer]:
         return self._one_each(lambda rank: rank.node.take_fetched())
 
-    def _one_each(self, take: Callable[[Rank], list[Ended]]) -> list[Ended]:
+    def _one_each(self, take: Callable[[Rank], list[Transfer]]) -> list[Transfer]:
         """One ending of each rank, waited for."""
         found = []
         for rank in self.ranks:

@@ -38,10 +38,10 @@ class Pair:
             self.prefill.compute(name)
         self.prefill.finish(name)
         (ended,) = self.decode.fetched()
-        assert (ended.transfer, ended.ending) == (name, Ending.DONE), ended
+        assert (ended.name, ended.ending) == (name, Ending.DONE), ended
         self.decode.check()
         (sent,) = self.prefill.sent()
-        assert (sent.transfer, sent.ending) == (name, Ending.DONE), sent
+        assert (sent.name, sent.ending) == (name, Ending.DONE), sent
 
     def serves(self) -> None:
         """One more request's KV arrives."""

@@ -38,7 +38,7 @@ def report(instance: Instances) -> None:
     while True:
         for rank in instance.ranks:
             for ended in rank.node.take_sent():
-                print("sent", ended.transfer, ended.ending.value, flush=True)
+                print("sent", ended.name, ended.ending.value, flush=True)
         time.sleep(0.01)
 
 

@@ -17,7 +17,7 @@ TOPOLOGIES = {
     "an idle source": [{0: ALL, 1: NONE}],
     "idle for one": [{0: ALL, 2: NONE}, {1: ALL}],
 }
-ORDERS = ("sequential", "grant first", "grant meanwhile", "unknown lives")
+ORDERS = ("sequential", "grant first", "grant meanwhile")
 
 
 def begin(world: World, order: str, transfer: str = "t", at_s: float = 1.0) -> float:
@@ -30,7 +30,7 @@ def begin(world: World, order: str, transfer: str = "t", at_s: float = 1.0) -> f
     if order == "grant meanwhile":
         world.fetch(transfer, at_s + 0.1, at_s + 0.3, computed=False)
         return at_s + 0.3
-    world.fetch(transfer, through_s + 1.0, through_s + 3.0, computed=True, known=order != "unknown lives")
+    world.fetch(transfer, through_s + 1.0, through_s + 3.0, computed=True)
     return through_s + 3.0
 
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 from causes import forget_causes
 from simulated.fuzz import framed
-from simulated.halves import introduction
 from simulated.pair import Pair
+from simulated.sides import introduction
 from simulated.strangers import deaf, dial, greet
 from simulated.waiting import wait_for
 
@@ -25,7 +25,7 @@ from transfer.control.directory import PURPOSE, look_up
 from transfer.control.handshake import Identity
 from transfer.control.listener import listen
 from transfer.driver import RANK_PURPOSE
-from transfer.fetching import Where
+from transfer.protocol.consumer import Where
 from transfer.protocol.messages import MAX_MESSAGE_NBYTES, encode
 from transfer.protocol.orders import Ending, Timing
 from transfer.session import NodeOptions
@@ -213,7 +213,7 @@ def test_requests_that_name_another_life_ask_the_directory_once_for_all_of_them(
 
     async def slow(*arguments, **options):
         asked.append(arguments)
-        while len(node._fetching._fetches) < 20:
+        while len(node.incoming) < 20:
             await asyncio.sleep(0.01)
         return await look_up(*arguments, **options)
 
@@ -236,7 +236,7 @@ def test_stale_parameters_of_one_request_do_not_disturb_another(pair):
         "stale", Where(pair.prefill.where.host, pair.prefill.where.port, "an earlier life"), computed=True
     )
     (ended,) = pair.decode.fetched()
-    assert (ended.transfer, ended.ending) == ("stale", Ending.FAILED)
+    assert (ended.name, ended.ending) == ("stale", Ending.FAILED)
     assert link_of == links and all(link.alive for link in links.values())
     pair.end("under way")
 
@@ -311,7 +311,7 @@ def test_a_data_connection_that_failed_and_was_not_needed_says_nothing(caplog):
     layout, serving = pair.decode.ranks[0].layout, pair.prefill.ranks[0].node._serving
     with dial(pair.ports[RANK_PURPOSE]) as connection:
         greet(connection, RANK_PURPOSE, Identity())
-        said = introduction(layout=layout, part=Shard(0, 4, 0, 4), endpoints={}, generation=1)
+        said = introduction(layout=layout, part=Shard(0, 4, 0, 4), endpoints={})
         connection.sendall(framed(encode(said)))
         wait_for(lambda: any(visitor.data.done() for visitor in list(serving._visitors.values())))
         pair.close()

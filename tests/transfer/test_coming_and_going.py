@@ -8,8 +8,8 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from simulated.halves import introduction
 from simulated.nodes import Instances
+from simulated.sides import introduction
 from simulated.strangers import dial, greet
 from simulated.waiting import wait_for
 
@@ -51,27 +51,23 @@ def hand_over(prefill: Instances, decode: Instances, name: str) -> None:
     assert {ended.ending for ended in prefill.sent()} == {Ending.DONE}
 
 
-def test_nothing_is_left_of_decode_instances_that_went(start, monkeypatch):
-    monkeypatch.setattr(transfer.driver, "_LEAVE_S", 0.05)
+def test_nothing_is_left_of_decode_instances_that_went(start):
     prefill = start(P_TABLE, timing=QUICK)
     serving = prefill.ranks[0].node._serving
     for number in range(3):
         decode = start(D_TABLE)
         hand_over(prefill, decode, f"t{number}")
-        assert serving._producer._lives
         decode.close()
-    wait_for(lambda: not serving._visitors and not serving._producer._lives)
+    wait_for(lambda: not serving._visitors and not serving.producer._transfers)
 
 
 @pytest.mark.parametrize("under_way", [False, True])
-def test_nothing_is_left_of_prefill_instances_that_went(start, monkeypatch, under_way):
-    monkeypatch.setattr(transfer.driver, "_LEAVE_S", 0.05)
+def test_nothing_is_left_of_prefill_instances_that_went(start, under_way):
     decode = start(D_TABLE, timing=QUICK)
     fetching = decode.ranks[0].node._fetching
     for number in range(3):
         prefill = start(P_TABLE)
         hand_over(prefill, decode, f"t{number}")
-        assert fetching._consumer._lives
         if under_way:
             decode.announce("cut off", prefill.where, computed=False)
             decode.grant("cut off")
@@ -79,7 +75,7 @@ def test_nothing_is_left_of_prefill_instances_that_went(start, monkeypatch, unde
         prefill.close()
         if under_way:
             assert {ended.ending for ended in decode.fetched()} == {Ending.FAILED}
-    wait_for(lambda: not fetching._remotes and not fetching._consumer._lives and not fetching._consumer._lost)
+    wait_for(lambda: not fetching._remotes and not fetching.consumer._transfers)
 
 
 def test_a_connection_that_is_still_being_made_again_does_not_disturb_those_that_came_later(start, monkeypatch):
@@ -104,7 +100,7 @@ def test_a_connection_that_is_still_being_made_again_does_not_disturb_those_that
     wait_for(lambda: waiting)
     decode.drop("first")
     decode.fetched()
-    wait_for(lambda: not fetching._consumer._transfers)  # until then the rank without a connection is owed its end
+    wait_for(lambda: not fetching.consumer._transfers)  # until then the rank without a connection is owed its end
     post(idle.close)
     wait_for(lambda: not fetching._remotes)
     decode.announce("second", prefill.where, computed=False)
@@ -142,7 +138,7 @@ def test_decode_instances_that_cannot_be_reached_do_not_hold_up_the_others(start
         return connect(endpoints, **kwargs)
 
     monkeypatch.setattr(node._transports, "connect", slow)
-    said = introduction(layout=rank.layout, part=Shard(0, 4, 0, 4), endpoints={"nowhere": b""}, generation=1)
+    said = introduction(layout=rank.layout, part=Shard(0, 4, 0, 4), endpoints={"nowhere": b""})
     with ExitStack() as stack:
         stack.callback(go_on.set)
         for _ in range(100):

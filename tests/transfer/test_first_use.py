@@ -23,7 +23,7 @@ import transfer.{name}
 LAYOUT = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
 
 def card(module):
-    return module.RankCard("127.0.0.1", 1, bytes(16), 1, LAYOUT)
+    return module.RankCard("127.0.0.1", 1, bytes(16), LAYOUT)
 
 def greet(module, said):
     assert module.Server(module.Identity(), "x").receive(said)

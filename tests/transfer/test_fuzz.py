@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated.fuzz import STRESS_S, damaged, fuzz
-from simulated.halves import (
+from simulated.ranks import Model, make_rank
+from simulated.sides import (
     announce,
     close,
     granted,
@@ -26,12 +27,11 @@ from simulated.halves import (
     report,
     status,
 )
-from simulated.ranks import Model, make_rank
 
 from transfer.control.directory import InstanceCard, RankCard, decode_card
 from transfer.control.handshake import Client, HandshakeError, Identity, Server
 from transfer.plan.pairing import Pairing, routes
-from transfer.protocol.messages import Granted, Introduction, MessageError, Reset, decode, encode
+from transfer.protocol.messages import Granted, Introduction, MessageError, decode, encode
 from transfer.protocol.orders import Send, Verify
 from transfer.testing.waiting import outcome_of
 from transfer.transports import local, network, tcp
@@ -73,9 +73,9 @@ def int64(*values: int) -> np.ndarray:
 HELLO, CHALLENGE, PROOF, WELCOME = handshake()
 REFUSAL = Server.refusal(HandshakeError("not today"))
 TO_PRODUCER = [announce(), granted(), report(again=[0]), close(), introduction()]
-TO_CONSUMER = [landed(), status(), Reset(generation=11, to=20, transfer="t")]
+TO_CONSUMER = [landed(), status()]
 MESSAGES = [encode(message) for message in TO_PRODUCER + TO_CONSUMER]
-CARD = RankCard("127.0.0.1", 4242, b"i" * 16, 7, RANK)
+CARD = RankCard("127.0.0.1", 4242, b"i" * 16, RANK)
 
 
 def a_server(data: bytes) -> None:
@@ -96,7 +96,7 @@ def a_client(data: bytes) -> None:
 
 
 def messages(data: bytes) -> bool:
-    """Those that pass are no trouble to either half, in mid-transfer."""
+    """Those that pass are no trouble to either side, in mid-transfer."""
     try:
         message = decode(data)
     except MessageError:
@@ -107,14 +107,14 @@ def messages(data: bytes) -> bool:
     producer.receive("D0", granted(), 0.0)
     producer.computed("t", 0, 8, 0.0)
     consumer.receive("P0", landed(stop_token=4), 0.0)
-    for half, peer in ((producer, "D0"), (consumer, "P0")):
-        half.receive(peer, message, 1.0)
-        half.tick(2.0)
-        for order in half.take():
+    for side, peer in ((producer, "D0"), (consumer, "P0")):
+        side.receive(peer, message, 1.0)
+        side.tick(2.0)
+        for order in side.take():
             if isinstance(order, Send):
                 decode(encode(order.message))
             elif isinstance(order, Verify):
-                consumer.verified(order.peer, order.transfer, order.landed, False, 2.0)
+                consumer.verified(order.peer, order.transfer.name, order.landed, False, 2.0)
     return True
 
 

@@ -19,27 +19,24 @@ from transfer.protocol.messages import (
     Landed,
     MessageError,
     Report,
-    Reset,
     State,
     Status,
     decode,
     encode,
 )
 
-HEAD = {"generation": 7, "to": 3, "transfer": "request-1", "grant": 5}
+HEAD = {"transfer": "request-1", "grant": 5}
 RANK = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
 MESSAGES: list[AnyMessage] = [
-    Announce(**HEAD, legs=2, computed=True),
-    Granted(**HEAD, legs=2, computed=False, first_token=64, stop_token=100, block_ids=[4, 1], key=b"k" * 16),
+    Announce(**HEAD, destinations=2, computed=True),
+    Granted(**HEAD, destinations=2, computed=False, first_token=64, stop_token=100, block_ids=[4, 1], key=b"k" * 16),
     Report(**HEAD, verified=3, again=[4]),
-    Close(**HEAD, legs=2, done=False, cause="cancelled"),
+    Close(**HEAD, destinations=2, done=False, cause="cancelled"),
     Landed(
         **HEAD, batch=3, attempt=1, first_layer=0, num_layers=2, first_token=0, stop_token=64, checksums=[(1 << 64) - 1]
     ),
     Status(**HEAD, state=State.OPEN, cause=""),
-    Reset(**HEAD),
     Introduction(
-        **{**HEAD, "transfer": "", "grant": 0},
         layout=RANK,
         part=Shard(0, 2, 1, 2),
         endpoints={"cma": b"\x00name", "tcp": b"127.0.0.1:1"},
@@ -57,22 +54,21 @@ def altered(message: AnyMessage, **fields: object) -> bytes:
     return msgspec.msgpack.encode({**msgspec.msgpack.decode(encode(message)), **fields})
 
 
-_, GRANTED, REPORT, _, LANDED, _, RESET, INTRODUCTION = MESSAGES
+_, GRANTED, REPORT, _, LANDED, STATUS, INTRODUCTION = MESSAGES
 
 
 @pytest.mark.parametrize(
     "message, fields",
     [
-        (RESET, {"type": "Unknown"}),
-        (RESET, {"generation": -1}),
-        (RESET, {"generation": 0}),
-        (RESET, {"generation": 1 << 63}),
-        (RESET, {"generation": "7"}),
-        (RESET, {"generation": 7.0}),
-        (RESET, {"to": None}),
-        (RESET, {"transfer": "x" * 257}),
-        (RESET, {"transfer": b"bytes"}),
-        (RESET, {"surplus": 1}),
+        (STATUS, {"type": "Unknown"}),
+        (STATUS, {"grant": -1}),
+        (STATUS, {"grant": 1 << 41}),
+        (STATUS, {"grant": "7"}),
+        (STATUS, {"grant": 7.0}),
+        (STATUS, {"grant": None}),
+        (STATUS, {"transfer": "x" * 257}),
+        (STATUS, {"transfer": b"bytes"}),
+        (STATUS, {"surplus": 1}),
         (GRANTED, {"block_ids": [-1]}),
         (GRANTED, {"block_ids": [1 << 33]}),
         (GRANTED, {"block_ids": [0] * ((1 << 18) + 1)}),
@@ -129,7 +125,8 @@ def test_what_a_message_says_wrong_is_said_in_few_words():
 
 def test_a_message_too_large_is_neither_sent_nor_read():
     block_ids = [(1 << 32) - 1] * (MAX_MESSAGE_NBYTES // 5)
-    message = Granted(**HEAD, legs=1, computed=True, first_token=0, stop_token=1, block_ids=block_ids, key=b"k" * 16)
+    tokens = {"first_token": 0, "stop_token": 1}
+    message = Granted(**HEAD, destinations=1, computed=True, **tokens, block_ids=block_ids, key=b"k" * 16)
     with pytest.raises(MessageError, match="at most"):
         encode(message)
     with pytest.raises(MessageError, match="at most"):

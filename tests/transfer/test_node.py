@@ -17,8 +17,8 @@ from simulated.strangers import deaf
 
 import transfer.fetching
 import transfer.serving
-from transfer.fetching import Where
 from transfer.plan.granularity import Bounds, Granularity
+from transfer.protocol.consumer import Where
 from transfer.protocol.messages import Close
 from transfer.protocol.orders import Ending, Timing
 from transfer.session import NodeOptions
@@ -137,7 +137,7 @@ def test_many_transfers_at_once(make):
     while len(found) < len(names) and time.monotonic() < end_s:
         found += d.ranks[0].node.take_fetched()
         time.sleep(0.005)
-    assert {ended.transfer for ended in found} == set(names)
+    assert {ended.name for ended in found} == set(names)
     assert {ended.ending for ended in found} == {Ending.DONE}
     d.check()
 
@@ -172,9 +172,9 @@ def test_an_unreachable_instance_does_not_hold_up_the_others(make, monkeypatch):
         d.announce("t", p.where, computed=True)
         d.grant("t")
         (first,) = d.fetched()
-        assert (first.transfer, first.ending) == ("t", Ending.DONE)
+        assert (first.name, first.ending) == ("t", Ending.DONE)
     (second,) = d.fetched()
-    assert (second.transfer, second.ending) == ("silent", Ending.FAILED)
+    assert (second.name, second.ending) == ("silent", Ending.FAILED)
     d.announce("again", where, computed=True)
     (third,) = d.fetched()
     assert "a moment ago" in third.cause
@@ -191,6 +191,7 @@ def test_what_nobody_wants_any_more_is_released_on_both_sides(make):
             d.grant(name)
         d.drop(name)
         assert endings(d, "fetched") == {Ending.CANCELLED}
+        p.finish(name)
         assert endings(p, "sent") == {Ending.CANCELLED}
 
 
@@ -236,6 +237,7 @@ def test_prefill_that_is_preempted_when_something_was_sent_ends_the_transfer(mak
         time.sleep(0.001)
     p.ranks[0].node.preempted("t")
     assert endings(d, "fetched") == {Ending.FAILED}
+    p.finish("t")
     assert endings(p, "sent") <= {Ending.CANCELLED, Ending.FAILED}  # a write may have been under way
 
 
@@ -257,7 +259,7 @@ def test_blocks_that_were_taken_back_while_they_are_sent_never_count(make, monke
     d.grant("t")
     p.compute("t", [TOKENS])
     assert before_sending.wait(10)
-    p.ranks[0].node._serving.void.add("t")  # the first thing that `preempted` does
+    p.ranks[0].node.preempted("t")
     p.ranks[0].bytes[:] = 0xEE
     go_on.set()
     assert endings(d, "fetched") == {Ending.FAILED}
@@ -513,9 +515,9 @@ def test_a_consumer_that_is_killed_does_not_hold_blocks_beyond_the_lease(make, g
     d.announce("t", p.where, computed=False)
     if granted:
         d.grant("t")
-    known = p.ranks[0].node._serving._producer._transfers
+    known = p.ranks[0].node._serving.producer._transfers
     end_s = time.monotonic() + 10
-    while not any(leg.granted or not granted for one in list(known.values()) for leg in list(one.legs.values())):
+    while not any(peer.granted or not granted for one in list(known.values()) for peer in list(one.sessions.values())):
         assert time.monotonic() < end_s
         time.sleep(0.001)
     d.close()

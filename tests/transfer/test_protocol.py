@@ -1,4 +1,4 @@
-"""The PD protocol, both halves, in a simulated world that loses, doubles and delays messages and kills ranks."""
+"""The PD protocol, both sides, in a simulated world that loses, doubles and delays messages and kills ranks."""
 
 from __future__ import annotations
 
@@ -108,9 +108,10 @@ def test_whatever_happens_every_transfer_has_one_ending_and_no_block_is_held_for
     for name, at_s, back_s in crashes:
         if name in world.ranks:
             world.crash(name, at_s, back_s=back_s)
-            world.lose(name, at_s + 0.5)
+            if name in world.producers:
+                world.lose(name, at_s + 0.5)
     for name, at_s in losses:
-        if name in world.ranks:
+        if name in world.producers:
             world.lose(name, at_s)
     for at_s in preemptions:
         world.preempt("t0", at_s, chunks=(10, TOKENS))

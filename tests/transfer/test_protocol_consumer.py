@@ -1,13 +1,13 @@
-"""What the consumer's half makes of single calls and messages, also of such as no well-behaved peer sends."""
+"""What the consumer's side makes of single calls and messages, also of such as no well-behaved peer sends."""
 
 from __future__ import annotations
 
 import pytest
-from simulated.halves import KEY, LAYERS, answers, landed, make_consumer, orders, status
+from simulated.sides import KEY, LAYERS, NamedConsumer, answers, ended, landed, make_consumer, orders, status
 
-from transfer.protocol.consumer import Consumer, Source
-from transfer.protocol.messages import Close, Report, State
-from transfer.protocol.orders import Ending, Release, Revoke, Send, Timing, Verify
+from transfer.protocol.consumer import Consumer, Incoming, Source
+from transfer.protocol.messages import Close, Granted, Report, State
+from transfer.protocol.orders import Ended, Ending, Failed, Revoke, Send, Timing, Verify
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_a_batch_that_is_not_in_what_was_granted_fails_the_transfer(changes):
     consumer = make_consumer()
     consumer.receive("P0", landed(**changes), 1.0)
     given = consumer.take()
-    assert Revoke("t") in given and not any(isinstance(order, Verify) for order in given)
+    assert Revoke(consumer.records["t"]) in given and not any(isinstance(order, Verify) for order in given)
 
 
 def test_batches_that_overlap_do_not_make_a_transfer_complete():
@@ -36,7 +36,7 @@ def test_batches_that_overlap_do_not_make_a_transfer_complete():
         consumer.receive("P0", part, 1.0)
         consumer.verified("P0", "t", part, True, 1.0)
     consumer.revoked("t", 1.0)
-    assert orders(consumer, Release) == [Release("t", Ending.FAILED, "batches overlap")]
+    assert ended(consumer) == [("t", Ending.FAILED, "batches overlap")]
 
 
 def test_a_batch_said_twice_is_checked_once_and_confirmed_again():
@@ -64,29 +64,29 @@ def test_batches_are_confirmed_up_to_the_first_that_is_missing():
 
 
 def test_one_leg_that_is_done_does_not_make_the_transfer_done():
-    consumer = make_consumer(legs=2)
+    consumer = make_consumer(sources=2)
     consumer.receive("P0", landed(), 1.0)
     consumer.verified("P0", "t", landed(), True, 1.0)
     assert orders(consumer, Revoke) == []
     consumer.receive("P1", landed(), 1.0)
     consumer.verified("P1", "t", landed(), True, 1.0)
-    assert orders(consumer, Revoke) == [Revoke("t")]
+    assert orders(consumer, Revoke) == [Revoke(consumer.records["t"])]
 
 
 def test_the_silence_of_a_producer_counts_from_the_grant():
-    consumer = Consumer(20)
-    consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 1000.0, computed=True)
+    consumer = NamedConsumer()
+    consumer.announce("t", [Source("P0", LAYERS, 1)], 1000.0, computed=True)
     consumer.tick(1049.0)
     assert consumer.held == ["t"]
     consumer.grant("t", 0, 8, [5], KEY, 1050.0)
     consumer.tick(1079.9)
     assert consumer.held == ["t"] and orders(consumer, Revoke) == []
     consumer.tick(1080.0)
-    assert orders(consumer, Revoke) == [Revoke("t")]
+    assert orders(consumer, Revoke) == [Revoke(consumer.records["t"])]
 
 
 def test_a_producer_that_has_sent_all_may_fall_silent_while_others_send():
-    consumer = make_consumer(legs=2)
+    consumer = make_consumer(sources=2)
     consumer.receive("P0", landed(), 1.0)
     consumer.verified("P0", "t", landed(), True, 1.0)
     consumer.receive("P1", status(), 25.0)
@@ -95,10 +95,10 @@ def test_a_producer_that_has_sent_all_may_fall_silent_while_others_send():
 
 
 def test_nothing_is_read_from_a_transfer_that_has_no_grant():
-    consumer = Consumer(20)
-    consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 0.0, computed=True)
+    consumer = NamedConsumer()
+    consumer.announce("t", [Source("P0", LAYERS, 1)], 0.0, computed=True)
     consumer.receive("P0", landed(grant=0), 1.0)
-    assert orders(consumer, Verify, Release) == []
+    assert orders(consumer, Verify, Ended) == []
 
 
 @pytest.mark.parametrize("message", [landed(transfer="gone"), status(transfer="gone"), landed(grant=7)])
@@ -115,7 +115,7 @@ def test_a_producer_that_thinks_it_is_over_ends_the_transfer():
     consumer = make_consumer()
     consumer.receive("P0", status(state=State.CLOSED), 1.0)
     consumer.revoked("t", 1.0)
-    assert orders(consumer, Release) == [Release("t", Ending.FAILED, "the producer gave up: closed")]
+    assert ended(consumer) == [("t", Ending.FAILED, "the producer gave up: closed")]
 
 
 def test_what_lands_after_the_end_is_not_read():
@@ -124,22 +124,6 @@ def test_what_lands_after_the_end_is_not_read():
     consumer.take()
     consumer.receive("P0", landed(), 1.0)
     assert orders(consumer, Verify) == []
-
-
-def test_a_revocation_that_nobody_ordered_changes_nothing():
-    consumer = make_consumer()
-    consumer.revoked("t", 1.0)
-    assert consumer.take() == []
-
-
-def test_the_life_of_a_producer_that_answers_first_is_the_one_that_counts():
-    consumer = Consumer(20)
-    consumer.announce("t", [Source("P0", 0, LAYERS, 1)], 0.0, computed=False)
-    consumer.grant("t", 0, 8, [5], KEY, 0.0)
-    consumer.receive("P0", status(), 1.0)
-    assert orders(consumer, Revoke) == []
-    consumer.met("P0", 11, 2.0)
-    assert orders(consumer, Revoke) == [Revoke("t")]
 
 
 def test_wrong_bytes_are_not_checked_again_until_they_came_again():
@@ -182,10 +166,11 @@ def test_a_check_for_an_earlier_transfer_of_that_name_changes_nothing():
     consumer.receive("P0", landed(), 1.0)
     consumer.cancel("t", "client gone", 1.0)
     consumer.revoked("t", 1.0)
-    consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 2.0, computed=True)
+    earlier = consumer.records["t"]
+    consumer.announce("t", [Source("P0", LAYERS, 1)], 2.0, computed=True)
     consumer.grant("t", 0, 8, [6], KEY, 2.0)
     consumer.take()
-    consumer.verified("P0", "t", landed(), True, 2.0)
+    Consumer.verified(consumer, "P0", earlier, landed(), True, 2.0)
     assert consumer.take() == []
 
 
@@ -199,3 +184,33 @@ def test_a_close_is_repeated_until_it_is_known_and_for_one_lease_at_most():
             consumer.receive("P0", status(state=State.CLOSED), 1.5)
         times = [now_s for now_s in range(2, 100) if consumer.tick(now_s) is not None or orders(consumer, Send)]
         assert times == ([] if confirmed else list(range(2, 2 + int(Timing().lease_s))))
+
+
+def test_a_second_request_of_a_name_under_way_fails_and_leaves_the_first_alone():
+    consumer = make_consumer()
+    second = Incoming("t")
+    Consumer.announce(consumer, second, 1.0)
+    assert consumer.take() == [Failed(second)]
+    assert not Consumer.grant(consumer, second, 0, 8, [5], KEY, 2.0)
+    assert consumer.take() == [Ended(second)] and consumer.held == ["t"]
+
+
+def test_what_is_cancelled_before_its_sources_are_known_is_still_said_to_them():
+    consumer = NamedConsumer()
+    transfer = Incoming("t", computed=True)
+    Consumer.announce(consumer, transfer, 0.0)
+    Consumer.cancel(consumer, transfer, "client gone", 1.0)
+    assert consumer.take() == [Ended(transfer)]
+    consumer.found(transfer, [Source("P0", LAYERS, 1)], 2.0)
+    (order,) = consumer.take()
+    assert isinstance(order.message, Close) and order.message.cause == "client gone"
+
+
+def test_blocks_may_be_granted_before_the_sources_are_known():
+    consumer = NamedConsumer()
+    transfer = Incoming("t")
+    Consumer.announce(consumer, transfer, 0.0)
+    assert Consumer.grant(consumer, transfer, 0, 8, [5], KEY, 1.0) and consumer.take() == []
+    consumer.found(transfer, [Source("P0", LAYERS, 1)], 2.0)
+    (order,) = consumer.take()
+    assert isinstance(order.message, Granted) and order.message.block_ids == [5]

@@ -7,12 +7,15 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated.halves import (
+from simulated.sides import (
     KEY,
     LAYERS,
+    NamedConsumer,
+    NamedProducer,
     announce,
     answers,
     close,
+    ended,
     granted,
     introduction,
     landed,
@@ -23,13 +26,12 @@ from simulated.halves import (
     status,
 )
 
-from transfer.protocol.consumer import Consumer, Source
-from transfer.protocol.messages import Reset, State
-from transfer.protocol.orders import Ending, Release, Revoke, Verify, Write
-from transfer.protocol.producer import Producer
+from transfer.protocol.consumer import Source
+from transfer.protocol.messages import State
+from transfer.protocol.orders import Ended, Ending, Revoke, Verify, Write
 
 
-def writing_producer() -> Producer:
+def writing_producer() -> NamedProducer:
     producer = make_producer()
     producer.open("t", 0.0)
     producer.receive("D0", granted(), 0.0)
@@ -38,12 +40,6 @@ def writing_producer() -> Producer:
 
 
 WRONG_AT_THE_PRODUCER = {
-    "open twice": lambda p: p.open("t", 1.0),
-    "computed before open": lambda p: p.computed("other", 0, 8, 1.0),
-    "finished before open": lambda p: p.finished("other", 8, 1.0),
-    "preempted before open": lambda p: p.preempted("other", 1.0),
-    "cancel before open": lambda p: p.cancel("other", "", 1.0),
-    "written of no transfer": lambda p: p.written("D0", "other", 0, [1], None, 1.0),
     "written to no peer": lambda p: p.written("D1", "t", 0, [1], None, 1.0),
     "written of no batch": lambda p: p.written("D0", "t", 1, [1], None, 1.0),
 }
@@ -62,7 +58,7 @@ def test_a_call_that_cannot_be_meant_is_an_error_and_changes_nothing_at_the_prod
         with pytest.raises(ValueError, match="no write"):
             producer.written("D0", "t", number, [1], None, 1.0)
     producer.receive("D0", close(), 2.0)
-    assert orders(producer, Release) == [Release("t", Ending.DONE, "")]
+    assert ended(producer) == [("t", Ending.DONE, "")]
 
 
 @pytest.mark.parametrize(
@@ -81,9 +77,7 @@ def test_when_prefill_is_over_nothing_more_is_computed(again):
 
 
 WRONG_AT_THE_CONSUMER = {
-    "announce twice": lambda c: c.announce("t", [Source("P0", 10, LAYERS, 1)], 1.0, computed=True),
-    "announce without sources": lambda c: c.announce("other", [], 1.0, computed=True),
-    "announce a long name": lambda c: c.announce("x" * 257, [Source("P0", 10, LAYERS, 1)], 1.0, computed=True),
+    "sources twice": lambda c: c.found(c.records["t"], [Source("P0", LAYERS, 1)], 1.0),
     "grant twice": lambda c: c.grant("t", 0, 8, [5], KEY, 1.0),
     "verified from no peer": lambda c: c.verified("P7", "t", landed(), True, 1.0),
     "verified of no batch": lambda c: c.verified("P0", "t", landed(batch=1), True, 1.0),
@@ -100,13 +94,13 @@ def test_a_call_that_cannot_be_meant_is_an_error_and_changes_nothing_at_the_cons
         WRONG_AT_THE_CONSUMER[wrong](consumer)
     assert consumer.take() == [] and consumer.held == ["t"]
     consumer.verified("P0", "t", landed(), True, 1.0)
-    assert orders(consumer, Revoke) == [Revoke("t")]
+    assert orders(consumer, Revoke) == [Revoke(consumer.records["t"])]
 
 
 @pytest.mark.parametrize("first, stop, key", [(8, 4, KEY), (-1, 4, KEY), (0, 8, KEY[1:]), (0, 8, KEY * 2)])
 def test_a_grant_that_no_producer_would_accept_is_an_error_and_grants_nothing(first, stop, key):
-    consumer = Consumer(20)
-    consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 0.0, computed=True)
+    consumer = NamedConsumer()
+    consumer.announce("t", [Source("P0", LAYERS, 1)], 0.0, computed=True)
     consumer.take()
     with pytest.raises(ValueError, match=f"tokens {first}..{stop - 1}, key of {len(key)} bytes"):
         consumer.grant("t", first, stop, [5], key, 1.0)
@@ -115,42 +109,44 @@ def test_a_grant_that_no_producer_would_accept_is_an_error_and_grants_nothing(fi
 
 
 def test_a_check_has_one_result():
-    consumer = make_consumer(legs=2)
+    consumer = make_consumer(sources=2)
     consumer.receive("P0", landed(), 0.5)
     consumer.verified("P0", "t", landed(), True, 1.0)
     with pytest.raises(ValueError, match="no check of batch 0 from P0"):
         consumer.verified("P0", "t", landed(), False, 1.0)
 
 
-def test_messages_meant_for_the_other_half_do_nothing():
+def test_messages_meant_for_the_other_side_do_nothing():
     producer, consumer = make_producer(), make_consumer()
-    assert answers(producer, status(to=10, generation=20)) == []
+    assert answers(producer, status()) == []
     assert answers(producer, introduction()) == []
     assert answers(consumer, introduction(), "P0") == []
-    assert answers(consumer, close(to=20, generation=10), "P0") == []
+    assert answers(consumer, close(), "P0") == []
 
 
 # Anything at all
 
 few = st.integers(0, 3)
 head = {
-    "generation": st.sampled_from([19, 20, 21]),
-    "to": st.sampled_from([0, 10, 10, 10, 9]),
     "transfer": st.sampled_from(["t", "t", "u"]),
     "grant": few,
 }
 to_producer = st.one_of(
-    st.builds(announce, **head, legs=few, computed=st.booleans()),
+    st.builds(announce, **head, destinations=few, computed=st.booleans()),
     st.builds(
-        granted, **head, legs=few, computed=st.booleans(), first_token=st.sampled_from([0, 2, 4]), stop_token=few
+        granted,
+        **head,
+        destinations=few,
+        computed=st.booleans(),
+        first_token=st.sampled_from([0, 2, 4]),
+        stop_token=few,
     ),
     st.builds(granted, **head),
     st.builds(report, **head, verified=few, again=st.lists(few)),
-    st.builds(close, **head, legs=few, done=st.booleans()),
-    st.builds(Reset, generation=head["generation"], to=head["to"], transfer=head["transfer"]),
+    st.builds(close, **head, destinations=few, done=st.booleans()),
 )
 peers = st.sampled_from(["D0", "D1", "stranger"])
-calls = st.sampled_from(["open", "computed", "finished", "preempted", "cancel", "lost", "met", "tick", "lease"])
+calls = st.sampled_from(["open", "computed", "finished", "preempted", "cancel", "tick", "lease"])
 
 
 @settings(max_examples=300)
@@ -163,9 +159,10 @@ def test_no_message_makes_a_producer_raise_release_twice_or_hold_for_ever(steps,
         while given := producer.take():
             for order in given:
                 if isinstance(order, Write):
-                    producer.written(order.peer, order.transfer, order.number, [1], None if works else "broken", now_s)
-                elif isinstance(order, Release):
-                    released[order.transfer] += 1
+                    error = None if works else "broken"
+                    producer.written(order.peer, order.transfer.name, order.number, [1], error, now_s)
+                elif isinstance(order, Ended):
+                    released[order.transfer.name] += 1
 
     for step in steps:
         now_s += 0.5
@@ -180,10 +177,6 @@ def test_no_message_makes_a_producer_raise_release_twice_or_hold_for_ever(steps,
             finished.add("t")
         elif step == "preempted" and "t" in held and "t" not in finished:
             producer.preempted("t", now_s)
-        elif step == "lost":
-            producer.lost("D0", now_s)
-        elif step == "met":
-            producer.met("D0", 20, now_s)
         elif step == "cancel" and "t" in held:
             producer.cancel("t", "", now_s)
         elif step in ("tick", "lease"):
@@ -205,8 +198,6 @@ def test_no_message_makes_a_producer_raise_release_twice_or_hold_for_ever(steps,
 
 
 from_producer = {
-    "generation": st.sampled_from([9, 10, 10, 10, 11]),
-    "to": st.sampled_from([0, 20, 20, 20, 19]),
     "transfer": st.sampled_from(["t", "t", "t", "u"]),
     "grant": st.sampled_from([0, 1, 1, 2]),
 }
@@ -222,9 +213,6 @@ to_consumer = st.one_of(
         stop_token=st.sampled_from([4, 8]),
     ),
     st.builds(status, **from_producer, state=st.sampled_from([State.OPEN, State.OPEN, State.FAILED, State.CLOSED])),
-    st.builds(
-        Reset, generation=from_producer["generation"], to=from_producer["to"], transfer=from_producer["transfer"]
-    ),
 )
 
 
@@ -232,15 +220,15 @@ to_consumer = st.one_of(
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.sampled_from(["P0", "P1"]), to_consumer), st.sampled_from(["grant", "tick", "lost", "met"])
+            st.tuples(st.sampled_from(["P0", "P1"]), to_consumer), st.sampled_from(["grant", "tick", "lost"])
         ),
         max_size=40,
     ),
     st.lists(st.booleans(), min_size=1),
 )
 def test_no_message_makes_a_consumer_raise_end_twice_or_call_done_what_is_not_there(steps, rights):
-    consumer, now_s, checks = Consumer(20), 0.0, 0
-    consumer.announce("t", [Source("P0", 10, LAYERS, 1)], 0.0, computed=True)
+    consumer, now_s, checks = NamedConsumer(), 0.0, 0
+    consumer.announce("t", [Source("P0", LAYERS, 1)], 0.0, computed=True)
     right_cells: Counter[tuple[int, int]] = Counter()
     endings: list[Ending] = []
 
@@ -258,11 +246,11 @@ def test_no_message_makes_a_consumer_raise_end_twice_or_call_done_what_is_not_th
                             for layer in range(part.first_layer, part.first_layer + part.num_layers)
                             for token in range(part.first_token, part.stop_token)
                         )
-                    consumer.verified(order.peer, order.transfer, part, right, now_s)
+                    consumer.verified(order.peer, order.transfer.name, part, right, now_s)
                 elif isinstance(order, Revoke):
-                    consumer.revoked(order.transfer, now_s)
-                elif isinstance(order, Release):
-                    endings.append(order.ending)
+                    consumer.revoked(order.transfer.name, now_s)
+                elif isinstance(order, Ended):
+                    endings.append(order.transfer.ending)
 
     for step in steps:
         now_s += 0.5
@@ -272,12 +260,12 @@ def test_no_message_makes_a_consumer_raise_end_twice_or_call_done_what_is_not_th
             consumer.tick(now_s)
         elif step == "lost":
             consumer.lost("P0", now_s)
-        elif step == "met":
-            consumer.met("P0", 10, now_s)
         elif isinstance(step, tuple):
             consumer.receive(*step, now_s)
         obey()
     consumer.tick(now_s + 200.0)
+    obey()
+    consumer.cancel("t", "", now_s + 200.0)
     obey()
     assert len(endings) == 1
     if endings == [Ending.DONE]:

@@ -1,22 +1,25 @@
-"""What the producer's half makes of single calls and messages, also of such as no well-behaved peer sends."""
+"""What the producer's side makes of single calls and messages, also of such as no well-behaved peer sends."""
 
 from __future__ import annotations
 
 import pytest
-from simulated.halves import announce, answers, close, granted, make_producer, orders, report
+from simulated.sides import announce, answers, close, ended, granted, make_producer, orders, report
 
 from transfer.plan.granularity import Batch
 from transfer.protocol.messages import Landed, State
-from transfer.protocol.orders import Abandon, Ending, Release, Send, Write
-from transfer.protocol.producer import Producer
+from transfer.protocol.orders import Abandon, Ended, Ending, Send, Write
+from transfer.protocol.producer import Outgoing, Producer
 
 
-def test_what_was_closed_before_the_engine_named_it_is_released_when_it_does():
+def test_what_was_closed_before_the_engine_named_it_is_released_when_it_has_computed_it():
     producer = make_producer()
     producer.receive("D0", close(grant=0, done=False, cause="client gone"), 0.0)
     producer.take()
     producer.open("t", 1.0)
-    assert orders(producer, Release) == [Release("t", Ending.CANCELLED, "client gone")]
+    assert ended(producer) == []
+    producer.finished("t", 8, 2.0)
+    assert ended(producer) == [("t", Ending.CANCELLED, "client gone")]
+    assert orders(producer, Write) == []
 
 
 @pytest.mark.parametrize("message", [report(), announce(computed=True), granted(computed=True)])
@@ -28,11 +31,11 @@ def test_what_the_producer_should_know_and_does_not_is_refused_at_once(message):
 def test_blocks_are_released_when_every_rank_is_through_and_not_before():
     producer = make_producer()
     producer.open("t", 0.0)
-    producer.receive("D0", close(legs=2), 1.0)
+    producer.receive("D0", close(destinations=2), 1.0)
     producer.finished("t", 8, 1.0)
-    assert orders(producer, Release) == []
-    producer.receive("D1", close(legs=2), 2.0)
-    assert orders(producer, Release) == [Release("t", Ending.DONE, "")]
+    assert ended(producer) == []
+    producer.receive("D1", close(destinations=2), 2.0)
+    assert ended(producer) == [("t", Ending.DONE, "")]
 
 
 def test_a_layout_that_cannot_be_mapped_is_the_cause_that_the_consumer_is_told():
@@ -87,9 +90,9 @@ def test_tokens_that_begin_between_two_units_are_refused_unless_there_are_none(s
 def test_a_rank_that_is_through_gets_nothing_more_while_others_do():
     producer = make_producer()
     producer.open("t", 0.0)
-    producer.receive("D0", granted(legs=2), 0.0)
-    producer.receive("D1", granted(legs=2), 0.0)
-    producer.receive("D0", close(legs=2, done=False), 0.5)
+    producer.receive("D0", granted(destinations=2), 0.0)
+    producer.receive("D1", granted(destinations=2), 0.0)
+    producer.receive("D0", close(destinations=2, done=False), 0.5)
     producer.finished("t", 8, 1.0)
     assert [write.peer for write in orders(producer, Write)] == ["D1"]
 
@@ -97,9 +100,9 @@ def test_a_rank_that_is_through_gets_nothing_more_while_others_do():
 def test_a_silent_rank_is_given_up_though_another_is_heard_and_prefill_goes_on():
     producer = make_producer()
     producer.open("t", 0.0)
-    producer.receive("D0", granted(legs=2), 0.0)
+    producer.receive("D0", granted(destinations=2), 0.0)
     for now_s in range(0, 30, 5):
-        producer.receive("D1", granted(legs=2), float(now_s))
+        producer.receive("D1", granted(destinations=2), float(now_s))
     producer.tick(29.9)
     assert State.FAILED not in [order.message.state for order in orders(producer, Send)]
     producer.tick(30.0)
@@ -107,14 +110,6 @@ def test_a_silent_rank_is_given_up_though_another_is_heard_and_prefill_goes_on()
     assert failed == ["D0"] and producer.held == ["t"]
     producer.tick(40.0)
     assert {order.peer for order in orders(producer, Send)} == {"D1"}  # nobody listens at D0
-
-
-def test_blocks_for_a_consumer_that_restarted_are_released_when_its_new_life_is_met():
-    producer = make_producer()
-    producer.open("t", 0.0)
-    producer.receive("D0", announce(), 0.0)
-    producer.met("D0", 21, 1.0)
-    assert orders(producer, Release) == [Release("t", Ending.FAILED, "the consumer restarted")]
 
 
 def test_a_late_grant_gets_at_once_all_that_was_computed():
@@ -145,7 +140,7 @@ def test_a_report_or_close_of_another_grant_or_batch_changes_nothing(message):
     producer.written("D0", "t", 0, [1], None, 1.0)
     producer.take()
     producer.receive("D0", message, 2.0)
-    assert orders(producer, Write, Release) == []
+    assert orders(producer, Write, Ended) == []
 
 
 def test_a_batch_is_written_again_once_however_often_that_is_asked():
@@ -170,9 +165,9 @@ def test_writes_under_way_are_abandoned_when_the_consumer_closes():
     producer.finished("t", 8, 1.0)
     producer.receive("D0", close(done=False), 2.0)
     given = producer.take()
-    assert Abandon("D0", "t") in given and not any(isinstance(order, Release) for order in given)
+    assert Abandon("D0", producer.records["t"]) in given and not any(isinstance(order, Ended) for order in given)
     producer.written("D0", "t", 0, [], "cancelled", 3.0)
-    assert orders(producer, Release) == [Release("t", Ending.CANCELLED, "")]
+    assert ended(producer) == [("t", Ending.CANCELLED, "")]
 
 
 def test_only_so_many_transfers_are_awaited_that_no_engine_has_named():
@@ -248,11 +243,12 @@ def test_a_preempted_request_whose_grant_was_there_before_goes_on_as_well():
 def test_a_preempted_request_that_sent_something_ends_when_no_write_reads_the_blocks():
     producer = preempted(sent=True)
     given = producer.take()
-    assert Abandon("D0", "t") in given and not any(isinstance(order, Release) for order in given)
+    assert Abandon("D0", producer.records["t"]) in given and not any(isinstance(order, Ended) for order in given)
     (message,) = [order.message for order in given if isinstance(order, Send)]
     assert (message.state, message.cause) == (State.FAILED, "preempted")
     producer.written("D0", "t", 0, [1], None, 3.0)
-    assert producer.take() == [Release("t", Ending.CANCELLED, "preempted")]
+    producer.finished("t", 8, 4.0)
+    assert ended(producer) == [("t", Ending.CANCELLED, "preempted")]
 
 
 def test_a_preempted_request_whose_batch_landed_ends_too():
@@ -263,15 +259,35 @@ def test_a_preempted_request_whose_batch_landed_ends_too():
     producer.written("D0", "t", 0, [1], None, 1.0)
     producer.take()
     producer.preempted("t", 2.0)
-    assert orders(producer, Release) == [Release("t", Ending.CANCELLED, "preempted")]
     producer.computed("t", 1, 8, 3.0)
     assert orders(producer, Write) == []
+    producer.finished("t", 8, 4.0)
+    assert ended(producer) == [("t", Ending.CANCELLED, "preempted")]
+
+
+def test_what_an_earlier_run_computed_is_not_taken_for_what_a_later_one_has():
+    producer = preempted(sent=False)
+    producer.receive("D0", granted(), 3.0)
+    producer.computed("t", 1, 8, 3.5, run=0)  # the device was late
+    assert orders(producer, Write) == []
+    producer.computed("t", 1, 4, 4.0, run=1)
+    assert [write.batch for write in orders(producer, Write)] == [Batch(0, 2, 0, 4)]
+
+
+def test_a_second_request_of_one_name_fails_when_it_is_finished_and_leaves_the_first_alone():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    second = Outgoing("t")
+    Producer.open(producer, second, 1.0)
+    Producer.finished(producer, second, 8, 2.0)
+    assert [(over.transfer, over.transfer.ending) for over in orders(producer, Ended)] == [(second, Ending.FAILED)]
+    assert producer.held == ["t"]
 
 
 def test_what_ended_before_is_not_ended_again_by_preemption():
     producer = make_producer()
     producer.open("t", 0.0)
     producer.receive("D0", close(done=False, cause="client gone"), 1.0)
-    assert orders(producer, Release) == [Release("t", Ending.CANCELLED, "client gone")]
     producer.preempted("t", 2.0)
-    assert producer.take() == []
+    producer.finished("t", 8, 3.0)
+    assert ended(producer) == [("t", Ending.CANCELLED, "client gone")]

@@ -73,7 +73,7 @@ def test_nothing_listens_beyond_loopback_without_a_secret(host):
         options = NodeOptions(transports=[transport], hosts=[host])
         with pytest.raises(TransferError, match=refusal):
             Node(layout, [(1 << 20, 1 << 16)], Access(Identity()), options)
-    card = InstanceCard("engine", [RankCard(host, 1, bytes(16), 1, layout)])
+    card = InstanceCard("engine", [RankCard(host, 1, bytes(16), layout)])
     with pytest.raises(TransferError, match=refusal):
         Directory(card, (host, 0), Access(Identity()))
 

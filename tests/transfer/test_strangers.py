@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from causes import forget_causes
 from certificates import CAN_MAKE, make_certificate
-from simulated.halves import introduction
 from simulated.pair import Pair
+from simulated.sides import introduction
 from simulated.strangers import dial, greet, is_closed, tcp_port
 from simulated.waiting import wait_for
 
@@ -187,7 +187,7 @@ def _is_link(fd: str) -> bool:
 def test_half_frames_of_peers_take_little_memory_and_have_a_deadline(here, monkeypatch):
     monkeypatch.setattr(transfer.control.connection, "_FRAME_S", 1.0)
     rank = here.decode.ranks[0]
-    fits = encode(introduction(layout=rank.layout, part=Shard(0, 4, 0, 4), endpoints={}, generation=1))
+    fits = encode(introduction(layout=rank.layout, part=Shard(0, 4, 0, 4), endpoints={}))
     memory = resident_nbytes()
     with ExitStack() as stack:
         greeted = []
@@ -215,7 +215,7 @@ def test_an_introduction_cannot_make_this_side_work_for_long(here, caplog):
     with pytest.raises(LayoutError, match="axis of 5000 strides: at most 16"):
         replace(layout, blocks=replace(large, k=replace(segment, token=((1, 0),) * 5000)))
     memory = resident_nbytes()
-    said = introduction(layout=replace(layout, blocks=large), part=Shard(0, 4, 0, 4), endpoints={}, generation=1)
+    said = introduction(layout=replace(layout, blocks=large), part=Shard(0, 4, 0, 4), endpoints={})
     for frame in (len(encode(said)).to_bytes(4, "little") + encode(said), (1 << 20).to_bytes(4, "little")):
         with dial(here.ports[RANK_PURPOSE]) as connection:
             greet(connection, RANK_PURPOSE, Identity())

@@ -9,15 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from simulated.ranks import SPAN, Instance, Model, heads_of, make_rank
+from simulated.sides import NamedConsumer, NamedProducer
 
 from transfer.integrity import page_checksums, wrong_pages
 from transfer.plan.granularity import Granularity
 from transfer.plan.layout import RankLayout
 from transfer.plan.pairing import Pairing, Route, routes
-from transfer.protocol.consumer import Consumer, Source
+from transfer.protocol.consumer import Source
 from transfer.protocol.messages import Granted, decode, encode
-from transfer.protocol.orders import Ending, Half, Order, Release, Revoke, Send, Verify, Write
-from transfer.protocol.producer import Producer, Shape
+from transfer.protocol.orders import Ended, Ending, Order, Protocol, Revoke, Send, Verify, Write
+from transfer.protocol.producer import Shape
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Grant, Transport
 from transfer.transports.cma import CmaTransport
@@ -32,10 +33,12 @@ Bytes = np.ndarray
 
 
 class Rank:
-    """One process's worth: memory, a transport, and its half of the protocol."""
+    """One process's worth: memory, a transport, and its side of the protocol."""
 
-    def __init__(self, name: str, layout: RankLayout, table: list[int], half: Half, transport: type[Transport]) -> None:
-        self.name, self.table, self.half = name, table, half
+    def __init__(
+        self, name: str, layout: RankLayout, table: list[int], side: Protocol, transport: type[Transport]
+    ) -> None:
+        self.name, self.table, self.side = name, table, side
         self.bytes: Bytes = np.zeros(SPAN, dtype=np.uint8)
         address = self.bytes.ctypes.data
         moved = tuple(start + address for start in layout.blocks.layer_addresses)
@@ -57,11 +60,11 @@ class Pair:
         self.granularity = granularity
         self.spoil: Callable[[Rank], None] | None = None
         self.producers = [
-            Rank(f"P{n}", layout, [7, 2, 9, 4, 1, 0], Producer(1 + n, self._shape(n)), transport)
+            Rank(f"P{n}", layout, [7, 2, 9, 4, 1, 0], NamedProducer(self._shape(n)), transport)
             for n, layout in enumerate(ranks_of(source_tp, 8, "LBHN"))
         ]
         self.consumers = [
-            Rank(f"D{n}", layout, [3, 0, 5, 1], Consumer(100 + n), transport)
+            Rank(f"D{n}", layout, [3, 0, 5, 1], NamedConsumer(), transport)
             for n, layout in enumerate(ranks_of(destination_tp, 12, "BLHN"))
         ]
         self.ranks = {rank.name: rank for rank in (*self.producers, *self.consumers)}
@@ -88,31 +91,30 @@ class Pair:
             sources = [
                 Source(
                     f"P{route.source}",
-                    0,
                     route.part.layers if route.part else range(0),
                     sum(other.source == route.source for other in self.routes),
                 )
                 for route in mine
             ]
-            assert isinstance(rank.half, Consumer)
-            rank.half.announce("t", sources, now_s(), computed=False)
+            assert isinstance(rank.side, NamedConsumer)
+            rank.side.announce("t", sources, now_s(), computed=False)
             rank.grant = rank.memory.grant(*rank.layout.ranges(rank.table))
-            rank.half.grant("t", 0, TOKENS, rank.table, rank.grant.key, now_s())
+            rank.side.grant("t", 0, TOKENS, rank.table, rank.grant.key, now_s())
 
     def compute(self) -> None:
         """Prefill, chunk by chunk and layer by layer, while the transfer runs."""
         for rank in self.producers:
-            assert isinstance(rank.half, Producer)
-            rank.half.open("t", now_s())
+            assert isinstance(rank.side, NamedProducer)
+            rank.side.open("t", now_s())
         for stop in CHUNKS:
             for layer in range(MODEL.layers):
                 for rank in self.producers:
-                    assert isinstance(rank.half, Producer)
-                    rank.half.computed("t", layer, stop, now_s())
+                    assert isinstance(rank.side, NamedProducer)
+                    rank.side.computed("t", layer, stop, now_s())
                 self.work()
         for rank in self.producers:
-            assert isinstance(rank.half, Producer)
-            rank.half.finished("t", TOKENS, now_s())
+            assert isinstance(rank.side, NamedProducer)
+            rank.side.finished("t", TOKENS, now_s())
 
     def finish(self) -> dict[str, Ending | None]:
         limit_s = time.monotonic() + 20.0
@@ -122,15 +124,15 @@ class Pair:
 
     def work(self) -> None:
         """Carry out orders until there are none."""
-        while found := [(rank, order) for rank in self.ranks.values() for order in rank.half.take()]:
+        while found := [(rank, order) for rank in self.ranks.values() for order in rank.side.take()]:
             for rank, order in found:
                 self._carry_out(rank, order)
         for rank in self.ranks.values():
-            rank.half.tick(now_s())
+            rank.side.tick(now_s())
 
     def _carry_out(self, rank: Rank, order: Order) -> None:
         if isinstance(order, Send):
-            self.ranks[order.peer].half.receive(rank.name, decode(encode(order.message)), now_s())
+            self.ranks[order.peer].side.receive(rank.name, decode(encode(order.message)), now_s())
         elif isinstance(order, Write):
             self._write(rank, order)
         elif isinstance(order, Verify):
@@ -139,14 +141,14 @@ class Pair:
             if self.spoil is not None:
                 self.spoil(rank)
             pages = pairing.destination_pages(layers, landed.first_token, landed.stop_token, rank.table, PAGE)
-            assert isinstance(rank.half, Consumer)
-            rank.half.verified(order.peer, "t", landed, not wrong_pages(pages, landed.checksums), now_s())
+            assert isinstance(rank.side, NamedConsumer)
+            rank.side.verified(order.peer, "t", landed, not wrong_pages(pages, landed.checksums), now_s())
         elif isinstance(order, Revoke):
-            assert rank.grant is not None and isinstance(rank.half, Consumer)
+            assert rank.grant is not None and isinstance(rank.side, NamedConsumer)
             rank.memory.revoke(rank.grant)
-            rank.half.revoked("t", now_s())
-        elif isinstance(order, Release):
-            rank.ending = order.ending
+            rank.side.revoked("t", now_s())
+        elif isinstance(order, Ended):
+            rank.ending = order.transfer.ending
 
     def _write(self, rank: Rank, order: Write) -> None:
         batch, pairing = order.batch, self.pairings[rank.name, order.peer]
@@ -157,8 +159,8 @@ class Pair:
         peer = self.peers[rank.name, order.peer]
         done = outcome_of(peer.write(grant, copies.source, copies.destination, copies.nbytes, deadline_s=10.0))
         checksums = page_checksums(pairing.source_pages(*part, PAGE))
-        assert isinstance(rank.half, Producer)
-        rank.half.written(order.peer, "t", order.number, checksums, None if done.ok else str(done), now_s())
+        assert isinstance(rank.side, NamedProducer)
+        rank.side.written(order.peer, "t", order.number, checksums, None if done.ok else str(done), now_s())
 
     def fill(self) -> None:
         """Every byte of the request at the producers says what it is."""
@@ -238,7 +240,7 @@ def test_nothing_is_written_after_the_consumer_gave_up():
     pair.announce()
     pair.work()
     (rank,) = pair.consumers
-    assert isinstance(rank.half, Consumer) and rank.grant is not None
+    assert isinstance(rank.side, NamedConsumer) and rank.grant is not None
     rank.memory.revoke(rank.grant)  # before any message says so
     pair.compute()
     assert pair.finish() == {"P0": Ending.FAILED, "D0": Ending.FAILED}

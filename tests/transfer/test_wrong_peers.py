@@ -10,8 +10,8 @@ from causes import forget_causes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated.fuzz import damaged, framed
-from simulated.halves import announce, close, granted, introduction, report
 from simulated.pair import Pair
+from simulated.sides import announce, close, granted, introduction, report
 from simulated.strangers import dial, greet, is_closed
 from simulated.waiting import wait_for
 
@@ -52,7 +52,7 @@ def visit(pair: Pair, *frames: bytes) -> None:
 
 
 INTRODUCTION = framed(encode(introduction()))
-SAID = [INTRODUCTION, *(framed(encode(message)) for message in (announce(to=0), granted(to=0), report(), close()))]
+SAID = [INTRODUCTION, *(framed(encode(message)) for message in (announce(), granted(), report(), close()))]
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_after_all_that_requests_are_served(pair):
 def test_a_malformed_message_is_logged(pair, caplog):
     rank = pair.decode.ranks[0]
     fits = introduction(
-        layout=rank.layout, part=Shard(0, 4, 0, 4), endpoints=rank.node._fetching._endpoints, generation=1
+        layout=rank.layout, part=Shard(0, 4, 0, 4), endpoints=rank.node._fetching._endpoints
     )
     visit(pair, framed(encode(fits)), framed(b"\xc1 nothing"))
     wait_for(lambda: "not a message" in caplog.text)
@@ -88,7 +88,7 @@ def test_whatever_strangers_say_makes_few_lines_in_the_log(pair, purpose, caplog
     "said, line",
     [
         (framed(b"\xc1"), "not a message"),
-        (framed(encode(announce(to=0))), "Announce before an introduction"),
+        (framed(encode(announce())), "Announce before an introduction"),
         ((MAX_MESSAGE_NBYTES + 1).to_bytes(4, "little"), f"a frame of {MAX_MESSAGE_NBYTES + 1} bytes"),
         (framed(encode(introduction())), "model_layers, model_heads, k_dim, v_dim differ"),
     ],

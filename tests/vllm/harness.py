@@ -42,7 +42,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from mooncake_connector.kv.keys import page_keys, root_digest
 from vllm_plugin.connector import MooncakeKVConnector
 from vllm_plugin.messages import PDStep
-from vllm_plugin.pd.worker import Results
+from vllm_plugin.pd.worker import EndedTransfers
 from vllm_plugin.prefix.worker import WorkerHalf
 from vllm_plugin.stats import ConnectorStats
 
@@ -328,28 +328,26 @@ class Engine:
         pd = self.pd
         if pd is None:
             return
-        assert not pd._given and not pd._awaited and pd._step == PDStep()
+        assert not pd._outgoing and not pd._incoming and pd._step == PDStep()
         end_s = time.monotonic() + PATIENCE_S
         for pd_worker in filter(None, (getattr(worker.half, "pd", None) for worker in self.workers)):
             node = pd_worker._node
             while True:
-                held = node._serving._serves or node._serving._writes or node._fetching._fetches
-                results = pd_worker.take_results(ConnectorStats())
-                assert results == Results(), f"reported with nobody waiting: {results}"
-                if not held and not pd_worker._given and not pd_worker._awaited:
+                held = node._serving.producer.held or node._serving._completions or node._fetching.consumer.held
+                ended = pd_worker.take_ended(ConnectorStats())
+                assert ended == EndedTransfers(), f"reported with nobody waiting: {ended}"
+                if not held and not pd_worker._transfers:
                     break
                 assert time.monotonic() < end_s, "a node holds a transfer that the engine knows nothing of"
                 time.sleep(0.001)
-            assert not pd_worker._givers and not pd_worker._takers
-            assert not node._serving._producer.held and not node._fetching._consumer.held
-            assert not node._serving.void and not node._fetching._memory._grants
+            assert not node._fetching._memory._grants
 
     def wait_until_forgotten(self) -> None:
         """The nodes know of no transfer any more: the time is over in which peers may ask for what became of one."""
         end_s = time.monotonic() + PATIENCE_S
         for worker in self.workers:
             node = worker.half.pd._node
-            while node._serving._producer._transfers or node._fetching._consumer._transfers:
+            while node._serving.producer._transfers or node._fetching.consumer._transfers:
                 assert time.monotonic() < end_s, "a node remembers a transfer"
                 time.sleep(0.01)
 

@@ -79,19 +79,19 @@ def node_of(engine: Engine, rank: int = 0) -> Any:
 
 
 def transfers_of(engine: Engine) -> list[Any]:
-    """What the producer's half of the first rank knows."""
-    return list(node_of(engine)._serving._producer._transfers.values())
+    """What the producer's side of the first rank knows."""
+    return list(node_of(engine)._serving.producer._transfers.values())
 
 
 def jobs(engine: Engine) -> list[Any]:
     """What an engine asked its workers to fetch."""
-    return [job for step in engine.metadata for job in step.pd.fetched.values()]
+    return [job for step in engine.metadata for job in step.pd.granted.values()]
 
 
 def granted(engine: Engine, transfer_id: str = "") -> bool:
     """Whether a decode instance has said where KV may be written."""
     known = [one for one in transfers_of(engine) if one.name.startswith(transfer_id)]
-    return any(leg.granted for one in known for leg in list(one.legs.values()))
+    return any(session.granted for one in known for session in list(one.sessions.values()))
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Pair:
         return answer
 
     def add(self, prompt: Sequence[int], max_tokens: int = 3, *, order: str = "sequential", **kwargs: Any) -> str:
-        """A request of a client, as far as the proxy brings it at once; the name of its decode leg."""
+        """A request of a client, as far as the proxy brings it at once; its name at the decode instance."""
         if order == "sequential":
             params = self.handed_over(prompt)
         else:
@@ -124,9 +124,9 @@ class Pair:
         return self.decode.add(prompt, max_tokens, params=params, **kwargs)
 
     def add_granted(self, prompt: Sequence[int], max_tokens: int = 3) -> str:
-        """In the concurrent order, before the prefill instance has computed anything; the decode leg.
+        """In the concurrent order, before the prefill instance has computed anything.
 
-        The prefill leg is the prefill instance's last request.
+        Returns its name at the decode instance; at the prefill instance it is the last request.
         """
         name = self.decode.add(prompt, max_tokens, params=decode_params(self.prefill, "x"))
         run_all(self.decode, until=lambda: granted(self.prefill))
@@ -134,7 +134,7 @@ class Pair:
         return name
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 3, **kwargs: Any) -> str:
-        """A request from its arrival to its end, nothing left over; the name of its decode leg."""
+        """A request from its arrival to its end, nothing left over; its name at the decode instance."""
         name = self.add(prompt, max_tokens, **kwargs)
         self.run()
         assert self.decode.texts[name] == oracle.generate(prompt, max_tokens)

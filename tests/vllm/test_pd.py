@@ -116,9 +116,9 @@ def test_kv_arrives_while_the_rest_is_still_to_be_computed(
     seen: list[tuple[int, int]] = []
 
     def check(layer: int) -> None:
-        progress = [step.pd.progress for step in both.prefill.metadata if step.pd.progress]
+        progress = [step.pd.computed for step in both.prefill.metadata if step.pd.computed]
         chunk = len(seen) // 2
-        stop = next(iter(progress[chunk].values())).stop_token if granularity == "layer" else chunk * 32
+        stop = next(iter(progress[chunk].values()))[0].stop_token if granularity == "layer" else chunk * 32
         seen.append((layer, stop))
         tokens = np.arange(stop)
         blocks = np.array(job.block_ids)[tokens // 16]

@@ -27,8 +27,9 @@ from pd import (
 )
 from simulated.strangers import deaf
 
-from transfer.driver import Ended
+from transfer.protocol.consumer import Incoming
 from transfer.protocol.orders import Ending
+from transfer.protocol.producer import Outgoing
 
 NUM_TOKENS = len(PROMPT)
 
@@ -215,8 +216,8 @@ def test_late_and_repeated_endings_never_reach_the_scheduler(pair: MakePair, run
     name = both.ask(PROMPT, 3)
     (transfer,) = {one.transfer for step in both.decode.metadata for one in step.pd.announced.values()}
     for ending in (Ending.DONE, Ending.FAILED):
-        node_of(both.decode)._ended.put(Ended(transfer, ending))
-        node_of(both.prefill)._sent.put(Ended(transfer, ending))
+        node_of(both.decode)._ended.put(Incoming(transfer, name, ending=ending))
+        node_of(both.prefill)._ended.put(Outgoing(transfer, "r0", ending=ending))
     again = both.ask([1, *PROMPT], 3)
     assert both.decode.computed(again) == both.decode.computed(name) == 1 + 2
     both.check_at_rest()
@@ -258,9 +259,9 @@ def test_a_transfer_that_failed_while_its_request_waited_for_blocks_fails_it_as_
     busy = both.decode.add([3] * 90, 20)
     both.decode.step()
     name = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x") | {"remote_engine_id": "gone"})
-    run_all(both.decode, until=lambda: both.decode.workers[0].half.pd._awaited)
-    wait(lambda: not node_of(both.decode)._ended.empty())  # without a step, in which the other request would go on
-    run_all(both.decode, until=lambda: figures(both.decode).get("failures"))
+    run_all(both.decode, until=lambda: both.decode.workers[0].half.pd._transfers)
+    wait(lambda: not node_of(both.decode)._failed.empty())  # without a step, in which the other request would go on
+    run_all(both.decode, until=lambda: node_of(both.decode)._failed.empty())
     assert not jobs(both.decode)
     both.run()
     assert both.decode.reasons[name] == "error"
@@ -277,8 +278,9 @@ def test_a_transfer_that_fails_on_some_ranks_is_computed_by_all(
     answer = both.handed_over(PROMPT)
     for rank in failing:  # the prefill instance's rank gives up what this rank wants
         node = node_of(both.prefill, rank)
-        wait(lambda node=node: node._serving._serves)
-        node.cancel(*node._serving._serves, "test")
+        known = node._serving.producer._transfers
+        run_all(both.prefill, until=lambda known=known: any(one.spoken for one in list(known.values())))
+        node.cancel(*node._serving.producer._transfers.values(), "test")
     name = both.decode.add(PROMPT, 3, params=answer)
     both.run()
     assert both.decode.texts[name] == oracle.generate(PROMPT, 3)

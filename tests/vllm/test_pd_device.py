@@ -79,7 +79,7 @@ def test_what_the_device_has_not_computed_is_not_given_away(
     devices[0].done.clear()
     run_all(both.prefill, until=lambda: last(both.prefill) in both.prefill.reasons)
     assert heard(both) == [[]]
-    assert transfers_of(both.prefill)[0].computed_s is None
+    assert transfers_of(both.prefill)[0].finished_s is None
     devices[0].done.set()
     finish(both, name)
     assert both.failures() == {}
@@ -95,7 +95,9 @@ def test_what_was_computed_before_a_preemption_is_not_given_away_after_it(
     node, (device, _) = node_of(both.prefill), devices
     preempted, computed, before, told = node.preempted, node.computed, [], []
     monkeypatch.setattr(node, "preempted", lambda what: (before.append(device.recorded), preempted(what)))
-    monkeypatch.setattr(node, "computed", lambda *what: (told.append(what), computed(*what)))
+    monkeypatch.setattr(
+        node, "computed", lambda layer, made: (told.extend(one.run for _, one in made), computed(layer, made))
+    )
     device.done.clear()
     run_all(both.prefill, until=lambda: both.prefill.computed(last(both.prefill)) >= 32)
     preempt(both.prefill)
@@ -105,7 +107,7 @@ def test_what_was_computed_before_a_preemption_is_not_given_away_after_it(
     wait(lambda: not both.prefill.workers[0].half.pd._device._waiting.qsize())
     heard(both)
     assert before[0] > 0
-    assert len(told) <= after
+    assert told.count(1) <= after
     finish(both, name)
     assert both.decode.computed(name) == 1 + 2
 
@@ -131,10 +133,10 @@ def test_a_request_that_ends_before_its_blocks_are_granted_gets_none(
     devices[1].done.clear()
     name = both.add(PROMPT, order="concurrent")
     run_all(*both.both, until=lambda: last(both.prefill) in both.prefill.reasons and fetching(both))
-    node, told = node_of(both.decode), []
-    monkeypatch.setattr(node, "grant", lambda *what: told.append(what))
+    memory, told = node_of(both.decode)._fetching._memory, []
+    monkeypatch.setattr(memory, "grant", lambda *what: told.append(what))
     both.decode.abort(name)
-    run_all(*both.both, until=lambda: not both.decode.workers[0].half.pd._awaited)
+    run_all(*both.both, until=lambda: not both.decode.workers[0].half.pd._transfers)
     devices[1].done.set()
     both.run()
     both.check_at_rest()
@@ -154,10 +156,10 @@ def granted(both: Pair) -> bool:
     """Whether the decode instance's node was told of blocks."""
     node = node_of(both.decode)
     node._thread.run(asyncio.sleep(0), 10)
-    return any(fetch.wanted for fetch in list(node._fetching._fetches.values()))
+    return any(transfer.grant for transfer in list(node._fetching.consumer._transfers.values()))
 
 
 def fetching(both: Pair) -> bool:
     """Whether the decode instance has blocks for what it fetches."""
     wait(lambda: both.decode.step() is not None)
-    return any(awaited.job for awaited in both.decode.workers[0].half.pd._awaited.values())
+    return any(incoming.granted for incoming in both.decode.pd._incoming.values())

@@ -16,7 +16,7 @@ from mooncake_connector.config.schema import load_config
 from mooncake_connector.kv.namespace import Namespace
 from transfer.protocol.messages import MAX_NAME_LENGTH
 from vllm_plugin.pd.options import make_options
-from vllm_plugin.pd.params import DecodeLeg, PrefillLeg, answer_params, parse_params, transfer_name
+from vllm_plugin.pd.params import DecodeRequest, PrefillRequest, answer_params, parse_params, transfer_name
 
 LEG = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": 9}
 
@@ -35,17 +35,17 @@ def test_ordinary_requests(params: Any) -> None:
 
 def test_a_prefill_leg_makes_a_transfer_of_its_own_or_takes_the_proxys() -> None:
     first, second = parse_params(prefill_params()), parse_params(prefill_params())
-    assert isinstance(first, PrefillLeg) and isinstance(second, PrefillLeg) and first != second
-    assert parse_params(prefill_params("given")) == PrefillLeg("given")
+    assert isinstance(first, PrefillRequest) and isinstance(second, PrefillRequest) and first != second
+    assert parse_params(prefill_params("given")) == PrefillRequest("given")
 
 
 def test_a_decode_leg_is_what_the_prefill_leg_answered() -> None:
     answer = answer_params(
-        PrefillLeg("t"), name="t:digest", request_id="r", block_ids=[[1, 2]], num_tokens=20, engine_id="e", host="h",
-        port=7, tp_size=2, pp_size=1,
+        PrefillRequest("t"), name="t:digest", request_id="r", block_ids=[[1, 2]], num_tokens=20, engine_id="e",
+        host="h", port=7, tp_size=2, pp_size=1,
     )  # fmt: skip
     leg = parse_params(msgspec.json.decode(msgspec.json.encode(answer)))
-    assert isinstance(leg, DecodeLeg)
+    assert isinstance(leg, DecodeRequest)
     assert (leg.transfer_id, leg.where.host, leg.where.port, leg.where.engine_id, leg.computed, leg.name) == (
         "t", "h", 7, "e", True, "t:digest",
     )  # fmt: skip
@@ -53,7 +53,7 @@ def test_a_decode_leg_is_what_the_prefill_leg_answered() -> None:
 
 def test_in_the_concurrent_order_nobody_has_computed_yet() -> None:
     leg = parse_params(LEG)
-    assert isinstance(leg, DecodeLeg)
+    assert isinstance(leg, DecodeRequest)
     assert (leg.where.engine_id, leg.computed) == ("", False)
     text = parse_params(LEG | {"remote_port": "9"})
     assert text == leg
@@ -93,7 +93,7 @@ def test_any_dictionary_makes_a_leg_that_can_be_sent_or_none(params: dict[str, A
         name = transfer_name(leg.transfer_id, namespace(), b"root", [1, 2])
         assert 0 < len(name) <= MAX_NAME_LENGTH
         msgspec.msgpack.encode(name)
-    if isinstance(leg, DecodeLeg):
+    if isinstance(leg, DecodeRequest):
         assert 0 < leg.where.port < 65536 and leg.where.host.encode()
 
 

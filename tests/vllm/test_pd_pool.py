@@ -167,7 +167,7 @@ def test_a_prefill_leg_that_was_preempted_and_is_aborted_while_it_loads_again(
     preempt(both.prefill)
     run_all(both.prefill, until=faults.reading.is_set)
     both.prefill.abort(name)
-    run_all(both.prefill, until=lambda: not node_of(both.prefill)._serving._serves)
+    run_all(both.prefill, until=lambda: not node_of(both.prefill)._serving.producer.held)
     for _ in range(3):
         both.prefill.step()
     assert name in both.prefill.scheduler.requests, "its blocks are free while they are loaded into"

@@ -306,7 +306,7 @@ def test_prefill_preempted_after_something_was_sent_is_computed_by_decode(
     name = both.add_granted(PROMPT)
     leg = last(both.prefill)
     run_all(*both.both, until=lambda: both.prefill.computed(leg) >= 32)
-    wait(lambda: any(part.sent for one in transfers_of(both.prefill) for part in list(one.legs.values())))
+    wait(lambda: any(part.sent for one in transfers_of(both.prefill) for part in list(one.sessions.values())))
     preempt(both.prefill)
     check_recomputed(both, name)
     assert both.prefill.requests[leg].num_preemptions == 1

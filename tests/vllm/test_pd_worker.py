@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from mooncake_connector.kv.geometry import Shard
-from transfer.driver import Ended
-from transfer.fetching import Where
 from transfer.plan.granularity import Bounds
-from transfer.protocol.orders import Ending
-from vllm_plugin.messages import Announcement, FetchJob, PDStep
-from vllm_plugin.pd.worker import PDWorker, Results
+from transfer.protocol.consumer import Where
+from transfer.protocol.orders import Ending, Transfer
+from vllm_plugin.messages import Announcement, GrantedBlocks, PDStep
+from vllm_plugin.pd.worker import EndedTransfers, PDWorker
 from vllm_plugin.stats import ConnectorStats
 
 
@@ -23,19 +22,29 @@ class Node:
 
     def __init__(self) -> None:
         self.told: list[tuple[str, str]] = []
-        self.sent: list[Ended] = []
-        self.fetched: list[Ended] = []
+        self.known: dict[str, Any] = {}
+        """By name, the last one that it was told of."""
+        self.failed: list[Any] = []
+        self.ended: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
-        return lambda transfer, *args, **kwargs: self.told.append((name, transfer))
+        return lambda transfer, *args: self._tell(name, transfer)
 
-    def take_sent(self) -> list[Ended]:
-        taken, self.sent = self.sent, []
+    def _tell(self, verb: str, transfer: Transfer) -> None:
+        self.told.append((verb, transfer.name))
+        self.known[transfer.name] = transfer
+
+    def take_failed(self) -> list[Any]:
+        taken, self.failed = self.failed, []
         return taken
 
-    def take_fetched(self) -> list[Ended]:
-        taken, self.fetched = self.fetched, []
+    def take_ended(self) -> list[Any]:
+        taken, self.ended = self.ended, []
         return taken
+
+    def ends(self, name: str, ending: Ending) -> None:
+        self.known[name].ending = ending
+        self.ended.append(self.known[name])
 
 
 @pytest.fixture
@@ -54,49 +63,53 @@ def announcement(transfer: str) -> Announcement:
     return Announcement(transfer, Where("127.0.0.1", 1), computed=True)
 
 
-def results(worker: PDWorker) -> Results:
-    return worker.take_results(ConnectorStats())
+def ended(worker: PDWorker) -> EndedTransfers:
+    return worker.take_ended(ConnectorStats())
 
 
 def test_an_id_used_again_while_the_first_request_is_not_over(worker: PDWorker, node: Node) -> None:
     """vLLM tells of requests that its server refuses under the client's own id."""
     for _ in range(2):
         worker.start(PDStep(announced={"chat": announcement("refused")}))
-        worker.start(PDStep(dropped={"chat": "the request ended"}))
+        worker.start(PDStep(cancelled={"chat": "the request ended"}, unreported={"chat"}))
     worker.start(PDStep(announced={"other": announcement("other")}))
-    assert results(worker) == Results()
-    node.fetched = [Ended(name, Ending.FAILED, "nobody answers") for name in ("refused", "other")]
-    assert results(worker) == Results(unfetched={"other"})
+    assert ended(worker) == EndedTransfers()
+    node.failed = [node.known["refused"], node.known["other"]]
+    node.ends("refused", Ending.FAILED)
+    assert ended(worker) == EndedTransfers(failed={"other"})
 
 
-def test_a_prefill_leg_whose_id_is_used_again_while_the_first_one_is_not_over(worker: PDWorker, node: Node) -> None:
+def test_a_prefill_request_whose_id_is_used_again_while_the_first_one_is_not_over(worker: PDWorker, node: Node) -> None:
     worker.prepare(PDStep(opened={"chat": "first"}))
     worker.start(PDStep(cancelled={"chat": "the request ended"}, unreported={"chat"}))
     worker.prepare(PDStep(opened={"chat": "second"}))
     worker.start(PDStep(finished={"chat": 8}))
-    node.sent = [Ended("first", Ending.CANCELLED)]
-    assert results(worker) == Results(), "its blocks may still be read"
-    node.sent = [Ended("second", Ending.DONE)]
-    assert results(worker) == Results(sent={"chat"})
+    node.ends("first", Ending.CANCELLED)
+    assert ended(worker) == EndedTransfers(), "its blocks may still be read"
+    node.ends("second", Ending.DONE)
+    assert ended(worker) == EndedTransfers(sent={"chat"})
 
 
 def test_a_request_that_is_dropped_after_its_transfer_ended_leaves_the_next_one_of_that_name_alone(
     worker: PDWorker, node: Node
 ) -> None:
     worker.start(PDStep(announced={"first": announcement("same")}))
-    node.fetched = [Ended("same", Ending.FAILED, "the prefill instance is gone")]
-    assert results(worker) == Results(unfetched={"first"})
-    worker.start(PDStep(announced={"retry": announcement("same")}, dropped={"first": "the request ended"}))
-    assert node.told == [("announce", "same"), ("announce", "same")]
+    first = node.known["same"]
+    node.failed = [first]
+    assert ended(worker) == EndedTransfers(failed={"first"})
+    gone = {"cancelled": {"first": "the request ended"}, "unreported": {"first"}}
+    worker.start(PDStep(announced={"retry": announcement("same")}, **gone))
+    assert node.told == [("announce", "same"), ("announce", "same"), ("cancel", "same")]
+    assert node.known["same"] is first, "the one that is cancelled is the first one"
 
 
 def test_what_cannot_be_done_for_one_request_is_done_for_the_others(
     worker: PDWorker, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.prepare(PDStep(preempted=["gone"], opened={"sent": "sent"}))
-    step = PDStep(announced={"other": announcement("other")}, fetched={"gone": FetchJob(0, 8, [1])})
+    step = PDStep(announced={"other": announcement("other")}, granted={"gone": GrantedBlocks(0, 8, [1])})
     step.finished = {"gone": 8, "sent": 8}
     worker.start(step)
-    assert node.told == [("open", "sent"), ("finished", "sent"), ("announce", "other")]
+    assert node.told == [("open", "sent"), ("awaited", "sent"), ("finished", "sent"), ("announce", "other")]
     assert len({record.getMessage() for record in caplog.records}) == 3, "each is said"
     caplog.clear()  # these were meant

@@ -15,7 +15,6 @@ from msgspec import Meta
 from transfer.control.connection import Access, Link, LoopThread, connect
 from transfer.control.listener import Listener, listen
 from transfer.plan.layout import RankLayout
-from transfer.protocol.messages import Generation
 from transfer.transports.base import INSTANCE_NBYTES, TransferError, Unavailable
 
 PURPOSE = "directory"
@@ -27,12 +26,11 @@ _FLUSH_S = 5.0
 
 
 class RankCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank: where its control connections are taken ("": on this host), which life of it, and its KV memory."""
+    """One rank: where its control connections are taken ("": on this host), which process it is, and its KV memory."""
 
     host: Annotated[str, Meta(max_length=64)]
     port: Annotated[int, Meta(ge=1, le=65535)]
     instance: Annotated[bytes, Meta(min_length=INSTANCE_NBYTES, max_length=INSTANCE_NBYTES)]
-    generation: Generation
     layout: RankLayout
 
 

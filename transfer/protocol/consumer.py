@@ -1,17 +1,16 @@
-"""The consumer's half of the PD protocol: grants blocks, has what lands in them checked, says when they may be read.
+"""The consumer's side of the protocol: grants blocks, has what lands in them checked, says when they may be read.
 
-One rank of the decode instance. What one rank of the prefill instance sends it for one transfer is a *leg*.
+One rank of the decode instance. What it and one rank of the prefill instance say about one transfer is a *session*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from transfer.protocol.messages import (
-    MAX_NAME_LENGTH,
     Announce,
     AnyMessage,
     Close,
@@ -21,8 +20,25 @@ from transfer.protocol.messages import (
     State,
     Status,
 )
-from transfer.protocol.orders import Ending, Half, Release, Revoke, Timing, Verify
-from transfer.transports.base import GRANT_KEY_NBYTES
+from transfer.protocol.orders import Ending, Failed, Protocol, Revoke, Timing, Transfer, Verify
+from transfer.transports.base import GRANT_KEY_NBYTES, Grant
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The directory of a prefill instance.
+
+    Args:
+        engine_id: which life of it has the KV; "" where the request does not say.
+    """
+
+    host: str
+    port: int
+    engine_id: str = ""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +46,13 @@ class Source:
     """A rank of the prefill instance that has a route to this rank (`transfer.plan.pairing.routes`).
 
     Args:
-        generation: the life of it that has the KV, if known; else 0.
         layers: what it sends; empty where it only has to be told that the transfer is over.
-        legs: how many ranks of this rank's instance have a route from it.
+        destinations: how many ranks of this rank's instance have a route from it.
     """
 
     peer: str
-    generation: int
     layers: range
-    legs: int
+    destinations: int
 
 
 @dataclass(slots=True)
@@ -50,11 +64,10 @@ class _Got:
 
 
 @dataclass(slots=True)
-class _Leg:
+class _Session:
     source: Source
-    life: int
     send_s: float
-    heard_s: float = 0.0
+    heard_s: float
     accepted: bool = False
     """The producer has the grant."""
     batches: dict[int, _Got] = field(default_factory=dict)
@@ -67,282 +80,306 @@ class _Leg:
         return [number for number, got in self.batches.items() if got.right is False]
 
 
-@dataclass(slots=True)
-class _Transfer:
-    name: str
-    legs: dict[str, _Leg]
-    computed: bool
-    deadline_s: float
+@dataclass(slots=True, eq=False)
+class Incoming(Transfer):
+    """A transfer whose KV another instance has or computes.
+
+    `computed`: the request was at the producer first, which must know the transfer.
+    """
+
+    where: Where = Where("", 0)
+    computed: bool = False
+    sessions: dict[str, _Session] | None = None
+    """None until its sources are known."""
+    deadline_s: float = 0.0
     grant: int = 0
     tokens: range = range(0)
-    block_ids: list[int] = field(default_factory=list)
     key: bytes = b""
-    ending: Ending | None = None
-    cause: str = ""
-    ended_s: float = 0.0
-    released: bool = False
+    memory: Grant | None = None
+    """The transport's grant of the blocks; the driver's."""
+
+    def source(self, peer: str) -> Source:
+        assert self.sessions is not None
+        return self.sessions[peer].source
 
 
-class Consumer(Half):
-    """Fetches transfers. The engine calls `announce`, then `grant` or `cancel`; see `Half` for the rest."""
+class Consumer(Protocol):
+    """Fetches transfers. The engine calls `announce`, then `grant` or `cancel`; see `Protocol` for the rest."""
 
-    _other = "producer"
-
-    def __init__(self, generation: int, timing: Timing | None = None) -> None:
-        super().__init__(generation, timing or Timing())
-        self._transfers: dict[str, _Transfer] = {}
+    def __init__(self, timing: Timing | None = None) -> None:
+        super().__init__(timing or Timing())
+        self._transfers: dict[str, Incoming] = {}
         self._grants = 0
 
-    def announce(
-        self,
-        transfer: str,
-        sources: Sequence[Source],
-        now_s: float,
-        *,
-        computed: bool,
-        deadline_s: float | None = None,
-    ) -> None:
-        """A request that wants this transfer, maybe without blocks yet; there will be one Release for it.
+    def announce(self, transfer: Incoming, now_s: float) -> None:
+        """A request that wants this transfer, maybe without blocks yet; `found` or `fail` says more.
 
-        Args:
-            computed: the request was at the producer first, which must know it.
-            deadline_s: seconds until it is given up; `Timing.deadline_s` by default.
-
-        Raises ValueError for a name whose earlier transfer is not released or that is too long, or without sources.
+        It fails where the sources of another one of that name are looked for, or it is not over.
         """
-        if len(transfer) > MAX_NAME_LENGTH:
-            raise ValueError(f"transfer {transfer[:64]!r}...: a name of {len(transfer)} characters")
-        known = self._transfers.get(transfer)
-        if not sources or (known is not None and not known.released):
-            raise ValueError(f"transfer {transfer!r} is under way, or has no sources")
-        legs = {source.peer: _Leg(source, source.generation, now_s) for source in sources}
-        deadline_s = now_s + (self._timing.deadline_s if deadline_s is None else deadline_s)
-        known = self._transfers[transfer] = _Transfer(transfer, legs, computed, deadline_s)
-        for leg in legs.values():
-            life = self._lives.get(leg.source.peer, 0)
-            if leg.life > life:
-                self.met(leg.source.peer, leg.life, now_s)
-            elif leg.life and leg.life != life:
-                leg.closed = True
-                self._end(known, Ending.FAILED, "the producer restarted", now_s)
-        self._repeat(known, now_s)
+        transfer.started_s, transfer.deadline_s = now_s, now_s + self._timing.deadline_s
+        known = self._transfers.get(transfer.name)
+        if known is not None and not (known.is_over and known.sessions is not None):
+            self._end(transfer, Ending.FAILED, f"transfer {transfer.name!r} is under way", now_s)
+        elif self._closed:
+            self._end(transfer, Ending.FAILED, self._closed, now_s)
+        else:
+            self._transfers[transfer.name] = transfer
+
+    def found(self, transfer: Incoming, sources: Sequence[Source], now_s: float) -> None:
+        """The ranks that have the transfer, if any; they are also told where it has ended meanwhile."""
+        if transfer.sessions is not None:
+            raise ValueError(f"transfer {transfer.name!r} has its sources already")
+        transfer.sessions = {source.peer: _Session(source, now_s, now_s) for source in sources}
+        if not sources:
+            self.fail(transfer, "no rank of the prefill instance has anything for this one", now_s)
+        self._begin(transfer, now_s)
+
+    def fail(self, transfer: Incoming, cause: str, now_s: float) -> None:
+        """Its sources cannot be found, or its blocks not be granted."""
+        self._end(transfer, Ending.FAILED, cause, now_s)
+
+    def allocated(
+        self, transfer: Incoming, first_token: int, stop_token: int, block_ids: Sequence[int], now_s: float
+    ) -> None:
+        """The engine has blocks for it, and waits for its end; nothing may be written to them before `grant`."""
+        if not transfer.is_over:
+            transfer.spoken = True
+            transfer.tokens, transfer.block_ids = range(first_token, stop_token), list(block_ids)
+            if transfer.ending is not None and not transfer.grant:
+                self._give_ended(transfer, now_s)
 
     def grant(
-        self, transfer: str, first_token: int, stop_token: int, block_ids: Sequence[int], key: bytes, now_s: float
+        self, transfer: Incoming, first_token: int, stop_token: int, block_ids: Sequence[int], key: bytes, now_s: float
     ) -> bool:
         """Let the producers write tokens `[first_token, stop_token)` into these blocks, the request's whole table.
 
-        False where the transfer is over already: it has its Release, and nothing was granted. Raises ValueError where
-        it has a grant, or for tokens or a key that cannot be.
+        False where the transfer has ended: nothing was granted. Raises ValueError where it has a grant, or for tokens
+        or a key that cannot be.
         """
         if not 0 <= first_token <= stop_token or len(key) != GRANT_KEY_NBYTES:
-            raise ValueError(f"transfer {transfer!r}: tokens {first_token}..{stop_token - 1}, key of {len(key)} bytes")
-        known = self._transfers.get(transfer)
-        if known is None or known.ending is not None:
+            raise ValueError(
+                f"transfer {transfer.name!r}: tokens {first_token}..{stop_token - 1}, key of {len(key)} bytes"
+            )
+        if transfer.grant:
+            raise ValueError(f"transfer {transfer.name!r} is granted already")
+        self.allocated(transfer, first_token, stop_token, block_ids, now_s)
+        if transfer.ending is not None:
             return False
-        if known.grant:
-            raise ValueError(f"transfer {transfer!r} is granted already")
         self._grants += 1
-        known.grant, known.key = self._grants, key
-        known.tokens, known.block_ids = range(first_token, stop_token), list(block_ids)
-        for leg in known.legs.values():
-            leg.heard_s = leg.send_s = now_s
-            leg.done = not (leg.source.layers and known.tokens)
-        self._repeat(known, now_s)
-        self._finish(known, now_s)
+        transfer.grant, transfer.key = self._grants, key
+        self._begin(transfer, now_s)
         return True
 
-    def cancel(self, transfer: str, cause: str, now_s: float) -> None:
-        """The engine gives the request up; its blocks come free when nothing can write to them any more."""
-        known = self._transfers.get(transfer)
-        if known is not None:
-            self._end(known, Ending.CANCELLED, cause, now_s)
-
-    def verified(self, peer: str, transfer: str, landed: Landed, right: bool, now_s: float) -> None:
-        """A `Verify` is over. Raises ValueError where none was ordered."""
-        known = self._transfers.get(transfer)
-        if known is None or known.ending is not None or known.grant != landed.grant:
+    def _begin(self, transfer: Incoming, now_s: float) -> None:
+        """Say what can be said, now that the sources or the blocks are known."""
+        if transfer.sessions is None:
             return
-        leg = known.legs.get(peer)
-        got = None if leg is None else leg.batches.get(landed.batch)
-        if leg is None or got is None or got.right is not None or got.landed != landed:
-            raise ValueError(f"transfer {transfer!r}: no check of batch {landed.batch} from {peer} is under way")
+        for session in transfer.sessions.values():
+            session.heard_s = session.send_s = now_s
+            session.done = bool(transfer.grant) and not (session.source.layers and transfer.tokens)
+        self._repeat(transfer, now_s)
+        self._finish(transfer, now_s)
+
+    def cancel(self, transfer: Incoming, cause: str, now_s: float) -> None:
+        """The engine gives the request up; its blocks come free when nothing can write to them any more."""
+        transfer.spoken = True
+        if transfer.ending is None:
+            self._end(transfer, Ending.CANCELLED, cause, now_s)
+        elif not transfer.grant:
+            self._give_ended(transfer, now_s)
+
+    def verified(self, peer: str, transfer: Incoming, landed: Landed, right: bool, now_s: float) -> None:
+        """A `Verify` is over. Raises ValueError where none was ordered."""
+        if transfer.ending is not None:
+            return
+        session = (transfer.sessions or {}).get(peer)
+        got = None if session is None else session.batches.get(landed.batch)
+        if session is None or got is None or got.right is not None or got.landed != landed:
+            raise ValueError(f"transfer {transfer.name!r}: no check of batch {landed.batch} from {peer} is under way")
         got.right = right
         if not right and landed.attempt:
-            self._end(known, Ending.FAILED, f"batch {landed.batch} came with wrong bytes twice", now_s)
+            self._end(transfer, Ending.FAILED, f"batch {landed.batch} came with wrong bytes twice", now_s)
             return
-        while leg.verified in leg.batches and leg.batches[leg.verified].right:
-            leg.verified += 1
-        self._report(known, leg, now_s)
+        while session.verified in session.batches and session.batches[session.verified].right:
+            session.verified += 1
+        self._report(transfer, session, now_s)
         if right:
-            self._check_complete(known, leg, now_s)
+            self._check_complete(transfer, session, now_s)
 
-    def revoked(self, transfer: str, now_s: float) -> None:
+    def revoked(self, transfer: Incoming, now_s: float) -> None:
         """A `Revoke` is done."""
-        known = self._transfers.get(transfer)
-        if known is not None and known.ending is not None:
-            self._release(known)
+        self._give_ended(transfer, now_s)
 
     def tick(self, now_s: float) -> float | None:
-        for known in list(self._transfers.values()):
-            self._expire(known, now_s)
-            self._repeat(known, now_s)
-            over = all(leg.closed for leg in known.legs.values()) or now_s >= known.ended_s + self._timing.lease_s
-            if known.released and over:
-                del self._transfers[known.name]
+        for transfer in list(self._transfers.values()):
+            self._expire(transfer, now_s)
+            self._repeat(transfer, now_s)
+            told = transfer.sessions is not None and all(session.closed for session in transfer.sessions.values())
+            if transfer.is_over and (told or now_s >= transfer.ended_s + self._timing.lease_s):
+                del self._transfers[transfer.name]
         return self._timing.retry_s / 2 if self._transfers else None
+
+    def close(self, cause: str, now_s: float) -> None:
+        self._closed = cause
+        for transfer in self._transfers.values():
+            self._end(transfer, Ending.FAILED, cause, now_s)
+            if transfer.grant:
+                self._give_ended(transfer, now_s)
+        self._transfers.clear()
+
+    @property
+    def open(self) -> list[Incoming]:
+        """Transfers that have not ended."""
+        return [transfer for transfer in self._transfers.values() if transfer.ending is None]
 
     @property
     def held(self) -> list[str]:
-        """Transfers that are not released."""
-        return [name for name, known in self._transfers.items() if not known.released]
+        """Transfers that are not over."""
+        return [name for name, transfer in self._transfers.items() if not transfer.is_over]
 
     # What producers say
 
-    def _handle(self, peer: str, message: AnyMessage, now_s: float) -> None:
+    def receive(self, peer: str, message: AnyMessage, now_s: float) -> None:
         if not isinstance(message, Landed | Status):
             return
-        known = self._transfers.get(message.transfer)
-        leg = None if known is None else known.legs.get(peer)
-        if known is None or leg is None or message.grant not in (0, known.grant):
+        transfer = self._transfers.get(message.transfer)
+        session = None if transfer is None else (transfer.sessions or {}).get(peer)
+        if transfer is None or session is None or message.grant not in (0, transfer.grant):
             if not (isinstance(message, Status) and message.state is State.CLOSED):
-                fields = {"legs": 0, "done": False, "cause": "the transfer is not known here, or not any more"}
-                self._send(peer, Close, message.transfer, to=message.generation, grant=message.grant, **fields)
+                fields = {"destinations": 0, "done": False, "cause": "the transfer is not known here, or not any more"}
+                self._send(peer, Close, message.transfer, grant=message.grant, **fields)
             return
-        leg.heard_s = now_s
-        leg.life = leg.life or message.generation
-        leg.accepted = leg.accepted or message.grant != 0
+        session.heard_s = now_s
+        session.accepted = session.accepted or message.grant != 0
         if isinstance(message, Status):
-            self._status(known, leg, message, now_s)
-        elif known.ending is None and message.grant:
-            self._landed(known, leg, message, now_s)
+            self._status(transfer, session, message, now_s)
+        elif transfer.ending is None and message.grant:
+            self._landed(transfer, session, message, now_s)
 
-    def _status(self, known: _Transfer, leg: _Leg, message: Status, now_s: float) -> None:
-        if known.ending is not None:
-            leg.closed = leg.closed or message.state is State.CLOSED
+    def _status(self, transfer: Incoming, session: _Session, message: Status, now_s: float) -> None:
+        if transfer.ending is not None:
+            session.closed = session.closed or message.state is State.CLOSED
         elif message.state is not State.OPEN:
-            self._end(known, Ending.FAILED, f"the producer gave up: {message.cause or message.state.value}", now_s)
+            cause = f"the producer gave up: {message.cause or message.state.value}"
+            self._end(transfer, Ending.FAILED, cause, now_s)
 
-    def _landed(self, known: _Transfer, leg: _Leg, message: Landed, now_s: float) -> None:
-        got = leg.batches.get(message.batch)
+    def _landed(self, transfer: Incoming, session: _Session, message: Landed, now_s: float) -> None:
+        got = session.batches.get(message.batch)
         if got is not None and not (got.right is False and message.attempt > got.landed.attempt):
             if got.right is not None:
-                self._report(known, leg, now_s)  # what was said before got lost
+                self._report(transfer, session, now_s)  # what was said before got lost
             return
-        layers, tokens = leg.source.layers, known.tokens
+        layers, tokens = session.source.layers, transfer.tokens
         inside = layers.start <= message.first_layer < message.first_layer + message.num_layers <= layers.stop
         inside = inside and tokens.start <= message.first_token < message.stop_token <= tokens.stop
         if not inside or message.batch >= len(layers) * len(tokens):
-            self._end(known, Ending.FAILED, f"a batch is not in what was granted: {message}"[:512], now_s)
+            self._end(transfer, Ending.FAILED, f"a batch is not in what was granted: {message}"[:512], now_s)
             return
-        leg.batches[message.batch] = _Got(message)
-        self._orders.append(Verify(leg.source.peer, known.name, message))
+        session.batches[message.batch] = _Got(message)
+        self._orders.append(Verify(session.source.peer, transfer, message))
 
     def owes(self, peer: str) -> bool:
         """Whether the peer has not confirmed the end of a transfer: it holds blocks for it."""
-        legs = [known.legs.get(peer) for known in self._transfers.values()]
-        return any(leg is not None and not leg.closed for leg in legs)
+        sessions = [(transfer.sessions or {}).get(peer) for transfer in self._transfers.values()]
+        return any(session is not None and not session.closed for session in sessions)
 
-    def _deals_with(self, peer: str) -> bool:
-        return any(peer in known.legs for known in self._transfers.values())
-
-    def _fail_begun(self, peer: str, spared: Container[int], cause: str, now_s: float) -> None:
-        for known in list(self._transfers.values()):
-            leg = known.legs.get(peer)
-            if leg is not None and leg.life not in spared:
-                leg.closed = True
-                self._end(known, Ending.FAILED, cause, now_s)
+    def lost(self, peer: str, now_s: float) -> None:
+        """The peer's process is gone for certain; what was begun with it fails."""
+        for transfer in list(self._transfers.values()):
+            session = (transfer.sessions or {}).get(peer)
+            if session is not None:
+                session.closed = True
+                self._end(transfer, Ending.FAILED, "the producer is gone", now_s)
 
     # How a transfer ends
 
-    def _check_complete(self, known: _Transfer, leg: _Leg, now_s: float) -> None:
+    def _check_complete(self, transfer: Incoming, session: _Session, now_s: float) -> None:
         """Whether everything has landed, each layer and token in one batch."""
-        batches = [got.landed for got in leg.batches.values() if got.right]
-        cells = sum(batch.num_layers * (batch.stop_token - batch.first_token) for batch in batches)
-        if cells < len(leg.source.layers) * len(known.tokens):
+        batches = [got.landed for got in session.batches.values() if got.right]
+        places = sum(batch.num_layers * (batch.stop_token - batch.first_token) for batch in batches)
+        if places < len(session.source.layers) * len(transfer.tokens):
             return
         cuts = sorted({cut for batch in batches for cut in (batch.first_token, batch.stop_token)})
         column = {cut: number for number, cut in enumerate(cuts)}
-        count = np.zeros((len(leg.source.layers), len(cuts) - 1), dtype=np.int32)
+        count = np.zeros((len(session.source.layers), len(cuts) - 1), dtype=np.int32)
         for batch in batches:
-            first = batch.first_layer - leg.source.layers.start
+            first = batch.first_layer - session.source.layers.start
             count[first : first + batch.num_layers, column[batch.first_token] : column[batch.stop_token]] += 1
         if (count == 1).all():
-            leg.done = True
-            self._finish(known, now_s)
+            session.done = True
+            self._finish(transfer, now_s)
         else:
-            self._end(known, Ending.FAILED, "batches overlap", now_s)
+            self._end(transfer, Ending.FAILED, "batches overlap", now_s)
 
-    def _finish(self, known: _Transfer, now_s: float) -> None:
-        if all(leg.done for leg in known.legs.values()):
-            self._end(known, Ending.DONE, "", now_s)
+    def _finish(self, transfer: Incoming, now_s: float) -> None:
+        if transfer.sessions and all(session.done for session in transfer.sessions.values()):
+            self._end(transfer, Ending.DONE, "", now_s)
 
-    def _end(self, known: _Transfer, ending: Ending, cause: str, now_s: float) -> None:
-        if known.ending is not None:
+    def _end(self, transfer: Incoming, ending: Ending, cause: str, now_s: float) -> None:
+        if transfer.ending is not None:
             return
-        known.ending, known.cause, known.ended_s = ending, cause[:512], now_s
-        for leg in known.legs.values():
-            leg.send_s = now_s + self._timing.retry_s
-            if not leg.closed:
-                self._close(known, leg)
-        if known.grant:
-            self._orders.append(Revoke(known.name))
+        transfer.ending, transfer.cause, transfer.ended_s = ending, cause[:512], now_s
+        for session in (transfer.sessions or {}).values():
+            session.send_s = now_s + self._timing.retry_s
+            if not session.closed:
+                self._close(transfer, session)
+        if transfer.grant:
+            self._orders.append(Revoke(transfer))
+        elif transfer.spoken:
+            self._give_ended(transfer, now_s)
         else:
-            self._release(known)
+            self._orders.append(Failed(transfer))
 
-    def _release(self, known: _Transfer) -> None:
-        if not known.released:
-            assert known.ending is not None
-            known.released = True
-            self._orders.append(Release(known.name, known.ending, known.cause))
-
-    def _expire(self, known: _Transfer, now_s: float) -> None:
-        if known.ending is None and now_s >= known.deadline_s:
-            self._end(known, Ending.EXPIRED, "not complete by its deadline", now_s)
-        for leg in known.legs.values():
-            if known.grant and not leg.done and now_s >= leg.heard_s + self._timing.lease_s:
+    def _expire(self, transfer: Incoming, now_s: float) -> None:
+        if transfer.ending is None and now_s >= transfer.deadline_s:
+            cause = "not complete by its deadline"
+            if transfer.sessions is None:
+                cause = "the prefill instance did not answer by the deadline"
+            self._end(transfer, Ending.EXPIRED, cause, now_s)
+        for session in (transfer.sessions or {}).values():
+            if transfer.grant and not session.done and now_s >= session.heard_s + self._timing.lease_s:
                 cause = f"the producer said nothing for {self._timing.lease_s:g} s"
-                self._end(known, Ending.FAILED, cause, now_s)
+                self._end(transfer, Ending.FAILED, cause, now_s)
 
     # What the consumer says
 
-    def _repeat(self, known: _Transfer, now_s: float) -> None:
-        for leg in known.legs.values():
-            if now_s < leg.send_s or (known.ending is not None and leg.closed):
+    def _repeat(self, transfer: Incoming, now_s: float) -> None:
+        for session in (transfer.sessions or {}).values():
+            if now_s < session.send_s or (transfer.ending is not None and session.closed):
                 continue
-            leg.send_s = now_s + self._timing.retry_s
-            if known.ending is not None:
-                self._close(known, leg)
-            elif known.grant and leg.source.layers and not leg.accepted:
-                self._grant(known, leg)
-            elif known.grant and leg.source.layers:
-                self._report(known, leg, now_s)
+            session.send_s = now_s + self._timing.retry_s
+            if transfer.ending is not None:
+                self._close(transfer, session)
+            elif transfer.grant and session.source.layers and not session.accepted:
+                self._grant(transfer, session)
+            elif transfer.grant and session.source.layers:
+                self._report(transfer, session, now_s)
             else:
-                fields = {"legs": leg.source.legs, "computed": known.computed}
-                self._send(leg.source.peer, Announce, known.name, to=leg.life, grant=known.grant, **fields)
-                leg.send_s = now_s + self._timing.heartbeat_s
+                fields = {"destinations": session.source.destinations, "computed": transfer.computed}
+                self._send(session.source.peer, Announce, transfer.name, grant=transfer.grant, **fields)
+                session.send_s = now_s + self._timing.heartbeat_s
 
-    def _grant(self, known: _Transfer, leg: _Leg) -> None:
+    def _grant(self, transfer: Incoming, session: _Session) -> None:
         self._send(
-            leg.source.peer,
+            session.source.peer,
             Granted,
-            known.name,
-            to=leg.life,
-            grant=known.grant,
-            legs=leg.source.legs,
-            computed=known.computed,
-            first_token=known.tokens.start,
-            stop_token=known.tokens.stop,
-            block_ids=known.block_ids,
-            key=known.key,
+            transfer.name,
+            grant=transfer.grant,
+            destinations=session.source.destinations,
+            computed=transfer.computed,
+            first_token=transfer.tokens.start,
+            stop_token=transfer.tokens.stop,
+            block_ids=transfer.block_ids,
+            key=transfer.key,
         )
 
-    def _report(self, known: _Transfer, leg: _Leg, now_s: float) -> None:
-        again = leg.again()
-        leg.send_s = now_s + (self._timing.retry_s if again else self._timing.heartbeat_s)
-        fields = {"verified": leg.verified, "again": again}
-        self._send(leg.source.peer, Report, known.name, to=leg.life, grant=known.grant, **fields)
+    def _report(self, transfer: Incoming, session: _Session, now_s: float) -> None:
+        again = session.again()
+        session.send_s = now_s + (self._timing.retry_s if again else self._timing.heartbeat_s)
+        fields = {"verified": session.verified, "again": again}
+        self._send(session.source.peer, Report, transfer.name, grant=transfer.grant, **fields)
 
-    def _close(self, known: _Transfer, leg: _Leg) -> None:
-        fields = {"legs": leg.source.legs, "done": known.ending is Ending.DONE, "cause": known.cause}
-        self._send(leg.source.peer, Close, known.name, to=leg.life, grant=known.grant, **fields)
+    def _close(self, transfer: Incoming, session: _Session) -> None:
+        done = transfer.ending is Ending.DONE
+        fields = {"destinations": session.source.destinations, "done": done, "cause": transfer.cause}
+        self._send(session.source.peer, Close, transfer.name, grant=transfer.grant, **fields)

@@ -25,7 +25,6 @@ MAX_NAME_LENGTH = 256
 """Characters of a transfer's name."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
-Generation: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 TransferId: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
 Text: TypeAlias = Annotated[str, Meta(max_length=512)]
 
@@ -46,15 +45,11 @@ class State(enum.Enum):
 
 
 class Message(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """What all messages have.
+    """What all messages about a transfer have.
 
-    `generation` is the life of the sender: a number that is larger after each restart. `to` is the life of the receiver
-    that is meant, 0 if the sender does not know any. `grant` numbers what the consumer has granted, ascending in one
-    life and never 0; 0 stands for no grant yet.
+    `grant` numbers what the consumer has granted, ascending and never 0; 0 stands for no grant yet.
     """
 
-    generation: Generation
-    to: Generation
     transfer: TransferId
     grant: Count = 0
 
@@ -62,11 +57,11 @@ class Message(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields
 class Announce(Message, frozen=True, kw_only=True):
     """Consumer: a request of mine will want this transfer; hold its blocks. Repeated, it renews the lease.
 
-    `legs` is the number of destination ranks that this source rank serves. With `computed` the producer must know the
+    `destinations` is the number of ranks here that this source rank serves. With `computed` the producer must know the
     transfer already, since the request went there first.
     """
 
-    legs: Count
+    destinations: Count
     computed: bool
 
 
@@ -76,7 +71,7 @@ class Granted(Message, frozen=True, kw_only=True):
     `block_ids` is the request's whole block table.
     """
 
-    legs: Count
+    destinations: Count
     computed: bool
     first_token: Count
     stop_token: Count
@@ -94,7 +89,7 @@ class Report(Message, frozen=True, kw_only=True):
 class Close(Message, frozen=True, kw_only=True):
     """Consumer: I want nothing more, since all is right (`done`) or for that cause; release the blocks."""
 
-    legs: Count
+    destinations: Count
     done: bool
     cause: Text
 
@@ -121,15 +116,10 @@ class Status(Message, frozen=True, kw_only=True):
     cause: Text
 
 
-class Reset(Message, frozen=True, kw_only=True):
-    """Either: your message was meant for an earlier life of mine; `generation` is this one."""
-
-
-class Introduction(Message, frozen=True, kw_only=True):
+class Introduction(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Consumer: what you must know of my rank to write to it. Once for each control connection, before anything else.
 
-    `transfer` is "". `part` is what you send me, if anything. `endpoints` says for each transport by name where it
-    listens.
+    `part` is what you send me, if anything. `endpoints` says for each transport by name where it listens.
     """
 
     layout: RankLayout
@@ -140,7 +130,8 @@ class Introduction(Message, frozen=True, kw_only=True):
     ]
 
 
-AnyMessage: TypeAlias = Announce | Granted | Report | Close | Landed | Status | Reset | Introduction
+TransferMessage: TypeAlias = Announce | Granted | Report | Close | Landed | Status
+AnyMessage: TypeAlias = TransferMessage | Introduction
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
@@ -164,6 +155,4 @@ def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
         raise MessageError(f"not a message: {str(error)[:500]}") from None
     if isinstance(message, Granted | Landed) and message.stop_token < message.first_token:
         raise MessageError(f"tokens {message.first_token}..{message.stop_token - 1}")
-    if message.generation == 0:
-        raise MessageError("generation 0: expected at least 1")
     return message

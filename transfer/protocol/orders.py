@@ -1,21 +1,24 @@
-"""What both halves of the PD protocol share: endings, times, and the orders that they give to whoever runs them.
+"""What both sides of the protocol share: a transfer's record, endings, times, and the orders that they give.
 
-The protocol is sans-I/O. `producer.Producer` and `consumer.Consumer` take calls of the engine,
-messages, results and the time, and answer with orders; sockets, threads, memory and clocks are around them. A call
-raises ValueError for a mistake of the caller, and then changes nothing; nothing that a peer sends raises. Neither half
-is safe to use from two threads at once. docs/transfer.md has the rules.
+The protocol is sans-I/O. `producer.Producer` and `consumer.Consumer` take calls of the engine, messages, outcomes and
+the time, and answer with orders; sockets, threads, memory and clocks are around them (`transfer.driver`). A call raises
+ValueError for a mistake of the caller, and then changes nothing; nothing that a peer sends raises. Neither side is safe
+to use from two threads at once. docs/transfer.md has the rules.
 """
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Container
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from transfer.plan.granularity import Batch
-from transfer.protocol.messages import AnyMessage, Granted, Landed, Reset
+from transfer.protocol.messages import AnyMessage, Granted, Landed, TransferMessage
+
+if TYPE_CHECKING:
+    from transfer.plan.granularity import Batch
+    from transfer.protocol.consumer import Incoming
+    from transfer.protocol.producer import Outgoing
 
 
 class Ending(enum.Enum):
@@ -45,6 +48,38 @@ class Timing:
     """For the producer, from the end of prefill to the release of its blocks, whatever heartbeats come."""
 
 
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """The one record of a transfer in a rank's process; each is one object, whatever its name.
+
+    Whoever speaks for the engine makes it, names it in every call, and gets it back with `Ended`. In between only the
+    protocol changes it.
+    """
+
+    name: str
+    request: str = ""
+    """What the engine calls it; the protocol does not read it."""
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    """When `ending` was known, at the consumer; when `Ended` was given, at the producer."""
+    ending: Ending | None = None
+    cause: str = ""
+    nbytes: int = 0
+    """KV that was written to peers, or that arrived and was right."""
+    seconds: float = 0.0
+    """From its beginning to `Ended`."""
+    block_ids: list[int] = field(default_factory=list)
+    spoken: bool = False
+    """The engine has said its last word: finished, granted or cancelled. There is no `Ended` before."""
+    is_over: bool = False
+    """`Ended` was given."""
+
+    @property
+    def transport(self) -> str:
+        """How it travelled; "" where nothing did or at the consumer, which is not told."""
+        return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Send:
     """Send this message; it may get lost."""
@@ -58,7 +93,7 @@ class Write:
     """Producer: copy a batch into what was granted, take its checksums, and call `Producer.written` exactly once."""
 
     peer: str
-    transfer: str
+    transfer: Outgoing
     granted: Granted
     number: int
     attempt: int
@@ -70,7 +105,7 @@ class Abandon:
     """Producer: writes of this transfer to this peer may be dropped or cancelled; each is still reported."""
 
     peer: str
-    transfer: str
+    transfer: Outgoing
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +113,7 @@ class Verify:
     """Consumer: compare a batch with its checksums, and call `Consumer.verified` once."""
 
     peer: str
-    transfer: str
+    transfer: Incoming
     landed: Landed
 
 
@@ -86,94 +121,55 @@ class Verify:
 class Revoke:
     """Consumer: end the grant of this transfer, and call `Consumer.revoked` when nothing can write to it any more."""
 
-    transfer: str
+    transfer: Incoming
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Failed:
+    """Consumer: nothing will come of this transfer, which has no grant; it ends when the engine grants or cancels."""
+
+    transfer: Incoming
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
     """The transfer is over; its blocks are the engine's alone. Given exactly once for each transfer of an engine."""
 
-    transfer: str
-    ending: Ending
-    cause: str
+    transfer: Outgoing | Incoming
 
 
-Order: TypeAlias = Send | Write | Abandon | Verify | Revoke | Release
+Order: TypeAlias = Send | Write | Abandon | Verify | Revoke | Failed | Ended
 
 
-class Half(ABC):
-    """One side of the protocol in one process: which lives of its peers it knows, and its orders.
+class Protocol(ABC):
+    """One side of the protocol in one process. Peers are processes: one that restarts is another peer."""
 
-    Args:
-        generation: the life of this process: larger than its earlier ones, such as `time.time_ns()` at start.
-    """
-
-    _other: ClassVar[str]
-    """What the peers are, for causes."""
-
-    def __init__(self, generation: int, timing: Timing) -> None:
-        self.generation = generation
+    def __init__(self, timing: Timing) -> None:
         self._timing = timing
-        self._lives: dict[str, int] = {}
-        self._lost: set[str] = set()
-        """Peers whose last known life is over."""
         self._orders: list[Order] = []
+        self._closed = ""
 
     def take(self) -> list[Order]:
         """The orders given since the last call, in order."""
         orders, self._orders = self._orders, []
         return orders
 
-    def met(self, peer: str, generation: int, now_s: float) -> None:
-        """A handshake with this life of the peer; what was begun with another one fails."""
-        before = self._lives.get(peer)
-        self._lives[peer] = generation
-        self._lost.discard(peer)
-        if before not in (None, generation):
-            self._fail_begun(peer, (0, generation), f"the {self._other} restarted", now_s)
-
-    def lost(self, peer: str, now_s: float) -> None:
-        """The peer's process is gone for certain; what was begun with it fails. A later life may come, and is `met`."""
-        self._lost.add(peer)
-        self._fail_begun(peer, (), f"the {self._other} is gone", now_s)
-
-    def forget(self, peer: str) -> bool:
-        """Remember nothing of a peer that has no connection any more. False while a transfer has to do with it."""
-        if self._deals_with(peer):
-            return False
-        self._lives.pop(peer, None)
-        self._lost.discard(peer)
-        return True
-
+    @abstractmethod
     def receive(self, peer: str, message: AnyMessage, now_s: float) -> None:
-        """A message came. One from an earlier life of the peer is dropped, one for an earlier life of ours refused."""
-        known = self._lives.get(peer, 0)
-        if message.generation < known or (message.generation == known and peer in self._lost):
-            return
-        if message.generation > known:
-            self.met(peer, message.generation, now_s)
-        if isinstance(message, Reset):
-            return
-        if message.to not in (0, self.generation):
-            self._send(peer, Reset, message.transfer, to=message.generation)
-            return
-        self._handle(peer, message, now_s)
+        """A message came; one that is meant for the other side does nothing."""
 
     @abstractmethod
     def tick(self, now_s: float) -> float | None:
         """Give the orders that are due. Call again after so many seconds, or, if None, after the next other call."""
 
     @abstractmethod
-    def _handle(self, peer: str, message: AnyMessage, now_s: float) -> None:
-        """A message of the peer's present life, meant for this one."""
+    def close(self, cause: str, now_s: float) -> None:
+        """Nothing reads or writes the blocks any more: all transfers fail, and those that begin later at once."""
 
-    @abstractmethod
-    def _deals_with(self, peer: str) -> bool:
-        """Whether a transfer has a leg to or from the peer."""
+    def _send(self, peer: str, kind: type[TransferMessage], transfer: str, **fields: Any) -> None:
+        self._orders.append(Send(peer, kind(transfer=transfer, **fields)))
 
-    @abstractmethod
-    def _fail_begun(self, peer: str, spared: Container[int], cause: str, now_s: float) -> None:
-        """What was begun with the peer's lives fails, apart from those `spared`; 0 stands for whichever comes."""
-
-    def _send(self, peer: str, kind: type[AnyMessage], transfer: str, *, to: int, **fields: Any) -> None:
-        self._orders.append(Send(peer, kind(generation=self.generation, to=to, transfer=transfer, **fields)))
+    def _give_ended(self, transfer: Outgoing | Incoming, now_s: float) -> None:
+        if not transfer.is_over:
+            transfer.is_over, transfer.seconds = True, now_s - transfer.started_s
+            self._orders.append(Ended(transfer))

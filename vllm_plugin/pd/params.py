@@ -2,7 +2,7 @@
 
 The keys are NixlConnector's, so that routers which copy the prefill instance's answer to the decode instance serve us
 unchanged; `transfer_id` is ours (and MooncakeConnector's). It names the transfer: the prefill instance makes one and
-returns it, or a proxy that sends both legs at once puts the same into both. Bad or missing values never fail a
+returns it, or a proxy that sends both requests at once puts the same into both. Bad or missing values never fail a
 request: it is then prefilled where it is.
 """
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from transfer.fetching import Where
+from transfer.protocol.consumer import Where
 from transfer.protocol.messages import MAX_NAME_LENGTH
 
 _MAX_TRANSFER_ID = 200
@@ -28,14 +28,14 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillLeg:
+class PrefillRequest:
     """This instance computes the KV, another one goes on with it."""
 
     transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeLeg:
+class DecodeRequest:
     """Another instance computes the KV, or has.
 
     Args:
@@ -53,15 +53,15 @@ class _Unusable(Exception):
     """A value, by its key, that is missing or cannot be."""
 
 
-def parse_params(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | None:
-    """The leg that a request is; None for an ordinary one, and for parameters that mean nothing here."""
+def parse_params(params: Mapping[str, Any] | None) -> PrefillRequest | DecodeRequest | None:
+    """What a request is asked for here; None for an ordinary one, and for parameters that mean nothing here."""
     if not params:
         return None
     try:
         if params.get("do_remote_decode"):
             given = params.get("transfer_id")
-            return PrefillLeg(uuid.uuid4().hex if given is None else _text(params, "transfer_id", _MAX_TRANSFER_ID))
-        return _decode_leg(params) if params.get("do_remote_prefill") else None
+            return PrefillRequest(uuid.uuid4().hex if given is None else _text(params, "transfer_id", _MAX_TRANSFER_ID))
+        return _decode_request(params) if params.get("do_remote_prefill") else None
     except _Unusable as error:
         key = str(error)
         log_once(
@@ -74,12 +74,12 @@ def parse_params(params: Mapping[str, Any] | None) -> PrefillLeg | DecodeLeg | N
         return None
 
 
-def _decode_leg(params: Mapping[str, Any]) -> DecodeLeg:
+def _decode_request(params: Mapping[str, Any]) -> DecodeRequest:
     engine_id = "" if params.get("remote_engine_id") is None else _text(params, "remote_engine_id", 256)
     where = Where(_text(params, "remote_host", 64), _port(params), engine_id)
     computed = params.get("remote_request_id") is not None
     name = "" if params.get("transfer_name") is None else _text(params, "transfer_name", MAX_NAME_LENGTH)
-    return DecodeLeg(_text(params, "transfer_id", _MAX_TRANSFER_ID), where, computed, name)
+    return DecodeRequest(_text(params, "transfer_id", _MAX_TRANSFER_ID), where, computed, name)
 
 
 def _text(params: Mapping[str, Any], key: str, limit: int) -> str:
@@ -99,7 +99,7 @@ def _port(params: Mapping[str, Any]) -> int:
 
 
 def answer_params(
-    leg: PrefillLeg,
+    asked: PrefillRequest,
     *,
     name: str,
     request_id: str,
@@ -123,7 +123,7 @@ def answer_params(
         "tp_size": tp_size,
         "pp_size": pp_size,
         "remote_num_tokens": num_tokens,
-        "transfer_id": leg.transfer_id,
+        "transfer_id": asked.transfer_id,
         "transfer_name": name,
     }
 

@@ -1,4 +1,4 @@
-"""The scheduler half of PD: which requests are given away or come from elsewhere, and until when their blocks are held.
+"""The scheduler side of PD: which requests are outgoing or incoming, and until when blocks are held.
 
 Runs inside vLLM's scheduler step: it decides by what it has been told, sends nothing and never waits. The workers'
 nodes (`transfer.session`) do the rest; both sides of this speak of requests by vLLM's ids.
@@ -19,11 +19,12 @@ from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from transfer.control.connection import Access
 from transfer.control.directory import THIS_HOST, Directory, InstanceCard, RankCard
+from transfer.serving import Computed
 from transfer.transports.base import TransferError
 from vllm_plugin.geometry import Geometry
-from vllm_plugin.messages import Announcement, FetchJob, PDStep, Progress, WorkerReport
+from vllm_plugin.messages import Announcement, GrantedBlocks, PDStep, WorkerReport
 from vllm_plugin.naming import named_tokens
-from vllm_plugin.pd.params import PrefillLeg, answer_params, parse_params, transfer_name
+from vllm_plugin.pd.params import PrefillRequest, answer_params, parse_params, transfer_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -38,12 +39,14 @@ logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class _Given:
-    """A request whose KV another instance will want."""
+class _Outgoing:
+    """A request whose KV another instance will want, until its end is known to vLLM."""
 
     request: Request
     name: str
-    leg: PrefillLeg
+    asked: PrefillRequest
+    run: int = 0
+    """How often its prefill was begun again."""
     computing: bool = False
     """Its blocks hold KV of its own, which may be on its way."""
     over: bool = False
@@ -51,13 +54,13 @@ class _Given:
 
 
 @dataclass(slots=True)
-class _Awaited:
+class _Incoming:
     """A request whose KV another instance has or computes; until it has been fetched, or cannot be."""
 
     name: str
     called: str = ""
     """What the prefill instance calls it, if it said so: another name where the prompt is another."""
-    fetching: bool = False
+    granted: bool = False
 
 
 class PDScheduler:
@@ -86,8 +89,8 @@ class PDScheduler:
         self._computes_what_failed = config.transfer_failure == "recompute"
         """Otherwise a transfer that failed before its request has blocks is asked for all the same, to fail then."""
         self._namespace, self._root, self._count_failure = namespace, root, count_failure
-        self._given: dict[str, _Given] = {}
-        self._awaited: dict[str, _Awaited] = {}
+        self._outgoing: dict[str, _Outgoing] = {}
+        self._incoming: dict[str, _Incoming] = {}
         self._step = PDStep()
         self._cards: list[RankCard] = []
         self._directory: Directory | None = None
@@ -123,14 +126,14 @@ class PDScheduler:
 
     def track(self, request: Request) -> None:
         """A new request: announce it or offer it, if its parameters say so."""
-        leg = parse_params(request.kv_transfer_params)
-        if leg is None or request.request_id in self._given or request.request_id in self._awaited:
+        asked = parse_params(request.kv_transfer_params)
+        if asked is None or request.request_id in self._outgoing or request.request_id in self._incoming:
             return
-        if request.request_id in self._step.cancelled or request.request_id in self._step.dropped:
+        if request.request_id in self._step.cancelled:
             # The workers hear of a step's requests by their ids, and would take this one for the one that ended.
             log_once("pd.again", "a request with the id of one that ended just now is prefilled here", logger=logger)
             return
-        if not self._cards or (isinstance(leg, PrefillLeg) and self._directory is None):
+        if not self._cards or (isinstance(asked, PrefillRequest) and self._directory is None):
             log_once(
                 "pd.off", "a request with kv_transfer_params is prefilled here: KV transfers are off", logger=logger
             )
@@ -142,25 +145,25 @@ class PDScheduler:
                 reason = "the model's identity is not known yet"
             log_once(f"pd.nameless:{reason}", "a request is prefilled here: %s", reason, logger=logger)
             return
-        name = transfer_name(leg.transfer_id, namespace, root, named_tokens(request, 0, request.num_prompt_tokens))
-        same = self._given if isinstance(leg, PrefillLeg) else self._awaited
+        name = transfer_name(asked.transfer_id, namespace, root, named_tokens(request, 0, request.num_prompt_tokens))
+        same = self._outgoing if isinstance(asked, PrefillRequest) else self._incoming
         if any(other.name == name for other in same.values()):
-            log_once("pd.twice", "a second request of transfer %s is prefilled here", leg.transfer_id, logger=logger)
-        elif isinstance(leg, PrefillLeg):
-            self._given[request.request_id] = _Given(request, name, leg)
+            log_once("pd.twice", "a second request of transfer %s is prefilled here", asked.transfer_id, logger=logger)
+        elif isinstance(asked, PrefillRequest):
+            self._outgoing[request.request_id] = _Outgoing(request, name, asked)
             self._step.opened[request.request_id] = name
         else:
-            self._awaited[request.request_id] = _Awaited(name, leg.name)
-            self._step.announced[request.request_id] = Announcement(name, leg.where, leg.computed)
-            if self._computes_what_failed and leg.name not in ("", name):
+            self._incoming[request.request_id] = _Incoming(name, asked.name)
+            self._step.announced[request.request_id] = Announcement(name, asked.where, asked.computed)
+            if self._computes_what_failed and asked.name not in ("", name):
                 reason = "the prefill instance had another prompt or other weights"
                 log_once("pd.another", "a request is prefilled here: %s", reason, logger=logger)
-                self._drop(request.request_id, "the decode instance has another prompt or other weights")
+                self._cancel_incoming(request.request_id, "the decode instance has another prompt or other weights")
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Tokens beyond the local hit that a transfer will bring, 0 for none. No side effect."""
-        awaited = self._awaited.get(request.request_id)
-        if awaited is None or awaited.fetching:
+        incoming = self._incoming.get(request.request_id)
+        if incoming is None or incoming.granted:
             return 0
         return max(0, request.num_prompt_tokens - num_computed_tokens)
 
@@ -171,13 +174,13 @@ class PDScheduler:
             num_external_tokens: tokens beyond the local hit that vLLM will wait for.
             num_pooled: of these, the first ones that are in the pool.
         """
-        awaited = self._awaited.get(request.request_id)
-        if awaited is None or awaited.fetching:
+        incoming = self._incoming.get(request.request_id)
+        if incoming is None or incoming.granted:
             return num_external_tokens
         if not num_external_tokens:  # vLLM computes, or another connector loads
-            self._drop(request.request_id, "not needed")
+            self._cancel_incoming(request.request_id, "not needed")
             return 0
-        awaited.fetching = True
+        incoming.granted = True
         assert request.kv_transfer_params is not None
         request.kv_transfer_params["do_remote_prefill"] = False  # one transfer a request
         stop = request.num_prompt_tokens
@@ -186,7 +189,7 @@ class PDScheduler:
         if num_local + num_pooled == stop:
             first = stop
         block_ids = list(blocks.get_block_ids()[0])
-        self._step.fetched[request.request_id] = FetchJob(max(first, num_local), stop, block_ids)
+        self._step.granted[request.request_id] = GrantedBlocks(max(first, num_local), stop, block_ids)
         return max(first - num_local, 0)
 
     @property
@@ -197,10 +200,10 @@ class PDScheduler:
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """vLLM is through with a request: whether its blocks are to be held, and what to tell the router."""
-        if request.request_id in self._awaited:
-            self._drop(request.request_id, "the request ended")
-        given = self._given.get(request.request_id)
-        if given is None:
+        if request.request_id in self._incoming:
+            self._cancel_incoming(request.request_id, "the request ended")
+        outgoing = self._outgoing.get(request.request_id)
+        if outgoing is None:
             return False, None
         if request.status in _WITHOUT_RESULT or request.num_computed_tokens < request.num_prompt_tokens:
             # Also where no worker knows of it yet: a consumer may be waiting, and hears of it this way.
@@ -209,20 +212,20 @@ class PDScheduler:
                 self._count_failure("send_preempted")
                 hint = "a prefill instance needs kv_role kv_producer or kv_both"
                 log_once("pd.preempted", "the KV of a preempted request was not sent: %s", hint, logger=logger)
-            if not given.computing:
+            if not outgoing.computing:
                 # Nothing is being sent. If something loads into its blocks, vLLM forgets the request when that ends,
                 # and would end itself over a word about it after that.
-                self._withdraw(request.request_id, cause)
+                self._cancel_outgoing(request.request_id, cause)
                 return False, None
             self._step.cancelled[request.request_id] = cause
-            given.over = True
+            outgoing.over = True
             return True, None
-        given.over = True
+        outgoing.over = True
         self._step.finished[request.request_id] = request.num_prompt_tokens
         assert self._directory is not None
         answer = answer_params(
-            given.leg,
-            name=given.name,
+            outgoing.asked,
+            name=outgoing.name,
             request_id=request.request_id,
             block_ids=block_ids,
             num_tokens=request.num_prompt_tokens,
@@ -234,18 +237,21 @@ class PDScheduler:
         )
         return True, answer
 
-    def _drop(self, req_id: str, cause: str) -> None:
-        awaited = self._awaited.pop(req_id)
-        self._step.dropped[req_id] = cause
+    def _cancel_incoming(self, req_id: str, cause: str) -> None:
+        """Cancel a request whose KV was to come; one that was granted is reported once more."""
+        incoming = self._incoming.pop(req_id)
+        self._step.cancelled[req_id] = cause
+        if not incoming.granted:
+            self._step.unreported.add(req_id)
         announced = self._step.announced.get(req_id)
-        if announced is not None and awaited.called:
+        if announced is not None and incoming.called:
             # Nothing will be fetched by any name, and the prefill instance releases what it knows by its own. vLLM says
             # by a request without the prompt that its server refused one.
-            self._step.announced[req_id] = replace(announced, transfer=awaited.called)
+            self._step.announced[req_id] = replace(announced, transfer=incoming.called)
 
-    def _withdraw(self, req_id: str, cause: str) -> None:
+    def _cancel_outgoing(self, req_id: str, cause: str) -> None:
         """Cancel what vLLM hears nothing more of."""
-        del self._given[req_id]
+        del self._outgoing[req_id]
         self._step.cancelled[req_id] = cause
         self._step.unreported.add(req_id)
 
@@ -255,15 +261,15 @@ class PDScheduler:
         A request whose blocks are being fetched goes on with it, as one that runs does.
         """
         cause = "the weights were changed"
-        for req_id in [req_id for req_id, awaited in self._awaited.items() if not awaited.fetching]:
-            self._drop(req_id, cause)
-        for req_id, given in list(self._given.items()):
-            if given.over:
+        for req_id in [req_id for req_id, incoming in self._incoming.items() if not incoming.granted]:
+            self._cancel_incoming(req_id, cause)
+        for req_id, outgoing in list(self._outgoing.items()):
+            if outgoing.over:
                 self._step.cancelled[req_id] = cause
                 continue
-            if given.computing:  # into blocks that may be another request's from the next step on
-                self._step.preempted.append(req_id)
-            self._withdraw(req_id, cause)
+            if outgoing.computing:  # into blocks that may be another request's from the next step on
+                self._preempt(req_id, outgoing, self._step)
+            self._cancel_outgoing(req_id, cause)
 
     # Steps
 
@@ -272,40 +278,46 @@ class PDScheduler:
         """What the workers have to know of this step."""
         step, self._step = self._step, PDStep()
         for req_id in scheduled.preempted_req_ids or ():
-            if req_id in self._given:
-                self._given[req_id].computing = False
-                step.preempted.append(req_id)
-        if self._given:
+            if (outgoing := self._outgoing.get(req_id)) is not None:
+                self._preempt(req_id, outgoing, step)
+        if self._outgoing:
             for req_id, num_tokens in scheduled.num_scheduled_tokens.items():
-                given = self._given.get(req_id)
-                if given is not None and not given.over:
-                    given.computing = True
-                    self._add_progress(step, given.request, num_tokens)
+                outgoing = self._outgoing.get(req_id)
+                if outgoing is not None and not outgoing.over:
+                    outgoing.computing = True
+                    self._add_progress(step, outgoing, num_tokens)
         if step.announced:
             step.ranks = tuple(card.layout for card in self._cards)
         return step
 
+    @staticmethod
+    def _preempt(req_id: str, outgoing: _Outgoing, step: PDStep) -> None:
+        outgoing.computing = False
+        outgoing.run += 1
+        step.preempted.append(req_id)
+
     @contained(nothing)
-    def _add_progress(self, step: PDStep, request: Request, num_tokens: int) -> None:
+    def _add_progress(self, step: PDStep, outgoing: _Outgoing, num_tokens: int) -> None:
         assert self._manager is not None
+        request = outgoing.request
         prompt_tokens = request.num_prompt_tokens
         if request.num_computed_tokens < prompt_tokens:
             block_ids = list(self._manager.get_block_ids(request.request_id)[0])
             stop = min(request.num_computed_tokens + num_tokens, prompt_tokens)
-            step.progress[request.request_id] = Progress(block_ids, stop, prompt_tokens)
+            step.computed[request.request_id] = Computed(block_ids, stop, outgoing.run), prompt_tokens
 
     def update(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            for req_id in report.unfetched:
-                awaited = self._awaited.get(req_id)
-                if awaited is not None and not awaited.fetching and self._computes_what_failed:
-                    self._drop(req_id, "another rank could not fetch it")
+            for req_id in report.failed_transfers:
+                incoming = self._incoming.get(req_id)
+                if incoming is not None and not incoming.granted and self._computes_what_failed:
+                    self._cancel_incoming(req_id, "another rank could not fetch it")
         for req_id in output.finished_recving or ():
-            self._awaited.pop(req_id, None)
+            self._incoming.pop(req_id, None)
         for req_id in output.finished_sending or ():
-            self._given.pop(req_id, None)
+            self._outgoing.pop(req_id, None)
 
     def close(self) -> None:
         directory, self._directory = self._directory, None

@@ -1,7 +1,7 @@
-"""The worker half of PD: this rank's node, told of every step, and what became of its transfers for vLLM.
+"""The worker side of PD: tells this rank's node what each step does to transfers, and vLLM what became of them.
 
-A request that is given away is reported once, when vLLM has finished it and nothing reads its blocks; one that comes
-from elsewhere is reported once, when nothing writes to its blocks.
+A request whose KV is given away is reported once, when vLLM has finished it and nothing reads its blocks; one whose KV
+comes from elsewhere is reported once, when nothing writes to its blocks. The transfers themselves are the node's.
 """
 
 from __future__ import annotations
@@ -13,50 +13,29 @@ import msgspec
 
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import get_logger, kind_of, log_once
-from transfer.driver import Ended
 from transfer.fetching import Family
 from transfer.plan.granularity import Bounds, Granularity
 from transfer.plan.layout import RankLayout
+from transfer.protocol.consumer import Incoming
 from transfer.protocol.orders import Ending
+from transfer.protocol.producer import Outgoing
+from transfer.serving import Computed
 from transfer.session import Node
 from vllm_plugin.device_order import DeviceOrder
-from vllm_plugin.messages import Announcement, FetchJob, PDStep
+from vllm_plugin.messages import Announcement, GrantedBlocks, PDStep
 from vllm_plugin.stats import ConnectorStats
 
 logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class _Given:
-    """A request that is given away."""
-
-    transfer: str
-    attempt: int = 0
-    """Raised when what was computed so far does not count any more."""
-    over: bool = False
-    ended: bool = False
-    """Whether its transfer is; the name may be another request's by now."""
-    reported: bool = True
-    """Whether vLLM waits for its end."""
-
-
-@dataclass(slots=True)
-class _Awaited:
-    """A request that comes from elsewhere."""
-
-    transfer: str
-    job: FetchJob | None = None
-    dropped: bool = False
-    ended: Ended | None = None
-
-
-@dataclass(slots=True)
-class Results:
+class EndedTransfers:
     """What ended since the last step, by request; `failed_blocks` hold nothing that may be read."""
 
     sent: set[str] = field(default_factory=set)
     fetched: set[str] = field(default_factory=set)
-    unfetched: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    """Announced requests of which nothing will come; they are still to be granted or cancelled."""
     failed_blocks: set[int] = field(default_factory=set)
 
 
@@ -75,14 +54,10 @@ class PDWorker:
         self._node, self._layout, self._rank, self._bounds = node, layout, rank, bounds
         self._device = device
         self._layers = {name: layout.shard.layer_start + number for number, name in enumerate(layers)}
-        self._given: dict[str, _Given] = {}
-        self._awaited: dict[str, _Awaited] = {}
-        self._givers: dict[str, _Given] = {}
-        self._takers: dict[str, _Awaited] = {}
-        """By transfer, of either kind: one instance may be both ends of one. The id of a request that ended early may
-        be another's before its transfer is over."""
-        self._stops: list[tuple[_Given, int]] = []
-        self._stops_by_layer: list[tuple[_Given, int]] = []
+        self._transfers: dict[str, Outgoing | Incoming] = {}
+        """Whose end vLLM waits for, by request. The id of one that ended early may be another's by then."""
+        self._progress: list[tuple[Outgoing, Computed]] = []
+        self._progress_by_layer: list[tuple[Outgoing, Computed]] = []
 
     @property
     def card(self) -> bytes:
@@ -93,215 +68,151 @@ class PDWorker:
 
     def prepare(self, step: PDStep) -> None:
         """Before the forward pass, and before vLLM gives any block to another request."""
+        self._progress, self._progress_by_layer = [], []
         for req_id in step.preempted:
             self._preempted(req_id)
-        for req_id, transfer in step.opened.items():
-            self._open(req_id, transfer)
-        progress = [
-            (given, made)
-            for req_id, made in step.progress.items()
-            if (given := self._given.get(req_id)) is not None and not given.ended
-        ]
-        if progress:
-            self._node.blocks({given.transfer: made.block_ids for given, made in progress})
-        self._stops = [(given, made.stop_token) for given, made in progress]
-        self._stops_by_layer = [
-            (given, made.stop_token)
-            for given, made in progress
-            if self._bounds.choose(made.prompt_tokens) is Granularity.LAYER
-        ]
+        for req_id, name in step.opened.items():
+            self._opened(req_id, name)
+        for req_id, (computed, prompt_tokens) in step.computed.items():
+            transfer = self._transfers.get(req_id)
+            if isinstance(transfer, Outgoing):
+                self._progress.append((transfer, computed))
+                if self._bounds.choose(prompt_tokens) is Granularity.LAYER:
+                    self._progress_by_layer.append((transfer, computed))
 
     def layer_computed(self, name: str) -> None:
         """The forward pass has written a layer of this step's tokens."""
-        if self._stops_by_layer and name in self._layers:
-            self._computed(self._layers[name], self._stops_by_layer)
+        if self._progress_by_layer and name in self._layers:
+            self._computed(self._layers[name], self._progress_by_layer)
 
     def step_computed(self) -> None:
         """The forward pass is over."""
-        if self._stops:
-            self._computed(self._layout.shard.layer_stop - 1, self._stops)
-            self._stops, self._stops_by_layer = [], []
+        if self._progress:
+            self._computed(self._layout.shard.layer_stop - 1, self._progress)
+            self._progress, self._progress_by_layer = [], []
 
     def start(self, step: PDStep) -> None:
         """What does not have to be said before the forward pass."""
         for req_id, num_tokens in step.finished.items():
             self._finished(req_id, num_tokens)
+        for req_id, announced in step.announced.items():
+            self._announced(req_id, announced, Family(step.ranks, self._rank))
+        for req_id, blocks in step.granted.items():
+            self._granted(req_id, blocks)
         for req_id, cause in step.cancelled.items():
             self._cancelled(req_id, cause, reported=req_id not in step.unreported)
-        for req_id, wanted in step.announced.items():
-            self._announced(req_id, wanted, Family(step.ranks, self._rank))
-        for req_id, job in step.fetched.items():
-            self._granted(req_id, job)
-        for req_id, cause in step.dropped.items():
-            self._dropped(req_id, cause)
 
     # Requests: what fails for one of them costs no other its transfer
 
     @contained(nothing)
     def _preempted(self, req_id: str) -> None:
-        given = self._given[req_id]
-        with self._device.lock:
-            given.attempt += 1
-        if not given.ended:
-            self._node.preempted(given.transfer)
+        self._node.preempted(self._outgoing(req_id))
 
     @contained(nothing)
-    def _open(self, req_id: str, transfer: str) -> None:
-        given = self._given[req_id] = _Given(transfer)
-        if transfer in self._givers:  # of a request that ended early, and is not over here
-            given.ended = True
-            return
-        self._givers[transfer] = given
+    def _opened(self, req_id: str, name: str) -> None:
+        transfer = self._transfers[req_id] = Outgoing(name, req_id)
         self._node.open(transfer)
 
-    def _computed(self, layer: int, stops: Sequence[tuple[_Given, int]]) -> None:
-        told = [(given, given.attempt, stop_token) for given, stop_token in stops]
-
-        def tell() -> None:
-            current = {
-                given.transfer: stop_token
-                for given, attempt, stop_token in told
-                if given.attempt == attempt and not given.ended
-            }
-            if current:
-                self._node.computed(layer, current)
-
-        self._device.then(tell)
+    def _computed(self, layer: int, progress: list[tuple[Outgoing, Computed]]) -> None:
+        self._device.then(lambda: self._node.computed(layer, progress))
 
     @contained(nothing)
     def _finished(self, req_id: str, num_tokens: int) -> None:
-        """After all that was computed."""
-        given = self._given[req_id]
-        given.over, attempt = True, given.attempt
+        """After all that was computed; vLLM waits from now on, whatever the device does."""
+        transfer = self._outgoing(req_id)
+        self._node.awaited(transfer)
+        self._device.then(lambda: self._node.finished(transfer, num_tokens))
 
-        def tell() -> None:
-            if given.attempt == attempt and not given.ended:
-                self._node.finished(given.transfer, num_tokens)
+    @contained(nothing)
+    def _announced(self, req_id: str, announced: Announcement, family: Family) -> None:
+        transfer = Incoming(announced.transfer, req_id, where=announced.where, computed=announced.computed)
+        self._transfers[req_id] = transfer
+        self._node.announce(transfer, family)
 
-        self._device.then(tell)
+    @contained(nothing)
+    def _granted(self, req_id: str, blocks: GrantedBlocks) -> None:
+        """After what a former owner of the blocks still computes into them; vLLM waits from now on."""
+        transfer = self._transfers[req_id]
+        assert isinstance(transfer, Incoming)
+        args = blocks.first_token, blocks.stop_token, blocks.block_ids
+        self._node.allocated(transfer, *args)
+        self._device.then(lambda: self._node.grant(transfer, *args))
 
     @contained(nothing)
     def _cancelled(self, req_id: str, cause: str, *, reported: bool) -> None:
-        given = self._given.get(req_id)
-        if given is None:  # its end and the engine's word of it passed each other
+        transfer = self._transfers.get(req_id)
+        if transfer is None:  # its end and the engine's word of it passed each other
             return
-        given.over, given.reported = True, reported
-        with self._device.lock:
-            given.attempt += 1
-        if not given.ended:
-            self._node.cancel(given.transfer, cause)
+        if not reported:
+            del self._transfers[req_id]
+        self._node.cancel(transfer, cause)
 
-    @contained(nothing)
-    def _announced(self, req_id: str, wanted: Announcement, family: Family) -> None:
-        awaited = self._awaited[req_id] = _Awaited(wanted.transfer)
-        if wanted.transfer in self._takers:  # of a request that was aborted, and is not over here
-            awaited.ended = Ended(wanted.transfer, Ending.FAILED, "the transfer is not over")
-            return
-        self._takers[wanted.transfer] = awaited
-        self._node.announce(wanted.transfer, wanted.where, family, computed=wanted.computed)
+    def _outgoing(self, req_id: str) -> Outgoing:
+        transfer = self._transfers[req_id]
+        assert isinstance(transfer, Outgoing)
+        return transfer
 
-    @contained(nothing)
-    def _granted(self, req_id: str, job: FetchJob) -> None:
-        """After what a former owner of the blocks still computes into them."""
-        awaited = self._awaited[req_id]
-        awaited.job = job  # told or not: whatever ended before counts as failed
-        if awaited.ended is not None:
-            return
+    # What became of them
 
-        def tell() -> None:
-            if awaited.ended is None:  # else the name may belong to another request by now
-                self._node.grant(awaited.transfer, job.first_token, job.stop_token, job.block_ids)
-
-        self._device.then(tell)
-
-    @contained(nothing)
-    def _dropped(self, req_id: str, cause: str) -> None:
-        awaited = self._awaited.get(req_id)
-        if awaited is None:  # its end and the engine's word of it passed each other
-            return
-        awaited.dropped = True
-        if awaited.ended is None:  # else the name may belong to another request by now
-            self._node.drop(awaited.transfer, cause)
-
-    # Results
-
-    def take_results(self, stats: ConnectorStats) -> Results:
+    def take_ended(self, stats: ConnectorStats) -> EndedTransfers:
         """What ended since the last call."""
-        for ended in self._node.take_sent():
-            given = self._givers.pop(ended.transfer, None)
-            if given is not None:  # otherwise it was said before
-                with self._device.lock:
-                    given.ended = True
-                _count(stats, "send", ended)
-        for ended in self._node.take_fetched():
-            awaited = self._takers.pop(ended.transfer, None)
-            if awaited is not None:
-                with self._device.lock:
-                    awaited.ended = ended
-                _count(stats, "fetch", ended)
-        results = Results()
-        for req_id, given in list(self._given.items()):
-            if given.over and given.ended:
-                del self._given[req_id]
-                if given.reported:
-                    results.sent.add(req_id)
-        for req_id, awaited in list(self._awaited.items()):
-            if awaited.ended is not None:
-                self._conclude(req_id, awaited, awaited.ended, results, stats)
-        return results
+        ended = EndedTransfers()
+        for failed in self._node.take_failed():
+            if self._transfers.get(failed.request) is failed:
+                ended.failed.add(failed.request)
+        for transfer in self._node.take_ended():
+            self._end(transfer, ended, stats)
+        return ended
 
     def fetching(self, req_id: str) -> bool:
         """Whether blocks of a request may still be written to by a transfer."""
-        awaited = self._awaited.get(req_id)
-        return awaited is not None and awaited.job is not None
+        return isinstance(self._transfers.get(req_id), Incoming)
 
     @contained(nothing)
-    def _conclude(self, req_id: str, awaited: _Awaited, ended: Ended, results: Results, stats: ConnectorStats) -> None:
-        job = awaited.job
-        if job is None:
-            if awaited.dropped:
-                del self._awaited[req_id]
-            else:
-                results.unfetched.add(req_id)  # until the scheduler drops it, or has given it blocks meanwhile
+    def _end(self, transfer: Outgoing | Incoming, ended: EndedTransfers, stats: ConnectorStats) -> None:
+        _count(stats, transfer)
+        if self._transfers.get(transfer.request) is not transfer:
             return
-        if ended.ending is Ending.DONE:
-            stats.add("fetched_tokens", job.stop_token - job.first_token)
-        elif not awaited.dropped:
-            results.failed_blocks.update(self._layout.holding(job.block_ids, job.first_token, job.stop_token))
-        del self._awaited[req_id]
-        results.fetched.add(req_id)
+        del self._transfers[transfer.request]
+        if isinstance(transfer, Outgoing):
+            ended.sent.add(transfer.request)
+            return
+        ended.fetched.add(transfer.request)
+        tokens = transfer.tokens
+        if transfer.ending is Ending.DONE:
+            stats.add("fetched_tokens", len(tokens))
+        elif transfer.ending is not Ending.CANCELLED:
+            ended.failed_blocks.update(self._layout.holding(transfer.block_ids, tokens.start, tokens.stop))
 
     def stop(self, cause: str) -> None:
         """End every transfer; when this returns, the node touches no memory any more."""
-        self.close()
-        for given in self._given.values():
-            given.ended = True
-        for awaited in self._awaited.values():
-            awaited.ended = awaited.ended or Ended(awaited.transfer, Ending.FAILED, cause)
-        self._givers, self._takers, self._stops, self._stops_by_layer = {}, {}, [], []
+        self._device.close()
+        self._node.close(cause)
+        self._progress, self._progress_by_layer = [], []
 
     def take_over(self, former: PDWorker) -> None:
         """Report to vLLM what became of the requests of one that was stopped."""
-        self._given, self._awaited = former._given, former._awaited
+        self._transfers = former._transfers
+        self._node.take_over(former._node)
 
     def close(self) -> None:
-        self._device.close()
-        self._node.close()
+        self.stop("the instance is closed")
 
 
 @contained(nothing)
-def _count(stats: ConnectorStats, kind: str, ended: Ended) -> None:
-    stats.add(f"{kind}s" if kind == "send" else f"{kind}es")
-    stats.add(f"{kind}_seconds", ended.seconds)
-    stats.add(f"{kind}_bytes", ended.nbytes)
-    if ended.transport:
-        stats.travelled(ended.transport, ended.nbytes)
-    if ended.ending in (Ending.FAILED, Ending.EXPIRED):
-        stats.fail(f"{kind}_{ended.ending.value}")
+def _count(stats: ConnectorStats, transfer: Outgoing | Incoming) -> None:
+    kind, plural = ("send", "sends") if isinstance(transfer, Outgoing) else ("fetch", "fetches")
+    stats.add(plural)
+    stats.add(f"{kind}_seconds", transfer.seconds)
+    stats.add(f"{kind}_bytes", transfer.nbytes)
+    if transfer.transport:
+        stats.travelled(transfer.transport, transfer.nbytes)
+    if transfer.ending in (Ending.FAILED, Ending.EXPIRED):
+        stats.fail(f"{kind}_{transfer.ending.value}")
         log_once(
-            f"pd.{kind}:{kind_of(ended.cause)}",
+            f"pd.{kind}:{kind_of(transfer.cause)}",
             "a transfer failed after %.3f s: %s (logged once per cause, counted in the metrics)",
-            ended.seconds,
-            ended.cause,
+            transfer.seconds,
+            transfer.cause,
             logger=logger,
         )

@@ -234,11 +234,11 @@ class WorkerHalf:
                 self._report.failed_loads.add(req_id)
                 self._report.stalled |= load.cause == "deadline"
         if self.pd is not None:
-            transfers = self.pd.take_results(self._stats)
+            transfers = self.pd.take_ended(self._stats)
             results.finished_sending.update(transfers.sent)
             self._arrived |= transfers.fetched
             self._failed_blocks |= transfers.failed_blocks
-            self._report.unfetched |= transfers.unfetched
+            self._report.failed_transfers |= transfers.failed
         for req_id in self._arrived - self._loading:
             if self.pd is None or not self.pd.fetching(req_id):
                 results.finished_recving.add(req_id)

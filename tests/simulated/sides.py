@@ -1,0 +1,142 @@
+"""One side of the protocol alone, and messages to it that a test can spoil.
+
+`Producer` is "P0", `Consumer` is "D0"; the transfer is "t", its first grant number 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from simulated.ranks import Model, make_rank
+
+from transfer.plan.granularity import Granularity
+from transfer.protocol.consumer import Consumer, Incoming, Source
+from transfer.protocol.messages import Announce, AnyMessage, Close, Granted, Introduction, Landed, Report, State, Status
+from transfer.protocol.orders import Ended, Ending, Protocol, Send, Timing
+from transfer.protocol.producer import Outgoing, Producer, Shape, ShapeOf
+from transfer.transports.base import TransferError
+
+KEY = b"k" * 16
+LAYERS = range(2)
+
+
+def shape(peer: str, granted: Granted) -> Shape:
+    if peer == "stranger":
+        raise TransferError("blocks of 3 tokens here, of 4 there")
+    return Shape(Granularity.LAYER, LAYERS, 4)
+
+
+class NamedProducer(Producer):
+    """Told of transfers by name: each is one record, from its opening on."""
+
+    def __init__(self, shape_of: ShapeOf = shape, timing: Timing | None = None) -> None:
+        super().__init__(shape_of, timing)
+        self.records: dict[str, Outgoing] = {}
+
+    def open(self, transfer: str, now_s: float) -> None:
+        self.records[transfer] = Outgoing(transfer)
+        super().open(self.records[transfer], now_s)
+
+    def computed(self, transfer: str, layer: int, stop_token: int, now_s: float, *, run: int | None = None) -> None:
+        record = self.records[transfer]
+        super().computed(record, layer, stop_token, now_s, run=record.run if run is None else run)
+
+    def finished(self, transfer: str, num_tokens: int, now_s: float) -> None:
+        super().finished(self.records[transfer], num_tokens, now_s)
+
+    def preempted(self, transfer: str, now_s: float) -> None:
+        super().preempted(self.records[transfer], now_s)
+
+    def cancel(self, transfer: str, cause: str, now_s: float) -> None:
+        super().cancel(self.records[transfer], cause, now_s)
+
+    def written(self, peer: str, transfer: str, *args: Any) -> None:
+        super().written(peer, self.records[transfer], *args)
+
+
+class NamedConsumer(Consumer):
+    """Told of transfers by name, and of their sources with it."""
+
+    def __init__(self, timing: Timing | None = None) -> None:
+        super().__init__(timing)
+        self.records: dict[str, Incoming] = {}
+
+    def announce(self, transfer: str, sources: Sequence[Source], now_s: float, *, computed: bool) -> None:
+        record = self.records[transfer] = Incoming(transfer, computed=computed)
+        super().announce(record, now_s)
+        super().found(record, sources, now_s)
+
+    def grant(self, transfer: str, *args: Any) -> bool:
+        return super().grant(self.records[transfer], *args)
+
+    def cancel(self, transfer: str, cause: str, now_s: float) -> None:
+        super().cancel(self.records[transfer], cause, now_s)
+
+    def verified(self, peer: str, transfer: str, *args: Any) -> None:
+        super().verified(peer, self.records[transfer], *args)
+
+    def revoked(self, transfer: str, now_s: float) -> None:
+        super().revoked(self.records[transfer], now_s)
+
+
+def make_producer() -> NamedProducer:
+    return NamedProducer()
+
+
+def make_consumer(sources: int = 1) -> NamedConsumer:
+    consumer = NamedConsumer()
+    consumer.announce("t", [Source(f"P{n}", LAYERS, 1) for n in range(sources)], 0.0, computed=True)
+    assert consumer.grant("t", 0, 8, [5], KEY, 0.0)
+    consumer.take()
+    return consumer
+
+
+def announce(**changes: object) -> Announce:
+    fields = {"transfer": "t", "grant": 0, "destinations": 1, "computed": False}
+    return Announce(**{**fields, **changes})
+
+
+def granted(**changes: object) -> Granted:
+    fields = {"transfer": "t", "grant": 1, "destinations": 1, "computed": False}
+    return Granted(**{**fields, "first_token": 0, "stop_token": 8, "block_ids": [5], "key": KEY, **changes})
+
+
+def report(**changes: object) -> Report:
+    return Report(**{"transfer": "t", "grant": 1, "verified": 0, "again": [], **changes})
+
+
+def close(**changes: object) -> Close:
+    fields = {"transfer": "t", "grant": 1, "destinations": 1, "done": True, "cause": ""}
+    return Close(**{**fields, **changes})
+
+
+def landed(**changes: object) -> Landed:
+    fields = {"transfer": "t", "grant": 1, "batch": 0, "attempt": 0, "checksums": [1]}
+    return Landed(**{**fields, "first_layer": 0, "num_layers": 2, "first_token": 0, "stop_token": 8, **changes})
+
+
+def status(**changes: object) -> Status:
+    fields = {"transfer": "t", "grant": 1, "state": State.OPEN, "cause": ""}
+    return Status(**{**fields, **changes})
+
+
+def introduction(**changes: object) -> Introduction:
+    layout = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
+    fields = {"layout": layout, "part": layout.shard, "endpoints": {"tcp": b"127.0.0.1:1"}}
+    return Introduction(**{**fields, **changes})
+
+
+def answers(side: Protocol, message: AnyMessage, peer: str = "D0") -> list[AnyMessage]:
+    side.take()
+    side.receive(peer, message, 1.0)
+    return [order.message for order in side.take() if isinstance(order, Send)]
+
+
+def orders(side: Protocol, *kinds: type) -> list:
+    return [order for order in side.take() if isinstance(order, kinds)]
+
+
+def ended(side: Protocol) -> list[tuple[str, Ending, str]]:
+    """Name, ending and cause of what is over."""
+    return [(over.transfer.name, over.transfer.ending, over.transfer.cause) for over in orders(side, Ended)]
