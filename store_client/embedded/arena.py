@@ -56,6 +56,11 @@ class Arena:
             self.close()
             raise
 
+    @property
+    def granules(self) -> int:
+        """Of the file as it is now."""
+        return os.fstat(self._fd).st_size // GRANULE
+
     def _map(self) -> None:
         size = os.fstat(self._fd).st_size
         if size <= len(self._data):

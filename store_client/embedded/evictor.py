@@ -10,7 +10,7 @@ from store_client.embedded.clock import now_ns
 from store_client.embedded.extents import as_runs, clip_runs
 from store_client.embedded.ledger import Draft
 from store_client.embedded.policy import Candidates, Policy
-from store_client.embedded.rows import INLINE_EXTENTS, U32
+from store_client.embedded.rows import U32
 from store_client.embedded.table import Table
 from store_client.embedded.transactions import Transactions
 
@@ -48,7 +48,7 @@ class Evictor:
                 self._table.check([slot])
                 continue
             gone.append(slot)
-            if row.num_extents > INLINE_EXTENTS:
+            if row.is_listed:
                 pieces.extend((int(first), int(size)) for first, size in draft.pop_extents(slot))
             else:
                 pieces.extend(row.extents)

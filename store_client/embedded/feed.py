@@ -81,7 +81,8 @@ class Feed:
         entries = np.empty(count, dtype=ENTRY_DTYPE)
         for name in ("key", "space", "nbytes"):
             entries[name] = rows[name]
-        entries["stored"] = np.arange(count) >= len(gone)
+        entries["stored"][: len(gone)] = 0
+        entries["stored"][len(gone) :] = 1
         entries["sequence"] = np.arange(head, head + count)
         entries["check"] = _checks(entries)
         at = head % self._capacity
@@ -106,6 +107,8 @@ class Feed:
         ring, at = (0, 0) if since is None else since
         if ring != self._ring or not head - self._capacity <= at <= head:
             return None, (self._ring, head)
+        if at == head:
+            return self._entries[:0], (ring, at)
         expected = np.arange(at, min(head, at + limit), dtype=np.uint64)
         entries = self._entries[(expected % np.uint64(self._capacity)).astype(np.int64)]
         overtaken = int(self._header[_WRITING]) - at > self._capacity

@@ -4,7 +4,6 @@ A rebuild makes a new data folder and points pool.json to it; the old files are 
 still have them mapped go on reading until they notice.
 """
 
-import contextlib
 import errno
 import os
 import stat
@@ -17,17 +16,16 @@ from mooncake_connector.errors import PoolError
 from mooncake_connector.log import get_logger
 from mooncake_connector.sizes import human_nbytes
 from store_client.embedded import contents, layout
-from store_client.embedded.arena import GRANULE, Arena
-from store_client.embedded.counters import Counters
+from store_client.embedded.arena import GRANULE
 from store_client.embedded.faults import DAMAGE
-from store_client.embedded.feed import FEED_NBYTES, Feed
+from store_client.embedded.feed import FEED_NBYTES
 from store_client.embedded.layout import Description, Unusable
 from store_client.embedded.ledger import Ledger, map_nbytes
-from store_client.embedded.locks import FileLock, LockTimeout, Owners
+from store_client.embedded.locks import FileLock, LockTimeout
+from store_client.embedded.parts import Parts
 from store_client.embedded.policy import Policy
 from store_client.embedded.pool import Pool
-from store_client.embedded.spaces import Spaces
-from store_client.embedded.table import Table, table_nbytes
+from store_client.embedded.table import table_nbytes
 from store_client.embedded.writer import Writer
 
 logger = get_logger(__name__)
@@ -173,9 +171,7 @@ def _open_existing(path: Path, description: Description, capacity: int | None, p
         raise Unusable(f"capacity {wanted} is more than its index of {description.max_pages} pages can serve")
     _check_files(description.data(path), description)
     try:
-        with contextlib.ExitStack() as opened:
-            pool, secured = _open_parts(path, description, capacity, policy, deadline, opened)
-            opened.pop_all()
+        return _open_parts(path, description, capacity, policy, deadline)
     except DAMAGE as error:
         raise Unusable(f"its index is damaged ({type(error).__name__}: {error})") from None
     except lmdb.Error as error:
@@ -183,63 +179,27 @@ def _open_existing(path: Path, description: Description, capacity: int | None, p
         raise PoolError(f"pool {path} cannot be opened: {error}") from None
     except OSError as error:
         raise PoolError(f"pool {path} cannot be opened: {error}; set `pool` to another folder") from None
-    pool.arena.warm_up(secured)
-    return pool
 
 
-def _open_parts(
-    path: Path, description: Description, capacity: int | None, policy: Policy, deadline: float,
-    opened: contextlib.ExitStack,
-) -> tuple[Pool, int]:  # fmt: skip
-    """The pool, tidied up, and the granules of its arena that are secured. `opened` closes what was opened."""
-    data = description.data(path)
-    ledger = Ledger(data / "ledger", description.max_pages)
-    opened.callback(ledger.close)
-    lock = FileLock(data / "table")
-    opened.callback(lock.close)
-    table = Table(data / "table", description.max_pages)
-    feed = Feed(data / "feed", int(description.id[:16], 16))
-    arena = Arena(data / "arena")
-    opened.callback(arena.close)
-    owners = Owners(data / "owners")
-    opened.callback(owners.leave)
-    lock.acquire(deadline)
+def _open_parts(path: Path, description: Description, capacity: int | None, policy: Policy, deadline: float) -> Pool:
+    """The pool, tidied up: without what the dead left, and with this capacity. Raises Unusable if space does not add
+    up."""
+    parts = Parts.open(description.data(path), description.max_pages)
     try:
-        stored, secured = _check_state(data, ledger, table)
-    finally:
-        lock.release()
-    spaces, counters = Spaces(data / "spaces"), Counters(owners.page)
-    writer = Writer(table, ledger, feed, arena, spaces, lock, owners, policy, counters)
-    _tidy(path, writer, stored, capacity, deadline)
-    pool = Pool(
-        path, data, description.max_pages, table, feed, ledger, arena, spaces, lock, owners,
-        writer, counters,
-    )  # fmt: skip
-    return pool, secured
-
-
-def _check_state(data: Path, ledger: Ledger, table: Table) -> tuple[int, int]:
-    """The stored capacity and what the arena has secured, in granules.
-
-    Raises Unusable where ledger, table and arena do not fit together.
-    """
-    with ledger.peek() as draft:
-        if draft.number - table.applied not in (0, 1):
-            raise Unusable(f"its page table is at change {table.applied}, its ledger at {draft.number}")
-        size = os.stat(data / "arena").st_size
-        if size < draft.capacity * GRANULE:
-            raise Unusable(f"arena has {size} bytes and should have {draft.capacity * GRANULE}")
-        return draft.capacity, draft.high_water
-
-
-def _tidy(path: Path, writer: Writer, stored: int, capacity: int | None, deadline: float) -> None:
-    """Take over what the dead left, and apply a changed capacity. Raises Unusable where space does not add up."""
-    writer.bury(deadline)
-    problem = writer.unsound(deadline)
-    if problem is not None:
-        raise Unusable(problem)
-    if capacity is not None and capacity // GRANULE != stored:
-        layout.check_capacity(path, capacity, layout.held_nbytes(path), stored * GRANULE)
-        logger.info("pool %s: capacity %s, was %s", path, human_nbytes(capacity), human_nbytes(stored * GRANULE))
-        writer.resize(capacity // GRANULE, deadline)
-    writer.trim(deadline)
+        writer = Writer(parts, policy)
+        writer.bury(deadline)
+        problem = writer.unsound(deadline)
+        if problem is not None:
+            raise Unusable(problem)
+        stored = parts.table.capacity_granules
+        if capacity is not None and capacity // GRANULE != stored:
+            layout.check_capacity(path, capacity, layout.held_nbytes(path), stored * GRANULE)
+            logger.info("pool %s: capacity %s, was %s", path, human_nbytes(capacity), human_nbytes(stored * GRANULE))
+            writer.resize(capacity // GRANULE, deadline)
+        secured = writer.trim(deadline)
+        pool = Pool(path, parts, writer)
+    except BaseException:
+        parts.close(settled=True)
+        raise
+    parts.arena.warm_up(secured)
+    return pool

@@ -8,16 +8,14 @@ from pathlib import Path
 
 from mooncake_connector.errors import PoolError
 from store_client.embedded import contents, layout
-from store_client.embedded.arena import GRANULE, Arena
-from store_client.embedded.counters import Counters, as_counts
+from store_client.embedded.arena import GRANULE
+from store_client.embedded.counters import as_counts
 from store_client.embedded.faults import DAMAGE, start_thread
-from store_client.embedded.feed import Feed
-from store_client.embedded.ledger import Ledger
-from store_client.embedded.locks import FileLock, LockTimeout, Owners
+from store_client.embedded.locks import LockTimeout
+from store_client.embedded.parts import Parts
 from store_client.embedded.presence import Presence
 from store_client.embedded.reader import Reader
-from store_client.embedded.spaces import Spaces
-from store_client.embedded.table import Found, Table
+from store_client.embedded.table import Found
 from store_client.embedded.writer import Writer
 
 _DROP_DEADLINE_S = 1.0
@@ -27,24 +25,17 @@ _DROP_PAUSE_S = 0.002
 class Pool:
     """One opening of a pool by this process; `opening.open_pool` makes it."""
 
-    def __init__(
-        self, path: Path, data: Path, max_pages: int, table: Table, feed: Feed, ledger: Ledger, arena: Arena,
-        spaces: Spaces, lock: FileLock, owners: Owners, writer: Writer, counters: Counters,
-    ) -> None:  # fmt: skip
+    def __init__(self, path: Path, parts: Parts, writer: Writer) -> None:
         self.path = path
-        self.max_pages = max_pages
-        self.table = table
-        self.feed = feed
-        self.spaces = spaces
-        self.arena = arena
-        self.counters = counters
+        self.table, self.feed, self.arena, self.spaces = parts.table, parts.feed, parts.arena, parts.spaces
+        self.counters = parts.counters
         self.writer = writer
-        self.reader = Reader(table, arena, self.counters, self._condemn, self._suspect)
-        self.data = data
+        self.reader = Reader(parts.table, parts.arena, parts.counters, self._condemn, self._suspect)
+        self.data = parts.data
         self.damage: str | None = None
         """What proves that the files cannot be trusted any more."""
-        self._presence = Presence(path / contents.DESCRIPTION, data)
-        self._ledger, self._lock, self._owners = ledger, lock, owners
+        self._presence = Presence(path / contents.DESCRIPTION, parts.data)
+        self._parts = parts
         self._uses = 0
         self._idle = threading.Condition()
         self._closing = False
@@ -67,8 +58,7 @@ class Pool:
         try:
             with self.use() as usable:
                 while usable and self.writer.has_condemned:  # whoever reads a batch meets one page after the other
-                    with self.writer.locked(time.monotonic() + _DROP_DEADLINE_S):
-                        pass  # taking the lock forgets them
+                    self.writer.settle(time.monotonic() + _DROP_DEADLINE_S)
                     time.sleep(_DROP_PAUSE_S)
         except Exception as error:
             self.note(error)  # else the next put does it
@@ -101,13 +91,13 @@ class Pool:
         if self.lost() is not None:
             return True
         with suppress(OSError, PoolError):  # full
-            if self._owners.restore():
-                self.counters.move(self._owners.page)
+            if self._parts.owners.restore():
+                self.counters.move(self._parts.owners.page)
         return False
 
     def waiting_counts(self) -> dict[str, int]:
         """What this and other processes have counted and not handed over yet."""
-        return as_counts(self._owners.counts())
+        return as_counts(self._parts.owners.counts())
 
     def lost(self) -> str | None:
         """Why it has to be opened again."""
@@ -122,25 +112,17 @@ class Pool:
                 self._closing = False
                 return False
         settled = False
-        with suppress(Exception), self.writer.locked(deadline):
+        with suppress(Exception):
+            self.writer.settle(deadline)
             settled = True
-        self.arena.close()  # before others may find themselves alone
-        if settled:
-            self._owners.leave()
-        else:
-            self._owners.abandon()  # who finds it later takes over what this process held and counted
-        self._lock.close()
-        self._ledger.close()
+        self._parts.close(settled=settled)
         return True
 
     def abandon_in_child(self) -> None:
         """After a fork: close what the parent owns without unlocking it, and never use the rest."""
         self._idle = threading.Condition()
         self._closing = True
-        self._owners.abandon_in_child()
-        self.counters.abandon_in_child()
-        self._lock.abandon_in_child()
-        self.arena.abandon_in_child()
+        self._parts.abandon_in_child()
 
     def resize(self, capacity_nbytes: int, deadline_s: float) -> None:
         """Change the capacity. Raises PoolError where the file system has no room for it, or the pool stays locked."""

@@ -14,7 +14,6 @@ from store_client.embedded import rows as rows_
 from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.counters import Counters
 from store_client.embedded.faults import CallersOwn
-from store_client.embedded.rows import INLINE_EXTENTS
 from store_client.embedded.scatter import gather
 from store_client.embedded.table import Found, Table
 
@@ -117,7 +116,7 @@ class Reader:
     def _pieces(self, found: Found) -> list[Bytes] | None:
         """Where the page lies in the arena, or None if its row leads nowhere."""
         row = found.row
-        if row.num_extents <= INLINE_EXTENTS:
+        if not row.is_listed:
             return self._arena.views(row.extents, row.nbytes)
         listed = self._arena.view(row.extents[0][0], GRANULE)
         if listed is None:

@@ -65,6 +65,11 @@ class Row:
     extents: tuple[tuple[int, int], ...]
     """(first granule, granules) of the inline extents that are in use."""
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether its extents are listed elsewhere: in the arena for readers, in the ledger for writers."""
+        return self.num_extents > INLINE_EXTENTS
+
     def encode(self) -> bytes:
         inline = [word for extent in self.extents for word in extent]
         inline += [0] * (2 * INLINE_EXTENTS - len(inline))

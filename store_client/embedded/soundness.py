@@ -7,7 +7,7 @@ from store_client.embedded.ledger import Draft
 from store_client.embedded.table import Table
 
 
-def unsound(draft: Draft, table: Table) -> str | None:
+def unsound(draft: Draft, table: Table, arena_granules: int) -> str | None:
     """What does not add up between ledger and page table, or None. For the holder of the write lock, caught up.
 
     Looks at sums only: whatever gives space to two owners, or to none, puts them out, and every later change keeps
@@ -17,6 +17,8 @@ def unsound(draft: Draft, table: Table) -> str | None:
     space = as_runs(run for reservation in held for run in reservation.space_runs.tolist())
     slots = as_runs(run for reservation in held for run in reservation.slot_runs.tolist())
     reserved = int(clip_runs(space, draft.high_water)[0][:, 1].sum(dtype=np.int64))
+    if draft.capacity > arena_granules:
+        return f"its arena has {arena_granules} granules and should have {draft.capacity}"
     if draft.high_water > draft.capacity:
         return f"{draft.high_water} granules are in use, its capacity is {draft.capacity}"
     if not (draft.free.is_sound(draft.high_water) and draft.slots.is_sound(table.max_pages)):

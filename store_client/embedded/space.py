@@ -6,6 +6,7 @@ Faults of the pool end here: a miss or a failed put, a counter and one log line.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import xxhash
@@ -18,9 +19,9 @@ from store_client.base import Bytes, Consume, Fill, Lookup, Put, Space
 from store_client.embedded.faults import CallersOwn, callers
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.pool import Pool
-from store_client.embedded.put_plan import Place
+from store_client.embedded.put_plan import PutPages, PutPlan
 from store_client.embedded.registry import Handle
-from store_client.embedded.rows import INLINE_EXTENTS, join_keys
+from store_client.embedded.rows import join_keys
 from store_client.embedded.scatter import spread
 from store_client.embedded.spaces import identify
 
@@ -33,6 +34,10 @@ _REMOVE_DEADLINE_S = 5.0
 
 Store = Callable[[int, list[Bytes]], int]
 """Writes page i into its place in the arena and returns the checksum."""
+
+
+def _shifted(store: Store, at: int, i: int, pieces: list[Bytes]) -> int:
+    return store(at + i, pieces)
 
 
 class EmbeddedSpace(Space):
@@ -98,39 +103,23 @@ class EmbeddedSpace(Space):
         def store_all(pool: Pool) -> None:
             for at in range(0, len(keys) if pool.damage is None else 0, step):
                 batch = slice(at, at + step)
-
-                def store_at(i: int, pieces: list[Bytes], at: int = at) -> int:
-                    return store(at + i, pieces)
-
-                outcome.extend(self._store_batch(pool, keys[batch], store_at, nbytes, parents[batch], deadline))
+                pages = PutPages(self._namespace, self._shard, keys[batch], parents[batch], nbytes)
+                outcome.extend(self._store_pages(pool, pages, partial(_shifted, store, at), deadline))
 
         self._handle.call(self._closed, store_all, None)
         return outcome + [Put.FAILED] * (len(keys) - len(outcome))
 
-    def _store_batch(
-        self, pool: Pool, keys: Sequence[bytes], store: Store, nbytes: int, parents: Sequence[bytes | None],
-        deadline: float,
-    ) -> list[Put]:  # fmt: skip
+    def _store_pages(self, pool: Pool, pages: PutPages, store: Store, deadline: float) -> list[Put]:
         """Reserve, write, commit; a fault of the pool fails what is not stored by then."""
         outcome: dict[int, str] = {}
-        by_key: dict[bytes, str] = {}
+        cause = "error"
         try:
-            ticket = pool.writer.reserve(keys, self._namespace, self._shard, parents, nbytes, deadline)
-            outcome.update(dict.fromkeys(ticket.present, "present"))
-            outcome.update(ticket.failed)
-            try:
-                for place in ticket.places:
-                    self._write_place(pool, place, store, nbytes)
-            except BaseException:
-                if ticket.reservation is not None:
-                    pool.writer.abandon(ticket.reservation)
-                raise
-            outcome.update(dict.fromkeys((place.index for place in ticket.places), "error"))
-            outcome.update(pool.writer.commit(
-                ticket, keys, self._namespace, self._shard, parents, nbytes, deadline
-            ))  # fmt: skip
+            plan = pool.writer.reserve(pages, deadline)
+            outcome.update(plan.outcome)
+            self._write_places(pool, plan, store)
+            outcome.update(pool.writer.commit(plan, deadline))
         except LockTimeout:
-            self._fail(outcome, keys, "busy")
+            cause = "busy"
             log_once(
                 "store.busy", "pool %s: the write lock was not free in time, pages are not saved; a process that uses "
                 "the pool may be stopped", pool.path, logger=logger,
@@ -138,32 +127,36 @@ class EmbeddedSpace(Space):
         except CallersOwn:
             raise
         except Exception as error:
-            self._fail(outcome, keys, "error")
             pool.note(error)
             log_once("store.error", "pool %s: pages are not saved: %r", pool.path, error, logger=logger)
-        for i, key in enumerate(keys):
-            by_key.setdefault(key, outcome.get(i, "error"))
-        results = [outcome.get(i, "present" if by_key[key] == "stored" else by_key[key]) for i, key in enumerate(keys)]
-        self._count(pool, results, nbytes)
+        first: dict[bytes, int] = {}
+        results: list[str] = []
+        for i, key in enumerate(pages.keys):
+            if first.setdefault(key, i) != i:  # twice in one put
+                results.append("present" if results[first[key]] == "stored" else results[first[key]])
+            else:
+                results.append(outcome.get(i, cause))
+        self._count(pool, results, pages.nbytes)
         return [Put(result) if result in ("stored", "present") else Put.FAILED for result in results]
 
     @staticmethod
-    def _fail(outcome: dict[int, str], keys: Sequence[bytes], cause: str) -> None:
-        for i in range(len(keys)):
-            if outcome.get(i) not in ("present", "stored"):
-                outcome[i] = cause
-
-    def _write_place(self, pool: Pool, place: Place, store: Store, nbytes: int) -> None:
-        extents = place.extents
-        if len(extents) > INLINE_EXTENTS:
-            listed = pool.arena.views(extents[:1], 8 * (len(extents) - 1))
-            if listed is None:
-                return
-            listed[0][:] = np.array(extents[1:], dtype="<u4").reshape(-1).view(np.uint8)
-            extents = extents[1:]
-        pieces = pool.arena.views(extents, nbytes)
-        if pieces is not None:
-            place.checksum = store(place.index, pieces)
+    def _write_places(pool: Pool, plan: PutPlan, store: Store) -> None:
+        try:
+            for place in plan.places:
+                extents = place.extents
+                if place.is_listed:
+                    listed = pool.arena.views(extents[:1], 8 * (len(extents) - 1))
+                    if listed is None:
+                        continue
+                    listed[0][:] = np.array(extents[1:], dtype="<u4").reshape(-1).view(np.uint8)
+                    extents = extents[1:]
+                pieces = pool.arena.views(extents, plan.pages.nbytes)
+                if pieces is not None:
+                    place.checksum = store(place.index, pieces)
+        except BaseException:
+            if plan.reservation is not None:
+                pool.writer.abandon(plan.reservation)
+            raise
 
     @staticmethod
     def _count(pool: Pool, results: list[str], nbytes: int) -> None:

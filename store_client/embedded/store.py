@@ -130,7 +130,7 @@ class EmbeddedStore(Store):
             counts[name] += count
         return StoreStats(
             str(self.path), pool.table.capacity_granules * GRANULE, pool.table.used_granules * GRANULE,
-            pool.table.pages, layout.index_nbytes(pool.max_pages), pool.max_pages,
+            pool.table.pages, layout.index_nbytes(pool.table.max_pages), pool.table.max_pages,
             **{name: counts[name] for name in COUNTERS},
             failures={cause: counts[cause] for cause in CAUSES if counts[cause]},
         )  # fmt: skip

@@ -19,7 +19,7 @@ from store_client.embedded.clock import now_ns
 from store_client.embedded.faults import Damaged
 from store_client.embedded.files import open_file
 from store_client.embedded.journal import Record
-from store_client.embedded.rows import ROW_DTYPE, ROW_NBYTES, U8, U32, U64, Row
+from store_client.embedded.rows import INLINE_EXTENTS, ROW_DTYPE, ROW_NBYTES, U8, U32, U64, Row
 
 HEADER_NBYTES = 4096
 COUNTERS = (
@@ -30,6 +30,7 @@ CAUSES = ("busy", "full", "no_space", "corrupt", "geometry", "index", "changed",
 _APPLIED, _PAGES, _USED, _CAPACITY = range(4)
 _FIRST_COUNTER = 64
 _COLUMN_NBYTES = 8 + 8 + 4 + 4 + 4
+_ROWS_AT_ONCE = 1 << 16
 
 
 def table_nbytes(max_pages: int) -> int:
@@ -201,6 +202,20 @@ class Table:
     def count_names(self) -> int:
         """Cells in use: as many as pages."""
         return int(np.count_nonzero(self._words))
+
+    def slots_beyond(self, limit: int) -> tuple["np.ndarray[tuple[int], np.dtype[np.int64]]", list[int]]:
+        """Slots of pages with space beyond granule `limit`, as far as their rows say, and of those whose extents are
+        listed elsewhere."""
+        live = self.live_slots()
+        beyond = np.zeros(len(live), dtype=np.bool_)
+        listed: list[int] = []
+        for at in range(0, len(live), _ROWS_AT_ONCE):
+            slots = live[at : at + _ROWS_AT_ONCE]
+            rows = np.take(self.rows, slots, axis=0).reshape(-1).view(ROW_DTYPE)
+            ends = rows["extents"].astype(np.int64).reshape(len(slots), -1, 2).sum(axis=2)
+            beyond[at : at + len(slots)] = (ends > limit).any(axis=1)
+            listed += slots[rows["num_extents"] > INLINE_EXTENTS].tolist()
+        return live[beyond], listed
 
     def live_slots(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         """Slots that hold a page."""

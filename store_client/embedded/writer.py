@@ -11,43 +11,33 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from mooncake_connector.kv.geometry import Shard
-from mooncake_connector.kv.namespace import Namespace
 from store_client.embedded import rows as rows_
 from store_client.embedded.allocator import Allocator
-from store_client.embedded.arena import Arena
 from store_client.embedded.clock import now_ns
-from store_client.embedded.counters import Counters, as_counts
+from store_client.embedded.counters import as_counts
 from store_client.embedded.evictor import FORGET_BATCH, Evictor
 from store_client.embedded.extents import as_runs
-from store_client.embedded.feed import Feed
-from store_client.embedded.journal import Record
-from store_client.embedded.ledger import Draft, Ledger, Reservation
-from store_client.embedded.locks import FileLock, Owners
+from store_client.embedded.ledger import Draft, Reservation
+from store_client.embedded.parts import Parts
 from store_client.embedded.policy import Policy
-from store_client.embedded.put_plan import Place, Ticket
-from store_client.embedded.rows import INLINE_EXTENTS, NONE, ROW_DTYPE, ROW_NBYTES, Row
+from store_client.embedded.put_plan import Place, PutPages, PutPlan
+from store_client.embedded.rows import NONE, ROW_NBYTES, Row
 from store_client.embedded.soundness import unsound
-from store_client.embedded.spaces import Spaces
-from store_client.embedded.table import Found, Table
+from store_client.embedded.table import Found
 from store_client.embedded.transactions import Transactions
 
 _RECLAIM_PERIOD_S = 5.0
-_ROWS_AT_ONCE = 1 << 16
 
 
 class Writer:
     """The one way to change a pool. Methods that take `deadline` (of `time.monotonic()`) raise LockTimeout."""
 
-    def __init__(
-        self, table: Table, ledger: Ledger, feed: Feed, arena: Arena, spaces: Spaces, lock: FileLock, owners: Owners,
-        policy: Policy, counters: Counters,
-    ) -> None:  # fmt: skip
-        self._table, self._ledger, self._arena, self._spaces = table, ledger, arena, spaces
-        self._lock, self._owners, self._counters = lock, owners, counters
-        self._transactions = Transactions(ledger, table, feed)
-        self._evictor = Evictor(table, self._transactions, policy)
-        self._allocator = Allocator(arena, counters)
+    def __init__(self, parts: Parts, policy: Policy) -> None:
+        self._table, self._ledger, self._arena, self._spaces = parts.table, parts.ledger, parts.arena, parts.spaces
+        self._lock, self._owners, self._counters = parts.lock, parts.owners, parts.counters
+        self._transactions = Transactions(parts.ledger, parts.table, parts.feed)
+        self._evictor = Evictor(parts.table, self._transactions, policy)
+        self._allocator = Allocator(parts.arena, parts.counters)
         self._abandoned: list[Reservation] = []
         self._condemned: list[Found] = []
         self._suspected: list[int] = []
@@ -63,6 +53,11 @@ class Writer:
             yield
         finally:
             self._lock.release()
+
+    def settle(self, deadline: float) -> None:
+        """Have old business done: counts handed in, space given back, corrupt pages forgotten."""
+        with self.locked(deadline):
+            pass
 
     def _catch_up(self) -> None:
         """Apply what a writer that was killed right after its commit, or another process, has changed."""
@@ -115,39 +110,37 @@ class Writer:
 
     # -- put ----------------------------------------------------------------------------------------------------
 
-    def reserve(
-        self, keys: Sequence[bytes], namespace: Namespace, shard: Shard, parents: Sequence[bytes | None],
-        nbytes: int, deadline: float,
-    ) -> Ticket:  # fmt: skip
+    def reserve(self, pages: PutPages, deadline: float) -> PutPlan:
         """Find out which pages are absent and reserve space for them, evicting others if need be."""
         with self.locked(deadline):
             started_ns = now_ns()  # after the wait: else all that others used meanwhile would be spared
-            space = self._spaces.register(namespace, shard)
-            slots = self._table.slots(rows_.join_keys(keys), space)
+            space = self._spaces.register(pages.namespace, pages.shard)
+            slots = self._table.slots(rows_.join_keys(pages.keys), space)
             present = [i for i, slot in enumerate(slots) if slot >= 0]
             if present:
-                self._refresh(keys, slots, present, parents, space)
-            absent = sorted({keys[i]: i for i in reversed(range(len(keys))) if slots[i] < 0}.values())
+                self._refresh(pages, slots, present)
+            outcome = dict.fromkeys(present, "present")
+            absent = sorted({pages.keys[i]: i for i in reversed(range(len(slots))) if slots[i] < 0}.values())
             if not absent:
-                return Ticket(None, [], present, {})
-            self._touch_ancestors({parents[i] for i in absent}, space)
-            reachable, orphans = self._split_orphans(absent, keys, parents, space)
+                return PutPlan(pages, None, [], outcome)
+            self._touch_ancestors(pages.parents_of(absent), space)
+            reachable, orphans = self._split_orphans(pages, absent, space)
             absent = reachable + orphans
-            reservation, places, cause = self._allocate(absent, len(reachable), nbytes, started_ns)
-            failed = dict.fromkeys(absent[len(places) :], cause)
-            return Ticket(reservation, places, present, failed)
+            reservation, places, cause = self._allocate(absent, len(reachable), pages.nbytes, started_ns)
+            return PutPlan(pages, reservation, places, outcome | dict.fromkeys(absent[len(places) :], cause))
 
-    def _split_orphans(
-        self, absent: list[int], keys: Sequence[bytes], parents: Sequence[bytes | None], space: int
-    ) -> tuple[list[int], list[int]]:
+    def _slots_by_key(self, keys: Sequence[bytes], space: int) -> dict[bytes, int]:
+        """The slots of those that are in the table."""
+        slots = self._table.slots(rows_.join_keys(keys), space) if keys else []
+        return {key: slot for key, slot in zip(keys, slots, strict=True) if slot >= 0}
+
+    def _split_orphans(self, pages: PutPages, absent: list[int], space: int) -> tuple[list[int], list[int]]:
         """Pages that a prefix lookup will reach, and those whose parent is neither stored nor in this batch."""
-        named = sorted({parent for i in absent if (parent := parents[i]) is not None})
-        slots = self._table.slots(rows_.join_keys(named), space) if named else []
-        rooted = {parent for parent, slot in zip(named, slots, strict=True) if slot >= 0}
+        rooted: set[bytes | None] = {None, *self._slots_by_key(pages.parents_of(absent), space)}
         reachable, orphans = [], []
         for i in absent:
-            if parents[i] is None or parents[i] in rooted:
-                rooted.add(keys[i])
+            if pages.parents[i] in rooted:
+                rooted.add(pages.keys[i])
                 reachable.append(i)
             else:
                 orphans.append(i)
@@ -160,20 +153,18 @@ class Writer:
 
         Orphans take what is free: evicting for them would trade pages that can be found for some that cannot.
         """
-        count = len(absent)
-        cause = "full"
-        for attempt in range(4):
+        tries = 3
+        while True:
             with self._ledger.transaction() as draft:
-                cause = self._allocator.make_room(draft, count, nbytes)
+                cause = self._allocator.make_room(draft, len(absent), nbytes)
                 short, slots_short = self._allocator.shortage(draft, evict_for, nbytes)
-                if (short <= 0 and slots_short <= 0) or attempt == 3:
+                if not tries or (short <= 0 and slots_short <= 0):
                     return (*self._take(draft, absent, nbytes), cause)
-            if attempt == 0 and self._reclaim():
+            tries -= 1
+            if tries == 2 and self._reclaim():
                 continue
             if not self._evictor.evict(short, slots_short, started_ns):
-                break
-        with self._ledger.transaction() as draft:
-            return (*self._take(draft, absent, nbytes), cause)
+                tries = 0
 
     def _take(self, draft: Draft, absent: list[int], nbytes: int) -> tuple[Reservation | None, list[Place]]:
         pages = self._allocator.take(draft, len(absent), nbytes)
@@ -187,113 +178,80 @@ class Writer:
         draft.reserve(reservation)
         return reservation, [Place(i, slot, page) for i, slot, page in zip(absent, slots, pages, strict=False)]
 
-    def _refresh(
-        self, keys: Sequence[bytes], slots: list[int], present: list[int], parents: Sequence[bytes | None], space: int
-    ) -> None:
+    def _refresh(self, pages: PutPages, slots: list[int], present: list[int]) -> None:
         """A page put again counts as used, and its link to its parent is renewed."""
         self._table.touch([slots[i] for i in present])
-        by_key = dict(zip(keys, slots, strict=True))
+        by_key = dict(zip(pages.keys, slots, strict=True))
         for i in present:
-            parent = by_key.get(parents[i] or b"", -1)
+            parent = by_key.get(pages.parents[i] or b"", -1)
             if parent >= 0 and self._table.depth[parent] < self._table.depth[slots[i]]:
                 self._table.parent[slots[i]] = parent
 
-    def _touch_ancestors(self, parents: set[bytes | None], space: int) -> None:
+    def _touch_ancestors(self, parents: Sequence[bytes], space: int) -> None:
         """Mark the chains that new pages hang on as used, so that making room never takes their beginnings."""
-        names = [parent for parent in parents if parent is not None]
-        if not names:
-            return
         chain: set[int] = set()
-        for slot in self._table.slots(rows_.join_keys(names), space):
+        for slot in self._slots_by_key(parents, space).values():
             while 0 <= slot < self._table.max_pages and slot not in chain and self._table.granules[slot]:
                 chain.add(slot)
                 slot = int(self._table.parent[slot])
-        self._table.touch(sorted(chain))
+        if chain:
+            self._table.touch(sorted(chain))
 
-    def commit(
-        self, ticket: Ticket, keys: Sequence[bytes], namespace: Namespace, shard: Shard,
-        parents: Sequence[bytes | None], nbytes: int, deadline: float,
-    ) -> dict[int, str]:  # fmt: skip
-        """Make complete pages visible. Returns for each page of the ticket "stored", "present" or a cause."""
-        reservation = ticket.reservation
-        if reservation is None:
+    def commit(self, plan: PutPlan, deadline: float) -> dict[int, str]:
+        """Make complete pages visible. Returns for each place of the plan "stored", "present" or a cause."""
+        if plan.reservation is None:
             return {}
         try:
             with self.locked(deadline):
-                space = self._spaces.register(namespace, shard)
+                space = self._spaces.register(plan.pages.namespace, plan.pages.shard)
                 with self._transactions.begin() as draft:
-                    outcome, draft.record = self._publish(draft, ticket, reservation, keys, space, parents, nbytes)
-                return outcome
+                    if draft.release(plan.reservation):
+                        return self._publish(draft, plan, space)
+                # Somebody took this process for dead (its owner file was deleted): the space is no longer ours.
+                return dict.fromkeys((place.index for place in plan.places), "reclaimed")
         except BaseException:
-            self.abandon(reservation)
+            self.abandon(plan.reservation)
             raise
 
-    def _publish(
-        self, draft: Draft, ticket: Ticket, reservation: Reservation, keys: Sequence[bytes], space: int,
-        parents: Sequence[bytes | None], nbytes: int,
-    ) -> tuple[dict[int, str], Record]:  # fmt: skip
-        table = self._table
-        outcome: dict[int, str] = {place.index: "error" for place in ticket.places}
-        if not draft.release(reservation):
-            # Somebody took this process for dead (its owner file was deleted): the space is no longer ours.
-            return dict.fromkeys(outcome, "reclaimed"), self._transactions.record(draft)
-        places = [place for place in ticket.places if place.checksum is not None]
+    def _publish(self, draft: Draft, plan: PutPlan, space: int) -> dict[int, str]:
+        table, keys = self._table, plan.pages.keys
+        outcome = dict.fromkeys((place.index for place in plan.places), "error")
+        places = [place for place in plan.places if place.checksum is not None]
         joined = rows_.join_keys([keys[place.index] for place in places])
         hashes = rows_.hash_keys(joined, space)
-        cells = table.plan_cells(hashes).tolist()
-        there = table.slots(joined, space)
-        kept: list[int] = []
-        for n, place in enumerate(places):
-            if there[n] >= 0:
-                outcome[place.index] = "present"
-            elif cells[n] < 0:
-                outcome[place.index] = "index"
-            elif any(first + granules > draft.high_water for first, granules in place.extents):
-                outcome[place.index] = "full"
-            else:
-                outcome[place.index] = "stored"
-                kept.append(n)
-        kept_places = [places[n] for n in kept]
-        rows = self._rows(draft, kept_places, keys, space, parents, nbytes)
-        dropped = [place for place in ticket.places if outcome[place.index] != "stored"]
-        pieces = [piece for place in dropped for piece in place.extents]
-        self._evictor.free(draft, pieces, [place.slot for place in dropped])
-        slots = np.array([place.slot for place in kept_places], dtype=np.uint32)
-        record = self._transactions.record(
+        cells = table.plan_cells(hashes)
+        for place, cell, slot in zip(places, cells.tolist(), table.slots(joined, space), strict=True):
+            beyond = any(first + granules > draft.high_water for first, granules in place.extents)
+            outcome[place.index] = "present" if slot >= 0 else "index" if cell < 0 else "full" if beyond else "stored"
+        kept = [n for n, place in enumerate(places) if outcome[place.index] == "stored"]
+        dropped = [place for place in plan.places if outcome[place.index] != "stored"]
+        self._evictor.free(
+            draft, [piece for place in dropped for piece in place.extents], [place.slot for place in dropped]
+        )
+        rows = self._rows(draft, plan.pages, [places[n] for n in kept], space)
+        slots = np.array([places[n].slot for n in kept], dtype=np.uint32)
+        draft.record = self._transactions.record(
             draft, pages=len(kept), granules=sum(row.granules for row in rows),
-            set_cells=np.array([cells[n] for n in kept], dtype=np.uint64), set_words=table.words(hashes[kept], slots),
-            set_slots=slots,
+            set_cells=cells[kept].astype(np.uint64), set_words=table.words(hashes[kept], slots), set_slots=slots,
             set_rows=np.frombuffer(b"".join(row.encode() for row in rows), np.uint8).reshape(-1, ROW_NBYTES),
         )  # fmt: skip
-        return outcome, record
+        return outcome
 
-    def _rows(
-        self, draft: Draft, places: list[Place], keys: Sequence[bytes], space: int, parents: Sequence[bytes | None],
-        nbytes: int,
-    ) -> list[Row]:  # fmt: skip
+    def _rows(self, draft: Draft, pages: PutPages, places: list[Place], space: int) -> list[Row]:
         """Rows of new pages; a parent is looked up among them first and in the table otherwise."""
-        table = self._table
-        batch = {keys[place.index]: place for place in places}
-        outside = sorted({p for place in places if (p := parents[place.index]) is not None and p not in batch})
-        known = dict(zip(outside, table.slots(rows_.join_keys(outside), space), strict=True)) if outside else {}
-        depths: dict[bytes, int] = {}
+        known = self._slots_by_key(pages.parents_of(place.index for place in places), space)
+        links = {key: (slot, int(self._table.depth[slot])) for key, slot in known.items()}
+        created = int(time.time())
         rows = []
         for place in places:
-            key, parent_key = keys[place.index], parents[place.index]
-            parent, depth = NONE, 0
-            if parent_key is not None and parent_key in depths:
-                parent, depth = batch[parent_key].slot, depths[parent_key] + 1
-            elif parent_key is not None and known.get(parent_key, -1) >= 0:
-                parent = known[parent_key]
-                depth = int(table.depth[parent]) + 1
-            depths[key] = depth
-            extents = place.extents
-            if len(extents) > INLINE_EXTENTS:
-                draft.put_extents(place.slot, as_runs(extents))
+            parent, depth = links.get(pages.parents[place.index] or b"", (NONE, -1))
+            links[pages.keys[place.index]] = place.slot, depth + 1
+            if place.is_listed:
+                draft.put_extents(place.slot, as_runs(place.extents))
             rows.append(Row(
-                key, draft.next_generation(), place.checksum or 0, space, nbytes,
-                sum(granules for _, granules in extents), parent, depth, int(time.time()), len(extents),
-                tuple(extents) if len(extents) <= INLINE_EXTENTS else (extents[0],),
+                pages.keys[place.index], draft.next_generation(), place.checksum or 0, space, pages.nbytes,
+                sum(granules for _, granules in place.extents), parent, depth + 1, created, len(place.extents),
+                tuple(place.extents[:1] if place.is_listed else place.extents),
             ))  # fmt: skip
         return rows
 
@@ -383,24 +341,19 @@ class Writer:
     def unsound(self, deadline: float) -> str | None:
         """See `soundness.unsound`."""
         with self.locked(deadline), self._ledger.peek() as draft:
-            return unsound(draft, self._table)
+            return unsound(draft, self._table, self._arena.granules)
 
-    def trim(self, deadline: float) -> None:
-        """Give the arena's space beyond the limit back to the file system, if no other process maps it."""
+    def trim(self, deadline: float) -> int:
+        """Give the arena's space beyond the limit back to the file system, if no other process maps it.
+
+        Returns the granules that are secured.
+        """
         with self.locked(deadline), self._ledger.peek() as draft:
             self._arena.punch_from(draft.high_water)
+            return draft.high_water
 
     def _slots_beyond(self, limit: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        live = self._table.live_slots()
-        beyond = np.zeros(len(live), dtype=np.bool_)
+        beyond, listed = self._table.slots_beyond(limit)
         with self._ledger.peek() as draft:
-            for at in range(0, len(live), _ROWS_AT_ONCE):
-                slots = live[at : at + _ROWS_AT_ONCE]
-                rows = np.take(self._table.rows, slots, axis=0).reshape(-1).view(ROW_DTYPE)
-                words = rows["extents"].astype(np.int64)
-                for extent in range(0, 2 * INLINE_EXTENTS, 2):
-                    beyond[at : at + len(slots)] |= words[:, extent] + words[:, extent + 1] > limit
-                for i in np.flatnonzero(rows["num_extents"] > INLINE_EXTENTS).tolist():
-                    listed = draft.peek_extents(int(slots[i]))
-                    beyond[at + i] = (listed.sum(axis=1, dtype=np.int64) > limit).any()
-        return live[beyond]
+            wide = [slot for slot in listed if (draft.peek_extents(slot).sum(axis=1, dtype=np.int64) > limit).any()]
+        return np.union1d(beyond, np.array(wide, dtype=np.int64))

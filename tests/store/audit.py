@@ -6,7 +6,6 @@ import numpy as np
 
 from store_client import EmbeddedStore
 from store_client.embedded import rows as rows_
-from store_client.embedded.rows import INLINE_EXTENTS
 
 
 def audit(store: EmbeddedStore, *, idle: bool = True) -> None:
@@ -21,7 +20,7 @@ def audit(store: EmbeddedStore, *, idle: bool = True) -> None:
         writer._reclaim()
         with writer._ledger.peek() as draft:
             granules = np.zeros(draft.high_water, dtype=np.int64)
-            slots = np.zeros(pool.max_pages, dtype=np.int64)
+            slots = np.zeros(pool.table.max_pages, dtype=np.int64)
             for first, size in draft.free.runs().tolist():
                 granules[first : first + size] += 1
             for first, size in draft.slots.runs().tolist():
@@ -38,8 +37,7 @@ def audit(store: EmbeddedStore, *, idle: bool = True) -> None:
             for slot in live:
                 row = rows_.decode(pool.table.rows[slot].tobytes())
                 assert row is not None
-                listed = row.num_extents > INLINE_EXTENTS
-                extents = draft.peek_extents(slot).tolist() if listed else list(row.extents)
+                extents = draft.peek_extents(slot).tolist() if row.is_listed else list(row.extents)
                 slots[slot] += 1
                 for first, size in extents:
                     granules[first : first + size] += 1

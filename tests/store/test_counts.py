@@ -68,7 +68,7 @@ def test_counts_outlive_the_file_that_they_are_in(pool: Path) -> None:
         assert opened is not None
         (file,) = (opened.data / "owners").iterdir()
         file.unlink()
-        assert opened._owners.restore()
-        opened.counters.move(opened._owners.page)
+        assert opened._parts.owners.restore()
+        opened.counters.move(opened._parts.owners.page)
         space.record_lookup(hit_pages=1, missed_pages=0, page_tokens=1)
         assert hits(store.stats()) == (2, 0, 2, 0)

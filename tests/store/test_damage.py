@@ -222,7 +222,7 @@ def test_damage_in_the_ledger_leads_to_one_rebuild(
         assert opened is not None
 
         def fail(ledger: Ledger) -> Any:
-            if ledger is opened._ledger:
+            if ledger is opened._parts.ledger:
                 raise error
             return peek(ledger)
 
@@ -232,7 +232,7 @@ def test_damage_in_the_ledger_leads_to_one_rebuild(
         assert until(lambda: put_chain(space, keys) == [Put.STORED] * 2)
         assert data_folder(pool) != broken
         assert len([record for record in caplog.records if "is rebuilt, empty" in record.message]) == 1
-        assert opened.max_pages == store.stats().max_pages, "as large as before"
+        assert opened.table.max_pages == store.stats().max_pages, "as large as before"
 
 
 def exhausted(*arguments: object, **named: object) -> Any:

@@ -18,6 +18,7 @@ from store.test_opening import CAPACITY, data_folder, until
 from store_client import EmbeddedStore, Put
 from store_client.embedded import contents, pool_users, registry
 from store_client.embedded.ledger import Ledger
+from store_client.embedded.put_plan import PutPages
 from store_client.testing import SHARD, chain, namespace, put_chain
 
 KILLED_WITHIN_A_PUT = (
@@ -55,7 +56,7 @@ KILLED_AFTER_A_FORK = (
 def reserved(store: EmbeddedStore) -> int:
     opened = store._handle._pool
     assert opened is not None
-    with opened._ledger.peek() as draft:
+    with opened._parts.ledger.peek() as draft:
         return len(draft.reservations())
 
 
@@ -136,7 +137,7 @@ def test_space_that_is_given_up_while_other_space_is_given_back_is_not_forgotten
         writer, keys = opened.writer, chain("a", 2)
 
         def reserve(key: bytes) -> object:
-            return writer.reserve([key], namespace(), SHARD, [None], 65536, time.monotonic() + 5).reservation
+            return writer.reserve(PutPages(namespace(), SHARD, [key], [None], 65536), time.monotonic() + 5).reservation
 
         first, second = reserve(keys[0]), reserve(keys[1])
         transaction = Ledger.transaction
@@ -163,7 +164,7 @@ def test_two_threads_that_miss_the_file_make_one(pool: Path, monkeypatch: pytest
     with EmbeddedStore(pool, CAPACITY) as store:
         opened = store._handle._pool
         assert opened is not None
-        owners = opened._owners
+        owners = opened._parts.owners
         owners._path.unlink()
         files = len(os.listdir("/proc/self/fd"))
         make, threads = owners._make, []
