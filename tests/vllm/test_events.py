@@ -133,11 +133,8 @@ def test_a_page_is_removed_once_one_rank_has_lost_its_shard(follow: Callable[...
 def test_a_page_that_came_back_is_not_said_to_be_removed(follow: Callable[..., Followed]) -> None:
     followed = follow()
     keys = page_keys(PROMPT, 16)
-    pages: dict[int, bytes] = {}
-    nbytes = followed.engine.half._views()[0].nbytes
-    followed.space().read(keys, lambda i, page: pages.__setitem__(i, page.tobytes()), nbytes=nbytes)
     followed.space().remove(keys)
-    followed.space().put(keys[:4], list(pages.values())[:4], parents=[None, *keys[:3]], deadline_s=PATIENCE_S)
+    put_chain(followed.space(), keys[:4], followed.engine.half._views()[0].nbytes)
     assert sorted(followed.removed()) == sorted(keys[4:])
 
 
