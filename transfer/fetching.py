@@ -12,11 +12,11 @@ import numpy as np
 
 from mooncake_connector.log import get_logger, log_once
 from transfer.control.connection import Access, Gone, Link, connect
-from transfer.control.directory import InstanceCard, RankCard, look_up
+from transfer.control.directory import Address, InstanceCard, RankCard, look_up
 from transfer.driver import RANK_PURPOSE, Driver, look, now_s, peer_name
 from transfer.integrity import wrong_pages
-from transfer.plan.layout import RankLayout
-from transfer.plan.pairing import Pairing, Route, routes
+from transfer.plan.layout import RankLayout, Table
+from transfer.plan.pairing import Pairings, Route, pair_sections, routes
 from transfer.protocol.consumer import Consumer, Incoming, Source, Where
 from transfer.protocol.messages import Introduction, Landed, encode
 from transfer.protocol.orders import Ended, Failed, Order, Revoke, Timing, Verify
@@ -35,21 +35,12 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """All ranks of this rank's own instance, and which of them it is."""
-
-    ranks: tuple[RankLayout, ...]
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Origin(Source):
     """A rank of a prefill instance that has a route to this rank."""
 
     card: RankCard
     route: Route
-    pairing: Pairing
-    page_tokens: int
+    pairings: Pairings
 
 
 @dataclass(slots=True)
@@ -85,36 +76,35 @@ class Fetching(Driver):
         self._timing = timing
         self._layout, self._memory, self._endpoints, self._executor = layout, memory, dict(endpoints), executor
         self._access, self._page_tokens, self._staging = access, page_tokens, staging
-        self._remotes: dict[tuple[str, int], asyncio.Task[_Remote]] = {}
-        self._failed_s: dict[tuple[str, int], float] = {}
+        self._own: dict[Address, asyncio.Task[InstanceCard]] = {}
+        """Who the ranks of this instance are, by the address of its directory."""
+        self._remotes: dict[Address, asyncio.Task[_Remote]] = {}
+        self._failed_s: dict[Address, float] = {}
 
     # What the engine says
 
-    def announce(self, transfer: Incoming, family: Family, now_s: float) -> None:
-        """A request that will want this transfer."""
+    def announce(self, transfer: Incoming, home: Address, now_s: float) -> None:
+        """A request that will want this transfer; `home` is the directory of this rank's own instance."""
         self.consumer.announce(transfer, now_s)
         if transfer.ending is None:
-            self._start(self._loop.create_task(self._seek(transfer, family)))
+            self._start(self._loop.create_task(self._seek(transfer, home)))
 
-    def grant(
-        self, transfer: Incoming, first_token: int, stop_token: int, block_ids: Sequence[int], now_s: float
-    ) -> None:
-        """Fetch tokens `[first_token, stop_token)` into the blocks of this table; nothing if it has ended already."""
+    def grant(self, transfer: Incoming, tables: Sequence[Table], now_s: float) -> None:
+        """Fetch into the blocks of these tables, one of each section; nothing if it has ended already."""
         key = bytes(GRANT_KEY_NBYTES)
         if transfer.ending is None:
             try:
-                ranges = self._layout.ranges(self._layout.holding(block_ids, first_token, stop_token))
-                transfer.memory = self._memory.grant(*ranges)
+                transfer.memory = self._memory.grant(*self._layout.ranges(tables))
                 key = transfer.memory.key
             except (TransferError, ValueError) as error:
                 self.consumer.fail(transfer, str(error), now_s)
-        self.consumer.grant(transfer, first_token, stop_token, block_ids, key, now_s)
+        self.consumer.grant(transfer, tables, key, now_s)
 
-    async def _seek(self, transfer: Incoming, family: Family) -> None:
+    async def _seek(self, transfer: Incoming, home: Address) -> None:
         sources: list[_Origin] = []
         patience_s = self._timing.deadline_s + self._timing.retry_s
         try:
-            remote = await asyncio.wait_for(self._remote(transfer.where, family), patience_s)
+            remote = await asyncio.wait_for(self._remote(transfer.where, home), patience_s)
             if remote.lost.is_set():
                 raise Unavailable("the prefill instance was lost just now")
             sources = remote.origins
@@ -128,9 +118,9 @@ class Fetching(Driver):
 
     # The prefill instance
 
-    async def _remote(self, where: Where, family: Family) -> _Remote:
+    async def _remote(self, where: Where, home: Address) -> _Remote:
         """Raises TransferError, also where the life that has the KV is over."""
-        remote = await self._known(where.address, family)
+        remote = await self._known(where.address, home)
         if where.engine_id in ("", remote.engine_id):
             return remote
         if remote.asked is None or remote.asked.done():  # once for all requests that name another life
@@ -139,12 +129,12 @@ class Fetching(Driver):
         card = await asyncio.shield(remote.asked)
         if card.engine_id != remote.engine_id:  # it restarted since it was asked
             self._forget(where.address, remote)
-            remote = await self._known(where.address, family)
+            remote = await self._known(where.address, home)
         if where.engine_id != remote.engine_id:
             raise Unavailable(f"prefill instance {where.engine_id!r} is gone: {remote.engine_id!r} answers there")
         return remote
 
-    async def _known(self, address: tuple[str, int], family: Family) -> _Remote:
+    async def _known(self, address: Address, home: Address) -> _Remote:
         task = self._remotes.get(address)
         if task is None:
             if now_s() < self._failed_s.get(address, 0.0):
@@ -153,11 +143,11 @@ class Fetching(Driver):
                 reason = f"no search for the prefill instance at {address}: {MAX_SEARCHES} others are under way"
                 log_once("transfer.searches", "a transfer fails: %s", reason, logger=logger)
                 raise Unavailable(reason)
-            task = self._remotes[address] = self._loop.create_task(self._find(address, family))
+            task = self._remotes[address] = self._loop.create_task(self._find(address, home))
             task.add_done_callback(partial(self._found, address))
         return await asyncio.shield(task)
 
-    def _found(self, address: tuple[str, int], task: asyncio.Task[_Remote]) -> None:
+    def _found(self, address: Address, task: asyncio.Task[_Remote]) -> None:
         """Forget a search that failed, also where each transfer that waited for it has met its deadline."""
         if task.cancelled() or task.exception() is None:
             return
@@ -166,9 +156,9 @@ class Fetching(Driver):
             failed_s = {other: until_s for other, until_s in self._failed_s.items() if until_s > now_s()}
             self._failed_s = {**failed_s, address: now_s() + _UNREACHABLE_S}
 
-    async def _find(self, address: tuple[str, int], family: Family) -> _Remote:
-        card = await look_up(address, self._access, deadline_s=_CONNECT_S)
-        origins = await self._loop.run_in_executor(None, self._origins, card, family)
+    async def _find(self, address: Address, home: Address) -> _Remote:
+        own, card = await asyncio.gather(self._of_own(home), look_up(address, self._access, deadline_s=_CONNECT_S))
+        origins = await self._loop.run_in_executor(None, self._origins, card, own)
         links = await asyncio.gather(*(self._visit(origin) for origin in origins), return_exceptions=True)
         failures = [link for link in links if isinstance(link, BaseException)]
         if failures:
@@ -183,19 +173,34 @@ class Fetching(Driver):
             self._start(self._loop.create_task(self._keep(address, remote, origin, link)))
         return remote
 
-    def _origins(self, card: InstanceCard, family: Family) -> list[_Origin]:
-        """Those that have a route to this rank. Raises LayoutError."""
-        every = routes([rank.layout for rank in card.ranks], family.ranks)
+    async def _of_own(self, home: Address) -> InstanceCard:
+        """The ranks of this instance, which stay what they are. Raises Unavailable."""
+        task = self._own.get(home)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._own[home] = self._loop.create_task(look_up(home, self._access, deadline_s=_CONNECT_S))
+            task.add_done_callback(look)
+        try:
+            return await asyncio.shield(task)
+        except Unavailable as error:
+            raise Unavailable(f"this instance's own directory at {home[0]}, port {home[1]}: {error}") from None
+
+    def _origins(self, card: InstanceCard, own: InstanceCard) -> list[_Origin]:
+        """Those that have a route to this rank. Raises LayoutError, Unavailable where this rank is not in its own."""
+        mine = self._access.identity.instance
+        number = next((number for number, rank in enumerate(own.ranks) if rank.instance == mine), None)
+        if number is None:
+            raise Unavailable(f"this rank is not in the directory of its own instance, {own.engine_id!r}")
+        every = routes([rank.layout for rank in card.ranks], [rank.layout for rank in own.ranks])
         origins = []
         for route in every:
-            if route.destination != family.number:
+            if route.destination != number:
                 continue
             rank = card.ranks[route.source]
-            pairing = Pairing(rank.layout, self._layout, route.part)
-            page_tokens = pairing.checksum_tokens(self._page_tokens)
+            pairings = pair_sections(rank.layout, self._layout, route.parts)
             destinations = sum(other.source == route.source for other in every)
             peer = peer_name(rank.instance)
-            origins.append(_Origin(peer, pairing.layers, destinations, rank, route, pairing, page_tokens))
+            layers = [pairings[at][1].layers if at in pairings else range(0) for at in range(len(route.parts))]
+            origins.append(_Origin(peer, layers, destinations, rank, route, pairings))
         return origins
 
     async def _visit(self, origin: _Origin) -> Link:
@@ -206,21 +211,19 @@ class Fetching(Driver):
         )
         introduction = Introduction(
             layout=self._layout,
-            part=route.part,
+            parts=list(route.parts),
             endpoints=self._endpoints,
         )
         link.send(encode(introduction))
         return link
 
-    async def _keep(self, address: tuple[str, int], remote: _Remote, origin: _Origin, link: Link | None) -> None:
+    async def _keep(self, address: Address, remote: _Remote, origin: _Origin, link: Link | None) -> None:
         try:
             await self._keep_talking(address, remote, origin, link)
         finally:
             self._forget(address, remote)
 
-    async def _keep_talking(
-        self, address: tuple[str, int], remote: _Remote, origin: _Origin, link: Link | None
-    ) -> None:
+    async def _keep_talking(self, address: Address, remote: _Remote, origin: _Origin, link: Link | None) -> None:
         """Talk with a rank, and connect again where the connection ends while there is anything to say."""
         tried_s = -_RECONNECT_S
         while not remote.lost.is_set():
@@ -254,7 +257,7 @@ class Fetching(Driver):
             else:
                 self._links[origin.peer] = link
 
-    def _forget(self, address: tuple[str, int], remote: _Remote) -> None:
+    def _forget(self, address: Address, remote: _Remote) -> None:
         """Ask the directory again before the next transfer."""
         if remote.lost.is_set():  # whose connections are over: those to its ranks are others now
             return
@@ -282,7 +285,7 @@ class Fetching(Driver):
         right, nbytes = False, 0
         try:
             right, nbytes = await self._loop.run_in_executor(
-                self._executor, _check, origin, order.landed, transfer.block_ids, self._staging
+                self._executor, _check, origin, order.landed, transfer.tables, self._page_tokens, self._staging
             )
         except Exception as error:
             log_once(f"transfer.verify:{type(error).__name__}", "a batch cannot be checked: %r", error, logger=logger)
@@ -303,10 +306,12 @@ class Fetching(Driver):
         self.tell(self.consumer.revoked, transfer)
 
 
-def _check(origin: _Origin, landed: Landed, block_ids: Sequence[int], staging: Staging | None) -> tuple[bool, int]:
+def _check(
+    origin: _Origin, landed: Landed, tables: Sequence[Table], page_tokens: int, staging: Staging | None
+) -> tuple[bool, int]:
     """Whether a batch has the bytes that were sent, and how many. Raises TransferError for a batch that cannot be."""
     layers = range(landed.first_layer, landed.first_layer + landed.num_layers)
-    pages = origin.pairing.destination_pages(
-        layers, landed.first_token, landed.stop_token, block_ids, origin.page_tokens
-    )
+    _, pairing = origin.pairings[landed.section]
+    block_ids, page_tokens = tables[landed.section].block_ids, pairing.checksum_tokens(page_tokens)
+    pages = pairing.destination_pages(layers, landed.first_token, landed.stop_token, block_ids, page_tokens)
     return not wrong_pages(pages, landed.checksums, staging), int(np.sum(pages.nbytes))

@@ -15,9 +15,9 @@ from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.control.connection import Link
 from transfer.driver import Driver, look, peer_name
 from transfer.integrity import page_checksums
-from transfer.plan.granularity import Bounds
-from transfer.plan.layout import RankLayout
-from transfer.plan.pairing import Pairing
+from transfer.plan.granularity import Bounds, Granularity
+from transfer.plan.layout import RankLayout, Table
+from transfer.plan.pairing import Pairing, Pairings, pair_sections
 from transfer.protocol.messages import Granted, Introduction, MessageError, decode
 from transfer.protocol.orders import Abandon, Ended, Failed, Order, Timing, Write
 from transfer.protocol.producer import Outgoing, Producer, Shape
@@ -41,12 +41,12 @@ class Computed:
     """What a step computes of a transfer.
 
     Args:
-        block_ids: the block table as it is now.
+        block_tables: the block table of each section as it is now.
         stop_token: after this step the KV of the tokens before it is there.
         run: how often prefill was begun again before.
     """
 
-    block_ids: list[int]
+    block_tables: list[list[int]]
     stop_token: int
     run: int = 0
 
@@ -56,9 +56,7 @@ class _Visitor:
     """A consumer's rank."""
 
     layout: RankLayout
-    pairing: Pairing
-    page_tokens: int
-    """Tokens that share a checksum."""
+    pairings: Pairings
     endpoints: Mapping[str, bytes]
     data: asyncio.Future[Peer]
     """The connection for bulk data."""
@@ -85,7 +83,7 @@ class Serving(Driver):
         staging: Staging | None,
         report: Callable[[Failed | Ended], None],
     ) -> None:
-        self.producer = Producer(self._shape_of, timing)
+        self.producer = Producer(self._shapes_of, timing)
         super().__init__(self.producer, loop, report)
         self._timing = timing
         self._layout, self._transports, self._executor, self._pairing = layout, transports, executor, pairing
@@ -94,11 +92,11 @@ class Serving(Driver):
         self._completions: dict[tuple[str, Outgoing, int], Completion] = {}
         """Of writes under way, by consumer's rank, transfer and batch."""
 
-    def computed(self, layer: int, progress: Sequence[tuple[Outgoing, Computed]], now_s: float) -> None:
-        """All layers up to `layer` have the KV of these transfers' tokens before their stop."""
+    def computed(self, layer: int, progress: Sequence[tuple[Outgoing, Computed]], section: int, now_s: float) -> None:
+        """All layers of a section up to `layer` have the KV of these transfers' tokens before their stop."""
         for transfer, computed in progress:
-            transfer.block_ids = computed.block_ids
-            self.producer.computed(transfer, layer, computed.stop_token, now_s, run=computed.run)
+            transfer.block_tables = computed.block_tables
+            self.producer.computed(transfer, layer, computed.stop_token, now_s, run=computed.run, section=section)
 
     # Consumers
 
@@ -109,9 +107,9 @@ class Serving(Driver):
             message = decode(await link.receive(_INTRODUCTION_S, _MAX_INTRODUCTION_NBYTES))
             if not isinstance(message, Introduction):
                 raise MessageError(f"{type(message).__name__} before an introduction")
-            pairing = await self._loop.run_in_executor(self._pairing, self._pair, message)
+            pairings = await self._loop.run_in_executor(self._pairing, self._pair, message)
             link.known()
-            visitor = self._meet(peer, link, message, pairing)
+            visitor = self._meet(peer, link, message, pairings)
         except Unavailable:
             return
         except TransferError as error:
@@ -128,19 +126,18 @@ class Serving(Driver):
                 # Writes go on meanwhile: the consumer connects again, unless it is gone.
                 self._loop.call_later(self._timing.lease_s, self._forget, peer, visitor)
 
-    def _pair(self, message: Introduction) -> Pairing:
-        return Pairing(self._layout, message.layout, message.part)
+    def _pair(self, message: Introduction) -> Pairings:
+        return pair_sections(self._layout, message.layout, message.parts)
 
-    def _meet(self, peer: str, link: Link, message: Introduction, pairing: Pairing) -> _Visitor:
+    def _meet(self, peer: str, link: Link, message: Introduction, pairings: Pairings) -> _Visitor:
         before = self._visitors.get(peer)
         if before is None and len(self._visitors) >= MAX_VISITORS:
             gone = next((name for name in self._visitors if name not in self._links), None)
             if gone is None:
                 raise TransferError(f"{MAX_VISITORS} ranks of decode instances are connected: more are not served")
             self._forget(gone, self._visitors[gone])
-        page_tokens = pairing.checksum_tokens(self._page_tokens)
         data = self._connect(message.endpoints) if before is None else before.data
-        visitor = _Visitor(message.layout, pairing, page_tokens, message.endpoints, data)
+        visitor = _Visitor(message.layout, pairings, message.endpoints, data)
         if peer in self._links:
             self._links[peer].close()
         self._links[peer], self._visitors[peer] = link, visitor
@@ -160,32 +157,41 @@ class Serving(Driver):
         connect = partial(self._transports.connect, endpoints, deadline_s=_CONNECT_S)
         return await self._loop.run_in_executor(None, connect)
 
-    def _shape_of(self, peer: str, granted: Granted) -> Shape:
+    def _shapes_of(self, peer: str, granted: Granted) -> list[Shape]:
         visitor = self._visitors.get(peer)
         if visitor is None:
             raise TransferError("the consumer has no connection")
-        visitor.layout.check_blocks(granted.block_ids)
-        pairing, layout = visitor.pairing, self._layout
-        tokens = max(1, granted.stop_token - granted.first_token)
-        layer_nbytes = tokens * layout.shard.num_heads * (layout.k_dim + layout.v_dim) * layout.itemsize
+        visitor.layout.check_tables(granted.tables)
+        return [
+            self._shape(number, own, pairing, granted.tables[number])
+            for number, (own, pairing) in visitor.pairings.items()
+        ]
+
+    def _shape(self, number: int, own: int, pairing: Pairing, table: Table) -> Shape:
+        section = self._layout.sections[own]
+        if section.is_whole:
+            return Shape(Granularity.FULL, pairing.layers, pairing.unit, 1, number, own, is_whole=True)
+        tokens = max(1, len(table.tokens))
+        layer_nbytes = tokens * section.shard.num_heads * (section.k_dim + section.v_dim) * section.itemsize
         min_layers = -(-_MIN_BATCH_NBYTES // layer_nbytes)
-        return Shape(self._bounds.choose(granted.stop_token), pairing.layers, pairing.unit, min_layers)
+        granularity = self._bounds.choose(table.stop_token)
+        return Shape(granularity, pairing.layers, pairing.unit, min_layers, number, own)
 
     # Writes
 
     def _carry_out(self, order: Order) -> None:
         if isinstance(order, Write):
-            self._start(self._loop.create_task(self._write(order, order.transfer.block_ids)))
+            self._start(self._loop.create_task(self._write(order, order.transfer.block_tables)))
         elif isinstance(order, Abandon):
             for (peer, transfer, _), completion in tuple(self._completions.items()):
                 if peer == order.peer and transfer is order.transfer:
                     completion.cancel()
 
-    async def _write(self, order: Write, block_ids: Sequence[int]) -> None:
+    async def _write(self, order: Write, block_tables: Sequence[Sequence[int]]) -> None:
         checksums: list[int] = []
         error: str | None
         try:
-            checksums, error = await self._try_write(order, block_ids)
+            checksums, error = await self._try_write(order, block_tables)
         except (TransferError, ValueError) as reason:
             error = str(reason)
         except Exception as reason:
@@ -195,7 +201,7 @@ class Serving(Driver):
             )
         self.tell(self.producer.written, order.peer, order.transfer, order.number, checksums, error)
 
-    async def _try_write(self, order: Write, block_ids: Sequence[int]) -> tuple[list[int], str | None]:
+    async def _try_write(self, order: Write, block_tables: Sequence[Sequence[int]]) -> tuple[list[int], str | None]:
         visitor, transfer = self._visitors.get(order.peer), order.transfer
         if visitor is None:
             raise TransferError("the consumer's connection ended")
@@ -207,7 +213,8 @@ class Serving(Driver):
             raise TransferError("not wanted any more")
         settled: asyncio.Future[Outcome] = self._loop.create_future()
         completion, nbytes, checksums = await self._loop.run_in_executor(
-            self._executor, _send, visitor, peer, order, block_ids, self._timing.hold_s, self._staging
+            self._executor,
+            partial(_send, visitor, peer, order, block_tables, self._page_tokens, self._timing.hold_s, self._staging),
         )
         key = order.peer, transfer, order.number
         self._completions[key] = completion
@@ -238,21 +245,29 @@ def _send(
     visitor: _Visitor,
     peer: Peer,
     order: Write,
-    block_ids: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    page_tokens: int,
     deadline_s: float,
     staging: Staging | None,
 ) -> tuple[Completion, int, list[int]]:
     """Start writing a batch, and take its checksums meanwhile. Raises TransferError, ValueError."""
-    batch, granted, pairing = order.batch, order.granted, visitor.pairing
+    batch, granted = order.batch, order.granted
+    own, pairing = visitor.pairings[batch.section]
+    if own >= len(block_tables):
+        raise TransferError(f"{len(block_tables)} block tables: there is none of section number {own}")
+    block_ids, blocks = block_tables[own], granted.tables[batch.section].block_ids
     layers = range(batch.first_layer, batch.first_layer + batch.num_layers)
     tokens = (batch.first_token, batch.stop_token)
-    copies = pairing.copies(layers, *tokens, block_ids, granted.block_ids)
-    ranges = visitor.layout.ranges(visitor.layout.holding(granted.block_ids, *tokens))
+    copies = pairing.copies(layers, *tokens, block_ids, blocks)
+    section = visitor.layout.sections[batch.section]
+    ranges = section.ranges(section.holding(blocks, *tokens))
     completion = peer.write(
         Grant(granted.key, *ranges), copies.source, copies.destination, copies.nbytes, deadline_s=deadline_s
     )
     try:
-        checksums = page_checksums(pairing.source_pages(layers, *tokens, block_ids, visitor.page_tokens), staging)
+        checksums = page_checksums(
+            pairing.source_pages(layers, *tokens, block_ids, pairing.checksum_tokens(page_tokens)), staging
+        )
     except BaseException:
         completion.cancel()
         raise

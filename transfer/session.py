@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from transfer.control.connection import Access, LoopThread
-from transfer.control.directory import RankCard
+from transfer.control.directory import Address, RankCard
 from transfer.control.listener import Listener, listen
 from transfer.driver import RANK_PURPOSE, Driver
-from transfer.fetching import Family, Fetching
+from transfer.fetching import Fetching
 from transfer.plan.granularity import Bounds
-from transfer.plan.layout import RankLayout
+from transfer.plan.layout import RankLayout, Table
 from transfer.protocol.consumer import Incoming
 from transfer.protocol.orders import Ended, Failed, Timing
 from transfer.protocol.producer import Outgoing
@@ -62,7 +62,7 @@ class Node:
     """See the module.
 
     Args:
-        layout: this rank's KV memory.
+        layout: what this rank hands over and takes, section by section.
         regions: `(address, nbytes)` of the memory that holds it.
         device: number of the CUDA device that the memory is on; None for memory of the host.
 
@@ -127,9 +127,12 @@ class Node:
         """A request begins whose KV a consumer will want."""
         self._tell(self._serving, self._serving.producer.open, transfer)
 
-    def computed(self, layer: int, progress: Sequence[tuple[Outgoing, Computed]]) -> None:
-        """All layers of this rank up to `layer` have the KV of each transfer's tokens before its stop."""
-        self._tell(self._serving, self._serving.computed, layer, progress)
+    def computed(self, layer: int, progress: Sequence[tuple[Outgoing, Computed]], section: int = 0) -> None:
+        """All layers of this rank's section up to `layer` have the KV of each transfer's tokens before its stop.
+
+        Sections that are sent whole are computed when the transfer is `finished`.
+        """
+        self._tell(self._serving, self._serving.computed, layer, progress, section)
 
     def preempted(self, transfer: Outgoing) -> None:
         """The engine has the blocks back; what is sent from them after this call does not count."""
@@ -145,19 +148,19 @@ class Node:
 
     # Fetching
 
-    def announce(self, transfer: Incoming, family: Family) -> None:
-        """A request that will want this transfer."""
-        self._tell(self._fetching, self._fetching.announce, transfer, family)
+    def announce(self, transfer: Incoming, home: Address) -> None:
+        """A request that will want this transfer. `home` is where the directory of this rank's own instance is: which
+        part of the transfer is for this rank depends on what its others have."""
+        self._tell(self._fetching, self._fetching.announce, transfer, home)
 
-    def allocated(self, transfer: Incoming, first_token: int, stop_token: int, block_ids: Sequence[int]) -> None:
+    def allocated(self, transfer: Incoming, tables: Sequence[Table]) -> None:
         """The engine has these blocks for it and waits for its end; `grant` comes when the device has left them."""
-        consumer = self._fetching.consumer
-        self._tell(self._fetching, consumer.allocated, transfer, first_token, stop_token, block_ids)
+        self._tell(self._fetching, self._fetching.consumer.allocated, transfer, tables)
 
-    def grant(self, transfer: Incoming, first_token: int, stop_token: int, block_ids: Sequence[int]) -> None:
-        """Fetch tokens `[first_token, stop_token)` of it into a block table, whose blocks are the transfer's until its
-        end. `first_token` is a multiple of the block size."""
-        self._tell(self._fetching, self._fetching.grant, transfer, first_token, stop_token, block_ids)
+    def grant(self, transfer: Incoming, tables: Sequence[Table]) -> None:
+        """Fetch into the blocks of these tables, one of each section of this rank, in order; they are the transfer's
+        until its end. `first_token` of each is a multiple of the section's block size."""
+        self._tell(self._fetching, self._fetching.grant, transfer, tables)
 
     # Both
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from mooncake_connector.kv.namespace import Namespace
-from transfer.plan.layout import RankLayout
+from transfer.control.directory import Address
+from transfer.plan.layout import Table
 from transfer.protocol.consumer import Where
 from transfer.serving import Computed
 
@@ -82,15 +83,6 @@ class Announcement:
     computed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GrantedBlocks:
-    """Tokens `[first_token, stop_token)` of an announced request are to come into its blocks."""
-
-    first_token: int
-    stop_token: int
-    block_ids: list[int]
-
-
 @dataclass(slots=True)
 class PDStep:
     """Scheduler to worker: what happens to transfers in this step, all by request.
@@ -101,10 +93,10 @@ class PDStep:
         computed: outgoing: what this step computes of them, and the tokens of their prompt.
         finished: outgoing: their prefill is over -> tokens.
         announced: incoming: a request whose KV comes from elsewhere.
-        granted: incoming: they have blocks now.
+        granted: incoming: they have blocks now, for these tokens.
         cancelled: either: they need nothing (more) -> why.
         unreported: of those, the ones whose end vLLM does not wait for.
-        ranks: KV memory of all ranks of this instance, where something is announced.
+        home: where this instance's own directory is.
     """
 
     opened: dict[str, str] = field(default_factory=dict)
@@ -112,10 +104,10 @@ class PDStep:
     computed: dict[str, tuple[Computed, int]] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
     announced: dict[str, Announcement] = field(default_factory=dict)
-    granted: dict[str, GrantedBlocks] = field(default_factory=dict)
+    granted: dict[str, Table] = field(default_factory=dict)
     cancelled: dict[str, str] = field(default_factory=dict)
     unreported: set[str] = field(default_factory=set)
-    ranks: tuple[RankLayout, ...] = ()
+    home: Address = ("", 0)
 
 
 @dataclass(slots=True)

@@ -237,7 +237,7 @@ class World:
             sources = [
                 Source(
                     self.ranks[f"P{source}"].peer,
-                    layers,
+                    [layers],
                     sum(source in part for part in self.parts),
                 )
                 for source, layers in self.parts[number].items()

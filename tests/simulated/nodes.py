@@ -15,9 +15,9 @@ from simulated.ranks import SPAN, Instance, Model, heads_of, make_rank
 
 import transfer.fetching
 from transfer.control.connection import Access
-from transfer.control.directory import THIS_HOST, Directory, InstanceCard
+from transfer.control.directory import THIS_HOST, Address, Directory
 from transfer.control.handshake import Identity
-from transfer.fetching import Family
+from transfer.plan.layout import RankLayout, Section, Table
 from transfer.protocol.consumer import Incoming, Where
 from transfer.protocol.orders import Transfer
 from transfer.protocol.producer import Outgoing
@@ -35,9 +35,9 @@ SECRET = b"sixteen bytes or more"
 class NamedNode(Node):
     """Told of transfers by name. Where nothing will come of one it cancels that, as an engine would that computes."""
 
-    def __init__(self, table: list[int], *args: Any) -> None:
+    def __init__(self, tables: list[list[int]], *args: Any) -> None:
         super().__init__(*args)
-        self.table = table
+        self.tables = tables
         self.outgoing: dict[str, Outgoing] = {}
         self.incoming: dict[str, Incoming] = {}
         self._sent: list[Transfer] = []
@@ -45,14 +45,14 @@ class NamedNode(Node):
         self._runs: Counter[str] = Counter()
 
     def open(self, name: str) -> None:
-        self.outgoing[name] = Outgoing(name, block_ids=self.table)
+        self.outgoing[name] = Outgoing(name, block_tables=self.tables)
         super().open(self.outgoing[name])
 
-    def computed(self, layer: int, stops: Mapping[str, int]) -> None:
+    def computed(self, layer: int, stops: Mapping[str, int], section: int = 0) -> None:
         progress = [
-            (self.outgoing[name], Computed(self.table, stop, self._runs[name])) for name, stop in stops.items()
+            (self.outgoing[name], Computed(self.tables, stop, self._runs[name])) for name, stop in stops.items()
         ]
-        super().computed(layer, progress)
+        super().computed(layer, progress, section)
 
     def finished(self, name: str, num_tokens: int) -> None:
         super().finished(self.outgoing[name], num_tokens)
@@ -64,12 +64,12 @@ class NamedNode(Node):
     def cancel(self, name: str, cause: str) -> None:
         super().cancel(self.outgoing[name], cause)
 
-    def announce(self, name: str, where: Where, family: Family, *, computed: bool) -> None:
+    def announce(self, name: str, where: Where, home: Address, *, computed: bool) -> None:
         self.incoming[name] = Incoming(name, where=where, computed=computed)
-        super().announce(self.incoming[name], family)
+        super().announce(self.incoming[name], home)
 
-    def grant(self, name: str, *args: Any) -> None:
-        super().grant(self.incoming[name], *args)
+    def grant(self, name: str, *tables: Table) -> None:
+        super().grant(self.incoming[name], tables)
 
     def drop(self, name: str, cause: str) -> None:
         super().cancel(self.incoming[name], cause)
@@ -95,20 +95,21 @@ class Rank:
     """A node and its memory."""
 
     def __init__(
-        self, layout: Any, table: list[int], access: Access, options: NodeOptions, device: int | None
+        self, section: Section, table: list[int], access: Access, options: NodeOptions, device: int | None
     ) -> None:
         self.table = table
         self.bytes = np.zeros(SPAN, dtype=np.uint8)
         address = self.bytes.ctypes.data
-        moved = tuple(start + address for start in layout.blocks.layer_addresses)
-        self.layout = replace(layout, blocks=replace(layout.blocks, layer_addresses=moved))
+        moved = tuple(start + address for start in section.blocks.layer_addresses)
+        self.section = replace(section, blocks=replace(section.blocks, layer_addresses=moved))
+        self.layout = RankLayout((self.section,))
         if device is not None:
             LIBRARY.allocate(address, SPAN)
-        self.node = NamedNode(table, self.layout, [(address, SPAN)], access, options, device)
+        self.node = NamedNode([table], self.layout, [(address, SPAN)], access, options, device)
 
     def places(self, tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """For each byte of the request: (what it must be, where it is)."""
-        names, places = Instance(MODEL, [self.layout], self.table).bytes_of(self.layout, tokens)
+        names, places = Instance(MODEL, [self.section], self.table).bytes_of(self.section, tokens)
         return (names * 2654435761 >> 7) % 255 + 1, places - self.bytes.ctypes.data
 
 
@@ -151,13 +152,9 @@ class Instances:
             )
             for rank in range(tp_size)
         ]
-        self.card = InstanceCard(engine_id, [rank.node.card for rank in self.ranks])
-        self.directory = Directory(self.card, (self.ranks[0].node.card.host, port), access())
+        cards = [rank.node.card for rank in self.ranks]
+        self.directory = Directory(engine_id, cards, tp_size, (cards[0].host, port), access())
         self.where = Where(THIS_HOST, self.directory.port, engine_id)
-
-    @property
-    def layouts(self) -> tuple[Any, ...]:
-        return tuple(rank.layout for rank in self.ranks)
 
     # Prefill
 
@@ -184,12 +181,12 @@ class Instances:
     # Decode
 
     def announce(self, name: str, where: Where, *, computed: bool) -> None:
-        for number, rank in enumerate(self.ranks):
-            rank.node.announce(name, where, Family(self.layouts, number), computed=computed)
+        for rank in self.ranks:
+            rank.node.announce(name, where, self.where.address, computed=computed)
 
     def grant(self, name: str, first_token: int = 0) -> None:
         for rank in self.ranks:
-            rank.node.grant(name, first_token, TOKENS, rank.table)
+            rank.node.grant(name, Table(first_token, TOKENS, rank.table))
 
     def drop(self, name: str) -> None:
         for rank in self.ranks:
@@ -202,7 +199,7 @@ class Instances:
             _, before = rank.places(first_token)
             wanted = np.isin(places, before, invert=True)
             assert (rank.bytes[places[wanted]] == values[wanted]).all()
-            unit_end = -(-TOKENS // rank.layout.block_tokens) * rank.layout.block_tokens
+            unit_end = -(-TOKENS // rank.section.block_tokens) * rank.section.block_tokens
             _, allowed = rank.places(unit_end)
             outside = np.ones(SPAN, dtype=bool)
             outside[allowed] = False

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import Axis, BlockLayout, SegmentLayout
-from transfer.plan.layout import RankLayout
+from transfer.plan.layout import Section
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Instance:
     """All ranks of one engine, and the block table of one request (ranks share it, as in an engine)."""
 
     model: Model
-    ranks: list[RankLayout]
+    ranks: list[Section]
+    """The one section of each."""
     table: list[int]
 
     def memory(self, fill: bool) -> list[np.ndarray]:
@@ -41,7 +42,7 @@ class Instance:
             memories.append(memory)
         return memories
 
-    def bytes_of(self, rank: RankLayout, stop_token: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def bytes_of(self, rank: Section, stop_token: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Every byte of the request's blocks, up to a token: (its name, its address)."""
         model, blocks = self.model, rank.blocks
         stop_token = len(self.table) * blocks.block_tokens if stop_token is None else stop_token
@@ -89,8 +90,8 @@ def axis_offset(axis: Axis, index: int) -> int:
 
 def make_rank(
     model: Model, layers: range, heads: range, block_tokens: int, num_blocks: int, order: str, group: int, pad: int
-) -> RankLayout:
-    """A rank whose memory has the axes of `order` from the outside in: a permutation of L, B, H and N.
+) -> Section:
+    """The KV of a rank whose memory has the axes of `order` from the outside in: a permutation of L, B, H and N.
 
     `group` > 0: K of all tokens of a block and head, then V, each as `[token // group][element][token % group]`
     (`order` must end in HN then). `pad` bytes follow each block of a layer, or what stands for it.
@@ -117,7 +118,8 @@ def make_rank(
     else:
         k = SegmentLayout(0, token, ((model.k_dim, item),))
         v = SegmentLayout(model.k_dim * item, token, ((model.v_dim, item),))
-    return RankLayout(
+    return Section(
+        name="kv",
         model_layers=model.layers,
         model_heads=model.heads,
         shard=Shard(layers.start, layers.stop, heads.start, heads.stop),

@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from simulated.ranks import Model, make_rank
 
 from transfer.plan.granularity import Granularity
+from transfer.plan.layout import RankLayout, Table
 from transfer.protocol.consumer import Consumer, Incoming, Source
 from transfer.protocol.messages import Announce, AnyMessage, Close, Granted, Introduction, Landed, Report, State, Status
 from transfer.protocol.orders import Ended, Ending, Protocol, Send, Timing
-from transfer.protocol.producer import Outgoing, Producer, Shape, ShapeOf
+from transfer.protocol.producer import Outgoing, Producer, Shape
 from transfer.transports.base import TransferError
 
 KEY = b"k" * 16
@@ -30,8 +31,8 @@ def shape(peer: str, granted: Granted) -> Shape:
 class NamedProducer(Producer):
     """Told of transfers by name: each is one record, from its opening on."""
 
-    def __init__(self, shape_of: ShapeOf = shape, timing: Timing | None = None) -> None:
-        super().__init__(shape_of, timing)
+    def __init__(self, shape_of: Callable[[str, Granted], Shape] = shape, timing: Timing | None = None) -> None:
+        super().__init__(lambda *args: [found] if (found := shape_of(*args)).layers else [], timing)
         self.records: dict[str, Outgoing] = {}
 
     def open(self, transfer: str, now_s: float) -> None:
@@ -67,8 +68,8 @@ class NamedConsumer(Consumer):
         super().announce(record, now_s)
         super().found(record, sources, now_s)
 
-    def grant(self, transfer: str, *args: Any) -> bool:
-        return super().grant(self.records[transfer], *args)
+    def grant(self, transfer: str, first: int, stop: int, block_ids: list[int], key: bytes, now_s: float) -> bool:
+        return super().grant(self.records[transfer], [Table(first, stop, block_ids)], key, now_s)
 
     def cancel(self, transfer: str, cause: str, now_s: float) -> None:
         super().cancel(self.records[transfer], cause, now_s)
@@ -86,7 +87,7 @@ def make_producer() -> NamedProducer:
 
 def make_consumer(sources: int = 1) -> NamedConsumer:
     consumer = NamedConsumer()
-    consumer.announce("t", [Source(f"P{n}", LAYERS, 1) for n in range(sources)], 0.0, computed=True)
+    consumer.announce("t", [Source(f"P{n}", [LAYERS], 1) for n in range(sources)], 0.0, computed=True)
     assert consumer.grant("t", 0, 8, [5], KEY, 0.0)
     consumer.take()
     return consumer
@@ -98,8 +99,10 @@ def announce(**changes: object) -> Announce:
 
 
 def granted(**changes: object) -> Granted:
-    fields = {"transfer": "t", "grant": 1, "destinations": 1, "computed": False}
-    return Granted(**{**fields, "first_token": 0, "stop_token": 8, "block_ids": [5], "key": KEY, **changes})
+    table = {"first_token": 0, "stop_token": 8, "block_ids": [5]}
+    table = {name: changes.pop(name, value) for name, value in table.items()}
+    fields = {"transfer": "t", "grant": 1, "destinations": 1, "computed": False, "key": KEY}
+    return Granted(**{**fields, "tables": [Table(**table)], **changes})
 
 
 def report(**changes: object) -> Report:
@@ -122,8 +125,8 @@ def status(**changes: object) -> Status:
 
 
 def introduction(**changes: object) -> Introduction:
-    layout = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
-    fields = {"layout": layout, "part": layout.shard, "endpoints": {"tcp": b"127.0.0.1:1"}}
+    section = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
+    fields = {"layout": RankLayout((section,)), "parts": [section.shard], "endpoints": {"tcp": b"127.0.0.1:1"}}
     return Introduction(**{**fields, **changes})
 
 

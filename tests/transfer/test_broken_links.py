@@ -311,7 +311,7 @@ def test_a_data_connection_that_failed_and_was_not_needed_says_nothing(caplog):
     layout, serving = pair.decode.ranks[0].layout, pair.prefill.ranks[0].node._serving
     with dial(pair.ports[RANK_PURPOSE]) as connection:
         greet(connection, RANK_PURPOSE, Identity())
-        said = introduction(layout=layout, part=Shard(0, 4, 0, 4), endpoints={})
+        said = introduction(layout=layout, parts=[Shard(0, 4, 0, 4)], endpoints={})
         connection.sendall(framed(encode(said)))
         wait_for(lambda: any(visitor.data.done() for visitor in list(serving._visitors.values())))
         pair.close()

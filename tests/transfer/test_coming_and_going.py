@@ -138,7 +138,7 @@ def test_decode_instances_that_cannot_be_reached_do_not_hold_up_the_others(start
         return connect(endpoints, **kwargs)
 
     monkeypatch.setattr(node._transports, "connect", slow)
-    said = introduction(layout=rank.layout, part=Shard(0, 4, 0, 4), endpoints={"nowhere": b""})
+    said = introduction(layout=rank.layout, parts=[Shard(0, 4, 0, 4)], endpoints={"nowhere": b""})
     with ExitStack() as stack:
         stack.callback(go_on.set)
         for _ in range(100):

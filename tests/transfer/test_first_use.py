@@ -19,8 +19,9 @@ from functools import partial
 from msgspec.msgpack import encode
 from simulated.ranks import Model, make_rank
 import transfer.{name}
+from transfer.plan.layout import RankLayout
 
-LAYOUT = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
+LAYOUT = RankLayout((make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0),))
 
 def card(module):
     return module.RankCard("127.0.0.1", 1, bytes(16), LAYOUT)

@@ -30,7 +30,8 @@ from simulated.sides import (
 
 from transfer.control.directory import InstanceCard, RankCard, decode_card
 from transfer.control.handshake import Client, HandshakeError, Identity, Server
-from transfer.plan.pairing import Pairing, routes
+from transfer.plan.layout import RankLayout
+from transfer.plan.pairing import Pairing, pair_sections, routes
 from transfer.protocol.messages import Granted, Introduction, MessageError, decode, encode
 from transfer.protocol.orders import Send, Verify
 from transfer.testing.waiting import outcome_of
@@ -75,7 +76,7 @@ REFUSAL = Server.refusal(HandshakeError("not today"))
 TO_PRODUCER = [announce(), granted(), report(again=[0]), close(), introduction()]
 TO_CONSUMER = [landed(), status()]
 MESSAGES = [encode(message) for message in TO_PRODUCER + TO_CONSUMER]
-CARD = RankCard("127.0.0.1", 4242, b"i" * 16, RANK)
+CARD = RankCard("127.0.0.1", 4242, b"i" * 16, RankLayout((RANK,)))
 
 
 def a_server(data: bytes) -> None:
@@ -126,13 +127,14 @@ def plans(data: bytes) -> bool:
         return False
     with suppress(TransferError):
         if isinstance(message, Introduction):
-            pairing = Pairing(RANK, message.layout, message.part)
-            pairing.copies(pairing.layers, 0, 4, [1], [0])
+            for _, pairing in pair_sections(RankLayout((RANK,)), message.layout, message.parts).values():
+                pairing.copies(pairing.layers, 0, 4, [1], [0])
         elif isinstance(message, Granted):
             pairing = Pairing(RANK, RANK, RANK.shard)
-            RANK.check_blocks(message.block_ids)
-            table = range(-(-message.stop_token // 4)) if message.stop_token < 1 << 16 else [0]
-            copies = pairing.copies(range(2), message.first_token, message.stop_token, table, message.block_ids)
+            RankLayout((RANK,)).check_tables(message.tables)
+            (wanted,) = message.tables
+            table = range(-(-wanted.stop_token // 4)) if wanted.stop_token < 1 << 16 else [0]
+            copies = pairing.copies(range(2), wanted.first_token, wanted.stop_token, table, wanted.block_ids)
             assert (copies.destination < RANK.blocks.layer_addresses[1] + 4 * RANK.blocks.block_stride).all()
         return True
     return False
@@ -174,7 +176,7 @@ def endpoints(data: bytes) -> bool:
 def cards(data: bytes) -> bool:
     with suppress(TransferError):
         card = decode_card(data)
-        routes([rank.layout for rank in card.ranks], [RANK])
+        routes([rank.layout for rank in card.ranks], [RankLayout((RANK,))])
         return True
     return False
 

@@ -89,7 +89,7 @@ def test_a_client_without_a_secret_is_refused():
 
 def test_a_server_with_another_secret_is_not_believed():
     client, _ = pair()
-    client.receive(frame(Challenge(1, b"n" * 32, b"i" * 16)))
+    client.receive(frame(Challenge(2, b"n" * 32, b"i" * 16)))
     with pytest.raises(HandshakeError, match="the peer has another secret"):
         client.receive(frame(Welcome(b"m" * 32)))
     assert client.terms is None
@@ -149,17 +149,17 @@ def test_a_restarted_peer_is_not_taken_for_its_earlier_life():
 
 def test_versions_without_overlap_are_refused_by_either_side():
     server = Server(Identity(SECRET), "test")
-    with pytest.raises(HandshakeError, match=r"versions 7\.\.9 asked for: this side speaks 1\.\.1"):
+    with pytest.raises(HandshakeError, match=r"versions 7\.\.9 asked for: this side speaks 2\.\.2"):
         server.receive(frame(Hello(7, 9, b"n" * 32, b"i" * 16, b"", "test", SESSION)))
     client, _ = pair()
-    with pytest.raises(HandshakeError, match="wants version 2"):
-        client.receive(frame(Challenge(2, b"n" * 32, b"i" * 16)))
+    with pytest.raises(HandshakeError, match="wants version 3"):
+        client.receive(frame(Challenge(3, b"n" * 32, b"i" * 16)))
 
 
 def test_a_newer_client_and_this_server_speak_the_older_version():
     server = Server(Identity(SECRET), "test")
-    answer = server.receive(frame(Hello(1, 9, b"n" * 32, b"i" * 16, b"", "test", SESSION)))
-    assert msgspec.msgpack.decode(answer[4:], type=Challenge).version == 1
+    answer = server.receive(frame(Hello(2, 9, b"n" * 32, b"i" * 16, b"", "test", SESSION)))
+    assert msgspec.msgpack.decode(answer[4:], type=Challenge).version == 2
 
 
 def test_a_refusal_reaches_the_client():

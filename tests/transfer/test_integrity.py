@@ -11,7 +11,7 @@ from simulated.ranks import SPAN, Model, make_rank
 
 from mooncake_connector.kv.geometry import Shard
 from transfer.integrity import page_checksums, wrong_pages
-from transfer.plan.layout import RankLayout
+from transfer.plan.layout import Section
 from transfer.plan.pairing import Pairing
 
 MODEL = Model(layers=2, heads=4, k_dim=3, v_dim=3, itemsize=2)
@@ -27,7 +27,7 @@ class Side:
         self.table = table
         rank = make_rank(MODEL, range(2), heads, block_tokens, 12, order, 0, 0)
         addresses = tuple(address + self.memory.ctypes.data for address in rank.blocks.layer_addresses)
-        self.rank: RankLayout = replace(rank, blocks=replace(rank.blocks, layer_addresses=addresses))
+        self.rank: Section = replace(rank, blocks=replace(rank.blocks, layer_addresses=addresses))
 
 
 @pytest.fixture

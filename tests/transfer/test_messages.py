@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import example, given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from simulated.ranks import Model, make_rank
 
 from mooncake_connector.kv.geometry import Shard
+from transfer.plan.layout import RankLayout, Table
 from transfer.protocol.messages import (
     MAX_MESSAGE_NBYTES,
     Announce,
@@ -26,10 +29,11 @@ from transfer.protocol.messages import (
 )
 
 HEAD = {"transfer": "request-1", "grant": 5}
-RANK = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
+SECTION = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
+RANK = RankLayout((SECTION, replace(SECTION, name="sliding")))
 MESSAGES: list[AnyMessage] = [
     Announce(**HEAD, destinations=2, computed=True),
-    Granted(**HEAD, destinations=2, computed=False, first_token=64, stop_token=100, block_ids=[4, 1], key=b"k" * 16),
+    Granted(**HEAD, destinations=2, computed=False, tables=[Table(64, 100, [4, 1])], key=b"k" * 16),
     Report(**HEAD, verified=3, again=[4]),
     Close(**HEAD, destinations=2, done=False, cause="cancelled"),
     Landed(
@@ -38,7 +42,7 @@ MESSAGES: list[AnyMessage] = [
     Status(**HEAD, state=State.OPEN, cause=""),
     Introduction(
         layout=RANK,
-        part=Shard(0, 2, 1, 2),
+        parts=[Shard(0, 2, 1, 2), None],
         endpoints={"cma": b"\x00name", "tcp": b"127.0.0.1:1"},
     ),
 ]
@@ -48,6 +52,10 @@ MESSAGES: list[AnyMessage] = [
 def test_a_message_arrives_as_it_was_sent(message):
     arrived = decode(encode(message))
     assert arrived == message and type(arrived) is type(message)
+
+
+def table(**fields: object) -> dict[str, object]:
+    return {"first_token": 64, "stop_token": 100, "block_ids": [4, 1], **fields}
 
 
 def altered(message: AnyMessage, **fields: object) -> bytes:
@@ -69,13 +77,14 @@ _, GRANTED, REPORT, _, LANDED, STATUS, INTRODUCTION = MESSAGES
         (STATUS, {"transfer": "x" * 257}),
         (STATUS, {"transfer": b"bytes"}),
         (STATUS, {"surplus": 1}),
-        (GRANTED, {"block_ids": [-1]}),
-        (GRANTED, {"block_ids": [1 << 33]}),
-        (GRANTED, {"block_ids": [0] * ((1 << 18) + 1)}),
+        (GRANTED, {"tables": [table(block_ids=[-1])]}),
+        (GRANTED, {"tables": [table(block_ids=[1 << 33])]}),
+        (GRANTED, {"tables": [table(block_ids=[0] * ((1 << 18) + 1))]}),
         (GRANTED, {"key": b"k" * 15}),
         (GRANTED, {"key": b"k" * 17}),
-        (GRANTED, {"first_token": 101}),
-        (GRANTED, {"stop_token": 1 << 41}),
+        (GRANTED, {"tables": [table(first_token=101)]}),
+        (GRANTED, {"tables": [table(stop_token=1 << 41)]}),
+        (GRANTED, {"tables": [table()] * 65}),
         (LANDED, {"attempt": 2}),
         (LANDED, {"first_token": 65}),
         (LANDED, {"checksums": [-1]}),
@@ -85,7 +94,7 @@ _, GRANTED, REPORT, _, LANDED, STATUS, INTRODUCTION = MESSAGES
         (INTRODUCTION, {"endpoints": {"tcp": b"x" * 4097}}),
         (INTRODUCTION, {"endpoints": {"tcp": "text"}}),
         (INTRODUCTION, {"endpoints": {7: b""}}),
-        (INTRODUCTION, {"part": {**msgspec.to_builtins(RANK.shard), "head_start": -1}}),
+        (INTRODUCTION, {"parts": [{**msgspec.to_builtins(SECTION.shard), "head_start": -1}]}),
         (INTRODUCTION, {"layout": None}),
     ],
 )
@@ -103,7 +112,7 @@ def test_a_field_that_is_missing_is_refused():
 
 
 def test_an_impossible_layout_is_refused_on_arrival():
-    rank = {**msgspec.to_builtins(RANK), "model_heads": 1}
+    rank = {"sections": [{**msgspec.to_builtins(SECTION), "model_heads": 1}]}
     with pytest.raises(MessageError, match="KV heads"):
         decode(altered(INTRODUCTION, layout=rank))
 
@@ -117,7 +126,7 @@ def test_text_that_is_not_utf_8_is_refused_wherever_it_is(field):
 
 def test_what_a_message_says_wrong_is_said_in_few_words():
     rank = msgspec.to_builtins(RANK)
-    rank["blocks"]["layer_addresses"] = [1 << 60] * 10_000
+    rank["sections"][0]["blocks"]["layer_addresses"] = [1 << 60] * 10_000
     with pytest.raises(MessageError) as caught:
         decode(altered(INTRODUCTION, layout=rank))
     assert len(str(caught.value)) < 600
@@ -125,8 +134,7 @@ def test_what_a_message_says_wrong_is_said_in_few_words():
 
 def test_a_message_too_large_is_neither_sent_nor_read():
     block_ids = [(1 << 32) - 1] * (MAX_MESSAGE_NBYTES // 5)
-    tokens = {"first_token": 0, "stop_token": 1}
-    message = Granted(**HEAD, destinations=1, computed=True, **tokens, block_ids=block_ids, key=b"k" * 16)
+    message = Granted(**HEAD, destinations=1, computed=True, tables=[Table(0, 1, block_ids)], key=b"k" * 16)
     with pytest.raises(MessageError, match="at most"):
         encode(message)
     with pytest.raises(MessageError, match="at most"):

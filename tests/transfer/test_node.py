@@ -18,6 +18,7 @@ from simulated.strangers import deaf
 import transfer.fetching
 import transfer.serving
 from transfer.plan.granularity import Bounds, Granularity
+from transfer.plan.layout import Table
 from transfer.protocol.consumer import Where
 from transfer.protocol.messages import Close
 from transfer.protocol.orders import Ending, Timing
@@ -114,7 +115,7 @@ def test_an_instance_may_fetch_from_itself(make):
     p.finish("t")
     p.announce("t", p.where, computed=True)
     (rank,) = p.ranks
-    rank.node.grant("t", 0, 32, [6, 3, 5, 8])
+    rank.node.grant("t", Table(0, 32, [6, 3, 5, 8]))
     assert endings(p, "fetched") == {Ending.DONE}
     assert endings(p, "sent") == {Ending.DONE}
     rank.table = [6, 3, 5, 8]

@@ -13,8 +13,8 @@ from simulated.ranks import TOKENS, Instance, Model, heads_of, instances, make_r
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import SegmentLayout
-from transfer.plan.layout import LayoutError, RankLayout
-from transfer.plan.pairing import Copies, Pairing, Route, routes
+from transfer.plan.layout import LayoutError, RankLayout, Section, Table
+from transfer.plan.pairing import Copies, Pairing, Route, pair_sections, routes
 
 ONE = Shard(0, 1, 0, 1)
 
@@ -29,6 +29,10 @@ def pairs(draw: st.DrawFn) -> tuple[Instance, Instance, int]:
     tokens = draw(st.integers(1, 30))
     source, destination = (draw(instances(model, common * ratio, tokens, group)) for ratio in ratios)
     return source, destination, tokens
+
+
+def routes_of(sources: list[Section], destinations: list[Section]) -> list[Route]:
+    return routes(*([RankLayout((section,)) for section in side] for side in (sources, destinations)))
 
 
 def apply(copies: Copies, source: np.ndarray, destination: np.ndarray, writes: np.ndarray) -> None:
@@ -51,8 +55,10 @@ def test_every_byte_of_every_destination_block_is_written_once_and_with_what_it_
     writes = [np.zeros(len(memory), dtype=np.int64) for memory in targets]
     layer_cuts = data.draw(st.sets(st.integers(1, 4), max_size=2))
     unit_cuts = data.draw(st.sets(st.integers(1, 10), max_size=2))
-    for route in routes(source.ranks, destination.ranks):
-        pairing = Pairing(source.ranks[route.source], destination.ranks[route.destination], route.part)
+    for route in routes_of(source.ranks, destination.ranks):
+        if not (part := route.parts[0]):
+            continue
+        pairing = Pairing(source.ranks[route.source], destination.ranks[route.destination], part)
         parts = pieces_of(range(tokens), {cut * pairing.unit for cut in unit_cuts})
         for layers in pieces_of(pairing.layers, layer_cuts):
             for part in parts:
@@ -72,8 +78,10 @@ def test_every_byte_of_every_destination_block_is_written_once_and_with_what_it_
 def test_both_sides_take_a_pages_checksum_over_the_same_bytes_which_are_those_that_were_copied(pair, data):
     source, destination, tokens = pair
     memories, targets = source.memory(fill=True), destination.memory(fill=False)
-    for route in routes(source.ranks, destination.ranks):
-        pairing = Pairing(source.ranks[route.source], destination.ranks[route.destination], route.part)
+    for route in routes_of(source.ranks, destination.ranks):
+        if not (part := route.parts[0]):
+            continue
+        pairing = Pairing(source.ranks[route.source], destination.ranks[route.destination], part)
         page_tokens = pairing.unit * data.draw(st.integers(1, 4))
         first = pairing.unit * data.draw(st.integers(0, (tokens - 1) // pairing.unit))
         part = (pairing.layers, first, tokens)
@@ -123,10 +131,10 @@ def test_a_block_named_twice_is_granted_once():
 @given(pairs())
 def test_every_source_rank_has_a_route_and_two_ranks_have_one_at_most(pair):
     source, destination, _ = pair
-    found = routes(source.ranks, destination.ranks)
+    found = routes_of(source.ranks, destination.ranks)
     assert {route.source for route in found} == set(range(len(source.ranks)))
     assert len({(route.source, route.destination) for route in found}) == len(found)
-    idle = [route for route in found if not route.part]
+    idle = [route for route in found if route.parts == (None,)]
     assert all(sum(other.source == route.source for other in found) == 1 for route in idle)
 
 
@@ -142,20 +150,20 @@ def make_instance(model: Model, tp: int, block_tokens: int = 4, order: str = "LB
 def test_replicas_share_the_work(heads, tp):
     model = Model(layers=2, heads=heads, k_dim=2, v_dim=0, itemsize=2)
     ranks = make_instance(model, tp).ranks
-    found = routes(ranks, ranks)
+    found = routes_of(ranks, ranks)
     assert sorted(route.source for route in found) == sorted(route.destination for route in found) == list(range(tp))
 
 
 def test_of_many_copies_of_a_head_one_is_sent():
     model = Model(layers=2, heads=2, k_dim=2, v_dim=2, itemsize=2)
-    found = routes(make_instance(model, 8).ranks, make_instance(model, 1).ranks)
-    working = [route for route in found if route.part]
-    assert working == [Route(0, 0, Shard(0, 2, 0, 1)), Route(4, 0, Shard(0, 2, 1, 2))]
-    assert [route.source for route in found if not route.part] == [1, 2, 3, 5, 6, 7]
+    found = routes_of(make_instance(model, 8).ranks, make_instance(model, 1).ranks)
+    working = [route for route in found if route.parts != (None,)]
+    assert working == [Route(0, 0, (Shard(0, 2, 0, 1),)), Route(4, 0, (Shard(0, 2, 1, 2),))]
+    assert [route.source for route in found if route.parts == (None,)] == [1, 2, 3, 5, 6, 7]
 
 
 def copy_all(source: Instance, destination: Instance) -> Copies:
-    pairing = Pairing(source.ranks[0], destination.ranks[0], routes(source.ranks, destination.ranks)[0].part)
+    pairing = Pairing(source.ranks[0], destination.ranks[0], routes_of(source.ranks, destination.ranks)[0].parts[0])
     tokens = len(source.table) * source.ranks[0].block_tokens
     return pairing.copies(pairing.layers, 0, tokens, source.table, destination.table)
 
@@ -200,7 +208,7 @@ def test_another_model_is_refused_with_both_sides_values(field, value):
     model = Model(layers=2, heads=2, k_dim=4, v_dim=4, itemsize=2)
     one, other = (make_instance(m, 1).ranks for m in (model, replace(model, **{field: value})))
     with pytest.raises(LayoutError, match="differ") as refused:
-        routes(one, other)
+        routes_of(one, other)
     assert one[0].describe() in str(refused.value) and other[0].describe() in str(refused.value)
 
 
@@ -208,14 +216,14 @@ def test_a_layer_that_no_source_has_is_refused():
     model = Model(layers=4, heads=2, k_dim=2, v_dim=2, itemsize=2)
     half = make_rank(model, range(2), range(2), 4, 4, "LBHN", 0, 0)
     with pytest.raises(LayoutError, match="no source rank has layer 2, KV head 0"):
-        routes([half], make_instance(model, 1).ranks)
+        routes_of([half], make_instance(model, 1).ranks)
 
 
 def test_source_ranks_that_overlap_in_part_are_refused():
     model = Model(layers=1, heads=3, k_dim=2, v_dim=2, itemsize=2)
     overlapping = [make_rank(model, range(1), heads, 4, 4, "LBHN", 0, 0) for heads in (range(2), range(1, 3))]
     with pytest.raises(LayoutError, match="overlap in part"):
-        routes(overlapping, make_instance(model, 1).ranks)
+        routes_of(overlapping, make_instance(model, 1).ranks)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +281,8 @@ def test_layers_outside_of_the_part_are_refused():
         pairing.copies(range(2), 0, 4, [0], [0])
 
 
-def changed(rank: RankLayout, **fields: object) -> None:
-    own = {name: value for name, value in fields.items() if name in RankLayout.__dataclass_fields__}
+def changed(rank: Section, **fields: object) -> None:
+    own = {name: value for name, value in fields.items() if name in Section.__dataclass_fields__}
     blocks = {name: value for name, value in fields.items() if name not in own}
     replace(rank, blocks=replace(rank.blocks, **blocks), **own)
 
@@ -323,3 +331,89 @@ def test_the_model_splits_heads_as_engines_do():
     model = Model(layers=1, heads=4, k_dim=1, v_dim=1, itemsize=1)
     assert tp_sizes(4) == [1, 2, 4, 8]
     assert [heads_of(model, rank, 8).start for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+# Sections
+
+GROUPS = {"full": Model(layers=4, heads=4, k_dim=2, v_dim=2, itemsize=2), "sliding": Model(2, 4, 2, 2, 2)}
+
+
+def rows(num_rows: int, nbytes: int = 8, name: str = "aux") -> Section:
+    """A table of aux rows, every rank's own."""
+    row = make_rank(Model(1, 1, nbytes, 0, 1), range(1), range(1), 1, num_rows, "LBHN", 0, 0)
+    return replace(row, name=name, is_whole=True)
+
+
+def make_ranks(tp: int, block_tokens: dict[str, int]) -> list[RankLayout]:
+    """Ranks with two groups of layers and aux rows."""
+    groups = {name: make_instance(GROUPS[name], tp, tokens).ranks for name, tokens in block_tokens.items()}
+    sections = [[replace(ranks[rank], name=name) for name, ranks in groups.items()] for rank in range(tp)]
+    return [RankLayout((*of_rank, rows(4))) for of_rank in sections]
+
+
+@pytest.mark.parametrize("source_tp, destination_tp", [(1, 1), (1, 2), (2, 1), (4, 2), (8, 2)])
+def test_each_section_of_each_destination_is_routed_once_whatever_their_order(source_tp, destination_tp):
+    sources = make_ranks(source_tp, {"full": 4, "sliding": 2})
+    destinations = make_ranks(destination_tp, {"sliding": 4, "full": 8})
+    found = routes(sources, destinations)
+    for number, wanted in enumerate(destinations):
+        mine = [route for route in found if route.destination == number]
+        for at, section in enumerate(wanted.sections):
+            parts = [route.parts[at] for route in mine if route.parts[at]]
+            assert sum(part.num_units for part in parts) == section.shard.num_units
+            assert all(section.shard.covers(part) for part in parts)
+        for route in mine:
+            source = sources[route.source]
+            for at, (own, _) in pair_sections(source, wanted, route.parts).items():
+                assert source.sections[own].name == wanted.sections[at].name
+
+
+def test_a_stage_without_a_section_sends_the_others():
+    full, sliding, aux = make_ranks(1, {"full": 4, "sliding": 4})[0].sections
+    sources = [RankLayout((full,)), RankLayout((sliding, aux))]
+    found = routes(sources, [RankLayout((full, sliding, aux))])
+    assert [route.parts for route in found] == [(full.shard, None, None), (None, sliding.shard, aux.shard)]
+    with pytest.raises(LayoutError, match=r"the source has no section 'full'.*it has section 'sliding'.*section 'aux'"):
+        pair_sections(sources[1], RankLayout((full,)), (full.shard,))
+
+
+@pytest.mark.parametrize("lacking", ["source", "destination"])
+def test_a_section_that_one_side_lacks_is_refused_with_both_sides_values(lacking):
+    (whole,) = make_ranks(1, {"full": 4, "sliding": 2})
+    fewer = RankLayout(whole.sections[:1])
+    sides = ([fewer], [whole]) if lacking == "source" else ([whole], [fewer])
+    with pytest.raises(LayoutError, match="only one side has section aux, sliding") as refused:
+        routes(*sides)
+    assert str(refused.value).count(whole.sections[0].describe()) == 2
+    assert whole.sections[1].describe() in str(refused.value)
+
+
+def test_a_section_of_another_shape_is_refused_with_both_sides_values():
+    one, other = RankLayout((rows(4),)), RankLayout((rows(4, nbytes=16),))
+    with pytest.raises(LayoutError, match=r"k_dim differ: .* 8 \+ 0 elements.* 16 \+ 0 elements"):
+        routes([one], [other])
+    with pytest.raises(LayoutError, match=r"is_whole differ: .* sent whole; and"):
+        routes([one], [RankLayout((replace(rows(4), is_whole=False),))])
+
+
+def test_a_grant_covers_the_blocks_of_every_table_and_no_others():
+    (rank,) = make_ranks(1, {"full": 4, "sliding": 2})
+    tables = [Table(4, 16, [3, 1, 0, 2]), Table(0, 3, [2, 0]), Table(0, 1, [2])]
+    starts, sizes = rank.ranges(tables)
+    wanted = [rank.sections[0].ranges([1, 0, 2]), rank.sections[1].ranges([2, 0]), rank.sections[2].ranges([2])]
+    assert starts.tolist() == [start for part, _ in wanted for start in part]
+    assert sizes.tolist() == [size for _, part in wanted for size in part]
+    with pytest.raises(LayoutError, match="2 block tables for 3 sections"):
+        rank.ranges(tables[:2])
+
+
+@pytest.mark.parametrize("sections", [(), (rows(1), rows(2)), tuple(rows(1, name=str(n)) for n in range(65))])
+def test_a_rank_has_some_sections_of_different_names(sections):
+    with pytest.raises(LayoutError, match=r"expected 1\.\.64, each name once"):
+        RankLayout(sections)
+
+
+@pytest.mark.parametrize("name", ["", "a" * 65, "a\n"])
+def test_a_name_that_could_not_be_logged_is_refused(name):
+    with pytest.raises(LayoutError, match=r"expected 1\.\.64 characters"):
+        rows(1, name=name)

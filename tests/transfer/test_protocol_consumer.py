@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from simulated.sides import KEY, LAYERS, NamedConsumer, answers, ended, landed, make_consumer, orders, status
 
+from transfer.plan.layout import Table
 from transfer.protocol.consumer import Consumer, Incoming, Source
 from transfer.protocol.messages import Close, Granted, Report, State
 from transfer.protocol.orders import Ended, Ending, Failed, Revoke, Send, Timing, Verify
@@ -75,7 +76,7 @@ def test_one_leg_that_is_done_does_not_make_the_transfer_done():
 
 def test_the_silence_of_a_producer_counts_from_the_grant():
     consumer = NamedConsumer()
-    consumer.announce("t", [Source("P0", LAYERS, 1)], 1000.0, computed=True)
+    consumer.announce("t", [Source("P0", [LAYERS], 1)], 1000.0, computed=True)
     consumer.tick(1049.0)
     assert consumer.held == ["t"]
     consumer.grant("t", 0, 8, [5], KEY, 1050.0)
@@ -96,7 +97,7 @@ def test_a_producer_that_has_sent_all_may_fall_silent_while_others_send():
 
 def test_nothing_is_read_from_a_transfer_that_has_no_grant():
     consumer = NamedConsumer()
-    consumer.announce("t", [Source("P0", LAYERS, 1)], 0.0, computed=True)
+    consumer.announce("t", [Source("P0", [LAYERS], 1)], 0.0, computed=True)
     consumer.receive("P0", landed(grant=0), 1.0)
     assert orders(consumer, Verify, Ended) == []
 
@@ -167,7 +168,7 @@ def test_a_check_for_an_earlier_transfer_of_that_name_changes_nothing():
     consumer.cancel("t", "client gone", 1.0)
     consumer.revoked("t", 1.0)
     earlier = consumer.records["t"]
-    consumer.announce("t", [Source("P0", LAYERS, 1)], 2.0, computed=True)
+    consumer.announce("t", [Source("P0", [LAYERS], 1)], 2.0, computed=True)
     consumer.grant("t", 0, 8, [6], KEY, 2.0)
     consumer.take()
     Consumer.verified(consumer, "P0", earlier, landed(), True, 2.0)
@@ -191,7 +192,7 @@ def test_a_second_request_of_a_name_under_way_fails_and_leaves_the_first_alone()
     second = Incoming("t")
     Consumer.announce(consumer, second, 1.0)
     assert consumer.take() == [Failed(second)]
-    assert not Consumer.grant(consumer, second, 0, 8, [5], KEY, 2.0)
+    assert not Consumer.grant(consumer, second, [Table(0, 8, [5])], KEY, 2.0)
     assert consumer.take() == [Ended(second)] and consumer.held == ["t"]
 
 
@@ -201,7 +202,7 @@ def test_what_is_cancelled_before_its_sources_are_known_is_still_said_to_them():
     Consumer.announce(consumer, transfer, 0.0)
     Consumer.cancel(consumer, transfer, "client gone", 1.0)
     assert consumer.take() == [Ended(transfer)]
-    consumer.found(transfer, [Source("P0", LAYERS, 1)], 2.0)
+    consumer.found(transfer, [Source("P0", [LAYERS], 1)], 2.0)
     (order,) = consumer.take()
     assert isinstance(order.message, Close) and order.message.cause == "client gone"
 
@@ -210,7 +211,7 @@ def test_blocks_may_be_granted_before_the_sources_are_known():
     consumer = NamedConsumer()
     transfer = Incoming("t")
     Consumer.announce(consumer, transfer, 0.0)
-    assert Consumer.grant(consumer, transfer, 0, 8, [5], KEY, 1.0) and consumer.take() == []
-    consumer.found(transfer, [Source("P0", LAYERS, 1)], 2.0)
+    assert Consumer.grant(consumer, transfer, [Table(0, 8, [5])], KEY, 1.0) and consumer.take() == []
+    consumer.found(transfer, [Source("P0", [LAYERS], 1)], 2.0)
     (order,) = consumer.take()
-    assert isinstance(order.message, Granted) and order.message.block_ids == [5]
+    assert isinstance(order.message, Granted) and order.message.tables == [Table(0, 8, [5])]

@@ -23,7 +23,7 @@ def test_what_was_begun_with_a_producer_that_is_gone_fails_at_once_and_nobody_is
 
 def test_a_transfer_without_blocks_is_said_to_have_failed_and_ends_when_the_engine_has_heard_of_it():
     consumer = NamedConsumer()
-    consumer.announce("t", [Source("P0", LAYERS, 1)], 0.0, computed=False)
+    consumer.announce("t", [Source("P0", [LAYERS], 1)], 0.0, computed=False)
     consumer.lost("P0", 1.0)
     assert orders(consumer, Failed) == [Failed(consumer.records["t"])]
     assert consumer.tick(100.0) is not None

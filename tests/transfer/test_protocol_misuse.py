@@ -26,6 +26,7 @@ from simulated.sides import (
     status,
 )
 
+from transfer.plan.layout import LayoutError, Table
 from transfer.protocol.consumer import Source
 from transfer.protocol.messages import State
 from transfer.protocol.orders import Ended, Ending, Revoke, Verify, Write
@@ -77,7 +78,7 @@ def test_when_prefill_is_over_nothing_more_is_computed(again):
 
 
 WRONG_AT_THE_CONSUMER = {
-    "sources twice": lambda c: c.found(c.records["t"], [Source("P0", LAYERS, 1)], 1.0),
+    "sources twice": lambda c: c.found(c.records["t"], [Source("P0", [LAYERS], 1)], 1.0),
     "grant twice": lambda c: c.grant("t", 0, 8, [5], KEY, 1.0),
     "verified from no peer": lambda c: c.verified("P7", "t", landed(), True, 1.0),
     "verified of no batch": lambda c: c.verified("P0", "t", landed(batch=1), True, 1.0),
@@ -97,13 +98,19 @@ def test_a_call_that_cannot_be_meant_is_an_error_and_changes_nothing_at_the_cons
     assert orders(consumer, Revoke) == [Revoke(consumer.records["t"])]
 
 
-@pytest.mark.parametrize("first, stop, key", [(8, 4, KEY), (-1, 4, KEY), (0, 8, KEY[1:]), (0, 8, KEY * 2)])
-def test_a_grant_that_no_producer_would_accept_is_an_error_and_grants_nothing(first, stop, key):
+@pytest.mark.parametrize("first, stop", [(8, 4), (-1, 4)])
+def test_tokens_that_cannot_be_are_an_error(first, stop):
+    with pytest.raises(LayoutError, match=f"tokens {first}..{stop - 1}"):
+        Table(first, stop, [5])
+
+
+@pytest.mark.parametrize("key", [KEY[1:], KEY * 2])
+def test_a_key_that_no_producer_would_accept_is_an_error_and_grants_nothing(key):
     consumer = NamedConsumer()
-    consumer.announce("t", [Source("P0", LAYERS, 1)], 0.0, computed=True)
+    consumer.announce("t", [Source("P0", [LAYERS], 1)], 0.0, computed=True)
     consumer.take()
-    with pytest.raises(ValueError, match=f"tokens {first}..{stop - 1}, key of {len(key)} bytes"):
-        consumer.grant("t", first, stop, [5], key, 1.0)
+    with pytest.raises(ValueError, match=f"a key of {len(key)} bytes"):
+        consumer.grant("t", 0, 8, [5], key, 1.0)
     assert consumer.take() == []
     assert consumer.grant("t", 0, 8, [5], KEY, 2.0)
 
@@ -139,7 +146,7 @@ to_producer = st.one_of(
         destinations=few,
         computed=st.booleans(),
         first_token=st.sampled_from([0, 2, 4]),
-        stop_token=few,
+        stop_token=st.sampled_from([4, 5, 8]),
     ),
     st.builds(granted, **head),
     st.builds(report, **head, verified=few, again=st.lists(few)),
@@ -228,7 +235,7 @@ to_consumer = st.one_of(
 )
 def test_no_message_makes_a_consumer_raise_end_twice_or_call_done_what_is_not_there(steps, rights):
     consumer, now_s, checks = NamedConsumer(), 0.0, 0
-    consumer.announce("t", [Source("P0", LAYERS, 1)], 0.0, computed=True)
+    consumer.announce("t", [Source("P0", [LAYERS], 1)], 0.0, computed=True)
     right_cells: Counter[tuple[int, int]] = Counter()
     endings: list[Ending] = []
 

@@ -20,9 +20,10 @@ from simulated.strangers import dial, greet, is_closed, tcp_port
 from simulated.waiting import wait_for
 
 from transfer.control.connection import Access
-from transfer.control.directory import PURPOSE, Directory, InstanceCard, RankCard
+from transfer.control.directory import PURPOSE, Directory, RankCard
 from transfer.control.handshake import MAX_FRAME_NBYTES, Client, Identity
 from transfer.driver import RANK_PURPOSE
+from transfer.plan.layout import RankLayout
 from transfer.session import Node, NodeOptions
 from transfer.testing.memory import int64
 from transfer.transports.base import TransferError
@@ -67,15 +68,14 @@ def one_line(caplog, text: str) -> None:
 
 @pytest.mark.parametrize("host", ["10.255.255.1", "0.0.0.0", "::"])
 def test_nothing_listens_beyond_loopback_without_a_secret(host):
-    layout = make_rank(MODEL, range(4), range(4), 8, 10, "LBHN", 0, 0)
+    layout = RankLayout((make_rank(MODEL, range(4), range(4), 8, 10, "LBHN", 0, 0),))
     refusal = f"address {host!r} is not loopback and no shared secret is set: set the same secret"
     for transport in ("cma", "tcp"):
         options = NodeOptions(transports=[transport], hosts=[host])
         with pytest.raises(TransferError, match=refusal):
             Node(layout, [(1 << 20, 1 << 16)], Access(Identity()), options)
-    card = InstanceCard("engine", [RankCard(host, 1, bytes(16), layout)])
     with pytest.raises(TransferError, match=refusal):
-        Directory(card, (host, 0), Access(Identity()))
+        Directory("engine", [RankCard(host, 1, bytes(16), layout)], 1, (host, 0), Access(Identity()))
 
 
 def test_a_wrong_secret_is_refused_and_logged(deployment, purpose, caplog):

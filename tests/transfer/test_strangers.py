@@ -25,7 +25,7 @@ from transfer.control import pending
 from transfer.control.directory import PURPOSE
 from transfer.control.handshake import Identity
 from transfer.driver import RANK_PURPOSE
-from transfer.plan.layout import LayoutError
+from transfer.plan.layout import LayoutError, RankLayout
 from transfer.protocol.messages import MAX_MESSAGE_NBYTES, encode
 from transfer.session import NodeOptions
 from transfer.transports import unix
@@ -187,7 +187,7 @@ def _is_link(fd: str) -> bool:
 def test_half_frames_of_peers_take_little_memory_and_have_a_deadline(here, monkeypatch):
     monkeypatch.setattr(transfer.control.connection, "_FRAME_S", 1.0)
     rank = here.decode.ranks[0]
-    fits = encode(introduction(layout=rank.layout, part=Shard(0, 4, 0, 4), endpoints={}))
+    fits = encode(introduction(layout=rank.layout, parts=[Shard(0, 4, 0, 4)], endpoints={}))
     memory = resident_nbytes()
     with ExitStack() as stack:
         greeted = []
@@ -209,13 +209,13 @@ def test_half_frames_of_peers_take_little_memory_and_have_a_deadline(here, monke
 
 def test_an_introduction_cannot_make_this_side_work_for_long(here, caplog):
     """A layout says of a block what it likes: this one of a quarter of a million tokens, and strides without end."""
-    layout, tokens = here.decode.ranks[0].layout, 1 << 18
+    layout, tokens = here.decode.ranks[0].section, 1 << 18
     segment = SegmentLayout(0, ((tokens, 64),), layout.blocks.k.dim)
     large = replace(layout.blocks, num_blocks=1, block_tokens=tokens, k=segment, v=replace(segment, offset=32))
     with pytest.raises(LayoutError, match="axis of 5000 strides: at most 16"):
         replace(layout, blocks=replace(large, k=replace(segment, token=((1, 0),) * 5000)))
     memory = resident_nbytes()
-    said = introduction(layout=replace(layout, blocks=large), part=Shard(0, 4, 0, 4), endpoints={})
+    said = introduction(layout=RankLayout((replace(layout, blocks=large),)), parts=[Shard(0, 4, 0, 4)], endpoints={})
     for frame in (len(encode(said)).to_bytes(4, "little") + encode(said), (1 << 20).to_bytes(4, "little")):
         with dial(here.ports[RANK_PURPOSE]) as connection:
             greet(connection, RANK_PURPOSE, Identity())

@@ -13,7 +13,7 @@ from simulated.sides import NamedConsumer, NamedProducer
 
 from transfer.integrity import page_checksums, wrong_pages
 from transfer.plan.granularity import Granularity
-from transfer.plan.layout import RankLayout
+from transfer.plan.layout import RankLayout, Section
 from transfer.plan.pairing import Pairing, Route, routes
 from transfer.protocol.consumer import Source
 from transfer.protocol.messages import Granted, decode, encode
@@ -36,13 +36,13 @@ class Rank:
     """One process's worth: memory, a transport, and its side of the protocol."""
 
     def __init__(
-        self, name: str, layout: RankLayout, table: list[int], side: Protocol, transport: type[Transport]
+        self, name: str, section: Section, table: list[int], side: Protocol, transport: type[Transport]
     ) -> None:
         self.name, self.table, self.side = name, table, side
         self.bytes: Bytes = np.zeros(SPAN, dtype=np.uint8)
         address = self.bytes.ctypes.data
-        moved = tuple(start + address for start in layout.blocks.layer_addresses)
-        self.layout = replace(layout, blocks=replace(layout.blocks, layer_addresses=moved))
+        moved = tuple(start + address for start in section.blocks.layer_addresses)
+        self.layout = replace(section, blocks=replace(section.blocks, layer_addresses=moved))
         self.memory = Memory()
         self.memory.register(address, SPAN)
         self.transport = transport(self.memory)
@@ -68,15 +68,24 @@ class Pair:
             for n, layout in enumerate(ranks_of(destination_tp, 12, "BLHN"))
         ]
         self.ranks = {rank.name: rank for rank in (*self.producers, *self.consumers)}
-        self.routes = routes([rank.layout for rank in self.producers], [rank.layout for rank in self.consumers])
-        self.pairings = {(f"P{route.source}", f"D{route.destination}"): self._pairing(route) for route in self.routes}
+        self.routes = routes(
+            [RankLayout((rank.layout,)) for rank in self.producers],
+            [RankLayout((rank.layout,)) for rank in self.consumers],
+        )
+        self.pairings = {
+            (f"P{route.source}", f"D{route.destination}"): self._pairing(route)
+            for route in self.routes
+            if any(route.parts)
+        }
         self.peers = {
             pair: self.ranks[pair[0]].transport.connect(self.ranks[pair[1]].endpoint, deadline_s=10.0)
             for pair in self.pairings
         }
 
     def _pairing(self, route: Route) -> Pairing:
-        return Pairing(self.producers[route.source].layout, self.consumers[route.destination].layout, route.part)
+        (part,) = route.parts
+        assert part is not None
+        return Pairing(self.producers[route.source].layout, self.consumers[route.destination].layout, part)
 
     def _shape(self, number: int) -> Callable[[str, Granted], Shape]:
         def shape(peer: str, granted: Granted) -> Shape:
@@ -91,7 +100,7 @@ class Pair:
             sources = [
                 Source(
                     f"P{route.source}",
-                    route.part.layers if route.part else range(0),
+                    [part.layers if part else range(0) for part in route.parts],
                     sum(other.source == route.source for other in self.routes),
                 )
                 for route in mine
@@ -154,8 +163,8 @@ class Pair:
         batch, pairing = order.batch, self.pairings[rank.name, order.peer]
         layers = range(batch.first_layer, batch.first_layer + batch.num_layers)
         part = (layers, batch.first_token, batch.stop_token, rank.table)
-        copies = pairing.copies(*part, order.granted.block_ids)
-        grant = Grant(order.granted.key, *self.ranks[order.peer].layout.ranges(order.granted.block_ids))
+        copies = pairing.copies(*part, order.granted.tables[0].block_ids)
+        grant = Grant(order.granted.key, *self.ranks[order.peer].layout.ranges(order.granted.tables[0].block_ids))
         peer = self.peers[rank.name, order.peer]
         done = outcome_of(peer.write(grant, copies.source, copies.destination, copies.nbytes, deadline_s=10.0))
         checksums = page_checksums(pairing.source_pages(*part, PAGE))
@@ -179,7 +188,7 @@ class Pair:
             rank.transport.close()
 
 
-def ranks_of(tp: int, block_tokens: int, order: str) -> list[RankLayout]:
+def ranks_of(tp: int, block_tokens: int, order: str) -> list[Section]:
     return [
         make_rank(MODEL, range(MODEL.layers), heads_of(MODEL, rank, tp), block_tokens, 10, order, 0, 0)
         for rank in range(tp)

@@ -69,7 +69,7 @@ def test_after_all_that_requests_are_served(pair):
 def test_a_malformed_message_is_logged(pair, caplog):
     rank = pair.decode.ranks[0]
     fits = introduction(
-        layout=rank.layout, part=Shard(0, 4, 0, 4), endpoints=rank.node._fetching._endpoints
+        layout=rank.layout, parts=[Shard(0, 4, 0, 4)], endpoints=rank.node._fetching._endpoints
     )
     visit(pair, framed(encode(fits)), framed(b"\xc1 nothing"))
     wait_for(lambda: "not a message" in caplog.text)

@@ -55,11 +55,11 @@ def test_a_page_spoilt_between_its_arrival_and_the_check(
     check: Callable[..., Any] = transfer.fetching._check
     spoilt = []
 
-    def spoil(origin: Any, landed: Any, block_ids: Any, *rest: Any) -> Any:
+    def spoil(origin: Any, landed: Any, tables: Any, *rest: Any) -> Any:
         if len(spoilt) < times:
             spoilt.append(landed.attempt)
-            both.decode.workers[0].memory[1, block_ids[2], 0, 5] ^= np.uint64(1)
-        return check(origin, landed, block_ids, *rest)
+            both.decode.workers[0].memory[1, tables[0].block_ids[2], 0, 5] ^= np.uint64(1)
+        return check(origin, landed, tables, *rest)
 
     monkeypatch.setattr(transfer.fetching, "_check", spoil)
     name = both.ask(PROMPT)
@@ -122,14 +122,14 @@ def test_figures_reach_prometheus(pair: MakePair) -> None:
 def test_the_handshake_has_all_ranks_in_order(pair: MakePair) -> None:
     both = pair({"tp_size": 2, "pp_size": 2})
     cards = both.prefill.pd._cards
-    shards = [card.layout.shard for card in cards]
+    shards = [card.layout.sections[0].shard for card in cards]
     assert [(shard.layer_start, shard.head_start) for shard in shards] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len({card.port for card in cards}) == len({card.instance for card in cards}) == 4
 
 
 def test_a_rank_without_a_node_turns_transfers_off(pair: MakePair, caplog: pytest.LogCaptureFixture) -> None:
     both = pair()
-    both.prefill.pd._cards, both.prefill.pd._directory = [], None
+    both.prefill.pd._directory = None
     both.prefill.pd.set_ranks({})
     name = both.prefill.add(PROMPT, 1, params={"do_remote_decode": True})
     run_all(both.prefill)

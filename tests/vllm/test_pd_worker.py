@@ -10,9 +10,10 @@ import pytest
 
 from mooncake_connector.kv.geometry import Shard
 from transfer.plan.granularity import Bounds
+from transfer.plan.layout import Table
 from transfer.protocol.consumer import Where
 from transfer.protocol.orders import Ending, Transfer
-from vllm_plugin.messages import Announcement, GrantedBlocks, PDStep
+from vllm_plugin.messages import Announcement, PDStep
 from vllm_plugin.pd.worker import EndedTransfers, PDWorker
 from vllm_plugin.stats import ConnectorStats
 
@@ -54,9 +55,9 @@ def node() -> Node:
 
 @pytest.fixture
 def worker(node: Any) -> PDWorker:
-    layout: Any = SimpleNamespace(shard=Shard(0, 2, 0, 1))
+    section: Any = SimpleNamespace(shard=Shard(0, 2, 0, 1))
     device: Any = SimpleNamespace(lock=threading.Lock(), then=lambda call: call())
-    return PDWorker(node, layout, 0, [], Bounds(), device)
+    return PDWorker(node, section, [], Bounds(), device)
 
 
 def announcement(transfer: str) -> Announcement:
@@ -107,7 +108,7 @@ def test_what_cannot_be_done_for_one_request_is_done_for_the_others(
     worker: PDWorker, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.prepare(PDStep(preempted=["gone"], opened={"sent": "sent"}))
-    step = PDStep(announced={"other": announcement("other")}, granted={"gone": GrantedBlocks(0, 8, [1])})
+    step = PDStep(announced={"other": announcement("other")}, granted={"gone": Table(0, 8, [1])})
     step.finished = {"gone": 8, "sent": 8}
     worker.start(step)
     assert node.told == [("open", "sent"), ("awaited", "sent"), ("finished", "sent"), ("announce", "other")]

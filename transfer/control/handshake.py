@@ -28,8 +28,8 @@ from msgspec import Meta
 
 from transfer.transports.base import INSTANCE_NBYTES, TransferError, Unavailable
 
-OLDEST_VERSION = 1
-VERSION = 1
+OLDEST_VERSION = 2
+VERSION = 2
 MIN_SECRET_NBYTES = 16
 MAX_FRAME_NBYTES = 1024
 SESSION_NBYTES = 16

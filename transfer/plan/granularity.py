@@ -50,12 +50,14 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A part of a transfer that travels together: tokens `[first_token, stop_token)` of some layers."""
+    """A part of a transfer that travels together: tokens `[first_token, stop_token)` of some layers of a section."""
 
     first_layer: int
     num_layers: int
     first_token: int
     stop_token: int
+    section: int = 0
+    """The consumer's number of it."""
 
     @property
     def cells(self) -> int:
@@ -64,16 +66,26 @@ class Batch:
 
 
 class Divider:
-    """Divides one transfer into batches as its KV is computed: every layer and token is in exactly one.
+    """Divides a section of one transfer into batches as it is computed: every layer and token is in exactly one.
 
     Args:
         layers: numbers in the model; not empty.
         tokens: of the request; `tokens.start` is a multiple of `unit`.
         unit: batches end at multiples of so many tokens, or at the end.
         min_layers: with LAYER, wait for so many layers, so that a batch is worth a system call.
+        section: the consumer's number of it.
     """
 
-    def __init__(self, granularity: Granularity, layers: range, tokens: range, unit: int, min_layers: int = 1) -> None:
+    def __init__(
+        self,
+        granularity: Granularity,
+        layers: range,
+        tokens: range,
+        unit: int,
+        min_layers: int = 1,
+        section: int = 0,
+    ) -> None:
+        self._section = section
         self._granularity, self._layers, self._tokens = granularity, layers, tokens
         self._unit = unit
         self._min_layers = min_layers if granularity is Granularity.LAYER else len(layers)
@@ -92,10 +104,14 @@ class Divider:
             while first + count <= min(layer, self._layers.stop - 1) and self._sent[first + count] == start:
                 count += 1
             if start < stop and (last or count >= self._min_layers):
-                found.append(Batch(first, count, start, stop))
+                found.append(Batch(first, count, start, stop, self._section))
                 self._sent.update(dict.fromkeys(range(first, first + count), stop))
             first += count
         return found
+
+    @property
+    def stop_token(self) -> int:
+        return self._tokens.stop
 
     @property
     def complete(self) -> bool:

@@ -1,4 +1,7 @@
-"""What a peer must know of one rank's KV memory to plan copies into it, and which bytes of it some blocks are.
+"""What a peer must know of one rank's memory to plan copies into it, and which bytes of it some blocks are.
+
+A rank hands over *sections*: the KV of one group of layers, a table of aux rows, the state of some layers. Each has
+memory, a block size and, for a request, a block table of its own.
 
 Plain values that travel in messages and are checked where they are made. Does not touch the memory it describes.
 """
@@ -9,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import Axis, BlockLayout, SegmentLayout
@@ -18,6 +23,8 @@ from transfer.transports.base import MAX_PIECE_NBYTES, Int64, TransferError
 
 MAX_BLOCK_ELEMENTS = 1 << 24
 """Elements of a block, all heads, K and V: far beyond any engine's."""
+MAX_SECTIONS = 64
+_MAX_NAME_LENGTH = 64
 _MAX_AXES = 16
 """Strides that a segment's tokens or elements may be nested in: beyond what any order needs."""
 
@@ -27,20 +34,47 @@ class LayoutError(TransferError):
 
 
 @dataclass(frozen=True, slots=True)
-class RankLayout:
-    """The KV memory of one rank: which layers and heads of the model it has, and where their bytes lie.
+class Table:
+    """What of a section a request wants: tokens (or rows) `[first_token, stop_token)`, and its whole block table.
+
+    Raises:
+        LayoutError: tokens that cannot be.
+    """
+
+    first_token: Annotated[int, Meta(le=1 << 40)]
+    stop_token: Annotated[int, Meta(le=1 << 40)]
+    block_ids: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 32)]], Meta(max_length=1 << 18)]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first_token <= self.stop_token:
+            raise LayoutError(f"tokens {self.first_token}..{self.stop_token - 1}")
+
+    @property
+    def tokens(self) -> range:
+        return range(self.first_token, self.stop_token)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One section of a rank: which layers and heads it has, and where their bytes lie.
+
+    What is not KV is described as if it were: its rows are tokens, a row has `k_dim` elements a layer and head. What
+    has no layers or heads, has one.
 
     Args:
-        model_layers, model_heads: of the whole model; MLA has one head.
+        name: says which section of a peer is the same.
+        model_layers, model_heads: of the whole model, or of the group; MLA has one head.
         shard: the rank's; ranks may have the same heads (GQA with more ranks than heads, MLA).
         k_dim, v_dim: elements a token and head (MLA: latent and rope together, and 0).
         itemsize: bytes an element.
         blocks: an address for each of the rank's layers, and strides; head 0 is the rank's first.
+        is_whole: it is sent as a whole, once, when the request has been computed: aux rows, state.
 
     Raises:
         LayoutError: a count or a range that cannot be.
     """
 
+    name: str
     model_layers: int
     model_heads: int
     shard: Shard
@@ -48,8 +82,11 @@ class RankLayout:
     v_dim: int
     itemsize: int
     blocks: BlockLayout
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
+        if not 0 < len(self.name) <= _MAX_NAME_LENGTH or not self.name.isprintable():
+            raise LayoutError(f"section {self.name[:_MAX_NAME_LENGTH]!r}: expected 1..{_MAX_NAME_LENGTH} characters")
         shard, blocks = self.shard, self.blocks
         if shard.layer_stop > self.model_layers or shard.num_layers != len(blocks.layer_addresses):
             have = len(blocks.layer_addresses)
@@ -92,11 +129,12 @@ class RankLayout:
 
     def describe(self) -> str:
         """One line for the message of a refusal."""
-        vector = f"{self.k_dim} + {self.v_dim} elements of {self.itemsize} bytes"
+        shard, whole = self.shard, ", sent whole" if self.is_whole else ""
+        layers = f"layers {shard.layer_start}..{shard.layer_stop - 1} of {self.model_layers}"
+        heads = f"KV heads {shard.head_start}..{shard.head_stop - 1} of {self.model_heads}"
         return (
-            f"layers {self.shard.layer_start}..{self.shard.layer_stop - 1} of {self.model_layers}, KV heads "
-            f"{self.shard.head_start}..{self.shard.head_stop - 1} of {self.model_heads}, {vector}, "
-            f"blocks of {self.block_tokens} tokens"
+            f"section {self.name!r}: {layers}, {heads}, {self.k_dim} + {self.v_dim} elements of {self.itemsize} bytes, "
+            f"blocks of {self.block_tokens} tokens{whole}"
         )
 
     def check_blocks(self, block_ids: Sequence[int]) -> Int64:
@@ -123,7 +161,47 @@ class RankLayout:
         return merge(addresses, nbytes)
 
 
-def element_offsets(layout: RankLayout) -> Int64:
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """All that one rank hands over. Ranks of an instance may have different sections, as pipeline stages do.
+
+    Raises:
+        LayoutError: no section, too many, or two of one name.
+    """
+
+    sections: tuple[Section, ...]
+
+    def __post_init__(self) -> None:
+        names = [section.name for section in self.sections]
+        if not 0 < len(names) <= MAX_SECTIONS or len(set(names)) < len(names):
+            raise LayoutError(f"sections {names[: MAX_SECTIONS + 1]}: expected 1..{MAX_SECTIONS}, each name once")
+
+    def index(self, name: str) -> int | None:
+        """The number of the section of this name, if the rank has it."""
+        return next((number for number, section in enumerate(self.sections) if section.name == name), None)
+
+    def check_tables(self, tables: Sequence[Table]) -> None:
+        """Raises LayoutError for another number of tables than of sections, or blocks that the rank does not have."""
+        if len(tables) != len(self.sections):
+            raise LayoutError(f"{len(tables)} block tables for {len(self.sections)} sections")
+        for section, table in zip(self.sections, tables, strict=True):
+            section.check_blocks(table.block_ids)
+
+    def ranges(self, tables: Sequence[Table]) -> tuple[Int64, Int64]:
+        """What a grant of these tables covers, one of each section: the bytes of the blocks that hold their tokens.
+
+        Raises:
+            LayoutError: another number of tables, or blocks that the rank does not have.
+        """
+        self.check_tables(tables)
+        found = [
+            section.ranges(section.holding(table.block_ids, table.first_token, table.stop_token))
+            for section, table in zip(self.sections, tables, strict=True)
+        ]
+        return np.concatenate([starts for starts, _ in found]), np.concatenate([sizes for _, sizes in found])
+
+
+def element_offsets(layout: Section) -> Int64:
     """`[token, element of K, then of V]`: bytes from the start of a block and head."""
     segments = [layout.blocks.k] if layout.blocks.v is None else [layout.blocks.k, layout.blocks.v]
     parts = [s.offset + _places(s.token)[:, None] + _places(s.dim)[None, :] for s in segments]
@@ -139,7 +217,7 @@ def merge(starts: Int64, sizes: Int64) -> tuple[Int64, Int64]:
 
 
 @lru_cache(maxsize=64)
-def _block_runs(layout: RankLayout) -> tuple[Int64, Int64]:
+def _block_runs(layout: Section) -> tuple[Int64, Int64]:
     """Offsets and sizes of the bytes of one block of one layer, all heads. Raises LayoutError where any coincide."""
     heads = np.arange(layout.shard.num_heads, dtype=np.int64) * layout.blocks.head_stride
     head = np.sort(element_offsets(layout).ravel())

@@ -1,21 +1,23 @@
 """From two layouts to lists of copies: who sends what to whom, and which bytes go where. Pure; nothing is moved here.
 
-`routes` divides the memory of all destination ranks among the source ranks. A `Pairing` of two ranks then turns a part
-of a transfer (layers, tokens, block tables) into pieces, as arrays that a transport takes. Tokens are counted in
-*units*: as many as the blocks of both sides can be cut into. A unit is moved as a whole, also where a request fills it
-in part only: its bytes belong to the request on both sides.
+`routes` divides the memory of all destination ranks among the source ranks, section by section. A `Pairing` of one
+section of two ranks then turns a part of a transfer (layers, tokens, block tables) into pieces, as arrays that a
+transport takes. Tokens are counted in *units*: as many as the blocks of both sides can be cut into. A unit is moved as
+a whole, also where a request fills it in part only: its bytes belong to the request on both sides.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
+from typing import TypeAlias
 
 import numpy as np
 
 from mooncake_connector.kv.geometry import Shard
-from transfer.plan.layout import LayoutError, RankLayout, element_offsets
+from transfer.plan.layout import LayoutError, RankLayout, Section, element_offsets
 from transfer.transports.base import Int64
 
 _MIN_RUN_NBYTES = 64
@@ -29,12 +31,13 @@ _MAX_ELEMENTS = 1 << 20
 class Route:
     """What source rank number `source` sends to destination rank number `destination`.
 
-    Without a part: nothing. Such a route still says who tells a source without work that it is done.
+    `parts` has what of each section of the destination, in their order, if anything. A route without any part still
+    says who tells a source without work that it is done.
     """
 
     source: int
     destination: int
-    part: Shard | None = None
+    parts: tuple[Shard | None, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,73 +62,124 @@ class PageRuns:
 
 
 def routes(sources: Sequence[RankLayout], destinations: Sequence[RankLayout]) -> list[Route]:
-    """Divide all layers and heads of every destination rank among the source ranks, each exactly once.
+    """Divide all layers and heads of every destination rank's sections among the source ranks, each exactly once.
 
     Two ranks have one route at most, and each source has one at least.
 
-    Where several sources have the same (GQA with more ranks than heads, MLA), destinations that need the same take
-    turns. Both sides compute the same routes from the same layouts.
+    Where several sources have the same (GQA with more ranks than heads, MLA, aux rows), destinations that need the same
+    take turns. Both sides compute the same routes from the same layouts.
 
     Raises:
-        LayoutError: the sides differ in what cannot be mapped, or no source has some layer and head.
+        LayoutError: the sides differ in their sections or in what cannot be mapped, or no source has some layer and
+            head.
     """
     if not sources or not destinations:
         raise LayoutError(f"{len(sources)} source and {len(destinations)} destination ranks: expected one at least")
-    for layout in (*sources, *destinations):
-        _check_same_model(sources[0], layout)
-    found: list[Route] = []
+    _check_same_sections(sources, destinations)
+    having = _by_name(sources)
+    found: dict[tuple[int, int], list[Shard | None]] = {}
+    turns: Counter[tuple[str, Shard]] = Counter()
     for number, wanted in enumerate(destinations):
-        turn = sum(other.shard == wanted.shard for other in destinations[:number])
-        found += _parts(sources, wanted, number, turn)
-    pairs = {(route.source, route.destination) for route in found}
-    if len(pairs) < len(found):
-        raise LayoutError(f"source ranks overlap in part: {'; '.join(source.describe() for source in sources)}")
-    busy = {source for source, _ in pairs}
-    idle = [source for source in range(len(sources)) if source not in busy]
-    return found + [Route(source, source % len(destinations)) for source in idle]
+        for at, section in enumerate(wanted.sections):
+            turn = turns[section.name, section.shard]
+            turns[section.name, section.shard] += 1
+            for source, part in _parts(having[section.name], section, turn):
+                parts = found.setdefault((source, number), [None] * len(wanted.sections))
+                if parts[at] is not None:
+                    every = "; ".join(other.describe() for _, other in having[section.name])
+                    raise LayoutError(f"source ranks overlap in part: {every}")
+                parts[at] = part
+    busy = {source for source, _ in found}
+    for source in sorted(set(range(len(sources))) - busy):
+        destination = source % len(destinations)
+        found[source, destination] = [None] * len(destinations[destination].sections)
+    return [Route(*pair, tuple(parts)) for pair, parts in found.items()]
 
 
-def _parts(sources: Sequence[RankLayout], wanted: RankLayout, number: int, turn: int) -> Iterator[Route]:
-    """Routes to one destination: a source's part of it is cut by no other source's border."""
-    for part in wanted.shard.cut(source.shard for source in sources):
-        having = [i for i, source in enumerate(sources) if source.shard.covers(part)]
+def _by_name(ranks: Sequence[RankLayout]) -> dict[str, list[tuple[int, Section]]]:
+    """Which ranks have each section, by their numbers."""
+    found: dict[str, list[tuple[int, Section]]] = {}
+    for number, rank in enumerate(ranks):
+        for section in rank.sections:
+            found.setdefault(section.name, []).append((number, section))
+    return found
+
+
+def _check_same_sections(sources: Sequence[RankLayout], destinations: Sequence[RankLayout]) -> None:
+    """Raises LayoutError where a side lacks a section, or has one of another shape; with both sides' values."""
+    here, there = _by_name(sources), _by_name(destinations)
+    if here.keys() != there.keys():
+        listed = ["; ".join(found[0][1].describe() for found in side.values()) for side in (here, there)]
+        missing = ", ".join(sorted(here.keys() ^ there.keys()))
+        raise LayoutError(f"only one side has section {missing}. Source: {listed[0]}. Destination: {listed[1]}")
+    for name, found in here.items():
+        for _, section in (*found, *there[name]):
+            _check_same_shape(found[0][1], section)
+
+
+def _parts(sources: Sequence[tuple[int, Section]], wanted: Section, turn: int) -> Iterator[tuple[int, Shard]]:
+    """Who sends which part of a destination's section: a part is cut by no source's border."""
+    for part in wanted.shard.cut(section.shard for _, section in sources):
+        having = [number for number, section in sources if section.shard.covers(part)]
         if not having:
-            every = "; ".join(source.describe() for source in sources)
+            every = "; ".join(section.describe() for _, section in sources)
             raise LayoutError(
                 f"no source rank has layer {part.layer_start}, KV head {part.head_start}. "
                 f"Destination: {wanted.describe()}. Sources: {every}"
             )
-        yield Route(having[turn % len(having)], number, part)
+        yield having[turn % len(having)], part
 
 
-def _check_same_model(one: RankLayout, other: RankLayout) -> None:
-    fields = ("model_layers", "model_heads", "k_dim", "v_dim", "itemsize")
+def _check_same_shape(one: Section, other: Section) -> None:
+    fields = ("name", "model_layers", "model_heads", "k_dim", "v_dim", "itemsize", "is_whole")
     different = [name for name in fields if getattr(one, name) != getattr(other, name)]
     if different:
         raise LayoutError(f"{', '.join(different)} differ: {one.describe()}; and {other.describe()}")
 
 
-class Pairing:
-    """One source and one destination rank, and how the bytes of a block of one lie in the blocks of the other.
+def pair_sections(source: RankLayout, destination: RankLayout, parts: Sequence[Shard | None]) -> Pairings:
+    """How the sections of two ranks lie in each other.
 
     Args:
-        part: layers and heads that are sent, if any; both ranks must have them.
+        parts: as in `Route`.
+
+    Raises:
+        LayoutError: the source lacks a section or a part of it, or the sides differ in what cannot be mapped.
+    """
+    if len(parts) != len(destination.sections):
+        raise LayoutError(f"{len(parts)} parts of {len(destination.sections)} sections")
+    found: Pairings = {}
+    for number, (section, part) in enumerate(zip(destination.sections, parts, strict=True)):
+        if part is None:
+            continue
+        own = source.index(section.name)
+        if own is None:
+            every = "; ".join(other.describe() for other in source.sections)
+            raise LayoutError(f"the source has no {section.describe()}; it has {every}")
+        found[number] = own, Pairing(source.sections[own], section, part)
+    return found
+
+
+class Pairing:
+    """A section of two ranks, and how the bytes of a block of one lie in the blocks of the other.
+
+    Args:
+        part: layers and heads that are sent; both ranks must have them.
 
     Raises:
         LayoutError: the sides differ in what cannot be mapped.
     """
 
-    def __init__(self, source: RankLayout, destination: RankLayout, part: Shard | None) -> None:
-        _check_same_model(source, destination)
-        self.layers = range(0) if part is None else part.layers
-        heads = range(0) if part is None else part.heads
+    def __init__(self, source: Section, destination: Section, part: Shard) -> None:
+        _check_same_shape(source, destination)
+        self.layers = part.layers
         for side in (source, destination):
-            if part is not None and not side.shard.covers(part):
+            if not side.shard.covers(part):
                 raise LayoutError(f"{part} asks for what a rank has not: {side.describe()}")
         self.unit = gcd(source.block_tokens, destination.block_tokens)
         """Tokens that are moved together."""
         self._sides = (source, destination)
-        self._runs = _Runs(source, destination, heads, self.unit)
+        self._runs = _Runs(source, destination, part.heads, self.unit)
         self._check_runs()
 
     def checksum_tokens(self, page_tokens: int) -> int:
@@ -225,7 +279,7 @@ class Pairing:
         return table[places] * layout.blocks.block_stride
 
     def _bases(self, side: int, layers: range) -> Int64:
-        if layers and not self.layers.start <= layers.start < layers.stop <= self.layers.stop:
+        if not self.layers.start <= layers.start < layers.stop <= self.layers.stop:
             raise LayoutError(f"layers {layers}; the part has {self.layers}")
         layout = self._sides[side]
         first = layers.start - layout.shard.layer_start
@@ -234,12 +288,16 @@ class Pairing:
     def _check_runs(self) -> None:
         source, destination = self._sides
         smallest = min(source.k_dim, source.v_dim or source.k_dim) * source.itemsize
-        if len(self._runs.nbytes) and self._runs.nbytes.min() < min(_MIN_RUN_NBYTES, smallest):
+        if self._runs.nbytes.min() < min(_MIN_RUN_NBYTES, smallest):
             raise LayoutError(
                 f"the sides order the elements of a block differently, so that pieces would have "
                 f"{self._runs.nbytes.min()} bytes. Source: {source.describe()}, {source.blocks.k}, {source.blocks.v}. "
                 f"Destination: {destination.describe()}, {destination.blocks.k}, {destination.blocks.v}"
             )
+
+
+Pairings: TypeAlias = dict[int, tuple[int, Pairing]]
+"""By the destination's number of a section the source's number of it and the pairing, where anything of it is sent."""
 
 
 class _Runs:
@@ -249,7 +307,7 @@ class _Runs:
     `offsets` are from the block's start, source and destination; those of a phase ascend at the destination.
     """
 
-    def __init__(self, source: RankLayout, destination: RankLayout, heads: range, unit: int) -> None:
+    def __init__(self, source: Section, destination: Section, heads: range, unit: int) -> None:
         per_block = [side.block_tokens // unit for side in (source, destination)]
         phases = per_block[0] * per_block[1]  # without a common divisor, by the choice of `unit`
         period = lcm(source.block_tokens, destination.block_tokens) * (source.k_dim + source.v_dim)
@@ -277,7 +335,7 @@ class _Runs:
 
 
 def _run_heads(
-    places: list[Int64], sides: tuple[RankLayout, RankLayout], heads: range, room: int
+    places: list[Int64], sides: tuple[Section, Section], heads: range, room: int
 ) -> tuple[Int64, Int64, Int64]:
     """Runs of the elements at `places` of a head, for all heads. Raises LayoutError for more than `room`."""
     order = np.argsort(places[1], kind="stable")

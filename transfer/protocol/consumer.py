@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from transfer.plan.layout import Table
 from transfer.protocol.messages import (
     Announce,
     AnyMessage,
@@ -46,12 +47,12 @@ class Source:
     """A rank of the prefill instance that has a route to this rank (`transfer.plan.pairing.routes`).
 
     Args:
-        layers: what it sends; empty where it only has to be told that the transfer is over.
+        layers: what it sends of each section; all empty where it only has to be told that the transfer is over.
         destinations: how many ranks of this rank's instance have a route from it.
     """
 
     peer: str
-    layers: range
+    layers: Sequence[range]
     destinations: int
 
 
@@ -72,6 +73,8 @@ class _Session:
     """The producer has the grant."""
     batches: dict[int, _Got] = field(default_factory=dict)
     verified: int = 0
+    places: int = 0
+    """Layers times tokens that are granted, of all sections."""
     done: bool = False
     closed: bool = False
     """The producer knows that we are through."""
@@ -93,7 +96,8 @@ class Incoming(Transfer):
     """None until its sources are known."""
     deadline_s: float = 0.0
     grant: int = 0
-    tokens: range = range(0)
+    tables: Sequence[Table] = ()
+    """What was granted of each of this rank's sections."""
     key: bytes = b""
     memory: Grant | None = None
     """The transport's grant of the blocks; the driver's."""
@@ -138,31 +142,24 @@ class Consumer(Protocol):
         """Its sources cannot be found, or its blocks not be granted."""
         self._end(transfer, Ending.FAILED, cause, now_s)
 
-    def allocated(
-        self, transfer: Incoming, first_token: int, stop_token: int, block_ids: Sequence[int], now_s: float
-    ) -> None:
+    def allocated(self, transfer: Incoming, tables: Sequence[Table], now_s: float) -> None:
         """The engine has blocks for it, and waits for its end; nothing may be written to them before `grant`."""
         if not transfer.is_over:
-            transfer.spoken = True
-            transfer.tokens, transfer.block_ids = range(first_token, stop_token), list(block_ids)
+            transfer.spoken, transfer.tables = True, tables
             if transfer.ending is not None and not transfer.grant:
                 self._give_ended(transfer, now_s)
 
-    def grant(
-        self, transfer: Incoming, first_token: int, stop_token: int, block_ids: Sequence[int], key: bytes, now_s: float
-    ) -> bool:
-        """Let the producers write tokens `[first_token, stop_token)` into these blocks, the request's whole table.
+    def grant(self, transfer: Incoming, tables: Sequence[Table], key: bytes, now_s: float) -> bool:
+        """Let the producers write into the blocks of these tables, one of each section.
 
-        False where the transfer has ended: nothing was granted. Raises ValueError where it has a grant, or for tokens
-        or a key that cannot be.
+        False where the transfer has ended: nothing was granted. Raises ValueError where it has a grant, or for a key
+        that cannot be.
         """
-        if not 0 <= first_token <= stop_token or len(key) != GRANT_KEY_NBYTES:
-            raise ValueError(
-                f"transfer {transfer.name!r}: tokens {first_token}..{stop_token - 1}, key of {len(key)} bytes"
-            )
+        if len(key) != GRANT_KEY_NBYTES:
+            raise ValueError(f"transfer {transfer.name!r}: a key of {len(key)} bytes")
         if transfer.grant:
             raise ValueError(f"transfer {transfer.name!r} is granted already")
-        self.allocated(transfer, first_token, stop_token, block_ids, now_s)
+        self.allocated(transfer, tables, now_s)
         if transfer.ending is not None:
             return False
         self._grants += 1
@@ -176,7 +173,11 @@ class Consumer(Protocol):
             return
         for session in transfer.sessions.values():
             session.heard_s = session.send_s = now_s
-            session.done = bool(transfer.grant) and not (session.source.layers and transfer.tokens)
+            if transfer.grant:
+                layers = session.source.layers
+                pairs = zip(layers, transfer.tables, strict=True)
+                session.places = sum(len(of_section) * len(table.tokens) for of_section, table in pairs)
+                session.done = not session.places
         self._repeat(transfer, now_s)
         self._finish(transfer, now_s)
 
@@ -269,10 +270,12 @@ class Consumer(Protocol):
             if got.right is not None:
                 self._report(transfer, session, now_s)  # what was said before got lost
             return
-        layers, tokens = session.source.layers, transfer.tokens
+        inside = message.section < len(transfer.tables)
+        layers = session.source.layers[message.section] if inside else range(0)
+        tokens = transfer.tables[message.section].tokens if inside else range(0)
         inside = layers.start <= message.first_layer < message.first_layer + message.num_layers <= layers.stop
         inside = inside and tokens.start <= message.first_token < message.stop_token <= tokens.stop
-        if not inside or message.batch >= len(layers) * len(tokens):
+        if not inside or message.batch >= session.places:
             self._end(transfer, Ending.FAILED, f"a batch is not in what was granted: {message}"[:512], now_s)
             return
         session.batches[message.batch] = _Got(message)
@@ -297,15 +300,13 @@ class Consumer(Protocol):
         """Whether everything has landed, each layer and token in one batch."""
         batches = [got.landed for got in session.batches.values() if got.right]
         places = sum(batch.num_layers * (batch.stop_token - batch.first_token) for batch in batches)
-        if places < len(session.source.layers) * len(transfer.tokens):
+        if places < session.places:
             return
-        cuts = sorted({cut for batch in batches for cut in (batch.first_token, batch.stop_token)})
-        column = {cut: number for number, cut in enumerate(cuts)}
-        count = np.zeros((len(session.source.layers), len(cuts) - 1), dtype=np.int32)
+        by_section: dict[int, list[Landed]] = {}
         for batch in batches:
-            first = batch.first_layer - session.source.layers.start
-            count[first : first + batch.num_layers, column[batch.first_token] : column[batch.stop_token]] += 1
-        if (count == 1).all():
+            by_section.setdefault(batch.section, []).append(batch)
+        layers = session.source.layers
+        if places == session.places and not any(_overlap(layers[at], of) for at, of in by_section.items()):
             session.done = True
             self._finish(transfer, now_s)
         else:
@@ -350,9 +351,9 @@ class Consumer(Protocol):
             session.send_s = now_s + self._timing.retry_s
             if transfer.ending is not None:
                 self._close(transfer, session)
-            elif transfer.grant and session.source.layers and not session.accepted:
+            elif transfer.grant and any(session.source.layers) and not session.accepted:
                 self._grant(transfer, session)
-            elif transfer.grant and session.source.layers:
+            elif transfer.grant and any(session.source.layers):
                 self._report(transfer, session, now_s)
             else:
                 fields = {"destinations": session.source.destinations, "computed": transfer.computed}
@@ -367,9 +368,7 @@ class Consumer(Protocol):
             grant=transfer.grant,
             destinations=session.source.destinations,
             computed=transfer.computed,
-            first_token=transfer.tokens.start,
-            stop_token=transfer.tokens.stop,
-            block_ids=transfer.block_ids,
+            tables=list(transfer.tables),
             key=transfer.key,
         )
 
@@ -383,3 +382,14 @@ class Consumer(Protocol):
         done = transfer.ending is Ending.DONE
         fields = {"destinations": session.source.destinations, "done": done, "cause": transfer.cause}
         self._send(session.source.peer, Close, transfer.name, grant=transfer.grant, **fields)
+
+
+def _overlap(layers: range, batches: Sequence[Landed]) -> bool:
+    """Whether batches of a section have a layer and token in common."""
+    cuts = sorted({cut for batch in batches for cut in (batch.first_token, batch.stop_token)})
+    column = {cut: number for number, cut in enumerate(cuts)}
+    count = np.zeros((len(layers), len(cuts) - 1), dtype=np.int32)
+    for batch in batches:
+        first = batch.first_layer - layers.start
+        count[first : first + batch.num_layers, column[batch.first_token] : column[batch.stop_token]] += 1
+    return bool((count > 1).any())

@@ -14,11 +14,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mooncake_connector.kv.geometry import Shard
-from transfer.plan.layout import RankLayout
+from transfer.plan.layout import MAX_SECTIONS, RankLayout, Table
 from transfer.transports.base import GRANT_KEY_NBYTES, TransferError
 
 MAX_MESSAGE_NBYTES = 4 << 20
-_MAX_BLOCKS = 1 << 18
 _MAX_PAGES = 1 << 17
 _MAX_ENDPOINTS = 8
 MAX_NAME_LENGTH = 256
@@ -66,16 +65,14 @@ class Announce(Message, frozen=True, kw_only=True):
 
 
 class Granted(Message, frozen=True, kw_only=True):
-    """Consumer: write tokens `[first_token, stop_token)` into these blocks, with the key of the transport's grant.
+    """Consumer: write the tokens of each table, one of every section of mine, into its blocks.
 
-    `block_ids` is the request's whole block table.
+    `key` is that of the transport's grant, which covers all of them.
     """
 
     destinations: Count
     computed: bool
-    first_token: Count
-    stop_token: Count
-    block_ids: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 32)]], Meta(max_length=_MAX_BLOCKS)]
+    tables: Annotated[list[Table], Meta(max_length=MAX_SECTIONS)]
     key: Annotated[bytes, Meta(min_length=GRANT_KEY_NBYTES, max_length=GRANT_KEY_NBYTES)]
 
 
@@ -97,7 +94,8 @@ class Close(Message, frozen=True, kw_only=True):
 class Landed(Message, frozen=True, kw_only=True):
     """Producer: batch number `batch` is in your memory, as the `attempt`-th try (0 or 1).
 
-    `checksums` has one XXH3-64 for each page of the batch, in the order of tokens.
+    It is a part of your section number `section`. `checksums` has one XXH3-64 for each page of the batch, in the order
+    of tokens.
     """
 
     batch: Count
@@ -107,6 +105,7 @@ class Landed(Message, frozen=True, kw_only=True):
     first_token: Count
     stop_token: Count
     checksums: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=_MAX_PAGES)]
+    section: Annotated[int, Meta(ge=0, lt=MAX_SECTIONS)] = 0
 
 
 class Status(Message, frozen=True, kw_only=True):
@@ -119,11 +118,12 @@ class Status(Message, frozen=True, kw_only=True):
 class Introduction(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Consumer: what you must know of my rank to write to it. Once for each control connection, before anything else.
 
-    `part` is what you send me, if anything. `endpoints` says for each transport by name where it listens.
+    `parts` has what you send me of each section of my layout, if anything. `endpoints` says for each transport by name
+    where it listens.
     """
 
     layout: RankLayout
-    part: Shard | None
+    parts: Annotated[list[Shard | None], Meta(max_length=MAX_SECTIONS)]
     endpoints: Annotated[
         dict[Annotated[str, Meta(max_length=16)], Annotated[bytes, Meta(max_length=4096)]],
         Meta(max_length=_MAX_ENDPOINTS),
@@ -153,6 +153,6 @@ def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
         message = _decoder.decode(data)
     except Exception as error:  # also those of a layout's checks, and bare UnicodeDecodeError for text that is no UTF-8
         raise MessageError(f"not a message: {str(error)[:500]}") from None
-    if isinstance(message, Granted | Landed) and message.stop_token < message.first_token:
+    if isinstance(message, Landed) and message.stop_token < message.first_token:
         raise MessageError(f"tokens {message.first_token}..{message.stop_token - 1}")
     return message

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transfer.protocol.messages import AnyMessage, Granted, Landed, TransferMessage
@@ -68,7 +68,6 @@ class Transfer:
     """KV that was written to peers, or that arrived and was right."""
     seconds: float = 0.0
     """From its beginning to `Ended`."""
-    block_ids: list[int] = field(default_factory=list)
     spoken: bool = False
     """The engine has said its last word: finished, granted or cancelled. There is no `Ended` before."""
     is_over: bool = False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from transfer.plan.granularity import Batch, Divider, Granularity
 from transfer.protocol.messages import Announce, AnyMessage, Close, Granted, Landed, Report, State, Status
@@ -22,16 +22,24 @@ _ALL_LAYERS = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How one session is divided: see `transfer.plan.granularity.Divider`. Without layers there is nothing to send."""
+    """How a section of one session is divided: see `transfer.plan.granularity.Divider`.
+
+    Args:
+        section, own: the consumer's and this rank's number of the section.
+        is_whole: it is sent when prefill is over.
+    """
 
     granularity: Granularity
     layers: range
     unit: int
     min_layers: int = 1
+    section: int = 0
+    own: int = 0
+    is_whole: bool = False
 
 
-ShapeOf: TypeAlias = Callable[[str, Granted], Shape]
-"""The session of (peer, what it granted). Raises TransferError where the layouts cannot be mapped."""
+ShapesOf: TypeAlias = Callable[[str, Granted], Sequence[Shape]]
+"""What is sent in the session of (peer, what it granted). Raises TransferError where the layouts cannot be mapped."""
 
 
 @dataclass(slots=True)
@@ -43,13 +51,21 @@ class _Sent:
     checksums: Sequence[int] | None = None
 
 
+class _Progress(NamedTuple):
+    """All layers of a section up to this one have the KV of the tokens before `stop_token`; None: of all sections."""
+
+    section: int | None
+    layer: int
+    stop_token: int
+
+
 @dataclass(slots=True)
 class _Session:
     peer: str
     heard_s: float
     send_s: float
     granted: Granted | None = None
-    divider: Divider | None = None
+    dividers: list[tuple[Shape, Divider]] = field(default_factory=list)
     sent: list[_Sent] = field(default_factory=list)
     verified: int = 0
     writing: set[int] = field(default_factory=set)
@@ -68,13 +84,14 @@ class _Session:
 class Outgoing(Transfer):
     """A transfer whose KV is computed here, or that consumers ask for before the engine names it."""
 
+    block_tables: Sequence[Sequence[int]] = ()
+    """Of each of this rank's sections, as they are now."""
     opened: bool = False
     heard_s: float = 0.0
     sessions: dict[str, _Session] = field(default_factory=dict)
     expected: int = 0
     """Sessions that there will be; 0 while unknown."""
-    progress: list[tuple[int, int]] = field(default_factory=list)
-    """(layer, token): all layers up to this one have the KV of the tokens before."""
+    progress: list[_Progress] = field(default_factory=list)
     run: int = 0
     """How often its prefill was begun again."""
     finished_s: float | None = None
@@ -92,9 +109,9 @@ class Outgoing(Transfer):
 class Producer(Protocol):
     """Serves transfers: the engine calls `open`, then `computed` and `finished`, or `cancel`. See also `Protocol`."""
 
-    def __init__(self, shape_of: ShapeOf, timing: Timing | None = None) -> None:
+    def __init__(self, shapes_of: ShapesOf, timing: Timing | None = None) -> None:
         super().__init__(timing or Timing())
-        self._shape_of = shape_of
+        self._shapes_of = shapes_of
         self._transfers: dict[str, Outgoing] = {}
 
     def open(self, transfer: Outgoing, now_s: float) -> None:
@@ -115,30 +132,36 @@ class Producer(Protocol):
             self._start(transfer, session)
         self._settle(transfer, now_s)
 
-    def computed(self, transfer: Outgoing, layer: int, stop_token: int, now_s: float, *, run: int = 0) -> None:
-        """All layers of this rank up to `layer` have the KV of the request's tokens before `stop_token`.
+    def computed(
+        self, transfer: Outgoing, layer: int, stop_token: int, now_s: float, *, run: int = 0, section: int = 0
+    ) -> None:
+        """All layers of this rank's section up to `layer` have the KV of the request's tokens before `stop_token`.
 
         Of an earlier run, it is of blocks that are gone.
         """
         if transfer.finished_s is not None:
             raise ValueError(f"transfer {transfer.name!r} is finished already")
         if run == transfer.run:
-            self._compute(transfer, layer, stop_token)
+            self._compute(transfer, _Progress(section, layer, stop_token))
 
-    def _compute(self, transfer: Outgoing, layer: int, stop_token: int) -> None:
+    def _compute(self, transfer: Outgoing, made: _Progress) -> None:
         if transfer.ending is not None:
             return
-        transfer.progress = [(at, stop) for at, stop in transfer.progress if at > layer or stop > stop_token]
-        transfer.progress.append((layer, stop_token))
+        transfer.progress = [
+            before
+            for before in transfer.progress
+            if before.section != made.section or before.layer > made.layer or before.stop_token > made.stop_token
+        ]
+        transfer.progress.append(made)
         for session in transfer.sessions.values():
-            self._advance(transfer, session, layer, stop_token)
+            self._advance(transfer, session, made)
 
     def finished(self, transfer: Outgoing, num_tokens: int, now_s: float) -> None:
         """Prefill is over, with the KV of so many tokens; the lease begins."""
         if transfer.finished_s is not None:
             raise ValueError(f"transfer {transfer.name!r} is finished already")
         transfer.finished_s, transfer.spoken = now_s, True
-        self._compute(transfer, _ALL_LAYERS, num_tokens)
+        self._compute(transfer, _Progress(None, _ALL_LAYERS, num_tokens))
         for session in transfer.sessions.values():
             self._check_enough(transfer, session)
         self._settle(transfer, now_s)
@@ -292,28 +315,36 @@ class Producer(Protocol):
         if not transfer.opened or granted is None or session.state is not State.OPEN:
             return
         try:
-            shape = self._shape_of(session.peer, granted)
+            shapes = self._shapes_of(session.peer, granted)
         except TransferError as error:
             self._fail(transfer, session, Ending.FAILED, str(error))
             return
-        tokens = range(granted.first_token, granted.stop_token)
-        if not shape.layers or not tokens:
-            return
-        if tokens.start % shape.unit:
-            cause = f"tokens from {tokens.start} on are wanted where {shape.unit} are moved together"
-            self._fail(transfer, session, Ending.FAILED, cause)
-            return
-        session.divider = Divider(shape.granularity, shape.layers, tokens, shape.unit, shape.min_layers)
-        for layer, stop_token in transfer.progress:
-            self._advance(transfer, session, layer, stop_token)
+        for shape in shapes:
+            tokens = granted.tables[shape.section].tokens
+            if not tokens:
+                continue
+            if tokens.start % shape.unit:
+                cause = f"tokens from {tokens.start} on are wanted where {shape.unit} are moved together"
+                self._fail(transfer, session, Ending.FAILED, cause)
+                return
+            divider = Divider(shape.granularity, shape.layers, tokens, shape.unit, shape.min_layers, shape.section)
+            session.dividers.append((shape, divider))
+        for made in transfer.progress:
+            self._advance(transfer, session, made)
         self._check_enough(transfer, session)
 
-    def _advance(self, transfer: Outgoing, session: _Session, layer: int, stop_token: int) -> None:
-        if session.divider is None or session.state is not State.OPEN:
+    def _advance(self, transfer: Outgoing, session: _Session, made: _Progress) -> None:
+        if session.state is not State.OPEN:
             return
-        for batch in session.divider.computed(layer, stop_token):
-            session.sent.append(_Sent(batch))
-            self._write(transfer, session, len(session.sent) - 1)
+        for shape, divider in session.dividers:
+            stop_token = made.stop_token
+            if shape.is_whole and made.section is None:
+                stop_token = divider.stop_token
+            elif shape.is_whole or made.section not in (None, shape.own):
+                continue
+            for batch in divider.computed(made.layer, stop_token):
+                session.sent.append(_Sent(batch))
+                self._write(transfer, session, len(session.sent) - 1)
 
     def _write(self, transfer: Outgoing, session: _Session, number: int) -> None:
         assert session.granted is not None
@@ -322,7 +353,7 @@ class Producer(Protocol):
         self._orders.append(Write(session.peer, transfer, session.granted, number, sent.attempt, sent.batch))
 
     def _check_enough(self, transfer: Outgoing, session: _Session) -> None:
-        if transfer.finished_s is not None and session.divider is not None and not session.divider.complete:
+        if transfer.finished_s is not None and not all(divider.complete for _, divider in session.dividers):
             self._fail(transfer, session, Ending.FAILED, "fewer tokens were computed than are wanted")
 
     def _fail(self, transfer: Outgoing, session: _Session, ending: Ending, cause: str) -> None:
@@ -407,4 +438,5 @@ class Producer(Protocol):
             first_token=sent.batch.first_token,
             stop_token=sent.batch.stop_token,
             checksums=list(sent.checksums),
+            section=sent.batch.section,
         )

@@ -13,7 +13,7 @@ from transfer.protocol.orders import Timing
 from transfer.session import NodeOptions
 from vllm_plugin.geometry import Geometry
 
-_FORMAT = 1
+_FORMAT = 2
 """Raised whenever the same bytes would mean something else."""
 
 

@@ -18,11 +18,12 @@ from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from transfer.control.connection import Access
-from transfer.control.directory import THIS_HOST, Directory, InstanceCard, RankCard
+from transfer.control.directory import THIS_HOST, Address, Directory, RankCard
+from transfer.plan.layout import Table
 from transfer.serving import Computed
 from transfer.transports.base import TransferError
 from vllm_plugin.geometry import Geometry
-from vllm_plugin.messages import Announcement, GrantedBlocks, PDStep, WorkerReport
+from vllm_plugin.messages import Announcement, PDStep, WorkerReport
 from vllm_plugin.naming import named_tokens
 from vllm_plugin.pd.params import PrefillRequest, answer_params, parse_params, transfer_name
 
@@ -109,13 +110,12 @@ class PDScheduler:
             logger.warning("KV transfers are off: %d of %d ranks could set them up", len(cards), num_ranks)
             return
         self._cards = [msgspec.msgpack.decode(cards[rank], type=RankCard) for rank in sorted(cards)]
-        card = InstanceCard(self._engine_id, self._cards)
         port = self._config.transfer_port
         address = (self._cards[0].host, port + self._dp_rank if port else 0)
         try:
-            self._directory = Directory(card, address, self._access)
+            self._directory = Directory(self._engine_id, self._cards, num_ranks, address, self._access)
         except TransferError as error:
-            logger.error("other instances cannot fetch KV from this one: %s", error)
+            logger.error("KV transfers are off: %s", error)
             return
         seen = f"{address[0]}, port" if address[0] else f"{THIS_HOST} (Unix sockets of this user, no TCP port), port"
         logger.info(
@@ -133,7 +133,7 @@ class PDScheduler:
             # The workers hear of a step's requests by their ids, and would take this one for the one that ended.
             log_once("pd.again", "a request with the id of one that ended just now is prefilled here", logger=logger)
             return
-        if not self._cards or (isinstance(asked, PrefillRequest) and self._directory is None):
+        if self._directory is None:
             log_once(
                 "pd.off", "a request with kv_transfer_params is prefilled here: KV transfers are off", logger=logger
             )
@@ -189,7 +189,7 @@ class PDScheduler:
         if num_local + num_pooled == stop:
             first = stop
         block_ids = list(blocks.get_block_ids()[0])
-        self._step.granted[request.request_id] = GrantedBlocks(max(first, num_local), stop, block_ids)
+        self._step.granted[request.request_id] = Table(max(first, num_local), stop, block_ids)
         return max(first - num_local, 0)
 
     @property
@@ -222,7 +222,6 @@ class PDScheduler:
             return True, None
         outgoing.over = True
         self._step.finished[request.request_id] = request.num_prompt_tokens
-        assert self._directory is not None
         answer = answer_params(
             outgoing.asked,
             name=outgoing.name,
@@ -230,12 +229,18 @@ class PDScheduler:
             block_ids=block_ids,
             num_tokens=request.num_prompt_tokens,
             engine_id=self._engine_id,
-            host=self._cards[0].host or THIS_HOST,
-            port=self._directory.port,
+            host=self._home[0],
+            port=self._home[1],
             tp_size=self._geometry.tp_size,
             pp_size=self._geometry.pp_size,
         )
         return True, answer
+
+    @property
+    def _home(self) -> Address:
+        """Where others, and this instance's workers, find its directory."""
+        assert self._directory is not None
+        return self._cards[0].host or THIS_HOST, self._directory.port
 
     def _cancel_incoming(self, req_id: str, cause: str) -> None:
         """Cancel a request whose KV was to come; one that was granted is reported once more."""
@@ -287,7 +292,7 @@ class PDScheduler:
                     outgoing.computing = True
                     self._add_progress(step, outgoing, num_tokens)
         if step.announced:
-            step.ranks = tuple(card.layout for card in self._cards)
+            step.home = self._home
         return step
 
     @staticmethod
@@ -304,7 +309,7 @@ class PDScheduler:
         if request.num_computed_tokens < prompt_tokens:
             block_ids = list(self._manager.get_block_ids(request.request_id)[0])
             stop = min(request.num_computed_tokens + num_tokens, prompt_tokens)
-            step.computed[request.request_id] = Computed(block_ids, stop, outgoing.run), prompt_tokens
+            step.computed[request.request_id] = Computed([block_ids], stop, outgoing.run), prompt_tokens
 
     def update(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report."""

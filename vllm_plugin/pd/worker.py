@@ -13,16 +13,16 @@ import msgspec
 
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import get_logger, kind_of, log_once
-from transfer.fetching import Family
+from transfer.control.directory import Address
 from transfer.plan.granularity import Bounds, Granularity
-from transfer.plan.layout import RankLayout
+from transfer.plan.layout import Section, Table
 from transfer.protocol.consumer import Incoming
 from transfer.protocol.orders import Ending
 from transfer.protocol.producer import Outgoing
 from transfer.serving import Computed
 from transfer.session import Node
 from vllm_plugin.device_order import DeviceOrder
-from vllm_plugin.messages import Announcement, GrantedBlocks, PDStep
+from vllm_plugin.messages import Announcement, PDStep
 from vllm_plugin.stats import ConnectorStats
 
 logger = get_logger(__name__)
@@ -43,17 +43,16 @@ class PDWorker:
     """See the module.
 
     Args:
-        rank: number of this rank in its instance, `pp_rank * tp_size + tp_rank`.
+        section: the KV of the one group of layers that this rank has.
         layers: names of this rank's layers, in order.
         device: makes calls when the device has done what was queued before them.
     """
 
     def __init__(
-        self, node: Node, layout: RankLayout, rank: int, layers: Sequence[str], bounds: Bounds, device: DeviceOrder
+        self, node: Node, section: Section, layers: Sequence[str], bounds: Bounds, device: DeviceOrder
     ) -> None:
-        self._node, self._layout, self._rank, self._bounds = node, layout, rank, bounds
-        self._device = device
-        self._layers = {name: layout.shard.layer_start + number for number, name in enumerate(layers)}
+        self._node, self._section, self._bounds, self._device = node, section, bounds, device
+        self._layers = {name: section.shard.layer_start + number for number, name in enumerate(layers)}
         self._transfers: dict[str, Outgoing | Incoming] = {}
         """Whose end vLLM waits for, by request. The id of one that ended early may be another's by then."""
         self._progress: list[tuple[Outgoing, Computed]] = []
@@ -88,7 +87,7 @@ class PDWorker:
     def step_computed(self) -> None:
         """The forward pass is over."""
         if self._progress:
-            self._computed(self._layout.shard.layer_stop - 1, self._progress)
+            self._computed(self._section.shard.layer_stop - 1, self._progress)
             self._progress, self._progress_by_layer = [], []
 
     def start(self, step: PDStep) -> None:
@@ -96,9 +95,9 @@ class PDWorker:
         for req_id, num_tokens in step.finished.items():
             self._finished(req_id, num_tokens)
         for req_id, announced in step.announced.items():
-            self._announced(req_id, announced, Family(step.ranks, self._rank))
-        for req_id, blocks in step.granted.items():
-            self._granted(req_id, blocks)
+            self._announced(req_id, announced, step.home)
+        for req_id, table in step.granted.items():
+            self._granted(req_id, table)
         for req_id, cause in step.cancelled.items():
             self._cancelled(req_id, cause, reported=req_id not in step.unreported)
 
@@ -124,19 +123,18 @@ class PDWorker:
         self._device.then(lambda: self._node.finished(transfer, num_tokens))
 
     @contained(nothing)
-    def _announced(self, req_id: str, announced: Announcement, family: Family) -> None:
+    def _announced(self, req_id: str, announced: Announcement, home: Address) -> None:
         transfer = Incoming(announced.transfer, req_id, where=announced.where, computed=announced.computed)
         self._transfers[req_id] = transfer
-        self._node.announce(transfer, family)
+        self._node.announce(transfer, home)
 
     @contained(nothing)
-    def _granted(self, req_id: str, blocks: GrantedBlocks) -> None:
+    def _granted(self, req_id: str, table: Table) -> None:
         """After what a former owner of the blocks still computes into them; vLLM waits from now on."""
         transfer = self._transfers[req_id]
         assert isinstance(transfer, Incoming)
-        args = blocks.first_token, blocks.stop_token, blocks.block_ids
-        self._node.allocated(transfer, *args)
-        self._device.then(lambda: self._node.grant(transfer, *args))
+        self._node.allocated(transfer, [table])
+        self._device.then(lambda: self._node.grant(transfer, [table]))
 
     @contained(nothing)
     def _cancelled(self, req_id: str, cause: str, *, reported: bool) -> None:
@@ -178,11 +176,11 @@ class PDWorker:
             ended.sent.add(transfer.request)
             return
         ended.fetched.add(transfer.request)
-        tokens = transfer.tokens
-        if transfer.ending is Ending.DONE:
-            stats.add("fetched_tokens", len(tokens))
-        elif transfer.ending is not Ending.CANCELLED:
-            ended.failed_blocks.update(self._layout.holding(transfer.block_ids, tokens.start, tokens.stop))
+        for table in transfer.tables:
+            if transfer.ending is Ending.DONE:
+                stats.add("fetched_tokens", len(table.tokens))
+            elif transfer.ending is not Ending.CANCELLED:
+                ended.failed_blocks.update(self._section.holding(table.block_ids, table.first_token, table.stop_token))
 
     def stop(self, cause: str) -> None:
         """End every transfer; when this returns, the node touches no memory any more."""

@@ -25,7 +25,7 @@ from store_client.mover import Mover
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from transfer.control.connection import Access
-from transfer.plan.layout import RankLayout
+from transfer.plan.layout import RankLayout, Section
 from transfer.session import Node
 from transfer.transports.base import TransferError
 from vllm_plugin.blocks import KVBlocks, probe_cpu_order, register_tensors
@@ -66,8 +66,8 @@ class WorkerHalf:
         self, vllm_config: VllmConfig, geometry: Geometry, config: Config, access: Access, num_blocks: int
     ) -> None:
         parallel = vllm_config.parallel_config
-        self._rank = parallel.rank % (geometry.tp_size * geometry.pp_size)
-        pp_rank, tp_rank = divmod(self._rank, geometry.tp_size)
+        rank = parallel.rank % (geometry.tp_size * geometry.pp_size)
+        pp_rank, tp_rank = divmod(rank, geometry.tp_size)
         self._vllm_config = vllm_config
         self._geometry = geometry
         self._config = config
@@ -153,7 +153,8 @@ class WorkerHalf:
         if device.type not in ("cpu", "cuda"):
             logger.warning("KV transfers are off: no transport can move KV blocks in %s memory", device.type)
             return None
-        layout = RankLayout(
+        section = Section(
+            name="kv",
             model_layers=geometry.num_layers,
             model_heads=geometry.num_kv_heads,
             shard=shard,
@@ -164,14 +165,14 @@ class WorkerHalf:
         )
         options = make_options(self._config)
         try:
-            node = Node(layout, memory_of(tensors), self._access, options, device.index)
+            node = Node(RankLayout((section,)), memory_of(tensors), self._access, options, device.index)
         except (TransferError, ValueError, OSError) as error:
             logger.error("KV transfers are off: %s", error)
             return None
         # A batch in parts runs through the layers once for each: a layer is named when one part of it is computed.
         in_parts = self._vllm_config.parallel_config.use_ubatching
         layers = () if in_parts else geometry.layer_names
-        return PDWorker(node, layout, self._rank, layers, options.bounds, DeviceOrder(self._record))
+        return PDWorker(node, section, layers, options.bounds, DeviceOrder(self._record))
 
     @contained(nothing)
     def start_loads(self, metadata: StepMetadata) -> None:

@@ -8,8 +8,8 @@ from bench.peers.report import Goal, Row, row
 from mooncake_connector.cli.bench.measure import Task, best_seconds
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import BlockLayout, SegmentLayout
-from transfer.plan.layout import RankLayout
-from transfer.plan.pairing import Pairing, routes
+from transfer.plan.layout import RankLayout, Section
+from transfer.plan.pairing import pair_sections, routes
 
 _LAYERS, _HEADS, _DIM, _ITEMSIZE = 80, 8, 128, 2
 _BLOCK_TOKENS, _TOKENS = 16, 131_072
@@ -26,8 +26,8 @@ def seconds(rounds: int) -> float:
     tables = [random.Random(seed).sample(range(_TOKENS // _BLOCK_TOKENS), _TOKENS // _BLOCK_TOKENS) for seed in (1, 2)]
 
     def plan() -> None:
-        route = next(route for route in routes(sources, destinations) if route.part)
-        pairing = Pairing(sources[route.source], destinations[route.destination], route.part)
+        route = next(route for route in routes(sources, destinations) if any(route.parts))
+        _, pairing = pair_sections(sources[route.source], destinations[route.destination], route.parts)[0]
         pairing.copies(pairing.layers, 0, _TOKENS, tables[0], tables[1])
 
     return best_seconds({"plan": Task(plan)}, rounds)["plan"]
@@ -50,4 +50,4 @@ def _rank(size: int, number: int) -> RankLayout:
         v=SegmentLayout(vector, token, dim),
     )
     shard = Shard(0, _LAYERS, number * heads, (number + 1) * heads)
-    return RankLayout(_LAYERS, _HEADS, shard, _DIM, _DIM, _ITEMSIZE, blocks)
+    return RankLayout((Section("kv", _LAYERS, _HEADS, shard, _DIM, _DIM, _ITEMSIZE, blocks),))

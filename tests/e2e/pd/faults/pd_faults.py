@@ -33,32 +33,32 @@ def register() -> None:
     faults = _Faults(Path(os.environ["PD_FAULTS"]))
     send, check = serving._send, fetching._check
 
-    def faulty_send(visitor: Any, peer: Any, order: Any, block_ids: Any, *rest: Any) -> Any:
+    def faulty_send(visitor: Any, peer: Any, order: Any, block_tables: Any, *rest: Any) -> Any:
         if faults.is_on("hold"):
-            whole = (len(visitor.pairing.layers), 0, order.granted.stop_token)
+            whole = (len(visitor.pairings[0][1].layers), 0, order.granted.tables[0].stop_token)
             faults.hold((order.batch.num_layers, order.batch.first_token, order.batch.stop_token) == whole)
         if faults.is_on("falsify"):
             batch = order.batch
             layers = range(batch.first_layer, batch.first_layer + batch.num_layers)
-            copies = visitor.pairing.copies(
-                layers, batch.first_token, batch.stop_token, block_ids, order.granted.block_ids
-            )
+            tables = block_tables[0], order.granted.tables[0].block_ids
+            copies = visitor.pairings[0][1].copies(layers, batch.first_token, batch.stop_token, *tables)
             for address, nbytes in zip(copies.source.tolist(), copies.nbytes.tolist(), strict=True):
                 _elements(address, nbytes)[:] = _elements(address, nbytes)[::-1].copy()
             faults.note("falsify")
-        sent = send(visitor, peer, order, block_ids, *rest)
+        sent = send(visitor, peer, order, block_tables, *rest)
         faults.record(order.batch)
         return sent
 
-    def faulty_check(origin: Any, landed: Any, block_ids: Any, *rest: Any) -> Any:
+    def faulty_check(origin: Any, landed: Any, tables: Any, page_tokens: int, *rest: Any) -> Any:
         if faults.is_on("corrupt") or faults.take("corrupt-once"):
             layers = range(landed.first_layer, landed.first_layer + landed.num_layers)
-            pages = origin.pairing.destination_pages(
-                layers, landed.first_token, landed.stop_token, block_ids, origin.page_tokens
+            pairing = origin.pairings[0][1]
+            pages = pairing.destination_pages(
+                layers, landed.first_token, landed.stop_token, tables[0].block_ids, pairing.checksum_tokens(page_tokens)
             )
             _bytes(int(pages.addresses[0]), 1)[0] ^= 1
             faults.note("corrupt")
-        return check(origin, landed, block_ids, *rest)
+        return check(origin, landed, tables, page_tokens, *rest)
 
     serving._send, fetching._check = faulty_send, faulty_check
 
