@@ -75,7 +75,7 @@ class Feed:
 
     def prepare(self, number: int, gone: U8, stored: U8) -> None:
         """Lay ready the changes of redo record `number`, as rows of the page table: pages gone, pages stored."""
-        head, count = int(self._header[_HEAD]), len(gone) + len(stored)
+        head, count = self._end(), len(gone) + len(stored)
         self._header[_WRITING] = head + count
         rows = np.concatenate([gone, stored]).reshape(-1).view(ROW_DTYPE)
         entries = np.empty(count, dtype=ENTRY_DTYPE)
@@ -89,8 +89,16 @@ class Feed:
         first = self._capacity - at
         self._entries[at : at + count] = entries[:first]
         self._entries[: max(0, count - first)] = entries[first:]
-        self._header[_READY_TO] = head + count
         self._header[_READY] = number
+        self._header[_READY_TO] = head + count
+
+    def _end(self) -> int:
+        """Where the ring ends. Raises Damaged where its header and its last entry do not agree on that."""
+        head, told, _, ready, ready_to = self._header[:5].tolist()
+        last = int(self._entries[(head - 1) % self._capacity]["sequence"])
+        if (head and last != head - 1) or (ready == told and ready_to != head):
+            raise Damaged(f"its feed ends at {head}, its last entry is {last}, and what was told went up to {ready_to}")
+        return head
 
     def publish(self, number: int) -> None:
         """Tell of redo record `number`, which is committed and applied; telling again changes nothing."""
@@ -105,7 +113,7 @@ class Feed:
         """Up to `limit` entries from `since` on and where they end; None for a gap, and where the ring ends now."""
         head = int(self._header[_HEAD])
         ring, at = (0, 0) if since is None else since
-        if ring != self._ring or not head - self._capacity <= at <= head:
+        if ring != self._ring or not max(0, head - self._capacity) <= at <= head:
             return None, (self._ring, head)
         if at == head:
             return self._entries[:0], (ring, at)

@@ -23,6 +23,7 @@ from store.test_opening import until
 from store.workers import PATIENT
 
 from store_client import EmbeddedStore
+from store_client.embedded.faults import Damaged
 from store_client.embedded.feed import ENTRY_DTYPE, Feed
 from store_client.embedded.rows import ROW_DTYPE, ROW_NBYTES
 from store_client.testing import SHARD, chain, follow, namespace, put_chain
@@ -140,7 +141,28 @@ def test_what_was_damaged_in_the_ring_is_a_gap(tmp_path: Path) -> None:
     assert ring.read(start, 2)[0] == ring.log[:2]
 
 
+@pytest.mark.parametrize("word", [0, 1 << 31, 1 << 63, (1 << 64) - 5])
+def test_an_end_that_cannot_be_is_damage(tmp_path: Path, word: int) -> None:
+    ring = Ring(tmp_path / "feed")
+    ring.change(0, 5, 99)
+    with open(ring.path, "r+b") as file:
+        file.write(word.to_bytes(8, "little"))
+    with pytest.raises(Damaged, match=f"ends at {word}"):
+        ring.change(0, 1, 99)
+
+
 # The pool
+
+
+def test_a_position_that_no_answer_had_is_a_gap_and_costs_nobody_the_pool(pool: Path) -> None:
+    with EmbeddedStore(pool, 16 << 20) as store:
+        space = store.space(namespace(), SHARD)
+        put_chain(space, chain("a", 2), 64)
+        ring, at = store.changes().position
+        for wrong in (-1, at + 1, 1 << 80):
+            assert store.changes((ring, wrong)).gap
+        assert space.contains(chain("a", 2)) == [True, True]
+        assert [put.name for put in put_chain(space, chain("b", 2), 64)] == ["STORED", "STORED"]
 
 
 def test_a_follower_that_was_too_slow_is_told_of_a_gap(pool: Path) -> None:
