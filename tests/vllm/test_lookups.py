@@ -89,6 +89,7 @@ def test_without_a_wait_nothing_is_put_aside(start: Start, faults: Faults) -> No
     assert engine.step() > 0
     engine.run()
     assert engine.texts["again"] == oracle.generate(PROMPT, 3) and engine.computed("again") == NOTHING_LOADED
+    assert not failures(engine), "nothing was waited for, so nothing was late"
 
 
 @every_runner

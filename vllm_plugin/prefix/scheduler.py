@@ -128,7 +128,7 @@ class SchedulerHalf:
         if offer is None or offer.local_tokens != num_computed_tokens or now_s > offer.good_until_s:
             offer = self._look_up(tracked, num_computed_tokens, views)
         tracked.offer = offer
-        if offer.pending and self._is_patient(tracked):
+        if offer.pending and self._lookup_wait_s and self._is_patient(tracked):
             return None, False
         if offer.tokens < self._min_hit_tokens:
             return 0, False
