@@ -115,6 +115,12 @@ def test_a_server_that_never_gets_ready_is_given_up(tmp_path, started, monkeypat
     assert not is_running(started()["ExampleConnector"])
 
 
+def _with_default_signals() -> None:
+    """Whoever runs these tests may ignore some: a shell's & does, and nohup."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_whoever_ends_the_command_ends_its_servers(tmp_path, started, number):
     if number is signal.SIGKILL and not shutil.which("setpriv"):
@@ -123,8 +129,7 @@ def test_whoever_ends_the_command_ends_its_servers(tmp_path, started, number):
     arguments += ["--requests", "8", "--prefixes", "2", "--prefix-tokens", "64", "--rounds", "100"]
     arguments += ["--folder", str(tmp_path)]
     command = [sys.executable, "-m", "mooncake_connector.cli.main", "bench", "serve", *arguments]
-    default = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731 a shell's & ignores it
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=default)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=_with_default_signals)
     try:
         for line in process.stderr:
             if b"round 1" in line:
