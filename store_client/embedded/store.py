@@ -64,6 +64,8 @@ class EmbeddedStore(Store):
             folder = Path(path)
         self._handle: Handle = attach(folder, capacity_nbytes, POLICIES[eviction](), deadline_s, rebuild)
         self._closed = threading.Event()
+        self._closing = threading.Lock()
+        """Taken by the one call of `close` that counts, and never given back."""
 
     @property
     def path(self) -> Path:
@@ -178,6 +180,6 @@ class EmbeddedStore(Store):
         return self._handle.ask(self._closed, verify)
 
     def close(self) -> None:
-        if not self._closed.is_set():
+        if self._closing.acquire(blocking=False):
             self._closed.set()
             self._handle.detach()

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -408,6 +409,24 @@ def test_two_stores_of_one_process_share_the_pool(pool: Path) -> None:
     put_chain(first.space(namespace(), SHARD), keys)
     first.close()
     assert second.space(namespace(), SHARD).lookup(keys).pages == 2
+    second.close()
+
+
+def test_a_store_that_two_threads_close_leaves_the_other_store_of_the_process_open(pool: Path) -> None:
+    first, second = EmbeddedStore(pool, 16 << 20), EmbeddedStore(pool)
+
+    class Overtaken(threading.Event):
+        """Another thread closes the store while one does."""
+
+        def set(self) -> None:
+            first._closed = threading.Event()
+            first.close()
+            super().set()
+
+    first._closed = Overtaken()
+    first.close()
+    space = second.space(namespace(), SHARD)
+    assert put_chain(space, chain("a", 2), 64) == [Put.STORED, Put.STORED]
     second.close()
 
 
