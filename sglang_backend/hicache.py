@@ -37,7 +37,7 @@ from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once, set_log_level
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_format
 from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
-from sglang_backend.metrics import Figures
+from sglang_backend.metrics import Metrics
 from sglang_backend.plugin import hooked
 from sglang_backend.settings import own_settings
 from sglang_backend.stored_pool import Movers, StoredPool
@@ -73,7 +73,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._config: Config = load_config(self._given, os.environ)
         set_log_level(self._config.log_level)
         self._storage_config = storage_config
-        self._figures = Figures(enabled=storage_config.enable_storage_metrics)
+        self._metrics = Metrics(enabled=storage_config.enable_storage_metrics)
         self._counts_lookups = storage_config.tp_rank == 0 and storage_config.pp_rank == 0
         self._namespace: Namespace | None = None
         self._store: BackgroundStore | None = None
@@ -226,7 +226,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     def get_stats(self) -> StorageMetrics:
         """What was moved since the last call."""
-        return self._figures.drain()
+        return self._metrics.drain()
 
     @contained(nothing)
     def close(self) -> None:
@@ -254,7 +254,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             pages,
             view,
             self._movers,
-            self._figures,
+            self._metrics,
             lookup_wait_s=self._config.lookup_wait_s,
             load_deadline_s=self._config.load_deadline_s,
             save_deadline_s=self._config.save_deadline_s,

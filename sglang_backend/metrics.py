@@ -22,7 +22,7 @@ def _counters() -> dict[str, Counter]:
     }
 
 
-class Figures:
+class Metrics:
     """Counts of one backend. May be used from any thread.
 
     Args:

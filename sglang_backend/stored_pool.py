@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from mooncake_connector.log import get_logger, log_once
 from sglang_backend.host_pages import HostPages
-from sglang_backend.metrics import Figures
+from sglang_backend.metrics import Metrics
 from store_client.base import Bytes
 from store_client.jobs import Job, Load, Save
 from store_client.mover import PAUSE_S, Mover
@@ -58,7 +58,7 @@ class StoredPool:
         pages: HostPages,
         view: Callable[[], ShardView | None],
         movers: Movers,
-        figures: Figures,
+        metrics: Metrics,
         *,
         lookup_wait_s: float,
         load_deadline_s: float,
@@ -67,7 +67,7 @@ class StoredPool:
         self.pages = pages
         self._view = view
         self._movers = movers
-        self._figures = figures
+        self._metrics = metrics
         self._load_deadline_s, self._save_deadline_s = load_deadline_s, save_deadline_s
         self._lookup_wait_s, self._impatient_until_s = lookup_wait_s, 0.0
 
@@ -91,7 +91,7 @@ class StoredPool:
         now_s = time.monotonic()
         if found.pending and wait_s:
             self._impatient_until_s = now_s + PAUSE_S  # else each request behind this one would wait as long in turn
-            self._figures.failed("lookup", "late")
+            self._metrics.failed("lookup", "late")
             log_once(
                 "sglang.lookup.late",
                 "the pool did not say within %g s whether it will have the rest of a prompt: what is not there is "
@@ -118,14 +118,14 @@ class StoredPool:
         """As `load`; `copy` takes page i out of the stored page of a part."""
         job = Load(keys=keys, view=self._view, deadline_s=self._load_deadline_s, copy=copy)
         if view := self._run("load", self._movers.loads, job):
-            self._figures.loaded(job.pages, view.nbytes, job.seconds)
+            self._metrics.loaded(job.pages, view.nbytes, job.seconds)
         return [number < job.pages for number in range(len(keys))]
 
     def save_from(self, keys: Sequence[bytes], copy: Callable[[int, Bytes], None], parent: bytes | None) -> list[bool]:
         """As `save`; `copy` writes page i into the page of this rank's shard."""
         job = Save(keys=keys, view=self._view, deadline_s=self._save_deadline_s, copy=copy, parent=parent)
         if view := self._run("save", self._movers.saves, job):
-            self._figures.saved(job.stored, view.nbytes, job.seconds)
+            self._metrics.saved(job.stored, view.nbytes, job.seconds)
         return [number in job.present for number in range(len(keys))]
 
     def _run(self, what: str, mover: Mover[J], job: J) -> ShardView | None:
@@ -134,7 +134,7 @@ class StoredPool:
         if view is not None:
             mover.run(job)
             if job.cause:
-                self._figures.failed(what, job.cause)
+                self._metrics.failed(what, job.cause)
         return view
 
     def _look_up(self, call: Callable[[ShardView], T], otherwise: T) -> T:
@@ -147,7 +147,7 @@ class StoredPool:
 
     def _lookup_failed(self, cause: str, text: str) -> None:
         self._movers.loads.pause()
-        self._figures.failed("lookup", cause)
+        self._metrics.failed("lookup", cause)
         log_once(
             f"sglang.lookup.{cause}",
             "a lookup failed: %s; the pool is not read for %d s (logged once per cause, counted in the metrics)",

@@ -47,7 +47,6 @@ class KVBlocks:
         self._order = order
         for tensor in self._tensors:
             _check_tensor(tensor, self._tensors[0], fmt)
-        self.num_blocks = int(first.shape[0])
         self.block_nbytes = sum(tensor[0].numel() for tensor in self._tensors)
         self.block_tokens = int(first.shape[2])
         self._on_device = first.device.type != "cpu"

@@ -1,7 +1,7 @@
-"""`MooncakeKVConnector`: vLLM's KVConnectorBase_V1, as a thin shell around the two halves.
+"""`MooncakeKVConnector`: vLLM's KVConnectorBase_V1, which hands vLLM's calls to the side of its process.
 
 vLLM constructs it once in the scheduler's process and once in each worker. A model or setting that the pool cannot
-serve leaves both halves out: every call then does nothing, after one log line that says why. Where only the worker
+serve leaves both sides out: every call then does nothing, after one log line that says why. Where only the worker
 finds that out, it refuses what the scheduler plans.
 """
 
@@ -30,13 +30,10 @@ from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_le
 from transfer.control.connection import Access
 from transfer.transports.registry import check_configured
 from vllm_plugin.geometry import Unsupported, read_geometry
-from vllm_plugin.identity import instance_namespace
+from vllm_plugin.kv_memory import KVMemory
 from vllm_plugin.messages import StepMetadata, WorkerReport
 from vllm_plugin.pd.options import compatibility
-from vllm_plugin.pd.scheduler import PDScheduler
-from vllm_plugin.prefix.scheduler import SchedulerHalf
-from vllm_plugin.prefix.worker import WorkerHalf
-from vllm_plugin.refusal import RefusingHalf
+from vllm_plugin.sides import SchedulerSide, WorkerSide
 from vllm_plugin.stats import ConnectorPromMetrics, ConnectorStats
 
 if TYPE_CHECKING:
@@ -68,31 +65,22 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = load_config(transfer.kv_connector_extra_config)
         check_configured(config.transports, config.transfer_hosts)
         _log_like_vllm(config)
-        self._scheduler: SchedulerHalf | None = None
-        self._pd: PDScheduler | None = None
-        self._worker: WorkerHalf | RefusingHalf | None = None
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
         try:
             geometry = read_geometry(vllm_config, kv_cache_config)
         except Unsupported as reason:
             logger.warning("prefix reuse from the pool is off: %s", reason)
             if role is KVConnectorRole.WORKER:
-                self._worker = RefusingHalf()
+                self._worker = WorkerSide(config, None, None)
             return
         access = Access.configured(config, compatibility(geometry))
         if role is KVConnectorRole.SCHEDULER:
             _replace_policy(transfer, config.transfer_failure)
-            events = vllm_config.kv_events_config
-            scheduler = self._scheduler = SchedulerHalf(
-                geometry, config, lambda: instance_namespace(vllm_config, geometry, config),
-                publishes=events is not None and events.enable_kv_cache_events,
-                max_batches=vllm_config.max_concurrent_batches,
-            )  # fmt: skip
-            self._pd = PDScheduler(
-                geometry, config, str(transfer.engine_id), vllm_config.parallel_config.data_parallel_index, access,
-                scheduler.namespace, lambda request: scheduler.track(request).root, scheduler.count_failure,
-            )  # fmt: skip
+            self._scheduler = SchedulerSide(vllm_config, geometry, config, str(transfer.engine_id), access)
         else:
-            self._worker = WorkerHalf(vllm_config, geometry, config, access, kv_cache_config.num_blocks)
+            memory = KVMemory(vllm_config, geometry, config, kv_cache_config.num_blocks)
+            self._worker = WorkerSide(config, access, memory)
 
     # Worker side
 
@@ -122,16 +110,14 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls it at every step, before the forward pass, and before any block goes to another request."""
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
-            self._worker.before_step(kv_connector_metadata)
-            if self._worker.pd is not None:
-                self._worker.pd.prepare(kv_connector_metadata.pd)
+            for part in self._worker.parts:
+                part.before_step(kv_connector_metadata)
 
     @contained(nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
-            self._worker.start_loads(self._step())
-            if self._worker.pd is not None:
-                self._worker.pd.start(self._step().pd)
+            for part in self._worker.parts:
+                part.start(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled only after its load has ended."""
@@ -145,9 +131,8 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(nothing)
     def wait_for_save(self) -> None:
         if self._worker is not None:
-            self._worker.start_saves(self._step())
-            if self._worker.pd is not None:
-                self._worker.pd.step_computed()
+            for part in self._worker.parts:
+                part.step_computed(self._step())
 
     @contained(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -166,55 +151,41 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        for half in (self._scheduler, self._pd):
-            if half is not None:
-                half.bind(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.prefix.bind(kv_cache_manager)
+            self._scheduler.pd.bind(kv_cache_manager)
 
     @contained(nothing)
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        if self._pd is not None:
+        if self._scheduler is not None:
             cards = {rank: card.card for rank, card in metadata.items() if isinstance(card, PDHandshake)}
-            self._pd.set_ranks(cards)
+            self._scheduler.pd.set_ranks(cards)
 
     @contained(nothing)
     def on_new_request(self, request: Request) -> None:
-        if self._scheduler is not None and self._pd is not None:
+        if self._scheduler is not None:
             self._scheduler.track(request)
-            self._pd.track(request)
 
     @contained(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """What a transfer will bring, all of the prompt, or else what is in the pool."""
-        if self._scheduler is None or self._pd is None:
-            return 0, False
-        pooled = self._scheduler.matched_tokens(request, num_computed_tokens)
-        coming = self._pd.matched_tokens(request, num_computed_tokens)
-        return (coming, True) if coming else pooled
+        return (0, False) if self._scheduler is None else self._scheduler.matched_tokens(request, num_computed_tokens)
 
     @contained(nothing)
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Of what is loaded, pages that are in the pool come from there and the rest from the other instance."""
-        if self._scheduler is not None and self._pd is not None:
-            self._scheduler.give_away(request, blocks)
-            offered = self._scheduler.offered(request)
-            from_pool = self._pd.after_alloc(request, blocks, num_external_tokens, offered)
-            self._scheduler.after_alloc(request, blocks, from_pool)
+        if self._scheduler is not None:
+            self._scheduler.after_alloc(request, blocks, num_external_tokens)
 
     @contained(StepMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        if self._scheduler is None or self._pd is None:
-            return StepMetadata()
-        step = self._scheduler.build(scheduler_output)
-        step.pd = self._pd.build(scheduler_output)
-        return step
+        return StepMetadata() if self._scheduler is None else self._scheduler.build(scheduler_output)
 
     @contained(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        for half in (self._scheduler, self._pd):
-            if half is not None:
-                half.update(connector_output)
+        if self._scheduler is not None:
+            self._scheduler.prefix.update(connector_output)
+            self._scheduler.pd.update(connector_output)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All groups: there is one, and what is loaded fills it."""
@@ -228,32 +199,32 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks are held for another instance that wants them, never for a save."""
-        if self._scheduler is None or self._pd is None:
+        if self._scheduler is None:
             return False, None
-        self._scheduler.finished(request)
-        return self._pd.finished(request, block_ids)
+        self._scheduler.prefix.finished(request)
+        return self._scheduler.pd.finished(request, block_ids)
 
     @contained(bool)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.saves.wants_steps()
+        return self._scheduler is not None and self._scheduler.prefix.saves.wants_steps()
 
     @contained(tuple)
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return () if self._scheduler is None else self._scheduler.take_events()
+        return () if self._scheduler is None else self._scheduler.prefix.take_events()
 
     @contained(bool)
     def reset_cache(self) -> bool | None:
-        if self._scheduler is None or self._pd is None:
+        if self._scheduler is None:
             return None
-        self._pd.reset()
-        return self._scheduler.reset()
+        self._scheduler.pd.reset()
+        return self._scheduler.prefix.reset()
 
     # Both sides
 
     @contained(nothing)
     def get_kv_connector_stats(self) -> ConnectorStats | None:
-        half = self._worker or self._scheduler
-        return None if half is None else half.take_stats()
+        side = self._worker or self._scheduler
+        return None if side is None else side.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
@@ -271,10 +242,10 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(nothing)
     def shutdown(self) -> None:
-        for half in (self._worker, self._pd, self._scheduler):
-            if half is not None:
-                half.close()
-        self._worker = self._pd = self._scheduler = None
+        side = self._worker or self._scheduler
+        if side is not None:
+            side.close()
+        self._worker = self._scheduler = None
 
     def _step(self) -> StepMetadata:
         metadata = self._connector_metadata

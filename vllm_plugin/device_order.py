@@ -44,12 +44,10 @@ def recorder(device: torch.device) -> Callable[[], Wait | None]:
 class DeviceOrder:
     """Calls in their order, each when the device has done what was queued before it; at once where there is none.
 
-    Hold `lock` to make sure that none of them is being made: what makes a waiting call pointless changes under it, and
-    the call looks there. A device that failed makes no call any more: transfers end at their deadlines.
+    A device that failed makes no call any more: transfers end at their deadlines.
     """
 
     def __init__(self, record: Callable[[], Wait | None]) -> None:
-        self.lock = threading.Lock()
         self._record = record
         self._waiting: queue.SimpleQueue[tuple[Wait, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -76,7 +74,6 @@ class DeviceOrder:
             wait, call = waiting
             try:
                 wait()
-                with self.lock:
-                    call()
+                call()
             except Exception as error:
                 log_once("pd.device", "KV in device memory cannot be sent or fetched: %r", error, logger=logger)

@@ -1,4 +1,4 @@
-"""What the scheduler side and the worker side of the connector say to each other, once a step.
+"""What the parts of the connector say to each other, once a step.
 
 Plain data. vLLM carries these objects between its own processes; nothing here is read from a socket of ours.
 """
@@ -156,3 +156,21 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.stalled or other.stalled,
             self.failed_transfers | other.failed_transfers,
         )
+
+
+@dataclass(slots=True)
+class Ended:
+    """What ended on a worker since the last step, by request.
+
+    Args:
+        arrived: from the pool or elsewhere: that source has brought its part, or will not.
+        failed_blocks: they hold nothing that may be read.
+        sent: outgoing: nothing reads their blocks any more.
+        refused: of those that arrived, the ones of which nothing was tried.
+    """
+
+    arrived: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+    report: WorkerReport = field(default_factory=WorkerReport)
+    sent: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)

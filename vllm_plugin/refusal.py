@@ -1,4 +1,4 @@
-"""The worker half of an instance whose KV only the worker knows to be unusable.
+"""The worker of an instance whose KV only the worker knows to be unusable, in place of `prefix.worker`.
 
 The scheduler sees a simplified description of the KV cache (one spec a group where the worker has one a layer), so it
 may plan loads and saves all the same. Each of them ends here at once, as failed: a load that nobody answers would keep
@@ -7,60 +7,36 @@ its request waiting for ever.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-
-from vllm_plugin.messages import SaveResult, StepMetadata, WorkerReport
-
-if TYPE_CHECKING:
-    import torch
-
-    from vllm_plugin.stats import ConnectorStats
+from vllm_plugin.messages import Ended, SaveResult, StepMetadata
 
 
-class RefusingHalf:
-    """Same methods as :class:`vllm_plugin.prefix.worker.WorkerHalf`."""
+class RefusingWorker:
+    """What a step asks of :class:`vllm_plugin.prefix.worker.PrefixWorker`."""
 
     def __init__(self) -> None:
-        self.pd = None
-        self._refused: set[str] = set()
-        self._report = WorkerReport()
-
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """They are not touched."""
+        self._loads: set[str] = set()
+        self._saves: dict[int, SaveResult] = {}
 
     def before_step(self, metadata: StepMetadata) -> None:
         """No save reads a block."""
 
-    def unregister(self) -> None:
-        """They never were."""
+    def start(self, metadata: StepMetadata) -> None:
+        self._loads.update(job.req_id for job in metadata.loads)
 
-    def restore(self) -> None:
-        """See above."""
+    def step_computed(self, metadata: StepMetadata) -> None:
+        self._saves.update({job.job_id: SaveResult(1, 0) for job in metadata.saves})
 
-    def start_loads(self, metadata: StepMetadata) -> None:
-        self._refused |= {job.req_id for job in metadata.loads}
-        self._report.failed_loads |= self._refused
+    def collect(self, ended: Ended) -> None:
+        for refused in (ended.arrived, ended.refused, ended.report.failed_loads):
+            refused |= self._loads
+        ended.report.saves.update(self._saves)
+        self._loads, self._saves = set(), {}
 
-    def start_saves(self, metadata: StepMetadata) -> None:
-        self._report.saves.update({job.job_id: SaveResult(1, 0) for job in metadata.saves})
+    def fills(self, req_id: str) -> bool:
+        return False
 
-    def transfer_results(self) -> KVConnectorTransferResults:
-        refused, self._refused = self._refused, set()
-        return KVConnectorTransferResults(finished_recving=refused, failed_recving=set(refused))
-
-    def take_failed_blocks(self) -> set[int]:
-        return set()
-
-    def take_report(self) -> WorkerReport | None:
-        if self._report.is_empty:
-            return None
-        report, self._report = self._report, WorkerReport()
-        return report
-
-    def take_stats(self) -> ConnectorStats | None:
-        return None
+    def stop(self, cause: str) -> None:
+        """Nothing is held."""
 
     def close(self) -> None:
         """Nothing was opened."""

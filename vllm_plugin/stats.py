@@ -1,4 +1,4 @@
-"""Figures of the connector, through vLLM's own hooks: its periodic log line and its /metrics endpoint.
+"""Metrics of the connector, through vLLM's own hooks: its periodic log line and its /metrics endpoint.
 
 A stats object holds plain sums since the last step; vLLM adds them up over workers and intervals.
 """
@@ -46,6 +46,14 @@ class ConnectorStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         return not self.data
+
+    def take(self) -> ConnectorStats | None:
+        """What was added since the last call; None where that is nothing."""
+        if self.is_empty():
+            return None
+        taken = ConnectorStats(data=self.data)
+        self.reset()
+        return taken
 
     def add(self, figure: str, amount: float = 1) -> None:
         self.data[figure] = self.data.get(figure, 0) + amount

@@ -37,10 +37,10 @@ class Inside:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     @property
-    def worker_half(self) -> Any:
+    def kv_blocks(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group()._worker
+        return get_kv_transfer_group()._worker.memory.blocks
 
     def generate(self, tokens: list[int], num_outputs: int = 1) -> Any:
         from vllm import SamplingParams, TokensPrompt
@@ -58,10 +58,10 @@ class Inside:
 
     def blocks(self, block_ids: list[int]) -> list[bytes]:
         """Raw bytes of some blocks, of every layer."""
-        return [tensor[block_ids].numpy().tobytes() for tensor in self.worker_half._blocks._tensors]
+        return [tensor[block_ids].numpy().tobytes() for tensor in self.kv_blocks._tensors]
 
     def spoil(self) -> None:
-        for tensor in self.worker_half._blocks._tensors:
+        for tensor in self.kv_blocks._tensors:
             tensor.fill_(SPOILT)
 
 
@@ -106,7 +106,7 @@ def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
 
 def test_loaded_blocks_equal_computed_ones(inside: Inside) -> None:
     tokens = [random.Random(7).randrange(3, 250) for _ in range(NUM_TOKENS)]
-    block_tokens = inside.worker_half._geometry.block_tokens
+    block_tokens = inside.kv_blocks.block_tokens
     whole_blocks = NUM_TOKENS // PAGE_TOKENS * PAGE_TOKENS // block_tokens
 
     cold = inside.generate(tokens)
@@ -129,7 +129,7 @@ def test_a_spoilt_block_would_show(inside: Inside) -> None:
     inside.generate(tokens)
     table = inside.tables[-1][:2]
     computed = inside.blocks(table)
-    inside.worker_half._blocks._tensors[0][table[1]].flatten()[-1] ^= 1
+    inside.kv_blocks._tensors[0][table[1]].flatten()[-1] ^= 1
     assert inside.blocks(table) != computed
 
 

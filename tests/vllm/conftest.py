@@ -24,8 +24,8 @@ from settings import Setup
 import store_client.jobs
 import store_client.open
 import vllm_plugin
+import vllm_plugin.kv_memory
 import vllm_plugin.prefix.save_planner
-import vllm_plugin.prefix.worker
 
 vllm_plugin.register()  # what vLLM's plugin loader does in a process of its own
 
@@ -54,7 +54,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
 @pytest.fixture(autouse=True)
 def _like_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pretended KV cache keeps K beside V, as on accelerators; CPU packing has tests of its own."""
-    monkeypatch.setattr(vllm_plugin.prefix.worker, "probe_cpu_order", lambda *args: None)
+    monkeypatch.setattr(vllm_plugin.kv_memory, "probe_cpu_order", lambda *args: None)
     forget_causes()
 
 

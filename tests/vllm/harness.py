@@ -1,4 +1,4 @@
-"""vLLM's own scheduler with the real connector, both halves, over a real pool; only the forward pass is pretended.
+"""vLLM's own scheduler with the real connector, both sides, over a real pool; only the forward pass is pretended.
 
 `Engine` does what vLLM's EngineCore, executor and model runner do around the connector, in their order: the worker
 side is driven by vLLM's own code (the mixin of Model Runner V1, `ActiveKVConnector` of V2), the outputs of the ranks
@@ -41,10 +41,8 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from mooncake_connector.kv.keys import page_keys, root_digest
 from vllm_plugin.connector import MooncakeKVConnector
-from vllm_plugin.messages import PDStep
-from vllm_plugin.pd.worker import EndedTransfers
-from vllm_plugin.prefix.worker import WorkerHalf
-from vllm_plugin.stats import ConnectorStats
+from vllm_plugin.messages import Ended, PDStep
+from vllm_plugin.prefix.worker import PrefixWorker
 
 PATIENCE_S = 60.0
 """An engine that has requests and does not get anywhere for so long fails its test."""
@@ -53,7 +51,7 @@ init_none_hash(sha256)
 
 
 class Worker:
-    """One rank: a pretended model runner and the connector's worker half, driven by vLLM's own code."""
+    """One rank: a pretended model runner and the connector's worker side, driven by vLLM's own code."""
 
     def __init__(self, setup: Setup, config: VllmConfig, cache_config: KVCacheConfig, rank: int) -> None:
         self._config = config
@@ -111,13 +109,21 @@ class Worker:
 
     def jobs(self) -> list[Any]:
         """Jobs of the connector that it has not reported yet."""
-        half = self.half
-        return [*half._loads.pending, *half._saver.pending] if isinstance(half, WorkerHalf) else []
+        prefix = self.prefix
+        return [*prefix._loads.pending, *prefix._saver.pending] if isinstance(prefix, PrefixWorker) else []
 
     @property
-    def half(self) -> Any:
-        """The worker half of our connector, which may be one of several."""
+    def side(self) -> Any:
+        """The worker side of our connector, which may be one of several."""
         return _ours(self.connector)._worker
+
+    @property
+    def prefix(self) -> Any:
+        return self.side.prefix
+
+    @property
+    def pd(self) -> Any:
+        return self.side.pd
 
     def _as_this_worker(self) -> _Agent:
         return _Agent(self.connector)
@@ -298,14 +304,16 @@ class Engine:
     # What must hold afterwards
 
     @property
-    def half(self) -> Any:
-        """The scheduler half of our connector, which may be one of several."""
-        return _ours(self.connector)._scheduler
+    def prefix(self) -> Any:
+        """The scheduler side of prefix reuse in our connector, which may be one of several."""
+        side = _ours(self.connector)._scheduler
+        return None if side is None else side.prefix
 
     @property
     def pd(self) -> Any:
         """The same of transfers between instances."""
-        return _ours(self.connector)._pd
+        side = _ours(self.connector)._scheduler
+        return None if side is None else side.pd
 
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -315,9 +323,9 @@ class Engine:
         assert not self.scheduler.has_requests()
         assert not self.scheduler.requests
         assert self.free_blocks() == self.setup.num_blocks - 1, "blocks leaked"
-        if self.half is not None:
-            assert not self.half._tracked
-            saves = self.half.saves
+        if self.prefix is not None:
+            assert not self.prefix._tracked
+            saves = self.prefix.saves
             assert not (saves._under_way or saves._readers or saves._planned or saves._given_away)
         for worker in self.workers:
             assert not worker.connector.get_transfer_results(set()).finished_recving
@@ -330,12 +338,13 @@ class Engine:
             return
         assert not pd._outgoing and not pd._incoming and pd._step == PDStep()
         end_s = time.monotonic() + PATIENCE_S
-        for pd_worker in filter(None, (getattr(worker.half, "pd", None) for worker in self.workers)):
+        for pd_worker in filter(None, (worker.pd for worker in self.workers)):
             node = pd_worker._node
             while True:
                 held = node._serving.producer.held or node._serving._completions or node._fetching.consumer.held
-                ended = pd_worker.take_ended(ConnectorStats())
-                assert ended == EndedTransfers(), f"reported with nobody waiting: {ended}"
+                ended = Ended()
+                pd_worker.collect(ended)
+                assert ended == Ended(), f"reported with nobody waiting: {ended}"
                 if not held and not pd_worker._transfers:
                     break
                 assert time.monotonic() < end_s, "a node holds a transfer that the engine knows nothing of"
@@ -346,7 +355,7 @@ class Engine:
         """The nodes know of no transfer any more: the time is over in which peers may ask for what became of one."""
         end_s = time.monotonic() + PATIENCE_S
         for worker in self.workers:
-            node = worker.half.pd._node
+            node = worker.pd._node
             while node._serving.producer._transfers or node._fetching.consumer._transfers:
                 assert time.monotonic() < end_s, "a node remembers a transfer"
                 time.sleep(0.01)
@@ -368,7 +377,7 @@ class Engine:
         keys = page_keys(tokens, size, root=root_digest(None, salt))
         hashes = oracle.chain(tokens, seed=weights)
         present = [True] * len(keys)
-        for view in self.half._views():
+        for view in self.prefix._views():
             layers = range(view.shard.layer_start, view.shard.layer_stop)
             heads = range(view.shard.head_start, view.shard.head_stop)
             expected = [
@@ -386,4 +395,4 @@ class Engine:
 
     def num_pages(self) -> int:
         """Pages in the pool, of all namespaces and shards."""
-        return int(self.half._store.store.stats().pages)
+        return int(self.prefix._store.store.stats().pages)

@@ -75,7 +75,7 @@ def port_of(engine: Engine) -> int:
 
 
 def node_of(engine: Engine, rank: int = 0) -> Any:
-    return engine.workers[rank].half.pd._node
+    return engine.workers[rank].pd._node
 
 
 def transfers_of(engine: Engine) -> list[Any]:

@@ -13,7 +13,7 @@ from cases import PROMPT, Start, warm_pool
 from pd import PROMPT as PD_PROMPT
 from pd import MakePair
 
-import vllm_plugin.prefix.worker
+import vllm_plugin.kv_memory
 from vllm_plugin.device_order import recorder
 
 
@@ -32,7 +32,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: setattr(current, "index", device.index))
-    monkeypatch.setattr(vllm_plugin.prefix.worker, "recorder", lambda device: recorder(torch.device("cuda", 1)))
+    monkeypatch.setattr(vllm_plugin.kv_memory, "recorder", lambda device: recorder(torch.device("cuda", 1)))
     return waited
 
 

@@ -67,7 +67,7 @@ def test_a_reset_is_announced(start: Start) -> None:
 def test_nothing_is_published_where_nobody_listens(start: Start) -> None:
     engine = start()
     engine.ask(PROMPT)
-    assert not engine.half.saves._events
+    assert not engine.prefix.saves._events
 
 
 # Pages that are gone
@@ -87,7 +87,7 @@ class Followed:
         return [key for event in self.events if isinstance(event, BlockRemoved) for key in event.block_hashes]
 
     def space(self, rank: int = 0) -> Space:
-        return self.store.space(self.engine.half.namespace(), self.engine.half._views()[rank].shard)
+        return self.store.space(self.engine.prefix.namespace(), self.engine.prefix._views()[rank].shard)
 
     def put_others(self, count: int, nbytes: int, name: str = "others") -> int:
         """Pages of another model; returns how many were stored."""
@@ -134,7 +134,7 @@ def test_a_page_that_came_back_is_not_said_to_be_removed(follow: Callable[..., F
     followed = follow()
     keys = page_keys(PROMPT, 16)
     followed.space().remove(keys)
-    put_chain(followed.space(), keys[:4], followed.engine.half._views()[0].nbytes)
+    put_chain(followed.space(), keys[:4], followed.engine.prefix._views()[0].nbytes)
     assert sorted(followed.removed()) == sorted(keys[4:])
 
 
@@ -166,14 +166,14 @@ def test_after_a_gap_what_was_announced_is_looked_at_again(
 def test_a_page_that_is_gone_before_it_is_announced_is_taken_back_at_once(start: Start, pool: Path) -> None:
     engine = start(events=True, lazy=True)
     events = published(engine)
-    take, keys = engine.half.saves.take_events, page_keys(PROMPT, 16)
+    take, keys = engine.prefix.saves.take_events, page_keys(PROMPT, 16)
 
     def take_late() -> list[Any]:
         with EmbeddedStore(pool) as store:
             store.clear()
         return take()
 
-    engine.half.saves.take_events = take_late
+    engine.prefix.saves.take_events = take_late
     engine.ask(PROMPT)
     stored = [key for event in events if isinstance(event, BlockStored) for key in event.block_hashes]
     removed = [key for event in events if isinstance(event, BlockRemoved) for key in event.block_hashes]

@@ -150,7 +150,7 @@ def test_abort_while_loading_saves_nothing_of_what_has_not_arrived(
     faults.hold_reads()
     name = engine.add(PROMPT)
     step_until_reading(engine, faults)
-    for view in engine.half._views():
+    for view in engine.prefix._views():
         view.own.remove(page_keys(PROMPT, 16))
     engine.abort(name)
     for _ in range(3):
@@ -281,7 +281,7 @@ def test_tokens_of_a_local_hit_are_not_written(start: Start, monkeypatch: pytest
     warm_pool(start, long, page_tokens=64)
     engine = start(page_tokens=64)
     engine.ask(PROMPT[:90])
-    blocks = engine.workers[0].connector._worker._blocks
+    blocks = engine.workers[0].connector._worker.memory.blocks
     skipped: dict[int, int] = {}
     load_page = blocks.load_page
 
@@ -308,7 +308,7 @@ def test_a_load_always_ends_at_its_deadline(start: Start, faults, runner: dict[s
     assert engine.ask_all([PROMPT, other], 3) == [oracle.generate(prompt, 3) for prompt in (PROMPT, other)]
     assert reports == {"r0": 1, "r1": 1}
     assert engine.computed("r0") == engine.computed("r1") == len(PROMPT) + 2
-    loads = engine.workers[0].connector._worker._loads
+    loads = engine.workers[0].connector._worker.prefix._loads
     memory = engine.workers[0].memory.copy()
     faults.release()
     assert loads.stop(30.0)
@@ -319,7 +319,7 @@ def test_a_load_always_ends_at_its_deadline(start: Start, faults, runner: dict[s
 
 
 def test_a_pool_that_hangs_is_not_offered_for_a_while(start: Start, faults, monkeypatch) -> None:
-    """Cure: `SchedulerHalf.matched_tokens` pauses; every request would wait for its own deadline otherwise."""
+    """Cure: `PrefixScheduler.matched_tokens` pauses; every request would wait for its own deadline otherwise."""
     warm_pool(start)
     engine = start(extra={"load_deadline_s": 0.05}, prefix_caching=False)
     reports = count_reports(engine)
@@ -328,7 +328,7 @@ def test_a_pool_that_hangs_is_not_offered_for_a_while(start: Start, faults, monk
     engine.ask(PROMPT, name="does not wait")
     assert reports == {"waits": 1}
     faults.release()
-    monkeypatch.setattr(engine.half, "_stalled_until_s", 0.0)
+    monkeypatch.setattr(engine.prefix, "_stalled_until_s", 0.0)
     engine.ask(PROMPT, name="hits again")
     assert reports == {"waits": 1, "hits again": 1}
 
@@ -342,11 +342,11 @@ def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: 
     reports = count_reports(engine)
     faults.hold_reads()
     assert engine.ask(PROMPT, 1) == oracle.generate(PROMPT, 1)
-    for view in engine.half._views():
+    for view in engine.prefix._views():
         view.own.remove(page_keys(PROMPT, 16))
     faults.release()
-    engine.workers[0].connector._worker._config = msgspec.structs.replace(
-        engine.workers[0].connector._worker._config, load_deadline_s=60.0
+    engine.workers[0].connector._worker.prefix._config = msgspec.structs.replace(
+        engine.workers[0].connector._worker.prefix._config, load_deadline_s=60.0
     )
     assert engine.ask(other, 1) == oracle.generate(other, 1)
     assert reports == {"r0": 1, "r1": 1}
@@ -400,7 +400,7 @@ def test_a_load_begins_with_the_pages_that_are_there_and_takes_the_others_as_the
         assert not reports and engine.texts[name] == []
         landed += keys[len(landed) : count]
         if count < 6:
-            (load,) = engine.workers[0].half._loads.pending
+            (load,) = engine.workers[0].prefix._loads.pending
             engine.run(until=lambda count=count, load=load: load.pages == count)
     engine.run()
     assert engine.texts[name] == oracle.generate(PROMPT, 20)
@@ -415,7 +415,7 @@ def test_a_load_of_which_no_more_pages_land_ends_at_its_deadline_and_touches_no_
     engine = start(extra={"load_deadline_s": 600})
     landed += page_keys(PROMPT, 16)[:2]
     name = engine.add(PROMPT)
-    loads = engine.workers[0].half._loads
+    loads = engine.workers[0].prefix._loads
     engine.run(until=lambda: loads.pending and loads.pending[0].pages == 2)
     loads.pending[0].deadline_s = 0.0  # as if nothing had landed for so long
     engine.run()

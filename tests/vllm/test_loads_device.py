@@ -11,13 +11,13 @@ from cases import PROMPT, Start, every_runner, warm_pool
 from harness import Engine
 from test_pd_device import Device
 
-import vllm_plugin.prefix.worker
+import vllm_plugin.kv_memory
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     device = Device()
-    monkeypatch.setattr(vllm_plugin.prefix.worker, "recorder", lambda where: device.record)
+    monkeypatch.setattr(vllm_plugin.kv_memory, "recorder", lambda where: device.record)
     yield device
     device.done.set()
 

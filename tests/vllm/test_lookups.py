@@ -16,7 +16,7 @@ from settings import Setup, transfer_config
 
 import vllm_plugin.prefix.scheduler
 from store_client.base import Lookup
-from vllm_plugin.prefix.scheduler import SchedulerHalf
+from vllm_plugin.prefix.scheduler import PrefixScheduler
 
 OTHER = list(range(200, 300))
 LONG, SHORT = {"lookup_wait_s": 60.0}, {"lookup_wait_s": 0.05}
@@ -179,7 +179,7 @@ def test_a_request_waits_once_in_its_life_also_when_it_is_preempted(
     faults.answer = never
     names = [engine.add(prompt, 60) for prompt in prompts]
     engine.run(until=lambda: all(engine.texts.values()))
-    engine.half._lookup_wait_s = 3600.0  # a second wait would not end
+    engine.prefix._lookup_wait_s = 3600.0  # a second wait would not end
     engine.run()
     assert [engine.texts[name] for name in names] == [oracle.generate(prompt, 60) for prompt in prompts]
     assert sum(map(engine.computed, names)) > sum(len(prompt) + 60 for prompt in prompts), "nobody was preempted"
@@ -203,8 +203,8 @@ def test_only_ranks_that_have_the_fewest_pages_are_worth_a_wait(
         def __init__(self, answer: Lookup) -> None:
             self.lookup = lambda keys: answer
 
-    half: SchedulerHalf = start().half
-    assert half._leading([bytes(32)] * 4, [View(answer) for answer in answers]) == expected  # type: ignore[misc]
+    scheduler: PrefixScheduler = start().prefix
+    assert scheduler._leading([bytes(32)] * 4, [View(answer) for answer in answers]) == expected  # type: ignore[misc]
 
 
 # Beside others

@@ -259,7 +259,7 @@ def test_a_transfer_that_failed_while_its_request_waited_for_blocks_fails_it_as_
     busy = both.decode.add([3] * 90, 20)
     both.decode.step()
     name = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x") | {"remote_engine_id": "gone"})
-    run_all(both.decode, until=lambda: both.decode.workers[0].half.pd._transfers)
+    run_all(both.decode, until=lambda: both.decode.workers[0].pd._transfers)
     wait(lambda: not node_of(both.decode)._failed.empty())  # without a step, in which the other request would go on
     run_all(both.decode, until=lambda: node_of(both.decode)._failed.empty())
     assert not jobs(both.decode)

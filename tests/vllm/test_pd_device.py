@@ -17,7 +17,7 @@ from pd import PROMPT, MakePair, Pair, every_granularity, node_of, run_all, tran
 from test_pd_prefill import last, preempt
 
 import transfer.serving
-import vllm_plugin.prefix.worker
+import vllm_plugin.kv_memory
 
 CHUNKED = {"max_num_batched_tokens": 32}
 
@@ -50,7 +50,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.append(Device())
         return made[-1].record
 
-    monkeypatch.setattr(vllm_plugin.prefix.worker, "recorder", recorder)
+    monkeypatch.setattr(vllm_plugin.kv_memory, "recorder", recorder)
     monkeypatch.setattr(transfer.serving, "_MIN_BATCH_NBYTES", 1)
     yield made
     for device in made:
@@ -104,7 +104,7 @@ def test_what_was_computed_before_a_preemption_is_not_given_away_after_it(
     run_all(both.prefill, until=lambda: before)
     after = device.recorded - before[0]
     device.done.set()
-    wait(lambda: not both.prefill.workers[0].half.pd._device._waiting.qsize())
+    wait(lambda: not both.prefill.workers[0].pd._device._waiting.qsize())
     heard(both)
     assert before[0] > 0
     assert told.count(1) <= after
@@ -136,7 +136,7 @@ def test_a_request_that_ends_before_its_blocks_are_granted_gets_none(
     memory, told = node_of(both.decode)._fetching._memory, []
     monkeypatch.setattr(memory, "grant", lambda *what: told.append(what))
     both.decode.abort(name)
-    run_all(*both.both, until=lambda: not both.decode.workers[0].half.pd._transfers)
+    run_all(*both.both, until=lambda: not both.decode.workers[0].pd._transfers)
     devices[1].done.set()
     both.run()
     both.check_at_rest()

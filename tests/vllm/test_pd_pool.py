@@ -128,9 +128,9 @@ def test_what_the_pool_has_beyond_a_shorter_local_hit_is_not_loaded_beyond_a_lon
     name = decode.add(PROMPT, 3, params=decode_params(both.prefill, "x"))
     request = decode.requests[name]
     assert decode.connector.get_num_new_matched_tokens(request, 0) == (NUM_TOKENS, True)
-    assert decode.half.offered(request) == 80
+    assert decode.prefix.offered(request) == 80
     assert decode.connector.get_num_new_matched_tokens(request, 80) == (NUM_TOKENS - 80, True)
-    assert decode.half.offered(request) == 0
+    assert decode.prefix.offered(request) == 0
     decode.abort(name)
     both.run()
     both.check_at_rest()

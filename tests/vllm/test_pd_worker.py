@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,8 @@ from transfer.plan.granularity import Bounds
 from transfer.plan.layout import Table
 from transfer.protocol.consumer import Where
 from transfer.protocol.orders import Ending, Transfer
-from vllm_plugin.messages import Announcement, PDStep
-from vllm_plugin.pd.worker import EndedTransfers, PDWorker
+from vllm_plugin.messages import Announcement, Ended, PDStep, StepMetadata, WorkerReport
+from vllm_plugin.pd.worker import PDWorker
 from vllm_plugin.stats import ConnectorStats
 
 
@@ -56,50 +55,56 @@ def node() -> Node:
 @pytest.fixture
 def worker(node: Any) -> PDWorker:
     section: Any = SimpleNamespace(shard=Shard(0, 2, 0, 1))
-    device: Any = SimpleNamespace(lock=threading.Lock(), then=lambda call: call())
-    return PDWorker(node, section, [], Bounds(), device)
+    device: Any = SimpleNamespace(then=lambda call: call())
+    return PDWorker(node, section, [], Bounds(), device, ConnectorStats())
+
+
+def step(**said: Any) -> StepMetadata:
+    return StepMetadata(pd=PDStep(**said))
 
 
 def announcement(transfer: str) -> Announcement:
     return Announcement(transfer, Where("127.0.0.1", 1), computed=True)
 
 
-def ended(worker: PDWorker) -> EndedTransfers:
-    return worker.take_ended(ConnectorStats())
+def ended(worker: PDWorker) -> Ended:
+    ended = Ended()
+    worker.collect(ended)
+    return ended
 
 
 def test_an_id_used_again_while_the_first_request_is_not_over(worker: PDWorker, node: Node) -> None:
     """vLLM tells of requests that its server refuses under the client's own id."""
     for _ in range(2):
-        worker.start(PDStep(announced={"chat": announcement("refused")}))
-        worker.start(PDStep(cancelled={"chat": "the request ended"}, unreported={"chat"}))
-    worker.start(PDStep(announced={"other": announcement("other")}))
-    assert ended(worker) == EndedTransfers()
+        worker.start(step(announced={"chat": announcement("refused")}))
+        worker.start(step(cancelled={"chat": "the request ended"}, unreported={"chat"}))
+    worker.start(step(announced={"other": announcement("other")}))
+    assert ended(worker) == Ended()
     node.failed = [node.known["refused"], node.known["other"]]
     node.ends("refused", Ending.FAILED)
-    assert ended(worker) == EndedTransfers(failed={"other"})
+    assert ended(worker) == Ended(report=WorkerReport(failed_transfers={"other"}))
 
 
 def test_a_prefill_request_whose_id_is_used_again_while_the_first_one_is_not_over(worker: PDWorker, node: Node) -> None:
-    worker.prepare(PDStep(opened={"chat": "first"}))
-    worker.start(PDStep(cancelled={"chat": "the request ended"}, unreported={"chat"}))
-    worker.prepare(PDStep(opened={"chat": "second"}))
-    worker.start(PDStep(finished={"chat": 8}))
+    worker.before_step(step(opened={"chat": "first"}))
+    worker.start(step(cancelled={"chat": "the request ended"}, unreported={"chat"}))
+    worker.before_step(step(opened={"chat": "second"}))
+    worker.start(step(finished={"chat": 8}))
     node.ends("first", Ending.CANCELLED)
-    assert ended(worker) == EndedTransfers(), "its blocks may still be read"
+    assert ended(worker) == Ended(), "its blocks may still be read"
     node.ends("second", Ending.DONE)
-    assert ended(worker) == EndedTransfers(sent={"chat"})
+    assert ended(worker) == Ended(sent={"chat"})
 
 
 def test_a_request_that_is_dropped_after_its_transfer_ended_leaves_the_next_one_of_that_name_alone(
     worker: PDWorker, node: Node
 ) -> None:
-    worker.start(PDStep(announced={"first": announcement("same")}))
+    worker.start(step(announced={"first": announcement("same")}))
     first = node.known["same"]
     node.failed = [first]
-    assert ended(worker) == EndedTransfers(failed={"first"})
+    assert ended(worker) == Ended(report=WorkerReport(failed_transfers={"first"}))
     gone = {"cancelled": {"first": "the request ended"}, "unreported": {"first"}}
-    worker.start(PDStep(announced={"retry": announcement("same")}, **gone))
+    worker.start(step(announced={"retry": announcement("same")}, **gone))
     assert node.told == [("announce", "same"), ("announce", "same"), ("cancel", "same")]
     assert node.known["same"] is first, "the one that is cancelled is the first one"
 
@@ -107,10 +112,10 @@ def test_a_request_that_is_dropped_after_its_transfer_ended_leaves_the_next_one_
 def test_what_cannot_be_done_for_one_request_is_done_for_the_others(
     worker: PDWorker, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker.prepare(PDStep(preempted=["gone"], opened={"sent": "sent"}))
-    step = PDStep(announced={"other": announcement("other")}, granted={"gone": Table(0, 8, [1])})
-    step.finished = {"gone": 8, "sent": 8}
-    worker.start(step)
+    worker.before_step(step(preempted=["gone"], opened={"sent": "sent"}))
+    said = step(announced={"other": announcement("other")}, granted={"gone": Table(0, 8, [1])})
+    said.pd.finished = {"gone": 8, "sent": 8}
+    worker.start(said)
     assert node.told == [("open", "sent"), ("awaited", "sent"), ("finished", "sent"), ("announce", "other")]
     assert len({record.getMessage() for record in caplog.records}) == 3, "each is said"
     caplog.clear()  # these were meant

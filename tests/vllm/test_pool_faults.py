@@ -142,7 +142,7 @@ def test_after_a_stuck_lock_saves_pause_and_then_go_on(start: Start, faults, mon
     written = faults.calls["write"]
     engine.ask(OTHER)
     assert faults.calls["write"] == written
-    engine.workers[0].connector._worker._saver._mover._paused_until_s = time.monotonic()
+    engine.workers[0].connector._worker.prefix._saver._mover._paused_until_s = time.monotonic()
     engine.ask([*OTHER, *PROMPT], 20)
     assert any(engine.pages([*OTHER, *PROMPT]))
 
@@ -150,7 +150,7 @@ def test_after_a_stuck_lock_saves_pause_and_then_go_on(start: Start, faults, mon
 def test_a_store_that_closes_under_the_engine(start: Start) -> None:
     engine: Engine = start(prefix_caching=False)
     engine.ask(PROMPT)
-    for half in (engine.connector._scheduler, engine.workers[0].connector._worker):
-        half._store.store.close()
+    for side in (engine.prefix, engine.workers[0].prefix):
+        side._store.store.close()
     assert engine.ask([*PROMPT, *OTHER], 20) == oracle.generate([*PROMPT, *OTHER], 20)
     engine.check_at_rest()

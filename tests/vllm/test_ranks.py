@@ -35,7 +35,7 @@ def test_each_rank_stores_its_heads_and_of_replicas_one_stores(start: Start, fau
 def test_a_page_that_one_rank_does_not_have_is_a_miss_for_all(start: Start) -> None:
     engine = start(tp_size=2, prefix_caching=False)
     engine.ask(PROMPT)
-    _, second = engine.half._views()
+    _, second = engine.prefix._views()
     second.own.remove(page_keys(PROMPT, 16)[3:4])
     assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
     assert engine.computed("again") == len(PROMPT) - 48 + 2
@@ -54,7 +54,7 @@ def test_a_page_that_a_rank_loses_while_loading_is_recomputed_by_all(
     faults.lose_reads_of = {Shard(0, 2, rank, rank + 1): 2 + rank for rank in ranks}
     assert engine.ask(PROMPT, 10, name="again") == oracle.generate(PROMPT, 10)
     assert engine.computed("again") == len(PROMPT) - 16 * (2 + min(ranks)) + 9
-    assert engine.half._stats.data.get("hit_tokens", 0) == 0
+    assert engine.prefix._stats.data.get("hit_tokens", 0) == 0
     engine.check_at_rest()
 
 
@@ -67,7 +67,7 @@ def test_ranks_that_end_their_loads_in_different_steps(start: Start, faults, run
     name = engine.add(PROMPT, 10)
     engine.run(until=faults.reading.is_set)
     for rank in (1, 0):
-        loads = engine.workers[rank].connector._worker._loads
+        loads = engine.workers[rank].connector._worker.prefix._loads
         faults.lose_reads_of = {Shard(0, 2, 1, 2): 3}
         faults.let_through(Shard(0, 2, rank, rank + 1))
         engine.run(until=lambda loads=loads: not loads.pending)
@@ -152,7 +152,7 @@ def test_a_part_that_is_lost_while_loading_is_recomputed(start: Start, faults, l
 def test_a_page_of_which_a_part_is_gone_is_not_offered(start: Start) -> None:
     writer = start(tp_size=2)
     writer.ask(PROMPT)
-    _, second = writer.half._views()
+    _, second = writer.prefix._views()
     second.own.remove(page_keys(PROMPT, 16)[3:4])
     engine = start()
     assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)

@@ -21,11 +21,11 @@ def change_weights(engine: Engine, weights: int) -> None:
 def test_after_a_reset_lookups_miss_and_new_pages_go_elsewhere(start: Start, runner: dict[str, bool]) -> None:
     engine = start(**runner)
     engine.ask(PROMPT)
-    before = engine.half.namespace()
+    before = engine.prefix.namespace()
     change_weights(engine, 1)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     assert answer(engine, PROMPT, 3, 1), "KV of the old weights was used"
-    assert engine.half.namespace().digest != before.digest
+    assert engine.prefix.namespace().digest != before.digest
     assert engine.scheduler.reset_prefix_cache(reset_connector=False)
     engine.add(PROMPT, name="again")
     engine.run()
@@ -52,7 +52,7 @@ def test_running_requests_start_over_and_nothing_of_theirs_is_mixed(start: Start
     while engine._queue:
         engine.end_step()
     engine.settle()
-    engine.run(until=lambda: not engine.half.saves._under_way)
+    engine.run(until=lambda: not engine.prefix.saves._under_way)
     change_weights(engine, 1)
     for worker in engine.workers:
         for state in worker.runner.states.values():
@@ -80,12 +80,12 @@ def test_a_save_planned_before_a_reset_is_not_sent_after_it(start: Start) -> Non
     name = engine.add(PROMPT, 60)
     engine.run(until=lambda: len(engine.texts[name]) >= 58)
     engine.settle()
-    engine.run(until=lambda: not engine.half.saves._under_way)
-    engine.half._tracked[name].saved_pages = 0
+    engine.run(until=lambda: not engine.prefix.saves._under_way)
+    engine.prefix._tracked[name].saved_pages = 0
     engine.abort(name)
-    assert engine.half.saves._planned
+    assert engine.prefix.saves._planned
     engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert not engine.half.saves._planned
+    assert not engine.prefix.saves._planned
     engine.run()
     engine.settle()
     engine.check_at_rest()
@@ -94,11 +94,11 @@ def test_a_save_planned_before_a_reset_is_not_sent_after_it(start: Start) -> Non
 
 def test_reset_before_the_identity_is_known_still_changes_the_namespace(start: Start) -> None:
     engine = start()
-    known, engine.half._namespace = engine.half._namespace, None
-    assert engine.half.reset()
-    assert engine.half.namespace() is None
-    engine.half._namespace = known
-    assert engine.half.namespace().digest != known.digest
+    known, engine.prefix._namespace = engine.prefix._namespace, None
+    assert engine.prefix.reset()
+    assert engine.prefix.namespace() is None
+    engine.prefix._namespace = known
+    assert engine.prefix.namespace().digest != known.digest
 
 
 @every_runner

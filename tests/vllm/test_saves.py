@@ -167,7 +167,7 @@ def test_overtaken_pages_of_a_request_that_still_runs_are_planned_again(start: S
     faults.hold_writes()
     name = engine.add(PROMPT, 100)
     engine.run(until=faults.writing.is_set)
-    engine.half.saves.ended(next(iter(engine.half.saves._under_way)), SaveResult(1, 2, overtaken=2))
+    engine.prefix.saves.ended(next(iter(engine.prefix.saves._under_way)), SaveResult(1, 2, overtaken=2))
     engine.run(until=lambda: len(engine.texts[name]) >= 40)
     planned = [key for step in engine.metadata for job in step.saves for key in job.keys]
     assert [planned.count(key) for key in page_keys(PROMPT, 16)] == ([2] * 6 if events else [1, 1, 2, 2, 2, 2])
@@ -223,9 +223,9 @@ def test_the_time_that_the_last_steps_take_is_not_idle(
     engine.step()
     clock.now_s += 30
     engine.run(until=lambda: name in engine.reasons)
-    assert engine.half.saves.wants_steps()
+    assert engine.prefix.saves.wants_steps()
     clock.now_s += 2
-    assert not engine.half.saves.wants_steps()
+    assert not engine.prefix.saves.wants_steps()
     faults.release()
     engine.settle()
 
@@ -239,7 +239,7 @@ def test_an_idle_engine_does_not_go_on_for_ever_while_the_pool_hangs(
     faults.hold_writes()
     engine.ask(PROMPT)
     assert not engine.scheduler.has_requests()
-    assert engine.half.saves._under_way
+    assert engine.prefix.saves._under_way
     faults.release()
     engine.settle()
     monkeypatch.undo()
@@ -273,7 +273,7 @@ def test_what_is_copied_aside_is_bounded_and_the_rest_overtaken(
     start: Start, faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(num_blocks=20, prefix_caching=False)
-    room = 3 * engine.workers[0].half._blocks.block_nbytes
+    room = 3 * engine.workers[0].side.memory.blocks.block_nbytes
     monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", room)
     faults.hold_writes()
     first = engine.add(PROMPT, 1)
@@ -292,13 +292,12 @@ def test_where_memory_may_go_between_two_steps_saves_read_what_was_copied_at_onc
     start: Start, monkeypatch: pytest.MonkeyPatch, events: bool
 ) -> None:
     """As on a device in sleep mode. A save for which there is not enough room gets further each time it is planned."""
-    register, read_late = Saver.register, []
-    monkeypatch.setattr(
-        Saver, "register", lambda self, blocks, record, **_: register(self, blocks, record, copies_at_once=True)
-    )
+    read_late: list[int] = []
     monkeypatch.setattr(KVBlocks, "save_page", lambda *_: read_late.append(1))
     engine = start(events=events)
-    room = 3 * engine.workers[0].half._blocks.block_nbytes
+    memory = engine.workers[0].side.memory
+    memory.sleeps = True
+    room = 3 * memory.blocks.block_nbytes
     monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", room)
     name = engine.add(PROMPT, 100)
     engine.run()
@@ -312,9 +311,9 @@ def test_what_lies_aside_goes_with_its_deadline_although_the_pool_hangs(
     start: Start, faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(num_blocks=20, prefix_caching=False)
-    room = 7 * engine.workers[0].half._blocks.block_nbytes
+    room = 7 * engine.workers[0].side.memory.blocks.block_nbytes
     monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", room)
-    saver = engine.workers[0].half._saver
+    saver = engine.workers[0].prefix._saver
     faults.hold_writes()
     for prompt in OTHERS * 2:
         ask_until_answered(engine, prompt, 1)
@@ -349,7 +348,7 @@ def test_a_save_that_hangs_is_given_up_and_stores_nothing_later(start: Start, fa
     assert engine.ask_all(OTHERS, 30) == [oracle.generate(prompt, 30) for prompt in OTHERS]
     engine.check_at_rest()
     faults.release()
-    assert engine.workers[0].half._saver.stop(30.0)
+    assert engine.workers[0].prefix._saver.stop(30.0)
     assert engine.num_pages() == 0
 
 

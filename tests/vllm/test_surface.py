@@ -270,7 +270,7 @@ def test_a_match_that_another_connector_loads_is_not_loaded_by_us(start: Start, 
     request = engine.requests[engine.add(PROMPT)]
     assert engine.connector.get_num_new_matched_tokens(request, 0) == (96, True)
     engine.connector.update_state_after_alloc(request, engine.scheduler.kv_cache_manager.empty_kv_cache_blocks, 0)
-    assert not engine.half._metadata.loads
+    assert not engine.prefix._metadata.loads
 
 
 def test_the_policy_is_recompute_whatever_was_written(start: Start, pool: Path) -> None:

@@ -66,7 +66,7 @@ def test_loads_that_the_worker_alone_cannot_do_fail_at_once(
 ) -> None:
     """Layers of different shape in one group: the scheduler is shown the first layer's spec only, so it plans loads.
 
-    Cure: `RefusingHalf`. Without it such a request waits for its load for ever.
+    Cure: `RefusingWorker`. Without it such a request waits for its load for ever.
     """
     warm_pool(start)
     specs = dict(zip(layer_names(), (full(), full(head_size=4)), strict=True))
@@ -88,9 +88,9 @@ def test_kv_tensors_of_another_shape_than_announced_end_every_job_as_failed(
     warm_pool(start)
     engine = start(prefix_caching=False)
     worker = engine.workers[0].connector._worker
-    worker._blocks = worker._saver._blocks = None
+    worker.memory.blocks = None
     worker.register({name: torch.zeros(64, 2, 16, 6, dtype=torch.float16) for name in layer_names()})
-    assert worker._blocks is None
+    assert worker.memory.blocks is None
     assert sum("off" in r.getMessage() for r in caplog.records) == 1
     for prompt in (PROMPT, list(range(200, 300))):
         assert engine.ask(prompt, 20) == oracle.generate(prompt, 20)

@@ -140,7 +140,7 @@ def check_pool(engine: Engine, asked: dict[str, tuple[list[int], int]]) -> int:
         for page, present in enumerate(engine.pages(text)):
             if present:
                 known.add(tuple(text[: (page + 1) * size]))
-    shards = len(engine.half._shards)
+    shards = len(engine.prefix._shards)
     assert len(known) * shards <= engine.num_pages()
     if shards == 1:
         assert len(known) == engine.num_pages()

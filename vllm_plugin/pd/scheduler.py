@@ -6,7 +6,7 @@ nodes (`transfer.session`) do the rest; both sides of this speak of requests by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from vllm_plugin.geometry import Geometry
 from vllm_plugin.messages import Announcement, PDStep, WorkerReport
 from vllm_plugin.naming import named_tokens
 from vllm_plugin.pd.params import PrefillRequest, answer_params, parse_params, transfer_name
+from vllm_plugin.stats import ConnectorStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -69,27 +70,16 @@ class PDScheduler:
 
     Args:
         dp_rank: of this engine among data-parallel ones, each of which has a port of its own.
-        namespace: this instance's, or None while the model's identity is not known.
-        root: the chain root of a request, or None where its KV has no name.
-        count_failure: takes the cause of a failure that no worker sees.
+        stats: takes failures that no worker sees.
     """
 
     def __init__(
-        self,
-        geometry: Geometry,
-        config: Config,
-        engine_id: str,
-        dp_rank: int,
-        access: Access,
-        namespace: Callable[[], Namespace | None],
-        root: Callable[[Request], bytes | None],
-        count_failure: Callable[[str], None],
+        self, geometry: Geometry, config: Config, engine_id: str, dp_rank: int, access: Access, stats: ConnectorStats
     ) -> None:
         self._geometry, self._config, self._engine_id, self._access = geometry, config, engine_id, access
-        self._dp_rank = dp_rank
+        self._dp_rank, self._stats = dp_rank, stats
         self._computes_what_failed = config.transfer_failure == "recompute"
         """Otherwise a transfer that failed before its request has blocks is asked for all the same, to fail then."""
-        self._namespace, self._root, self._count_failure = namespace, root, count_failure
         self._outgoing: dict[str, _Outgoing] = {}
         self._incoming: dict[str, _Incoming] = {}
         self._step = PDStep()
@@ -124,8 +114,13 @@ class PDScheduler:
 
     # Requests
 
-    def track(self, request: Request) -> None:
-        """A new request: announce it or offer it, if its parameters say so."""
+    def track(self, request: Request, root: bytes | None, namespace: Namespace | None) -> None:
+        """A new request: announce it or offer it, if its parameters say so.
+
+        Args:
+            root: its chain root, or None where its KV has no name.
+            namespace: this instance's, or None while the model's identity is not known.
+        """
         asked = parse_params(request.kv_transfer_params)
         if asked is None or request.request_id in self._outgoing or request.request_id in self._incoming:
             return
@@ -138,7 +133,6 @@ class PDScheduler:
                 "pd.off", "a request with kv_transfer_params is prefilled here: KV transfers are off", logger=logger
             )
             return
-        root, namespace = self._root(request), self._namespace()
         if root is None or namespace is None:
             reason = "it has prompt embeddings, streamed input or an unknown adapter"
             if namespace is None:
@@ -160,43 +154,27 @@ class PDScheduler:
                 log_once("pd.another", "a request is prefilled here: %s", reason, logger=logger)
                 self._cancel_incoming(request.request_id, "the decode instance has another prompt or other weights")
 
-    def matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens beyond the local hit that a transfer will bring, 0 for none. No side effect."""
+    def expects(self, request: Request) -> bool:
+        """Whether KV of a request is to come that has no blocks yet."""
         incoming = self._incoming.get(request.request_id)
-        if incoming is None or incoming.granted:
-            return 0
-        return max(0, request.num_prompt_tokens - num_computed_tokens)
+        return incoming is not None and not incoming.granted
 
-    def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, num_pooled: int) -> int:
-        """Blocks were allocated. Returns how many of the external tokens the pool should bring.
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, num_pooled: int) -> None:
+        """Blocks were allocated for a request whose KV is expected.
 
         Args:
             num_external_tokens: tokens beyond the local hit that vLLM will wait for.
-            num_pooled: of these, the first ones that are in the pool.
+            num_pooled: of these, the first ones, which somebody else brings.
         """
-        incoming = self._incoming.get(request.request_id)
-        if incoming is None or incoming.granted:
-            return num_external_tokens
         if not num_external_tokens:  # vLLM computes, or another connector loads
             self._cancel_incoming(request.request_id, "not needed")
-            return 0
-        incoming.granted = True
+            return
+        self._incoming[request.request_id].granted = True
         assert request.kv_transfer_params is not None
         request.kv_transfer_params["do_remote_prefill"] = False  # one transfer a request
         stop = request.num_prompt_tokens
-        num_local = stop - num_external_tokens
-        first = (num_local + num_pooled) // self._granule * self._granule
-        if num_local + num_pooled == stop:
-            first = stop
-        block_ids = list(blocks.get_block_ids()[0])
-        self._step.granted[request.request_id] = Table(max(first, num_local), stop, block_ids)
-        return max(first - num_local, 0)
-
-    @property
-    def _granule(self) -> int:
-        """What the pool brings ends at a multiple of it, so that no block is filled from two sides."""
-        block, page = self._geometry.block_tokens, int(self._config.page_tokens)
-        return max(block, page) if max(block, page) % min(block, page) == 0 else block * page
+        first = stop - num_external_tokens + num_pooled
+        self._step.granted[request.request_id] = Table(first, stop, list(blocks.get_block_ids()[0]))
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """vLLM is through with a request: whether its blocks are to be held, and what to tell the router."""
@@ -209,7 +187,7 @@ class PDScheduler:
             # Also where no worker knows of it yet: a consumer may be waiting, and hears of it this way.
             cause = f"the request ended: {request.status.name.lower()}"
             if request.status not in _WITHOUT_RESULT and request.num_preemptions:
-                self._count_failure("send_preempted")
+                self._stats.fail("send_preempted")
                 hint = "a prefill instance needs kv_role kv_producer or kv_both"
                 log_once("pd.preempted", "the KV of a preempted request was not sent: %s", hint, logger=logger)
             if not outgoing.computing:

@@ -7,40 +7,59 @@ comes from elsewhere is reported once, when nothing writes to its blocks. The tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
+from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import get_logger, kind_of, log_once
+from transfer.control.connection import Access
 from transfer.control.directory import Address
 from transfer.plan.granularity import Bounds, Granularity
-from transfer.plan.layout import Section, Table
+from transfer.plan.layout import RankLayout, Section, Table
 from transfer.protocol.consumer import Incoming
 from transfer.protocol.orders import Ending
 from transfer.protocol.producer import Outgoing
 from transfer.serving import Computed
 from transfer.session import Node
+from transfer.transports.base import TransferError
 from vllm_plugin.device_order import DeviceOrder
-from vllm_plugin.messages import Announcement, PDStep
+from vllm_plugin.kv_memory import KVMemory
+from vllm_plugin.messages import Announcement, Ended, StepMetadata
+from vllm_plugin.pd.options import make_options, memory_of
 from vllm_plugin.stats import ConnectorStats
 
 logger = get_logger(__name__)
 
 
-@dataclass(slots=True)
-class EndedTransfers:
-    """What ended since the last step, by request; `failed_blocks` hold nothing that may be read."""
-
-    sent: set[str] = field(default_factory=set)
-    fetched: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    """Announced requests of which nothing will come; they are still to be granted or cancelled."""
-    failed_blocks: set[int] = field(default_factory=set)
+def open_worker(memory: KVMemory, config: Config, access: Access, stats: ConnectorStats) -> PDWorker | None:
+    """Set transfers up over KV memory that was registered; None, and one line that says why, where they cannot be."""
+    geometry, device, blocks = memory.geometry, memory.tensors[0].device, memory.blocks
+    assert blocks is not None
+    if device.type not in ("cpu", "cuda"):
+        logger.warning("KV transfers are off: no transport can move KV blocks in %s memory", device.type)
+        return None
+    section = Section(
+        name="kv",
+        model_layers=geometry.num_layers,
+        model_heads=geometry.num_kv_heads,
+        shard=memory.shard,
+        k_dim=geometry.k_dim,
+        v_dim=geometry.v_dim,
+        itemsize=geometry.itemsize,
+        blocks=blocks.layout,
+    )
+    options = make_options(config)
+    try:
+        node = Node(RankLayout((section,)), memory_of(memory.tensors), access, options, device.index)
+    except (TransferError, ValueError, OSError) as error:
+        logger.error("KV transfers are off: %s", error)
+        return None
+    return PDWorker(node, section, memory.layers, options.bounds, DeviceOrder(memory.record), stats)
 
 
 class PDWorker:
-    """See the module.
+    """See the module; `stats` takes what is counted.
 
     Args:
         section: the KV of the one group of layers that this rank has.
@@ -49,9 +68,16 @@ class PDWorker:
     """
 
     def __init__(
-        self, node: Node, section: Section, layers: Sequence[str], bounds: Bounds, device: DeviceOrder
+        self,
+        node: Node,
+        section: Section,
+        layers: Sequence[str],
+        bounds: Bounds,
+        device: DeviceOrder,
+        stats: ConnectorStats,
     ) -> None:
-        self._node, self._section, self._bounds, self._device = node, section, bounds, device
+        self._node, self._section, self._bounds = node, section, bounds
+        self._device, self._stats = device, stats
         self._layers = {name: section.shard.layer_start + number for number, name in enumerate(layers)}
         self._transfers: dict[str, Outgoing | Incoming] = {}
         """Whose end vLLM waits for, by request. The id of one that ended early may be another's by then."""
@@ -65,8 +91,9 @@ class PDWorker:
 
     # Steps
 
-    def prepare(self, step: PDStep) -> None:
+    def before_step(self, metadata: StepMetadata) -> None:
         """Before the forward pass, and before vLLM gives any block to another request."""
+        step = metadata.pd
         self._progress, self._progress_by_layer = [], []
         for req_id in step.preempted:
             self._preempted(req_id)
@@ -84,14 +111,15 @@ class PDWorker:
         if self._progress_by_layer and name in self._layers:
             self._computed(self._layers[name], self._progress_by_layer)
 
-    def step_computed(self) -> None:
+    def step_computed(self, metadata: StepMetadata) -> None:
         """The forward pass is over."""
         if self._progress:
             self._computed(self._section.shard.layer_stop - 1, self._progress)
             self._progress, self._progress_by_layer = [], []
 
-    def start(self, step: PDStep) -> None:
+    def start(self, metadata: StepMetadata) -> None:
         """What does not have to be said before the forward pass."""
+        step = metadata.pd
         for req_id, num_tokens in step.finished.items():
             self._finished(req_id, num_tokens)
         for req_id, announced in step.announced.items():
@@ -152,33 +180,31 @@ class PDWorker:
 
     # What became of them
 
-    def take_ended(self, stats: ConnectorStats) -> EndedTransfers:
-        """What ended since the last call."""
-        ended = EndedTransfers()
+    def collect(self, ended: Ended) -> None:
+        """Enter transfers that ended since the last call, and announced ones of which nothing will come."""
         for failed in self._node.take_failed():
             if self._transfers.get(failed.request) is failed:
-                ended.failed.add(failed.request)
+                ended.report.failed_transfers.add(failed.request)
         for transfer in self._node.take_ended():
-            self._end(transfer, ended, stats)
-        return ended
+            self._end(transfer, ended)
 
-    def fetching(self, req_id: str) -> bool:
+    def fills(self, req_id: str) -> bool:
         """Whether blocks of a request may still be written to by a transfer."""
         return isinstance(self._transfers.get(req_id), Incoming)
 
     @contained(nothing)
-    def _end(self, transfer: Outgoing | Incoming, ended: EndedTransfers, stats: ConnectorStats) -> None:
-        _count(stats, transfer)
+    def _end(self, transfer: Outgoing | Incoming, ended: Ended) -> None:
+        _count(self._stats, transfer)
         if self._transfers.get(transfer.request) is not transfer:
             return
         del self._transfers[transfer.request]
         if isinstance(transfer, Outgoing):
             ended.sent.add(transfer.request)
             return
-        ended.fetched.add(transfer.request)
+        ended.arrived.add(transfer.request)
         for table in transfer.tables:
             if transfer.ending is Ending.DONE:
-                stats.add("fetched_tokens", len(table.tokens))
+                self._stats.add("fetched_tokens", len(table.tokens))
             elif transfer.ending is not Ending.CANCELLED:
                 ended.failed_blocks.update(self._section.holding(table.block_ids, table.first_token, table.stop_token))
 
@@ -207,10 +233,5 @@ def _count(stats: ConnectorStats, transfer: Outgoing | Incoming) -> None:
         stats.travelled(transfer.transport, transfer.nbytes)
     if transfer.ending in (Ending.FAILED, Ending.EXPIRED):
         stats.fail(f"{kind}_{transfer.ending.value}")
-        log_once(
-            f"pd.{kind}:{kind_of(transfer.cause)}",
-            "a transfer failed after %.3f s: %s (logged once per cause, counted in the metrics)",
-            transfer.seconds,
-            transfer.cause,
-            logger=logger,
-        )
+        said = "a transfer failed after %.3f s: %s (logged once per cause, counted in the metrics)"
+        log_once(f"pd.{kind}:{kind_of(transfer.cause)}", said, transfer.seconds, transfer.cause, logger=logger)

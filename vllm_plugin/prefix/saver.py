@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mooncake_connector.kv.namespace import Namespace
-from mooncake_connector.kv.page import PageFormat
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes
 from store_client.jobs import GivenUp, Overtaken, Save
@@ -21,6 +20,7 @@ from store_client.mover import Mover
 from store_client.sharded import ShardView
 from vllm_plugin.blocks import BlockCopies, KVBlocks
 from vllm_plugin.device_order import Wait
+from vllm_plugin.kv_memory import KVMemory
 from vllm_plugin.messages import SaveJob, SaveResult, StepMetadata
 
 _ASIDE_NBYTES = 256 << 20
@@ -121,30 +121,11 @@ class BlockSave(Save):
 
 
 class Saver:
-    """See the module. All methods are the engine's.
+    """See the module. All methods are the engine's; `view` is what this rank sees of the pool in a namespace."""
 
-    Args:
-        view: what this rank sees of the pool in a namespace.
-        writes: see `BlockSave`.
-    """
-
-    def __init__(
-        self, view: Callable[[Namespace], ShardView | None], fmt: PageFormat, *, writes: bool, deadline_s: float
-    ) -> None:
-        self._view, self._fmt, self._writes, self._deadline_s = view, fmt, writes, deadline_s
-        self._blocks: KVBlocks | None = None
-        self._record: Callable[[], Wait | None] = lambda: None
-        self._copies_at_once = False
+    def __init__(self, view: Callable[[Namespace], ShardView | None], memory: KVMemory, *, deadline_s: float) -> None:
+        self._view, self._memory, self._deadline_s = view, memory, deadline_s
         self._mover: Mover[BlockSave] = Mover("save")
-
-    def register(self, blocks: KVBlocks, record: Callable[[], Wait | None], *, copies_at_once: bool) -> None:
-        """Take over the KV cache.
-
-        Args:
-            record: see :func:`vllm_plugin.device_order.recorder`.
-            copies_at_once: its memory may be gone between two steps.
-        """
-        self._blocks, self._record, self._copies_at_once = blocks, record, copies_at_once
 
     @property
     def pending(self) -> Sequence[BlockSave]:
@@ -152,16 +133,16 @@ class Saver:
 
     def submit(self, jobs: Iterable[SaveJob], namespace: Namespace) -> None:
         """Queue saves of what was computed, or launched on the device, until now."""
-        fence = self._record()
+        fence = self._memory.record()
         for plan in jobs:
             save = self._save(plan, namespace, fence)
-            if self._copies_at_once:
+            if self._memory.sleeps:
                 self._leave_out_stored(save)
                 self._take_blocks(save, set(plan.block_ids))
             self._mover.submit(save)
 
     def _save(self, plan: SaveJob, namespace: Namespace, fence: Wait | None) -> BlockSave:
-        blocks, page_tokens = self._blocks, self._fmt.page_tokens
+        blocks, page_tokens = self._memory.blocks, self._memory.fmt.page_tokens
 
         def copy(number: int, page: Bytes) -> None:
             assert blocks is not None
@@ -175,14 +156,14 @@ class Saver:
             fence=fence,
             copy=copy if blocks is not None else None,
             plan=plan,
-            writes=self._writes,
+            writes=self._memory.is_writer,
             page_tokens=page_tokens,
             block_tokens=blocks.block_tokens if blocks is not None else page_tokens,
         )
 
     def _leave_out_stored(self, save: BlockSave) -> None:
         """What is in the pool needs no room aside: a save that is larger gets further each time it is planned."""
-        view = save.view() if self._writes else None
+        view = save.view() if self._memory.is_writer else None
         if view is not None:
             save.leave_out_present(view)
 
@@ -215,8 +196,8 @@ class Saver:
 
     def _take_blocks(self, save: BlockSave, block_ids: Set[int]) -> None:
         """Copy pages of a save aside that read these blocks, and have the rest overtaken."""
-        blocks = self._blocks
-        if blocks is None or not self._writes:
+        blocks = self._memory.blocks
+        if blocks is None or not self._memory.is_writer:
             return
         numbers = save.reading(block_ids)
         if not numbers:
@@ -225,14 +206,10 @@ class Saver:
         try:
             if fitting:
                 read = sorted(set().union(*map(save.blocks_of, fitting)))
-                save.put_aside(fitting, blocks.copy(read), self._record())
+                save.put_aside(fitting, blocks.copy(read), self._memory.record())
         except Exception as error:  # no memory is left on the device, for one
-            log_once(
-                "save.aside",
-                "pages could not be copied before their blocks were reused, and are not stored: %r",
-                error,
-                logger=logger,
-            )
+            said = "pages could not be copied before their blocks were reused, and are not stored: %r"
+            log_once("save.aside", said, error, logger=logger)
         save.overtake(numbers)
 
     def _fitting(self, save: BlockSave, numbers: Sequence[int], blocks: KVBlocks) -> list[int]:

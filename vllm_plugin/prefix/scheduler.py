@@ -1,4 +1,4 @@
-"""The scheduler half: which pages of a request are in the pool, and when to look for full pages to store.
+"""The scheduler side of prefix reuse: which pages of a request are in the pool, and when to look for pages to store.
 
 Runs inside vLLM's scheduler step, so it only reads the pool's index (microseconds, no lock) and never waits. Saves are
 planned in :mod:`vllm_plugin.prefix.save_planner`.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mooncake_connector.config.schema import Config
@@ -21,6 +20,7 @@ from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from vllm_plugin.adapters import AdapterKeys
 from vllm_plugin.geometry import Geometry
+from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
 from vllm_plugin.naming import chain_root
 from vllm_plugin.prefix.announced import AnnouncedPages
@@ -29,6 +29,7 @@ from vllm_plugin.prefix.tracked import Offer, Tracked
 from vllm_plugin.stats import ConnectorStats
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -53,49 +54,38 @@ long for nothing."""
 logger = get_logger(__name__)
 
 
-class SchedulerHalf:
-    """See the module.
+class PrefixScheduler:
+    """See the module; `stats` takes what is counted."""
 
-    Args:
-        identify: says whose pages these are. It may read all weights, so it runs in the background.
-        publishes: whether vLLM publishes KV events.
-        max_batches: steps that may be planned before the outcome of the first of them is known, and that one.
-    """
-
-    def __init__(
-        self,
-        geometry: Geometry,
-        config: Config,
-        identify: Callable[[], Namespace],
-        *,
-        publishes: bool,
-        max_batches: int,
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, geometry: Geometry, config: Config, stats: ConnectorStats) -> None:
         self._geometry = geometry
         self._page_tokens = int(config.page_tokens)
         self._lookup_wait_s = config.lookup_wait_s
         self._min_hit_tokens = config.effective_min_hit_tokens
         self._shards = geometry.shards()
         self._unit_nbytes = geometry.page_format(self._shards[0], self._page_tokens).unit_nbytes
-        self._world_size = geometry.tp_size * geometry.pp_size
         self._tracked: dict[str, Tracked] = {}
         self._metadata = StepMetadata()
-        self.saves = SavePlanner(geometry, self._page_tokens, num_workers=self._world_size, publishes=publishes)
+        events = vllm_config.kv_events_config
+        publishes = events is not None and events.enable_kv_cache_events
+        num_workers = geometry.tp_size * geometry.pp_size
+        self.saves = SavePlanner(geometry, self._page_tokens, num_workers=num_workers, publishes=publishes)
         self._announced = AnnouncedPages() if publishes else None
         self._decode_steps = 0
-        self._stats = ConnectorStats()
+        self._stats = stats
         self._adapters = AdapterKeys()
         self._reset_digest: str | None = None
         self._stalled_until_s = 0.0
-        self._max_batches = max_batches
+        self._max_batches = vllm_config.max_concurrent_batches
+        """Steps that may be planned before the outcome of the first of them is known, and that one."""
         self._doubtful_steps = 0
-        self._identify = identify
         self._namespace: Namespace | None = None
-        self._store = open_in_background(config, self._read_identity)
-        self._store.wait(_IDENTITY_WAIT_S)
 
-    def _read_identity(self) -> None:
-        self._namespace = self._identify()
+        def identify() -> None:  # may read all weights
+            self._namespace = instance_namespace(vllm_config, geometry, config)
+
+        self._store = open_in_background(config, identify)
+        self._store.wait(_IDENTITY_WAIT_S)
 
     def bind(self, manager: KVCacheManager) -> None:
         self.saves.bind(manager)
@@ -144,13 +134,8 @@ class SchedulerHalf:
         if now_s - asked_s > _LOOKUP_HANGS_S:
             self._stalled_until_s = now_s + _STALL_PAUSE_S
             self._stats.fail("lookup_hung")
-            log_once(
-                "lookup.hung",
-                "a lookup took %.1f s: no prefix reuse for %d s",
-                now_s - asked_s,
-                _STALL_PAUSE_S,
-                logger=logger,
-            )
+            said = "a lookup took %.1f s: no prefix reuse for %d s"
+            log_once("lookup.hung", said, now_s - asked_s, _STALL_PAUSE_S, logger=logger)
         tokens = max((first + found.pages) * page_tokens - num_computed_tokens, 0)
         reuse_s = _PENDING_REUSE_S if found.pending else _LOOKUP_REUSE_S
         return Offer(num_computed_tokens, tokens, found.pending, now_s + reuse_s)
@@ -176,13 +161,8 @@ class SchedulerHalf:
         if tracked.patient_until_s:
             tracked.patient_until_s = 0.0
             self._stats.fail("lookup_late")
-            log_once(
-                "lookup.late",
-                "the pool did not say within %g s whether it will have the rest of a prompt: what is not there is "
-                "computed",
-                self._lookup_wait_s,
-                logger=logger,
-            )
+            said = "the pool did not say within %g s whether it has the rest of a prompt: what is not there is computed"
+            log_once("lookup.late", said, self._lookup_wait_s, logger=logger)
         return False
 
     def offered(self, request: Request) -> int:
@@ -312,15 +292,6 @@ class SchedulerHalf:
                 if not tracked.refused:
                     self._stats.add("hit_tokens", stop - start)
                     tracked.saved_pages = max(tracked.saved_pages, stop // self._page_tokens)
-
-    def count_failure(self, cause: str) -> None:
-        self._stats.fail(cause)
-
-    def take_stats(self) -> ConnectorStats | None:
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, ConnectorStats()
-        return stats
 
     def take_events(self) -> list[KVCacheEvent]:
         """What to publish: pages that all workers have stored, and announced pages that are gone."""

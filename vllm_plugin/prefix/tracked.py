@@ -1,4 +1,4 @@
-"""What the scheduler half knows of one request."""
+"""What the scheduler side of prefix reuse knows of one request."""
 
 from __future__ import annotations
 
