@@ -245,6 +245,30 @@ def test_a_fetcher_that_raises_costs_one_connection(pair, monkeypatch, caplog):
     assert pair.receiver.log[-1] == "close"
 
 
+@pytest.mark.parametrize("call", ["cancel", "close"])
+def test_a_fetcher_that_raises_when_its_peer_is_gone_costs_no_other_peer(pair, monkeypatch, call):
+    pair.write(0)
+    gate = pair.gate()
+    monkeypatch.setattr(gate, call, lambda *fetch: 1 / 0)
+    pair.peers[0].close()
+    wait_for(lambda: not pair.receiver._receiver._leaving and len(pair.receiver._receiver._connections) == 1)
+    other = pair.write(1, peer=1)
+    pair.gate(peer=1).end()
+    assert outcome_of(other).ok
+
+
+def test_memory_is_not_given_back_where_nobody_knows_whether_a_fetch_has_ended(pair, monkeypatch):
+    monkeypatch.setattr(memory, "CANCEL_S", 0.1)
+    pair.write(0)
+    gate = pair.gate()
+    monkeypatch.setattr(gate, "close", lambda: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(TransferError, match="still being written"):
+            pair.there.revoke(pair.grant)
+    gate.fetches[0].done(CopyStatus.NO_GRANT)
+    pair.there.revoke(pair.grant)
+
+
 class Polled(Gate):
     """Is asked whether it is over, and has to be asked a few times."""
 

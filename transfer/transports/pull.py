@@ -167,14 +167,18 @@ class PullConnection(Connection):
             self._fetcher.cancel(fetch)
 
     def cut_off(self, late: Fetch | None = None) -> None:
-        """End all fetches now. Raises TransferError if one was `late`, as then the connection is of no use."""
+        """End all fetches now. Raises TransferError if one was `late`, as then the connection is of no use.
+
+        Where the fetcher fails at that, nobody knows whether they still write: each keeps its grant until it is done.
+        """
         fetcher, self._fetcher = self._fetcher, None
-        if fetcher is not None:
-            fetcher.close()
-        for fetch in self._under_way:
-            fetch.let_go()
+        fetches = list(self._under_way)
         self._under_way.clear()
         self._count()
+        if fetcher is not None:
+            fetcher.close()
+        for fetch in fetches:
+            fetch.let_go()
         if late is not None and not self.is_closed:
             raise TransferError("a fetch did not end when its grant did: cut off")
 

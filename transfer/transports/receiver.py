@@ -212,7 +212,10 @@ class Receiver:
         del self._connections[connection.descriptor], self._watched[connection.descriptor]
         self._pending.leave(connection)
         self._epoll.unregister(connection.descriptor)
-        connection.close()
+        try:
+            connection.close()
+        except Exception as error:  # of its fetcher: what is under way is cut off later
+            self._log(error)
         if connection.is_busy:
             self._leaving[connection] = time.monotonic() + LEAVE_S
         else:
