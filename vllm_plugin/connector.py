@@ -103,8 +103,8 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(nothing)
     def get_handshake_metadata(self) -> PDHandshake | None:
-        pd = None if self._worker is None else self._worker.pd
-        return None if pd is None else PDHandshake(pd.card)
+        card = None if self._worker is None or self._worker.pd is None else self._worker.pd.card
+        return None if card is None else PDHandshake(card)
 
     @contained(nothing)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -137,7 +137,9 @@ class WorkerSide:
             return
         former = self.pd
         self.register(self._kv_caches)
-        if self.pd is not None and former is not None:
+        if self.pd is None:  # vLLM still waits for what ended, and may be told of more
+            self.pd = former
+        elif former is not None and former is not self.pd:
             self.pd.take_over(former)
 
     def transfer_results(self) -> KVConnectorTransferResults:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 
 import oracle
 import pytest
 from cases import PROMPT, Start, warm_pool
 from harness import Engine
 from pd import PROMPT as LEG
-from pd import MakePair, every_order, node_of, port_of, run_all
+from pd import MakePair, every_order, node_of, port_of, prefill_params, run_all
+
+from vllm_plugin.pd import worker as pd_worker
 
 
 def sleep(engine: Engine) -> None:
@@ -111,3 +114,59 @@ def test_a_port_that_was_set_is_the_same_after_sleep(pair: MakePair) -> None:
     assert port_of(both.prefill) == port
     both.ask(LEG, order="concurrent")
     both.check_at_rest()
+
+
+@pytest.fixture(params=["one rank", "every rank"])
+def fall_asleep_for_good(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], None]:
+    """Of an engine of two ranks, whose nodes cannot be made again when it wakes."""
+    made = iter([pd_worker.Node] if request.param == "one rank" else [])
+
+    def make(*args: object) -> object:
+        for node in made:
+            return node(*args)
+        raise OSError("no descriptor is left")
+
+    def fall_asleep(engine: Engine) -> None:
+        monkeypatch.setattr(pd_worker, "Node", make)
+        for worker in engine.workers:
+            worker.connector.unregister_kv_caches()
+            worker.connector.restore_kv_caches()
+        engine._shake_hands()
+
+    return fall_asleep
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_prefill_ends_where_no_node_can_be_made_after_sleep(pair: MakePair, fall_asleep_for_good, steps) -> None:
+    both = pair({"tp_size": 2, "max_num_batched_tokens": 16})
+    name = both.prefill.add(LEG, 1, params=prefill_params())
+    for _ in range(steps):
+        both.prefill.step()
+    fall_asleep_for_good(both.prefill)
+    both.prefill.add(LEG, 1, params=prefill_params(), name="later")
+    run_all(both.prefill)
+    assert both.prefill.texts[name] == both.prefill.texts["later"] == oracle.generate(LEG, 1)
+    both.prefill.check_at_rest()
+
+
+def test_a_hand_over_that_was_held_ends_where_no_node_can_be_made_after_sleep(
+    pair: MakePair, fall_asleep_for_good
+) -> None:
+    both = pair({"tp_size": 2})
+    both.handed_over(LEG)
+    fall_asleep_for_good(both.prefill)
+    run_all(both.prefill)
+    both.prefill.check_at_rest()
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_fetch_is_computed_where_no_node_can_be_made_after_sleep(
+    pair: MakePair, fall_asleep_for_good, granted
+) -> None:
+    both = pair({}, {"tp_size": 2})
+    first = both.add_granted(LEG) if granted else ""
+    name = both.add(LEG, order="concurrent")
+    fall_asleep_for_good(both.decode)
+    run_all(both.decode)
+    assert both.decode.texts[name] == both.decode.texts[first or name] == oracle.generate(LEG, 3)
+    both.decode.check_at_rest()

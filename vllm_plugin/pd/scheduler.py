@@ -183,7 +183,8 @@ class PDScheduler:
         outgoing = self._outgoing.get(request.request_id)
         if outgoing is None:
             return False, None
-        if request.status in _WITHOUT_RESULT or request.num_computed_tokens < request.num_prompt_tokens:
+        is_lost = self._directory is None  # since the engine slept
+        if is_lost or request.status in _WITHOUT_RESULT or request.num_computed_tokens < request.num_prompt_tokens:
             # Also where no worker knows of it yet: a consumer may be waiting, and hears of it this way.
             cause = f"the request ended: {request.status.name.lower()}"
             if request.status not in _WITHOUT_RESULT and request.num_preemptions:
@@ -269,7 +270,7 @@ class PDScheduler:
                 if outgoing is not None and not outgoing.over:
                     outgoing.computing = True
                     self._add_progress(step, outgoing, num_tokens)
-        if step.announced:
+        if step.announced and self._directory is not None:  # else they fail
             step.home = self._home
         return step
 

@@ -81,13 +81,14 @@ class PDWorker:
         self._layers = {name: section.shard.layer_start + number for number, name in enumerate(layers)}
         self._transfers: dict[str, Outgoing | Incoming] = {}
         """Whose end vLLM waits for, by request. The id of one that ended early may be another's by then."""
+        self._is_stopped = False
         self._progress: list[tuple[Outgoing, Computed]] = []
         self._progress_by_layer: list[tuple[Outgoing, Computed]] = []
 
     @property
-    def card(self) -> bytes:
-        """What the instance's directory says of this rank."""
-        return msgspec.msgpack.encode(self._node.card)
+    def card(self) -> bytes | None:
+        """What the instance's directory says of this rank; None once it is stopped."""
+        return None if self._is_stopped else msgspec.msgpack.encode(self._node.card)
 
     # Steps
 
@@ -209,7 +210,8 @@ class PDWorker:
                 ended.failed_blocks.update(self._section.holding(table.block_ids, table.first_token, table.stop_token))
 
     def stop(self, cause: str) -> None:
-        """End every transfer; when this returns, the node touches no memory any more."""
+        """End every transfer, and each that begins later; when this returns, the node touches no memory any more."""
+        self._is_stopped = True
         self._device.close()
         self._node.close(cause)
         self._progress, self._progress_by_layer = [], []
