@@ -157,7 +157,7 @@ def _odd_policy(given: Mapping[str, Any], config: Config) -> Iterator[str]:
         if policy != ours:
             yield (
                 f"kv_load_failure_policy of the {_MULTI} is {policy!r}, and vLLM reads no other: a request whose page "
-                f"is lost {'fails' if policy == 'fail' else 'is computed'}, whatever transfer_failure ({ours!r}) says"
+                f'is lost {"fails" if policy == "fail" else "is computed"}, whatever transfer_failure ({ours!r}) says'
             )
     elif policy != ours and "kv_load_failure_policy" in given:
         yield f"kv_load_failure_policy is {policy!r}, but transfer_failure ({ours!r}) takes its place"

@@ -25,7 +25,7 @@ from transfer.control.connection import Access
 from transfer.control.directory import THIS_HOST, Directory, join, look_up
 from transfer.control.handshake import Identity
 from transfer.plan.granularity import Bounds, Granularity
-from transfer.plan.layout import RankLayout, Section, Table
+from transfer.plan.layout import LayoutError, RankLayout, Section, Table
 from transfer.protocol.consumer import Where
 from transfer.protocol.orders import Ending, Transfer
 from transfer.session import NodeOptions
@@ -275,6 +275,20 @@ def test_another_number_of_tables_than_of_sections_fails_the_transfer(make):
     rank.node.grant("t", Table(0, 1, [0]))
     (ended,) = d.ended("fetched")
     assert ended.ending is Ending.FAILED and "1 block tables for 4 sections" in ended.cause
+
+
+@pytest.mark.parametrize("first, stop, fits", [(0, 16, True), (3, 17, False), (0, 1 << 40, False), (99, 99, True)])
+def test_tokens_lie_in_the_blocks_of_their_table(make, first, stop, fits):
+    """Before anything is planned for them: whoever asks may ask for as many as there are numbers."""
+    (rank,) = make(1, SOURCE, options()).ranks
+    layout = replace(rank.layout, sections=rank.layout.sections[:1])
+    block_tokens = layout.sections[0].block_tokens
+    tables = [Table(first, stop, [0] * (16 // block_tokens))]
+    if fits:
+        layout.check_tables(tables)
+    else:
+        with pytest.raises(LayoutError, match=f"tokens up to {stop} in blocks of 16"):
+            layout.check_tables(tables)
 
 
 # Directories that are joined

@@ -181,11 +181,14 @@ class RankLayout:
         return next((number for number, section in enumerate(self.sections) if section.name == name), None)
 
     def check_tables(self, tables: Sequence[Table]) -> None:
-        """Raises LayoutError for another number of tables than of sections, or blocks that the rank does not have."""
+        """Raises LayoutError for another number of tables than of sections, blocks that the rank does not have, or
+        tokens beyond those of a table: a plan takes memory for each."""
         if len(tables) != len(self.sections):
             raise LayoutError(f"{len(tables)} block tables for {len(self.sections)} sections")
         for section, table in zip(self.sections, tables, strict=True):
-            section.check_blocks(table.block_ids)
+            covered = len(section.check_blocks(table.block_ids)) * section.block_tokens
+            if table.tokens and table.stop_token > covered:
+                raise LayoutError(f"section {section.name!r}: tokens up to {table.stop_token} in blocks of {covered}")
 
     def ranges(self, tables: Sequence[Table]) -> tuple[Int64, Int64]:
         """What a grant of these tables covers, one of each section: the bytes of the blocks that hold their tokens.

@@ -270,7 +270,9 @@ class Memory:
         try:
             follower.register(region)
         except Exception as error:
-            raise TransferError(f"it cannot use the {region.nbytes} bytes at {region.address:#x}: {error}") from error
+            raise TransferError(
+                f"it cannot use the {region.nbytes} bytes at {region.address:#x}: {error}"
+            ) from error
         self._followers[follower].append(region)
 
     def _tell_of_end(self, follower: Follower, region: Region) -> None:
