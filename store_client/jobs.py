@@ -148,12 +148,10 @@ class Load(Job):
     def move(self, view: ShardView) -> str | None:
         step = _pages_a_move(view)
         while self.pages < len(self.keys):
-            if self.left_s < 0:
-                return "deadline"
             keys = self.keys[self.pages : self.pages + step]
             there = view.lookup(keys)
             if there.pages == 0 and there.pending:
-                return None
+                return "deadline" if self.left_s < 0 else None
             if there.pages == 0 or self._read(view, keys[: there.pages]) < there.pages:
                 return "page_lost"
         return ""

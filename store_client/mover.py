@@ -84,7 +84,7 @@ class Mover(Generic[J]):
     def run(self, job: J) -> None:
         """Submit a job and wait until it is over."""
         self.submit(job)
-        while not job.over.wait(max(job.left_s, 0.0)):
+        while not job.over.wait(max(job.left_s, _LOOK_S)):
             self._expire(job, wait=True)
         self.pending.remove(job)
         self._tell(job)
@@ -102,9 +102,11 @@ class Mover(Generic[J]):
         return thread is None or not thread.is_alive()
 
     def _expire(self, job: J, *, wait: bool) -> bool:
-        """Give a job up that is late."""
+        """Give a job up that is late, unless the thread looks at it when the job that it runs has moved its pages."""
         self._catch_up(job)
-        if job.left_s > 0 or not job.give_up("deadline", wait=wait):
+        running = self._running
+        is_next = job.begun and running is not None and running is not job and not running.given_up
+        if job.left_s > 0 or is_next or not job.give_up("deadline", wait=wait):
             return False
         if job.cause in self._pauses_after:
             self.pause()

@@ -206,6 +206,29 @@ class TestLoadsThatGrow:
         assert over(waits) and waits.cause == ""
 
 
+    def test_a_load_whose_pages_landed_while_another_moved_is_not_late(
+        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, clock: Clock
+    ) -> None:
+        late = chain("late", len(KEYS))
+        space.expected = set(late)
+        waits, moves = load(view, Memory(), keys=late), load(view, memory)
+        mover.submit(waits)
+        until(lambda: waits.begun)
+        space.land(KEYS)
+        space.hold_reads()
+        mover.submit(moves)
+        space.wait_for_read()
+        space.land(late)
+        clock.ahead_s += 0.9 * DEADLINE_S
+        space.let_read()
+        space.wait_for_read()
+        clock.ahead_s += 0.9 * DEADLINE_S
+        assert mover.collect() == []
+        space.let_read(1000)
+        assert over(moves) and over(waits)
+        assert moves.cause == waits.cause == "" and waits.pages == len(KEYS)
+
+
 class TestEnds:
     def test_a_load_that_hangs_in_the_store_is_given_up_and_touches_no_block_from_then_on(
         self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, clock: Clock
