@@ -28,6 +28,7 @@ MAX_SEARCHES = 32
 """Prefill instances that are looked for at the same time. Requests name their addresses, so they may be anybody's."""
 _CONNECT_S = 10.0
 _RECONNECT_S = 1.0
+_REVOKE_AGAIN_S = 1.0
 _UNREACHABLE_S = 1.0
 """An instance that could not be reached is not tried again for so long: its requests fail at once."""
 
@@ -295,15 +296,21 @@ class Fetching(Driver):
         self.tell(self.consumer.verified, order.peer, transfer, order.landed, right)
 
     async def _revoke(self, transfer: Incoming) -> None:
+        """Until nothing can write to the blocks any more: what the engine put there before would be overwritten."""
+        while not await self._is_revoked(transfer):
+            await asyncio.sleep(_REVOKE_AGAIN_S)
+        self.tell(self.consumer.revoked, transfer)
+
+    async def _is_revoked(self, transfer: Incoming) -> bool:
         try:
             if transfer.memory is not None:  # a transport may be in the middle of a step
                 wait = await self._loop.run_in_executor(self._executor, self._memory.begin_revoke, transfer.memory)
                 if wait is not None:  # for a transport that fetches by itself: not in the thread that others need
                     await self._loop.run_in_executor(None, wait)
-        except TransferError as error:  # its blocks are lost to the engine: what it put there would be overwritten
-            log_once("transfer.revoke", "a transfer keeps its blocks for good: %s", error, logger=logger)
-            return
-        self.tell(self.consumer.revoked, transfer)
+        except Exception as error:
+            log_once("transfer.revoke", "a transfer keeps its blocks for now: %s", error, logger=logger)
+            return False
+        return True
 
 
 def _check(

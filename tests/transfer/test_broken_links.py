@@ -30,6 +30,7 @@ from transfer.protocol.messages import MAX_MESSAGE_NBYTES, encode
 from transfer.protocol.orders import Ending, Timing
 from transfer.session import NodeOptions
 from transfer.transports.base import TransferError, Unavailable
+from transfer.transports.memory import Memory
 from transfer.transports.unix import listen_at_port, port_name
 
 NOBODY = Access(Identity())
@@ -360,3 +361,18 @@ def test_a_connection_that_comes_while_the_loop_is_closed_is_closed_and_says_not
 
     loop.run(run(), 30)
     assert said == []
+
+
+@pytest.mark.parametrize("error", [TransferError("still being written"), RuntimeError("can't start new thread")])
+def test_blocks_that_may_still_be_written_to_are_the_engine_s_once_they_are_not(pair, monkeypatch, caplog, error):
+    begin_revoke, failures = Memory.begin_revoke, [error, error]
+
+    def fails_at_first(memory, grant):
+        if failures:
+            raise failures.pop()
+        return begin_revoke(memory, grant)
+
+    monkeypatch.setattr(transfer.fetching, "_REVOKE_AGAIN_S", 0.01)
+    monkeypatch.setattr(Memory, "begin_revoke", fails_at_first)
+    pair.serves()
+    assert not failures and "a transfer keeps its blocks for now" in caplog.text
