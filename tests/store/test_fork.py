@@ -149,6 +149,30 @@ def test_a_fork_within_a_put_publishes_in_the_parent_alone(pool: Path) -> None:
         audit(store)
 
 
+def test_nothing_is_imported_once_a_pool_is_open(pool: Path) -> None:
+    """A child forked while another thread imports a module waits for ever for that import, with a lock in hand."""
+    code = (
+        "import sys\n"
+        "from store_client import EmbeddedStore\n"
+        "from store_client.testing import *\n"
+        "with EmbeddedStore(sys.argv[1], 4 << 20) as store:\n"
+        "    known = set(sys.modules)\n"
+        "    space = store.space(namespace(), SHARD)\n"
+        "    for number in range(8):\n"
+        "        put_chain(space, chain(str(number), 16))\n"
+        "    assert store.stats().evicted_pages and leading(space, chain('7', 16)) == 16\n"
+        "    assert get_page(space, chain('7', 16)[3]) is not None and space.contains(chain('7', 16))[3]\n"
+        "    assert space.remove(chain('7', 16)[8:]) == 8 and store.changes() and store.namespaces()\n"
+        "    for nbytes in (2 << 20, 8 << 20):\n"
+        "        with EmbeddedStore(sys.argv[1], nbytes):\n"
+        "            put_chain(space, chain(str(nbytes), 16), 100_000)\n"
+        "    assert store.verify().corrupt == 0 and store.clear()\n"
+        "print(*sorted(set(sys.modules) - known))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(pool)], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == ""
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_every_way_of_multiprocessing_has_a_pool_of_its_own(pool: Path, method: str) -> None:
     code = (
