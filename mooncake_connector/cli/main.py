@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mooncake_connector import __version__, quick_start
-from mooncake_connector.cli import bench, config, doctor, store
+from mooncake_connector.cli import bench, config, doctor, size, store
 from mooncake_connector.cli.output import (
     EXIT_CODES,
     EXIT_FAILED,
@@ -76,6 +76,7 @@ app.add_typer(store.app, name="store")
 app.add_typer(doctor.app, name="doctor")
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
+app.command()(size.size)
 
 
 def _print_version(wanted: bool) -> None:

@@ -12,8 +12,11 @@ import pytest
 import torch
 from cases import PROMPT, Start, warm_pool
 from settings import Setup, kv_cache_config, vllm_config
+from vllm.config import ModelConfig, ParallelConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
+from models import checkpoint
+from mooncake_connector.kv.identity.shape import read_shape
 from vllm_plugin.geometry import Geometry, Unsupported, read_geometry
 
 MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype=torch.float16)
@@ -119,3 +122,15 @@ def test_mla_is_one_head_that_every_rank_holds_and_one_stores(
     assert engine.computed("again") == 4 + 19
     assert all(engine.pages(PROMPT))
     engine.check_at_rest()
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen3", "deepseek-mla"])
+def test_a_size_read_from_config_json_is_what_vllm_allocates(name: str) -> None:
+    """`mooncake-connector size` reads what vLLM reads."""
+    folder = checkpoint(name)
+    model, shape = ModelConfig(model=str(folder)), read_shape(folder)
+    parallel = ParallelConfig()
+    heads = 1 if model.is_deepseek_mla else model.get_num_kv_heads(parallel)
+    assert (model.get_num_layers(parallel), heads) == (shape.num_layers, shape.num_kv_heads)
+    assert model.get_head_size() == shape.k_dim == (shape.v_dim or shape.k_dim)
+    assert str(model.dtype).removeprefix("torch.") == shape.dtype
