@@ -30,9 +30,11 @@ def open_store(config: Config) -> Store:
     return store
 
 
-def open_in_background(config: Config, first: Callable[[], None] | None = None) -> BackgroundStore:
+def open_in_background(
+    config: Config, first: Callable[[], None] | None = None, then: Callable[[Store], None] | None = None
+) -> BackgroundStore:
     """The store that `config` describes, or none where it says that there is to be none; see `BackgroundStore`."""
-    return BackgroundStore((lambda: open_store(config)) if config.prefix_reuse else None, first)
+    return BackgroundStore((lambda: open_store(config)) if config.prefix_reuse else None, first, then)
 
 
 class BackgroundStore:
@@ -44,11 +46,18 @@ class BackgroundStore:
         open: opens the store; None where there is to be none.
         first: runs once before, in the same thread. Adapters hash the model's weights there. Where it raises, the store
             is not opened.
+        then: is given the store once it is open, in the same thread.
     """
 
-    def __init__(self, open: Callable[[], Store] | None, first: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        open: Callable[[], Store] | None,
+        first: Callable[[], None] | None = None,
+        then: Callable[[Store], None] | None = None,
+    ) -> None:
         self._open = open
         self._first = first
+        self._then = then
         self._store: Store | None = None
         self._views: dict[tuple[bytes, Shard], ShardView] = {}
         self._closed = threading.Event()
@@ -105,6 +114,8 @@ class BackgroundStore:
                 continue
             if self._closed.is_set():
                 store.close()
+            elif self._then is not None:
+                self._then(store)
             return
 
 

@@ -99,3 +99,11 @@ def test_a_store_that_comes_after_the_end_is_closed(pool: Path) -> None:
     background._thread.join(PATIENCE_S)
     with pytest.raises(PoolError):
         opened[0].stats()
+
+
+def test_what_comes_then_is_given_the_store_once_it_is_open(pool: Path) -> None:
+    given: list[Store] = []
+    background = BackgroundStore(lambda: small(pool), then=given.append)
+    until(lambda: bool(given))
+    assert given == [background.store]
+    background.close()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from cases import Start
 
 from mooncake_connector.config.schema import load_config
 from mooncake_connector.log import ROOT_LOGGER
@@ -42,3 +43,19 @@ def test_the_level_is_the_one_that_is_configured(kept: Kept, level: str, lines: 
     logger.info("coarse")
     assert kept.lines == lines
     assert kept.level == logging.INFO
+
+
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [
+        (1024, "the pool holds 32,768 tokens of this model in 1.0 MiB, vLLM's own KV cache 16,384"),
+        (4096, "vLLM's own KV cache 65,536: what that drops is often gone here too; `capacity` should be 4.0 MiB where"),
+    ],
+)
+def test_start_up_says_how_many_tokens_the_pool_holds(
+    start: Start, caplog: pytest.LogCaptureFixture, blocks: int, said: str
+) -> None:
+    with caplog.at_level(logging.INFO, ROOT_LOGGER):
+        engine = start(num_blocks=blocks, extra={"capacity": "1MiB"})
+        engine.shut_down()  # joins the thread that opens the pool
+    assert caplog.text.count(said) == 1

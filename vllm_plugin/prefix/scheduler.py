@@ -15,7 +15,8 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Lookup
+from mooncake_connector.sizes import human_nbytes
+from store_client.base import Lookup, Store
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from vllm_plugin.adapters import AdapterKeys
@@ -84,7 +85,13 @@ class PrefixScheduler:
         def identify() -> None:  # may read all weights
             self._namespace = instance_namespace(vllm_config, geometry, config)
 
-        self._store = open_in_background(config, identify)
+        @contained(nothing)
+        def tell_sizes(store: Store) -> None:
+            own_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * geometry.block_tokens
+            page_nbytes = sum(geometry.page_format(shard, self._page_tokens).nbytes for shard in self._shards)
+            _tell_sizes(store.stats().capacity_nbytes, page_nbytes, self._page_tokens, own_tokens)
+
+        self._store = open_in_background(config, identify, tell_sizes)
         self._store.wait(_IDENTITY_WAIT_S)
 
     def bind(self, manager: KVCacheManager) -> None:
@@ -340,3 +347,14 @@ class PrefixScheduler:
         if views:
             missed = num_prompt_tokens // self._page_tokens - num_local_pages - hit_pages
             views[0].record_lookup(hit_pages=hit_pages, missed_pages=max(missed, 0), page_tokens=self._page_tokens)
+
+
+def _tell_sizes(pool_nbytes: int, page_nbytes: int, page_tokens: int, own_tokens: int) -> None:
+    """One line at start-up: how many tokens the pool holds beside the engine's own cache of `own_tokens`."""
+    pool_tokens = pool_nbytes // page_nbytes * page_tokens
+    sizes = f"the pool holds {pool_tokens:,} tokens of this model in {human_nbytes(pool_nbytes)}"
+    hint = ""
+    if pool_tokens < own_tokens:
+        wanted = human_nbytes(2 * -(-own_tokens // page_tokens) * page_nbytes)
+        hint = f": what that drops is often gone here too; `capacity` should be {wanted} where there is memory for it"
+    logger.info("%s, vLLM's own KV cache %s%s", sizes, f"{own_tokens:,}", hint)
