@@ -49,7 +49,7 @@ def test_the_level_is_the_one_that_is_configured(kept: Kept, level: str, lines: 
     ("blocks", "said"),
     [
         (1024, "the pool holds 32,768 tokens of this model in 1.0 MiB, vLLM's own KV cache 16,384"),
-        (4096, "vLLM's own KV cache 65,536: what that drops is often gone here too; `capacity` should be 4.0 MiB where"),
+        (4096, "vLLM's own KV cache 65,536: what that drops is often gone here too; `capacity` should be 4.0 MiB"),
     ],
 )
 def test_start_up_says_how_many_tokens_the_pool_holds(
