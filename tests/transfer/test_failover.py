@@ -47,8 +47,7 @@ def test_every_path_carries(pair, monkeypatch):
     peer, grant, source, target = pair
     carried = dict.fromkeys(peer.paths, 0)
     for stream in peer._streams.values():
-        send = stream.send
-        monkeypatch.setattr(stream, "send", lambda s=stream, send=send: count(carried, s.label, send()))
+        count_sent(monkeypatch, stream, carried)
     assert outcome_of(peer.write(grant, *whole(source, grant), deadline_s=60)).ok
     assert np.array_equal(target.bytes, source.bytes)
     assert min(carried.values()) > MIB, carried
@@ -59,16 +58,21 @@ def test_a_batch_that_one_path_could_take_is_shared_as_well(pair, monkeypatch):
     peer, grant, source, _ = pair
     carried = dict.fromkeys(peer.paths, 0)
     for stream in peer._streams.values():
-        send = stream.send
-        monkeypatch.setattr(stream, "send", lambda s=stream, send=send: count(carried, s.label, send()))
+        count_sent(monkeypatch, stream, carried)
     nbytes = int64(3 * MIB)
     assert outcome_of(peer.write(grant, int64(source.address), grant.addresses, nbytes, deadline_s=60)).ok
     assert min(carried.values()) >= MIB // 2, carried
 
 
-def count(carried, label, nbytes):
-    carried[label] += nbytes
-    return nbytes
+def count_sent(monkeypatch, stream, carried):
+    send = stream.channel.send_vector
+
+    def counted(vector):
+        nbytes = send(vector)
+        carried[stream.label] += nbytes
+        return nbytes
+
+    monkeypatch.setattr(stream.channel, "send_vector", counted)
 
 
 @pytest.mark.parametrize("dying", [1, 2])
@@ -76,25 +80,31 @@ def test_paths_that_break_in_mid_transfer_leave_it_to_the_others(pair, monkeypat
     forget_causes()
     peer, grant, source, target = pair
     for stream in list(peer._streams.values())[:dying]:
-        send, sent = stream.send, iter(range(1, 1000))
-        breaks = lambda s=stream, send=send, sent=sent: send() if next(sent) < 3 else broken(s)  # noqa: E731
-        monkeypatch.setattr(stream, "send", breaks)
+        break_after(monkeypatch, stream, sends=2)
     assert outcome_of(peer.write(grant, *whole(source, grant), deadline_s=60)).ok
     assert np.array_equal(target.bytes, source.bytes)
     assert peer.paths == [f"{host}->{host}#0" for host in HOSTS[dying:]] and peer.alive
     assert "broke" in caplog.text
 
 
-def broken(stream):
+def break_after(monkeypatch, stream, sends):
     """As if the network had reset it: what was sent last may be lost."""
-    stream.connection.shutdown(socket.SHUT_RDWR)
-    raise ConnectionResetError("the test broke it")
+    send, left = stream.channel.send_vector, [None] * sends
+
+    def breaks(vector):
+        if left:
+            left.pop()
+            return send(vector)
+        stream.channel.socket.shutdown(socket.SHUT_RDWR)
+        raise ConnectionResetError("the test broke it")
+
+    monkeypatch.setattr(stream.channel, "send_vector", breaks)
 
 
 def test_a_peer_whose_last_path_breaks_is_lost(pair, monkeypatch):
     peer, grant, source, _ = pair
     for stream in peer._streams.values():
-        monkeypatch.setattr(stream, "send", lambda s=stream: broken(s))
+        break_after(monkeypatch, stream, sends=0)
     outcome = outcome_of(peer.write(grant, *whole(source, grant), deadline_s=60))
     assert outcome.cause is Cause.PEER_LOST and not peer.alive
 
@@ -144,12 +154,12 @@ def test_what_a_breaking_path_leaves_is_taken_by_one_that_has_nothing_to_do(monk
         first, second = peer._streams.values()
         is_first_time = [True]
 
-        def breaks():
+        def breaks(_):
             if is_first_time.pop() if is_first_time else first.unanswered:
                 raise BlockingIOError
             raise ConnectionResetError("the test broke it")
 
-        monkeypatch.setattr(second, "send", breaks)
+        monkeypatch.setattr(second.channel, "send_vector", breaks)
         assert outcome_of(peer.write(grant, *whole(source, grant), deadline_s=20)).ok
     assert np.array_equal(target.bytes, source.bytes)
 

@@ -23,6 +23,7 @@ from transfer.testing.memory import Buffer, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports import cma, incoming, local, network, receiver, shm, tcp
 from transfer.transports.base import Cause, Completion, Grant, Outcome, TransferError, Unavailable
+from transfer.transports.channel import Channel
 from transfer.transports.memory import Memory
 from transfer.transports.stream import Slice, WriteRequest
 from transfer.transports.vectors import Pieces
@@ -63,7 +64,7 @@ class Listening:
             connection.settimeout(30)
             if self.kind is shm.ShmTransport:
                 ring = shm._Ring()
-                ring.hand_over(connection, time.monotonic() + 30)
+                ring.hand_over(Channel(connection), time.monotonic() + 30)
             yield connection
 
     def still_serves(self):

@@ -50,7 +50,7 @@ class Storm:
         for stream in list(self.peer._streams.values())[1:]:
             time.sleep(rng.random() * 0.03)
             with suppress(OSError):
-                stream.connection.shutdown(socket.SHUT_RDWR)
+                stream.channel.socket.shutdown(socket.SHUT_RDWR)
         if self.seed % 3 == 2:
             time.sleep(rng.random() * 0.05)
             rng.choice([self.peer, sender, receiver]).close()

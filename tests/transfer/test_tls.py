@@ -92,7 +92,7 @@ def test_a_peer_that_is_dropped_during_either_handshake_tries_again(authorities,
             return go_on(self)
         dropped.append(self)
         if len(dropped) % 2:  # what was not read makes the end a reset
-            self.connection._tls.recv(1) if step == "_shake" else os.read(self.descriptor, 4096)
+            self.channel._tls.recv(1) if step == "_shake" else os.read(self.descriptor, 4096)
         raise TransferError("too many strangers")
 
     monkeypatch.setattr(Connection, step, crowded)

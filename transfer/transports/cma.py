@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import errno
 import secrets
-import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
 
 import numpy as np
 
 from transfer.transports.base import Unavailable
+from transfer.transports.channel import Channel
 from transfer.transports.local import LocalTransport, probe
 from transfer.transports.memory import Revocable
 from transfer.transports.pull import Fetch, Fetcher, PullEncoder, PullTransport
 from transfer.transports.stream import PayloadEncoder
-from transfer.transports.tls import TlsSocket
 from transfer.transports.unix import credentials
 from transfer.transports.vectors import IOV_MAX, Pieces, Vector, read_process
 from transfer.transports.wire import PROBE_KEY, CopyOrder, CopyStatus, WireError
@@ -37,13 +36,11 @@ class CmaTransport(PullTransport, LocalTransport):
     name = "cma"
     max_nbytes = MAX_ORDER_NBYTES
 
-    def _fetcher(self, connection: socket.socket | TlsSocket) -> Fetcher:
-        assert isinstance(connection, socket.socket)
-        return _MemoryReader(credentials(connection)[0])
+    def _fetcher(self, channel: Channel) -> Fetcher:
+        return _MemoryReader(credentials(channel.socket)[0])
 
-    def _prepare(self, connection: socket.socket | TlsSocket, deadline_at: float) -> PayloadEncoder:
-        assert isinstance(connection, socket.socket)
-        _ask_for_permission(connection, deadline_at)
+    def _prepare(self, channel: Channel, deadline_at: float) -> PayloadEncoder:
+        _ask_for_permission(channel, deadline_at)
         return PullEncoder(MAX_ORDER_NBYTES)
 
 
@@ -103,13 +100,13 @@ class _MemoryReader(Fetcher):
         yield CopyStatus.OK
 
 
-def _ask_for_permission(connection: socket.socket, deadline_at: float) -> None:
+def _ask_for_permission(channel: Channel, deadline_at: float) -> None:
     """Have the receiver read a number from this process's memory. Raises Unavailable where it cannot."""
     number = secrets.randbits(64)
     kept = np.array([number], dtype=np.uint64)
     here, size = [kept.ctypes.data], [8]
     order = CopyOrder(0, PROBE_KEY, 1, 8, place=number).encode(here, size, here)
-    status = probe(connection, order, deadline_at, "our memory")
+    status = probe(channel, order, deadline_at, "our memory")
     if status is CopyStatus.FORBIDDEN:
         raise Unavailable(
             "the peer may not read this process's memory (process_vm_readv): Yama's ptrace_scope, a container without "

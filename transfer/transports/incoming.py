@@ -7,7 +7,6 @@ an order that may not be executed is answered, and the connection goes on.
 
 from __future__ import annotations
 
-import socket
 import time
 from abc import ABC, abstractmethod
 from array import array
@@ -16,9 +15,9 @@ from collections.abc import Callable
 from mooncake_connector.log import get_logger, log_once
 from transfer.control.handshake import MAX_FRAME_NBYTES, HandshakeError, Server
 from transfer.transports.base import Numbers
+from transfer.transports.channel import Channel
 from transfer.transports.memory import Memory, Revocable
-from transfer.transports.tls import TlsSocket
-from transfer.transports.vectors import Small, Vector, send_small
+from transfer.transports.vectors import Small, Vector
 from transfer.transports.wire import (
     BLOCK_NBYTES,
     HEADER_NBYTES,
@@ -51,28 +50,22 @@ class Connection(ABC):
     post: Callable[[Callable[[], None]], None]
     """Has the receiving thread call something, soon; for any thread. Set by the receiver."""
 
-    def __init__(self, connection: socket.socket | TlsSocket, server: Server, memory: Memory) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-        self.descriptor = connection.fileno()
+    def __init__(self, channel: Channel, server: Server, memory: Memory) -> None:
+        channel.setblocking(False)
+        self.channel = channel
+        self.descriptor = channel.descriptor
         self.born_at = time.monotonic()
         self.unsent = b""
         self.is_closed = False
         self._server, self._memory = server, memory
         self._block = Small(BLOCK_NBYTES)
         self._got = 0
-        self._tls = connection if isinstance(connection, TlsSocket) else None
-        self._next: Callable[[], bool] = self._secure if self._tls else self._shake
+        self._next: Callable[[], bool] = self._secure
 
     @property
     def is_pending(self) -> bool:
         """Whether nobody knows yet who is at the other end."""
         return self._server.terms is None
-
-    @property
-    def pending(self) -> bool:
-        """Whether bytes have arrived that polling the socket does not show."""
-        return self._tls is not None and self._tls.pending
 
     @abstractmethod
     def execute(self, order: CopyOrder, columns: list[Numbers], held: Revocable) -> bool:
@@ -101,7 +94,7 @@ class Connection(ABC):
         """Send what is waiting to be sent. Raises OSError."""
         try:
             while self.unsent:
-                self.unsent = self.unsent[self.write(self.unsent) :]
+                self.unsent = self.unsent[self.channel.send(self.unsent) :]
         except BlockingIOError:
             pass
 
@@ -121,32 +114,10 @@ class Connection(ABC):
         """Answer an order. Raises OSError, WireError."""
         self._say(encode_answer(number, status))
 
-    def read(self, nbytes: int) -> bytes:
-        """Bytes that have arrived, b"" at the end. Raises BlockingIOError."""
-        return self.connection.recv(nbytes)
-
-    def read_block(self, start: int) -> int:
-        """Fill the block from `start` on; 0 at the end. Raises BlockingIOError."""
-        if self._tls:
-            return self._tls.recv_into(memoryview(self._block.bytes)[start:])
-        return self._block.receive(self.descriptor, start)
-
-    def write(self, data: bytes) -> int:
-        """Send what the socket takes. Raises BlockingIOError."""
-        if self._tls:
-            return self._tls.send(data)
-        return send_small(self.descriptor, data)
-
-    def fill(self, vector: Vector) -> int:
-        """Fill with bytes that have arrived, 0 at the end. Raises BlockingIOError."""
-        if self._tls:
-            return self._tls.fill_vector(vector)
-        return vector.receive(self.descriptor)
-
     def close(self) -> None:
         """The peer is gone, or has to go."""
         self.is_closed = True
-        self.connection.close()
+        self.channel.close()
 
     def _say(self, data: bytes) -> None:
         self.unsent += data
@@ -155,13 +126,12 @@ class Connection(ABC):
         self.flush()
 
     def _secure(self) -> bool:
-        assert self._tls is not None
-        self._tls.handshake()
+        self.channel.handshake()
         self._next = self._shake
         return True
 
     def _shake(self) -> bool:
-        data = self.read(MAX_FRAME_NBYTES)
+        data = self.channel.recv(MAX_FRAME_NBYTES)
         if not data:
             raise ConnectionResetError("closed during the handshake")
         try:
@@ -176,7 +146,7 @@ class Connection(ABC):
         return False
 
     def _take_block(self) -> bool:
-        taken = self.read_block(self._got)
+        taken = self.channel.fill(self._block, self._got)
         if taken == 0:
             raise ConnectionResetError("closed by the peer")
         self._got += taken
@@ -196,7 +166,7 @@ class Connection(ABC):
         """Fill `vector`, then call `then`; as `step`."""
 
         def fill() -> bool:
-            if self.fill(vector) == 0:
+            if self.channel.fill_vector(vector) == 0:
                 raise ConnectionResetError("closed by the peer")
             return not vector.left and then()
 

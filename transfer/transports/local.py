@@ -13,13 +13,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from transfer.control.handshake import SESSION_NBYTES, Client, Server, Terms, insist, shake
+from transfer.control.handshake import Terms, insist
 from transfer.transports.base import INSTANCE_NBYTES, Capabilities, Unavailable
-from transfer.transports.incoming import Connection
-from transfer.transports.sender import SendingPeer
+from transfer.transports.channel import Channel
 from transfer.transports.sockets import SocketTransport
 from transfer.transports.stream import Stream
-from transfer.transports.tls import TlsSocket
 from transfer.transports.unix import check_user, listen_at, reach
 from transfer.transports.wire import ANSWER_NBYTES, CopyStatus, WireError, decode_answer
 
@@ -59,38 +57,30 @@ class LocalTransport(SocketTransport):
         endpoint = LocalEndpoint(boot_id(), secrets.token_hex(16), self.identity.instance)
         return [listen_at(endpoint.address, _BACKLOG)], msgspec.msgpack.encode(endpoint)
 
-    def connect(self, endpoint: bytes, *, deadline_s: float) -> SendingPeer:
+    def _reach(self, endpoint: bytes, deadline_at: float) -> tuple[list[Stream], Terms]:
         there = decode_endpoint(endpoint)
         if there.boot != boot_id():
             raise Unavailable("the peer is on another host")
-        deadline_at = time.monotonic() + deadline_s
         try:
-            connection, terms = insist(partial(self._dial, there, deadline_at), deadline_at)
-            try:
-                encoder = self._prepare(connection, deadline_at)
-            except BaseException:
-                connection.close()
-                raise
+            channel, terms = insist(partial(self._dial, there, deadline_at), deadline_at)
         except ConnectionRefusedError:
             raise Unavailable("nobody listens there: the peer is gone, or in another network namespace") from None
-        except OSError as error:
-            raise Unavailable(f"cannot connect: {error}") from error
-        return self._peer(terms, [Stream(connection, self.name)], encoder)
+        return [Stream(channel, self.name)], terms
 
-    def _dial(self, there: LocalEndpoint, deadline_at: float) -> tuple[socket.socket, Terms]:
+    def _dial(self, there: LocalEndpoint, deadline_at: float) -> tuple[Channel, Terms]:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(max(0.001, deadline_at - time.monotonic()))
             reach(connection, there.address, deadline_at)
-            client = Client(self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), there.instance)
-            return connection, shake(connection, client, deadline_at)
+            channel = Channel(connection)
+            return channel, self._shake(channel, there.instance, deadline_at)
         except BaseException:
             connection.close()
             raise
 
-    def _accept(self, connection: socket.socket, server: Server) -> Connection:
-        check_user(connection)
-        return self._connection(connection, server)
+    def _admit(self, accepted: socket.socket) -> Channel:
+        check_user(accepted)
+        return Channel(accepted)
 
 
 def boot_id() -> str:
@@ -101,19 +91,19 @@ def boot_id() -> str:
         return socket.gethostname()[:64]
 
 
-def probe(connection: socket.socket, order: array[int], deadline_at: float, what: str) -> CopyStatus:
+def probe(channel: Channel, order: array[int], deadline_at: float, what: str) -> CopyStatus:
     """Send a probe, which asks the receiver to read `what`, and wait for its answer. Raises Unavailable, OSError."""
-    connection.settimeout(max(0.001, deadline_at - time.monotonic()))
-    connection.sendall(order)
-    return take_answer(connection, deadline_at, what)
+    channel.settimeout(max(0.001, deadline_at - time.monotonic()))
+    channel.sendall(order)
+    return take_answer(channel, deadline_at, what)
 
 
-def take_answer(connection: socket.socket | TlsSocket, deadline_at: float, what: str) -> CopyStatus:
+def take_answer(channel: Channel, deadline_at: float, what: str) -> CopyStatus:
     """Wait for the receiver's answer. Raises Unavailable, OSError."""
-    connection.settimeout(max(0.001, deadline_at - time.monotonic()))
+    channel.settimeout(max(0.001, deadline_at - time.monotonic()))
     data = b""
     while len(data) < ANSWER_NBYTES:
-        more = connection.recv(ANSWER_NBYTES - len(data))
+        more = channel.recv(ANSWER_NBYTES - len(data))
         if not more:
             raise Unavailable(f"the peer closed the connection when asked to read {what}")
         data += more

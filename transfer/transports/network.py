@@ -6,10 +6,9 @@ bytes, so a faster path carries more; when a path dies, what it had not delivere
 
 from __future__ import annotations
 
-import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from ipaddress import ip_address
 from typing import Annotated
@@ -17,24 +16,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from transfer.control.handshake import (
-    SESSION_NBYTES,
-    Client,
-    Identity,
-    Server,
-    Terms,
-    insist,
-    is_loopback,
-    require_secret,
-    shake,
-)
+from transfer.control.handshake import Identity, Terms, insist, is_loopback, require_secret
 from transfer.transports.base import INSTANCE_NBYTES, Capabilities, TransferError, TransportOptions, Unavailable
-from transfer.transports.incoming import Connection
+from transfer.transports.channel import Channel
 from transfer.transports.memory import Memory
-from transfer.transports.sender import SendingPeer
 from transfer.transports.sockets import SocketTransport
 from transfer.transports.stream import Stream
-from transfer.transports.tls import Tls, TlsSocket
+from transfer.transports.tls import Tls, TlsChannel
 
 FURTHER_PATH_S = 2.0
 """How long a path is tried where another is connected already: one that swallows everything must not hold that up."""
@@ -113,10 +101,8 @@ class NetworkTransport(SocketTransport):
         addresses = [listener.getsockname()[:2] for listener in listeners]
         return listeners, msgspec.msgpack.encode(NetworkEndpoint(addresses, self.identity.instance))
 
-    def connect(self, endpoint: bytes, *, deadline_s: float) -> SendingPeer:
+    def _reach(self, endpoint: bytes, deadline_at: float) -> tuple[list[Stream], Terms]:
         there = decode_endpoint(endpoint)
-        deadline_at = time.monotonic() + deadline_s
-        client = partial(Client, self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), there.instance)
         streams: list[Stream] = []
         terms: Terms | None = None
         failures: list[str] = []
@@ -128,23 +114,13 @@ class NetworkTransport(SocketTransport):
             try:
                 require_secret(target[0], self.identity, on_loopback=False)
                 for number in range(self._num_streams or (1 if is_loopback(target[0]) else 2)):
-                    stream, terms = insist(partial(self._dial, source, target, client, until, number), until)
-                    streams.append(stream)
+                    channel, terms = insist(partial(self._dial, source, target, there.instance, until), until)
+                    streams.append(Stream(channel, f"{source}->{target[0]}#{number}"))
             except (OSError, TransferError) as error:
                 failures.append(f"{target[0]}:{target[1]}: {error}")
         if terms is None:
             raise Unavailable("; ".join(failures)[:1000])
-        try:
-            encoder = self._prepare(streams[0].connection, deadline_at)
-            for stream in streams:
-                stream.connection.setblocking(False)
-        except BaseException as error:
-            for stream in streams:
-                stream.connection.close()
-            if isinstance(error, OSError):
-                raise Unavailable(f"cannot connect: {error}") from error
-            raise
-        return self._peer(terms, streams, encoder)
+        return streams, terms
 
     def _paths(self, addresses: list[tuple[str, int]]) -> list[tuple[str, tuple[str, int]]]:
         """Own and peer's address of each path; the shorter list is gone through again."""
@@ -153,29 +129,27 @@ class NetworkTransport(SocketTransport):
         return [(hosts[i % len(hosts)], addresses[i % n]) for i in range(count)]
 
     def _dial(
-        self, source: str, target: tuple[str, int], client: Callable[[], Client], deadline_at: float, number: int
-    ) -> tuple[Stream, Terms]:
+        self, source: str, target: tuple[str, int], instance: bytes, deadline_at: float
+    ) -> tuple[Channel, Terms]:
         left = max(0.001, deadline_at - time.monotonic())
-        connection: socket.socket | TlsSocket
-        connection = plain = socket.create_connection(target, timeout=left, source_address=(source, 0))
+        connection = socket.create_connection(target, timeout=left, source_address=(source, 0))
+        channel = Channel(connection)
         try:
-            self._tune(plain)
+            self._tune(connection)
             if is_loopback(target[0]):  # more would fall out of the processor's cache before it is received
-                plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER_NBYTES)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_BUFFER_NBYTES)
             else:
-                plain.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_NBYTES)
+                connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_NBYTES)
             if self._contexts:
-                connection = TlsSocket.connected(plain, self._contexts[0])
-            terms = shake(connection, client(), deadline_at)
+                channel = TlsChannel.connected(connection, self._contexts[0])
+            return channel, self._shake(channel, instance, deadline_at)
         except BaseException:
-            connection.close()
+            channel.close()
             raise
-        return Stream(connection, f"{source}->{target[0]}#{number}"), terms
 
-    def _accept(self, connection: socket.socket, server: Server) -> Connection:
-        self._tune(connection)
-        secured = TlsSocket.accepted(connection, self._contexts[1]) if self._contexts else connection
-        return self._connection(secured, server)
+    def _admit(self, accepted: socket.socket) -> Channel:
+        self._tune(accepted)
+        return TlsChannel.accepted(accepted, self._contexts[1]) if self._contexts else Channel(accepted)
 
     def _tune(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

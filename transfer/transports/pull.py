@@ -7,7 +7,6 @@ under way and end in any order. A grant ends only after the fetches that hold it
 
 from __future__ import annotations
 
-import socket
 import struct
 from abc import ABC, abstractmethod
 from array import array
@@ -16,11 +15,11 @@ from typing import Any, ClassVar
 
 from transfer.control.handshake import Server
 from transfer.transports.base import Numbers, TransferError
+from transfer.transports.channel import Channel
 from transfer.transports.incoming import Connection
 from transfer.transports.memory import Memory, Revocable
 from transfer.transports.sockets import SocketTransport
 from transfer.transports.stream import PayloadEncoder, Slice
-from transfer.transports.tls import TlsSocket
 from transfer.transports.vectors import Pieces, Vector
 from transfer.transports.wire import CopyOrder, CopyStatus, WireError
 
@@ -112,14 +111,14 @@ class PullConnection(Connection):
 
     def __init__(
         self,
-        connection: socket.socket | TlsSocket,
+        channel: Channel,
         server: Server,
         memory: Memory,
         fetcher: Fetcher,
         max_nbytes: int,
         max_attachment_nbytes: int = 0,
     ) -> None:
-        super().__init__(connection, server, memory)
+        super().__init__(channel, server, memory)
         self.max_nbytes = max_nbytes
         self._fetcher: Fetcher | None = fetcher
         self._kind = type(fetcher)
@@ -260,12 +259,12 @@ class PullTransport(SocketTransport):
     max_attachment_nbytes: ClassVar[int] = 0
 
     @abstractmethod
-    def _fetcher(self, connection: socket.socket | TlsSocket) -> Fetcher:
+    def _fetcher(self, channel: Channel) -> Fetcher:
         """For a peer that has just connected, and has said nothing yet."""
 
-    def _connection(self, connection: socket.socket | TlsSocket, server: Server) -> Connection:
-        fetcher = self._fetcher(connection)
-        return PullConnection(connection, server, self.memory, fetcher, self.max_nbytes, self.max_attachment_nbytes)
+    def _connection(self, channel: Channel, server: Server) -> Connection:
+        fetcher = self._fetcher(channel)
+        return PullConnection(channel, server, self.memory, fetcher, self.max_nbytes, self.max_attachment_nbytes)
 
 
 def attach(attachment: bytes) -> array[int]:

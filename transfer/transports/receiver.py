@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 
 from mooncake_connector.log import get_logger, kind_of, log_once
-from transfer.control.handshake import Identity, Server
 from transfer.control.pending import TOO_MANY, PendingHandshakes, origin_of
 from transfer.transports.base import TransferError
 from transfer.transports.incoming import Connection
@@ -35,11 +34,10 @@ class Receiver:
         self,
         name: str,
         listeners: list[socket.socket],
-        identity: Identity,
-        make: Callable[[socket.socket, Server], Connection],
+        make: Callable[[socket.socket], Connection],
     ) -> None:
         """`make` gives the Connection for an accepted socket; it raises TransferError to refuse it at once."""
-        self._name, self._identity, self._make = name, identity, make
+        self._name, self._make = name, make
         self._listeners = {listener.fileno(): listener for listener in listeners}
         self._connections: dict[int, Connection] = {}
         self._pending: PendingHandshakes[Connection] = PendingHandshakes()
@@ -154,7 +152,7 @@ class Receiver:
                 raise TransferError(f"{MAX_CONNECTIONS} connections of peers are open")
             is_local = listener.family == socket.AF_UNIX
             origin = f"process {credentials(accepted)[0]}" if is_local else origin_of(address[0])
-            connection = self._make(accepted, Server(self._identity, self._name))
+            connection = self._make(accepted)
             connection.post = partial(self._post, connection)
             self._epoll.register(connection.descriptor, select.EPOLLIN)
         except Exception as error:
@@ -178,7 +176,7 @@ class Receiver:
         if connection.is_full:  # this is not what it waits for: nobody reads its answers any more
             raise ConnectionResetError("closed by the peer")
         try:
-            while connection.step() or connection.pending:
+            while connection.step() or connection.channel.pending:
                 pass
         except BlockingIOError:
             pass

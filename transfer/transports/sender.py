@@ -232,7 +232,7 @@ class SendingPeer(Peer):
                 if write.abandoned and not stream.diverted:
                     self._divert(stream, stream.vector)
                 try:
-                    turn += stream.send()
+                    turn += stream.channel.send_vector(stream.vector)
                 except BlockingIOError:
                     return True
             if not stream.vector.left:
@@ -287,7 +287,7 @@ class SendingPeer(Peer):
         del self._streams[stream.descriptor]
         with contextlib.suppress(OSError):
             self._epoll.unregister(stream.descriptor)
-        stream.connection.close()
+        stream.channel.close()
         for part in stream.unanswered.values():
             self._encoder.release(part)
         if not self._streams:
@@ -315,7 +315,7 @@ class SendingPeer(Peer):
         self._on_close(self)
         with self._lock:
             for stream in self._streams.values():
-                stream.connection.close()
+                stream.channel.close()
             self._streams.clear()  # their numbers may belong to other files next
             self._encoder.close()
             self._epoll.close()

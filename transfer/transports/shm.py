@@ -15,11 +15,11 @@ import numpy as np
 
 from transfer.control.handshake import Server
 from transfer.transports.base import Numbers
+from transfer.transports.channel import Channel
 from transfer.transports.incoming import Connection
 from transfer.transports.local import LocalTransport, take_answer
 from transfer.transports.memory import Memory, Revocable
 from transfer.transports.stream import PayloadEncoder, Slice
-from transfer.transports.tls import TlsSocket
 from transfer.transports.vectors import Vector, address_of, copy_in, copy_out
 from transfer.transports.wire import CopyOrder, CopyStatus, WireError, encode_answer
 
@@ -35,15 +35,13 @@ class ShmTransport(LocalTransport):
 
     name = "shm"
 
-    def _connection(self, connection: socket.socket | TlsSocket, server: Server) -> Connection:
-        assert isinstance(connection, socket.socket)
-        return _RingConnection(connection, server, self.memory)
+    def _connection(self, channel: Channel, server: Server) -> Connection:
+        return _RingConnection(channel, server, self.memory)
 
-    def _prepare(self, connection: socket.socket | TlsSocket, deadline_at: float) -> PayloadEncoder:
-        assert isinstance(connection, socket.socket)
+    def _prepare(self, channel: Channel, deadline_at: float) -> PayloadEncoder:
         ring = _Ring()
         try:
-            ring.hand_over(connection, deadline_at)
+            ring.hand_over(channel, deadline_at)
         except BaseException:
             ring.close()
             raise
@@ -68,12 +66,12 @@ class _Ring(PayloadEncoder):
         self._address = address_of(self._memory)
         self._free = list(range(NUM_SLOTS))
 
-    def hand_over(self, connection: socket.socket, deadline_at: float) -> None:
+    def hand_over(self, channel: Channel, deadline_at: float) -> None:
         """Raises Unavailable or OSError where the receiver cannot map it."""
-        socket.send_fds(connection, [_GREETING], [self._file])
+        socket.send_fds(channel.socket, [_GREETING], [self._file])
         os.close(self._file)
         self._file = -1
-        take_answer(connection, deadline_at, "the ring")
+        take_answer(channel, deadline_at, "the ring")
 
     def has_room(self) -> bool:
         return bool(self._free)
@@ -101,9 +99,8 @@ class _RingConnection(Connection):
 
     max_nbytes = SLOT_NBYTES
 
-    def __init__(self, connection: socket.socket, server: Server, memory: Memory) -> None:
-        super().__init__(connection, server, memory)
-        self._socket = connection
+    def __init__(self, channel: Channel, server: Server, memory: Memory) -> None:
+        super().__init__(channel, server, memory)
         self._ring = np.zeros(0, dtype=np.uint8)
         self._address = 0
 
@@ -124,7 +121,7 @@ class _RingConnection(Connection):
         return self.answer(order, status)
 
     def _take_ring(self) -> bool:
-        data, files, _, _ = socket.recv_fds(self._socket, len(_GREETING), 1)
+        data, files, _, _ = socket.recv_fds(self.channel.socket, len(_GREETING), 1)
         try:
             if data != _GREETING or len(files) != 1:
                 raise WireError("no ring after the handshake")

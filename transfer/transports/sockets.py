@@ -1,22 +1,24 @@
-"""What the transports share that listen on sockets: one receiver, many peers, and how both are closed.
+"""What the transports share that listen on sockets: how they listen, connect, and are closed.
 
 `LocalTransport` and `NetworkTransport` say how peers find each other; what is said then is each transport's own.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
+import time
 from abc import abstractmethod
 
-from transfer.control.handshake import Identity, Server, Terms
+from transfer.control.handshake import SESSION_NBYTES, Client, Identity, Server, Terms, shake
 from transfer.transports.base import TransferError, Transport, TransportOptions, Unavailable
+from transfer.transports.channel import Channel
 from transfer.transports.incoming import Connection
 from transfer.transports.memory import Memory
 from transfer.transports.receiver import Receiver
 from transfer.transports.sender import SendingPeer
 from transfer.transports.stream import PayloadEncoder, Stream
-from transfer.transports.tls import TlsSocket
 
 
 class SocketTransport(Transport):
@@ -40,15 +42,19 @@ class SocketTransport(Transport):
         """Listening sockets, and the endpoint that names them. Raises OSError."""
 
     @abstractmethod
-    def _accept(self, connection: socket.socket, server: Server) -> Connection:
-        """The receiving side of an accepted socket. Raises TransferError to refuse it."""
+    def _admit(self, accepted: socket.socket) -> Channel:
+        """An accepted socket, made ready. Raises TransferError to refuse it."""
 
     @abstractmethod
-    def _connection(self, connection: socket.socket | TlsSocket, server: Server) -> Connection:
-        """The same, of a socket that is ready to be read."""
+    def _reach(self, endpoint: bytes, deadline_at: float) -> tuple[list[Stream], Terms]:
+        """One or more streams to who listens there, past their handshakes. Raises Unavailable or OSError."""
 
     @abstractmethod
-    def _prepare(self, connection: socket.socket | TlsSocket, deadline_at: float) -> PayloadEncoder:
+    def _connection(self, channel: Channel, server: Server) -> Connection:
+        """The receiving side of one that was admitted."""
+
+    @abstractmethod
+    def _prepare(self, channel: Channel, deadline_at: float) -> PayloadEncoder:
         """What the sending side needs after the handshake. Raises Unavailable or OSError."""
 
     def listen(self) -> bytes:
@@ -57,7 +63,7 @@ class SocketTransport(Transport):
                 raise TransferError("it is closed")
             if self._receiver is None:
                 listeners, self._endpoint = self._open()
-                self._receiver = Receiver(self.name, listeners, self.identity, self._accept)
+                self._receiver = Receiver(self.name, listeners, self._accept)
             return self._endpoint
 
     def close(self) -> None:
@@ -72,18 +78,24 @@ class SocketTransport(Transport):
         if self.capabilities.needs_registration:
             self.memory.unfollow(self)
 
-    def _peer(self, terms: Terms, streams: list[Stream], encoder: PayloadEncoder) -> SendingPeer:
-        """A peer over these streams, which is closed with this transport.
-
-        Raises Unavailable where that is closed, or where this process has no descriptors or threads left.
-        """
+    def connect(self, endpoint: bytes, *, deadline_s: float) -> SendingPeer:
+        deadline_at = time.monotonic() + deadline_s
+        streams: list[Stream] = []
+        encoder: PayloadEncoder | None = None
         try:
-            peer = SendingPeer(self.name, terms, self.memory, streams, encoder, self._forget)
-        except (OSError, RuntimeError) as error:
+            streams, terms = self._reach(endpoint, deadline_at)
+            encoder = self._prepare(streams[0].channel, deadline_at)
             for stream in streams:
-                stream.connection.close()
-            encoder.close()
-            raise Unavailable(f"no connection can be kept: {error}") from error
+                stream.channel.setblocking(False)
+            peer = SendingPeer(self.name, terms, self.memory, streams, encoder, self._forget)
+        except BaseException as error:
+            for stream in streams:
+                stream.channel.close()
+            if encoder is not None:
+                encoder.close()
+            if isinstance(error, (OSError, RuntimeError)):  # also where no descriptor or thread is left
+                raise Unavailable(f"cannot connect: {error}") from error
+            raise
         with self._lock:
             self._peers.add(peer)
             closed = self._closed
@@ -93,6 +105,14 @@ class SocketTransport(Transport):
             peer.close()
             raise Unavailable("this side was closed meanwhile")
         return peer
+
+    def _accept(self, accepted: socket.socket) -> Connection:
+        return self._connection(self._admit(accepted), Server(self.identity, self.name))
+
+    def _shake(self, channel: Channel, instance: bytes, deadline_at: float) -> Terms:
+        """Raises Unavailable, OSError; see `handshake.insist`."""
+        client = Client(self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), instance)
+        return shake(channel, client, deadline_at)
 
     def _forget(self, peer: SendingPeer) -> None:
         with self._lock:

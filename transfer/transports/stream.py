@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from transfer.transports.base import Completion, Grant, Outcome
-from transfer.transports.tls import TlsSocket
+from transfer.transports.channel import Channel
 from transfer.transports.vectors import Pieces, Small, Vector
 from transfer.transports.wire import ANSWER_NBYTES, MAX_ORDER_PIECES, CopyStatus, decode_answer
 
@@ -87,10 +86,10 @@ class PayloadEncoder(ABC):
 class Stream:
     """One connection to the receiver."""
 
-    def __init__(self, connection: socket.socket | TlsSocket, label: str) -> None:
-        connection.setblocking(False)
-        self.connection = connection
-        self.descriptor = connection.fileno()
+    def __init__(self, channel: Channel, label: str) -> None:
+        channel.setblocking(False)
+        self.channel = channel
+        self.descriptor = channel.descriptor
         self.label = label
         self.vector: Vector | None = None
         self.part: Slice | None = None
@@ -100,31 +99,19 @@ class Stream:
         self._taken = Small(_TAKEN_NBYTES)
         self._rest = b""
 
-    def send(self) -> int:
-        """Send what is next. Raises BlockingIOError or another OSError."""
-        assert self.vector is not None
-        if isinstance(self.connection, TlsSocket):
-            return self.connection.send_vector(self.vector)
-        return self.vector.send(self.descriptor)
-
     def answers(self) -> Iterator[tuple[int, CopyStatus]]:
         """What the receiver has said by now. Raises OSError at the end of the stream, WireError."""
         is_all = False
         while not is_all:
             try:
-                data = self._read()
+                taken = self.channel.fill(self._taken)
             except BlockingIOError:
                 return
-            if not data:
+            if not taken:
                 raise ConnectionResetError("the peer closed the connection")
-            is_all = len(data) < _TAKEN_NBYTES
-            data = self._rest + data
+            is_all = taken < _TAKEN_NBYTES
+            data = self._rest + self._taken.bytes[:taken].tobytes()
             whole = len(data) - len(data) % ANSWER_NBYTES
             self._rest = data[whole:]
             for start in range(0, whole, ANSWER_NBYTES):
                 yield decode_answer(data, start)
-
-    def _read(self) -> bytes:
-        if isinstance(self.connection, TlsSocket):
-            return self.connection.recv(_TAKEN_NBYTES)
-        return self._taken.bytes[: self._taken.receive(self.descriptor)].tobytes()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import socket
-
 import numpy as np
 
 from transfer.control.handshake import Server
 from transfer.transports.base import Numbers
+from transfer.transports.channel import Channel
 from transfer.transports.incoming import Connection
 from transfer.transports.memory import Revocable
 from transfer.transports.network import NetworkTransport
 from transfer.transports.stream import PayloadEncoder, Slice
-from transfer.transports.tls import TlsSocket
 from transfer.transports.vectors import Vector
 from transfer.transports.wire import CopyOrder, CopyStatus
 
@@ -26,10 +24,10 @@ class TcpTransport(NetworkTransport):
 
     name = "tcp"
 
-    def _connection(self, connection: socket.socket | TlsSocket, server: Server) -> Connection:
-        return _InlineConnection(connection, server, self.memory)
+    def _connection(self, channel: Channel, server: Server) -> Connection:
+        return _InlineConnection(channel, server, self.memory)
 
-    def _prepare(self, connection: socket.socket | TlsSocket, deadline_at: float) -> PayloadEncoder:
+    def _prepare(self, channel: Channel, deadline_at: float) -> PayloadEncoder:
         return _Inline()
 
 
@@ -62,7 +60,7 @@ class _InlineConnection(Connection):
     def _take_bytes(self, order: CopyOrder, vector: Vector, held: Revocable) -> bool:
         with held.lock:
             if not held.revoked:
-                if self.fill(vector) == 0:
+                if self.channel.fill_vector(vector) == 0:
                     raise ConnectionResetError("closed by the peer")
                 return not vector.left and self.answer(order, CopyStatus.OK)
         self._drop_bytes(vector)

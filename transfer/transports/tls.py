@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 import socket
 import ssl
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from transfer.transports.base import TransferError
-from transfer.transports.vectors import Vector
+from transfer.transports.channel import Channel
+from transfer.transports.vectors import Small, Vector
 
 _TURN_NBYTES = 1 << 20
 """Moved in one step: what `Memory.revoke` may have to wait for."""
@@ -45,33 +47,27 @@ class Tls:
         return context
 
 
-class TlsSocket:
-    """An encrypted socket that behaves like a plain one: it raises BlockingIOError where it would have to wait."""
+class TlsChannel(Channel):
+    """See the module."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
+        super().__init__(connection)
         self._tls = connection
-        self.fileno, self.settimeout, self.setblocking = (
-            connection.fileno,
-            connection.settimeout,
-            connection.setblocking,
-        )
-        self.shutdown, self.close = connection.shutdown, connection.close
 
     @classmethod
-    def accepted(cls, connection: socket.socket, context: ssl.SSLContext) -> TlsSocket:
+    def accepted(cls, connection: socket.socket, context: ssl.SSLContext) -> TlsChannel:
         """The server's side; `handshake` has to follow."""
         connection.setblocking(False)
         return cls(context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False))
 
     @classmethod
-    def connected(cls, connection: socket.socket, context: ssl.SSLContext) -> TlsSocket:
+    def connected(cls, connection: socket.socket, context: ssl.SSLContext) -> TlsChannel:
         """The client's side, after its handshake. Raises OSError."""
         with _as_plain():
             return cls(context.wrap_socket(connection))
 
     @property
-    def pending(self) -> bool:
-        """Whether bytes have arrived that polling the socket does not show."""
+    def pending(self) -> bool:  # type: ignore[override]
         return self._tls.pending() > 0
 
     def handshake(self) -> None:
@@ -82,24 +78,22 @@ class TlsSocket:
         with _as_plain():
             return self._tls.recv(nbytes)
 
-    def recv_into(self, buffer: memoryview) -> int:
+    def sendall(self, data: bytes | array[int]) -> None:
         with _as_plain():
-            return self._tls.recv_into(buffer)
+            self._tls.sendall(data)
 
     def send(self, data: bytes) -> int:
         with _as_plain():
             return self._tls.send(data)
 
-    def sendall(self, data: bytes) -> None:
-        with _as_plain():
-            self._tls.sendall(data)
-
     def send_vector(self, vector: Vector) -> int:
-        """As `Vector.send`."""
         return self._move(vector, self._tls.send)
 
+    def fill(self, small: Small, start: int = 0) -> int:
+        with _as_plain():
+            return self._tls.recv_into(memoryview(small.bytes)[start:])
+
     def fill_vector(self, vector: Vector) -> int:
-        """As `Vector.receive`."""
         return self._move(vector, self._tls.recv_into)
 
     def _move(self, vector: Vector, call: Callable[[Any], int]) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from array import array
 from typing import TypeAlias
 
@@ -31,12 +30,12 @@ from transfer.transports.base import (
     Unavailable,
     first_outside,
 )
+from transfer.transports.channel import Channel
 from transfer.transports.cuda.driver import HANDLE_NBYTES, Allocation, Copier, CudaError, Driver, system_driver
 from transfer.transports.local import LocalTransport, probe
 from transfer.transports.memory import Memory
 from transfer.transports.pull import Fetch, Fetcher, PullEncoder, PullTransport, attach
 from transfer.transports.stream import PayloadEncoder
-from transfer.transports.tls import TlsSocket
 from transfer.transports.unix import credentials
 from transfer.transports.vectors import Pieces
 from transfer.transports.wire import PROBE_KEY, CopyOrder, CopyStatus, WireError
@@ -82,18 +81,16 @@ class CudaIpcTransport(PullTransport, LocalTransport):
             self._copiers[device] = Copier(self.driver, device)
         return self._copiers[device]
 
-    def _fetcher(self, connection: socket.socket | TlsSocket) -> Fetcher:
-        assert isinstance(connection, socket.socket)
-        return _DeviceFetcher(self, is_own_process=credentials(connection)[0] == os.getpid())
+    def _fetcher(self, channel: Channel) -> Fetcher:
+        return _DeviceFetcher(self, is_own_process=credentials(channel.socket)[0] == os.getpid())
 
-    def _prepare(self, connection: socket.socket | TlsSocket, deadline_at: float) -> PayloadEncoder:
-        assert isinstance(connection, socket.socket)
+    def _prepare(self, channel: Channel, deadline_at: float) -> PayloadEncoder:
         regions = DeviceRegions(self.memory, self.driver)
         windows = regions.windows()
         if len(windows) < len(regions.of()) or len(windows) > MAX_WINDOWS:
             raise Unavailable(f"what is registered here is not device memory that can be shared, {MAX_WINDOWS} pieces")
         if windows:
-            _try_out(connection, windows, deadline_at)
+            _try_out(channel, windows, deadline_at)
         return _WindowEncoder(regions)
 
 
@@ -243,11 +240,11 @@ def decode_windows(data: bytes) -> Windows:
     return [row.tobytes() for row in rows["handle"]], starts, sizes
 
 
-def _try_out(connection: socket.socket, windows: dict[Allocation, bytes], deadline_at: float) -> None:
+def _try_out(channel: Channel, windows: dict[Allocation, bytes], deadline_at: float) -> None:
     """Have the receiver read a byte of the first window. Raises Unavailable where it cannot."""
     here = [min(window.address for window in windows)]
     order = CopyOrder(0, PROBE_KEY, 1, 1).encode(here, [1], here)
-    status = probe(connection, attach(encode_windows(windows)) + order, deadline_at, "our device memory")
+    status = probe(channel, attach(encode_windows(windows)) + order, deadline_at, "our device memory")
     if status is CopyStatus.FORBIDDEN:
         raise Unavailable("the peer's memory is not that of one device")
     if status is not CopyStatus.OK:
