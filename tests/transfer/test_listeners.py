@@ -286,6 +286,22 @@ def test_a_connection_for_which_there_is_no_thread_is_unavailable_and_leaves_not
         wait_for(lambda: len(os.listdir("/proc/self/fd")) <= open_files)  # until the receiver has closed its side
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_listener_for_which_there_is_no_thread_is_an_error_and_leaves_nothing_open(kind, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with kind(Memory(), Identity(SECRET)) as transport:
+        open_files = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        for _ in range(3):
+            with pytest.raises(TransferError, match="can't start new thread"):
+                transport.listen()
+            assert len(os.listdir("/proc/self/fd")) <= open_files
+        monkeypatch.undo()
+        assert transport.listen()
+
+
 def test_the_ring_of_a_closed_connection_is_unmapped_at_once():
     """Not when Python next looks for cycles, which is seldom in an engine."""
 
@@ -345,7 +361,7 @@ def test_a_receiver_that_reads_another_process_than_the_sender_says_so():
 def test_the_source_of_an_abandoned_write_is_not_copied_into_the_ring():
     pieces = Pieces.of(int64(4096), int64(1), int64(100))  # not mapped: reading it would end this process
     write = WriteRequest(pieces, Grant(bytes(16), int64(), int64()), Completion(0.0), 1000)
-    write.abandon(Outcome(Cause.SOURCE))
+    write.completion.settle(Outcome(Cause.SOURCE))
     ring = shm._Ring()
     assert ring.encode(Slice(write, pieces)).left > 0
     ring.close()

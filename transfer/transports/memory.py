@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,12 +19,14 @@ from transfer.transports.base import (
     GRANT_KEY_NBYTES,
     MAX_PIECE_NBYTES,
     Cause,
+    Completion,
     Grant,
     Int64,
     Numbers,
     Outcome,
     Region,
     TransferError,
+    Transport,
     first_outside,
 )
 
@@ -99,40 +101,18 @@ class Revocable:
             )
 
 
-class Sending(Protocol):
-    """A write that reads registered memory."""
-
-    def abandon(self, outcome: Outcome) -> None:
-        """Fail; once this returned, the source is not read any more by this process."""
-
-
-class Follower(Protocol):
-    """A transport that touches only memory which it was told of."""
-
-    name: ClassVar[str]
-
-    def register(self, region: Region) -> None:
-        """Called before anything may touch it. Raises TransferError, OSError where it cannot be used."""
-
-    def unregister(self, region: Region) -> None:
-        """Called when nothing touches it any more, before it goes away."""
-
-    def close(self) -> None:
-        """Called where it could not register a region; whoever is connected finds another transport."""
-
-
 class Memory:
     """Registered regions and grants of one process. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._registering = threading.Lock()
         """Held while followers are told, which may take seconds; the other one never is."""
-        self._followers: dict[Follower, list[Region]] = {}
+        self._followers: dict[Transport, list[Region]] = {}
         """And what each of them knows."""
         self._lock = threading.Lock()
         self._regions: list[Region] = []
         self._starts = self._sizes = np.zeros(0, dtype=np.int64)
-        self._sending: dict[Sending, tuple[Numbers, Numbers]] = {}
+        self._sending: dict[Completion, tuple[Numbers, Numbers]] = {}
         self._grants: dict[bytes, Revocable] = {}
 
     @property
@@ -180,13 +160,13 @@ class Memory:
                 granted = [held.grant for held in self._grants.values()]
                 grants = [grant for grant in granted if _touches(grant.addresses, grant.nbytes, region)]
             for reader in readers:
-                reader.abandon(Outcome(Cause.SOURCE, "the memory to send was unregistered"))
+                reader.settle(Outcome(Cause.SOURCE, "the memory to send was unregistered"))
             for grant in grants:
                 self.revoke(grant)
             for follower in self._followers:
                 self._tell_of_end(follower, region)
 
-    def follow(self, follower: Follower) -> None:
+    def follow(self, follower: Transport) -> None:
         """Tell it of what is registered and will be, until `unfollow`. Raises TransferError where it refuses one."""
         with self._registering:
             self._followers[follower] = []
@@ -197,7 +177,7 @@ class Memory:
                 self._stop_telling(follower)
                 raise
 
-    def unfollow(self, follower: Follower) -> None:
+    def unfollow(self, follower: Transport) -> None:
         """It closes: all that it knows ends for it. May be called twice."""
         with self._registering:
             self._stop_telling(follower)
@@ -245,8 +225,8 @@ class Memory:
         """What was granted under this key, for the receiving side of a transport."""
         return self._grants.get(key)
 
-    def begin_sending(self, write: Sending, local: Numbers, nbytes: Numbers) -> None:
-        """Note that `write` reads these pieces. Raises ValueError where one is outside of registered memory."""
+    def begin_sending(self, write: Completion, local: Numbers, nbytes: Numbers) -> None:
+        """Note that a write reads these pieces. Raises ValueError where one is outside of registered memory."""
         with self._lock:
             worst = first_outside(local, nbytes, self._starts, self._sizes)
             if worst is not None:
@@ -256,8 +236,8 @@ class Memory:
                 )
             self._sending[write] = local, nbytes
 
-    def end_sending(self, write: Sending) -> None:
-        """`write` reads no more. May be called twice."""
+    def end_sending(self, write: Completion) -> None:
+        """It reads no more. May be called twice."""
         with self._lock:
             self._sending.pop(write, None)
 
@@ -266,7 +246,7 @@ class Memory:
         self._starts = np.array([region.address for region in self._regions], dtype=np.int64)
         self._sizes = np.array([region.nbytes for region in self._regions], dtype=np.int64)
 
-    def _tell(self, follower: Follower, region: Region) -> None:
+    def _tell(self, follower: Transport, region: Region) -> None:
         try:
             follower.register(region)
         except Exception as error:
@@ -275,7 +255,7 @@ class Memory:
             ) from error
         self._followers[follower].append(region)
 
-    def _tell_of_end(self, follower: Follower, region: Region) -> None:
+    def _tell_of_end(self, follower: Transport, region: Region) -> None:
         if region not in self._followers[follower]:
             return
         self._followers[follower].remove(region)
@@ -285,7 +265,7 @@ class Memory:
             name = follower.name
             log_once(f"transfer.unregister:{name}", "%s cannot let go of memory: %r", name, error, logger=logger)
 
-    def _stop_telling(self, follower: Follower) -> None:
+    def _stop_telling(self, follower: Transport) -> None:
         for region in list(self._followers.get(follower, ())):
             self._tell_of_end(follower, region)
         self._followers.pop(follower, None)

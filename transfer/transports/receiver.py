@@ -36,7 +36,10 @@ class Receiver:
         listeners: list[socket.socket],
         make: Callable[[socket.socket], Connection],
     ) -> None:
-        """`make` gives the Connection for an accepted socket; it raises TransferError to refuse it at once."""
+        """`make` gives the Connection for an accepted socket; it raises TransferError to refuse it at once.
+
+        Raises OSError or RuntimeError where no descriptor or thread is left; the listeners are still the caller's then.
+        """
         self._name, self._make = name, make
         self._listeners = {listener.fileno(): listener for listener in listeners}
         self._connections: dict[int, Connection] = {}
@@ -49,14 +52,19 @@ class Receiver:
         self._posted: deque[tuple[Connection, Callable[[], None]]] = deque()
         self._post_lock = threading.Lock()
         self._closing = False
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
-        for descriptor in (self._wakeup, *self._listeners):
-            self._epoll.register(descriptor, select.EPOLLIN)
         for listener in listeners:
             listener.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name=f"mooncake-{name}-receive", daemon=True)
-        self._thread.start()
+        self._epoll = select.epoll()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            for descriptor in (self._wakeup, *self._listeners):
+                self._epoll.register(descriptor, select.EPOLLIN)
+            self._thread = threading.Thread(target=self._run, name=f"mooncake-{name}-receive", daemon=True)
+            self._thread.start()
+        except BaseException:
+            os.close(self._wakeup)
+            self._epoll.close()
+            raise
 
     def close(self) -> None:
         """Close everything; returns when no connection writes any more. Call it once."""
@@ -175,8 +183,11 @@ class Receiver:
             return
         if connection.is_full:  # this is not what it waits for: nobody reads its answers any more
             raise ConnectionResetError("closed by the peer")
+        self._read(connection)
+
+    def _read(self, connection: Connection) -> None:
         try:
-            while connection.step() or connection.channel.pending:
+            while connection.step() or (connection.channel.pending and not connection.is_full):
                 pass
         except BlockingIOError:
             pass
@@ -187,6 +198,8 @@ class Receiver:
             work()
             if connection.is_closed:
                 return
+            if connection.channel.pending and not connection.is_full:  # what waited because it was full
+                self._read(connection)
             wanted = 0 if connection.is_full else select.EPOLLIN
             if connection.unsent:
                 wanted |= select.EPOLLOUT

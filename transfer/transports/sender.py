@@ -74,11 +74,10 @@ class SendingPeer(Peer):
         self._settled: list[tuple[WriteRequest, Outcome]] = []
         self._epoll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wakeup, select.EPOLLIN)
-        for descriptor in self._streams:
-            self._epoll.register(descriptor, select.EPOLLIN)
-        self._thread = threading.Thread(target=self._run, name=f"mooncake-{transport}-send", daemon=True)
         try:
+            for descriptor in (self._wakeup, *self._streams):
+                self._epoll.register(descriptor, select.EPOLLIN)
+            self._thread = threading.Thread(target=self._run, name=f"mooncake-{transport}-send", daemon=True)
             self._thread.start()
         except BaseException:
             os.close(self._wakeup)
@@ -103,7 +102,7 @@ class SendingPeer(Peer):
             completion.settle(OK)
             return completion
         write = WriteRequest(pieces, grant, completion, self._slice_nbytes(pieces.total))
-        self._memory.begin_sending(write, pieces.local, pieces.nbytes)
+        self._memory.begin_sending(completion, pieces.local, pieces.nbytes)
         with self._queue_lock:
             dead = self._dead
             is_alone = not self._queue
@@ -141,7 +140,7 @@ class SendingPeer(Peer):
         return not self._queue
 
     def _over(self, write: WriteRequest) -> None:
-        self._memory.end_sending(write)
+        self._memory.end_sending(write.completion)
         with self._queue_lock:
             self._writes.discard(write)
 

@@ -63,7 +63,12 @@ class SocketTransport(Transport):
                 raise TransferError("it is closed")
             if self._receiver is None:
                 listeners, self._endpoint = self._open()
-                self._receiver = Receiver(self.name, listeners, self._accept)
+                try:
+                    self._receiver = Receiver(self.name, listeners, self._accept)
+                except (OSError, RuntimeError) as error:
+                    for listener in listeners:
+                        listener.close()
+                    raise TransferError(f"cannot listen: {error}") from error
             return self._endpoint
 
     def close(self) -> None:

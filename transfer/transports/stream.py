@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from transfer.transports.base import Completion, Grant, Outcome
+from transfer.transports.base import Completion, Grant
 from transfer.transports.channel import Channel
 from transfer.transports.vectors import Pieces, Small, Vector
 from transfer.transports.wire import ANSWER_NBYTES, MAX_ORDER_PIECES, CopyStatus, decode_answer
@@ -36,10 +36,6 @@ class WriteRequest:
             return self.again.pop()
         pieces = next(self._slices, None)
         return None if pieces is None else Slice(self, pieces)
-
-    def abandon(self, outcome: Outcome) -> None:
-        """See `memory.Sending`."""
-        self.completion.settle(outcome)
 
     def _stop(self) -> None:
         with self.lock:
