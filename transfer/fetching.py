@@ -21,7 +21,7 @@ from transfer.protocol.consumer import Consumer, Incoming, Source, Where
 from transfer.protocol.messages import Introduction, Landed, encode
 from transfer.protocol.orders import Ended, Failed, Order, Revoke, Timing, Verify
 from transfer.transports.base import GRANT_KEY_NBYTES, TransferError, Unavailable
-from transfer.transports.cuda.staging import Staging
+from transfer.transports.cuda.copier import Staging
 from transfer.transports.memory import Memory
 
 MAX_SEARCHES = 32

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from transfer.plan.pairing import PageRuns
-from transfer.transports.cuda.staging import Staging
+from transfer.transports.cuda.copier import Staging
 
 
 def page_checksums(runs: PageRuns, staging: Staging | None = None) -> list[int]:

@@ -22,7 +22,7 @@ from transfer.protocol.messages import Granted, Introduction, MessageError, deco
 from transfer.protocol.orders import Abandon, Ended, Failed, Order, Timing, Write
 from transfer.protocol.producer import Outgoing, Producer, Shape
 from transfer.transports.base import Completion, Grant, Outcome, Peer, TransferError, Unavailable
-from transfer.transports.cuda.staging import Staging
+from transfer.transports.cuda.copier import Staging
 from transfer.transports.registry import Transports
 
 MAX_VISITORS = 256

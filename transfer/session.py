@@ -27,8 +27,8 @@ from transfer.protocol.orders import Ended, Failed, Timing
 from transfer.protocol.producer import Outgoing
 from transfer.serving import MAX_VISITORS, Computed, Serving
 from transfer.transports.base import INSTANCE_NBYTES, TransferError, TransportOptions
+from transfer.transports.cuda.copier import Staging
 from transfer.transports.cuda.driver import system_driver
-from transfer.transports.cuda.staging import Staging
 from transfer.transports.memory import Memory
 from transfer.transports.registry import make_transports, names, serving
 

@@ -14,7 +14,8 @@ with contextlib.suppress(ImportError):
 
 from transfer.testing.memory import Buffer
 from transfer.transports.base import Unavailable
-from transfer.transports.cuda.driver import Copier, system_driver
+from transfer.transports.cuda.copier import Copier
+from transfer.transports.cuda.driver import system_driver
 from transfer.transports.cuda.ipc import CudaIpcTransport
 
 DEVICE = 0

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from gpu.device import DEVICE, require
 
-from transfer.transports.cuda.driver import Copier, system_driver
-from transfer.transports.cuda.plan import slots
-from transfer.transports.vectors import Pieces
+from transfer.transports.cuda.copier import Copier
+from transfer.transports.cuda.driver import system_driver
 
 require()
 pytestmark = pytest.mark.gpu
@@ -31,15 +30,12 @@ def test_gathered_to_locked_pages_and_scattered_from_there(copier, nbytes):
     there = torch.zeros_like(blocks)
     chosen, wanted = torch.randperm(512)[:300], torch.randperm(512)[:300]
     local, remote = (base.data_ptr() + index.numpy() * nbytes for base, index in ((blocks, chosen), (there, wanted)))
-    slot_nbytes = 64 * nbytes
-    staging = torch.zeros(4 * slot_nbytes, dtype=torch.uint8, pin_memory=True)
+    staging = torch.zeros(300 * nbytes, dtype=torch.uint8, pin_memory=True)
+    places, sizes = staging.data_ptr() + np.arange(300) * nbytes, np.full(300, nbytes)
     torch.cuda.synchronize()
-    sent = b""
-    for slot in slots(Pieces.of(local, remote, np.full(300, nbytes)), slot_nbytes, 4):
-        copier.run(copier.plan(*slot.gather(staging.data_ptr())))
-        sent += staging[slot.place : slot.place + slot.pieces.total].numpy().tobytes()
-        copier.run(copier.plan(*slot.scatter(staging.data_ptr())))
-    assert sent == torch.index_select(blocks, 0, chosen.to(device)).cpu().numpy().tobytes()
+    copier.run(copier.plan(local, places, sizes))
+    copier.run(copier.plan(places, remote, sizes))
+    assert staging.numpy().tobytes() == torch.index_select(blocks, 0, chosen.to(device)).cpu().numpy().tobytes()
     expected = torch.zeros_like(blocks)
     expected[wanted.to(device)] = blocks[chosen.to(device)]
     assert torch.equal(there, expected)

@@ -11,7 +11,8 @@ from transfer.testing.fixtures import DEADLINE_S
 from transfer.testing.memory import MIB
 from transfer.testing.process import Process
 from transfer.testing.waiting import outcome_of
-from transfer.transports.cuda.driver import Copier, system_driver
+from transfer.transports.cuda.copier import Copier
+from transfer.transports.cuda.driver import system_driver
 from transfer.transports.memory import Memory
 
 require()

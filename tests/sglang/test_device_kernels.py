@@ -16,9 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated.cuda_driver import DeviceBuffer, Library
 
-from transfer.transports.cuda.driver import Copier, Driver
-from transfer.transports.cuda.plan import launches, slots
-from transfer.transports.vectors import Pieces
+from transfer.transports.cuda.copier import Copier, launches
+from transfer.transports.cuda.driver import Driver
 
 triton = pytest.importorskip("triton")
 SPACE = 1 << 14
@@ -84,20 +83,18 @@ def test_every_width_and_every_length_up_to_two_blocks(interpreted: Any) -> None
             assert not target[:there].any() and not target[there + nbytes :].any()
 
 
-def test_gathered_and_scattered_through_slots_of_staging(interpreted: Any) -> None:
+def test_gathered_to_memory_of_the_host_and_scattered_from_there(interpreted: Any) -> None:
     """Blocks of an engine, wrapped as tensors on the CPU: what arrives is what torch's own indexing gives."""
     torch = pytest.importorskip("torch")
     blocks = torch.randint(0, 256, (64, 1000), dtype=torch.uint8)
     there = torch.zeros_like(blocks)
     chosen, wanted = torch.randperm(64)[:20], torch.randperm(64)[:20]
-    staging = np.zeros(4 * 3000, dtype=np.uint8)
+    staging, sizes = np.zeros(20 * 1000, dtype=np.uint8), np.full(20, 1000)
+    places = staging.ctypes.data + np.arange(20) * 1000
     local, remote = (base.data_ptr() + index.numpy() * 1000 for base, index in ((blocks, chosen), (there, wanted)))
-    sent = b""
-    for slot in slots(Pieces.of(local, remote, np.full(20, 1000)), 3000, 4):
-        carry_out(interpreted, launches(*slot.gather(staging.ctypes.data)))
-        sent += staging[slot.place : slot.place + slot.pieces.total].tobytes()
-        carry_out(interpreted, launches(*slot.scatter(staging.ctypes.data)))
-    assert sent == torch.index_select(blocks, 0, chosen).numpy().tobytes()
+    carry_out(interpreted, launches(local, places, sizes))
+    carry_out(interpreted, launches(places, remote, sizes))
+    assert staging.tobytes() == torch.index_select(blocks, 0, chosen).numpy().tobytes()
     expected = torch.zeros_like(blocks)
     expected[wanted] = blocks[chosen]
     assert torch.equal(there, expected)

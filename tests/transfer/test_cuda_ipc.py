@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from simulated import cuda_driver
 from simulated.cuda_driver import DeviceBuffer, Library, SimulatedCudaIpc
 
+import transfer.transports.cuda.copier
 import transfer.transports.cuda.driver
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.fixtures import DEADLINE_S
@@ -24,7 +25,8 @@ from transfer.testing.memory import MIB, Buffer, digest, folded, int64
 from transfer.testing.process import Process
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Unavailable
-from transfer.transports.cuda.driver import HANDLE_NBYTES, Allocation, Copier, CudaError, Driver, system_driver
+from transfer.transports.cuda.copier import Copier
+from transfer.transports.cuda.driver import HANDLE_NBYTES, Allocation, CudaError, Driver, system_driver
 from transfer.transports.cuda.ipc import CudaIpcTransport, decode_windows, encode_windows
 from transfer.transports.memory import Memory
 from transfer.transports.pull import attach
@@ -350,7 +352,7 @@ class Kernels:
 
 def test_many_small_pieces_go_through_the_kernel_and_long_ones_do_not(library, monkeypatch):
     kernels = Kernels()
-    monkeypatch.setattr(transfer.transports.cuda.driver, "_kernels", lambda: kernels)
+    monkeypatch.setattr(transfer.transports.cuda.copier, "_kernels", lambda: kernels)
     copier = Copier(Driver(library), 0)
     source, target = DeviceBuffer(4 * MIB + 1, seed=1), DeviceBuffer(4 * MIB + 1)
     cases = (100, 20_001, True), (4, 20_001, False), (16, 256 << 10, False), (200, 1004, True), (150, 1004, True)
@@ -371,7 +373,7 @@ def test_many_small_pieces_go_through_the_kernel_and_long_ones_do_not(library, m
 def test_a_kernel_that_cannot_be_compiled_costs_no_bytes_and_one_line(library, monkeypatch, caplog):
     kernels = Kernels()
     kernels.prepare = lambda width: 1 / 0
-    monkeypatch.setattr(transfer.transports.cuda.driver, "_kernels", lambda: kernels)
+    monkeypatch.setattr(transfer.transports.cuda.copier, "_kernels", lambda: kernels)
     copier = Copier(Driver(library), 0)
     source, target = DeviceBuffer(MIB, seed=1), DeviceBuffer(MIB)
     starts = np.arange(64) * 16_000

@@ -17,8 +17,8 @@ from transfer.plan.pairing import PageRuns
 from transfer.protocol.orders import Ending
 from transfer.session import NodeOptions
 from transfer.transports.base import TransferError
+from transfer.transports.cuda.copier import Staging
 from transfer.transports.cuda.driver import Driver
-from transfer.transports.cuda.staging import Staging
 
 P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1]
 

@@ -8,32 +8,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from mooncake_connector.log import get_logger, log_once
-from transfer.transports.base import Int64, Unavailable
-from transfer.transports.cuda.plan import Launch, launches
-
-logger = get_logger(__name__)
+from transfer.transports.base import Unavailable
 
 _LIBRARY = "libcuda.so.1"
 HANDLE_NBYTES = 64
 _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _TYPE_DEVICE = 2
-_NON_BLOCKING = 1
 _LAZY_PEER_ACCESS = 1
 _PORTABLE = 1
-
-FEW_PIECES = 8
-LONG_NBYTES = 128 << 10
-"""Fewer pieces than these, or longer ones, are copied one by one: each costs a call, of some microseconds."""
 
 
 class Handle(ctypes.Structure):
@@ -173,84 +160,3 @@ class Driver:
     def close(self, device: int, address: int) -> None:
         with self.on(device):
             self.call("cuIpcCloseMemHandle", address)
-
-
-class Copier:
-    """Copies on one device, on a stream of its own beside the engine's. For one thread."""
-
-    def __init__(self, driver: Driver, device: int) -> None:
-        self._driver, self._device = driver, device
-        self._stream = c_void_p()
-        self._table = np.zeros(0, dtype=np.int64)
-        self._prepared: dict[int, Callable[[int, int, int], None]] = {}
-        with driver.on(device):
-            driver.call("cuStreamCreate", byref(self._stream), _NON_BLOCKING)
-
-    def close(self) -> None:
-        with self._driver.on(self._device):
-            self._driver.call("cuStreamDestroy_v2", self._stream)
-        self._room(0)
-
-    def plan(self, source: Int64, destination: Int64, nbytes: Int64) -> list[Callable[[], object]]:
-        """For `run`: copy `nbytes[i]` bytes from `source[i]` to `destination[i]`; it may take a compiler's time.
-
-        All must be memory that the device reaches: a wrong address ends the device's work for the whole process.
-        """
-        kernels = _kernels()
-        if kernels is None or len(nbytes) < FEW_PIECES or nbytes.mean() >= LONG_NBYTES:
-            return self.plan_each(source, destination, nbytes)
-        try:
-            return self._plan_launches(kernels, launches(source, destination, nbytes))
-        except Exception as error:  # Triton has a compiler, a cache and tools of its own
-            log_once("transfer.cuda", "no copy kernel, pieces go one by one: %s", error, logger=logger, exc_info=True)
-            return self.plan_each(source, destination, nbytes)
-
-    def plan_each(self, source: Int64, destination: Int64, nbytes: Int64) -> list[Callable[[], object]]:
-        """One call for each piece; any memory of this process will do."""
-        pieces = zip(destination.tolist(), source.tolist(), nbytes.tolist(), strict=True)
-        return [functools.partial(self._driver.call, "cuMemcpyAsync", *piece, self._stream) for piece in pieces]
-
-    def run(self, plan: list[Callable[[], object]]) -> None:
-        """Carry out the last plan; once this returned or raised, nothing of it is under way."""
-        with self._driver.on(self._device):
-            try:
-                for start in plan:
-                    start()
-            finally:
-                self._driver.call("cuStreamSynchronize", self._stream)
-
-    def _plan_launches(self, kernels: Any, parts: list[Launch]) -> list[Callable[[], object]]:
-        self._room(sum(part.table.size for part in parts))
-        starts: list[Callable[[], object]] = []
-        place = 0
-        for part in parts:
-            table = self._table[place : place + part.table.size]
-            table[:] = part.table.ravel()
-            place += len(table)
-            if part.width not in self._prepared:
-                with self._driver.on(self._device):
-                    self._prepared[part.width] = kernels.prepare(part.width)
-            start, chunks = self._prepared[part.width], part.table.shape[1]
-            starts.append(functools.partial(start, table.ctypes.data, chunks, self._stream.value or 0))
-        return starts
-
-    def _room(self, words: int) -> None:
-        """Let the table have so many, of page-locked memory."""
-        if 0 < words <= len(self._table):
-            return
-        if len(self._table):
-            self._driver.unlock_pages(self._device, self._table.ctypes.data)
-        self._table = np.zeros(0, dtype=np.int64)
-        if words:
-            address = self._driver.lock_pages(self._device, words * 8)
-            self._table = np.ctypeslib.as_array((ctypes.c_int64 * words).from_address(address))
-
-
-def _kernels() -> Any:
-    """`kernels` where the process has torch and Triton, as engines have; none pays seconds for them."""
-    if "torch" not in sys.modules:
-        return None
-    try:
-        return importlib.import_module("transfer.transports.cuda.kernels")
-    except ImportError:
-        return None

@@ -31,7 +31,8 @@ from transfer.transports.base import (
     first_outside,
 )
 from transfer.transports.channel import Channel
-from transfer.transports.cuda.driver import HANDLE_NBYTES, Allocation, Copier, CudaError, Driver, system_driver
+from transfer.transports.cuda.copier import Copier
+from transfer.transports.cuda.driver import HANDLE_NBYTES, Allocation, CudaError, Driver, system_driver
 from transfer.transports.local import LocalTransport, probe
 from transfer.transports.memory import Memory
 from transfer.transports.pull import Fetch, Fetcher, PullEncoder, PullTransport, attach

@@ -18,7 +18,7 @@ _WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 def prepare(width: int) -> Callable[[int, int, int], None]:
     """Compile for the current device, and give a function that copies in words of `width` bytes.
 
-    It takes the address of a `device_plan.Launch.table` in memory that the device reaches and that keeps it until the
+    It takes the address of a `copier.Launch.table` in memory that the device reaches and that keeps it until the
     copies are over, the number of chunks in it, and the driver's handle of a stream of that device. It returns at once.
     """
     chosen = constants(width)

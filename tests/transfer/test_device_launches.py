@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transfer.transports.cuda.plan import CHUNK_NBYTES, MAX_WIDTH, launches, slots
-from transfer.transports.vectors import Pieces
+from transfer.transports.cuda.copier import CHUNK_NBYTES, MAX_WIDTH, launches
 
 SPACE = 1 << 16
 SIZES = st.lists(st.one_of(st.integers(0, 70), st.integers(0, 3000), st.sampled_from([256, 1024, 4096])), max_size=12)
@@ -81,25 +80,3 @@ def test_empty_pieces_are_no_chunks():
     (part,) = launches(np.array([64, 256, 128]), np.array([512, 1024, 768]), sizes)
     assert part.table.tolist() == [[64, 128], [512, 768], [64, 32]]
     assert launches(*(np.zeros(3, dtype=np.int64),) * 3) == launches(*(np.zeros(0, dtype=np.int64),) * 3) == []
-
-
-@given(copies(), st.sampled_from([16, 64, 1000, 4096]), st.integers(1, 4))
-def test_slots_hold_the_bytes_of_the_pieces_in_their_order(pieces, slot_nbytes, num_slots):
-    memory = np.random.default_rng(1).integers(0, 256, SPACE, dtype=np.uint8)
-    sent, expected, arrived = bytearray(), bytearray(), np.zeros(SPACE, dtype=np.uint8)
-    direct = np.zeros(SPACE, dtype=np.uint8)
-    for source, destination, nbytes in np.stack(pieces).T.tolist():
-        expected += memory[source : source + nbytes].tobytes()
-        direct[destination : destination + nbytes] = memory[source : source + nbytes]
-    staging = 7 * 16
-    for number, slot in enumerate(slots(Pieces.of(*pieces), slot_nbytes, num_slots)):
-        assert slot.place == number % num_slots * slot_nbytes
-        assert 0 < slot.pieces.total <= slot_nbytes
-        buffer, writes = carried_out(launches(*slot.gather(staging)), memory, staging + num_slots * slot_nbytes)
-        place = staging + slot.place
-        assert writes[place : place + slot.pieces.total].all() and writes.sum() == slot.pieces.total
-        sent += buffer[place : place + slot.pieces.total].tobytes()
-        scattered, touched = carried_out(launches(*slot.scatter(staging)), buffer, SPACE)
-        arrived[touched > 0] = scattered[touched > 0]
-    assert sent == expected, "as it goes over a stream"
-    assert np.array_equal(arrived, direct)
