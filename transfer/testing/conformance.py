@@ -40,9 +40,7 @@ class TransportConformance(FailureConformance):
         assert np.array_equal(target.bytes, expected(source, local, remote, sizes, target.address, nbytes))
 
     def test_pieces_arrive_at_any_alignment(self, memory: Memory, there: Memory, peer: Peer) -> None:
-        source, target = self.buffer(MIB, seed=3), self.buffer(MIB)
-        memory.register(source.address, MIB)
-        grant = there.grant(int64(there.register(target.address, MIB).address), int64(MIB))
+        source, target, grant = self.between(memory, there, MIB, seed=3)
         cases = [(a, b, n) for a in range(9) for b in range(9) for n in (1, 7, 8, 63, 64, 65, 100)]
         steps = int64(*range(len(cases))) * 128
         local = source.address + steps + int64(*(a for a, _, _ in cases))
@@ -53,19 +51,13 @@ class TransportConformance(FailureConformance):
 
     @pytest.mark.parametrize("nbytes", [1, 16384, MIB - 1, MIB, 4 * MIB + 1, 40 * MIB + 3])
     def test_one_piece_of_any_size_arrives(self, memory: Memory, there: Memory, peer: Peer, nbytes: int) -> None:
-        source, target = self.buffer(nbytes, seed=4), self.buffer(nbytes)
-        memory.register(source.address, nbytes)
-        there.register(target.address, nbytes)
-        grant = there.grant(int64(target.address), int64(nbytes))
+        source, target, grant = self.between(memory, there, nbytes, seed=4)
         self.send(peer, grant, source, nbytes)
         assert np.array_equal(target.bytes, source.bytes)
 
     def test_more_pieces_than_one_order_takes_arrive(self, memory: Memory, there: Memory, peer: Peer) -> None:
         count = 150_000
-        source, target = self.buffer(2 * count, seed=5), self.buffer(2 * count)
-        memory.register(source.address, source.nbytes)
-        there.register(target.address, target.nbytes)
-        grant = there.grant(int64(target.address), int64(target.nbytes))
+        source, target, grant = self.between(memory, there, 2 * count, seed=5)
         places = np.arange(count) * 2
         sizes = np.ones(count, dtype=np.int64)
         local, remote = source.address + places, target.address + places
@@ -127,10 +119,7 @@ class TransportConformance(FailureConformance):
         assert np.array_equal(target.bytes[:nbytes], source.bytes)
 
     def test_a_revoked_grant_is_refused(self, memory: Memory, there: Memory, peer: Peer) -> None:
-        source, target = self.buffer(4096, seed=9), self.buffer(4096)
-        memory.register(source.address, 4096)
-        there.register(target.address, 4096)
-        grant = there.grant(int64(target.address), int64(4096))
+        source, target, grant = self.between(memory, there, 4096, seed=9)
         there.revoke(grant)
         outcome = outcome_of(peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S))
         assert outcome.cause is Cause.REFUSED and not target.bytes.any()
@@ -138,10 +127,7 @@ class TransportConformance(FailureConformance):
     def test_a_grant_revoked_just_after_the_receiver_found_it_is_refused(
         self, memory: Memory, there: Memory, peer: Peer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        source, target = self.buffer(4096, seed=9), self.buffer(4096)
-        memory.register(source.address, 4096)
-        there.register(target.address, 4096)
-        grant = there.grant(int64(target.address), int64(4096))
+        source, target, grant = self.between(memory, there, 4096, seed=9)
         held = there.granted(grant.key)
         there.revoke(grant)
         monkeypatch.setattr(there, "granted", lambda key: held)
@@ -150,11 +136,8 @@ class TransportConformance(FailureConformance):
 
     def test_no_byte_changes_once_revoke_returned(self, memory: Memory, there: Memory, peer: Peer) -> None:
         nbytes = 64 * MIB
-        source, target = self.buffer(nbytes), self.buffer(nbytes)
+        source, target, grant = self.between(memory, there, nbytes)
         source.bytes[:] = 255
-        memory.register(source.address, nbytes)
-        there.register(target.address, nbytes)
-        grant = there.grant(int64(target.address), int64(nbytes))
         completion = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
         deadline = time.monotonic() + DEADLINE_S
         while not target.bytes[::MIB].any() and time.monotonic() < deadline:
@@ -169,14 +152,11 @@ class TransportConformance(FailureConformance):
         self, memory: Memory, sender: Transport, other: Process
     ) -> None:
         nbytes = 16 * MIB
-        endpoint, grant = other.offer(nbytes)
-        peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
-        source = self.buffer(nbytes, seed=10)
-        region = memory.register(source.address, nbytes)
+        peer, source, grant = self.towards(other, sender, nbytes, seed=10)
         other.stop()  # so that the batch is under way for sure
         completion = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
         time.sleep(0.05)
-        memory.unregister(region)
+        memory.unregister(*memory.regions)
         assert completion.outcome is not None and completion.outcome.cause is Cause.SOURCE
         source.free()
         other.go_on()
@@ -187,21 +167,15 @@ class TransportConformance(FailureConformance):
         assert other.digest(second) == digest(small)
 
     def test_memory_unregistered_by_the_receiver_is_refused(self, memory: Memory, there: Memory, peer: Peer) -> None:
-        source, target = self.buffer(4096, seed=12), self.buffer(4096)
-        memory.register(source.address, 4096)
-        region = there.register(target.address, 4096)
-        grant = there.grant(int64(target.address), int64(4096))
-        there.unregister(region)
+        source, target, grant = self.between(memory, there, 4096, seed=12)
+        there.unregister(*there.regions)
         target.free()
         outcome = outcome_of(peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S))
         assert outcome.cause is Cause.REFUSED
 
-    def test_another_process_gets_the_bytes(self, memory: Memory, sender: Transport, other: Process) -> None:
+    def test_another_process_gets_the_bytes(self, sender: Transport, other: Process) -> None:
         nbytes = 3 * MIB + 5
-        endpoint, grant = other.offer(nbytes)
-        peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
-        source = self.buffer(nbytes, seed=13)
-        memory.register(source.address, nbytes)
+        peer, source, grant = self.towards(other, sender, nbytes, seed=13)
         assert other.digest(grant) == digest(self.buffer(nbytes))
         self.send(peer, grant, source, nbytes)
         assert other.digest(grant) == digest(source)
@@ -211,10 +185,7 @@ class TransportConformance(FailureConformance):
         self, memory: Memory, there: Memory, peer: Peer
     ) -> None:
         count, rounds, nbytes = 4, 50, 5000
-        source, target = self.buffer(count * nbytes, seed=21), self.buffer(count * nbytes)
-        memory.register(source.address, source.nbytes)
-        there.register(target.address, target.nbytes)
-        grant = there.grant(int64(target.address), int64(target.nbytes))
+        source, target, grant = self.between(memory, there, count * nbytes, seed=21)
         outcomes: list[Outcome] = []
         told = threading.Semaphore(0)
 
@@ -265,10 +236,7 @@ class TransportConformance(FailureConformance):
         self, memory: Memory, there: Memory, peer: Peer
     ) -> None:
         nbytes = 64 * MIB
-        source, target = self.buffer(nbytes, seed=17), self.buffer(nbytes)
-        memory.register(source.address, nbytes)
-        there.register(target.address, nbytes)
-        grant = there.grant(int64(target.address), int64(nbytes))
+        source, target, grant = self.between(memory, there, nbytes, seed=17)
         completion = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
         completion.cancel()
         assert outcome_of(completion).cause in (Cause.CANCELLED, None)

@@ -22,13 +22,10 @@ class FailureConformance(TransportFixtures):
     """Claims about what a failure costs; part of `transfer.testing.conformance.TransportConformance`."""
 
     def test_a_stopped_peer_costs_the_deadline_and_is_there_again_afterwards(
-        self, memory: Memory, sender: Transport, other: Process
+        self, sender: Transport, other: Process
     ) -> None:
         nbytes = 32 * MIB
-        endpoint, grant = other.offer(nbytes)
-        peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
-        source = self.buffer(nbytes, seed=14)
-        memory.register(source.address, nbytes)
+        peer, source, grant = self.towards(other, sender, nbytes, seed=14)
         other.stop()
         late = peer.write(grant, *self.all_of(source, grant), deadline_s=0.2)
         told: list[Outcome] = []
@@ -42,14 +39,9 @@ class FailureConformance(TransportFixtures):
         self.send(peer, second, source, nbytes)
         assert other.digest(second) == digest(source)
 
-    def test_a_deadline_before_those_of_other_batches_is_kept(
-        self, memory: Memory, sender: Transport, other: Process
-    ) -> None:
+    def test_a_deadline_before_those_of_other_batches_is_kept(self, sender: Transport, other: Process) -> None:
         """Small batches, which are sent by the thread that asks: the transport's own has to be told of the deadline."""
-        endpoint, grant = other.offer(4096)
-        peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
-        source = self.buffer(4096, seed=20)
-        memory.register(source.address, 4096)
+        peer, source, grant = self.towards(other, sender, 4096, seed=20)
         other.stop()
         late = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
         soon = peer.write(grant, *self.all_of(source, grant), deadline_s=0.2)
@@ -61,16 +53,13 @@ class FailureConformance(TransportFixtures):
         assert outcome_of(late).ok
 
     def test_a_source_that_is_used_again_after_a_failure_does_not_travel(
-        self, memory: Memory, sender: Transport, other: Process
+        self, sender: Transport, other: Process
     ) -> None:
         """The peer that fetches by itself is told nothing of it: there the peer's revoking has to do."""
         if isinstance(sender, PullTransport):
             pytest.skip("the receiver fetches; it revokes the grant of a transfer that failed")
         nbytes = 16 * MIB
-        endpoint, grant = other.offer(nbytes)
-        peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
-        source = self.buffer(nbytes)
-        memory.register(source.address, nbytes)
+        peer, source, grant = self.towards(other, sender, nbytes)
         other.stop()
         late = peer.write(grant, *self.all_of(source, grant), deadline_s=0.1)
         assert outcome_of(late).cause is Cause.DEADLINE
@@ -80,12 +69,10 @@ class FailureConformance(TransportFixtures):
         self.send(peer, second, source, 4096)  # in order behind what was on its way
         assert other.digest(grant) == digest(self.buffer(nbytes))
 
-    def test_a_peer_killed_in_mid_batch_is_lost(self, memory: Memory, sender: Transport, other: Process) -> None:
+    def test_a_peer_killed_in_mid_batch_is_lost(self, sender: Transport, other: Process) -> None:
         nbytes = 32 * MIB
-        endpoint, grant = other.offer(nbytes)
-        peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
-        source = self.buffer(nbytes, seed=15)
-        memory.register(source.address, nbytes)
+        peer, source, grant = self.towards(other, sender, nbytes, seed=15)
+        endpoint, _ = other.offer(1)
         other.stop()
         completion = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
         other.kill()
@@ -100,10 +87,7 @@ class FailureConformance(TransportFixtures):
         self, memory: Memory, sender: Transport, there: Memory, receiver: Transport
     ) -> None:
         peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
-        source, target = self.buffer(MIB, seed=21), self.buffer(MIB)
-        memory.register(source.address, MIB)
-        there.register(target.address, MIB)
-        grant = there.grant(int64(target.address), int64(MIB))
+        source, _, grant = self.between(memory, there, MIB, seed=21)
         receiver.close()
         is_last = False
         while not is_last:  # at every moment until it is noticed, and after that
@@ -152,10 +136,7 @@ class FailureConformance(TransportFixtures):
         sender = self.make(memory)
         sender.listen()
         assert sender.listen() == sender.listen()
-        endpoint, grant = other.offer(nbytes)
-        peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
-        source = self.buffer(nbytes, seed=18)
-        memory.register(source.address, nbytes)
+        peer, source, grant = self.towards(other, sender, nbytes, seed=18)
         other.stop()
         completion = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
         sender.close()

@@ -70,6 +70,25 @@ class TransportFixtures:
         yield process
         process.kill()
 
+    def between(
+        self, memory: Memory, there: Memory, nbytes: int, seed: int | None = None
+    ) -> tuple[Buffer, Buffer, Grant]:
+        """A source and a target of this size, both registered, and a grant of all of the target."""
+        source, target = self.buffer(nbytes, seed), self.buffer(nbytes)
+        memory.register(source.address, nbytes)
+        there.register(target.address, nbytes)
+        return source, target, there.grant(int64(target.address), int64(nbytes))
+
+    def towards(
+        self, other: Process, sender: Transport, nbytes: int, seed: int | None = None
+    ) -> tuple[Peer, Buffer, Grant]:
+        """A connection to the other process, a registered source of this size, and a grant of as much there."""
+        endpoint, grant = other.offer(nbytes)
+        peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
+        source = self.buffer(nbytes, seed)
+        sender.memory.register(source.address, nbytes)
+        return peer, source, grant
+
     def all_of(self, source: Buffer, grant: Grant) -> tuple[Int64, Int64, Int64]:
         """From the beginning of `source` to the whole grant, which is one range."""
         return int64(source.address), grant.addresses, grant.nbytes
