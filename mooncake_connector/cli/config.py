@@ -25,7 +25,7 @@ from mooncake_connector.config.values import shown
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes
 from sglang_backend.settings import own_settings as of_sglang
-from store_client.embedded import layout
+from store_client.embedded.folder import choose_default
 from transfer.transports.registry import check_configured
 from vllm_plugin import CONNECTOR
 from vllm_plugin.doctor_config import own_settings as of_vllm
@@ -149,7 +149,7 @@ def _unset(name: str, values: Mapping[str, Any]) -> str:
         return f"null: one page, {values['page_tokens']}"
     if name == "pool":
         try:
-            return f"null: {layout.choose_default(values['capacity'])[0]}"
+            return f"null: {choose_default(values['capacity'])[0]}"
         except PoolError:
             return "null: no folder has room"
     return "null"

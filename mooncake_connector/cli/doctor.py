@@ -26,7 +26,15 @@ from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes
 from store_client import EmbeddedStore
-from store_client.embedded import contents, layout
+from store_client.embedded.folder import (
+    Unusable,
+    check_capacity,
+    choose_default,
+    free_nbytes,
+    held_nbytes,
+    is_pool,
+    secure_folder,
+)
 
 app = typer.Typer(
     help="Check whether an engine would use the pool, without starting it.",
@@ -134,11 +142,11 @@ def _pool_checks(config: Config) -> Iterator[Check]:
     folder = config.pool
     try:
         if folder is None:
-            folder, notice = layout.choose_default(config.capacity)
+            folder, notice = choose_default(config.capacity)
             if notice:
                 yield warning("shared memory", notice)
         yield _pool(folder, config.capacity)
-        yield ok("room", f"{human_nbytes(layout.free_nbytes(_existing(folder)))} free in {_existing(folder)}")
+        yield ok("room", f"{human_nbytes(free_nbytes(_existing(folder)))} free in {_existing(folder)}")
     except PoolError as error:
         yield failed("pool", str(error))
 
@@ -149,19 +157,19 @@ def _pool(folder: Path, capacity: int | None) -> Check:
         parent = _existing(folder)
         if not os.access(parent, os.W_OK | os.X_OK):
             raise PoolError(f"pool folder {folder} cannot be created: {parent} may not be written; set `pool`")
-        chosen = layout.check_capacity(parent, capacity, 0)
+        chosen = check_capacity(parent, capacity, 0)
         return ok("pool", f"{folder} will be made by the first engine, with {human_nbytes(chosen)}")
-    layout.secure_folder(folder)
-    if not contents.is_pool(folder):
-        chosen = layout.check_capacity(folder, capacity, layout.held_nbytes(folder))
+    secure_folder(folder)
+    if not is_pool(folder):
+        chosen = check_capacity(folder, capacity, held_nbytes(folder))
         return ok("pool", f"{folder} will be filled by the first engine, with {human_nbytes(chosen)}")
     try:
         with EmbeddedStore(folder, rebuild=False) as store:
             stats = store.stats()
         if capacity is not None:
-            layout.check_capacity(folder, capacity, layout.held_nbytes(folder), stats.capacity_nbytes)
+            check_capacity(folder, capacity, held_nbytes(folder), stats.capacity_nbytes)
     except PoolError as error:
-        if isinstance(error.__context__, layout.Unusable):
+        if isinstance(error.__context__, Unusable):
             return warning("pool", f"{folder} will be rebuilt, empty, by the next engine: {error.__context__}")
         raise
     used, whole = human_nbytes(stats.used_nbytes), human_nbytes(stats.capacity_nbytes)

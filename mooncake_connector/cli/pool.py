@@ -11,7 +11,8 @@ from mooncake_connector.cli.tables import ID_DIGITS, user_text
 from mooncake_connector.config.schema import environ_name, load_config
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Store
-from store_client.embedded import contents, default_pool_path, pool_users
+from store_client.embedded import default_pool_path, pool_users
+from store_client.embedded.folder import is_pool, remove_pool
 from store_client.embedded.locks import LockTimeout
 
 
@@ -24,7 +25,7 @@ def locate(pool: Path | None) -> Path:
     for folder in candidates:
         try:
             os.scandir(folder).close()
-            if contents.is_pool(folder):
+            if is_pool(folder):
                 return folder
         except (FileNotFoundError, NotADirectoryError):
             continue
@@ -101,7 +102,7 @@ def destroy(folder: Path) -> int:
         raise PoolError(f"pool folder {folder} belongs to user {status.st_uid}, not to you: only its owner deletes it")
     freed = folder_nbytes(folder)
     try:
-        left = contents.remove_pool(folder)
+        left = remove_pool(folder)
     except OSError as error:
         raise PoolError(f"pool folder {folder} could not be deleted completely: {error}") from None
     if left:

@@ -14,7 +14,7 @@ from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.errors import PoolError
 from mooncake_connector.kv.identity.shape import ITEMSIZES, read_shape
 from mooncake_connector.sizes import human_nbytes, parse_nbytes
-from store_client.embedded import layout
+from store_client.embedded.folder import MAX_DEFAULT_CAPACITY_NBYTES, choose_default, free_nbytes
 
 _GIB = 1 << 30
 
@@ -90,6 +90,6 @@ def _pool(config: Config) -> tuple[int, str]:
             stats = store.stats()
             return stats.capacity_nbytes, f", {stats.location}"
     except PoolError:
-        folder = config.pool or layout.choose_default(None)[0]
-        room = layout.free_nbytes(folder if folder.exists() else folder.parent)
-        return min(room // 4, layout.MAX_DEFAULT_CAPACITY_NBYTES), f", as an engine would make it in {folder}"
+        folder = config.pool or choose_default(None)[0]
+        room = free_nbytes(folder if folder.exists() else folder.parent)
+        return min(room // 4, MAX_DEFAULT_CAPACITY_NBYTES), f", as an engine would make it in {folder}"

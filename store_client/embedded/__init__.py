@@ -4,8 +4,8 @@
 # imports it would wait there for ever, and keep the lock: nothing may be imported once a pool is open.
 import numpy.ma  # noqa: F401
 
-from store_client.embedded.store import EmbeddedStore, default_pool_path
-from store_client.embedded.users import pool_users
-from store_client.embedded.whoami import PoolUser
+from store_client.embedded.folder import default_pool_path
+from store_client.embedded.owners import PoolUser, pool_users
+from store_client.embedded.store import EmbeddedStore
 
 __all__ = ["EmbeddedStore", "PoolUser", "default_pool_path", "pool_users"]

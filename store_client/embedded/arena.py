@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from store_client.base import Bytes
 from store_client.embedded.faults import start_thread
-from store_client.embedded.files import open_file
+from store_client.embedded.locks import open_file
 
 GRANULE = 4096
 GROWTH_NBYTES = 64 << 20
@@ -27,6 +27,9 @@ _MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
+_KEEP_LOCK_NBYTES = 64 << 10
+"""Smaller copies keep the interpreter lock: taking it back beside a busy thread can cost milliseconds, many times the
+copy."""
 
 Extents = Sequence[tuple[int, int]]
 """(first granule, granules), in the order of the page's bytes."""
@@ -174,3 +177,31 @@ class Arena:
                 if fd >= 0:
                     os.close(fd)
             self._fd = self._presence = -1
+
+
+def gather(pieces: Sequence[Bytes], nbytes: int) -> Bytes:
+    """The pieces as one contiguous array: a private copy."""
+    whole: Bytes = np.empty(nbytes, dtype=np.uint8)
+    for part, piece in _beside(whole, pieces):
+        _copy(part, piece)
+    return whole
+
+
+def spread(whole: Bytes, pieces: Sequence[Bytes]) -> None:
+    """Copy the array into the pieces, one after the other."""
+    for part, piece in _beside(whole, pieces):
+        _copy(piece, part)
+
+
+def _beside(whole: Bytes, pieces: Sequence[Bytes]) -> Iterator[tuple[Bytes, Bytes]]:
+    at = 0
+    for piece in pieces:
+        yield whole[at : at + len(piece)], piece
+        at += len(piece)
+
+
+def _copy(target: Bytes, source: Bytes) -> None:
+    if len(target) <= _KEEP_LOCK_NBYTES:
+        target.data[:] = source.data
+    else:
+        np.copyto(target, source)

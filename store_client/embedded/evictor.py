@@ -1,40 +1,113 @@
-"""Forgetting pages: their names go, and their space is free. Everything here is for the holder of the write lock."""
+"""What goes, and how: a policy ranks pages, and the evictor forgets them.
 
+A policy sees arrays, not the store. The evictor takes the pages' names away and frees their space, for the holder of
+the write lock.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from store_client.embedded import rows as rows_
-from store_client.embedded.allocator import Piece
-from store_client.embedded.clock import now_ns
-from store_client.embedded.extents import as_runs, clip_runs
-from store_client.embedded.ledger import Draft
-from store_client.embedded.policy import Candidates, Policy
-from store_client.embedded.rows import U32
-from store_client.embedded.table import Table
-from store_client.embedded.transactions import Transactions
+from store_client.embedded.allocator import Piece, as_runs, clip_runs
+from store_client.embedded.ledger import Draft, Ledger
+from store_client.embedded.names import U32, U64, Slots
+from store_client.embedded.table import NONE, Row, Table, now_ns
 
 FORGET_BATCH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """All pages of a pool, as columns over the slots of its table. Slots without a page have `granules` 0."""
+
+    access: U64
+    """`table.now_ns()` of the last use; never ahead of now."""
+    parent: U32
+    """Slot of the page before it in its chain, or NONE."""
+    depth: U32
+    """Greater than the parent's."""
+    granules: U32
+
+
+class Policy(ABC):
+    @abstractmethod
+    def victims(self, pages: Candidates, granules: int, count: int, used_before_ns: int) -> Slots:
+        """Slots to evict, in order, that together free `granules` and number `count`, or all that may go.
+
+        No page comes before one of its descendants, and none that was used, itself or through a descendant, at or
+        after `used_before_ns` comes at all.
+        """
+
+
+class Lru(Policy):
+    """Least recently used first. A page counts as used when any of its descendants is."""
+
+    def victims(self, pages: Candidates, granules: int, count: int, used_before_ns: int) -> Slots:
+        live = np.flatnonzero(pages.granules)
+        used = effective_access(pages, live)[live]
+        allowed = used < used_before_ns
+        live, used = live[allowed], used[allowed]
+        if not len(live):
+            return live
+        mean = max(1.0, float(pages.granules[live].mean()))
+        wanted = max(count, int(1.25 * granules / mean) + 8)
+        while True:
+            oldest = live
+            age = used
+            if wanted < len(live):
+                threshold = np.partition(used, wanted)[wanted]
+                near = used <= threshold
+                oldest, age = live[near], used[near]
+            order = oldest[np.lexsort((-pages.depth[oldest].astype(np.int64), age))]
+            reach = np.cumsum(pages.granules[order].astype(np.int64))
+            if reach[-1] >= granules or len(order) == len(live):
+                enough = max(int(np.searchsorted(reach, granules)) + 1, count)
+                return order[:enough]
+            wanted *= 2
+
+
+def effective_access(pages: Candidates, live: Slots) -> U64:
+    """The latest use of each page or of any of its descendants.
+
+    Follows the chains upwards from the pages whose use is later than their parent's. A link may be stale (its parent
+    was forgotten and the slot holds another page): it only makes that page look younger, and the loop still ends,
+    because every round raises a value.
+    """
+    used = pages.access.copy()
+    children = live[pages.parent[live] < NONE]
+    children = children[pages.parent[children] < len(used)]
+    while len(children):
+        parents = pages.parent[children].astype(np.int64)
+        later = (used[children] > used[parents]) & (pages.granules[parents] > 0)
+        children, parents = children[later], parents[later]
+        np.maximum.at(used, parents, used[children])
+        children = np.unique(parents)
+        children = children[pages.parent[children] < len(used)]
+    return used
+
+
+POLICIES: dict[str, type[Policy]] = {"lru": Lru}
 
 
 class Evictor:
     """Forgets chosen pages, or those that the policy chooses."""
 
-    def __init__(self, table: Table, transactions: Transactions, policy: Policy) -> None:
-        self._table, self._transactions, self._policy = table, transactions, policy
+    def __init__(self, table: Table, ledger: Ledger, policy: Policy) -> None:
+        self._table, self._ledger, self._policy = table, ledger, policy
 
-    def forget(self, slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> int:
+    def forget(self, slots: Slots) -> int:
         """One transaction for each FORGET_BATCH of slots: their space is free and their names are gone."""
         forgotten = 0
         for at in range(0, len(slots), FORGET_BATCH):
-            with self._transactions.begin() as draft:
+            with self._ledger.transaction() as draft:
                 batch: U32 = slots[at : at + FORGET_BATCH].astype(np.uint32)
                 pieces, gone = self._pieces(draft, batch)
                 self.free(draft, pieces, gone.tolist())
                 granules = sum(size for _, size in pieces)
-                draft.record = self._transactions.record(
-                    draft, -len(gone), -granules, clear_cells=self._table.cells_of(gone), clear_slots=gone
-                )
+                cells = self._table.cells_of(gone)
+                self._ledger.record(draft, -len(gone), -granules, clear_cells=cells, clear_slots=gone)
             forgotten += len(gone)
         return forgotten
 
@@ -43,7 +116,7 @@ class Evictor:
         pieces: list[Piece] = []
         gone = []
         for slot in slots.tolist():
-            row = rows_.decode(self._table.rows[slot].tobytes())
+            row = Row.decode(self._table.rows[slot].tobytes())
             if row is None:
                 self._table.check([slot])
                 continue
@@ -65,7 +138,7 @@ class Evictor:
         table = self._table
         at_least = max(granules, table.capacity_granules // 100)
         used = table.access.copy()
-        # A time that lies ahead (see `clock`) must neither spare a page for ever nor be worth less than an old one.
+        # A time that lies ahead (see `now_ns`) must neither spare a page for ever nor be worth less than an old one.
         used[used > now_ns()] = max(0, started_ns - 1)
         pages = Candidates(used, table.parent, table.depth, table.granules)
         victims = self._policy.victims(pages, at_least, max(slots, 1), started_ns)

@@ -16,8 +16,9 @@ import numpy.typing as npt
 from mooncake_connector.kv.keys import KEY_NBYTES
 from store_client.base import Position
 from store_client.embedded.faults import Damaged
-from store_client.embedded.files import open_file
-from store_client.embedded.rows import ROW_DTYPE, U8, U64
+from store_client.embedded.locks import open_file
+from store_client.embedded.names import U8, U64
+from store_client.embedded.table import ROW_DTYPE
 
 _HEADER_NBYTES = 4096
 _HEAD, _TOLD, _WRITING, _READY, _READY_TO = range(5)

@@ -3,6 +3,9 @@
 Free space, free slots, reservations of live writers, long extent lists, and the redo record of the page table. Only the
 holder of the pool's write lock opens a transaction, so LMDB runs without its own locks: it has no reader that a
 killed or stopped process could leave behind, and nothing in it depends on a PID.
+
+A redo record is committed with its transaction, then applied to the page table, then told in the feed. What a writer
+that was killed in between has left undone, the next one does first.
 """
 
 import ctypes
@@ -10,7 +13,7 @@ import os
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +21,10 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from store_client.embedded import journal
-from store_client.embedded.extents import FreeRuns, Runs
-from store_client.embedded.journal import Record
+from store_client.embedded.allocator import FreeRuns, Runs, as_runs, clip_runs
+from store_client.embedded.faults import Damaged
+from store_client.embedded.feed import Feed
+from store_client.embedded.table import Record, Table, now_ns
 
 _META = struct.Struct("<QQII")
 _FREE, _SLOTS, _KEY_META, _KEY_RECORD = b"free", b"slots", b"meta", b"journal"
@@ -133,7 +137,7 @@ class Draft:
 
     def last_record(self) -> Record | None:
         blob = self._txn.get(_KEY_RECORD)
-        return journal.decode(bytes(blob)) if blob else None
+        return Record.decode(bytes(blob)) if blob else None
 
     def store(self) -> None:
         """Write everything that changed into the transaction."""
@@ -179,31 +183,45 @@ class _Gate:
 
 
 class Ledger:
-    """The LMDB environment. Everything here is for the holder of the write lock."""
+    """The LMDB environment, and the page table and feed that follow it. All for the holder of the write lock."""
 
-    def __init__(self, folder: Path, max_pages: int) -> None:
+    def __init__(self, folder: Path, table: Table, feed: Feed) -> None:
+        self._table, self._feed = table, feed
         self._abandoned = False
         with _gate:
             self._env = lmdb.open(
-                os.fspath(folder), map_size=map_nbytes(max_pages), lock=False, writemap=True, sync=False,
+                os.fspath(folder), map_size=map_nbytes(table.max_pages), lock=False, writemap=True, sync=False,
                 metasync=False, max_spare_txns=0, create=True, mode=0o600,
             )  # fmt: skip
         _ledgers.add(self)
 
     @contextmanager
-    def transaction(self, prepare: Callable[[Record], None] | None = None) -> Iterator[Draft]:
+    def transaction(self) -> Iterator[Draft]:
         """Commits at the end of the block, and nothing of it if the block raises. Raises lmdb.Error.
 
-        `prepare` is given the redo record, if there is one, right before the commit.
+        A redo record (see `record`) is committed with it, and carried out after.
         """
         with _gate, self._env.begin(write=True) as txn:
             draft = Draft(txn)
             yield draft
             if self._abandoned:
                 raise lmdb.Error("this process was forked within a transaction, which is its parent's")
-            if prepare is not None and draft.record is not None:
-                prepare(draft.record)
+            record = draft.record
+            if record is not None:
+                gone = np.take(self._table.rows, record.clear_slots, axis=0)
+                self._feed.prepare(record.number, gone, record.set_rows)
             draft.store()
+        if record is not None:
+            self._carry_out(record)
+
+    def record(self, draft: Draft, pages: int, granules: int, **changes: np.ndarray) -> None:
+        """Give the transaction a redo record with these changes; `pages` and `granules` are what they add."""
+        table = self._table
+        draft.record = Record(draft.number + 1, table.pages + pages, table.used_granules + granules, **changes)
+
+    def _carry_out(self, record: Record) -> None:
+        self._table.apply(record, now_ns())
+        self._feed.publish(record.number)
 
     @contextmanager
     def peek(self) -> Iterator[Draft]:
@@ -211,12 +229,55 @@ class Ledger:
         with _gate, self._env.begin() as txn:
             yield Draft(txn)
 
-    def found(self, max_pages: int, capacity: int) -> None:
+    def found(self, capacity: int) -> None:
         """Write the state of an empty pool of `capacity` granules."""
         with self._env.begin(write=True) as txn:
             txn.put(_KEY_META, _META.pack(0, 0, 0, capacity))
             txn.put(_FREE, b"")
-            txn.put(_SLOTS, FreeRuns(np.array([[0, max_pages]], dtype=np.uint32)).to_bytes())
+            txn.put(_SLOTS, FreeRuns(np.array([[0, self._table.max_pages]], dtype=np.uint32)).to_bytes())
+
+    def catch_up(self, draft: Draft) -> None:
+        """Carry out what was committed. Raises Damaged where ledger, page table and feed cannot belong together."""
+        table, told = self._table, self._feed.told
+        if draft.number - table.applied not in (0, 1):
+            raise Damaged(f"its page table is at change {table.applied}, its ledger at {draft.number}")
+        if table.pages > table.max_pages or table.used_granules > max(draft.high_water, draft.capacity):
+            raise Damaged(f"it counts {table.pages} pages in {table.used_granules} granules")
+        if draft.number - told not in (0, 1) or told > table.applied:
+            raise Damaged(f"its feed is at change {told}, its ledger at {draft.number}")
+        if draft.number != told:
+            record = draft.last_record()
+            if record is not None:
+                self._carry_out(record)
+
+    def unsound(self, arena_granules: int) -> str | None:
+        """What does not add up between ledger and page table, or None: each granule of the arena and each slot of the
+        table is exactly one owner's.
+
+        Looks at sums only: whatever gives space to two owners, or to none, puts them out, and every later change keeps
+        the difference. Costs a look at two columns of the table.
+        """
+        table = self._table
+        with self.peek() as draft:
+            held = draft.reservations()
+            space = as_runs(run for reservation in held for run in reservation.space_runs.tolist())
+            slots = as_runs(run for reservation in held for run in reservation.slot_runs.tolist())
+            reserved = int(clip_runs(space, draft.high_water)[0][:, 1].sum(dtype=np.int64))
+            if draft.capacity > arena_granules:
+                return f"its arena has {arena_granules} granules and should have {draft.capacity}"
+            if draft.high_water > draft.capacity:
+                return f"{draft.high_water} granules are in use, its capacity is {draft.capacity}"
+            if not (draft.free.is_sound(draft.high_water) and draft.slots.is_sound(table.max_pages)):
+                return "its free space is listed twice, or lies outside"
+            sums = {
+                "granules": (draft.free.total + table.used_granules + reserved, draft.high_water),
+                "slots": (draft.slots.total + table.pages + int(slots[:, 1].sum(dtype=np.int64)), table.max_pages),
+                "granules of pages": (int(table.granules.sum(dtype=np.int64)), table.used_granules),
+                "pages": (int(np.count_nonzero(table.granules)), table.pages),
+                "names": (table.count_names(), table.pages),
+            }
+        wrong = [f"{seen} {what} instead of {expected}" for what, (seen, expected) in sums.items() if seen != expected]
+        return f"it accounts for {', '.join(wrong)}" if wrong else None
 
     def close(self) -> None:
         with _gate:

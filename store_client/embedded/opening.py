@@ -15,18 +15,16 @@ import lmdb
 from mooncake_connector.errors import PoolError
 from mooncake_connector.log import get_logger
 from mooncake_connector.sizes import human_nbytes
-from store_client.embedded import contents, layout
+from store_client.embedded import folder
 from store_client.embedded.arena import GRANULE
+from store_client.embedded.evictor import Policy
 from store_client.embedded.faults import DAMAGE
-from store_client.embedded.feed import FEED_NBYTES
-from store_client.embedded.layout import Description, Unusable
+from store_client.embedded.feed import FEED_NBYTES, Feed
+from store_client.embedded.folder import Description, Unusable
 from store_client.embedded.ledger import Ledger, map_nbytes
 from store_client.embedded.locks import FileLock, LockTimeout
-from store_client.embedded.parts import Parts
-from store_client.embedded.policy import Policy
 from store_client.embedded.pool import Pool
-from store_client.embedded.table import table_nbytes
-from store_client.embedded.writer import Writer
+from store_client.embedded.table import Table, table_nbytes
 
 logger = get_logger(__name__)
 
@@ -44,19 +42,19 @@ def open_pool(
     follow another one's replacement. What is in `distrusted`, a data folder, was found damaged while it was in use.
     """
     deadline = time.monotonic() + deadline_s
-    layout.secure_folder(path)
     try:
-        lock = FileLock(path / contents.OPEN_LOCK, create=True)
-    except OSError as error:
-        raise PoolError(
-            f"pool folder {path} cannot be written: {contents.OPEN_LOCK}: {error.strerror}; set `pool` to another one"
-        ) from None
-    try:
-        lock.acquire(deadline)
+        folder.secure_folder(path)
+        lock = _open_lock(path)
         try:
-            return _open_locked(path, capacity_nbytes, policy, deadline, rebuild, distrusted)
+            lock.acquire(deadline)
+            try:
+                return _open_locked(path, capacity_nbytes, policy, deadline, rebuild, distrusted)
+            finally:
+                lock.release()
         finally:
-            lock.release()
+            lock.close()
+    except PoolError:
+        raise
     except LockTimeout:
         raise PoolError(
             f"pool {path} stayed locked for {deadline_s:g} s: another process holds it and does not run (stopped, or "
@@ -64,27 +62,36 @@ def open_pool(
         ) from None
     except OSError as error:
         raise PoolError(f"pool {path} cannot be opened: {error}; set `pool` to another folder") from None
-    finally:
-        lock.close()
+    except Exception as error:
+        raise PoolError(f"pool {path} cannot be opened: {error!r}") from error
+
+
+def _open_lock(path: Path) -> FileLock:
+    try:
+        return FileLock(path / folder.OPEN_LOCK, create=True)
+    except OSError as error:
+        raise PoolError(
+            f"pool folder {path} cannot be written: {folder.OPEN_LOCK}: {error.strerror}; set `pool` to another one"
+        ) from None
 
 
 def _open_locked(
     path: Path, capacity: int | None, policy: Policy, deadline: float, rebuild: bool, distrusted: Path | None
 ) -> Pool:
     try:
-        description = layout.read_description(path)
+        description = folder.read_description(path)
         if description is not None:
             if description.data(path) == distrusted:
                 raise Unusable("damage was found while it was in use")
             return _open_existing(path, description, capacity, policy, deadline)
         if not rebuild:
-            raise Unusable(f"{contents.DESCRIPTION} is missing")
+            raise Unusable(f"{folder.DESCRIPTION} is missing")
     except Unusable as reason:
         if not rebuild:
             raise PoolError(f"pool {path} is not used: {reason}; the next engine that starts rebuilds it") from None
         logger.warning("pool %s is rebuilt, empty: %s; its pages will be recomputed", path, reason)
-    contents.remove_data(path)
-    chosen = layout.check_capacity(path, capacity, 0)
+    folder.remove_data(path)
+    chosen = folder.check_capacity(path, capacity, 0)
     description = _create(path, chosen)
     try:
         return _open_existing(path, description, chosen, policy, deadline)
@@ -94,7 +101,7 @@ def _open_locked(
 
 def _create(path: Path, capacity: int) -> Description:
     """A new, empty data folder, all of its index secured, and pool.json that points to it."""
-    description = layout.new_description(capacity)
+    description = folder.new_description(capacity)
     data = description.data(path)
     try:
         data.mkdir(mode=0o700)
@@ -102,25 +109,26 @@ def _create(path: Path, capacity: int) -> Description:
         (data / "owners").mkdir(mode=0o700)
         sizes = {"table": table_nbytes(description.max_pages), "feed": FEED_NBYTES, "spaces": 0, "arena": 0}
         for name, nbytes in sizes.items():
-            _make_file(data / name, nbytes)
+            _secure(data / name, nbytes, os.O_CREAT | os.O_EXCL)
         os.truncate(data / "arena", capacity)
-        ledger = Ledger(data / "ledger", description.max_pages)
+        table, feed = Table(data / "table", description.max_pages), Feed(data / "feed", description.ring)
+        ledger = Ledger(data / "ledger", table, feed)
         _secure(data / "ledger" / "data.mdb", map_nbytes(description.max_pages))
-        ledger.found(description.max_pages, capacity // GRANULE)
+        ledger.found(capacity // GRANULE)
         ledger.close()
-        layout.write_description(path, description)
+        folder.write_description(path, description)
     except OSError as error:
-        contents.remove_data_folder(data)
+        folder.remove_data_folder(data)
         raise PoolError(_cannot_create(path, capacity, error)) from None
     except lmdb.Error as error:
-        contents.remove_data_folder(data)
+        folder.remove_data_folder(data)
         raise PoolError(f"pool {path}: its index cannot be made: {error}; set `pool` to another folder") from None
     return description
 
 
 def _cannot_create(path: Path, capacity: int, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free, index = human_nbytes(layout.free_nbytes(path)), human_nbytes(layout.overhead_nbytes(capacity))
+        free, index = human_nbytes(folder.free_nbytes(path)), human_nbytes(folder.overhead_nbytes(capacity))
         return (
             f"pool {path}: the file system is full, {free} are free and the index for {human_nbytes(capacity)} takes "
             f"{index}; free space or set a smaller `capacity`"
@@ -128,19 +136,12 @@ def _cannot_create(path: Path, capacity: int, error: OSError) -> str:
     return f"pool {path} cannot be created: {error.strerror}; set `pool` to a folder you can write"
 
 
-def _make_file(path: Path, nbytes: int) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _secure(path: Path, nbytes: int, flags: int = 0) -> None:
+    """Make the file hold so many bytes: a store through a mapping into a full file system kills the process."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
         if nbytes:
             os.posix_fallocate(fd, 0, nbytes)
-    finally:
-        os.close(fd)
-
-
-def _secure(path: Path, nbytes: int) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
     finally:
         os.close(fd)
 
@@ -165,13 +166,13 @@ def _check_files(data: Path, description: Description) -> None:
 
 
 def _open_existing(path: Path, description: Description, capacity: int | None, policy: Policy, deadline: float) -> Pool:
-    if capacity is not None and layout.pages_for(capacity) > _GROWS_IN_PLACE * description.max_pages:
-        layout.check_capacity(path, capacity, layout.held_nbytes(path))  # an impossible one must not cost the pool
+    if capacity is not None and folder.pages_for(capacity) > _GROWS_IN_PLACE * description.max_pages:
+        folder.check_capacity(path, capacity, folder.held_nbytes(path))  # an impossible one must not cost the pool
         wanted = human_nbytes(capacity)
         raise Unusable(f"capacity {wanted} is more than its index of {description.max_pages} pages can serve")
     _check_files(description.data(path), description)
     try:
-        return _open_parts(path, description, capacity, policy, deadline)
+        return Pool(path, description, capacity, policy, deadline)
     except DAMAGE as error:
         raise Unusable(f"its index is damaged ({type(error).__name__}: {error})") from None
     except lmdb.Error as error:
@@ -179,27 +180,3 @@ def _open_existing(path: Path, description: Description, capacity: int | None, p
         raise PoolError(f"pool {path} cannot be opened: {error}") from None
     except OSError as error:
         raise PoolError(f"pool {path} cannot be opened: {error}; set `pool` to another folder") from None
-
-
-def _open_parts(path: Path, description: Description, capacity: int | None, policy: Policy, deadline: float) -> Pool:
-    """The pool, tidied up: without what the dead left, and with this capacity. Raises Unusable if space does not add
-    up."""
-    parts = Parts.open(description.data(path), description.max_pages)
-    try:
-        writer = Writer(parts, policy)
-        writer.bury(deadline)
-        problem = writer.unsound(deadline)
-        if problem is not None:
-            raise Unusable(problem)
-        stored = parts.table.capacity_granules
-        if capacity is not None and capacity // GRANULE != stored:
-            layout.check_capacity(path, capacity, layout.held_nbytes(path), stored * GRANULE)
-            logger.info("pool %s: capacity %s, was %s", path, human_nbytes(capacity), human_nbytes(stored * GRANULE))
-            writer.resize(capacity // GRANULE, deadline)
-        secured = writer.trim(deadline)
-        pool = Pool(path, parts, writer)
-    except BaseException:
-        parts.close(settled=True)
-        raise
-    parts.arena.warm_up(secured)
-    return pool

@@ -1,63 +1,129 @@
-"""An opened pool: its mapped parts, and how long they may be used."""
+"""An opened pool: its files, mapped and opened by this process, how long they may be used, and whether they still are
+those in its folder.
+"""
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mooncake_connector.errors import PoolError
-from store_client.embedded import contents, layout
-from store_client.embedded.arena import GRANULE
-from store_client.embedded.counters import as_counts
+from mooncake_connector.log import get_logger
+from mooncake_connector.sizes import human_nbytes
+from store_client.embedded import folder
+from store_client.embedded.arena import GRANULE, Arena
+from store_client.embedded.evictor import Policy
 from store_client.embedded.faults import DAMAGE, start_thread
-from store_client.embedded.locks import LockTimeout
-from store_client.embedded.parts import Parts
-from store_client.embedded.presence import Presence
+from store_client.embedded.feed import Feed
+from store_client.embedded.ledger import Ledger
+from store_client.embedded.locks import FileLock, LockTimeout
+from store_client.embedded.names import Spaces
+from store_client.embedded.owners import Owners
 from store_client.embedded.reader import Reader
-from store_client.embedded.table import Found
+from store_client.embedded.table import Found, Table
 from store_client.embedded.writer import Writer
 
+logger = get_logger(__name__)
+
+REPLACED = f"{folder.DESCRIPTION} was replaced"
+"""Another process has put another pool in the place of this one."""
+_FILES = ("table", "feed", "arena", "spaces", "ledger/data.mdb")
+_LOOK_PERIOD_S = 1.0
 _DROP_DEADLINE_S = 1.0
 _DROP_PAUSE_S = 0.002
 
 
 class Pool:
-    """One opening of a pool by this process; `opening.open_pool` makes it."""
+    """One opening of a pool by this process; `opening.open_pool` makes it, under the pool's open lock.
 
-    def __init__(self, path: Path, parts: Parts, writer: Writer) -> None:
-        self.path = path
-        self.table, self.feed, self.arena, self.spaces = parts.table, parts.feed, parts.arena, parts.spaces
-        self.counters = parts.counters
-        self.writer = writer
-        self.reader = Reader(parts.table, parts.arena, parts.counters, self._condemn, self._suspect)
-        self.data = parts.data
+    Tidies up: takes over what the dead left, and makes `capacity_nbytes` the limit. Raises Unusable if space does not
+    add up, PoolError, LockTimeout, OSError, lmdb.Error, or what `faults.DAMAGE` names.
+    """
+
+    def __init__(
+        self, path: Path, description: folder.Description, capacity_nbytes: int | None, policy: Policy, deadline: float
+    ) -> None:
+        self.path, self.data = path, description.data(path)
         self.damage: str | None = None
         """What proves that the files cannot be trusted any more."""
-        self._presence = Presence(path / contents.DESCRIPTION, parts.data)
-        self._parts = parts
         self._uses = 0
         self._idle = threading.Condition()
         self._closing = False
         self._dropping = threading.Lock()
+        self._next_look = 0.0
+        self._open(description)
+        try:
+            self.writer = Writer(self._lock, self._ledger, self.table, self.arena, self.spaces, self._owners, policy)
+            secured = self._tidy_up(capacity_nbytes, deadline)
+            self._files = [path / folder.DESCRIPTION, *(self.data / name for name in _FILES)]
+            self._known = [os.stat(file) for file in self._files]
+        except BaseException:
+            self._let_go(settled=True)
+            raise
+        # Last: it refers to this pool, and a cycle would keep the files of one that failed.
+        self.reader = Reader(self.table, self.arena, self.counters, self._doubt)
+        self.arena.warm_up(secured)
 
-    def _condemn(self, found: Found) -> None:
-        """Drop a corrupt page soon, in a thread: whoever met it must not wait for the write lock."""
-        self.writer.condemn(found)
-        self._drop_soon()
+    def _open(self, description: folder.Description) -> None:
+        data = self.data
+        with contextlib.ExitStack() as opened:
+            self.table, self.feed = Table(data / "table", description.max_pages), Feed(data / "feed", description.ring)
+            self._ledger = Ledger(data / "ledger", self.table, self.feed)
+            opened.callback(self._ledger.close)
+            self._lock = FileLock(data / "table")
+            opened.callback(self._lock.close)
+            self.arena = Arena(data / "arena")
+            opened.callback(self.arena.close)
+            self._owners = Owners(data / "owners")
+            opened.pop_all()
+        self.spaces, self.counters = Spaces(data / "spaces"), self._owners.counters
 
-    def _suspect(self, slot: int) -> None:
-        self.writer.suspect(slot)
-        self._drop_soon()
+    def _tidy_up(self, capacity_nbytes: int | None, deadline: float) -> int:
+        """Returns the granules that are secured."""
+        self.writer.bury(deadline)
+        problem = self.writer.unsound(deadline)
+        if problem is not None:
+            raise folder.Unusable(problem)
+        stored = self.table.capacity_granules
+        if capacity_nbytes is not None and capacity_nbytes // GRANULE != stored:
+            self._check_capacity(capacity_nbytes)
+            logger.info(
+                "pool %s: capacity %s, was %s", self.path, human_nbytes(capacity_nbytes), human_nbytes(stored * GRANULE)
+            )
+            self.writer.resize(capacity_nbytes // GRANULE, deadline)
+        return self.writer.trim(deadline)
 
-    def _drop_soon(self) -> None:
+    def _check_capacity(self, capacity_nbytes: int) -> None:
+        granted = self.table.capacity_granules * GRANULE
+        folder.check_capacity(self.path, capacity_nbytes, folder.held_nbytes(self.path), granted)
+
+    def resize(self, capacity_nbytes: int, deadline_s: float) -> None:
+        """Change the capacity. Raises PoolError where the file system has no room for it, or the pool stays locked."""
+        self._check_capacity(capacity_nbytes)
+        try:
+            self.writer.resize(capacity_nbytes // GRANULE, time.monotonic() + deadline_s)
+        except LockTimeout:
+            raise PoolError(f"pool {self.path} stayed locked for {deadline_s:g} s: its capacity is unchanged") from None
+
+    # -- faults -------------------------------------------------------------------------------------------------
+
+    def note(self, error: Exception) -> None:
+        """Judge what a call met."""
+        if isinstance(error, DAMAGE) and self.damage is None:
+            self.damage = f"{type(error).__name__}: {error}"
+
+    def _doubt(self, slot: int, found: Found | None) -> None:
+        """Have a page looked at soon, in a thread: whoever met it must not wait for the write lock."""
+        self.writer.doubt(slot, found)
         if self._dropping.acquire(blocking=False) and not start_thread("drop", self._drop):
             self._dropping.release()
 
     def _drop(self) -> None:
         try:
             with self.use() as usable:
-                while usable and self.writer.has_condemned:  # whoever reads a batch meets one page after the other
+                while usable and self.writer.has_doubts:  # whoever reads a batch meets one page after the other
                     self.writer.settle(time.monotonic() + _DROP_DEADLINE_S)
                     time.sleep(_DROP_PAUSE_S)
         except Exception as error:
@@ -65,12 +131,40 @@ class Pool:
         finally:
             self._dropping.release()
 
-    def note(self, error: Exception) -> None:
-        """Judge what a call met."""
-        if isinstance(error, DAMAGE) and self.damage is None:
-            self.damage = f"{type(error).__name__}: {error}"
+    def replaced(self) -> bool:
+        """True once the folder no longer leads to this pool, or it is damaged; looks at most once a second."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + _LOOK_PERIOD_S
+        if self.lost() is not None:
+            return True
+        with contextlib.suppress(OSError, PoolError):  # full
+            self._owners.restore()
+        return False
 
-    @contextmanager
+    def lost(self) -> str | None:
+        """Why it has to be opened again: whoever tidies up /tmp does not ask."""
+        if self.damage is not None:
+            return self.damage
+        for file, known in zip(self._files, self._known, strict=True):
+            try:
+                there = os.stat(file)
+            except OSError:
+                return f"{file.name} was deleted"
+            if not os.path.samestat(there, known):
+                return f"{file.name} was replaced"
+            if there.st_size < known.st_size:
+                return f"{file.name} was cut off"
+        return None
+
+    def waiting_counts(self) -> dict[str, int]:
+        """What this and other processes have counted and not handed over yet."""
+        return self._owners.counts()
+
+    # -- use and end --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
     def use(self) -> Iterator[bool]:
         """Keep the pool open during the block; yields False if it is closed already."""
         with self._idle:
@@ -84,25 +178,6 @@ class Pool:
                     self._uses -= 1
                     self._idle.notify_all()
 
-    def replaced(self) -> bool:
-        """True once the folder no longer leads to this pool, or it is damaged; looks at most once a second."""
-        if not self._presence.is_due():
-            return False
-        if self.lost() is not None:
-            return True
-        with suppress(OSError, PoolError):  # full
-            if self._parts.owners.restore():
-                self.counters.move(self._parts.owners.page)
-        return False
-
-    def waiting_counts(self) -> dict[str, int]:
-        """What this and other processes have counted and not handed over yet."""
-        return as_counts(self._parts.owners.counts())
-
-    def lost(self) -> str | None:
-        """Why it has to be opened again."""
-        return self.damage or self._presence.lost()
-
     def close(self, wait_s: float) -> bool:
         """Hand in the counts and let go of everything; False (and still open) if calls are inside after `wait_s`."""
         deadline = time.monotonic() + wait_s
@@ -112,23 +187,26 @@ class Pool:
                 self._closing = False
                 return False
         settled = False
-        with suppress(Exception):
+        with contextlib.suppress(Exception):
             self.writer.settle(deadline)
             settled = True
-        self._parts.close(settled=settled)
+        self._let_go(settled=settled)
         return True
+
+    def _let_go(self, *, settled: bool) -> None:
+        """`settled`: nothing of this process is left in the pool; else who finds its owner file takes it over."""
+        self.arena.close()  # before others may find themselves alone
+        if settled:
+            self._owners.leave()
+        else:
+            self._owners.abandon()
+        self._lock.close()
+        self._ledger.close()
 
     def abandon_in_child(self) -> None:
         """After a fork: close what the parent owns without unlocking it, and never use the rest."""
         self._idle = threading.Condition()
         self._closing = True
-        self._parts.abandon_in_child()
-
-    def resize(self, capacity_nbytes: int, deadline_s: float) -> None:
-        """Change the capacity. Raises PoolError where the file system has no room for it, or the pool stays locked."""
-        granted = self.table.capacity_granules * GRANULE
-        granules = layout.check_capacity(self.path, capacity_nbytes, layout.held_nbytes(self.path), granted) // GRANULE
-        try:
-            self.writer.resize(granules, time.monotonic() + deadline_s)
-        except LockTimeout:
-            raise PoolError(f"pool {self.path} stayed locked for {deadline_s:g} s: its capacity is unchanged") from None
+        self._owners.abandon_in_child()
+        self._lock.abandon_in_child()
+        self.arena.abandon_in_child()

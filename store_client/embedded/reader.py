@@ -10,11 +10,10 @@ import xxhash
 
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes, Consume
-from store_client.embedded import rows as rows_
-from store_client.embedded.arena import GRANULE, Arena
-from store_client.embedded.counters import Counters
+from store_client.embedded.arena import GRANULE, Arena, gather
 from store_client.embedded.faults import CallersOwn
-from store_client.embedded.scatter import gather
+from store_client.embedded.names import join_keys
+from store_client.embedded.owners import Counters
 from store_client.embedded.table import Found, Table
 
 logger = get_logger(__name__)
@@ -24,11 +23,9 @@ class Reader:
     """Reads of one pool. All methods may be called from any thread."""
 
     def __init__(
-        self, table: Table, arena: Arena, counters: Counters, condemn: Callable[[Found], None],
-        suspect: Callable[[int], None],
-    ) -> None:  # fmt: skip
-        self._table, self._arena, self._counters = table, arena, counters
-        self._condemn, self._suspect = condemn, suspect
+        self, table: Table, arena: Arena, counters: Counters, doubt: Callable[[int, Found | None], None]
+    ) -> None:
+        self._table, self._arena, self._counters, self._doubt = table, arena, counters, doubt
 
     def prefix(self, keys: Sequence[bytes], space: int) -> int:
         """Leading keys that are present. The first alone decides most lookups that miss, so others are checked late."""
@@ -37,7 +34,7 @@ class Reader:
         if len(keys) == 1:
             return 1
         try:
-            joined = rows_.join_keys(keys)
+            joined = join_keys(keys)
         except ValueError as error:  # says nothing about the pool
             raise CallersOwn from error
         present = self._table.present(joined, space)
@@ -46,21 +43,50 @@ class Reader:
     def contains(self, keys: Sequence[bytes], space: int) -> list[bool]:
         if len(keys) == 1:
             return [self._table.present_one(keys[0], space)]
-        return [slot >= 0 for slot in self._table.slots(rows_.join_keys(keys), space)]
+        return [slot >= 0 for slot in self._table.slots(join_keys(keys), space)]
 
     def read(self, keys: Sequence[bytes], space: int, consume: Consume, nbytes: int) -> list[bool]:
         """See `Space.read`."""
+        done = [False] * len(keys)
+        touched = []
+        geometry = changed = 0
+        for i, slot in enumerate(self._table.slots(join_keys(keys), space)):
+            if slot < 0:
+                continue
+            found = self._table.at(slot, keys[i], space)
+            if found is None:
+                self._doubt(slot, None)
+                continue
+            if found.row.nbytes != nbytes:
+                geometry += 1
+                continue
+            right = self._show(i, found, consume)
+            if not self._table.unchanged(found):
+                changed += 1
+            elif right:
+                done[i] = True
+                touched.append(slot)
+            else:
+                self._report_corrupt(found)
+        if touched:
+            self._table.touch(touched)
+        self._counters.add(
+            read_pages=len(touched), read_nbytes=len(touched) * nbytes, geometry=geometry, changed=changed
+        )
+        return done
 
-        def show(i: int, found: Found, pieces: list[Bytes]) -> bool:
-            whole = pieces[0] if len(pieces) == 1 else gather(pieces, nbytes)
-            if xxhash.xxh3_64_intdigest(whole.data) != found.row.checksum:
-                return False
-            view = whole[:]
-            view.flags.writeable = False
-            consume(i, view)
-            return True
-
-        return self._each(keys, space, nbytes, show)
+    def _show(self, i: int, found: Found, consume: Consume) -> bool:
+        """Show the page's bytes if they match its checksum."""
+        pieces = self._pieces(found)
+        if pieces is None:
+            return False
+        whole = pieces[0] if len(pieces) == 1 else gather(pieces, found.row.nbytes)
+        if xxhash.xxh3_64_intdigest(whole.data) != found.row.checksum:
+            return False
+        view = whole[:]
+        view.flags.writeable = False
+        consume(i, view)
+        return True
 
     def check(self, found: Found) -> bool | None:
         """Whether the page's bytes are right; None if it went away meanwhile."""
@@ -72,41 +98,8 @@ class Reader:
             self._report_corrupt(found)
         return right
 
-    def _each(
-        self, keys: Sequence[bytes], space: int, nbytes: int, use: Callable[[int, Found, list[Bytes]], bool]
-    ) -> list[bool]:
-        """Call `use` for every present page; True where it succeeded and the page was there all the time."""
-        done = [False] * len(keys)
-        touched = []
-        geometry = changed = 0
-        for i, slot in enumerate(self._table.slots(rows_.join_keys(keys), space)):
-            if slot < 0:
-                continue
-            found = self._table.at(slot, keys[i], space)
-            if found is None:
-                self._suspect(slot)
-                continue
-            if found.row.nbytes != nbytes:
-                geometry += 1
-                continue
-            pieces = self._pieces(found)
-            right = pieces is not None and use(i, found, pieces)
-            if not self._table.unchanged(found):
-                changed += 1
-            elif right:
-                done[i] = True
-                touched.append(found.slot)
-            else:
-                self._report_corrupt(found)
-        if touched:
-            self._table.touch(touched)
-        self._counters.add(
-            read_pages=len(touched), read_nbytes=len(touched) * nbytes, geometry=geometry, changed=changed
-        )
-        return done
-
     def _report_corrupt(self, found: Found) -> None:
-        self._condemn(found)
+        self._doubt(found.slot, found)
         self._counters.add(corrupt_pages=1, corrupt=1)
         log_once(
             "store.corrupt", "page %s in the pool does not match its checksum: computed again, and dropped from the "

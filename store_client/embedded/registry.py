@@ -13,12 +13,11 @@ from typing import TypeVar
 from mooncake_connector.errors import PoolError
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.embedded.arena import GRANULE
+from store_client.embedded.evictor import Policy
 from store_client.embedded.faults import CallersOwn, start_thread
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.opening import open_pool
-from store_client.embedded.policy import Policy
-from store_client.embedded.pool import Pool
-from store_client.embedded.presence import REPLACED
+from store_client.embedded.pool import REPLACED, Pool
 
 logger = get_logger(__name__)
 
@@ -39,25 +38,12 @@ def attach(path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: 
     with _lock:
         handle = _handles.get(path)
         if handle is None:
-            pool = _open(path, capacity_nbytes, policy, deadline_s, rebuild=rebuild)
+            pool = open_pool(path, capacity_nbytes, policy, deadline_s, rebuild=rebuild)
             handle = _handles[path] = Handle(path, pool, capacity_nbytes, policy, rebuild)
         else:
             handle.adopt(capacity_nbytes, deadline_s)
         handle.users += 1
         return handle
-
-
-def _open(
-    path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: float, *, rebuild: bool,
-    distrusted: Path | None = None,
-) -> Pool:  # fmt: skip
-    """As `open_pool`; whatever else goes wrong there is a PoolError, too."""
-    try:
-        return open_pool(path, capacity_nbytes, policy, deadline_s, rebuild=rebuild, distrusted=distrusted)
-    except PoolError:
-        raise
-    except Exception as error:
-        raise PoolError(f"pool {path} cannot be opened: {error!r}") from error
 
 
 class Handle:
@@ -89,12 +75,24 @@ class Handle:
         A fault ends here: a counter, one log line, and `otherwise`, which is also the answer where there is no pool.
         """
         pool = self.current(closed)
-        return otherwise if pool is None else self._contain(pool, use, otherwise)
+        if pool is None:
+            return otherwise
+        try:
+            return use(pool)
+        except Exception as error:
+            self._contain(pool, error)
+            return otherwise
 
     def call(self, closed: threading.Event, use: Callable[[Pool], T], otherwise: T) -> T:
         """As `look`, and the pool stays open during the call."""
         with self.use(closed) as pool:
-            return otherwise if pool is None else self._contain(pool, use, otherwise)
+            if pool is None:
+                return otherwise
+            try:
+                return use(pool)
+            except Exception as error:
+                self._contain(pool, error)
+                return otherwise
 
     def ask(self, closed: threading.Event, use: Callable[[Pool], T]) -> T:
         """As `call`, for a person who wants to know: raises PoolError where the pool gives no answer."""
@@ -118,21 +116,17 @@ class Handle:
             )
         return f"pool {self.path} gives no answer: {reason}"
 
-    def _contain(self, pool: Pool, use: Callable[[Pool], T], otherwise: T) -> T:
-        try:
-            return use(pool)
-        except Exception as error:
-            _judge(pool, error)
-            if isinstance(error, LockTimeout):
-                pool.counters.add(busy=1)
-                log_once(
-                    "store.busy", "pool %s: the write lock was not free in time; a process that uses the pool may be "
-                    "stopped", self.path, logger=logger,
-                )  # fmt: skip
-            else:
-                pool.counters.add(error=1)
-                log_once("store.error", "pool %s: a call failed: %r", self.path, error, logger=logger, exc_info=True)
-        return otherwise
+    def _contain(self, pool: Pool, error: Exception) -> None:
+        _judge(pool, error)
+        if isinstance(error, LockTimeout):
+            pool.counters.add(busy=1)
+            log_once(
+                "store.busy", "pool %s: the write lock was not free in time; a process that uses the pool may be "
+                "stopped", self.path, logger=logger,
+            )  # fmt: skip
+        else:
+            pool.counters.add(error=1)
+            log_once("store.error", "pool %s: a call failed: %r", self.path, error, logger=logger, exc_info=True)
 
     def current(self, closed: threading.Event) -> Pool | None:
         """The pool for a look at its table, which stays mapped as long as anybody refers to it."""
@@ -146,14 +140,12 @@ class Handle:
     @contextmanager
     def use(self, closed: threading.Event) -> Iterator[Pool | None]:
         """The pool, which stays open during the block; None once the store is closed, or in a forked child."""
-        pool = self._pool
-        if pool is None or closed.is_set():
+        pool = self.current(closed)
+        if pool is None:
             yield None
             return
-        if pool.replaced():
-            self._follow(pool)
         with pool.use() as usable:
-            yield pool if usable and pool.damage is None else None
+            yield pool if usable else None
 
     def _follow(self, old: Pool) -> None:
         """Open what the folder holds now, in a thread: whoever noticed goes on with the old pool meanwhile."""
@@ -169,7 +161,7 @@ class Handle:
             with _lock:  # a store that this process opens meanwhile would find the pool open already
                 if not self.users or self._pool is not old:
                     return
-                self._pool = _open(
+                self._pool = open_pool(
                     self.path, self._capacity_nbytes or old.arena.limit * GRANULE, self._policy, _REOPEN_DEADLINE_S,
                     rebuild=self._rebuild and broken, distrusted=old.data if broken else None,
                 )  # fmt: skip

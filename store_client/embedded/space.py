@@ -16,14 +16,13 @@ from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes, Consume, Fill, Lookup, Put, Space
+from store_client.embedded.arena import spread
 from store_client.embedded.faults import CallersOwn, callers
 from store_client.embedded.locks import LockTimeout
+from store_client.embedded.names import identify, join_keys
 from store_client.embedded.pool import Pool
-from store_client.embedded.put_plan import PutPages, PutPlan
 from store_client.embedded.registry import Handle
-from store_client.embedded.rows import join_keys
-from store_client.embedded.scatter import spread
-from store_client.embedded.spaces import identify
+from store_client.embedded.writer import PutPages, PutPlan
 
 logger = get_logger(__name__)
 
@@ -32,12 +31,9 @@ _BATCH_NBYTES = 64 << 20
 _BATCH_PAGES = 1024
 _REMOVE_DEADLINE_S = 5.0
 
-Store = Callable[[int, list[Bytes]], int]
-"""Writes page i into its place in the arena and returns the checksum."""
 
-
-def _shifted(store: Store, at: int, i: int, pieces: list[Bytes]) -> int:
-    return store(at + i, pieces)
+def _shifted(fill: Fill, at: int, i: int, view: Bytes) -> None:
+    fill(at + i, view)
 
 
 class EmbeddedSpace(Space):
@@ -74,22 +70,6 @@ class EmbeddedSpace(Space):
         parents: Sequence[bytes | None],
         deadline_s: float,
     ) -> list[Put]:
-        fill = callers(fill)
-
-        def store(i: int, pieces: list[Bytes]) -> int:
-            if len(pieces) == 1:
-                fill(i, pieces[0])
-                return xxhash.xxh3_64_intdigest(pieces[0].data)
-            whole: Bytes = np.empty(nbytes, dtype=np.uint8)
-            fill(i, whole)
-            spread(whole, pieces)
-            return xxhash.xxh3_64_intdigest(whole.data)
-
-        return self._store(keys, store, nbytes, parents, deadline_s)
-
-    def _store(
-        self, keys: Sequence[bytes], store: Store, nbytes: int, parents: Sequence[bytes | None], deadline_s: float
-    ) -> list[Put]:
         if len(parents) != len(keys):
             raise ValueError(f"{len(parents)} parents for {len(keys)} keys")
         if keys and not 1 <= nbytes < 1 << 32:
@@ -99,24 +79,25 @@ class EmbeddedSpace(Space):
         deadline = time.monotonic() + deadline_s
         outcome: list[Put] = []
         step = max(1, min(_BATCH_PAGES, _BATCH_NBYTES // max(1, nbytes)))
+        write = callers(fill)
 
-        def store_all(pool: Pool) -> None:
+        def write_all(pool: Pool) -> None:
             for at in range(0, len(keys) if pool.damage is None else 0, step):
                 batch = slice(at, at + step)
                 pages = PutPages(self._namespace, self._shard, keys[batch], parents[batch], nbytes)
-                outcome.extend(self._store_pages(pool, pages, partial(_shifted, store, at), deadline))
+                outcome.extend(self._write_batch(pool, pages, partial(_shifted, write, at), deadline))
 
-        self._handle.call(self._closed, store_all, None)
+        self._handle.call(self._closed, write_all, None)
         return outcome + [Put.FAILED] * (len(keys) - len(outcome))
 
-    def _store_pages(self, pool: Pool, pages: PutPages, store: Store, deadline: float) -> list[Put]:
+    def _write_batch(self, pool: Pool, pages: PutPages, fill: Fill, deadline: float) -> list[Put]:
         """Reserve, write, commit; a fault of the pool fails what is not stored by then."""
         outcome: dict[int, str] = {}
         cause = "error"
         try:
             plan = pool.writer.reserve(pages, deadline)
             outcome.update(plan.outcome)
-            self._write_places(pool, plan, store)
+            self._fill_places(pool, plan, fill)
             outcome.update(pool.writer.commit(plan, deadline))
         except LockTimeout:
             cause = "busy"
@@ -140,7 +121,7 @@ class EmbeddedSpace(Space):
         return [Put(result) if result in ("stored", "present") else Put.FAILED for result in results]
 
     @staticmethod
-    def _write_places(pool: Pool, plan: PutPlan, store: Store) -> None:
+    def _fill_places(pool: Pool, plan: PutPlan, fill: Fill) -> None:
         try:
             for place in plan.places:
                 extents = place.extents
@@ -151,8 +132,13 @@ class EmbeddedSpace(Space):
                     listed[0][:] = np.array(extents[1:], dtype="<u4").reshape(-1).view(np.uint8)
                     extents = extents[1:]
                 pieces = pool.arena.views(extents, plan.pages.nbytes)
-                if pieces is not None:
-                    place.checksum = store(place.index, pieces)
+                if pieces is None:
+                    continue
+                whole: Bytes = pieces[0] if len(pieces) == 1 else np.empty(plan.pages.nbytes, dtype=np.uint8)
+                fill(place.index, whole)
+                if len(pieces) > 1:
+                    spread(whole, pieces)
+                place.checksum = xxhash.xxh3_64_intdigest(whole.data)
         except BaseException:
             if plan.reservation is not None:
                 pool.writer.abandon(plan.reservation)

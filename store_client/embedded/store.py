@@ -13,19 +13,15 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Change, Changes, Position, Progress, SpaceInfo, Store, StoreStats, VerifyReport
-from store_client.embedded import layout
+from store_client.embedded import folder
 from store_client.embedded.arena import GRANULE
-from store_client.embedded.clock import now_ns
+from store_client.embedded.evictor import POLICIES
 from store_client.embedded.faults import callers
-from store_client.embedded.layout import default_pool_path
 from store_client.embedded.locks import LockTimeout
-from store_client.embedded.policy import POLICIES
 from store_client.embedded.pool import Pool
 from store_client.embedded.registry import Handle, attach
 from store_client.embedded.space import EmbeddedSpace
-from store_client.embedded.table import CAUSES, COUNTERS
-
-__all__ = ["EmbeddedStore", "default_pool_path"]
+from store_client.embedded.table import CAUSES, COUNTERS, now_ns
 
 logger = get_logger(__name__)
 
@@ -57,12 +53,10 @@ class EmbeddedStore(Store):
         if eviction not in POLICIES:
             raise PoolError(f"eviction {eviction!r} is unknown: expected one of {sorted(POLICIES)}")
         if path is None:
-            folder, notice = layout.choose_default(capacity_nbytes)
+            path, notice = folder.choose_default(capacity_nbytes)
             if notice:
                 log_once("store.fallback", "%s", notice, logger=logger)
-        else:
-            folder = Path(path)
-        self._handle: Handle = attach(folder, capacity_nbytes, POLICIES[eviction](), deadline_s, rebuild)
+        self._handle: Handle = attach(Path(path), capacity_nbytes, POLICIES[eviction](), deadline_s, rebuild)
         self._closed = threading.Event()
         self._closing = threading.Lock()
         """Taken by the one call of `close` that counts, and never given back."""
@@ -132,7 +126,7 @@ class EmbeddedStore(Store):
             counts[name] += count
         return StoreStats(
             str(self.path), pool.table.capacity_granules * GRANULE, pool.table.used_granules * GRANULE,
-            pool.table.pages, layout.index_nbytes(pool.table.max_pages), pool.table.max_pages,
+            pool.table.pages, folder.index_nbytes(pool.table.max_pages), pool.table.max_pages,
             **{name: counts[name] for name in COUNTERS},
             failures={cause: counts[cause] for cause in CAUSES if counts[cause]},
         )  # fmt: skip

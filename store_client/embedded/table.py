@@ -6,20 +6,21 @@ true is decided by the LMDB transaction that holds the redo record; this file is
 
 import mmap
 import os
+import struct
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from mooncake_connector.kv.keys import KEY_NBYTES
-from store_client.embedded import cells as cells_
-from store_client.embedded import rows as rows_
-from store_client.embedded.clock import now_ns
 from store_client.embedded.faults import Damaged
-from store_client.embedded.files import open_file
-from store_client.embedded.journal import Record
-from store_client.embedded.rows import INLINE_EXTENTS, ROW_DTYPE, ROW_NBYTES, U8, U32, U64, Row
+from store_client.embedded.locks import open_file
+from store_client.embedded.names import CELL_NBYTES, CELLS, U8, U32, U64, Cells, Slots, hash_key, hash_keys, num_buckets
 
 HEADER_NBYTES = 4096
 COUNTERS = (
@@ -32,10 +33,146 @@ _FIRST_COUNTER = 64
 _COLUMN_NBYTES = 8 + 8 + 4 + 4 + 4
 _ROWS_AT_ONCE = 1 << 16
 
+NONE = 0xFFFFFFFF
+"""No parent."""
+
+_ROW = struct.Struct("<32sQQQIIIIII10IQ")
+ROW_NBYTES = _ROW.size
+_CHECKED = ROW_NBYTES - 8
+INLINE_EXTENTS = 5
+
+ROW_DTYPE = np.dtype(
+    [
+        ("key", "u1", KEY_NBYTES),
+        ("generation", "<u8"),
+        ("checksum", "<u8"),
+        ("space", "<u8"),
+        ("nbytes", "<u4"),
+        ("granules", "<u4"),
+        ("parent", "<u4"),
+        ("depth", "<u4"),
+        ("created", "<u4"),
+        ("num_extents", "<u4"),
+        ("extents", "<u4", 2 * INLINE_EXTENTS),
+        ("check", "<u8"),
+    ]
+)
+assert ROW_DTYPE.itemsize == ROW_NBYTES == 128
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row as read. `generation` is unique in the pool, so a row that reads the same twice did not change between."""
+
+    key: bytes
+    generation: int
+    checksum: int
+    """xxh3_64 of the page's bytes."""
+    space: int
+    """Identity of namespace and shard (`names.identify`): the row itself proves what its bytes mean."""
+    nbytes: int
+    granules: int
+    """Space taken in the arena, an extent list included."""
+    parent: int
+    """Slot of the page before it in the chain when it was stored, or NONE."""
+    depth: int
+    created: int
+    """Unix time in seconds."""
+    num_extents: int
+    """Above INLINE_EXTENTS the row's first extent is one granule that holds the list."""
+    extents: tuple[tuple[int, int], ...]
+    """(first granule, granules) of the inline extents that are in use."""
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether its extents are listed elsewhere: in the arena for readers, in the ledger for writers."""
+        return self.num_extents > INLINE_EXTENTS
+
+    def encode(self) -> bytes:
+        inline = [word for extent in self.extents for word in extent]
+        inline += [0] * (2 * INLINE_EXTENTS - len(inline))
+        head = _ROW.pack(
+            self.key, self.generation, self.checksum, self.space, self.nbytes, self.granules, self.parent, self.depth,
+            self.created, self.num_extents, *inline, 0,
+        )  # fmt: skip
+        return head[:_CHECKED] + struct.pack("<Q", xxhash.xxh3_64_intdigest(head[:_CHECKED]))
+
+    @staticmethod
+    def decode(raw: bytes) -> "Row | None":
+        """The row in `raw`, or None if it is empty, half written or damaged."""
+        fields: Any = _ROW.unpack(raw)
+        if not fields[1] or xxhash.xxh3_64_intdigest(raw[:_CHECKED]) != fields[20]:
+            return None
+        words = fields[10:20]
+        used = fields[9] if fields[9] <= INLINE_EXTENTS else 1
+        extents = tuple((words[2 * i], words[2 * i + 1]) for i in range(used))
+        head: tuple[bytes, int, int, int, int, int, int, int, int, int] = fields[:10]
+        return Row(*head, extents)
+
+
+_HEAD = struct.Struct("<QQQQQQ")
+
+
+def _empty(dtype: str) -> np.ndarray:
+    return np.zeros(0, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A redo record: rows and cells to set and to clear, and the totals that hold afterwards.
+
+    Plain values at plain places, committed with the transaction and applied right after. A writer killed in between
+    leaves a record whose number the table has not seen; the next writer applies it again, which is harmless however far
+    the first one came.
+    """
+
+    number: int
+    pages: int
+    used_granules: int
+    set_cells: U64 = field(default_factory=lambda: _empty("<u8"))
+    set_words: U64 = field(default_factory=lambda: _empty("<u8"))
+    set_slots: U32 = field(default_factory=lambda: _empty("<u4"))
+    set_rows: U8 = field(default_factory=lambda: np.zeros((0, ROW_NBYTES), dtype=np.uint8))
+    clear_cells: U64 = field(default_factory=lambda: _empty("<u8"))
+    clear_slots: U32 = field(default_factory=lambda: _empty("<u4"))
+
+    def encode(self) -> bytes:
+        head = _HEAD.pack(
+            self.number, self.pages, self.used_granules,
+            len(self.set_slots), len(self.clear_cells), len(self.clear_slots),
+        )  # fmt: skip
+        arrays = (
+            self.set_cells.astype("<u8"), self.set_words.astype("<u8"), self.clear_cells.astype("<u8"),
+            self.set_slots.astype("<u4"), self.clear_slots.astype("<u4"), self.set_rows,
+        )  # fmt: skip
+        return head + b"".join(array.tobytes() for array in arrays)
+
+    @staticmethod
+    def decode(blob: bytes) -> "Record":
+        number, pages, used, num_set, num_cells, num_slots = _HEAD.unpack_from(blob)
+        at = _HEAD.size
+        parts = []
+        counts = ((num_set, "<u8"), (num_set, "<u8"), (num_cells, "<u8"), (num_set, "<u4"), (num_slots, "<u4"))
+        for count, dtype in counts:
+            parts.append(np.frombuffer(blob, dtype=dtype, count=count, offset=at))
+            at += parts[-1].nbytes
+        rows = np.frombuffer(blob, dtype=np.uint8, count=num_set * ROW_NBYTES, offset=at).reshape(num_set, ROW_NBYTES)
+        return Record(number, pages, used, parts[0], parts[1], parts[3], rows, parts[2], parts[4])
+
+
+def now_ns() -> int:
+    """Nanoseconds since the machine was started, sleep included: the clock that page uses are noted by.
+
+    Nobody can set it, and it runs as long as a pool may live, from boot to boot. Processes in another time namespace
+    (rare: no container runtime makes one by default) may see it shifted; so a time that lies ahead is possible, and
+    means nothing but "lately".
+    """
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
 
 def table_nbytes(max_pages: int) -> int:
     """Size of the file: 156 bytes a page for row and columns, 16 for cells, and the header."""
-    cells = cells_.num_buckets(max_pages) * cells_.CELLS * cells_.CELL_NBYTES
+    cells = num_buckets(max_pages) * CELLS * CELL_NBYTES
     return HEADER_NBYTES + max_pages * (ROW_NBYTES + _COLUMN_NBYTES) + cells
 
 
@@ -69,8 +206,8 @@ class Table:
         self._header = np.frombuffer(self._map, dtype="<u8", count=HEADER_NBYTES // 8)
         self.rows: U8 = column("u1", max_pages * ROW_NBYTES).reshape(max_pages, ROW_NBYTES)
         self._flat_rows = self.rows.reshape(-1).data
-        self._words: U64 = column("<u8", cells_.num_buckets(max_pages) * cells_.CELLS)
-        self._cells = cells_.Cells(self._words)
+        self._words: U64 = column("<u8", num_buckets(max_pages) * CELLS)
+        self.cells = Cells(self._words)
         self.access: U64 = column("<u8", max_pages)
         """`clock.now_ns()` of the last read or put of the page: a hint."""
         self.space: U64 = column("<u8", max_pages)
@@ -111,13 +248,16 @@ class Table:
                 count = int(self._header[_FIRST_COUNTER + i]) + deltas[name]
                 self._header[_FIRST_COUNTER + i] = count & 0xFFFFFFFFFFFFFFFF
 
-    def present(self, keys: U8, space: int) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+    def _rows_at(self, slots: Slots) -> npt.NDArray[np.void]:
+        return np.take(self.rows, slots, axis=0).reshape(-1).view(ROW_DTYPE)
+
+    def present(self, keys: U8, space: int) -> npt.NDArray[np.bool_]:
         """Whether each key is in the table, by its fingerprint (see `Cells.present`)."""
-        return self._cells.present(rows_.hash_keys(keys, space))
+        return self.cells.present(hash_keys(keys, space))
 
     def present_one(self, key: bytes, space: int) -> bool:
         """Whether one key is in the table, by its full name."""
-        for slot in self._cells.matches_one(rows_.hash_key(key, space)):
+        for slot in self.cells.matches_one(hash_key(key, space)):
             at = slot * ROW_NBYTES
             if slot < self.max_pages and self._flat_rows[at : at + KEY_NBYTES] == key and self.space[slot] == space:
                 return True
@@ -125,11 +265,11 @@ class Table:
 
     def slots(self, keys: U8, space: int) -> list[int]:
         """The slot of each key, by its full name; -1 where it is absent."""
-        which, candidates = self._cells.matches(rows_.hash_keys(keys, space))
+        which, candidates = self.cells.matches(hash_keys(keys, space))
         found = [-1] * len(keys)
         valid = candidates < np.uint64(self.max_pages)
         which, slots = which[valid], candidates[valid].astype(np.int64)
-        rows = np.take(self.rows, slots, axis=0).reshape(-1).view(ROW_DTYPE)
+        rows = self._rows_at(slots)
         same = (rows["key"] == keys[which]).all(axis=1) & (rows["space"] == space)
         for i, slot in zip(which[same].tolist(), slots[same].tolist(), strict=True):
             found[i] = slot
@@ -137,27 +277,24 @@ class Table:
 
     def at(self, slot: int, key: bytes, space: int) -> Found | None:
         """What slot holds, if it is this page and whole."""
-        raw = self.rows[slot].tobytes()
-        row = rows_.decode(raw)
-        if row is None or row.key != key or row.space != space:
-            return None
-        return Found(slot, raw, row)
+        found = self.any_at(slot)
+        return found if found is not None and found.row.key == key and found.row.space == space else None
 
     def any_at(self, slot: int) -> Found | None:
         """Whatever page is at slot."""
         raw = self.rows[slot].tobytes()
-        row = rows_.decode(raw)
+        row = Row.decode(raw)
         return None if row is None else Found(slot, raw, row)
 
     def check(self, slots: Sequence[int]) -> None:
         """Raises Damaged where a slot should hold a page and its row is none. Under the write lock only."""
         for slot in slots:
-            if self.granules[slot] and rows_.decode(self.rows[slot].tobytes()) is None:
+            if self.granules[slot] and Row.decode(self.rows[slot].tobytes()) is None:
                 raise Damaged(f"the row of the page at slot {slot} does not match its checksum")
 
-    def created(self, slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> U32:
+    def created(self, slots: Slots) -> U32:
         """Unix time in seconds at which the pages at `slots` were stored."""
-        created: U32 = np.take(self.rows, slots, axis=0).reshape(-1).view(ROW_DTYPE)["created"]
+        created: U32 = self._rows_at(slots)["created"]
         return created
 
     def unchanged(self, found: Found) -> bool:
@@ -186,24 +323,16 @@ class Table:
         self._header[_USED] = record.used_granules
         self._header[_APPLIED] = record.number
 
-    def plan_cells(self, hashes: U64) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-        return self._cells.plan(hashes)
-
-    @staticmethod
-    def words(hashes: U64, slots: U32) -> U64:
-        """The cells' values that name `slots` under `hashes`."""
-        return cells_.Cells.values(hashes, slots)
-
     def cells_of(self, slots: U32) -> U64:
         """The cells that name the pages at `slots`."""
-        rows = np.take(self.rows, slots.astype(np.int64), axis=0).reshape(-1).view(ROW_DTYPE)
-        return self._cells.cell_of(rows_.hash_keys(rows["key"], rows["space"].astype(np.uint64)), slots)
+        rows = self._rows_at(slots.astype(np.int64))
+        return self.cells.cell_of(hash_keys(rows["key"], rows["space"].astype(np.uint64)), slots)
 
     def count_names(self) -> int:
         """Cells in use: as many as pages."""
         return int(np.count_nonzero(self._words))
 
-    def slots_beyond(self, limit: int) -> tuple["np.ndarray[tuple[int], np.dtype[np.int64]]", list[int]]:
+    def slots_beyond(self, limit: int) -> tuple[Slots, list[int]]:
         """Slots of pages with space beyond granule `limit`, as far as their rows say, and of those whose extents are
         listed elsewhere."""
         live = self.live_slots()
@@ -211,12 +340,12 @@ class Table:
         listed: list[int] = []
         for at in range(0, len(live), _ROWS_AT_ONCE):
             slots = live[at : at + _ROWS_AT_ONCE]
-            rows = np.take(self.rows, slots, axis=0).reshape(-1).view(ROW_DTYPE)
+            rows = self._rows_at(slots)
             ends = rows["extents"].astype(np.int64).reshape(len(slots), -1, 2).sum(axis=2)
             beyond[at : at + len(slots)] = (ends > limit).any(axis=1)
             listed += slots[rows["num_extents"] > INLINE_EXTENTS].tolist()
         return live[beyond], listed
 
-    def live_slots(self) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    def live_slots(self) -> Slots:
         """Slots that hold a page."""
         return np.flatnonzero(self.granules)

@@ -6,41 +6,80 @@ or after a step; what it had reserved comes back when somebody finds its owner d
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
-from store_client.embedded import rows as rows_
-from store_client.embedded.allocator import Allocator
-from store_client.embedded.clock import now_ns
-from store_client.embedded.counters import as_counts
-from store_client.embedded.evictor import FORGET_BATCH, Evictor
-from store_client.embedded.extents import as_runs
-from store_client.embedded.ledger import Draft, Reservation
-from store_client.embedded.parts import Parts
-from store_client.embedded.policy import Policy
-from store_client.embedded.put_plan import Place, PutPages, PutPlan
-from store_client.embedded.rows import NONE, ROW_NBYTES, Row
-from store_client.embedded.soundness import unsound
-from store_client.embedded.table import Found
-from store_client.embedded.transactions import Transactions
+from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.namespace import Namespace
+from store_client.embedded.allocator import Allocator, Piece, as_runs
+from store_client.embedded.arena import GRANULE, Arena
+from store_client.embedded.evictor import FORGET_BATCH, Evictor, Policy
+from store_client.embedded.ledger import Draft, Ledger, Reservation
+from store_client.embedded.locks import FileLock
+from store_client.embedded.names import Slots, Spaces, hash_keys, join_keys
+from store_client.embedded.owners import Owners
+from store_client.embedded.table import INLINE_EXTENTS, NONE, ROW_NBYTES, Found, Row, Table, now_ns
 
 _RECLAIM_PERIOD_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PutPages:
+    """Pages of one size, namespace and shard, by key, and the page before each in its chain."""
+
+    namespace: Namespace
+    shard: Shard
+    keys: Sequence[bytes]
+    parents: Sequence[bytes | None]
+    nbytes: int
+
+    def parents_of(self, indices: Iterable[int]) -> list[bytes]:
+        """Keys of the parents that these pages have, each once."""
+        return sorted({parent for i in indices if (parent := self.parents[i]) is not None})
+
+
+@dataclass(slots=True)
+class Place:
+    """Where one page of a put is being written."""
+
+    index: int
+    """Position in the keys."""
+    slot: int
+    extents: list[Piece]
+    checksum: int | None = None
+    """None until its bytes are complete."""
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether its row has no room for its extents; the first one is then a granule for a list of the others."""
+        return len(self.extents) > INLINE_EXTENTS
+
+
+@dataclass(frozen=True, slots=True)
+class PutPlan:
+    """A reservation, the pages it is for, and what became of the other pages: "present", or why they have no place."""
+
+    pages: PutPages
+    reservation: Reservation | None
+    places: list[Place]
+    outcome: dict[int, str]
 
 
 class Writer:
     """The one way to change a pool. Methods that take `deadline` (of `time.monotonic()`) raise LockTimeout."""
 
-    def __init__(self, parts: Parts, policy: Policy) -> None:
-        self._table, self._ledger, self._arena, self._spaces = parts.table, parts.ledger, parts.arena, parts.spaces
-        self._lock, self._owners, self._counters = parts.lock, parts.owners, parts.counters
-        self._transactions = Transactions(parts.ledger, parts.table, parts.feed)
-        self._evictor = Evictor(parts.table, self._transactions, policy)
-        self._allocator = Allocator(parts.arena, parts.counters)
+    def __init__(
+        self, lock: FileLock, ledger: Ledger, table: Table, arena: Arena, spaces: Spaces, owners: Owners, policy: Policy
+    ) -> None:
+        self._lock, self._ledger, self._table, self._arena = lock, ledger, table, arena
+        self._spaces, self._owners = spaces, owners
+        self._evictor = Evictor(table, ledger, policy)
+        self._allocator = Allocator(arena)
         self._abandoned: list[Reservation] = []
-        self._condemned: list[Found] = []
-        self._suspected: list[int] = []
+        self._doubted: list[tuple[int, Found | None]] = []
         self._next_reclaim = 0.0
 
     @contextmanager
@@ -63,7 +102,7 @@ class Writer:
         """Apply what a writer that was killed right after its commit, or another process, has changed."""
         with self._ledger.peek() as draft:
             self._follow_capacity(draft.capacity)
-            self._transactions.catch_up(draft)
+            self._ledger.catch_up(draft)
 
     def _follow_capacity(self, capacity: int) -> None:
         self._arena.limit = capacity
@@ -72,37 +111,31 @@ class Writer:
 
     def _settle(self) -> None:
         """Hand in counts, give back what this process could not commit, forget what it found corrupt."""
-        self._table.add_counters(self._counters.take())
+        self._table.add_counters(self._owners.counters.take())
         if self._abandoned:
             abandoned = list(self._abandoned)
             with self._ledger.transaction() as draft:
                 for reservation in abandoned:
                     self._give_back(draft, reservation)
             del self._abandoned[: len(abandoned)]  # other threads append meanwhile
-        if self._suspected:
-            suspected, self._suspected = self._suspected, []
-            self._table.check(suspected)
-        if self._condemned:
-            condemned, self._condemned = self._condemned, []
-            slots = [found.slot for found in condemned if self._table.unchanged(found)]
-            self._evictor.forget(np.unique(np.array(slots, dtype=np.int64)))
+        if self._doubted:
+            doubted, self._doubted = self._doubted, []
+            self._table.check([slot for slot, found in doubted if found is None])
+            corrupt = [slot for slot, found in doubted if found is not None and self._table.unchanged(found)]
+            self._evictor.forget(np.unique(np.array(corrupt, dtype=np.int64)))
         if time.monotonic() >= self._next_reclaim:
             self._next_reclaim = time.monotonic() + _RECLAIM_PERIOD_S
             self._reclaim()
 
     @property
-    def has_condemned(self) -> bool:
-        return bool(self._condemned or self._suspected)
+    def has_doubts(self) -> bool:
+        return bool(self._doubted)
 
-    def suspect(self, slot: int) -> None:
-        """Have a row looked at that a reader met half written or broken; takes no lock."""
-        if len(self._suspected) < FORGET_BATCH:
-            self._suspected.append(slot)
-
-    def condemn(self, found: Found) -> None:
-        """Have a corrupt page forgotten at the next occasion; takes no lock."""
-        if len(self._condemned) < FORGET_BATCH:
-            self._condemned.append(found)
+    def doubt(self, slot: int, found: Found | None) -> None:
+        """Have a page dealt with at the next occasion: a corrupt one is forgotten, and what was met half written or
+        broken (`found` None) is looked at again. Takes no lock."""
+        if len(self._doubted) < FORGET_BATCH:
+            self._doubted.append((slot, found))
 
     def abandon(self, reservation: Reservation) -> None:
         """Have space given back at the next occasion; takes no lock."""
@@ -115,7 +148,7 @@ class Writer:
         with self.locked(deadline):
             started_ns = now_ns()  # after the wait: else all that others used meanwhile would be spared
             space = self._spaces.register(pages.namespace, pages.shard)
-            slots = self._table.slots(rows_.join_keys(pages.keys), space)
+            slots = self._table.slots(join_keys(pages.keys), space)
             present = [i for i, slot in enumerate(slots) if slot >= 0]
             if present:
                 self._refresh(pages, slots, present)
@@ -131,7 +164,7 @@ class Writer:
 
     def _slots_by_key(self, keys: Sequence[bytes], space: int) -> dict[bytes, int]:
         """The slots of those that are in the table."""
-        slots = self._table.slots(rows_.join_keys(keys), space) if keys else []
+        slots = self._table.slots(join_keys(keys), space) if keys else []
         return {key: slot for key, slot in zip(keys, slots, strict=True) if slot >= 0}
 
     def _split_orphans(self, pages: PutPages, absent: list[int], space: int) -> tuple[list[int], list[int]]:
@@ -204,7 +237,7 @@ class Writer:
         try:
             with self.locked(deadline):
                 space = self._spaces.register(plan.pages.namespace, plan.pages.shard)
-                with self._transactions.begin() as draft:
+                with self._ledger.transaction() as draft:
                     if draft.release(plan.reservation):
                         return self._publish(draft, plan, space)
                 # Somebody took this process for dead (its owner file was deleted): the space is no longer ours.
@@ -217,9 +250,9 @@ class Writer:
         table, keys = self._table, plan.pages.keys
         outcome = dict.fromkeys((place.index for place in plan.places), "error")
         places = [place for place in plan.places if place.checksum is not None]
-        joined = rows_.join_keys([keys[place.index] for place in places])
-        hashes = rows_.hash_keys(joined, space)
-        cells = table.plan_cells(hashes)
+        joined = join_keys([keys[place.index] for place in places])
+        hashes = hash_keys(joined, space)
+        cells = table.cells.plan(hashes)
         for place, cell, slot in zip(places, cells.tolist(), table.slots(joined, space), strict=True):
             beyond = any(first + granules > draft.high_water for first, granules in place.extents)
             outcome[place.index] = "present" if slot >= 0 else "index" if cell < 0 else "full" if beyond else "stored"
@@ -230,9 +263,9 @@ class Writer:
         )
         rows = self._rows(draft, plan.pages, [places[n] for n in kept], space)
         slots = np.array([places[n].slot for n in kept], dtype=np.uint32)
-        draft.record = self._transactions.record(
-            draft, pages=len(kept), granules=sum(row.granules for row in rows),
-            set_cells=cells[kept].astype(np.uint64), set_words=table.words(hashes[kept], slots), set_slots=slots,
+        self._ledger.record(
+            draft, len(kept), sum(row.granules for row in rows),
+            set_cells=cells[kept].astype(np.uint64), set_words=table.cells.values(hashes[kept], slots), set_slots=slots,
             set_rows=np.frombuffer(b"".join(row.encode() for row in rows), np.uint8).reshape(-1, ROW_NBYTES),
         )  # fmt: skip
         return outcome
@@ -259,7 +292,7 @@ class Writer:
 
     def forget_keys(self, keys: Sequence[bytes], space: int, deadline: float) -> int:
         with self.locked(deadline):
-            slots = [slot for slot in self._table.slots(rows_.join_keys(keys), space) if slot >= 0]
+            slots = [slot for slot in self._table.slots(join_keys(keys), space) if slot >= 0]
             removed = self._evictor.forget(np.unique(np.array(slots, dtype=np.int64)))
             self._table.add_counters({"removed_pages": removed})
             return removed
@@ -305,7 +338,7 @@ class Writer:
         for owner in (owner for owner, is_dead in dead.items() if is_dead):
             self._forget_owner(owner)
         if reclaimed:
-            self._table.add_counters({"reclaimed_nbytes": reclaimed * 4096})
+            self._table.add_counters({"reclaimed_nbytes": reclaimed * GRANULE})
         return reclaimed
 
     def bury(self, deadline: float) -> None:
@@ -319,7 +352,7 @@ class Writer:
                     self._forget_owner(owner)
 
     def _forget_owner(self, owner: bytes) -> None:
-        self._table.add_counters(as_counts(self._owners.counts(owner)))
+        self._table.add_counters(self._owners.counts(owner))
         self._owners.forget(owner)
 
     def resize(self, capacity: int, deadline: float) -> None:
@@ -339,9 +372,9 @@ class Writer:
             self._follow_capacity(capacity)
 
     def unsound(self, deadline: float) -> str | None:
-        """See `soundness.unsound`."""
-        with self.locked(deadline), self._ledger.peek() as draft:
-            return unsound(draft, self._table, self._arena.granules)
+        """See `Ledger.unsound`."""
+        with self.locked(deadline):
+            return self._ledger.unsound(self._arena.granules)
 
     def trim(self, deadline: float) -> int:
         """Give the arena's space beyond the limit back to the file system, if no other process maps it.
@@ -352,7 +385,7 @@ class Writer:
             self._arena.punch_from(draft.high_water)
             return draft.high_water
 
-    def _slots_beyond(self, limit: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    def _slots_beyond(self, limit: int) -> Slots:
         beyond, listed = self._table.slots_beyond(limit)
         with self._ledger.peek() as draft:
             wide = [slot for slot in listed if (draft.peek_extents(slot).sum(axis=1, dtype=np.int64) > limit).any()]

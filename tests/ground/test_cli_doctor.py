@@ -18,7 +18,6 @@ from mooncake_connector.checks import failed, ok, warning
 from mooncake_connector.cli import doctor_transfers
 from mooncake_connector.cli.main import app
 from store_client import EmbeddedStore
-from store_client.embedded import layout
 from transfer.transports.registry import Transports
 from transfer.transports.unix import listen_at_port
 
@@ -177,7 +176,7 @@ class TestThePool:
 
     def test_one_from_before_a_restart_of_the_machine_will_be_made_anew(self, pool, monkeypatch):
         EmbeddedStore(pool, 16 * MIB).close()
-        monkeypatch.setattr(layout, "boot_id", lambda: "another boot")
+        monkeypatch.setattr("store_client.embedded.folder.boot_id", lambda: "another boot")
         status, detail = outcome_of("pool")
         assert status == "warning" and "rebuilt, empty, by the next engine: the machine was restarted" in detail
 
@@ -204,7 +203,8 @@ class TestThePool:
     def test_too_little_shared_memory_is_a_warning_that_names_the_other_folder(self, monkeypatch, tmp_path):
         monkeypatch.delenv("MOONCAKE_CONNECTOR_POOL")
         notice = "/dev/shm has 64 MiB free: using another folder"
-        monkeypatch.setattr(layout, "choose_default", lambda capacity: (tmp_path / "another", notice))
+        chosen = tmp_path / "another", notice
+        monkeypatch.setattr("mooncake_connector.cli.doctor.choose_default", lambda capacity: chosen)
         assert outcome_of("shared memory") == ("warning", notice)
         assert outcome_of("pool")[1].startswith(str(tmp_path / "another"))
 

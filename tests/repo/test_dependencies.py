@@ -127,7 +127,7 @@ def test_the_rules_see_the_modules_of_every_package():
         ("vllm_plugin.prefix.worker", "import sglang.srt"),
         ("vllm_plugin.prefix.worker", "from mooncake_connector.cli.pool import open_pool"),
         ("vllm_plugin.prefix.worker", "from store_client import EmbeddedStore"),
-        ("vllm_plugin.prefix.worker", "from store_client.embedded import layout"),
+        ("vllm_plugin.prefix.worker", "from store_client.embedded import folder"),
         ("sglang_backend.storage", "import store_client.embedded"),
         ("sglang_backend.storage", "__import__('vllm')"),
     ],

@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 from store_client import EmbeddedStore
-from store_client.embedded import rows as rows_
+from store_client.embedded.table import Row
 
 
 def audit(store: EmbeddedStore, *, idle: bool = True) -> None:
@@ -35,7 +35,7 @@ def audit(store: EmbeddedStore, *, idle: bool = True) -> None:
             used = 0
             live = pool.table.live_slots().tolist()
             for slot in live:
-                row = rows_.decode(pool.table.rows[slot].tobytes())
+                row = Row.decode(pool.table.rows[slot].tobytes())
                 assert row is not None
                 extents = draft.peek_extents(slot).tolist() if row.is_listed else list(row.extents)
                 slots[slot] += 1

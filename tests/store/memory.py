@@ -22,7 +22,7 @@ from store_client.base import (
     StoreStats,
     VerifyReport,
 )  # fmt: skip
-from store_client.embedded.rows import join_keys
+from store_client.embedded.names import join_keys
 
 RING = 1000
 """Changes that are remembered."""

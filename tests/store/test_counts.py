@@ -68,7 +68,6 @@ def test_counts_outlive_the_file_that_they_are_in(pool: Path) -> None:
         assert opened is not None
         (file,) = (opened.data / "owners").iterdir()
         file.unlink()
-        assert opened._parts.owners.restore()
-        opened.counters.move(opened._parts.owners.page)
+        assert opened._owners.restore()
         space.record_lookup(hit_pages=1, missed_pages=0, page_tokens=1)
         assert hits(store.stats()) == (2, 0, 2, 0)

@@ -24,7 +24,6 @@ from store.test_opening import CAPACITY, data_folder, until
 
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Put, Space
-from store_client.embedded import faults
 from store_client.embedded.ledger import Ledger
 from store_client.embedded.locks import FileLock
 from store_client.embedded.table import HEADER_NBYTES
@@ -222,7 +221,7 @@ def test_damage_in_the_ledger_leads_to_one_rebuild(
         assert opened is not None
 
         def fail(ledger: Ledger) -> Any:
-            if ledger is opened._parts.ledger:
+            if ledger is opened._ledger:
                 raise error
             return peek(ledger)
 
@@ -256,7 +255,6 @@ def test_what_the_system_refuses_is_a_miss_and_passes(
                 refusing.setattr(mmap, "mmap", exhausted)
             elif missing == "threads":
                 refusing.setattr(threading.Thread, "start", no_thread)
-                refusing.setattr(faults.threading.Thread, "start", no_thread)
             elif missing == "descriptors":
                 refusing.setattr(os, "open", exhausted)
                 refusing.setattr(os, "stat", os.stat)

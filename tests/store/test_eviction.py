@@ -9,10 +9,10 @@ import pytest
 from store.audit import audit
 
 from store_client import EmbeddedStore, Put
-from store_client.embedded.extents import FreeRuns, as_runs
-from store_client.embedded.layout import index_nbytes
-from store_client.embedded.policy import Candidates, Lru
-from store_client.embedded.rows import NONE
+from store_client.embedded.allocator import FreeRuns, as_runs
+from store_client.embedded.evictor import Candidates, Lru
+from store_client.embedded.folder import index_nbytes
+from store_client.embedded.table import NONE
 from store_client.testing import (
     DEADLINE_S,
     SHARD,

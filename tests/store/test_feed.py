@@ -25,7 +25,7 @@ from store.workers import PATIENT
 from store_client import EmbeddedStore
 from store_client.embedded.faults import Damaged
 from store_client.embedded.feed import ENTRY_DTYPE, Feed
-from store_client.embedded.rows import ROW_DTYPE, ROW_NBYTES
+from store_client.embedded.table import ROW_DTYPE, ROW_NBYTES
 from store_client.testing import SHARD, chain, follow, namespace, put_chain
 
 RING = 16

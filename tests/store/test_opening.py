@@ -19,7 +19,8 @@ from store.audit import audit
 
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Put
-from store_client.embedded import layout, locks
+from store_client.embedded import folder as pool_folder
+from store_client.embedded import owners
 from store_client.testing import SHARD, chain, get_page, namespace, put_chain
 
 CAPACITY = 8 << 20
@@ -101,7 +102,7 @@ def test_a_file_system_that_fills_up_limits_the_pool_and_kills_nobody(pool: Path
         with EmbeddedStore(pool, 20 << 20) as store:
             space = store.space(namespace(), SHARD)
             ballast = pool / "ballast"
-            ballast.write_bytes(bytes(layout.free_nbytes(pool) - (6 << 20)))
+            ballast.write_bytes(bytes(pool_folder.free_nbytes(pool) - (6 << 20)))
             for i in range(300):
                 put_chain(space, chain(f"chain {i}", 2))
             assert space.lookup(chain("chain 299", 2)).pages == 2
@@ -140,14 +141,14 @@ def test_an_unknown_policy_is_refused(pool: Path) -> None:
 
 
 def test_too_little_shared_memory_falls_back_to_disk_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "default_pool_path", lambda: Path("/dev/shm/mooncake-never-made"))
-    monkeypatch.setattr(layout, "free_nbytes", lambda folder: (64 << 20) if "shm" in str(folder) else 64 << 30)
-    folder, notice = layout.choose_default(None)
+    monkeypatch.setattr(pool_folder, "default_pool_path", lambda: Path("/dev/shm/mooncake-never-made"))
+    monkeypatch.setattr(pool_folder, "free_nbytes", lambda folder: (64 << 20) if "shm" in str(folder) else 64 << 30)
+    folder, notice = pool_folder.choose_default(None)
     assert not folder.is_relative_to("/dev/shm")
     assert notice is not None and "64.0 MiB free" in notice
-    monkeypatch.setattr(layout, "free_nbytes", lambda folder: 64 << 20)
+    monkeypatch.setattr(pool_folder, "free_nbytes", lambda folder: 64 << 20)
     with pytest.raises(PoolError, match="no room for a pool"):
-        layout.choose_default(None)
+        pool_folder.choose_default(None)
 
 
 def test_a_newer_format_is_refused(pool: Path) -> None:
@@ -233,9 +234,9 @@ def test_a_failed_opening_keeps_no_descriptor(pool: Path, failure: str, monkeypa
         holder = os.open(data / "table", os.O_RDWR)
         fcntl.flock(holder, fcntl.LOCK_EX)
     elif failure == "no flock":
-        monkeypatch.setattr(locks.Owners, "dead", lambda *arguments: os.open("/nowhere", os.O_RDONLY))
+        monkeypatch.setattr(owners.Owners, "dead", lambda *arguments: os.open("/nowhere", os.O_RDONLY))
     elif failure == "full":
-        monkeypatch.setattr(layout, "held_nbytes", lambda pool: os.truncate(pool / "absent", 1))
+        monkeypatch.setattr(pool_folder, "held_nbytes", lambda pool: os.truncate(pool / "absent", 1))
         capacity = 2 * CAPACITY
     elif failure == "damaged":
         edit(pool, max_pages=7)
@@ -264,8 +265,8 @@ def test_a_default_folder_that_another_user_took_is_an_error_that_says_what_to_d
         "from pathlib import Path\n"
         "from mooncake_connector.errors import PoolError\n"
         "from store_client import EmbeddedStore\n"
-        "from store_client.embedded import layout\n"
-        "layout.default_pool_path = lambda: Path(sys.argv[1])\n"
+        "from store_client.embedded import folder\n"
+        "folder.default_pool_path = lambda: Path(sys.argv[1])\n"
         "os.setuid(12345)\n"
         "try:\n"
         "    EmbeddedStore()\n"

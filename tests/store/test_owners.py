@@ -16,9 +16,10 @@ from store.audit import audit
 from store.test_opening import CAPACITY, data_folder, until
 
 from store_client import EmbeddedStore, Put
-from store_client.embedded import contents, pool_users, registry
+from store_client.embedded import pool_users, registry
+from store_client.embedded.folder import remove_pool
 from store_client.embedded.ledger import Ledger
-from store_client.embedded.put_plan import PutPages
+from store_client.embedded.writer import PutPages
 from store_client.testing import SHARD, chain, namespace, put_chain
 
 KILLED_WITHIN_A_PUT = (
@@ -56,7 +57,7 @@ KILLED_AFTER_A_FORK = (
 def reserved(store: EmbeddedStore) -> int:
     opened = store._handle._pool
     assert opened is not None
-    with opened._parts.ledger.peek() as draft:
+    with opened._ledger.peek() as draft:
         return len(draft.reservations())
 
 
@@ -111,7 +112,7 @@ def test_a_file_that_was_being_made_again_is_removed_with_the_pool(pool: Path) -
     """What a process leaves that is killed while it makes its file again."""
     with EmbeddedStore(pool, CAPACITY):
         (data_folder(pool) / "owners" / ("0" * 32 + ".new")).write_bytes(b"")
-    assert contents.remove_pool(pool) == []
+    assert remove_pool(pool) == []
     assert not pool.exists()
 
 
@@ -164,7 +165,7 @@ def test_two_threads_that_miss_the_file_make_one(pool: Path, monkeypatch: pytest
     with EmbeddedStore(pool, CAPACITY) as store:
         opened = store._handle._pool
         assert opened is not None
-        owners = opened._parts.owners
+        owners = opened._owners
         owners._path.unlink()
         files = len(os.listdir("/proc/self/fd"))
         make, threads = owners._make, []
@@ -179,7 +180,6 @@ def test_two_threads_that_miss_the_file_make_one(pool: Path, monkeypatch: pytest
 
         monkeypatch.setattr(owners, "_make", interrupted)
         assert owners.restore()
-        opened.counters.move(owners.page)
         threads[0].join(10)
         assert len(os.listdir("/proc/self/fd")) == files
         assert os.path.samestat(os.fstat(owners._fd), os.stat(owners._path))
@@ -204,7 +204,7 @@ def test_a_pool_that_was_replaced_is_closed_once_the_last_call_in_it_ends(
         reader = threading.Thread(target=space.read, args=(keys, consume), kwargs={"nbytes": 65536})
         reader.start()
         assert replaced.wait(10)
-        contents.remove_pool(pool)
+        remove_pool(pool)
         assert until(lambda: space.lookup(keys).pages == 0 and store._handle._pool is not old)
         time.sleep(0.5)
         assert old.arena._fd >= 0

@@ -148,7 +148,7 @@ def test_an_unchanged_capacity_is_right_however_full_the_file_system_is(
 ) -> None:
     with EmbeddedStore(pool, LARGE) as store:
         fill(store, "a", 4)
-    monkeypatch.setattr("store_client.embedded.layout.free_nbytes", lambda folder: 0)
+    monkeypatch.setattr("store_client.embedded.folder.free_nbytes", lambda folder: 0)
     for capacity in (LARGE, SMALL):
         with EmbeddedStore(pool, capacity) as store:
             assert store.stats().pages > 0

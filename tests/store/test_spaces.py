@@ -9,7 +9,7 @@ from store.audit import audit
 
 from mooncake_connector.kv.geometry import Shard
 from store_client import EmbeddedStore, Put
-from store_client.embedded import spaces
+from store_client.embedded.names import Spaces, identify
 from store_client.testing import SHARD, chain, get_page, namespace, put_chain
 
 
@@ -19,7 +19,7 @@ def test_a_line_cut_short_by_a_full_file_system_mixes_no_namespaces(
 ) -> None:
     keys = chain("the same prompt", 3)
     write = os.write
-    monkeypatch.setattr(spaces.os, "write", lambda fd, line: write(fd, line[: max(0, len(line) - cut)]))
+    monkeypatch.setattr(os, "write", lambda fd, line: write(fd, line[: max(0, len(line) - cut)]))
     with EmbeddedStore(pool, 4 << 20) as store:
         a, b = store.space(namespace("a"), SHARD), store.space(namespace("b"), SHARD)
         with contextlib.suppress(KeyError):
@@ -57,7 +57,7 @@ def test_a_list_of_many_namespaces_is_read_once(pool: Path, monkeypatch: pytest.
     with EmbeddedStore(pool, 4 << 20) as store:
         opened = store._handle._pool
         assert opened is not None
-        reader = spaces.Spaces(opened.spaces._path)
+        reader = Spaces(opened.spaces._path)
         learned = []
         learn = reader._learn
         monkeypatch.setattr(reader, "_learn", lambda line: (learned.append(line), learn(line)))
@@ -75,4 +75,4 @@ def test_every_shard_and_namespace_has_an_identity_of_its_own() -> None:
         (namespace(model).digest, Shard(0, layers, heads, heads + more))
         for model in "abc" for layers in (1, 2, 256) for heads in (0, 1, 255) for more in (1, 2)
     }  # fmt: skip
-    assert len({spaces.identify(name) for name in names}) == len(names)
+    assert len({identify(name) for name in names}) == len(names)

@@ -21,10 +21,11 @@ from mooncake_connector.cli.bench.store import LOOKUP, PREFIX, SINGLE_LOOKUPS, b
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
 from store_client import EmbeddedStore, Space
-from store_client.embedded import layout, ledger, rows, table
+from store_client.embedded import ledger, table
 from store_client.embedded.arena import GRANULE
-from store_client.embedded.journal import Record
-from store_client.embedded.spaces import Spaces
+from store_client.embedded.feed import Feed
+from store_client.embedded.folder import MIN_CAPACITY_NBYTES, read_description, write_description
+from store_client.embedded.names import Spaces, hash_keys
 
 _CHUNK = 1 << 16
 _SHARD = Shard(0, 32, 0, 8)
@@ -85,7 +86,7 @@ def _tasks(space: Space, keys: list[list[bytes]]) -> dict[str, Task]:
 
 def filled_pool(pool: Path, count: int, sample: int = 2048) -> list[list[bytes]]:
     """Make a pool whose page table is full with ``count`` random pages; return batches of their keys, spread evenly."""
-    with EmbeddedStore(pool, layout.MIN_CAPACITY_NBYTES):
+    with EmbeddedStore(pool, MIN_CAPACITY_NBYTES):
         pass
     data = _widen(pool, count)
     number = Spaces(data / "spaces").register(bench_namespace(), _SHARD)
@@ -104,10 +105,10 @@ def filled_pool(pool: Path, count: int, sample: int = 2048) -> list[list[bytes]]
 
 def _widen(pool: Path, count: int) -> Path:
     """Give an empty pool an index for ``count`` pages; returns its data folder."""
-    description = layout.read_description(pool)
+    description = read_description(pool)
     if description is None:
         raise BenchError(f"{pool} is not a pool")
-    layout.write_description(pool, dataclasses.replace(description, max_pages=count))
+    write_description(pool, dataclasses.replace(description, max_pages=count))
     data = description.data(pool)
     for name, nbytes in (("table", table.table_nbytes(count)), ("ledger/data.mdb", ledger.map_nbytes(count))):
         fd = os.open(data / name, os.O_RDWR)
@@ -122,7 +123,8 @@ def _widen(pool: Path, count: int) -> Path:
 def _take_all(data: Path, count: int) -> None:
     """Let the ledger say that ``count`` pages of one granule each take every slot and all of the arena."""
     os.truncate(data / "arena", count * GRANULE)
-    opened = ledger.Ledger(data / "ledger", count)
+    feed = Feed(data / "feed", int(data.name[:16], 16))
+    opened = ledger.Ledger(data / "ledger", table.Table(data / "table", count), feed)
     with opened.transaction() as draft:
         draft.slots.take_pieces(draft.slots.total, max_pieces=draft.slots.total)
         draft.high_water = draft.capacity = count
@@ -131,19 +133,19 @@ def _take_all(data: Path, count: int) -> None:
 
 def _insert(target: table.Table, keys: npt.NDArray[np.uint8], space: int, first_slot: int) -> None:
     """Apply a record that names ``keys`` at the slots from ``first_slot`` on; their rows say one granule each."""
-    hashes = rows.hash_keys(keys, space)
-    cells = target.plan_cells(hashes)
+    hashes = hash_keys(keys, space)
+    cells = target.cells.plan(hashes)
     fits = cells >= 0
     slots = np.arange(first_slot, first_slot + len(keys), dtype=np.uint32)
-    filled: npt.NDArray[Any] = np.zeros(len(keys), dtype=rows.ROW_DTYPE)
+    filled: npt.NDArray[Any] = np.zeros(len(keys), dtype=table.ROW_DTYPE)
     filled["key"], filled["space"] = keys, space
     filled["generation"] = slots.astype(np.uint64) + 1
-    filled["granules"], filled["nbytes"], filled["parent"], filled["num_extents"] = 1, 4096, rows.NONE, 1
-    record = Record(
+    filled["granules"], filled["nbytes"], filled["parent"], filled["num_extents"] = 1, 4096, table.NONE, 1
+    record = table.Record(
         target.applied, target.pages + len(keys), target.used_granules + len(keys),
         set_cells=cells[fits].astype(np.uint64),
-        set_words=target.words(hashes[fits], slots[fits]), set_slots=slots,
-        set_rows=filled.view(np.uint8).reshape(len(keys), rows.ROW_NBYTES),
+        set_words=target.cells.values(hashes[fits], slots[fits]), set_slots=slots,
+        set_rows=filled.view(np.uint8).reshape(len(keys), table.ROW_NBYTES),
     )  # fmt: skip
     target.apply(record, 0)
 
