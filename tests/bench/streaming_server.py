@@ -28,7 +28,7 @@ class Behaviour:
         default_factory=lambda: [
             token("a", token_ids=[1]),
             token("b", token_ids=[2], finish_reason="length"),
-            event(choices=[], usage={"prompt_tokens": 260, "prompt_tokens_details": {"cached_tokens": 128}}),
+            event(choices=[], usage={"prompt_tokens": 260}),
             "data: [DONE]\n\n",
         ]
     )

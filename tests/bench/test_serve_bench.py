@@ -17,11 +17,10 @@ from typer.testing import CliRunner
 from bench.streaming_server import StreamingServer, event, token
 from mooncake_connector.cli.bench.commands import app
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.serve import client, command, compare, engines, running
-from mooncake_connector.cli.bench.serve.client import Answer, parse_url
-from mooncake_connector.cli.bench.serve.counters import CacheTokens
+from mooncake_connector.cli.bench.serve import client, command, compare, engines
+from mooncake_connector.cli.bench.serve.answer import Answer
 from mooncake_connector.cli.bench.serve.engines import ALONE, OURS
-from mooncake_connector.cli.bench.serve.load import Pass
+from mooncake_connector.cli.bench.serve.load import CacheTokens, Pass
 from mooncake_connector.cli.bench.serve.report import NEW, SEEN, Absent, ServeReport, row_of
 from mooncake_connector.cli.bench.serve.workload import Workload, text_prompts, token_prompts
 
@@ -311,7 +310,7 @@ def test_the_reason_of_a_server_s_end_is_its_first_error(log, reason):
 
 
 def answer(first: float, text: str = "a") -> Answer:
-    return Answer(first, first + 1, text, (), None, None)
+    return Answer(first, text, (), None)
 
 
 def test_a_row_takes_all_rounds_together():
@@ -370,8 +369,3 @@ def test_a_signal_that_was_ignored_stays_ignored(number):
 
 def test_what_did_not_run_is_told_as_it_is():
     assert report().absent_lines() == ["not measured: [bold]X[/]: no [red]GPU"]
-
-
-def test_running_servers_are_asked_under_their_own_address(stand_in):
-    server = parse_url(f"{stand_in.url}/v1", None)
-    assert running.choose_model(server, None) == ("m", 4096)

@@ -88,6 +88,18 @@ def last_lines(log: IO[bytes], count: int = 3) -> str:
     return " | ".join(line.strip() for line in lines[-count:]) or "no output"
 
 
+def printed_by(python: str | Path, program: str, otherwise: str, *arguments: str) -> list[str]:
+    """The lines that ``program`` prints in ``python``. Raises BenchError that says the reason, and what to do."""
+    try:
+        done = subprocess.run([python, "-c", program, *arguments], capture_output=True, text=True, timeout=180)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BenchError(f"{python} cannot be run: {error}: {otherwise}") from error
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise BenchError(f"{python} lacks something ({reason}): {otherwise}")
+    return done.stdout.strip().splitlines()
+
+
 def free_ports(count: int) -> list[int]:
     """Different ports of the loopback that nobody listens on right now."""
     sockets = [socket.socket() for _ in range(count)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -79,18 +78,6 @@ def accepts(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def probed(python: str | Path, program: str, otherwise: str, *arguments: str) -> list[str]:
-    """The lines that `program` prints in `python`. Raises BenchError that says the reason, and what to do."""
-    try:
-        done = subprocess.run([python, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BenchError(f"{python} cannot be run: {error}: {otherwise}") from error
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise BenchError(f"{python} lacks something ({reason}): {otherwise}")
-    return done.stdout.strip().splitlines()
-
-
 def engine_version(python: Path, engine: str, program: str) -> str:
     """What ``program`` prints in ``python``: it imports the engine and this project."""
-    return probed(python, program, f"it needs {engine} and mooncake-connector")[-1]
+    return processes.printed_by(python, program, f"it needs {engine} and mooncake-connector")[-1]

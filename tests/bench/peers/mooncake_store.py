@@ -51,7 +51,7 @@ def locate(python: str) -> Install:
         "names = [d.name for d in m.distributions() if d.name.startswith('mooncake-transfer-engine')]\n"
         "print(list(mooncake.__path__)[0]); print(names[0] + ' ' + m.version(names[0]) if names else 'unknown')"
     )
-    package, version = children.probed(python, program, _INSTALL)[-2:]
+    package, version = processes.printed_by(python, program, _INSTALL)[-2:]
     return Install(python, Path(package), version)
 
 

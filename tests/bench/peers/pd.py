@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peers import children
 from bench.peers.pd_client import Instance
 from bench.peers.report import Comparison, Goal, Row, row
 from bench.peers.vllm import Engine, version
@@ -79,7 +78,7 @@ def nixl_wheel(python: str) -> Iterator[tuple[Path, str]]:
         "import importlib.metadata as m, pathlib, nixl\n"
         "print(pathlib.Path(nixl.__file__).parent.parent); print(m.version('nixl'))"
     )
-    packages, version = children.probed(python, program, _NIXL)[-2:]
+    packages, version = processes.printed_by(python, program, _NIXL)[-2:]
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
         for found in Path(packages).glob("*nixl*"):
             (Path(folder) / found.name).symlink_to(found)

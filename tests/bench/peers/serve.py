@@ -37,7 +37,9 @@ def run(
     progress: Progress,
 ) -> ServeReport:  # fmt: skip
     """vLLM alone, ours, and `peers`; one whose module is missing is told as not measured."""
-    found = json.loads(children.probed(python, _PROBE, "it needs vLLM and mooncake-connector", *NEEDED.values())[-1])
+    found = json.loads(
+        processes.printed_by(python, _PROBE, "it needs vLLM and mooncake-connector", *NEEDED.values())[-1]
+    )
     absent = [
         Absent(name, f"its module {NEEDED[name]!r} is not installed in {python}")
         for name in peers

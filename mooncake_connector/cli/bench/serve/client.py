@@ -1,81 +1,27 @@
-"""An OpenAI-compatible server as a client sees it: pages and streamed completions.
-
-Every call has a deadline over all of it, and ends at once when its `Calls` are ended from another thread.
-"""
+"""An OpenAI-compatible server as a client sees it: pages and streamed completions, each with one deadline."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import json
+import queue
 import socket
-import ssl
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.serve.sse import EventStream
+from mooncake_connector.cli.bench.serve.answer import Answer, AnswerReader, RequestFailed, error_text
 from mooncake_connector.cli.bench.serve.workload import Prompt
 
 _SHORT_S = 15.0
-_SHOWN = 300
 _LARGEST = 32 << 20
-_MOST_TOKENS = 1 << 40
-"""A larger count is no count of tokens."""
 
-
-class RequestFailed(Exception):
-    """One call failed; the message says how. `status` is the server's, where it answered."""
-
-    def __init__(self, reason: str, status: int | None = None) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One streamed completion. Token ids are there if the server sends them; counts if it reports its usage."""
-
-    first_token_s: float
-    whole_s: float
-    text: str
-    token_ids: tuple[int, ...]
-    prompt_tokens: int | None
-    cached_tokens: int | None
-
-
-class Calls:
-    """The connections that are open, so that all can be ended at once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
-        self._ended = False
-
-    def end(self) -> None:
-        """End what is under way; what begins later fails."""
-        with self._lock:
-            self._ended = True
-            for connected in self._open:
-                with contextlib.suppress(OSError):
-                    connected.shutdown(socket.SHUT_RDWR)
-
-    @contextlib.contextmanager
-    def holding(self, connected: socket.socket) -> Iterator[None]:
-        """While a call uses this socket. Raises RequestFailed where all were ended before."""
-        with self._lock:
-            if self._ended:
-                raise RequestFailed("stopped")
-            self._open.add(connected)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._open.discard(connected)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -87,7 +33,6 @@ class Server:
     secure: bool = False
     path: str = ""
     api_key: str | None = field(default=None, repr=False)
-    calls: Calls = field(default_factory=Calls, repr=False)
 
     @property
     def url(self) -> str:
@@ -96,9 +41,7 @@ class Server:
 
     def get(self, path: str, limit_s: float = _SHORT_S) -> tuple[int, str, bytes]:
         """Status, content type and content. Raises RequestFailed where there is no answer."""
-        deadline = time.monotonic() + limit_s
-        with self._asked("GET", path, None, deadline) as reply:
-            return reply.status, reply.headers.get_content_type(), _whole(reply, deadline)
+        return self.call("GET", path, None, limit_s, _page)
 
     def is_healthy(self) -> bool:
         try:
@@ -108,114 +51,68 @@ class Server:
 
     def stream(self, body: dict[str, Any], limit_s: float) -> Answer:
         """A completion. Raises RequestFailed for whatever is not a whole answer in time."""
-        start = time.monotonic()
-        deadline = start + limit_s
-        with self._asked("POST", "/v1/completions", {**body, "stream": True}, deadline) as reply:
+        reader = AnswerReader(time.monotonic())
+
+        def read(reply: http.client.HTTPResponse) -> Answer:
             if reply.status != 200:
-                content = _whole(reply, deadline)
-                raise RequestFailed(f"answered {reply.status}: {error_text(content)}", reply.status)
+                raise RequestFailed(f"answered {reply.status}: {error_text(_page(reply)[2])}", reply.status)
             kind = reply.headers.get_content_type()
             if kind != "text/event-stream":
                 raise RequestFailed(f"answered with {kind} instead of a stream of events (text/event-stream)")
-            reader = _AnswerReader(start)
-            for piece in _pieces(reply, deadline):
+            while piece := reply.read1(1 << 16):
                 reader.take(piece)
             return reader.answer()
 
-    @contextlib.contextmanager
-    def _asked(self, method: str, path: str, body: Any, deadline: float) -> Iterator[http.client.HTTPResponse]:
-        """The reply. Raises RequestFailed for whatever goes wrong while it is read, too."""
+        return self.call("POST", "/v1/completions", {**body, "stream": True}, limit_s, read)
+
+    def call(
+        self, method: str, path: str, body: Any, limit_s: float, read: Callable[[http.client.HTTPResponse], T]
+    ) -> T:
+        """What `read` makes of the reply. Raises RequestFailed for whatever goes wrong until then.
+
+        Another thread does it, and is left alone at the deadline: looking up a name knows none, and the time-out of a
+        socket begins anew with each address of the name and with each byte that arrives.
+        """
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         content = None if body is None else json.dumps(body)
-        connection = http.client.HTTPConnection(self.host, self.port)
-        with contextlib.closing(connection), contextlib.ExitStack() as stack:
+        connected: list[socket.socket] = []
+        ended: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+
+        def exchange() -> None:
             try:
-                connection.sock = self._reached(stack, deadline)
-                connection.request(method, self.path + path, content, headers)
-                with connection.getresponse() as reply:
-                    if time.monotonic() >= deadline:  # the headers may be cut off
-                        raise TimeoutError
-                    yield reply
-            except RequestFailed:
-                raise
+                kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
+                with contextlib.closing(kind(self.host, self.port, timeout=limit_s)) as connection:
+                    connection.connect()
+                    connected.append(connection.sock)
+                    connection.request(method, self.path + path, content, headers)
+                    with connection.getresponse() as reply:
+                        ended.put(read(reply))
             except Exception as error:  # a strange server has many ways to trip up whoever reads its answer
-                if isinstance(error, TimeoutError) or time.monotonic() >= deadline:
-                    raise RequestFailed("did not answer in time") from error
-                raise RequestFailed(f"{type(error).__name__}: {error}") from error
+                ended.put(error)
 
-    def _reached(self, stack: contextlib.ExitStack, deadline: float) -> socket.socket:
-        """A connection, which ends at the deadline and with `calls`, while it is made and as long as `stack` is."""
-        last: OSError = OSError("its name has no address")
-        for family, kind, protocol, _, address in _addresses(self.host, self.port, deadline):
-            sock = stack.enter_context(contextlib.closing(socket.socket(family, kind, protocol)))
-            sock.settimeout(_left(deadline))
-            try:
-                with self.calls.holding(sock):
-                    sock.connect(address)
-            except OSError as error:
-                last = error
-                continue
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self.secure:
-                secured = ssl.create_default_context().wrap_socket(
-                    sock, server_hostname=self.host, do_handshake_on_connect=False
-                )
-                sock = stack.enter_context(contextlib.closing(secured))
-            stack.enter_context(self.calls.holding(sock))
-            stack.enter_context(_ended_at(deadline, sock))
-            if isinstance(sock, ssl.SSLSocket):
-                sock.settimeout(_left(deadline))
-                sock.do_handshake()
-            return sock
-        raise last
-
-
-def _left(deadline: float) -> float:
-    """Seconds until then. Raises TimeoutError where it is over."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return left
-
-
-def _addresses(host: str, port: int, deadline: float) -> Iterable[Any]:
-    """As `socket.getaddrinfo`, which knows no deadline. Raises OSError."""
-    found: list[Any] = []
-    ended = threading.Event()
-
-    def look_up() -> None:
+        threading.Thread(target=exchange, daemon=True).start()
         try:
-            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError) as error:
-            found.append(error)
-        ended.set()
+            found = ended.get(timeout=limit_s)
+        except queue.Empty:
+            found = TimeoutError()
+            for sock in connected:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        if isinstance(found, RequestFailed):
+            raise found
+        if isinstance(found, Exception):
+            late = isinstance(found, TimeoutError)
+            raise RequestFailed("did not answer in time" if late else f"{type(found).__name__}: {found}") from found
+        return found
 
-    threading.Thread(target=look_up, daemon=True).start()
-    if not ended.wait(_left(deadline)):
-        raise TimeoutError
-    if isinstance(found[0], Exception):
-        raise found[0]
-    addresses: Iterable[Any] = found[0]
-    return addresses
 
-
-@contextlib.contextmanager
-def _ended_at(deadline: float, connected: socket.socket) -> Iterator[None]:
-    """Ends the connection at the deadline: the socket's own timeout begins anew with each byte that arrives."""
-
-    def end() -> None:
-        with contextlib.suppress(OSError):
-            connected.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(max(0.0, deadline - time.monotonic()), end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _page(reply: http.client.HTTPResponse) -> tuple[int, str, bytes]:
+    content = reply.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise RequestFailed(f"sent more than {_LARGEST >> 20} MiB")
+    return reply.status, reply.headers.get_content_type(), content
 
 
 def parse_url(url: str, api_key: str | None) -> Server:
@@ -250,102 +147,3 @@ def completion(model: str, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
         "temperature": 0,
         "stream_options": {"include_usage": True},
     }
-
-
-def error_text(content: bytes) -> str:
-    """What a server says in the body of an error, on one short line."""
-    with contextlib.suppress(ValueError, AttributeError, RecursionError):
-        found = json.loads(content)
-        inner = found.get("error") or found
-        message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
-        if isinstance(message, str):
-            return _short(message)
-    return _short(content.decode(errors="replace")) or "nothing"
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return "".join(character if character.isprintable() else "?" for character in line)[:_SHOWN]
-
-
-def _pieces(reply: http.client.HTTPResponse, deadline: float) -> Iterator[bytes]:
-    """What arrives, as it arrives, until the end or the deadline. Raises TimeoutError."""
-    while True:
-        piece = reply.read1(1 << 16)
-        if time.monotonic() >= deadline:
-            raise TimeoutError
-        if not piece:
-            return
-        yield piece
-
-
-def _whole(reply: http.client.HTTPResponse, deadline: float) -> bytes:
-    content = bytearray()
-    for piece in _pieces(reply, deadline):
-        content += piece
-        if len(content) > _LARGEST:
-            raise RequestFailed(f"sent more than {_LARGEST >> 20} MiB")
-    return bytes(content)
-
-
-class _AnswerReader:
-    """Puts the events of a completion together."""
-
-    def __init__(self, start: float) -> None:
-        self._start = start
-        self._events = EventStream()
-        self._first: float | None = None
-        self._last = start
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._usage: dict[str, Any] = {}
-        self._finished = False
-
-    def take(self, piece: bytes) -> None:
-        self._take(self._events.feed(piece))
-
-    def answer(self) -> Answer:
-        self._take(self._events.end())
-        if not self._finished:
-            raise RequestFailed("the stream ended before the answer did")
-        if self._first is None:
-            raise RequestFailed("the answer is empty")
-        return Answer(
-            first_token_s=self._first - self._start,
-            whole_s=self._last - self._start,
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
-            prompt_tokens=_count(self._usage, "prompt_tokens"),
-            cached_tokens=_count(self._usage.get("prompt_tokens_details"), "cached_tokens"),
-        )
-
-    def _take(self, events: list[str]) -> None:
-        for data in events:
-            if data == "[DONE]":
-                self._finished = True
-                continue
-            event = json.loads(data)
-            if not isinstance(event, dict):
-                raise RequestFailed(f"sent an event that is no object: {_short(data)}")
-            if event.get("error"):
-                raise RequestFailed(f"failed while it answered: {error_text(data.encode())}")
-            try:
-                self._usage = {**self._usage, **(event.get("usage") or {})}
-                for choice in event.get("choices") or ():
-                    self._take_choice(choice)
-            except (TypeError, AttributeError):
-                raise RequestFailed(f"sent an event of no known form: {_short(data)}") from None
-
-    def _take_choice(self, choice: dict[str, Any]) -> None:
-        text, token_ids = choice.get("text") or "", choice.get("token_ids") or ()
-        if text or token_ids or choice.get("finish_reason"):  # the only token may be a part of a character: no text
-            self._last = time.monotonic()
-            self._first = self._first or self._last
-        self._text.append(text + "")
-        self._token_ids.extend(token_ids)
-        self._finished = self._finished or bool(choice.get("finish_reason"))
-
-
-def _count(found: Any, name: str) -> int | None:
-    value = found.get(name) if isinstance(found, dict) else None
-    return value if isinstance(value, int) and 0 <= value <= _MOST_TOKENS else None

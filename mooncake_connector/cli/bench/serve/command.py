@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import secrets
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ from mooncake_connector.cli.output import Json, print_table, typed_path, width
 
 if TYPE_CHECKING:
     from mooncake_connector.cli.bench.serve.report import ServeReport
-    from mooncake_connector.cli.bench.serve.workload import Workload
 
 _TITLE = "mooncake-connector bench serve"
 _COMPARED = """\
@@ -97,59 +97,39 @@ def serve(
     With a URL, a server of yours: prompts that it has not seen, then the same prefixes again. Its caches will hold
     them.
     """
+    # Not at the top: other commands should start without these.
+    from mooncake_connector.cli.bench.machine import default_folder
+    from mooncake_connector.cli.bench.serve import client, compare, engines, running
     from mooncake_connector.cli.bench.serve.workload import Workload
 
     if (url is None) == (model is None):
         raise typer.BadParameter("give either the URL of a server, or --model DIR", param_hint="URL")
-    _refuse(
-        {
-            "--dtype": url is not None and dtype is not Dtype.auto,
-            "--vllm-python": url is not None and vllm_python is not None,
-            "--folder": url is not None and folder is not None,
-        },
-        "it is for the servers that --model starts, and the server of a URL runs already: leave it out",
-    )
-    _refuse({"--served-model-name": url is None and served_model_name is not None}, "it is for a server with a URL")
-    if requests < prefixes:
-        raise typer.BadParameter(f"{requests} requests cannot ask for {prefixes} prefixes", param_hint="--requests")
+    for_model = "it is for the servers that --model starts, and the server of a URL runs already: leave it out"
+    for option, is_wrong, reason in (
+        ("--dtype", url is not None and dtype is not Dtype.auto, for_model),
+        ("--vllm-python", url is not None and vllm_python is not None, for_model),
+        ("--folder", url is not None and folder is not None, for_model),
+        ("--served-model-name", url is None and served_model_name is not None, "it is for a server with a URL"),
+        ("--requests", requests < prefixes, f"{requests} requests cannot ask for {prefixes} prefixes"),
+    ):
+        if is_wrong:
+            raise typer.BadParameter(reason, param_hint=option)
+    if seed is None:
+        seed = 0 if url is None else secrets.randbelow(1 << 31)  # its caches know none of the prompts
     work = Workload(
-        requests, prefixes, prefix_tokens, answer_tokens=answer_tokens, concurrency=concurrency, rounds=rounds
-    )
+        requests, prefixes, prefix_tokens,
+        answer_tokens=answer_tokens, concurrency=concurrency, rounds=rounds, seed=seed,
+    )  # fmt: skip
     with ended_like_ctrl_c():
         if url is not None:
-            report = _of_url(url, served_model_name, api_key, work, seed, timeout)
+            report = running.run(client.parse_url(url, api_key or None), served_model_name, work, timeout, say)
         else:
-            report = _of_model(model, dtype.value, vllm_python, work, seed, timeout, folder)
+            assert model is not None
+            report = compare.run(
+                vllm_python or Path(sys.executable), model, dtype.value, work, engines.OWN,
+                folder or default_folder(), timeout, say,
+            )  # fmt: skip
     show(report, as_json, url is None)
-
-
-def _refuse(options: dict[str, bool], reason: str) -> None:
-    for option in (name for name, is_wrong in options.items() if is_wrong):
-        raise typer.BadParameter(reason, param_hint=option)
-
-
-def _of_url(
-    url: str, model: str | None, api_key: str | None, work: Workload, seed: int | None, timeout: float
-) -> ServeReport:
-    import dataclasses
-
-    from mooncake_connector.cli.bench.serve import client, running
-
-    work = dataclasses.replace(work, seed=running.new_seed() if seed is None else seed)
-    return running.run(client.parse_url(url, api_key or None), model, work, timeout, say)
-
-
-def _of_model(
-    model: Any, dtype: str, python: Path | None, work: Workload, seed: int | None, timeout: float, folder: Path | None
-) -> ServeReport:
-    import dataclasses
-
-    from mooncake_connector.cli.bench import machine
-    from mooncake_connector.cli.bench.serve import compare, engines
-
-    work = dataclasses.replace(work, seed=seed or 0)
-    where = folder or machine.default_folder()
-    return compare.run(python or Path(sys.executable), model, dtype, work, engines.OWN, where, timeout, say)
 
 
 @contextlib.contextmanager

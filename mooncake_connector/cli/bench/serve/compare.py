@@ -14,7 +14,8 @@ from pathlib import Path
 
 from mooncake_connector.cli.bench.machine import check_room, describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import BenchError, Progress
-from mooncake_connector.cli.bench.serve.client import Answer, completion
+from mooncake_connector.cli.bench.serve.answer import Answer
+from mooncake_connector.cli.bench.serve.client import completion
 from mooncake_connector.cli.bench.serve.engines import (
     ALONE,
     MODEL_NAME,
@@ -28,7 +29,7 @@ from mooncake_connector.cli.bench.serve.engines import (
     read_shape,
     start,
 )
-from mooncake_connector.cli.bench.serve.load import Ask, Pass, run_pass
+from mooncake_connector.cli.bench.serve.load import Pass, run_pass
 from mooncake_connector.cli.bench.serve.report import NEW, SEEN, Absent, ServeReport, ServeRow, row_of
 from mooncake_connector.cli.bench.serve.workload import Prompt, Workload, token_prompts
 
@@ -40,7 +41,7 @@ _PRESSURE_UP_TO = 0.5
 
 @dataclass
 class _Found:
-    """The passes of each server so far, one for each round."""
+    """The passes of each server so far, one for each round, in the order of the servers."""
 
     passes: dict[tuple[str, str], list[Pass]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
@@ -54,12 +55,8 @@ class _Found:
         right = [item.answers for item in alone] if alone else None
         return [
             row_of(server, prompts, passes, None if (server, prompts) == (ALONE, NEW) else right)
-            for (server, prompts), passes in sorted(self.passes.items(), key=lambda item: _place(item[0][0]))
+            for (server, prompts), passes in self.passes.items()
         ]
-
-
-def _place(server: str) -> int:
-    return {ALONE: 0, OURS: 1}.get(server, 2)
 
 
 def run(
@@ -128,15 +125,10 @@ def _measure(
 
 
 def _one_round(engine: Engine, prompts: Sequence[Prompt], work: Workload, limit_s: float) -> tuple[Pass, Pass]:
-    ask = _asker(engine, work.answer_tokens, limit_s)
+    def ask(prompt: Prompt) -> Answer:
+        body = {**completion(MODEL_NAME, prompt, work.answer_tokens), "ignore_eos": True, "return_token_ids": True}
+        return engine.server.stream(body, limit_s)
+
     new = run_pass(engine.server, ask, prompts, work.concurrency)
     time.sleep(_SETTLE_S)
     return new, run_pass(engine.server, ask, prompts, work.concurrency)
-
-
-def _asker(engine: Engine, answer_tokens: int, limit_s: float) -> Ask:
-    def ask(prompt: Prompt) -> Answer:
-        body = {**completion(MODEL_NAME, prompt, answer_tokens), "ignore_eos": True, "return_token_ids": True}
-        return engine.server.stream(body, limit_s)
-
-    return ask

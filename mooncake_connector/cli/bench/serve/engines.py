@@ -23,7 +23,6 @@ from mooncake_connector.cli.bench.serve.workload import Workload
 
 MODEL_NAME = "model"
 _START_DEADLINE_S = 600.0
-_PROBE_LIMIT_S = 180.0
 _GRACE_S = 20.0
 _SERVER_NBYTES = 1 << 30
 """What a server on the CPU takes beside weights and caches."""
@@ -33,6 +32,10 @@ import json, torch, vllm, vllm_plugin
 device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
 print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "device": device}))
 """
+_NEEDED = (
+    "it needs vLLM and mooncake-connector; name a Python that has them by --vllm-python, or give the URL of a server "
+    "that runs already instead of --model"
+)
 
 
 @dataclass(frozen=True)
@@ -47,17 +50,7 @@ class Environment:
 def probe(python: Path) -> Environment:
     """Raises BenchError that says what to install where vLLM or this package is missing."""
     python = Path(shutil.which(python) or python).absolute()  # servers start in folders of their own
-    try:
-        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_LIMIT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BenchError(f"--vllm-python {python} cannot be run: {error}") from error
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise BenchError(
-            f"--vllm-python {python} lacks something ({reason}): it needs vLLM and mooncake-connector; to measure a "
-            "server that runs already, give its URL instead of --model"
-        )
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    found = json.loads(processes.printed_by(python, _PROBE, _NEEDED)[-1])
     return Environment(python, found.pop("device"), found)
 
 

@@ -1,4 +1,4 @@
-"""One pass over the prompts, a fixed number at a time, and the figures of it."""
+"""One pass over the prompts, a fixed number at a time: its answers, and what the server counted meanwhile."""
 
 from __future__ import annotations
 
@@ -7,14 +7,48 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import add, sub
+from typing import NamedTuple
 
-from mooncake_connector.cli.bench.serve.client import Answer, RequestFailed, Server
-from mooncake_connector.cli.bench.serve.counters import CacheTokens, cache_tokens
+from prometheus_client.parser import text_string_to_metric_families
+
+from mooncake_connector.cli.bench.serve.answer import Answer, RequestFailed
+from mooncake_connector.cli.bench.serve.client import Server
 from mooncake_connector.cli.bench.serve.workload import Prompt
 
-Ask = Callable[[Prompt], Answer]
-
 _TURN_S = 0.2
+
+
+class CacheTokens(NamedTuple):
+    """Prompt tokens by where their KV came from, by the server's own counters."""
+
+    computed: int = 0
+    engine_cache: int = 0
+    connector: int = 0
+
+    def plus(self, other: CacheTokens) -> CacheTokens:
+        return CacheTokens(*map(add, self, other))
+
+    def minus(self, other: CacheTokens) -> CacheTokens:
+        return CacheTokens(*map(sub, self, other))
+
+
+_VLLM = {"local_compute": "computed", "local_cache_hit": "engine_cache", "external_kv_transfer": "connector"}
+
+
+def cache_tokens(server: Server) -> CacheTokens | None:
+    """vLLM's counters since its start, over all of its engines; None where a server has none of them."""
+    counts: dict[str, float] = {}
+    try:
+        status, _, content = server.get("/metrics")
+        for family in text_string_to_metric_families(content.decode(errors="replace")) if status == 200 else ():
+            for sample in family.samples:
+                name = _VLLM.get(sample.labels.get("source", ""))
+                if sample.name == "vllm:prompt_tokens_by_source_total" and name is not None:
+                    counts[name] = counts.get(name, 0.0) + sample.value
+        return CacheTokens(**{name: int(value) for name, value in counts.items()}) if counts else None
+    except Exception:  # nobody promises that what is there is Prometheus's format
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +71,7 @@ class Pass:
         return (len(self.answers) - self.failed) / self.seconds if self.seconds else 0.0
 
 
-def run_pass(server: Server, ask: Ask, prompts: Sequence[Prompt], concurrency: int) -> Pass:
+def run_pass(server: Server, ask: Callable[[Prompt], Answer], prompts: Sequence[Prompt], concurrency: int) -> Pass:
     """Ask all prompts in their order. Given up, and the rest failed, when too many in a row fail."""
     before = cache_tokens(server)
     work = _Work(ask, prompts, give_up_after=2 * concurrency)
@@ -51,18 +85,17 @@ def run_pass(server: Server, ask: Ask, prompts: Sequence[Prompt], concurrency: i
                 thread.join(_TURN_S)
     except BaseException:
         work.stop()
-        server.calls.end()
         raise
     seconds = time.monotonic() - start
     after = cache_tokens(server)
-    tokens = after - before if after is not None and before is not None else None
+    tokens = after.minus(before) if after is not None and before is not None else None
     return Pass(seconds, tuple(work.answers), work.reason, tokens)
 
 
 class _Work:
     """Prompts that several threads take one after the other."""
 
-    def __init__(self, ask: Ask, prompts: Sequence[Prompt], give_up_after: int) -> None:
+    def __init__(self, ask: Callable[[Prompt], Answer], prompts: Sequence[Prompt], give_up_after: int) -> None:
         self.answers: list[Answer | None] = [None] * len(prompts)
         self.reason: str | None = None
         self._ask, self._prompts = ask, prompts

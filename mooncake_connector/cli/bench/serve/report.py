@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import msgspec
 
-from mooncake_connector.cli.bench.serve.client import Answer
-from mooncake_connector.cli.bench.serve.counters import CacheTokens
-from mooncake_connector.cli.bench.serve.load import Pass, percentile
+from mooncake_connector.cli.bench.serve.answer import Answer
+from mooncake_connector.cli.bench.serve.load import CacheTokens, Pass, percentile
 from mooncake_connector.cli.columns import sheet
 
 NEW, SEEN = "new", "seen"
@@ -117,7 +117,7 @@ def row_of(
     answers = [answer for item in passes for answer in item.answers if answer is not None]
     firsts = [answer.first_token_s for answer in answers]
     counted = [item.tokens for item in passes if item.tokens is not None]
-    tokens = sum(counted, CacheTokens()) if counted and len(counted) == len(passes) else None
+    tokens = reduce(CacheTokens.plus, counted) if counted and len(counted) == len(passes) else None
     compared, differ = compare(passes, right) if right is not None else (0, 0)
     seconds = sum(item.seconds for item in passes)
     return ServeRow(

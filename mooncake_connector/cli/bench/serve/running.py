@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import BenchError, Progress
-from mooncake_connector.cli.bench.serve.client import Answer, RequestFailed, Server, completion
+from mooncake_connector.cli.bench.serve.answer import Answer, RequestFailed
+from mooncake_connector.cli.bench.serve.client import Server, completion
 from mooncake_connector.cli.bench.serve.load import Pass, run_pass
 from mooncake_connector.cli.bench.serve.report import NEW, SEEN, ServeReport, row_of
 from mooncake_connector.cli.bench.serve.workload import Prompt, Workload, first_of_each, text_prompts, words
@@ -19,11 +19,6 @@ from mooncake_connector.cli.bench.serve.workload import Prompt, Workload, first_
 _PROBE_WORDS = 50
 _TOKENS_PER_WORD = 1.3
 """Where the server does not say how many tokens a prompt has."""
-
-
-def new_seed() -> int:
-    """A seed nobody has used with this server: its caches know none of the prompts."""
-    return secrets.randbelow(1 << 31)
 
 
 def run(server: Server, model: str | None, work: Workload, limit_s: float, progress: Progress) -> ServeReport:
@@ -47,7 +42,8 @@ def run(server: Server, model: str | None, work: Workload, limit_s: float, progr
         prompts = text_prompts(work, tokens_per_word, f"round {number}")
         first = first_of_each(work.order(f"round {number}"))
         new = run_pass(server, ask, [prompts[index] for index in first], work.concurrency)
-        right.append([new.answers[first.index(index)] if index in first else None for index in range(len(prompts))])
+        answers = dict(zip(first, new.answers, strict=True))
+        right.append([answers.get(index) for index in range(len(prompts))])
         passes[NEW].append(new)
         passes[SEEN].append(run_pass(server, ask, prompts, work.concurrency))
         if all(answer is None for item in passes[NEW] for answer in item.answers):
@@ -93,7 +89,7 @@ def choose_model(server: Server, wanted: str | None) -> tuple[str, int | None]:
 def _try_out(server: Server, model: str, work: Workload, limit_s: float) -> tuple[dict[str, Any], float]:
     """What to leave out of a request so that this server takes it, and how many tokens one of our words has."""
     count = max(1, min(_PROBE_WORDS, work.prefix_tokens // 8))  # never longer than what is measured, in any tokens
-    prompt = words(count, f"{work.seed}/probe")
+    prompt = " ".join(words(count, f"{work.seed}/probe"))
     options: dict[str, Any] = {}
     try:
         answer = server.stream(_body(model, prompt, 1, options), limit_s)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 Prompt = str | list[int]
 
 _WORDS = (
@@ -42,34 +44,31 @@ class Workload:
 def token_prompts(work: Workload, vocabulary: int, salt: str) -> list[Prompt]:
     """The prompts of one round as token ids."""
 
-    def tokens(name: str, count: int) -> list[int]:
-        draw = random.Random(f"{work.seed}/{salt}/{name}")
+    def tokens(count: int, seed: str) -> list[int]:
+        draw = random.Random(seed)
         return [draw.randrange(vocabulary) for _ in range(count)]
 
-    prefixes = [tokens(f"prefix {index}", work.prefix_tokens) for index in range(work.prefixes)]
-    return [
-        prefixes[prefix] + tokens(f"question {index}", work.question_tokens)
-        for index, prefix in enumerate(work.order(salt))
-    ]
+    return [*_prompts(work, salt, tokens)]
 
 
 def text_prompts(work: Workload, tokens_per_word: float, salt: str) -> list[Prompt]:
     """The prompts of one round as text, for a server whose tokenizer is not known; lengths are approximate."""
-
-    def text(name: str, count: int) -> str:
-        return words(max(1, round(count / tokens_per_word)), f"{work.seed}/{salt}/{name}")
-
-    prefixes = [text(f"prefix {index}", work.prefix_tokens) for index in range(work.prefixes)]
-    return [
-        f"{prefixes[prefix]} {text(f'question {index}', work.question_tokens)}"
-        for index, prefix in enumerate(work.order(salt))
-    ]
+    drawn = _prompts(work, salt, lambda count, seed: words(max(1, round(count / tokens_per_word)), seed))
+    return [" ".join(prompt) for prompt in drawn]
 
 
-def words(count: int, seed: str) -> str:
+def words(count: int, seed: str) -> list[str]:
     """`count` common English words."""
     draw = random.Random(seed)
-    return " ".join(draw.choice(_WORDS) for _ in range(count))
+    return [draw.choice(_WORDS) for _ in range(count)]
+
+
+def _prompts(work: Workload, salt: str, draw: Callable[[int, str], list[T]]) -> Iterator[list[T]]:
+    """Prefix and question of each request, drawn by count and seed."""
+    seed = f"{work.seed}/{salt}"
+    prefixes = [draw(work.prefix_tokens, f"{seed}/prefix {index}") for index in range(work.prefixes)]
+    for index, prefix in enumerate(work.order(salt)):
+        yield prefixes[prefix] + draw(work.question_tokens, f"{seed}/question {index}")
 
 
 def first_of_each(order: Sequence[int]) -> list[int]:
