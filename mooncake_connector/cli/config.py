@@ -10,16 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mooncake_connector.cli.columns import sheet
-from mooncake_connector.cli.output import (
-    EXIT_CODES,
-    HELP_SETTINGS,
-    Group,
-    Json,
-    print_json,
-    print_table,
-    typed_path,
-    width,
-)
+from mooncake_connector.cli.output import Json, command_group, print_json, print_table, typed_path, width
 from mooncake_connector.config.schema import Config, Setting, load_settings
 from mooncake_connector.config.values import shown
 from mooncake_connector.errors import ConfigError, PoolError
@@ -35,14 +26,7 @@ _EXTRA = "kv_connector_extra_config"
 _MULTI = "MultiConnector"
 _SGLANG = "--hicache-storage-backend-extra-config"
 
-app = typer.Typer(
-    help="See the configuration in force.",
-    cls=Group,
-    epilog=EXIT_CODES,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    context_settings=HELP_SETTINGS,
-)
+app = command_group("See the configuration in force.")
 
 
 @app.callback()

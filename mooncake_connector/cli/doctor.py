@@ -21,7 +21,7 @@ import typer
 from mooncake_connector.checks import Check, Status, failed, ok, warning
 from mooncake_connector.cli import columns as columns_
 from mooncake_connector.cli.doctor_transfers import transfer_checks
-from mooncake_connector.cli.output import EXIT_CODES, EXIT_FAILED, HELP_SETTINGS, Group, Json, print_json, styled, width
+from mooncake_connector.cli.output import EXIT_FAILED, Json, command_group, print_json, styled, width
 from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes
@@ -36,14 +36,7 @@ from store_client.embedded.folder import (
     secure_folder,
 )
 
-app = typer.Typer(
-    help="Check whether an engine would use the pool, without starting it.",
-    cls=Group,
-    epilog=EXIT_CODES,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    context_settings=HELP_SETTINGS,
-)
+app = command_group("Check whether an engine would use the pool, without starting it.")
 
 TransferConfig = Annotated[
     str | None,

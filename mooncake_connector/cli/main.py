@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from mooncake_connector import __version__, quick_start
-from mooncake_connector.cli import bench, config, doctor, size, store
+from mooncake_connector.cli import config, doctor, size, store
+from mooncake_connector.cli.bench import commands as bench
 from mooncake_connector.cli.output import (
-    EXIT_CODES,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
-    HELP_SETTINGS,
     Group,
+    command_group,
     print_error,
     print_json,
 )
@@ -62,16 +62,7 @@ class _Group(Group):
             raise typer.Exit(EXIT_FAILED) from None
 
 
-app = typer.Typer(
-    name="mooncake-connector",
-    cls=_Group,
-    help=_HELP,
-    epilog=EXIT_CODES,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings=HELP_SETTINGS,
-)
+app = command_group(_HELP, _Group, name="mooncake-connector", pretty_exceptions_enable=False)
 app.add_typer(store.app, name="store")
 app.add_typer(doctor.app, name="doctor")
 app.add_typer(config.app, name="config")

@@ -25,12 +25,6 @@ EXIT_CODES = (
     "usage; 3 `store verify` found corrupt pages; 130 interrupted."
 )
 
-HELP_SETTINGS = {
-    "help_option_names": ["-h", "--help"],
-    "terminal_width": max(30, min(shutil.get_terminal_size().columns, 100)),
-}
-"""Help is plain text: its examples keep their lines, and nothing is cut in a narrow terminal."""
-
 
 class Group(TyperGroup):
     """Commands whose list in the help is not cut to the width of the terminal."""
@@ -40,6 +34,15 @@ class Group(TyperGroup):
         rows = [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command is not None]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+def command_group(help: str, cls: type[Group] = Group, **more: Any) -> typer.Typer:
+    """Commands with help in plain text: its examples keep their lines, and nothing is cut in a narrow terminal."""
+    columns = max(30, min(shutil.get_terminal_size().columns, 100))
+    return typer.Typer(
+        help=help, cls=cls, epilog=EXIT_CODES, no_args_is_help=True, rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "terminal_width": columns}, **more,
+    )  # fmt: skip
 
 
 def typed_path(text: str) -> Path:

@@ -15,11 +15,9 @@ from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli import tables
 from mooncake_connector.cli.columns import clean
 from mooncake_connector.cli.output import (
-    EXIT_CODES,
     EXIT_DAMAGED,
-    HELP_SETTINGS,
-    Group,
     Json,
+    command_group,
     error_console,
     print_json,
     print_table,
@@ -32,14 +30,7 @@ from store_client import Store
 from store_client.base import Progress
 from store_client.embedded import PoolUser, pool_users
 
-app = typer.Typer(
-    help="Inspect, verify, clear and delete the pool of KV pages.",
-    cls=Group,
-    epilog=EXIT_CODES,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    context_settings=HELP_SETTINGS,
-)
+app = command_group("Inspect, verify, clear and delete the pool of KV pages.")
 
 Pool = Annotated[
     Path | None,

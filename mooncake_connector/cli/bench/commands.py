@@ -9,9 +9,8 @@ import typer
 
 from mooncake_connector.cli.bench.report import say, show
 from mooncake_connector.cli.bench.serve.command import serve
-from mooncake_connector.cli.output import EXIT_CODES, HELP_SETTINGS, Group, Json, typed_path
+from mooncake_connector.cli.output import Json, command_group, typed_path
 
-_HELP = "Benchmarks: the store, transfers and whole servers beside this machine's own limits."
 _STORE_LEGEND = "limit: memcpy or a bare LMDB on this machine. Best round of each; rounds alternate."
 _TRANSFER_LEGEND = (
     "limit: process_vm_readv of the same pieces (cma), memcpy (shm), sendall/recv_into over one connection (tcp). "
@@ -20,14 +19,7 @@ _TRANSFER_LEGEND = (
 
 Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, not how fast.")]
 
-app = typer.Typer(
-    help=_HELP,
-    cls=Group,
-    epilog=EXIT_CODES,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    context_settings=HELP_SETTINGS,
-)
+app = command_group("Benchmarks: the store, transfers and whole servers beside this machine's own limits.")
 app.command()(serve)
 
 
