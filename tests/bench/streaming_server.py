@@ -32,6 +32,8 @@ class Behaviour:
             "data: [DONE]\n\n",
         ]
     )
+    answer: dict = field(default_factory=dict)
+    """To a request that does not ask for a stream."""
     pause_s: float = 0.0
     refuses: str | None = None
     """A field of the request that is answered with 400."""
@@ -98,6 +100,8 @@ class StreamingServer:
                     return self._send(400, "application/json", json.dumps({"error": message}).encode())
                 if behaviour.status != 200:
                     return self._send(behaviour.status, "text/html", b"<h1>Out of order</h1>")
+                if not body.get("stream"):
+                    return self._send(200, "application/json", json.dumps(behaviour.answer).encode())
                 self.send_response(200)
                 self.send_header("Content-Type", behaviour.kind)
                 self.end_headers()

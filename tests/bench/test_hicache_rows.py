@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 
 from bench.peers import mooncake_store
-from bench.peers.hicache_rows import FILE, MOONCAKE, OURS, Figures, rows
-from bench.peers.hicache_scale import CANONICAL, LOOKUP, MEMCPY, Geometry, HicacheScale
+from bench.peers.hicache_rows import (
+    CANONICAL,
+    FILE,
+    LOOKUP,
+    MEMCPY,
+    MOONCAKE,
+    OURS,
+    Figures,
+    Geometry,
+    HicacheScale,
+    rows,
+)
 from bench.peers.report import Row
 
 MODEL = Geometry("model", num_layers=1, num_heads=1, head_dim=64)

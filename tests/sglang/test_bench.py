@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.peers import hicache, hicache_child, hicache_rows, mooncake_store
-from bench.peers.hicache_scale import CANONICAL, Geometry, HicacheScale
+from bench.peers.hicache_rows import CANONICAL, Geometry, HicacheScale
 from bench.peers.host_pools import canonical_view, make_host_pool
 from bench.peers.report import Comparison
 from mooncake_connector.cli.bench.measure import BenchError

@@ -70,22 +70,23 @@ def _end(process: subprocess.Popen[bytes], grace_s: float, leave_s: float) -> No
         process.wait(timeout=10)
 
 
-def wait_until(ready: Callable[[], bool], process: subprocess.Popen[bytes], deadline_s: float, what: str) -> None:
-    """Wait until ``ready()``. Raises BenchError when ``process`` ends first or the deadline passes."""
+def wait_until(
+    ready: Callable[[], bool], process: subprocess.Popen[bytes], log: IO[bytes], deadline_s: float, what: str
+) -> None:
+    """Wait until ``ready()``. Raises BenchError, with the end of ``log``, when ``process`` ends first or it is late."""
     end = time.monotonic() + deadline_s
     while not ready():
         if process.poll() is not None and not ready():
-            raise BenchError(f"{what} ended with status {process.returncode} before it was done")
+            raise BenchError(f"{what} ended with status {process.returncode} before it was done: {_last_lines(log)}")
         if time.monotonic() > end:
-            raise BenchError(f"{what} was not done after {deadline_s:.0f} s")
+            raise BenchError(f"{what} was not done after {deadline_s:.0f} s: {_last_lines(log)}")
         time.sleep(0.02)
 
 
-def last_lines(log: IO[bytes], count: int = 3) -> str:
-    """The last lines that a child wrote, on one line."""
+def _last_lines(log: IO[bytes]) -> str:
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
-    return " | ".join(line.strip() for line in lines[-count:]) or "no output"
+    return " | ".join(line.strip() for line in lines[-3:]) or "no output"
 
 
 def printed_by(python: str | Path, program: str, otherwise: str, *arguments: str) -> list[str]:

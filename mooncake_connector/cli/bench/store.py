@@ -103,10 +103,7 @@ def pool_of_another_process(folder: Path, scale: Scale) -> Iterator[Store]:
     numbers = [str(number) for number in (capacity, scale.num_pages, scale.page_nbytes)]
     command = [sys.executable, "-m", __name__, str(folder / "pool"), *numbers, str(filled)]
     with tempfile.TemporaryFile() as log, processes.running(command, log) as process:
-        try:
-            processes.wait_until(filled.exists, process, _FILL_DEADLINE_S, "the process that fills the pool")
-        except BenchError as error:
-            raise BenchError(f"{error}: {processes.last_lines(log)}") from None
+        processes.wait_until(filled.exists, process, log, _FILL_DEADLINE_S, "the process that fills the pool")
         with EmbeddedStore(folder / "pool") as store:
             yield store
 

@@ -111,10 +111,7 @@ def far_process(memory_nbytes: int, tls: dict[str, str] | None) -> Iterator[Far]
         said = Path(folder) / "said"
         order = json.dumps({"memory_nbytes": memory_nbytes, "tls": tls, "said": str(said)})
         with processes.running([sys.executable, "-m", __name__, order], log, grace_s=10) as process:
-            try:
-                processes.wait_until(said.exists, process, DEADLINE_S, "the other process of the benchmark")
-            except BenchError as error:
-                raise BenchError(f"{error}: {processes.last_lines(log)}") from None
+            processes.wait_until(said.exists, process, log, DEADLINE_S, "the other process of the benchmark")
             yield Far(json.loads(said.read_text()))
 
 

@@ -44,7 +44,7 @@ def store(given: argparse.Namespace) -> Comparison:
 
 def hicache(given: argparse.Namespace) -> Comparison:
     from bench.peers import hicache
-    from bench.peers.hicache_scale import HicacheScale
+    from bench.peers.hicache_rows import HicacheScale
 
     scale = hicache.QUICK if given.quick else HicacheScale()
     return hicache.run(

@@ -43,17 +43,17 @@ def run(
 ) -> dict[str, Any]:
     """Run a child to its end. Returns its outcome: all figures, or those that were ready before it failed, in which
     case ``"error"`` says why (with the end of its output). Never raises for what the child does."""
+
+    def is_ready() -> bool:
+        return bool(read_outcome(outcome).get("ready"))
+
     with tempfile.TemporaryFile() as log:
-        error = None
         try:
             with processes.running(command, log, env, grace_s=_LEAVE_S) as process:
-                processes.wait_until(
-                    lambda: bool(read_outcome(outcome).get("ready")), process, deadline_s, "the measuring process"
-                )
+                processes.wait_until(is_ready, process, log, deadline_s, "the measuring process")
         except BenchError as problem:
-            error = f"{problem}: {processes.last_lines(log)}"
-    found = read_outcome(outcome)
-    return found if error is None else {**found, "error": error}
+            return {**read_outcome(outcome), "error": str(problem)}
+    return read_outcome(outcome)
 
 
 def read_outcome(path: Path) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers import children, hicache_rows, mooncake_store
-from bench.peers.hicache_rows import FILE, MOONCAKE, OURS, Figures
-from bench.peers.hicache_scale import CANONICAL, HicacheScale
+from bench.peers.hicache_rows import CANONICAL, FILE, MOONCAKE, OURS, Figures, HicacheScale
 from bench.peers.report import Comparison
 from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.machine import check_room, describe_machine, describe_versions
@@ -80,17 +79,13 @@ def _measure_mooncake(
     results: dict[str, Figures] = {}
     for setting, pool, held in mooncake_store.SETTINGS:
         progress(f"SGLang: its Mooncake backend, {setting}")
+        segment = scale.data_nbytes * 3 // 2 + (64 << 20)
         with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
-            log = stack.enter_context(tempfile.TemporaryFile())
-            segment = scale.data_nbytes * 3 // 2 + (64 << 20)
-            env = mooncake_store.tcp_settings(pool)
             try:
-                address = stack.enter_context(mooncake_store.master(install, log))
-                if held:
-                    stack.enter_context(mooncake_store.holder(install, address, segment, env, folder, log))
+                cluster = mooncake_store.cluster(install, pool, segment if held else 0)
+                address, env, folder = stack.enter_context(cluster)
             except BenchError as error:
-                progress(f"WARNING: {MOONCAKE}, {setting}: not measured: {error}: {processes.last_lines(log)}")
+                progress(f"WARNING: {MOONCAKE}, {setting}: not measured: {error}")
                 continue
             env |= children.path(mooncake_store.overlay(install, folder / "wheel"))
             config = {
@@ -119,10 +114,7 @@ def _filled(backends: Mapping[str, Any], scale: HicacheScale, sglang: Path, fold
     with tempfile.TemporaryFile() as log:
         command = _command("hold", backends, scale, sglang, outcome)
         with processes.running(command, log, children.path()) as process:
-            try:
-                processes.wait_until(outcome.exists, process, _START_DEADLINE_S, "the process that fills the pool")
-            except BenchError as error:
-                raise BenchError(f"{error}: {processes.last_lines(log)}") from None
+            processes.wait_until(outcome.exists, process, log, _START_DEADLINE_S, "the process that fills the pool")
             yield
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bench.peers.children import write_outcome
-from bench.peers.hicache_scale import (
+from bench.peers.hicache_rows import (
     CANONICAL,
     EXISTS,
     GET,

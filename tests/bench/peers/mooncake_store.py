@@ -7,6 +7,7 @@ on, and the pages in the measuring process's own segment. Mooncake's checksums s
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from bench.peers import children
 from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.measure import BenchError, Progress
+from mooncake_connector.cli.bench.serve.engines import transfer_config
 from mooncake_connector.cli.bench.store import Scale
 
 POOL_OFF = "other process, connection pool off"
@@ -78,7 +80,7 @@ def master(install: Install, log: Any) -> Iterator[str]:
         "--logtostderr=true",
     ]
     with processes.running(command, log) as process:
-        processes.wait_until(lambda: children.accepts(port), process, _START_DEADLINE_S, "the Mooncake master")
+        processes.wait_until(lambda: children.accepts(port), process, log, _START_DEADLINE_S, "the Mooncake master")
         yield f"127.0.0.1:{port}"
 
 
@@ -87,23 +89,18 @@ def measure(install: Install, scale: Scale, progress: Progress) -> dict[str, dic
     results: dict[str, dict[str, Any]] = {}
     for setting, pool, held in SETTINGS:
         progress(f"Mooncake Store: {setting}")
-        with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder, tempfile.TemporaryFile() as log:
-            try:
-                results[setting] = _measure_one(install, scale, pool, held, Path(folder), log)
-            except (BenchError, OSError) as error:
-                results[setting] = {"error": f"{error}: {processes.last_lines(log)}"}
+        try:
+            results[setting] = _measure_one(install, scale, pool, held)
+        except (BenchError, OSError) as error:
+            results[setting] = {"error": str(error)}
         if "error" in results[setting]:
             progress(f"WARNING: Mooncake Store, {setting}: incomplete: {results[setting]['error']}")
     return results
 
 
-def _measure_one(install: Install, scale: Scale, pool: str, held: bool, folder: Path, log: Any) -> dict[str, Any]:
+def _measure_one(install: Install, scale: Scale, pool: str, held: bool) -> dict[str, Any]:
     segment = 2 * scale.data_nbytes + (64 << 20)
-    env = tcp_settings(pool)
-    with contextlib.ExitStack() as stack:
-        address = stack.enter_context(master(install, log))
-        if held:
-            stack.enter_context(holder(install, address, segment, env, folder, log))
+    with cluster(install, pool, segment if held else 0) as (address, env, folder):
         outcome = folder / "measure"
         sizes = {**asdict(scale), "segment_nbytes": 0 if held else segment, "outcome": str(outcome)}
         order = {"role": "measure", "master": address, **sizes}
@@ -117,15 +114,50 @@ def tcp_settings(pool: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def holder(
+def cluster(install: Install, pool: str, held_nbytes: int) -> Iterator[tuple[str, dict[str, str], Path]]:
+    """A master, and a process that offers it memory unless that is 0; its address, and environment and folder of a
+    client. Raises BenchError."""
+    env = tcp_settings(pool)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
+        log = stack.enter_context(tempfile.TemporaryFile())
+        address = stack.enter_context(master(install, log))
+        if held_nbytes:
+            stack.enter_context(_holder(install, address, held_nbytes, env, folder, log))
+        yield address, env, folder
+
+
+@contextlib.contextmanager
+def _holder(
     install: Install, address: str, segment_nbytes: int, env: Mapping[str, str], folder: Path, log: Any
 ) -> Iterator[None]:
-    """A process that offers its memory to the cluster of the master at ``address``."""
     outcome = folder / "hold"
     order = {"role": "hold", "master": address, "segment_nbytes": segment_nbytes, "outcome": str(outcome)}
     with processes.running(children.script(install.python, "mooncake_client", order), log, env) as process:
-        processes.wait_until(outcome.exists, process, _START_DEADLINE_S, "the process that holds the segment")
+        processes.wait_until(outcome.exists, process, log, _START_DEADLINE_S, "the process that holds the segment")
         yield
+
+
+IN_TREE = transfer_config("MooncakeStoreConnector", kv_connector_module_path="vllm_in_tree")
+"""vLLM's own connector for the store; its module is in `children.SCRIPTS`."""
+
+
+def vllm_settings(address: str, folder: Path, segment_nbytes: int) -> dict[str, str]:
+    """The environment for `IN_TREE`, with the segment in vLLM's own process: its fastest setting."""
+    settings = {
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": address,
+        "protocol": "tcp",
+        "global_segment_size": segment_nbytes,
+        "local_buffer_size": 64 << 20,
+    }
+    (folder / "mooncake.json").write_text(json.dumps(settings))
+    return {
+        "MOONCAKE_CONFIG_PATH": str(folder / "mooncake.json"),
+        "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "127.0.0.1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "MC_FORCE_TCP": "1",
+    }
 
 
 def overlay(install: Install, folder: Path) -> Path:

@@ -21,15 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peers.pd_client import Instance
 from bench.peers.report import Comparison, Goal, Row, row
 from bench.peers.vllm import Engine, version
 from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import BenchError, Progress
+from mooncake_connector.cli.bench.serve.answer import RequestFailed, error_text
+from mooncake_connector.cli.bench.serve.client import Server, completion, page
+from mooncake_connector.cli.bench.serve.engines import MODEL_NAME, transfer_config, vllm_command
+from mooncake_connector.cli.bench.serve.load import cache_tokens
 
 ALONE, SEQUENTIAL, CONCURRENT = "alone", "sequential", "concurrent"
 _START_DEADLINE_S = 600.0
+_LIMIT_S = 300.0
 _NIXL = "install it there with `pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1`, or name another --peer-python"
 
 
@@ -52,6 +56,44 @@ class Setting:
     transfer: Callable[[int], dict[str, Any]]
     env: Callable[[int], dict[str, str]]
     orders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One vLLM server; `transfer_port` is where its connector can be asked for."""
+
+    server: Server
+    transfer_port: int
+
+    def ask(self, prompt: list[int], answer_tokens: int, params: Mapping[str, Any] | None = None) -> list[int]:
+        """The tokens of a greedy answer. Raises BenchError."""
+        tokens: list[int] = self._complete(prompt, answer_tokens, params)["choices"][0]["token_ids"]
+        return tokens
+
+    def prefill(self, prompt: list[int], more: Mapping[str, Any]) -> dict[str, Any]:
+        """Compute the prompt for another instance; what that has to be told. Raises BenchError."""
+        answer = self._complete(prompt, 1, {"do_remote_decode": True, "do_remote_prefill": False, **more})
+        params: dict[str, Any] = answer.get("kv_transfer_params") or {}
+        return params
+
+    def tokens_from_connector(self) -> int:
+        """Prompt tokens that came from another instance since the start."""
+        tokens = cache_tokens(self.server)
+        return tokens.connector if tokens else 0
+
+    def _complete(self, prompt: list[int], max_tokens: int, params: Mapping[str, Any] | None) -> dict[str, Any]:
+        body = {**completion(MODEL_NAME, prompt, max_tokens), "ignore_eos": True, "return_token_ids": True}
+        del body["stream_options"]
+        if params is not None:
+            body["kv_transfer_params"] = params
+        try:
+            status, _, content = self.server.call("POST", "/v1/completions", body, _LIMIT_S, page)
+        except RequestFailed as error:
+            raise BenchError(f"{self.server.url} did not answer: {error}") from error
+        if status != 200:
+            raise BenchError(f"{self.server.url} answered {status}: {error_text(content)}")
+        answer: dict[str, Any] = json.loads(content)
+        return answer
 
 
 def run(engine: Engine, peer_python: str | None, scale: PDScale, progress: Progress) -> Comparison:
@@ -127,31 +169,19 @@ def _added(seconds: Mapping[str, list[float]], order: str) -> float | None:
 
 
 def _our_transfer(port: int) -> dict[str, Any]:
-    config = {"prefix_reuse": False, "transfer_port": port, "granularity": "layer"}
-    return {
-        "kv_connector": "MooncakeKVConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": config,
-    }
+    return transfer_config(
+        "MooncakeKVConnector", {"prefix_reuse": False, "transfer_port": port, "granularity": "layer"}
+    )
 
 
 OURS = Setting(_our_transfer, lambda port: {}, (SEQUENTIAL, CONCURRENT))
-
-
 NIXL_THREADS = (4, 0)
 """Its own default, and none: they spin, also when nothing travels, which on few cores is what costs most."""
 
 
 def nixl(overlay: Path, threads: int) -> Setting:
     """vLLM's own connector over NIXL, whose wheel is in `overlay`."""
-    transfer = {
-        "kv_connector": "NixlConnector",
-        "kv_role": "kv_both",
-        "kv_buffer_device": "cpu",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"num_threads": threads},
-    }
+    transfer = transfer_config("NixlConnector", {"num_threads": threads}, kv_buffer_device="cpu")
     return Setting(
         lambda port: transfer,
         lambda port: {"PYTHONPATH": str(overlay), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)},
@@ -175,12 +205,9 @@ def measure(engine: Engine, setting: Setting, scale: PDScale, name: str, progres
             )
             for i, command in enumerate(commands)
         ]
-        prefill, decode = (Instance(ports[i], ports[2 + i]) for i in (0, 1))
-        try:
-            for instance, process in zip((prefill, decode), running, strict=True):
-                processes.wait_until(instance.is_healthy, process, _START_DEADLINE_S, "a vLLM server")
-        except BenchError as error:
-            raise BenchError(f"{error}: {processes.last_lines(log)}") from None
+        prefill, decode = (Instance(Server("127.0.0.1", ports[i]), ports[2 + i]) for i in (0, 1))
+        for instance, process in zip((prefill, decode), running, strict=True):
+            processes.wait_until(instance.server.is_healthy, process, log, _START_DEADLINE_S, "a vLLM server")
         ways = {ALONE: lambda: decode.ask(prompt, scale.answer_tokens)}
         for order, ask in ((SEQUENTIAL, _sequential), (CONCURRENT, _concurrent)):
             if order in setting.orders:
@@ -244,12 +271,6 @@ def _cores(half: int) -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, share))}
 
 
-def _command(engine: Engine, port: int, transfer: Mapping[str, Any]) -> list[str]:
-    # As a module: the `vllm` command of the CPU build does not start.
-    return [
-        *(str(engine.python), "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(engine.model.resolve()), "--served-model-name", Instance.model),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16", "--max-model-len", "4096"),
-        *("--enforce-eager", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"),
-        *("--kv-transfer-config", json.dumps(transfer)),
-    ]
+def _command(engine: Engine, port: int, transfer: dict[str, Any]) -> list[str]:
+    fixed = ("--dtype", "bfloat16", "--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching")
+    return [*vllm_command(engine.python, engine.model, port, transfer), *fixed]

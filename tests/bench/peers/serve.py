@@ -15,7 +15,7 @@ import msgspec
 
 from bench.peers import children, mooncake_store
 from mooncake_connector.cli.bench import processes
-from mooncake_connector.cli.bench.measure import BenchError, Progress
+from mooncake_connector.cli.bench.measure import Progress
 from mooncake_connector.cli.bench.serve import compare
 from mooncake_connector.cli.bench.serve.engines import OWN, Connectors, Place, Setup, transfer_config
 from mooncake_connector.cli.bench.serve.report import Absent, ServeReport
@@ -78,10 +78,7 @@ def _lmcache_server(place: Place) -> Setup:
         *("--supported-transfer-mode", "auto"),  # its default is for GPUs alone: an engine on the CPU waits for ever
     ]
     process = place.stack.enter_context(processes.running(command, log, _QUIET_LMCACHE, cwd=place.folder))
-    try:
-        processes.wait_until(lambda: children.accepts(port), process, _SERVER_START_S, "LMCache's server")
-    except BenchError as error:
-        raise BenchError(f"{error}: {processes.last_lines(log)}") from error
+    processes.wait_until(lambda: children.accepts(port), process, log, _SERVER_START_S, "LMCache's server")
     config = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
     return Setup(transfer_config("LMCacheMPConnector", config), _QUIET_LMCACHE)
 
@@ -95,27 +92,10 @@ _QUIET_LMCACHE = {
 
 
 def _mooncake_store(place: Place) -> Setup:
-    """The segment lies in vLLM's own process, its fastest setting."""
     install = mooncake_store.locate(str(place.python))
-    log = place.log()
-    address = place.stack.enter_context(mooncake_store.master(install, log))
-    settings = {
-        "metadata_server": "P2PHANDSHAKE",
-        "master_server_address": address,
-        "protocol": "tcp",
-        "global_segment_size": place.capacity_nbytes,
-        "local_buffer_size": 64 << 20,
-    }
-    path = place.folder / "mooncake.json"
-    path.write_text(json.dumps(settings))
-    env = {
-        "MOONCAKE_CONFIG_PATH": str(path),
-        "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "127.0.0.1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "MC_FORCE_TCP": "1",
-        **children.path(children.SCRIPTS),
-    }
-    return Setup(transfer_config("MooncakeStoreConnector", kv_connector_module_path="vllm_in_tree"), env)
+    address = place.stack.enter_context(mooncake_store.master(install, place.log()))
+    env = mooncake_store.vllm_settings(address, place.folder, place.capacity_nbytes)
+    return Setup(mooncake_store.IN_TREE, {**env, **children.path(children.SCRIPTS)})
 
 
 PEERS: Connectors = {

@@ -129,7 +129,8 @@ def moving_elsewhere(transport: str, far: Far, scale: Scale) -> Iterator[None]:
         order = {"transport": transport, "scale": dataclasses.asdict(scale), "far": far.found, "moved": str(moved)}
         command = children.module(sys.executable, "steps", order)
         with processes.running(command, log, {**os.environ, **children.path()}, grace_s=0, leave_s=0) as process:
-            processes.wait_until(moved.exists, process, DEADLINE_S, f"{transport} between two other processes")
+            what = f"{transport} between two other processes"
+            processes.wait_until(moved.exists, process, log, DEADLINE_S, what)
             yield
 
 

@@ -138,7 +138,7 @@ def measure_peers(
             try:
                 results[setting] = _measure_one(engine, python, scale, env, Path(folder), log)
             except (BenchError, OSError) as error:
-                results[setting] = {"error": f"{error}: {processes.last_lines(log)}"}
+                results[setting] = {"error": str(error)}
         if "error" in results[setting]:
             progress(f"WARNING: {setting}: {results[setting]['error']}")
     return results
@@ -155,6 +155,6 @@ def _measure_one(
         return children.script(python, "transfer_client", {**order, "outcome": str(folder / role)})
 
     with processes.running(command("hold"), log, env) as process:
-        processes.wait_until((folder / "hold").exists, process, _START_DEADLINE_S, "the peer's other process")
+        processes.wait_until((folder / "hold").exists, process, log, _START_DEADLINE_S, "the peer's other process")
         there = children.read_outcome(folder / "hold")
         return children.run(command("measure", there=there), folder / "measure", deadline_s=120, env=env)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from bench.peers import children, mooncake_store
 from bench.peers.report import Goal, Row, row
 from mooncake_connector.cli.bench.measure import BenchError, Progress
+from mooncake_connector.cli.bench.serve.engines import transfer_config
 
 _DEADLINE_S = 600.0
 _HIT_TOKENS = 1900
@@ -21,7 +21,6 @@ _TTFT_ROUNDS = 9
 _IDLE_ROUNDS = 200
 _IDLE_REQUESTS = 64
 _OURS = "MooncakeKVConnector"
-_IN_TREE = "MooncakeStoreConnector"
 
 
 @dataclass(frozen=True)
@@ -94,12 +93,7 @@ def _change(value: float | None, base: float | None) -> float | None:
 
 
 def _our_transfer(folder: Path) -> dict[str, Any]:
-    return {
-        "kv_connector": _OURS,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"pool": str(folder / "pool"), "capacity": "512MiB"},
-    }
+    return transfer_config(_OURS, {"pool": str(folder / "pool"), "capacity": "512MiB"})
 
 
 def _idle_order(folder: Path) -> dict[str, Any]:
@@ -113,37 +107,19 @@ def _ttft_order(transfer: dict[str, Any]) -> dict[str, Any]:
 
 def _in_tree(engine: Engine, peer: mooncake_store.Install, progress: Progress) -> dict[str, Any]:
     """The same request through vLLM's own connector for the Mooncake Store, whose segment is in that process."""
-    progress(f"vLLM: time to first token with {_IN_TREE}")
-    transfer = {
-        "kv_connector": _IN_TREE,
-        "kv_connector_module_path": "vllm_in_tree",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-    }
+    name = mooncake_store.IN_TREE["kv_connector"]
+    progress(f"vLLM: time to first token with {name}")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
         log = stack.enter_context(tempfile.TemporaryFile())
         try:
             address = stack.enter_context(mooncake_store.master(peer, log))
         except BenchError as error:
-            progress(f"WARNING: {_IN_TREE} was not measured: {error}")
+            progress(f"WARNING: {name} was not measured: {error}")
             return {}
-        settings = {
-            "metadata_server": "P2PHANDSHAKE",
-            "master_server_address": address,
-            "protocol": "tcp",
-            "global_segment_size": 512 << 20,
-            "local_buffer_size": 64 << 20,
-        }
-        (folder / "mooncake.json").write_text(json.dumps(settings))
-        env = {
-            "MOONCAKE_CONFIG_PATH": str(folder / "mooncake.json"),
-            "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "127.0.0.1",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "MC_FORCE_TCP": "1",
-            **children.path(mooncake_store.overlay(peer, folder / "wheel"), children.SCRIPTS),
-        }
-        return _run_child(engine, "vllm_ttft", _ttft_order(transfer), env, progress)
+        found = children.path(mooncake_store.overlay(peer, folder / "wheel"), children.SCRIPTS)
+        env = {**mooncake_store.vllm_settings(address, folder, 512 << 20), **found}
+        return _run_child(engine, "vllm_ttft", _ttft_order(mooncake_store.IN_TREE), env, progress)
 
 
 def _run_child(

@@ -41,7 +41,7 @@ class Server:
 
     def get(self, path: str, limit_s: float = _SHORT_S) -> tuple[int, str, bytes]:
         """Status, content type and content. Raises RequestFailed where there is no answer."""
-        return self.call("GET", path, None, limit_s, _page)
+        return self.call("GET", path, None, limit_s, page)
 
     def is_healthy(self) -> bool:
         try:
@@ -55,7 +55,7 @@ class Server:
 
         def read(reply: http.client.HTTPResponse) -> Answer:
             if reply.status != 200:
-                raise RequestFailed(f"answered {reply.status}: {error_text(_page(reply)[2])}", reply.status)
+                raise RequestFailed(f"answered {reply.status}: {error_text(page(reply)[2])}", reply.status)
             kind = reply.headers.get_content_type()
             if kind != "text/event-stream":
                 raise RequestFailed(f"answered with {kind} instead of a stream of events (text/event-stream)")
@@ -108,7 +108,8 @@ class Server:
         return found
 
 
-def _page(reply: http.client.HTTPResponse) -> tuple[int, str, bytes]:
+def page(reply: http.client.HTTPResponse) -> tuple[int, str, bytes]:
+    """Status, content type and content, for `Server.call`."""
     content = reply.read(_LARGEST + 1)
     if len(content) > _LARGEST:
         raise RequestFailed(f"sent more than {_LARGEST >> 20} MiB")

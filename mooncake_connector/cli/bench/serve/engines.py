@@ -247,18 +247,22 @@ def _environment(memory: Memory, shape: Shape) -> dict[str, str]:
 def _command(
     environment: Environment, shape: Shape, memory: Memory, port: int, transfer: dict[str, Any] | None
 ) -> list[str]:
-    # As a module: the `vllm` command of the CPU build does not start.
-    command = [
-        *(str(environment.python), "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(shape.folder.resolve()), "--served-model-name", MODEL_NAME),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", shape.dtype),
-        *("--max-model-len", str(memory.max_tokens), "--block-size", str(memory.block_tokens)),
-        *("--num-gpu-blocks-override", str(memory.blocks), "--disable-uvicorn-access-log"),
+    return [
+        *vllm_command(environment.python, shape.folder, port, transfer),
+        *("--dtype", shape.dtype, "--max-model-len", str(memory.max_tokens), "--block-size", str(memory.block_tokens)),
+        *("--num-gpu-blocks-override", str(memory.blocks)),
         *(("--enforce-eager",) if environment.device is None else ()),
     ]
-    if transfer is not None:
-        command += ["--kv-transfer-config", json.dumps(transfer)]
-    return command
+
+
+def vllm_command(python: Path, model: Path, port: int, transfer: dict[str, Any] | None) -> list[str]:
+    """A server on the loopback interface; as a module, since the `vllm` command of the CPU build does not start."""
+    return [
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.resolve())),
+        *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
+        "--disable-uvicorn-access-log",
+        *(("--kv-transfer-config", json.dumps(transfer)) if transfer is not None else ()),
+    ]
 
 
 def fits_at_once(shape: Shape, memory: Memory, count: int) -> bool:
