@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,32 +70,22 @@ def test_the_peer_of_a_row_is_its_better_setting_between_two_processes() -> None
     assert [row.goal for row in rows[:2]] == [">= 0.45 of limit, >= 4 times peer", ">= 0.4 of limit, >= 4 times peer"]
 
 
-# How a child replaces its outcome as a whole, since its reader looks at any time.
-REPLACE = """
-import json, os, sys
-from pathlib import Path
-
-def replace(found):
-    part = Path(sys.argv[1] + ".part")
-    part.write_text(json.dumps(found))
-    part.replace(sys.argv[1])
-"""
+def run_child(program: str, outcome: Path, **env: str) -> dict[str, Any]:
+    env = {**children.path(children.SCRIPTS), **env}
+    return children.run([sys.executable, "-c", program, str(outcome)], outcome, deadline_s=60, env=env)
 
 
 def test_a_child_that_fails_leaves_what_it_measured_and_its_reason(tmp_path: Path) -> None:
-    script = REPLACE + "replace({'put': 1.5}); sys.exit('no more space')"
-    outcome = tmp_path / "outcome"
-    found = children.run([sys.executable, "-c", script, str(outcome)], outcome, deadline_s=30)
+    program = "import sys; from outcome import *; write_outcome(sys.argv[1], {'put': 1.5}); sys.exit('no more space')"
+    found = run_child(program, tmp_path / "outcome")
     assert found["put"] == 1.5
     assert "no more space" in found["error"]
 
 
 def test_a_child_does_not_inherit_our_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_CONNECTOR_POOL", "/a/pool/of/engines")
-    script = REPLACE + "replace({**os.environ, 'ready': True})"
-    outcome = tmp_path / "outcome"
-    env = {"MOONCAKE_CONNECTOR_CAPACITY": "1GiB"}
-    found = children.run([sys.executable, "-c", script, str(outcome)], outcome, deadline_s=30, env=env)
+    program = "import os, sys; from outcome import *; write_outcome(sys.argv[1], {**os.environ, 'ready': True})"
+    found = run_child(program, tmp_path / "outcome", MOONCAKE_CONNECTOR_CAPACITY="1GiB")
     assert "MOONCAKE_CONNECTOR_POOL" not in found and found["MOONCAKE_CONNECTOR_CAPACITY"] == "1GiB"
 
 

@@ -15,7 +15,6 @@ import pytest
 from bench.peers import children, links, steps, transfer
 from bench.peers.links import SCHEDULES, LinkFigures, LinkScale
 from bench.peers.network import network
-from bench.peers.scripts import transfer_client
 from bench.peers.steps import Beside
 from bench.peers.transfer import MOONCAKE_OFF, MOONCAKE_ON, NIXL, NIXL_TCP
 from mooncake_connector.cli.bench.store import MEMCPY
@@ -58,14 +57,16 @@ def test_a_comparison_has_a_busy_thread_links_and_planning_too(tmp_path: Path) -
     assert ("WARNING: the rows over a network are left out" in done.stderr) == (not HAS_NETWORK)
 
 
-@pytest.mark.parametrize("engine", transfer_client.INSTALL)
+@pytest.mark.parametrize("engine", transfer.INSTALL)
 def test_a_peer_that_is_not_installed_says_what_to_install(engine: str) -> None:
-    order = {"engine": engine, "role": "hold", "pieces": 1, "piece_nbytes": 8}
-    command = [sys.executable, "-I", "-S", transfer_client.__file__, json.dumps(order)]  # without site-packages
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    install = transfer.INSTALL[engine]
+    order = {"engine": engine, "install": install, "role": "hold", "pieces": 1, "piece_nbytes": 8}
+    command = children.script(sys.executable, "transfer_client", order)
+    command.insert(1, "-S")  # without site-packages
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, env={})
     assert refused.returncode == 1
-    assert f"-m pip install {transfer_client.INSTALL[engine]}" in refused.stderr
-    pins = [word for word in transfer_client.INSTALL[engine].split() if "==" in word]
+    assert f"-m pip install {install}" in refused.stderr
+    pins = [word for word in install.split() if "==" in word]
     assert set(pins) <= set((REQUIREMENTS / f"{engine}.txt").read_text().splitlines())
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_pools import axes, mha
 
 from bench.peers import hicache, hicache_child, hicache_rows, mooncake_store
 from bench.peers.hicache_rows import CANONICAL, Geometry, HicacheScale
-from bench.peers.host_pools import canonical_view, make_host_pool
 from bench.peers.report import Comparison
 from mooncake_connector.cli.bench.measure import BenchError
 
@@ -56,8 +56,8 @@ def test_nothing_of_the_run_stays(run: tuple[Comparison, list[str], Path]) -> No
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 def test_the_canonical_view_is_what_sglang_takes_for_a_layer_of_keys_and_values(layout: str) -> None:
-    pool = make_host_pool(layout, num_layers=2, num_heads=3, head_dim=8, num_pages=4, page_tokens=16)
-    view = canonical_view(pool)
+    pool = mha(layout, layers=(0, 2), heads=3, dim=8, pages=4)
+    view = axes(pool)
     view[:] = np.arange(view.size, dtype=np.uint16).reshape(view.shape)
     for which, layers in enumerate((pool.k_data_refs, pool.v_data_refs)):
         for layer, tokens in enumerate(layers):
@@ -67,8 +67,8 @@ def test_the_canonical_view_is_what_sglang_takes_for_a_layer_of_keys_and_values(
 
 def test_the_canonical_view_of_page_head_is_heads_then_tokens_then_layers() -> None:
     """SGLang's own list of layers is not one in this layout; its kernels address `[page][head][token][layer]`."""
-    pool = make_host_pool("page_head", num_layers=2, num_heads=3, head_dim=8, num_pages=4, page_tokens=16)
-    canonical_view(pool)[3, 1, 0, 15, 2] = 7
+    pool = mha("page_head", layers=(0, 2), heads=3, dim=8, pages=4)
+    axes(pool)[3, 1, 0, 15, 2] = 7
     (k_or_v, page, head, token, layer) = torch.nonzero(pool.kv_buffer.view(torch.int16)[..., 0]).squeeze().tolist()
     assert (k_or_v, page, head, token, layer) == (1, 3, 2, 15, 0)
 

@@ -1,7 +1,7 @@
 """Processes of a comparison: modules of this folder, and scripts that an engine's or a peer's own interpreter runs.
 
-A script imports nothing from here: the interpreter that runs it need not have it. Each writes its outcome as JSON into
-a file that it replaces as a whole, ended by ``"ready": true``.
+A script imports only what lies beside it: the interpreter that runs it need not have this project. Each writes its
+outcome as JSON into a file that it replaces as a whole (`scripts/outcome.py`), ended by ``"ready": true``.
 """
 
 from __future__ import annotations
@@ -62,13 +62,6 @@ def read_outcome(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return {}
-
-
-def write_outcome(path: str, outcome: Mapping[str, Any]) -> None:
-    """Replace the file in one step: its reader looks at any time."""
-    partial = Path(path + ".partial")
-    partial.write_text(json.dumps(outcome))
-    partial.rename(path)
 
 
 def accepts(port: int) -> bool:

@@ -24,6 +24,8 @@ QUICK = HicacheScale(num_pages=32, lookup_keys=64, rounds=1)  # SGLang's page_he
 
 _START_DEADLINE_S = 300.0
 _MEASURE_DEADLINE_S = 1200.0
+_SGLANG_TESTS = Path(__file__).parents[2] / "sglang"
+"""Where the children find SGLang's host pools, as the tests of our backend have them."""
 _PROBE = "import importlib.metadata as m, sglang_backend, lmdb, xxhash; print(m.version('sglang'))"
 
 
@@ -87,7 +89,7 @@ def _measure_mooncake(
             except BenchError as error:
                 progress(f"WARNING: {MOONCAKE}, {setting}: not measured: {error}")
                 continue
-            env |= children.path(mooncake_store.overlay(install, folder / "wheel"))
+            env |= children.path(mooncake_store.overlay(install, folder / "wheel"), _SGLANG_TESTS)
             config = {
                 "master_server_address": address,
                 "metadata_server": "P2PHANDSHAKE",
@@ -113,7 +115,7 @@ def _filled(backends: Mapping[str, Any], scale: HicacheScale, sglang: Path, fold
     outcome = folder / "hold"
     with tempfile.TemporaryFile() as log:
         command = _command("hold", backends, scale, sglang, outcome)
-        with processes.running(command, log, children.path()) as process:
+        with processes.running(command, log, children.path(_SGLANG_TESTS)) as process:
             processes.wait_until(outcome.exists, process, log, _START_DEADLINE_S, "the process that fills the pool")
             yield
 
@@ -123,7 +125,7 @@ def _run_child(
 ) -> dict[str, Any]:
     command = _command("measure", backends, scale, sglang, outcome)
     # SGLang prefers this variable to the folder in its configuration.
-    env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "", **children.path(), **env}
+    env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "", **children.path(_SGLANG_TESTS), **env}
     return children.run(command, outcome, deadline_s=_MEASURE_DEADLINE_S, env=env)
 
 

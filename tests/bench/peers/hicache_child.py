@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from host_pools import axes, mha
 
-from bench.peers.children import write_outcome
 from bench.peers.hicache_rows import (
     CANONICAL,
     EXISTS,
@@ -24,7 +24,7 @@ from bench.peers.hicache_rows import (
     Geometry,
     HicacheScale,
 )
-from bench.peers.host_pools import canonical_view, make_host_pool
+from bench.peers.scripts.outcome import write_outcome
 from bench.peers.sglang_calls import Attached
 from mooncake_connector.cli.bench.measure import BenchError, Task, best_seconds
 from mooncake_connector.cli.bench.store import content, memcpy_task, page_keys
@@ -103,14 +103,10 @@ class HostPages:
 
     def __init__(self, scale: HicacheScale, geometry: Geometry, layout: str, backends: Mapping[str, Any]) -> None:
         count = scale.lookup_keys if geometry == LOOKUP else scale.num_pages
-        pool = make_host_pool(
-            layout,
-            num_layers=geometry.num_layers,
-            num_heads=geometry.num_heads,
-            head_dim=geometry.head_dim,
-            num_pages=count,
-            page_tokens=scale.page_tokens,
-        )
+        pool = mha(
+            layout, layers=(0, geometry.num_layers), heads=geometry.num_heads, dim=geometry.head_dim,
+            page_tokens=scale.page_tokens, pages=count,
+        )  # fmt: skip
         self.attached = {
             name: Attached(values["backend"], dict(values["config"]), pool, geometry.name)
             for name, values in backends.items()
@@ -120,7 +116,7 @@ class HostPages:
         self._keys = [key.hex() for key in page_keys(count, geometry.name)]
         self._page_nbytes = scale.page_nbytes(geometry)
         self._content = content(count * self._page_nbytes)
-        self._memory = canonical_view(pool)
+        self._memory = axes(pool)
         self._expected = self._content.view(np.uint16).reshape(self._memory.shape)
         self._memory[:] = self._expected
         self._scratch = np.zeros_like(self._content)

@@ -42,6 +42,11 @@ _GOALS = {
     "tcp:": Goal(at_least_of_limit=0.9, at_least_of_peer=1.3),
 }
 _SMALL_PEERS = {"cma": NIXL, "shm": NIXL, "tcp": NIXL_TCP}
+INSTALL = {
+    "mooncake": "mooncake-transfer-engine-non-cuda==0.3.13.post1",
+    "nixl": "--no-deps nixl==1.5.1 nixl-cu12==1.5.1",
+}
+"""What pip is told; the versions are those that our figures are compared with."""
 _START_DEADLINE_S = 60.0
 _BUDGET_S = 20.0
 """A peer that needs longer for its rounds is measured by fewer of them."""
@@ -151,7 +156,8 @@ def _measure_one(
     small = {"small_nbytes": scale.small_nbytes, "small_rounds": scale.small_rounds}
 
     def command(role: str, **more: Any) -> list[str]:
-        order = {**sizes, **small, **more, "engine": engine, "budget_s": _BUDGET_S, "role": role}
+        peer = {"engine": engine, "install": INSTALL[engine], "budget_s": _BUDGET_S, "role": role}
+        order = {**sizes, **small, **more, **peer}
         return children.script(python, "transfer_client", {**order, "outcome": str(folder / role)})
 
     with processes.running(command("hold"), log, env) as process:

@@ -1,6 +1,6 @@
 """One client process of a real Mooncake Store; run as a script by the interpreter that has the wheel.
 
-It imports nothing of this package: that interpreter need not have it. Argument: one JSON object (see `main`).
+It imports nothing of this project: that interpreter need not have it. Argument: one JSON object (see `main`).
 Roles: ``hold`` owns a segment until its standard input is closed; ``measure`` times calls and writes seconds.
 """
 
@@ -13,8 +13,9 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
+
+from outcome import write_outcome
 
 
 def main(order: dict[str, Any]) -> None:
@@ -25,18 +26,11 @@ def main(order: dict[str, Any]) -> None:
     if order["role"] == "measure":
         for name, value in measure(store, order):
             seconds[name] = value
-            write(order["outcome"], seconds)
-    write(order["outcome"], {**seconds, "ready": True})
+            write_outcome(order["outcome"], seconds)
+    write_outcome(order["outcome"], {**seconds, "ready": True})
     if order["role"] == "hold":
         sys.stdin.read()
     store.close()
-
-
-def write(path: str, outcome: dict[str, Any]) -> None:
-    """Replace the outcome file in one step: the reader looks at any time."""
-    partial = Path(path + ".partial")
-    partial.write_text(json.dumps(outcome))
-    partial.rename(path)
 
 
 def connect(order: dict[str, Any]) -> Any:

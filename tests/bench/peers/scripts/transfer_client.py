@@ -1,9 +1,9 @@
 """One process of a peer of `bench transfer`; run as a script by the interpreter that has the peer's wheel.
 
-It imports nothing of this package: that interpreter need not have it. Argument: one JSON object with engine
-("mooncake", "nixl"), role, pieces, piece_nbytes, rounds, small_nbytes, small_rounds, budget_s, outcome (path of the
-JSON file to write) and, to ``measure``, there (what ``hold`` wrote). ``hold`` offers memory until its standard input is
-closed.
+It imports nothing of this project: that interpreter need not have it. Argument: one JSON object with engine
+("mooncake", "nixl"), install (what pip is told to have it), role, pieces, piece_nbytes, rounds, small_nbytes,
+small_rounds, budget_s, outcome (path of the JSON file to write) and, to ``measure``, there (what ``hold`` wrote).
+``hold`` offers memory until its standard input is closed.
 """
 
 import base64
@@ -13,14 +13,9 @@ import mmap
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-INSTALL = {
-    "mooncake": "mooncake-transfer-engine-non-cuda==0.3.13.post1",
-    "nixl": "--no-deps nixl==1.5.1 nixl-cu12==1.5.1",
-}
-"""What pip is told; the versions are those that our figures are compared with."""
+from outcome import write_outcome
 
 
 def main(order: dict[str, Any]) -> None:
@@ -32,9 +27,9 @@ def main(order: dict[str, Any]) -> None:
     try:
         engine = kind(order["role"], address, nbytes)
     except ImportError as error:
-        raise SystemExit(f"{error}: {sys.executable} -m pip install {INSTALL[order['engine']]}") from None
+        raise SystemExit(f"{error}: {sys.executable} -m pip install {order['install']}") from None
     if order["role"] == "hold":
-        write(order["outcome"], {**engine.where(), "address": address})
+        write_outcome(order["outcome"], {**engine.where(), "address": address})
         while sys.stdin.readline():
             pass
         return
@@ -53,13 +48,13 @@ def main(order: dict[str, Any]) -> None:
         spent = time.perf_counter() - started
         if number or spent > order["budget_s"]:  # the first one warms up, unless it is all that there is time for
             best = min(best, taken)
-            write(order["outcome"], {"scattered": best})
+            write_outcome(order["outcome"], {"scattered": best})
         if spent > order["budget_s"]:
             break
     engine.prepare(far, here[:1], there[:1], order["small_nbytes"])
     many = sorted(seconds_of(engine.write, order["small_rounds"], order["budget_s"] / 4))
     small = [many[int(quantile * (len(many) - 1))] for quantile in (0.5, 0.99)]
-    write(order["outcome"], {"scattered": best, "small": small, "ready": True})
+    write_outcome(order["outcome"], {"scattered": best, "small": small, "ready": True})
 
 
 def seconds_of(call: Any, rounds: int, budget_s: float) -> list[float]:
@@ -72,13 +67,6 @@ def seconds_of(call: Any, rounds: int, budget_s: float) -> list[float]:
         call()
         taken.append(time.perf_counter() - begin)
     return taken[warm:]
-
-
-def write(path: str, outcome: dict[str, Any]) -> None:
-    """Replace the outcome file in one step: the reader looks at any time."""
-    partial = Path(path + ".partial")
-    partial.write_text(json.dumps(outcome))
-    partial.rename(path)
 
 
 class Mooncake:
@@ -99,7 +87,7 @@ class Mooncake:
     def prepare(self, far: dict[str, Any], here: list[int], there: list[int], size: int) -> None:
         self._call = (far["name"], here, there, [size] * len(here))
 
-    def write(self) -> None:
+    def write_outcome(self) -> None:
         status = self._engine.batch_transfer_sync_write(*self._call)
         if status != 0:
             raise SystemExit(f"batch_transfer_sync_write gave {status}")
@@ -125,7 +113,7 @@ class Nixl:
         remote = self._agent.get_xfer_descs([(address, size, 0) for address in there], "DRAM")
         self._handle = self._agent.initialize_xfer("WRITE", local, remote, name)
 
-    def write(self) -> None:
+    def write_outcome(self) -> None:
         state = self._agent.transfer(self._handle)
         while state == "PROC":
             time.sleep(0)

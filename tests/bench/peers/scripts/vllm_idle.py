@@ -14,8 +14,9 @@ import random
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from outcome import write_outcome
 
 _BLOCK_TOKENS = 16
 _PROMPT_TOKENS = 8
@@ -46,9 +47,7 @@ def main(order: dict[str, Any]) -> None:
                 outcome[name].append(seconds)
     for scheduler in engines.values():
         scheduler.shutdown()
-    partial = Path(order["outcome"] + ".partial")
-    partial.write_text(json.dumps({**outcome, "ready": True}))
-    partial.rename(order["outcome"])
+    write_outcome(order["outcome"], {**outcome, "ready": True})
 
 
 def base_config(order: dict[str, Any]) -> Any:

@@ -10,8 +10,9 @@ import os
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from outcome import write_outcome
 
 _SAVE_DEADLINE_S = 30.0
 
@@ -34,7 +35,7 @@ def main(order: dict[str, Any]) -> None:
         if number:
             outcome["connector_s"].append(hit)
             outcome["local_s"].append(local)
-    write(order["outcome"], {**outcome, "ready": True})
+    write_outcome(order["outcome"], {**outcome, "ready": True})
 
 
 def start(order: dict[str, Any]) -> Any:
@@ -83,13 +84,6 @@ def reset(engine: Any) -> None:
             raise SystemExit("vLLM's prefix cache cannot be emptied: something holds its blocks")
         first_token(engine, [1, 2, 3])
         time.sleep(0.02)
-
-
-def write(path: str, outcome: dict[str, Any]) -> None:
-    """Replace the outcome file in one step: the reader looks at any time."""
-    partial = Path(path + ".partial")
-    partial.write_text(json.dumps(outcome))
-    partial.rename(path)
 
 
 if __name__ == "__main__":
