@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from mooncake_connector.errors import ConfigError
+from mooncake_connector.log import printable
 from mooncake_connector.sizes import human_nbytes
 
 if sys.version_info >= (3, 11):
@@ -42,7 +43,7 @@ def read_config_file(path: Path) -> dict[Any, tuple[Any, int | None]]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(
-            f"configuration file {_printable(path)} (from MOONCAKE_CONNECTOR_CONFIG) cannot be read: {reason}"
+            f"configuration file {printable(str(path))} (from MOONCAKE_CONNECTOR_CONFIG) cannot be read: {reason}"
         ) from None
     try:
         return _toml(text) if suffix in _TOML else _yaml(text)
@@ -161,7 +162,3 @@ def _construct(loader: _Loader, node: yaml.Node, what: str) -> Any:
 
 def _at(mark: yaml.Mark, problem: str) -> ValueError:
     return ValueError(f"{problem} (line {mark.line + 1}, column {mark.column + 1})")
-
-
-def _printable(path: Path) -> str:
-    return str(path).encode("unicode_escape").decode() if not str(path).isprintable() else str(path)
