@@ -94,12 +94,18 @@ def pair(start: Callable[..., Engine]) -> Callable[..., Pair]:
 
 
 @pytest.fixture
-def start(base_config: Any, pool: Path, faults: Faults) -> Iterator[Callable[..., Engine]]:
+def runner() -> dict[str, bool]:
+    """Which of vLLM's model runners and schedulers the engines of a test have; see `cases.every_runner`."""
+    return {}
+
+
+@pytest.fixture
+def start(base_config: Any, pool: Path, faults: Faults, runner: dict[str, bool]) -> Iterator[Callable[..., Engine]]:
     """Start an engine over this test's pool: `start(page_tokens=64, ...)`, see `Setup`."""
     engines: list[Engine] = []
 
     def start_one(**settings: Any) -> Engine:
-        engine = Engine(Setup(**settings), base_config, pool)
+        engine = Engine(Setup(**runner | settings), base_config, pool)
         engines.append(engine)
         return engine
 

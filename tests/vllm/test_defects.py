@@ -6,38 +6,32 @@ from typing import Any
 
 import oracle
 import pytest
-from cases import PROMPT, RUNNERS, Start, warm_pool
+from cases import PROMPT, Start, steady_runners, warm_pool
 from pd import MakePair, figures, prefill_params, run_all
 
 from vllm_plugin.prefix.save_planner import SavePlanner
 from vllm_plugin.prefix.saver import Saver
-
-runners = pytest.mark.parametrize("runner", [case for case in RUNNERS if case.id in ("v1", "v2-async-lazy")])
 
 
 def fail(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("made to fail")
 
 
-@runners
+@steady_runners
 @pytest.mark.parametrize("name", ["look_at", "take"])
-def test_a_defect_of_saves_costs_no_load(
-    start: Start, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_defect_of_saves_costs_no_load(start: Start, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     warm_pool(start)
     monkeypatch.setattr(SavePlanner, name, fail)
-    engine = start(**runner)
+    engine = start()
     assert engine.ask(PROMPT) == oracle.generate(PROMPT, 3)
     assert engine.computed("r0") < len(PROMPT)
     engine.check_at_rest()
 
 
-@runners
+@steady_runners
 @pytest.mark.parametrize("name", ["before_step", "submit"])
-def test_a_defect_of_saves_costs_no_hand_over(
-    pair: MakePair, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    both = pair(runner, runner, prefix_reuse=True)
+def test_a_defect_of_saves_costs_no_hand_over(pair: MakePair, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    both = pair(prefix_reuse=True)
     monkeypatch.setattr(Saver, name, fail)
     request = both.decode.add(PROMPT, 3, params=both.handed_over(PROMPT))
     run_all(*both.both, until=lambda: request in both.decode.reasons)
@@ -45,9 +39,9 @@ def test_a_defect_of_saves_costs_no_hand_over(
     assert figures(both.decode)["fetched_tokens"] > 0  # of pages that are in the pool already the last tokens alone
 
 
-@runners
-def test_a_defect_of_hand_overs_costs_no_load(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner, runner, prefix_reuse=True)
+@steady_runners
+def test_a_defect_of_hand_overs_costs_no_load(pair: MakePair) -> None:
+    both = pair(prefix_reuse=True)
     other = [7, *PROMPT]
     both.decode.ask(other)
     assert all(both.decode.pages(other))

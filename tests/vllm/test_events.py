@@ -32,8 +32,8 @@ def published(engine: Engine) -> list[Any]:
 
 
 @every_runner
-def test_a_page_is_announced_when_every_worker_has_it(start: Start, faults, runner: dict[str, bool]) -> None:
-    engine = start(**runner, tp_size=2, events=True)
+def test_a_page_is_announced_when_every_worker_has_it(start: Start, faults) -> None:
+    engine = start(tp_size=2, events=True)
     events = published(engine)
     faults.hold_writes()
     name = engine.add(PROMPT, name="r")

@@ -40,12 +40,10 @@ def step_until_reading(engine: Engine, faults) -> None:
 
 
 @every_runner
-def test_loads_are_asynchronous_and_start_after_the_forward_pass(
-    start: Start, faults, runner: dict[str, bool], monkeypatch
-) -> None:
+def test_loads_are_asynchronous_and_start_after_the_forward_pass(start: Start, faults, monkeypatch) -> None:
     """Traps 1, 3 and 7. Cure: a hit is offered as asynchronous, so its blocks are in no batch of that step."""
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     order: list[str] = []
     worker = engine.workers[0]
     forward, start_load_kv = worker.runner.forward, worker.connector.start_load_kv
@@ -61,9 +59,9 @@ def test_loads_are_asynchronous_and_start_after_the_forward_pass(
 
 
 @every_runner
-def test_other_requests_run_while_one_loads(start: Start, faults, runner: dict[str, bool]) -> None:
+def test_other_requests_run_while_one_loads(start: Start, faults) -> None:
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     faults.hold_reads()
     loading = engine.add(PROMPT)
     other = list(range(200, 300))
@@ -77,10 +75,10 @@ def test_other_requests_run_while_one_loads(start: Start, faults, runner: dict[s
 
 
 @every_runner
-def test_blocks_of_a_load_are_hashed_only_after_they_arrived(start: Start, faults, runner: dict[str, bool]) -> None:
+def test_blocks_of_a_load_are_hashed_only_after_they_arrived(start: Start, faults) -> None:
     """Trap 8. Cure: the load is asynchronous. A second request of the same prompt must not share unfilled blocks."""
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     faults.hold_reads()
     first = engine.add(PROMPT)
     step_until_reading(engine, faults)
@@ -102,9 +100,9 @@ def test_blocks_of_a_load_are_hashed_only_after_they_arrived(start: Start, fault
 
 
 @every_runner
-def test_abort_before_scheduling(start: Start, runner: dict[str, bool]) -> None:
+def test_abort_before_scheduling(start: Start) -> None:
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     reports = count_reports(engine)
     engine.abort(engine.add(PROMPT))
     engine.run()
@@ -115,10 +113,10 @@ def test_abort_before_scheduling(start: Start, runner: dict[str, bool]) -> None:
 
 @every_runner
 @pytest.mark.parametrize("lost", [False, True], ids=["arrives", "fails"])
-def test_abort_while_loading(start: Start, faults, runner: dict[str, bool], lost: bool) -> None:
+def test_abort_while_loading(start: Start, faults, lost: bool) -> None:
     """The blocks come back only when the load has ended: until then its thread may write them."""
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     reports = count_reports(engine)
     faults.hold_reads()
     name = engine.add(PROMPT)
@@ -140,13 +138,11 @@ def test_abort_while_loading(start: Start, faults, runner: dict[str, bool], lost
 
 
 @every_runner
-def test_abort_while_loading_saves_nothing_of_what_has_not_arrived(
-    start: Start, faults, runner: dict[str, bool]
-) -> None:
+def test_abort_while_loading_saves_nothing_of_what_has_not_arrived(start: Start, faults) -> None:
     """Cure: `finished` plans no save for a request that is loading. Its pages leave the pool meanwhile, so whatever
     its blocks hold would be stored in their place."""
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     faults.hold_reads()
     name = engine.add(PROMPT)
     step_until_reading(engine, faults)
@@ -164,10 +160,10 @@ def test_abort_while_loading_saves_nothing_of_what_has_not_arrived(
 
 @every_runner
 @pytest.mark.parametrize("lost", [False, True], ids=["arrived", "failed"])
-def test_abort_in_the_step_that_reports_the_load(start: Start, faults, runner: dict[str, bool], lost: bool) -> None:
+def test_abort_in_the_step_that_reports_the_load(start: Start, faults, lost: bool) -> None:
     """The worker has reported, the scheduler has not read it yet, and the abort comes in between."""
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     reports = count_reports(engine)
     if lost:
         faults.lose_reads = lambda keys: [True] * len(keys)
@@ -186,11 +182,9 @@ def test_abort_in_the_step_that_reports_the_load(start: Start, faults, runner: d
 
 @every_runner
 @pytest.mark.parametrize("lost", [False, True], ids=["arrived", "failed"])
-def test_abort_between_the_report_and_the_next_schedule(
-    start: Start, faults, runner: dict[str, bool], lost: bool
-) -> None:
+def test_abort_between_the_report_and_the_next_schedule(start: Start, faults, lost: bool) -> None:
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     if lost:
         faults.lose_reads = lambda keys: [True] * len(keys)
     name = engine.add(PROMPT)
@@ -202,9 +196,9 @@ def test_abort_between_the_report_and_the_next_schedule(
 
 
 @every_runner
-def test_abort_after_the_load_and_after_the_end(start: Start, runner: dict[str, bool]) -> None:
+def test_abort_after_the_load_and_after_the_end(start: Start) -> None:
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     reports = count_reports(engine)
     name = engine.add(PROMPT, 30)
     engine.run(until=lambda: engine.texts[name])
@@ -221,10 +215,10 @@ def test_abort_after_the_load_and_after_the_end(start: Start, runner: dict[str, 
 
 @every_runner
 @pytest.mark.parametrize("kept", [0, 1, 3, 5])
-def test_a_lost_page_is_recomputed_from_there_on(start: Start, faults, runner: dict[str, bool], kept: int) -> None:
+def test_a_lost_page_is_recomputed_from_there_on(start: Start, faults, kept: int) -> None:
     """Traps 3 and 5. Cures: asynchronous loads, and the policy "recompute" in place of vLLM's default "fail"."""
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     assert engine.scheduler.vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
     faults.lose_reads = lambda keys: [index >= kept for index in range(len(keys))]
     assert engine.ask(PROMPT, 20, name="again") == oracle.generate(PROMPT, 20)
@@ -235,10 +229,10 @@ def test_a_lost_page_is_recomputed_from_there_on(start: Start, faults, runner: d
 
 
 @every_runner
-def test_a_load_that_failed_is_not_offered_to_that_request_again(start: Start, faults, runner: dict[str, bool]) -> None:
+def test_a_load_that_failed_is_not_offered_to_that_request_again(start: Start, faults) -> None:
     """Cure: `refused`. Without it a request whose pages are listed but broken would be loaded for ever."""
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     reports = count_reports(engine)
     faults.lose_reads = lambda keys: [True] * len(keys)
     name = engine.add(PROMPT, 5)
@@ -295,14 +289,14 @@ def test_tokens_of_a_local_hit_are_not_written(start: Start, monkeypatch: pytest
 
 
 @every_runner
-def test_a_load_always_ends_at_its_deadline(start: Start, faults, runner: dict[str, bool]) -> None:
+def test_a_load_always_ends_at_its_deadline(start: Start, faults) -> None:
     """Trap 6. Cure: `Mover.collect` gives up what is queued or hangs in the pool; vLLM has no deadline of its own.
 
     The read goes on later, when the blocks belong to others: it must not write any of them.
     """
     other = list(range(200, 300))
     warm_pool(start, PROMPT, other)
-    engine = start(**runner, extra={"load_deadline_s": 0.05})
+    engine = start(extra={"load_deadline_s": 0.05})
     reports = count_reports(engine)
     faults.hold_reads()
     assert engine.ask_all([PROMPT, other], 3) == [oracle.generate(prompt, 3) for prompt in (PROMPT, other)]
@@ -387,10 +381,10 @@ def landed(faults) -> list[bytes]:
 
 @every_runner
 def test_a_load_begins_with_the_pages_that_are_there_and_takes_the_others_as_they_land(
-    start: Start, runner: dict[str, bool], landed: list[bytes]
+    start: Start, landed: list[bytes]
 ) -> None:
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     reports = count_reports(engine)
     other, keys = list(range(200, 300)), page_keys(PROMPT, 16)
     name = engine.add(PROMPT, 20)
@@ -452,10 +446,10 @@ def test_no_exception_of_the_pool_reaches_the_engine(start: Start, faults, call:
 
 
 @every_runner
-def test_a_preempted_request_asks_again_and_is_right(start: Start, faults, runner: dict[str, bool]) -> None:
+def test_a_preempted_request_asks_again_and_is_right(start: Start, faults) -> None:
     """Trap 9. Two requests that together need more blocks than there are; the local cache cannot help."""
     prompts = [list(range(1, 101)), list(range(200, 300))]
-    engine = start(**runner, num_blocks=16, prefix_caching=False, keep_pace=True)
+    engine = start(num_blocks=16, prefix_caching=False, keep_pace=True)
     names = [engine.add(prompt, 60) for prompt in prompts]
     engine.run()
     assert [engine.texts[name] for name in names] == [oracle.generate(prompt, 60) for prompt in prompts]
@@ -465,9 +459,9 @@ def test_a_preempted_request_asks_again_and_is_right(start: Start, faults, runne
 
 
 @every_runner
-def test_a_preempted_request_whose_pages_are_lost_is_recomputed(start: Start, faults, runner: dict[str, bool]) -> None:
+def test_a_preempted_request_whose_pages_are_lost_is_recomputed(start: Start, faults) -> None:
     prompts = [list(range(1, 101)), list(range(200, 300))]
-    engine = start(**runner, num_blocks=16, prefix_caching=False, keep_pace=True)
+    engine = start(num_blocks=16, prefix_caching=False, keep_pace=True)
     faults.lose_reads = lambda keys: [True] * len(keys)
     names = [engine.add(prompt, 60) for prompt in prompts]
     engine.run()

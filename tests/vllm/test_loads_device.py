@@ -31,12 +31,10 @@ def load_under_way(engine: Engine, device: Device) -> str:
 
 
 @every_runner
-def test_blocks_are_filled_when_their_former_owner_has_left_the_device(
-    start: Start, runner: dict[str, bool], device: Device
-) -> None:
+def test_blocks_are_filled_when_their_former_owner_has_left_the_device(start: Start, device: Device) -> None:
     """For a producer vLLM frees the blocks of a request that ends although its last forward pass may be under way."""
     warm_pool(start)
-    engine = start(**runner, kv_role="kv_producer")
+    engine = start(kv_role="kv_producer")
     before = engine.workers[0].runner.memory.copy()
     name = load_under_way(engine, device)
     time.sleep(0.05)  # for a load that does not wait
@@ -49,11 +47,9 @@ def test_blocks_are_filled_when_their_former_owner_has_left_the_device(
 
 
 @every_runner
-def test_after_a_fault_of_the_device_what_would_be_loaded_is_recomputed(
-    start: Start, runner: dict[str, bool], device: Device
-) -> None:
+def test_after_a_fault_of_the_device_what_would_be_loaded_is_recomputed(start: Start, device: Device) -> None:
     warm_pool(start)
-    engine = start(**runner)
+    engine = start()
     name = load_under_way(engine, device)
     device.fault = RuntimeError("an illegal memory access")
     device.done.set()

@@ -29,9 +29,9 @@ def failures(engine: Any) -> dict[str, int]:
 
 
 @every_runner
-def test_an_answer_that_comes_late_is_waited_for(start: Start, faults: Faults, runner: dict[str, bool]) -> None:
+def test_an_answer_that_comes_late_is_waited_for(start: Start, faults: Faults) -> None:
     warm_pool(start)
-    engine = start(**runner, extra=LONG)
+    engine = start(extra=LONG)
     faults.answer = late = Late(asked=4, before=2)
     assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
     assert engine.computed("again") == ALL_LOADED
@@ -41,9 +41,9 @@ def test_an_answer_that_comes_late_is_waited_for(start: Start, faults: Faults, r
 
 
 @every_runner
-def test_others_run_while_a_request_waits_for_its_answer(start: Start, faults: Faults, runner: dict[str, bool]) -> None:
+def test_others_run_while_a_request_waits_for_its_answer(start: Start, faults: Faults) -> None:
     warm_pool(start)
-    engine = start(**runner, extra=LONG)
+    engine = start(extra=LONG)
     faults.answer = lambda keys, found: never(keys, found) if found.pages else found
     waiting = engine.add(PROMPT, name="waiting")
     running = engine.add(OTHER, 20, name="running")
@@ -59,10 +59,10 @@ def test_others_run_while_a_request_waits_for_its_answer(start: Start, faults: F
 
 @every_runner
 def test_an_answer_that_never_comes_costs_the_wait_and_no_more(
-    start: Start, faults: Faults, runner: dict[str, bool], caplog: pytest.LogCaptureFixture
+    start: Start, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     warm_pool(start)
-    engine = start(**runner, extra=SHORT)
+    engine = start(extra=SHORT)
     faults.answer = never
     prompts = [PROMPT, OTHER]
     assert engine.ask_all(prompts) == [oracle.generate(prompt, 3) for prompt in prompts]
@@ -72,9 +72,9 @@ def test_an_answer_that_never_comes_costs_the_wait_and_no_more(
 
 
 @every_runner
-def test_when_the_wait_is_over_what_is_there_is_taken(start: Start, faults: Faults, runner: dict[str, bool]) -> None:
+def test_when_the_wait_is_over_what_is_there_is_taken(start: Start, faults: Faults) -> None:
     warm_pool(start)
-    engine = start(**runner, extra=SHORT)
+    engine = start(extra=SHORT)
     faults.answer = lambda keys, found: Lookup(min(2, found.pages), pending=True)
     assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
     assert engine.computed("again") == NOTHING_LOADED - 32
@@ -93,10 +93,8 @@ def test_without_a_wait_nothing_is_put_aside(start: Start, faults: Faults) -> No
 
 
 @every_runner
-def test_a_store_that_says_that_all_is_there_costs_a_recomputation(
-    start: Start, faults: Faults, runner: dict[str, bool]
-) -> None:
-    engine = start(**runner)
+def test_a_store_that_says_that_all_is_there_costs_a_recomputation(start: Start, faults: Faults) -> None:
+    engine = start()
     faults.answer = lying
     prompts = [PROMPT, OTHER]
     assert engine.ask_all(prompts, 20) == [oracle.generate(prompt, 20) for prompt in prompts]
@@ -150,11 +148,9 @@ def test_after_a_lookup_that_hung_the_store_is_left_alone(
 
 
 @every_runner
-def test_a_request_aborted_while_it_waits_leaves_nothing_behind(
-    start: Start, faults: Faults, runner: dict[str, bool]
-) -> None:
+def test_a_request_aborted_while_it_waits_leaves_nothing_behind(start: Start, faults: Faults) -> None:
     warm_pool(start)
-    engine = start(**runner, extra=LONG)
+    engine = start(extra=LONG)
     faults.answer = never
     asked = faults.calls["lookup"]
     name = engine.add(PROMPT)
@@ -171,11 +167,9 @@ def test_a_request_aborted_while_it_waits_leaves_nothing_behind(
 
 
 @every_runner
-def test_a_request_waits_once_in_its_life_also_when_it_is_preempted(
-    start: Start, faults: Faults, runner: dict[str, bool]
-) -> None:
+def test_a_request_waits_once_in_its_life_also_when_it_is_preempted(start: Start, faults: Faults) -> None:
     prompts = [PROMPT, OTHER]
-    engine = start(**runner, num_blocks=16, prefix_caching=False, keep_pace=True, extra=SHORT)
+    engine = start(num_blocks=16, prefix_caching=False, keep_pace=True, extra=SHORT)
     faults.answer = never
     names = [engine.add(prompt, 60) for prompt in prompts]
     engine.run(until=lambda: all(engine.texts.values()))
@@ -226,10 +220,8 @@ def test_inside_a_multi_connector_the_answer_is_waited_for(start: Start, pool: P
 
 
 @every_runner
-def test_what_a_transfer_brings_does_not_wait_for_the_store(
-    pair: MakePair, faults: Faults, runner: dict[str, bool]
-) -> None:
-    both = pair(runner | {"extra": {"lookup_wait_s": 0}}, runner | {"extra": LONG}, pool=True)
+def test_what_a_transfer_brings_does_not_wait_for_the_store(pair: MakePair, faults: Faults) -> None:
+    both = pair({"extra": {"lookup_wait_s": 0}}, {"extra": LONG}, pool=True)
     faults.answer = never
     name = both.ask(PROMPT)
     assert both.decode.computed(name) == 1 + 2

@@ -47,11 +47,11 @@ def beside_a_store(start: Start, pool: Path, other: Path, **settings: bool) -> E
 
 @every_runner
 def test_abort_while_another_connector_loads_saves_nothing_of_what_has_not_arrived(
-    start: Start, pool: Path, other: Path, faults: Any, runner: dict[str, bool]
+    start: Start, pool: Path, other: Path, faults: Any
 ) -> None:
     """vLLM counts tokens as computed from the moment on that their load is planned."""
     warm_pool(start, extra={"pool": str(other)})
-    engine = beside_a_store(start, pool, other, **runner)
+    engine = beside_a_store(start, pool, other)
     faults.hold_reads()
     name = engine.add(PROMPT)
     engine.run(until=faults.reading.is_set)
@@ -65,11 +65,9 @@ def test_abort_while_another_connector_loads_saves_nothing_of_what_has_not_arriv
 
 
 @every_runner
-def test_what_another_connector_loaded_is_saved_with_the_rest(
-    start: Start, pool: Path, other: Path, runner: dict[str, bool]
-) -> None:
+def test_what_another_connector_loaded_is_saved_with_the_rest(start: Start, pool: Path, other: Path) -> None:
     warm_pool(start, PROMPT[:48], extra={"pool": str(other)})
-    engine = beside_a_store(start, pool, other, **runner)
+    engine = beside_a_store(start, pool, other)
     assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
     assert engine.computed("again") == len(PROMPT) - 48 + 2
     assert engine.pages(PROMPT) == [True] * 6

@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from cases import RUNNERS, Start, every_runner
+from cases import Start, every_runner, steady_runners
 from pd import (
     ORDERS,
     PD_ONLY,
@@ -41,11 +41,9 @@ def _layers_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @every_runner
 @every_order
 @every_granularity
-def test_decode_goes_on_with_what_prefill_computed(
-    pair: MakePair, runner: dict[str, bool], order: str, granularity: str
-) -> None:
+def test_decode_goes_on_with_what_prefill_computed(pair: MakePair, order: str, granularity: str) -> None:
     """In chunks, so that all granularities differ. Only the last token is computed again, to sample from it."""
-    both = pair(runner | {"max_num_batched_tokens": 32}, runner, granularity=granularity)
+    both = pair({"max_num_batched_tokens": 32}, granularity=granularity)
     name = both.ask(PROMPT, 5, order=order)
     assert both.decode.computed(name) == 1 + 4
     both.check_at_rest()
@@ -79,10 +77,10 @@ def chunks_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int, int]
 )
 @every_runner
 def test_a_transfer_is_cut_as_its_granularity_says(
-    pair: MakePair, runner: dict[str, bool], granularity: str, batches: list[Any], monkeypatch: pytest.MonkeyPatch
+    pair: MakePair, granularity: str, batches: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = chunks_of(monkeypatch)
-    both = pair(runner | {"max_num_batched_tokens": 32}, runner, granularity=granularity)
+    both = pair({"max_num_batched_tokens": 32}, granularity=granularity)
     name = both.add_granted(PROMPT)
     both.run()
     assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
@@ -105,11 +103,9 @@ def test_the_granularity_follows_the_length_of_the_prompt(pair: MakePair, monkey
 
 @pytest.mark.parametrize("granularity", ["chunk", "layer"])
 @every_runner
-def test_kv_arrives_while_the_rest_is_still_to_be_computed(
-    pair: MakePair, runner: dict[str, bool], granularity: str
-) -> None:
+def test_kv_arrives_while_the_rest_is_still_to_be_computed(pair: MakePair, granularity: str) -> None:
     """Prefill does not go on before the layer, or the chunk, is there."""
-    both = pair(runner | {"max_num_batched_tokens": 32}, runner, granularity=granularity)
+    both = pair({"max_num_batched_tokens": 32}, granularity=granularity)
     name = both.add_granted(PROMPT)
     (job,) = jobs(both.decode)
     expected = oracle.slots(oracle.chain(PROMPT), range(2), range(2))
@@ -135,11 +131,11 @@ def test_kv_arrives_while_the_rest_is_still_to_be_computed(
 # Lengths, ranks, layouts
 
 
-@pytest.mark.parametrize("runner", [RUNNERS[0], RUNNERS[-1]])
+@steady_runners
 @every_order
 @every_granularity
-def test_prompts_of_any_length(pair: MakePair, runner: dict[str, bool], order: str, granularity: str) -> None:
-    both = pair(runner, runner, granularity=granularity)
+def test_prompts_of_any_length(pair: MakePair, order: str, granularity: str) -> None:
+    both = pair(granularity=granularity)
     for length in [1, 2, 15, 16, 17, 32, 33, 83]:
         prompt = [length, *PROMPT][:length]
         name = both.ask(prompt, 4, order=order)
@@ -204,9 +200,9 @@ def test_blocks_of_other_sizes_and_orders(pair: MakePair, prefill: int, decode: 
 @every_runner
 @every_order
 def test_after_a_local_hit_the_rest_travels_and_shared_blocks_are_not_written(
-    pair: MakePair, runner: dict[str, bool], order: str, monkeypatch: pytest.MonkeyPatch
+    pair: MakePair, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = pair(runner, runner)
+    both = pair()
     both.ask(PROMPT[:70])
     memory = node_of(both.decode)._fetching._memory
     ranges = []
@@ -231,14 +227,14 @@ def test_after_a_local_hit_the_rest_travels_and_shared_blocks_are_not_written(
 
 
 @every_runner
-def test_two_prefill_instances_and_many_requests_in_any_order(start: Start, runner: dict[str, bool]) -> None:
-    first, second, decode = (start(**runner, num_blocks=160, extra=PD_ONLY) for _ in range(3))
+def test_two_prefill_instances_and_many_requests_in_any_order(start: Start) -> None:
+    first, second, decode = (start(num_blocks=160, extra=PD_ONLY) for _ in range(3))
     check_many([Pair(first, decode), Pair(second, decode)])
 
 
 @every_runner
-def test_two_decode_instances_and_many_requests_in_any_order(start: Start, runner: dict[str, bool]) -> None:
-    prefill, first, second = (start(**runner, num_blocks=160, extra=PD_ONLY) for _ in range(3))
+def test_two_decode_instances_and_many_requests_in_any_order(start: Start) -> None:
+    prefill, first, second = (start(num_blocks=160, extra=PD_ONLY) for _ in range(3))
     check_many([Pair(prefill, first), Pair(prefill, second)])
 
 
@@ -260,9 +256,9 @@ def check_many(pairs: list[Pair]) -> None:
 
 @every_runner
 @every_order
-def test_one_transfer_asked_for_by_several_requests(pair: MakePair, runner: dict[str, bool], order: str) -> None:
+def test_one_transfer_asked_for_by_several_requests(pair: MakePair, order: str) -> None:
     """As with `n=2`, or a proxy that tries again: one of them gets it, the other one computes."""
-    both = pair(runner, runner)
+    both = pair()
     names = [both.add(PROMPT, 5, order=order)]
     params = both.decode.requests[names[0]].kv_transfer_params
     names.append(both.decode.add(PROMPT, 5, params=dict(params)))
@@ -273,8 +269,8 @@ def test_one_transfer_asked_for_by_several_requests(pair: MakePair, runner: dict
 
 
 @every_runner
-def test_one_transfer_given_by_several_requests(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner | {"max_num_batched_tokens": 32}, runner, granularity="layer")
+def test_one_transfer_given_by_several_requests(pair: MakePair) -> None:
+    both = pair({"max_num_batched_tokens": 32}, granularity="layer")
     name = both.add_granted(PROMPT)
     both.prefill.add(PROMPT, 1, params=prefill_params("x"))
     both.run()

@@ -56,10 +56,8 @@ def no_lease_ended(both: Pair) -> bool:
 
 @every_runner
 @every_order
-def test_an_abort_before_anything_was_allocated_releases_prefill(
-    pair: MakePair, runner: dict[str, bool], order: str
-) -> None:
-    both = pair(runner, runner)
+def test_an_abort_before_anything_was_allocated_releases_prefill(pair: MakePair, order: str) -> None:
+    both = pair()
     both.decode.abort(both.add(PROMPT, order=order))
     both.run()
     assert no_lease_ended(both)
@@ -68,10 +66,8 @@ def test_an_abort_before_anything_was_allocated_releases_prefill(
 
 @every_runner
 @every_order
-def test_an_abort_while_waiting_for_blocks_releases_prefill(
-    pair: MakePair, runner: dict[str, bool], order: str
-) -> None:
-    both = pair(runner, runner | {"num_blocks": 8, "prefix_caching": False})
+def test_an_abort_while_waiting_for_blocks_releases_prefill(pair: MakePair, order: str) -> None:
+    both = pair(decode={"num_blocks": 8, "prefix_caching": False})
     busy = both.decode.add([3] * 90, 20)
     both.decode.step()
     name = both.add(PROMPT, order=order)
@@ -86,10 +82,8 @@ def test_an_abort_while_waiting_for_blocks_releases_prefill(
 
 
 @every_runner
-def test_an_abort_while_fetching_frees_the_blocks_when_nothing_writes_to_them(
-    pair: MakePair, runner: dict[str, bool]
-) -> None:
-    both = pair(runner | {"max_num_batched_tokens": 32}, runner, granularity="chunk")
+def test_an_abort_while_fetching_frees_the_blocks_when_nothing_writes_to_them(pair: MakePair) -> None:
+    both = pair({"max_num_batched_tokens": 32}, granularity="chunk")
     name = both.add_granted(PROMPT)
     leg = list(both.prefill.requests)[-1]
     run_all(*both.both, until=lambda: both.prefill.computed(leg) >= 32)
@@ -102,10 +96,8 @@ def test_an_abort_while_fetching_frees_the_blocks_when_nothing_writes_to_them(
 
 
 @every_runner
-def test_the_same_transfer_asked_for_again_while_the_aborted_one_is_not_over(
-    pair: MakePair, runner: dict[str, bool]
-) -> None:
-    both = pair(runner, runner)
+def test_the_same_transfer_asked_for_again_while_the_aborted_one_is_not_over(pair: MakePair) -> None:
+    both = pair()
     name = both.add_granted(PROMPT)
     both.decode.abort(name)
     again = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x"))
@@ -115,9 +107,9 @@ def test_the_same_transfer_asked_for_again_while_the_aborted_one_is_not_over(
 
 
 @every_runner
-def test_an_id_used_again_before_any_worker_knew_of_the_first_request(pair: MakePair, runner: dict[str, bool]) -> None:
+def test_an_id_used_again_before_any_worker_knew_of_the_first_request(pair: MakePair) -> None:
     """vLLM leaves clients' ids as they are under VLLM_DISABLE_REQUEST_ID_RANDOMIZATION; a word is about one request."""
-    both = pair(runner, runner)
+    both = pair()
     both.decode.abort(both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "first"), name="x"))
     both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "again"), name="x")
     other = both.ask([1, *PROMPT])
@@ -127,8 +119,8 @@ def test_an_id_used_again_before_any_worker_knew_of_the_first_request(pair: Make
 
 
 @every_runner
-def test_an_abort_while_decoding(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner, runner)
+def test_an_abort_while_decoding(pair: MakePair) -> None:
+    both = pair()
     name = both.add(PROMPT, 50)
     run_all(*both.both, until=lambda: len(both.decode.texts[name]) > 2)
     both.decode.abort(name)
@@ -141,8 +133,8 @@ def test_an_abort_while_decoding(pair: MakePair, runner: dict[str, bool]) -> Non
 
 
 @every_runner
-def test_out_of_blocks_requests_wait_for_their_turn(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner | {"num_blocks": 128}, runner | {"num_blocks": 14, "prefix_caching": False})
+def test_out_of_blocks_requests_wait_for_their_turn(pair: MakePair) -> None:
+    both = pair({"num_blocks": 128}, {"num_blocks": 14, "prefix_caching": False})
     names = [both.add([number, *PROMPT], 8, order=("sequential", "concurrent")[number % 2]) for number in range(6)]
     both.run()
     for number, name in enumerate(names):
@@ -153,9 +145,9 @@ def test_out_of_blocks_requests_wait_for_their_turn(pair: MakePair, runner: dict
 
 
 @every_runner
-def test_a_silent_prefill_instance_is_given_up_at_the_deadline(pair: MakePair, runner: dict[str, bool]) -> None:
+def test_a_silent_prefill_instance_is_given_up_at_the_deadline(pair: MakePair) -> None:
     """It is there, and its leg never comes."""
-    both = pair(runner, runner, transfer_deadline_s=0.2)
+    both = pair(transfer_deadline_s=0.2)
     check_prefilled_here(both.decode, PROMPT, decode_params(both.prefill, "never"))
     assert both.failures() == {"fetch_expired": 1}
     both.run()
@@ -163,10 +155,8 @@ def test_a_silent_prefill_instance_is_given_up_at_the_deadline(pair: MakePair, r
 
 
 @every_runner
-def test_a_host_that_accepts_and_says_nothing_is_given_up_at_the_deadline(
-    start: Start, runner: dict[str, bool]
-) -> None:
-    engine = start(**runner, extra=PD_ONLY | {"transfer_deadline_s": 0.2})
+def test_a_host_that_accepts_and_says_nothing_is_given_up_at_the_deadline(start: Start) -> None:
+    engine = start(extra=PD_ONLY | {"transfer_deadline_s": 0.2})
     with deaf() as (host, port):
         params = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": host, "remote_port": port}
         check_prefilled_here(engine, PROMPT, params)
@@ -176,8 +166,8 @@ def test_a_host_that_accepts_and_says_nothing_is_given_up_at_the_deadline(
 
 
 @every_runner
-def test_others_are_served_while_a_transfer_waits(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner, runner)
+def test_others_are_served_while_a_transfer_waits(pair: MakePair) -> None:
+    both = pair()
     waiting = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "later"))
     ordinary = both.decode.add([9, *PROMPT], 3)
     name = both.add([8, *PROMPT])
@@ -194,8 +184,8 @@ def test_others_are_served_while_a_transfer_waits(pair: MakePair, runner: dict[s
 
 
 @every_runner
-def test_preempted_after_loading_it_computes_and_does_not_ask_again(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner, runner | {"prefix_caching": False})
+def test_preempted_after_loading_it_computes_and_does_not_ask_again(pair: MakePair) -> None:
+    both = pair(decode={"prefix_caching": False})
     name = both.add(PROMPT, 30)
     run_all(*both.both, until=lambda: len(both.decode.texts[name]) > 2)
     while both.decode._queue:
@@ -210,9 +200,9 @@ def test_preempted_after_loading_it_computes_and_does_not_ask_again(pair: MakePa
 
 
 @every_runner
-def test_late_and_repeated_endings_never_reach_the_scheduler(pair: MakePair, runner: dict[str, bool]) -> None:
+def test_late_and_repeated_endings_never_reach_the_scheduler(pair: MakePair) -> None:
     """vLLM's engine ends itself where it hears of a request that it does not know, or twice."""
-    both = pair(runner, runner)
+    both = pair()
     name = both.ask(PROMPT, 3)
     (transfer,) = {one.transfer for step in both.decode.metadata for one in step.pd.announced.values()}
     for ending in (Ending.DONE, Ending.FAILED):
@@ -224,9 +214,9 @@ def test_late_and_repeated_endings_never_reach_the_scheduler(pair: MakePair, run
 
 
 @every_runner
-def test_prompt_logprobs_need_all_of_the_prompt_so_prefill_is_released(pair: MakePair, runner: dict[str, bool]) -> None:
+def test_prompt_logprobs_need_all_of_the_prompt_so_prefill_is_released(pair: MakePair) -> None:
     """vLLM skips the lookup, though the connector is told of the request."""
-    both = pair(runner, runner)
+    both = pair()
     name = both.add(PROMPT, 3, prompt_logprobs=1)
     both.run()
     assert both.decode.computed(name) == NUM_TOKENS + 2
@@ -238,8 +228,8 @@ def test_prompt_logprobs_need_all_of_the_prompt_so_prefill_is_released(pair: Mak
 
 
 @every_runner
-def test_a_failed_transfer_fails_the_request_where_the_user_says_so(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner, runner, transfer_failure="fail")
+def test_a_failed_transfer_fails_the_request_where_the_user_says_so(pair: MakePair) -> None:
+    both = pair(transfer_failure="fail")
     name = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x"))
     run_all(both.decode, until=lambda: granted(both.prefill))
     both.prefill.add(PROMPT, 1, params=prefill_params("x"))
@@ -252,10 +242,8 @@ def test_a_failed_transfer_fails_the_request_where_the_user_says_so(pair: MakePa
 
 
 @every_runner
-def test_a_transfer_that_failed_while_its_request_waited_for_blocks_fails_it_as_well(
-    pair: MakePair, runner: dict[str, bool]
-) -> None:
-    both = pair(runner, runner | {"num_blocks": 8, "prefix_caching": False}, transfer_failure="fail")
+def test_a_transfer_that_failed_while_its_request_waited_for_blocks_fails_it_as_well(pair: MakePair) -> None:
+    both = pair(decode={"num_blocks": 8, "prefix_caching": False}, transfer_failure="fail")
     busy = both.decode.add([3] * 90, 20)
     both.decode.step()
     name = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x") | {"remote_engine_id": "gone"})
@@ -271,10 +259,8 @@ def test_a_transfer_that_failed_while_its_request_waited_for_blocks_fails_it_as_
 
 @every_runner
 @pytest.mark.parametrize("failing", [[0], [1], [0, 1]], ids=str)
-def test_a_transfer_that_fails_on_some_ranks_is_computed_by_all(
-    pair: MakePair, runner: dict[str, bool], failing: list[int]
-) -> None:
-    both = pair(runner | {"tp_size": 2}, runner | {"tp_size": 2})
+def test_a_transfer_that_fails_on_some_ranks_is_computed_by_all(pair: MakePair, failing: list[int]) -> None:
+    both = pair({"tp_size": 2}, {"tp_size": 2})
     answer = both.handed_over(PROMPT)
     for rank in failing:  # the prefill instance's rank gives up what this rank wants
         node = node_of(both.prefill, rank)
@@ -292,8 +278,8 @@ def test_a_transfer_that_fails_on_some_ranks_is_computed_by_all(
 
 
 @every_runner
-def test_an_answer_used_a_second_time(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner, runner | {"prefix_caching": False})
+def test_an_answer_used_a_second_time(pair: MakePair) -> None:
+    both = pair(decode={"prefix_caching": False})
     answer = both.handed_over(PROMPT)
     name = both.decode.add(PROMPT, 3, params=answer)
     both.run()
@@ -315,9 +301,9 @@ def test_an_answer_after_its_lease(pair: MakePair) -> None:
 
 
 @every_runner
-def test_an_answer_for_another_prompt(pair: MakePair, runner: dict[str, bool]) -> None:
+def test_an_answer_for_another_prompt(pair: MakePair) -> None:
     """One token differs; the prefill instance waits for the right one."""
-    both = pair(runner, runner)
+    both = pair()
     answer = both.handed_over(PROMPT)
     check_prefilled_here(both.decode, [*PROMPT[:-1], 5], answer)
     name = both.decode.add(PROMPT, 3, params=answer)
@@ -330,7 +316,7 @@ def test_an_answer_for_another_prompt(pair: MakePair, runner: dict[str, bool]) -
     "other", [{"model_id": "another"}, {"extra": {"model_id": "another"}}], ids=["setting", "extra"]
 )
 def test_an_answer_for_another_model(pair: MakePair, other: dict[str, Any]) -> None:
-    both = pair({}, other, transfer_lease_s=1)
+    both = pair(decode=other, transfer_lease_s=1)
     check_prefilled_here(both.decode, PROMPT, both.handed_over(PROMPT))
     both.run()
     both.check_at_rest()
@@ -344,16 +330,16 @@ def test_another_salt_is_another_transfer(pair: MakePair) -> None:
 
 
 @every_runner
-def test_an_answer_of_an_earlier_life_on_the_same_port(start: Start, runner: dict[str, bool]) -> None:
+def test_an_answer_of_an_earlier_life_on_the_same_port(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    prefill = start(**runner, extra=PD_ONLY | {"transfer_port": port})
-    decode = start(**runner, prefix_caching=False, extra=PD_ONLY)
+    prefill = start(extra=PD_ONLY | {"transfer_port": port})
+    decode = start(prefix_caching=False, extra=PD_ONLY)
     first = Pair(prefill, decode)
     first.ask(PROMPT)
     stale = first.handed_over(PROMPT)
     prefill.shut_down()
-    again = Pair(start(**runner, extra=PD_ONLY | {"transfer_port": port}), decode)
+    again = Pair(start(extra=PD_ONLY | {"transfer_port": port}), decode)
     assert port_of(again.prefill) == port
     check_prefilled_here(decode, PROMPT, stale)
     name = again.ask(PROMPT)

@@ -72,9 +72,9 @@ def finish(both: Pair, name: str) -> None:
 @every_runner
 @every_granularity
 def test_what_the_device_has_not_computed_is_not_given_away(
-    pair: MakePair, runner: dict[str, bool], granularity: str, devices: list[Device]
+    pair: MakePair, granularity: str, devices: list[Device]
 ) -> None:
-    both = pair(runner | CHUNKED, runner, granularity=granularity)
+    both = pair(CHUNKED, granularity=granularity)
     name = both.add_granted(PROMPT)
     devices[0].done.clear()
     run_all(both.prefill, until=lambda: last(both.prefill) in both.prefill.reasons)
@@ -88,9 +88,9 @@ def test_what_the_device_has_not_computed_is_not_given_away(
 
 @every_runner
 def test_what_was_computed_before_a_preemption_is_not_given_away_after_it(
-    pair: MakePair, runner: dict[str, bool], devices: list[Device], monkeypatch: pytest.MonkeyPatch
+    pair: MakePair, devices: list[Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = pair(runner | CHUNKED, runner, granularity="chunk")
+    both = pair(CHUNKED, granularity="chunk")
     name = both.add_granted(PROMPT)
     node, (device, _) = node_of(both.prefill), devices
     preempted, computed, before, told = node.preempted, node.computed, [], []
@@ -113,10 +113,8 @@ def test_what_was_computed_before_a_preemption_is_not_given_away_after_it(
 
 
 @every_runner
-def test_blocks_are_granted_when_their_former_owner_has_left_the_device(
-    pair: MakePair, runner: dict[str, bool], devices: list[Device]
-) -> None:
-    both = pair(runner, runner)
+def test_blocks_are_granted_when_their_former_owner_has_left_the_device(pair: MakePair, devices: list[Device]) -> None:
+    both = pair()
     devices[1].done.clear()
     name = both.add(PROMPT, order="concurrent")
     run_all(*both.both, until=lambda: last(both.prefill) in both.prefill.reasons and fetching(both))

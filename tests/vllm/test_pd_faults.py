@@ -19,9 +19,9 @@ NUM_TOKENS = len(PROMPT)
 
 @every_runner
 @pytest.mark.parametrize("computed", [0, 32])
-def test_a_prefill_instance_that_dies_under_a_transfer(pair: MakePair, runner: dict[str, bool], computed: int) -> None:
+def test_a_prefill_instance_that_dies_under_a_transfer(pair: MakePair, computed: int) -> None:
     """Its processes are gone, so its listeners refuse: nobody waits for a lease."""
-    both = pair(runner | {"max_num_batched_tokens": 32}, runner, granularity="layer")
+    both = pair({"max_num_batched_tokens": 32}, granularity="layer")
     name = both.add_granted(PROMPT)
     leg = list(both.prefill.requests)[-1]
     run_all(*both.both, until=lambda: both.prefill.computed(leg) >= computed)
@@ -34,8 +34,8 @@ def test_a_prefill_instance_that_dies_under_a_transfer(pair: MakePair, runner: d
 
 
 @every_runner
-def test_a_decode_instance_that_dies_is_given_up_after_the_lease(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner, runner, transfer_lease_s=1)
+def test_a_decode_instance_that_dies_is_given_up_after_the_lease(pair: MakePair) -> None:
+    both = pair(transfer_lease_s=1)
     both.handed_over(PROMPT)
     both.decode.add([1, *PROMPT], 1, params=decode_params(both.prefill, "x"))
     run_all(both.decode, until=lambda: granted(both.prefill))
@@ -48,10 +48,10 @@ def test_a_decode_instance_that_dies_is_given_up_after_the_lease(pair: MakePair,
 @every_runner
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_page_spoilt_between_its_arrival_and_the_check(
-    pair: MakePair, runner: dict[str, bool], times: int, monkeypatch: pytest.MonkeyPatch
+    pair: MakePair, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once: it is sent again. Twice: it is computed."""
-    both = pair(runner, runner)
+    both = pair()
     check: Callable[..., Any] = transfer.fetching._check
     spoilt = []
 

@@ -36,7 +36,7 @@ def _store_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KVConnectorFactory._registry, "Store", lambda: Store)
 
 
-def beside_a_store(start: Start, folders: list[Path], runner: dict[str, bool], ours_first: bool) -> Pair:
+def beside_a_store(start: Start, folders: list[Path], ours_first: bool) -> Pair:
     """Two instances with a store each, whose pools are in `folders`."""
     engines = []
     for folder in folders:
@@ -50,7 +50,7 @@ def beside_a_store(start: Start, folders: list[Path], runner: dict[str, bool], o
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"connectors": children[::-1] if ours_first else children},
         }
-        engines.append(start(**runner, transfer=transfer))
+        engines.append(start(transfer=transfer))
     return Pair(*engines)
 
 
@@ -63,19 +63,17 @@ def no_lease_ended(both: Pair) -> bool:
     return not {"send_expired", "fetch_expired"} & both.failures().keys()
 
 
-def warmed(start: Start, folder: Path, runner: dict[str, bool]) -> None:
+def warmed(start: Start, folder: Path) -> None:
     """The pool there has the first pages of the prompt."""
-    engine = start(**runner, extra={"pool": str(folder)})
+    engine = start(extra={"pool": str(folder)})
     engine.ask(SHARED)
     engine.shut_down()
 
 
 @every_runner
-def test_beside_a_connector_that_does_not_know_several_groups(
-    start: Start, pool: Path, tmp_path: Path, runner: dict[str, bool]
-) -> None:
+def test_beside_a_connector_that_does_not_know_several_groups(start: Start, pool: Path, tmp_path: Path) -> None:
     settings = {"transfer": multi(pool, tmp_path), "hybrid_manager_off": True}
-    both = Pair(start(**runner, **settings), start(**runner, **settings))
+    both = Pair(start(**settings), start(**settings))
     name = both.ask(PROMPT)
     assert both.decode.computed(name) == 1 + 2
     both.check_at_rest()
@@ -85,10 +83,10 @@ def test_beside_a_connector_that_does_not_know_several_groups(
 @every_order
 @pytest.mark.parametrize("ours_first", [True, False], ids=["ours-first", "ours-second"])
 def test_what_another_connector_loaded_at_prefill_travels_with_the_rest(
-    start: Start, folders: list[Path], runner: dict[str, bool], order: str, ours_first: bool
+    start: Start, folders: list[Path], order: str, ours_first: bool
 ) -> None:
-    warmed(start, folders[0], runner)
-    both = beside_a_store(start, folders, runner, ours_first=ours_first)
+    warmed(start, folders[0])
+    both = beside_a_store(start, folders, ours_first=ours_first)
     name = both.ask(PROMPT, order=order)
     assert both.prefill.computed(list(both.prefill.requests)[-1]) == NUM_TOKENS - 48
     assert both.decode.computed(name) == 1 + 2
@@ -100,11 +98,11 @@ def test_what_another_connector_loaded_at_prefill_travels_with_the_rest(
 @every_order
 @pytest.mark.parametrize("ours_first", [True, False], ids=["ours-first", "ours-second"])
 def test_the_first_connector_that_has_something_at_decode_brings_it(
-    start: Start, folders: list[Path], runner: dict[str, bool], order: str, ours_first: bool
+    start: Start, folders: list[Path], order: str, ours_first: bool
 ) -> None:
     """Where that is not ours, the prefill instance is told that nobody wants its KV."""
-    warmed(start, folders[1], runner)
-    both = beside_a_store(start, folders, runner, ours_first=ours_first)
+    warmed(start, folders[1])
+    both = beside_a_store(start, folders, ours_first=ours_first)
     name = both.ask(PROMPT, order=order)
     assert both.decode.computed(name) == (1 if ours_first else NUM_TOKENS - 48) + 2
     both.run()
@@ -115,11 +113,11 @@ def test_the_first_connector_that_has_something_at_decode_brings_it(
 @every_runner
 @pytest.mark.parametrize("ours_first", [True, False], ids=["ours-first", "ours-second"])
 def test_a_prefill_leg_that_is_aborted_while_another_connector_loads(
-    start: Start, folders: list[Path], faults: Any, runner: dict[str, bool], ours_first: bool
+    start: Start, folders: list[Path], faults: Any, ours_first: bool
 ) -> None:
     """vLLM forgets it when the load has ended, and would end itself over any word of ours after that."""
-    warmed(start, folders[0], runner)
-    both = beside_a_store(start, folders, runner, ours_first=ours_first)
+    warmed(start, folders[0])
+    both = beside_a_store(start, folders, ours_first=ours_first)
     faults.hold_reads()
     name = both.add_granted(PROMPT)
     leg = list(both.prefill.requests)[-1]
@@ -136,10 +134,8 @@ def test_a_prefill_leg_that_is_aborted_while_another_connector_loads(
 
 
 @every_runner
-def test_a_decode_leg_that_is_aborted_while_it_fetches(
-    start: Start, folders: list[Path], runner: dict[str, bool]
-) -> None:
-    both = beside_a_store(start, folders, runner, ours_first=False)
+def test_a_decode_leg_that_is_aborted_while_it_fetches(start: Start, folders: list[Path]) -> None:
+    both = beside_a_store(start, folders, ours_first=False)
     name = both.add_granted(PROMPT)
     both.decode.abort(name)
     both.run()
@@ -153,7 +149,7 @@ def test_where_another_connector_shakes_hands_first_transfers_are_left_to_it(
 ) -> None:
     """MultiConnector passes on what the first one says; two answers to one request would end the engine."""
     monkeypatch.setattr(Store, "get_handshake_metadata", lambda self: KVConnectorHandshakeMetadata())
-    both = beside_a_store(start, folders, {}, ours_first=False)
+    both = beside_a_store(start, folders, ours_first=False)
     name = both.prefill.add(PROMPT, 3, params=prefill_params())
     run_all(both.prefill)
     assert both.prefill.texts[name] == oracle.generate(PROMPT, 3)

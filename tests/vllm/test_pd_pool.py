@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
-from cases import RUNNERS, every_runner
+from cases import every_runner, steady_runners
 from pd import PROMPT, MakePair, Pair, decode_params, every_order, figures, jobs, node_of, prefill_params, run_all
 from test_pd_prefill import preempt
 
@@ -15,9 +16,9 @@ SHARED = PROMPT[:48]
 """Three pages."""
 
 
-def warmed(pair: MakePair, runner: dict[str, bool], warm: list[int], **settings: object) -> Pair:
+def warmed(pair: MakePair, warm: list[int], sides: dict[str, Any] | None = None, **settings: Any) -> Pair:
     """Both read the same pool, which has the pages of a prompt, and have nothing of it in their own cache."""
-    both = pair(runner, runner, pool=True, **settings)
+    both = pair(sides, sides, pool=True, **settings)
     both.prefill.ask(warm)
     for engine in both.both:
         assert engine.scheduler.reset_prefix_cache()
@@ -26,10 +27,8 @@ def warmed(pair: MakePair, runner: dict[str, bool], warm: list[int], **settings:
 
 @every_runner
 @every_order
-def test_what_is_in_the_pool_is_loaded_and_only_the_rest_travels(
-    pair: MakePair, runner: dict[str, bool], order: str
-) -> None:
-    both = warmed(pair, runner, SHARED)
+def test_what_is_in_the_pool_is_loaded_and_only_the_rest_travels(pair: MakePair, order: str) -> None:
+    both = warmed(pair, SHARED)
     name = both.ask(PROMPT, order=order)
     assert both.decode.computed(name) == 1 + 2
     (job,) = jobs(both.decode)
@@ -43,9 +42,9 @@ def test_what_is_in_the_pool_is_loaded_and_only_the_rest_travels(
 
 
 @every_runner
-def test_what_travels_is_stored_at_both_ends(pair: MakePair, runner: dict[str, bool], tmp_path: Path) -> None:
+def test_what_travels_is_stored_at_both_ends(pair: MakePair, tmp_path: Path) -> None:
     """The decode instance has a pool of its own."""
-    both = pair(runner, runner | {"extra": {"pool": str(tmp_path / "other")}}, pool=True)
+    both = pair(decode={"extra": {"pool": str(tmp_path / "other")}}, pool=True)
     name = both.ask(PROMPT)
     assert both.decode.computed(name) == 1 + 2
     for engine in both.both:
@@ -57,11 +56,11 @@ def test_what_travels_is_stored_at_both_ends(pair: MakePair, runner: dict[str, b
 @every_runner
 @pytest.mark.parametrize(("num_tokens", "block_tokens"), [(80, 16), (48, 32)], ids=["", "ends-within-a-block"])
 def test_a_prompt_that_is_in_the_pool_as_a_whole_does_not_travel(
-    pair: MakePair, runner: dict[str, bool], num_tokens: int, block_tokens: int
+    pair: MakePair, num_tokens: int, block_tokens: int
 ) -> None:
     """Whole pages all of it: the prefill instance is told that it is through, and counts no failure."""
     whole = PROMPT[:num_tokens]
-    both = warmed(pair, runner | {"block_tokens": block_tokens}, whole)
+    both = warmed(pair, whole, {"block_tokens": block_tokens})
     name = both.ask(whole)
     assert both.decode.computed(name) == 1 + 2
     assert [(job.first_token, job.stop_token) for job in jobs(both.decode)] == [(num_tokens, num_tokens)]
@@ -72,10 +71,8 @@ def test_a_prompt_that_is_in_the_pool_as_a_whole_does_not_travel(
 
 @every_runner
 @pytest.mark.parametrize("hold", [False, True], ids=["", "transfer-first"])
-def test_a_page_that_the_pool_lost_is_computed_with_all_after_it(
-    pair: MakePair, faults, runner: dict[str, bool], hold: bool
-) -> None:
-    both = warmed(pair, runner, SHARED)
+def test_a_page_that_the_pool_lost_is_computed_with_all_after_it(pair: MakePair, faults, hold: bool) -> None:
+    both = warmed(pair, SHARED)
     answer = both.handed_over(PROMPT)
     faults.lose_reads = lambda keys: [index == 1 for index, _ in enumerate(keys)]
     if hold:
@@ -92,8 +89,8 @@ def test_a_page_that_the_pool_lost_is_computed_with_all_after_it(
 
 
 @every_runner
-def test_a_transfer_that_fails_leaves_what_came_from_the_pool(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = warmed(pair, runner, SHARED, transfer_deadline_s=0.3)
+def test_a_transfer_that_fails_leaves_what_came_from_the_pool(pair: MakePair) -> None:
+    both = warmed(pair, SHARED, transfer_deadline_s=0.3)
     name = both.decode.add(PROMPT, 3, params={
         "do_remote_prefill": True, "transfer_id": "never", "remote_host": "127.0.0.1",
         "remote_port": both.prefill.pd._directory.port,
@@ -104,13 +101,11 @@ def test_a_transfer_that_fails_leaves_what_came_from_the_pool(pair: MakePair, ru
     both.check_at_rest()
 
 
-@pytest.mark.parametrize("runner", [RUNNERS[0], RUNNERS[-1]])
+@steady_runners
 @pytest.mark.parametrize(("page_tokens", "block_tokens"), [(32, 16), (16, 32), (16, 48), (64, 48)])
-def test_no_block_is_filled_from_two_sides(
-    pair: MakePair, runner: dict[str, bool], page_tokens: int, block_tokens: int
-) -> None:
+def test_no_block_is_filled_from_two_sides(pair: MakePair, page_tokens: int, block_tokens: int) -> None:
     sizes = {"page_tokens": page_tokens, "block_tokens": block_tokens}
-    both = pair(runner | {"page_tokens": page_tokens}, runner | sizes, pool=True)
+    both = pair({"page_tokens": page_tokens}, sizes, pool=True)
     longer = [*PROMPT, *PROMPT]
     both.prefill.ask(longer[:70])
     name = both.ask(longer, order="concurrent")
@@ -123,7 +118,7 @@ def test_no_block_is_filled_from_two_sides(
 
 def test_what_the_pool_has_beyond_a_shorter_local_hit_is_not_loaded_beyond_a_longer_one(pair: MakePair) -> None:
     """Requests wait for blocks between two lookups."""
-    both = warmed(pair, {}, PROMPT[:80])
+    both = warmed(pair, PROMPT[:80])
     decode = both.decode
     name = decode.add(PROMPT, 3, params=decode_params(both.prefill, "x"))
     request = decode.requests[name]
@@ -137,11 +132,9 @@ def test_what_the_pool_has_beyond_a_shorter_local_hit_is_not_loaded_beyond_a_lon
 
 
 @every_runner
-def test_a_prefill_leg_that_is_aborted_while_it_loads_is_reported_once(
-    pair: MakePair, faults, runner: dict[str, bool]
-) -> None:
+def test_a_prefill_leg_that_is_aborted_while_it_loads_is_reported_once(pair: MakePair, faults) -> None:
     """vLLM forgets it when the load has ended, and would end itself over a second report."""
-    both = warmed(pair, runner, SHARED)
+    both = warmed(pair, SHARED)
     faults.hold_reads()
     name = both.prefill.add(PROMPT, 1, params=prefill_params())
     run_all(*both.both, until=faults.reading.is_set)
@@ -156,11 +149,9 @@ def test_a_prefill_leg_that_is_aborted_while_it_loads_is_reported_once(
 
 
 @every_runner
-def test_a_prefill_leg_that_was_preempted_and_is_aborted_while_it_loads_again(
-    pair: MakePair, faults, runner: dict[str, bool]
-) -> None:
+def test_a_prefill_leg_that_was_preempted_and_is_aborted_while_it_loads_again(pair: MakePair, faults) -> None:
     """It did compute, less than a page, but holds nothing of that any more."""
-    both = warmed(pair, runner | {"max_num_batched_tokens": 4}, SHARED)
+    both = warmed(pair, SHARED, {"max_num_batched_tokens": 4})
     name = both.prefill.add(PROMPT, 1, params=prefill_params())
     run_all(both.prefill, until=lambda: both.prefill.computed(name))
     faults.hold_reads()

@@ -60,10 +60,10 @@ def no_lease_ended(both: Pair) -> bool:
 
 @every_runner
 def test_where_batches_are_computed_in_parts_no_layer_is_given_away_before_the_step_is_over(
-    pair: MakePair, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM names a layer after each part of a batch, and does not say which requests are in it."""
-    both = pair(runner | CHUNKED | {"dual_batch_overlap": True}, runner, granularity="layer")
+    both = pair(CHUNKED | {"dual_batch_overlap": True}, granularity="layer")
     name = both.add_granted(PROMPT)
     node, told = node_of(both.prefill), []
     computed = node.computed
@@ -109,9 +109,9 @@ def test_an_ordinary_request_has_no_answer_and_holds_nothing(pair: MakePair) -> 
 
 
 @every_runner
-def test_a_first_token_that_stops_hands_over_as_well(pair: MakePair, runner: dict[str, bool]) -> None:
+def test_a_first_token_that_stops_hands_over_as_well(pair: MakePair) -> None:
     """Trap of other connectors: the request then ends as `stop`, not as `length`."""
-    both = pair(runner, runner)
+    both = pair()
     answer = both.handed_over(PROMPT, 5, stop=oracle.generate(PROMPT, 1))
     assert both.prefill.reasons[last(both.prefill)] == "stop"
     name = both.decode.add(PROMPT, 3, params=answer)
@@ -122,9 +122,9 @@ def test_a_first_token_that_stops_hands_over_as_well(pair: MakePair, runner: dic
 
 
 @every_runner
-def test_a_prefill_leg_may_answer_more_than_one_token(pair: MakePair, runner: dict[str, bool]) -> None:
+def test_a_prefill_leg_may_answer_more_than_one_token(pair: MakePair) -> None:
     """What it computed beyond the prompt stays where it is."""
-    both = pair(runner, runner)
+    both = pair()
     answer = both.handed_over(PROMPT, 20)
     name = both.decode.add(PROMPT, 30, params=answer)
     both.run()
@@ -137,8 +137,8 @@ def test_a_prefill_leg_may_answer_more_than_one_token(pair: MakePair, runner: di
 
 
 @every_runner
-def test_blocks_are_held_until_the_consumer_has_them(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner, runner)
+def test_blocks_are_held_until_the_consumer_has_them(pair: MakePair) -> None:
+    both = pair()
     answer = both.handed_over(PROMPT)
     for _ in range(20):
         both.prefill.step()
@@ -161,8 +161,8 @@ def test_blocks_that_nobody_asks_for_are_held_for_the_lease(pair: MakePair) -> N
 
 
 @every_runner
-def test_an_abort_after_the_end_changes_nothing(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner, runner)
+def test_an_abort_after_the_end_changes_nothing(pair: MakePair) -> None:
+    both = pair()
     answer = both.handed_over(PROMPT)
     both.prefill.abort(last(both.prefill))
     name = both.decode.add(PROMPT, 3, params=answer)
@@ -172,9 +172,9 @@ def test_an_abort_after_the_end_changes_nothing(pair: MakePair, runner: dict[str
 
 
 @every_runner
-def test_out_of_blocks_prefill_waits_for_those_that_are_held(pair: MakePair, runner: dict[str, bool]) -> None:
+def test_out_of_blocks_prefill_waits_for_those_that_are_held(pair: MakePair) -> None:
     """Room for two prompts: the third is computed once a consumer has the first."""
-    both = pair(runner | {"num_blocks": 14, "prefix_caching": False}, runner)
+    both = pair({"num_blocks": 14, "prefix_caching": False})
     answers = [both.handed_over([number, *PROMPT]) for number in range(2)]
     third = both.prefill.add([2, *PROMPT], 1, params=prefill_params())
     for _ in range(20):
@@ -196,9 +196,9 @@ def test_out_of_blocks_prefill_waits_for_those_that_are_held(pair: MakePair, run
 
 
 @every_runner
-def test_an_abort_before_any_worker_knows(pair: MakePair, runner: dict[str, bool]) -> None:
+def test_an_abort_before_any_worker_knows(pair: MakePair) -> None:
     """A decode instance that has announced itself is told, rather than left to its deadline."""
-    both = pair(runner, runner)
+    both = pair()
     name = both.add_granted(PROMPT)
     both.prefill.abort(last(both.prefill))
     check_recomputed(both, name)
@@ -206,11 +206,9 @@ def test_an_abort_before_any_worker_knows(pair: MakePair, runner: dict[str, bool
 
 
 @every_runner
-def test_a_prefill_leg_that_is_sent_again_before_any_worker_knew_of_the_first(
-    pair: MakePair, runner: dict[str, bool]
-) -> None:
+def test_a_prefill_leg_that_is_sent_again_before_any_worker_knew_of_the_first(pair: MakePair) -> None:
     """The transfer ends with the first one, so decode computes; nothing of either is left."""
-    both = pair(runner, runner)
+    both = pair()
     name = both.add_granted(PROMPT)
     both.prefill.abort(last(both.prefill))
     both.prefill.add(PROMPT, 1, params=prefill_params("x"))
@@ -219,9 +217,9 @@ def test_a_prefill_leg_that_is_sent_again_before_any_worker_knew_of_the_first(
 
 
 @every_runner
-def test_an_id_used_again_before_any_worker_knew_of_the_first_request(pair: MakePair, runner: dict[str, bool]) -> None:
+def test_an_id_used_again_before_any_worker_knew_of_the_first_request(pair: MakePair) -> None:
     """vLLM leaves clients' ids as they are under VLLM_DISABLE_REQUEST_ID_RANDOMIZATION; a word is about one request."""
-    both = pair(runner, runner)
+    both = pair()
     for _ in range(2):
         both.prefill.abort(both.prefill.add(PROMPT, 1, params=prefill_params(), name="x"))
     both.prefill.add(PROMPT, 1, params=prefill_params(), name="x")
@@ -233,8 +231,8 @@ def test_an_id_used_again_before_any_worker_knew_of_the_first_request(pair: Make
 
 
 @every_runner
-def test_an_abort_while_waiting_for_blocks(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner | {"num_blocks": 8, "prefix_caching": False}, runner)
+def test_an_abort_while_waiting_for_blocks(pair: MakePair) -> None:
+    both = pair({"num_blocks": 8, "prefix_caching": False})
     long = both.prefill.add(PROMPT, 20)
     both.prefill.step()
     name = both.add_granted(PROMPT)
@@ -249,8 +247,8 @@ def test_an_abort_while_waiting_for_blocks(pair: MakePair, runner: dict[str, boo
 
 @every_runner
 @pytest.mark.parametrize("granularity", ["full", "layer"])
-def test_an_abort_in_mid_prefill(pair: MakePair, runner: dict[str, bool], granularity: str) -> None:
-    both = pair(runner | CHUNKED, runner, granularity=granularity)
+def test_an_abort_in_mid_prefill(pair: MakePair, granularity: str) -> None:
+    both = pair(CHUNKED, granularity=granularity)
     name = both.add_granted(PROMPT)
     leg = last(both.prefill)
     run_all(*both.both, until=lambda: both.prefill.computed(leg) == 32)
@@ -260,8 +258,8 @@ def test_an_abort_in_mid_prefill(pair: MakePair, runner: dict[str, bool], granul
 
 
 @every_runner
-def test_an_abort_in_mid_prefill_before_anybody_asked(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner | CHUNKED, runner)
+def test_an_abort_in_mid_prefill_before_anybody_asked(pair: MakePair) -> None:
+    both = pair(CHUNKED)
     leg = both.prefill.add(PROMPT, 1, params=prefill_params())
     run_all(both.prefill, until=lambda: both.prefill.computed(leg) == 32)
     both.prefill.abort(leg)
@@ -276,10 +274,8 @@ def test_an_abort_in_mid_prefill_before_anybody_asked(pair: MakePair, runner: di
 
 @every_runner
 @every_order
-def test_prefill_preempted_before_anything_was_sent_hands_over_all_the_same(
-    pair: MakePair, runner: dict[str, bool], order: str
-) -> None:
-    both = pair(runner | CHUNKED, runner, granularity="full")
+def test_prefill_preempted_before_anything_was_sent_hands_over_all_the_same(pair: MakePair, order: str) -> None:
+    both = pair(CHUNKED, granularity="full")
     if order == "concurrent":
         name = both.add_granted(PROMPT)
     else:
@@ -299,10 +295,8 @@ def test_prefill_preempted_before_anything_was_sent_hands_over_all_the_same(
 
 @every_runner
 @pytest.mark.parametrize("granularity", ["chunk", "layer"])
-def test_prefill_preempted_after_something_was_sent_is_computed_by_decode(
-    pair: MakePair, runner: dict[str, bool], granularity: str
-) -> None:
-    both = pair(runner | CHUNKED, runner, granularity=granularity)
+def test_prefill_preempted_after_something_was_sent_is_computed_by_decode(pair: MakePair, granularity: str) -> None:
+    both = pair(CHUNKED, granularity=granularity)
     name = both.add_granted(PROMPT)
     leg = last(both.prefill)
     run_all(*both.both, until=lambda: both.prefill.computed(leg) >= 32)
@@ -315,7 +309,7 @@ def test_prefill_preempted_after_something_was_sent_is_computed_by_decode(
 
 @every_runner
 def test_blocks_that_another_request_gets_while_they_are_sent_do_not_count(
-    pair: MakePair, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The write is in the middle of its first batch, and goes on when the blocks hold another prompt's KV."""
     begun, go_on = threading.Event(), threading.Event()
@@ -327,7 +321,7 @@ def test_blocks_that_another_request_gets_while_they_are_sent_do_not_count(
         return send(*args)
 
     monkeypatch.setattr(transfer.serving, "_send", slow)
-    both = pair(runner | CHUNKED | {"num_blocks": 10, "prefix_caching": False}, runner, granularity="layer")
+    both = pair(CHUNKED | {"num_blocks": 10, "prefix_caching": False}, granularity="layer")
     name = both.add_granted(PROMPT)
     run_all(*both.both, until=lambda: both.prefill.computed(last(both.prefill)) >= 32)
     wait(begun.is_set)
@@ -359,9 +353,7 @@ def within(role: str, pool: Path) -> dict[str, Any]:
     return {"transfer": outer | {"kv_connector_extra_config": {"connectors": [ours]}}}
 
 
-@pytest.mark.parametrize(
-    ("role", "preempted"), [("kv_producer", 1), ("kv_both", 0), ("kv_both within a producer", 1)]
-)
+@pytest.mark.parametrize(("role", "preempted"), [("kv_producer", 1), ("kv_both", 0), ("kv_both within a producer", 1)])
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("v2", [False, True])
 def test_prefill_preempted_while_its_token_is_under_way_hands_over_all_the_same(
@@ -398,9 +390,9 @@ def test_a_hand_over_that_is_lost_to_a_preemption_is_counted_and_said(
 
 
 @every_runner
-def test_prefill_legs_that_push_each_other_out(pair: MakePair, runner: dict[str, bool]) -> None:
+def test_prefill_legs_that_push_each_other_out(pair: MakePair) -> None:
     """Preempted by vLLM itself, out of blocks; every answer is right, and nothing is held at the end."""
-    both = pair(runner | CHUNKED | {"num_blocks": 16, "prefix_caching": False}, runner, granularity="chunk")
+    both = pair(CHUNKED | {"num_blocks": 16, "prefix_caching": False}, granularity="chunk")
     names = [both.add([number, *PROMPT], 3, order="concurrent") for number in range(6)]
     for number, name in enumerate(names):
         run_all(*both.both, until=lambda name=name: name in both.decode.reasons)

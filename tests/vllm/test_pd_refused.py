@@ -14,8 +14,8 @@ import transfer.fetching
 
 
 @every_runner
-def test_a_request_that_decode_refuses_releases_prefill(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner | {"tp_size": 2}, runner)
+def test_a_request_that_decode_refuses_releases_prefill(pair: MakePair) -> None:
+    both = pair({"tp_size": 2})
     answer = both.handed_over(PROMPT)
     both.decode.abort(both.decode.add([0], 1, params=answer))
     both.run()
@@ -26,10 +26,8 @@ def test_a_request_that_decode_refuses_releases_prefill(pair: MakePair, runner: 
 
 @every_runner
 @pytest.mark.parametrize("differs", ["prompt", "weights"])
-def test_a_request_whose_kv_has_another_name_releases_prefill(
-    pair: MakePair, runner: dict[str, bool], differs: str
-) -> None:
-    both = pair(runner | {"tp_size": 2}, runner)
+def test_a_request_whose_kv_has_another_name_releases_prefill(pair: MakePair, differs: str) -> None:
+    both = pair({"tp_size": 2})
     if differs == "weights":
         change_weights(both.prefill)
         change_weights(both.decode)
@@ -43,10 +41,8 @@ def test_a_request_whose_kv_has_another_name_releases_prefill(
 
 
 @every_runner
-def test_a_request_that_is_refused_takes_nothing_from_one_of_the_same_answer(
-    pair: MakePair, runner: dict[str, bool]
-) -> None:
-    both = pair(runner, runner)
+def test_a_request_that_is_refused_takes_nothing_from_one_of_the_same_answer(pair: MakePair) -> None:
+    both = pair()
     answer = both.handed_over(PROMPT)
     name = both.decode.add(PROMPT, 3, params=answer)
     both.decode.step()
@@ -58,12 +54,10 @@ def test_a_request_that_is_refused_takes_nothing_from_one_of_the_same_answer(
 
 
 @every_runner
-def test_a_request_that_is_refused_twice_keeps_nobody_waiting(
-    start: Start, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_is_refused_twice_keeps_nobody_waiting(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such requests have the client's own id; the prefill instance does not answer."""
     monkeypatch.setattr(transfer.fetching, "_CONNECT_S", 0.3)
-    engine = start(**runner, extra=PD_ONLY)
+    engine = start(extra=PD_ONLY)
     with deaf() as (host, port):
         params = {"do_remote_prefill": True, "remote_host": host, "remote_port": port}
         for other in ("first", "second"):

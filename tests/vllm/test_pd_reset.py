@@ -36,10 +36,8 @@ def check_computed(engine: Engine, name: str, *, weights: int = 0) -> None:
 
 @every_runner
 @pytest.mark.parametrize("announced", [False, True])
-def test_a_decode_leg_that_waits_is_computed_with_the_new_weights(
-    pair: MakePair, runner: dict[str, bool], announced: bool
-) -> None:
-    both = pair(runner, runner | {"num_blocks": 8, "prefix_caching": False}, pool=True)
+def test_a_decode_leg_that_waits_is_computed_with_the_new_weights(pair: MakePair, announced: bool) -> None:
+    both = pair(decode={"num_blocks": 8, "prefix_caching": False}, pool=True)
     params = both.handed_over(PROMPT)
     busy = both.decode.add([3] * 90, 20)
     both.decode.step()
@@ -58,10 +56,8 @@ def test_a_decode_leg_that_waits_is_computed_with_the_new_weights(
 @every_runner
 @pytest.mark.parametrize("start_over", [False, True])
 @pytest.mark.parametrize("computed", [0, 32])
-def test_a_prefill_leg_under_way_hands_nothing_over(
-    pair: MakePair, runner: dict[str, bool], computed: int, start_over: bool
-) -> None:
-    both = pair(runner | CHUNKED, runner, granularity="full")
+def test_a_prefill_leg_under_way_hands_nothing_over(pair: MakePair, computed: int, start_over: bool) -> None:
+    both = pair(CHUNKED, granularity="full")
     name = both.add_granted(PROMPT)
     leg = last(both.prefill)
     run_all(*both.both, until=lambda: both.prefill.computed(leg) >= computed)
@@ -73,8 +69,8 @@ def test_a_prefill_leg_under_way_hands_nothing_over(
 
 
 @every_runner
-def test_blocks_held_for_a_consumer_come_free(pair: MakePair, runner: dict[str, bool]) -> None:
-    both = pair(runner, runner)
+def test_blocks_held_for_a_consumer_come_free(pair: MakePair) -> None:
+    both = pair()
     answer = both.handed_over(PROMPT)
     change_weights(both.prefill)
     run_all(both.prefill)
@@ -87,7 +83,7 @@ def test_blocks_held_for_a_consumer_come_free(pair: MakePair, runner: dict[str, 
 
 @every_runner
 def test_what_is_sent_while_its_blocks_are_computed_again_does_not_count(
-    pair: MakePair, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it is on its way; it arrives in the middle of the next forward pass."""
     go_on = threading.Event()
@@ -98,7 +94,7 @@ def test_what_is_sent_while_its_blocks_are_computed_again_does_not_count(
         return send(*args)
 
     monkeypatch.setattr(transfer.serving, "_send", slow)
-    both = pair(runner | {"num_blocks": 7, "prefix_caching": False}, runner, granularity="layer")
+    both = pair({"num_blocks": 7, "prefix_caching": False}, granularity="layer")
     name = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x"))
     run_all(both.decode, until=lambda: granted(both.prefill))
     leg = both.prefill.add(PROMPT, 5, params=prefill_params("x"))
@@ -117,9 +113,9 @@ def test_what_is_sent_while_its_blocks_are_computed_again_does_not_count(
 
 
 @every_runner
-def test_a_word_that_passes_the_end_of_its_transfer_is_dropped(pair: MakePair, runner: dict[str, bool]) -> None:
+def test_a_word_that_passes_the_end_of_its_transfer_is_dropped(pair: MakePair) -> None:
     """The consumer has all of it, and the scheduler does not know yet."""
-    both = pair(runner, runner)
+    both = pair()
     name = both.add(PROMPT)
     run_all(both.decode, until=lambda: name in both.decode.reasons)
     wait(lambda: all(one.ending for one in transfers_of(both.prefill)))

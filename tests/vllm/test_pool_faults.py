@@ -15,10 +15,9 @@ from pathlib import Path
 
 import oracle
 import pytest
-from cases import PROMPT, RUNNERS, Start, warm_pool
+from cases import PROMPT, Start, steady_runners, warm_pool
 from harness import Engine
 
-STEADY = [case for case in RUNNERS if case.id in ("v1", "v2-async-lazy")]
 OTHER = list(range(200, 300))
 
 
@@ -45,13 +44,11 @@ def spoil_pages(pool: Path) -> int:
     return flipped
 
 
-@pytest.mark.parametrize("runner", STEADY)
-def test_checksum_errors_on_every_page(
-    start: Start, pool: Path, runner: dict[str, bool], caplog: pytest.LogCaptureFixture
-) -> None:
+@steady_runners
+def test_checksum_errors_on_every_page(start: Start, pool: Path, caplog: pytest.LogCaptureFixture) -> None:
     prompts = [[*PROMPT[:size], *range(300, 340)] for size in range(16, 97, 16)]
     warm_pool(start, *prompts)
-    engine = start(**runner, prefix_caching=False)
+    engine = start(prefix_caching=False)
     assert spoil_pages(pool) > 0
     caplog.clear()
     for number, prompt in enumerate(prompts):
@@ -63,9 +60,9 @@ def test_checksum_errors_on_every_page(
     assert max(warnings(caplog).values()) == 1
 
 
-@pytest.mark.parametrize("runner", STEADY)
-def test_the_pool_is_deleted_under_a_running_engine(start: Start, pool: Path, runner: dict[str, bool]) -> None:
-    engine = start(**runner, prefix_caching=False)
+@steady_runners
+def test_the_pool_is_deleted_under_a_running_engine(start: Start, pool: Path) -> None:
+    engine = start(prefix_caching=False)
     engine.ask(PROMPT)
     shutil.rmtree(pool)
     for number in range(4):
@@ -74,10 +71,10 @@ def test_the_pool_is_deleted_under_a_running_engine(start: Start, pool: Path, ru
     engine.check_at_rest()
 
 
-@pytest.mark.parametrize("runner", STEADY)
-def test_the_pool_is_full_of_one_request_and_smaller_than_the_next(start: Start, runner: dict[str, bool]) -> None:
+@steady_runners
+def test_the_pool_is_full_of_one_request_and_smaller_than_the_next(start: Start) -> None:
     """1 MiB of pages of 512 bytes: old pages leave, and what does not fit is not stored."""
-    engine = start(**runner, extra={"capacity": "1MiB"}, num_blocks=128)
+    engine = start(extra={"capacity": "1MiB"}, num_blocks=128)
     for number in range(6):
         prompt = [(token * 7 + number * 13) % oracle.VOCAB for token in range(1000)]
         assert engine.ask(prompt, 3) == oracle.generate(prompt, 3)
@@ -108,13 +105,13 @@ HOLDER = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("runner", STEADY)
+@steady_runners
 def test_the_lock_is_held_by_a_stopped_process(
-    start: Start, pool: Path, runner: dict[str, bool], caplog: pytest.LogCaptureFixture, monkeypatch
+    start: Start, pool: Path, caplog: pytest.LogCaptureFixture, monkeypatch
 ) -> None:
     """Loads take no lock, so they go on. Saves are dropped after a short wait."""
     monkeypatch.setattr("store_client.jobs._LOCK_WAIT_S", 0.05)
-    engine = start(**runner, prefix_caching=False, num_blocks=32)
+    engine = start(prefix_caching=False, num_blocks=32)
     engine.ask(PROMPT)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(pool)], stdout=subprocess.PIPE, text=True)
     try:

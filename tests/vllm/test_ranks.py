@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import oracle
 import pytest
-from cases import PROMPT, RUNNERS, Start, every_runner, warm_pool
+from cases import PROMPT, Start, every_runner, steady_runners, warm_pool
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
@@ -13,10 +13,10 @@ from vllm_plugin.messages import SaveResult, WorkerReport
 
 @every_runner
 @pytest.mark.parametrize("tp_size", [2, 4])
-def test_ranks_load_what_ranks_saved(start: Start, runner: dict[str, bool], tp_size: int) -> None:
+def test_ranks_load_what_ranks_saved(start: Start, tp_size: int) -> None:
     """Two KV heads: at TP=2 a rank holds one, at TP=4 two ranks hold the same one."""
     warm_pool(start, tp_size=tp_size)
-    engine = start(**runner, tp_size=tp_size)
+    engine = start(tp_size=tp_size)
     assert engine.ask(PROMPT, 10, name="again") == oracle.generate(PROMPT, 10)
     assert engine.computed("again") == 4 + 9
     engine.check_at_rest()
@@ -44,13 +44,11 @@ def test_a_page_that_one_rank_does_not_have_is_a_miss_for_all(start: Start) -> N
     assert not any("failures" in figures for figures in reported), "a load was tried that could not succeed"
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@every_runner
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
-def test_a_page_that_a_rank_loses_while_loading_is_recomputed_by_all(
-    start: Start, faults, runner: dict[str, bool], ranks: list[int]
-) -> None:
+def test_a_page_that_a_rank_loses_while_loading_is_recomputed_by_all(start: Start, faults, ranks: list[int]) -> None:
     warm_pool(start, tp_size=2)
-    engine = start(**runner, tp_size=2)
+    engine = start(tp_size=2)
     faults.lose_reads_of = {Shard(0, 2, rank, rank + 1): 2 + rank for rank in ranks}
     assert engine.ask(PROMPT, 10, name="again") == oracle.generate(PROMPT, 10)
     assert engine.computed("again") == len(PROMPT) - 16 * (2 + min(ranks)) + 9
@@ -59,10 +57,10 @@ def test_a_page_that_a_rank_loses_while_loading_is_recomputed_by_all(
 
 
 @every_runner
-def test_ranks_that_end_their_loads_in_different_steps(start: Start, faults, runner: dict[str, bool]) -> None:
+def test_ranks_that_end_their_loads_in_different_steps(start: Start, faults) -> None:
     """The first failure report comes steps before the second rank has finished writing its blocks."""
     warm_pool(start, tp_size=2)
-    engine = start(**runner, tp_size=2)
+    engine = start(tp_size=2)
     faults.hold_reads()
     name = engine.add(PROMPT, 10)
     engine.run(until=faults.reading.is_set)
@@ -96,14 +94,14 @@ wrote_and_reads = [
 other_splits = pytest.mark.parametrize(("wrote", "reads"), wrote_and_reads)
 
 
-@pytest.mark.parametrize("runner", [RUNNERS[0], RUNNERS[-1]])
+@steady_runners
 @other_splits
 def test_an_instance_loads_what_one_that_is_split_otherwise_saved(
-    start: Start, faults, runner: dict[str, bool], wrote: dict[str, int], reads: dict[str, int]
+    start: Start, faults, wrote: dict[str, int], reads: dict[str, int]
 ) -> None:
     warm_pool(start, **wrote)
     num_pages = sum(faults.written.values())
-    engine = start(**runner, **reads)
+    engine = start(**reads)
     assert engine.ask(PROMPT, 10, name="again") == oracle.generate(PROMPT, 10)
     assert engine.computed("again") == 4 + 9
     assert engine.num_pages() == num_pages, "pages that others cover were stored again"

@@ -18,8 +18,8 @@ def change_weights(engine: Engine, weights: int) -> None:
 
 
 @every_runner
-def test_after_a_reset_lookups_miss_and_new_pages_go_elsewhere(start: Start, runner: dict[str, bool]) -> None:
-    engine = start(**runner)
+def test_after_a_reset_lookups_miss_and_new_pages_go_elsewhere(start: Start) -> None:
+    engine = start()
     engine.ask(PROMPT)
     before = engine.prefix.namespace()
     change_weights(engine, 1)
@@ -44,9 +44,9 @@ def test_another_instance_never_sees_pages_of_weights_changed_in_memory(start: S
 
 
 @every_runner
-def test_running_requests_start_over_and_nothing_of_theirs_is_mixed(start: Start, runner: dict[str, bool]) -> None:
+def test_running_requests_start_over_and_nothing_of_theirs_is_mixed(start: Start) -> None:
     """`reset_running_requests` preempts them: they are computed again from the first token, and may be stored."""
-    engine = start(**runner, keep_pace=True)
+    engine = start(keep_pace=True)
     name = engine.add(PROMPT, 40)
     engine.run(until=lambda: len(engine.texts[name]) >= 20)
     while engine._queue:
@@ -103,10 +103,8 @@ def test_reset_before_the_identity_is_known_still_changes_the_namespace(start: S
 
 @every_runner
 @pytest.mark.parametrize("how", [{}, {"reset_connector": True}, {"reset_running_requests": True}])
-def test_a_reset_while_pages_are_being_saved_answers_as_without_us(
-    start: Start, faults, runner: dict[str, bool], how: dict[str, bool]
-) -> None:
-    engine = start(**runner)
+def test_a_reset_while_pages_are_being_saved_answers_as_without_us(start: Start, faults, how: dict[str, bool]) -> None:
+    engine = start()
     faults.hold_writes()
     name = engine.add(PROMPT)
     engine.run(until=lambda: name in engine.reasons)
@@ -124,12 +122,10 @@ def test_a_reset_while_pages_are_being_saved_answers_as_without_us(
 
 
 @every_runner
-def test_vllm_refuses_a_reset_while_a_load_is_under_way_which_ends_at_its_deadline(
-    start: Start, faults, runner: dict[str, bool]
-) -> None:
+def test_vllm_refuses_a_reset_while_a_load_is_under_way_which_ends_at_its_deadline(start: Start, faults) -> None:
     """A request that waits for a load holds its blocks; vLLM does not ask the connector."""
     warm_pool(start)
-    engine = start(**runner, extra={"load_deadline_s": 0.05})
+    engine = start(extra={"load_deadline_s": 0.05})
     faults.hold_reads()
     name = engine.add(PROMPT)
     engine.run(until=faults.reading.is_set)

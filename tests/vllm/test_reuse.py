@@ -15,11 +15,11 @@ from mooncake_connector.kv.keys import page_keys
 
 
 @every_runner
-def test_another_engine_loads_what_the_first_one_computed(start: Start, runner: dict[str, bool]) -> None:
-    first = start(**runner)
+def test_another_engine_loads_what_the_first_one_computed(start: Start) -> None:
+    first = start()
     assert first.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
     first.check_at_rest()
-    second = start(**runner)
+    second = start()
     assert second.ask(PROMPT, 20, name="again") == oracle.generate(PROMPT, 20)
     second.check_at_rest()
     assert second.computed("again") == len(PROMPT) - 96 + 19
@@ -36,13 +36,11 @@ def test_a_page_with_other_kv_under_the_right_key_is_noticed_by_these_tests(star
 
 
 @every_runner
-def test_a_prompt_of_exactly_full_pages_is_loaded_whole_and_its_last_token_computed_again(
-    start: Start, runner: dict[str, bool]
-) -> None:
+def test_a_prompt_of_exactly_full_pages_is_loaded_whole_and_its_last_token_computed_again(start: Start) -> None:
     """Trap 1. Cure: loads are asynchronous; for those the scheduler itself rewinds one token."""
     prompt = PROMPT[:96]
     warm_pool(start, prompt)
-    engine = start(**runner)
+    engine = start()
     assert engine.ask(prompt, 4, name="again") == oracle.generate(prompt, 4)
     assert engine.computed("again") == 1 + 3
     engine.check_at_rest()
@@ -192,7 +190,7 @@ def test_a_request_that_ends_with_a_stop_token_saves_the_pages_it_computed(
     """
     answer = oracle.generate(PROMPT, 40)
     assert answer[stop_at - 1] not in answer[: stop_at - 1]
-    engine = start(**runner)
+    engine = start()
     assert engine.ask(PROMPT, 40, stop=[answer[stop_at - 1]]) == answer[:stop_at]
     engine.check_at_rest()
     computed = len(PROMPT) + stop_at - 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import oracle
 import pytest
-from cases import PROMPT, RUNNERS, Start, every_runner
+from cases import PROMPT, Start, every_runner, steady_runners
 from harness import Engine
 
 import vllm_plugin.prefix.saver
@@ -20,7 +20,6 @@ from vllm_plugin.messages import SaveResult
 from vllm_plugin.prefix.save_planner import SavePlanner
 from vllm_plugin.prefix.saver import Saver
 
-STEADY = [case for case in RUNNERS if case.id in ("v1", "v2-async-lazy")]
 OTHERS = [list(range(start, start + 100)) for start in (120, 230, 340)]
 
 
@@ -67,9 +66,9 @@ def crowd_out(engine: Engine, faults: Any, before: Callable[[], None] = lambda: 
 
 @every_runner
 def test_pages_saved_late_hold_the_kv_of_their_key_although_others_got_the_blocks(
-    start: Start, faults, runner: dict[str, bool], aside: bool
+    start: Start, faults, aside: bool
 ) -> None:
-    engine = start(**runner, num_blocks=20, prefix_caching=False)
+    engine = start(num_blocks=20, prefix_caching=False)
     crowd_out(engine, faults)
     stored = check_pool(engine, PROMPT, *OTHERS, num_tokens=100)
     assert all(engine.pages(PROMPT)) == aside
@@ -79,11 +78,11 @@ def test_pages_saved_late_hold_the_kv_of_their_key_although_others_got_the_block
 
 @every_runner
 def test_without_the_word_that_blocks_were_given_away_wrong_pages_would_be_stored_and_found(
-    start: Start, faults, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    start: Start, faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of all tests here: their look into the pool sees pages of overwritten blocks."""
     monkeypatch.setattr(Saver, "give_away", lambda self, block_ids: None)
-    engine = start(**runner, num_blocks=20, prefix_caching=False)
+    engine = start(num_blocks=20, prefix_caching=False)
     crowd_out(engine, faults)
     with pytest.raises(AssertionError, match="holds other KV"):
         engine.pages(PROMPT)
@@ -110,10 +109,10 @@ def torn(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
 
 @every_runner
 def test_a_page_whose_blocks_are_written_during_its_copy_is_not_stored_as_it_was_read(
-    start: Start, runner: dict[str, bool], aside: bool, torn: tuple[threading.Event, threading.Event]
+    start: Start, aside: bool, torn: tuple[threading.Event, threading.Event]
 ) -> None:
     halfway, go_on = torn
-    engine = start(**runner, num_blocks=20, prefix_caching=False)
+    engine = start(num_blocks=20, prefix_caching=False)
     first = engine.add(PROMPT, 100)
     engine.run(until=halfway.is_set)
     engine.abort(first)
@@ -128,10 +127,10 @@ def test_a_page_whose_blocks_are_written_during_its_copy_is_not_stored_as_it_was
 
 @every_runner
 def test_pages_planned_when_a_request_ends_are_right_although_its_blocks_are_used_in_the_next_step(
-    start: Start, runner: dict[str, bool], aside: bool
+    start: Start, aside: bool
 ) -> None:
     """The blocks of the first are the first that vLLM gives the second: last in, first out."""
-    engine = start(**runner, num_blocks=20, prefix_caching=False)
+    engine = start(num_blocks=20, prefix_caching=False)
     name = engine.add(PROMPT, 29)  # the page that ends with token 128 is complete one step before the request ends
     engine.run(until=lambda: name in engine.reasons)
     assert engine.ask(OTHERS[0], 60) == oracle.generate(OTHERS[0], 60)
@@ -143,9 +142,9 @@ def test_pages_planned_when_a_request_ends_are_right_although_its_blocks_are_use
 
 @every_runner
 def test_pages_of_a_preempted_request_that_were_overtaken_are_saved_when_it_was_computed_again(
-    start: Start, faults, runner: dict[str, bool], aside: bool
+    start: Start, faults, aside: bool
 ) -> None:
-    engine = start(**runner, num_blocks=18, prefix_caching=False, keep_pace=False)
+    engine = start(num_blocks=18, prefix_caching=False, keep_pace=False)
     faults.hold_writes()
     names = [engine.add(prompt, 60) for prompt in OTHERS[:2]]
     engine.run(until=lambda: any(engine.requests[name].num_preemptions for name in names))
@@ -177,8 +176,8 @@ def test_overtaken_pages_of_a_request_that_still_runs_are_planned_again(start: S
 
 
 @every_runner
-def test_a_save_holds_no_block(start: Start, faults, runner: dict[str, bool]) -> None:
-    engine = start(**runner)
+def test_a_save_holds_no_block(start: Start, faults) -> None:
+    engine = start()
     faults.hold_writes()
     name = engine.add(PROMPT, 100)
     engine.run(until=faults.writing.is_set)
@@ -193,9 +192,9 @@ def test_a_save_holds_no_block(start: Start, faults, runner: dict[str, bool]) ->
 
 
 @every_runner
-def test_an_idle_engine_goes_on_until_its_saves_have_ended(start: Start, faults, runner: dict[str, bool]) -> None:
+def test_an_idle_engine_goes_on_until_its_saves_have_ended(start: Start, faults) -> None:
     """Events and figures would otherwise wait for the next request."""
-    engine = start(**runner)
+    engine = start()
     faults.hold_writes()
     name = engine.add(PROMPT)
     engine.run(until=lambda: name in engine.reasons)
@@ -210,14 +209,12 @@ def test_an_idle_engine_goes_on_until_its_saves_have_ended(start: Start, faults,
 
 
 @every_runner
-def test_the_time_that_the_last_steps_take_is_not_idle(
-    start: Start, faults, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_that_the_last_steps_take_is_not_idle(start: Start, faults, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a prefill takes seconds, its saves begin after that."""
     clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr("vllm_plugin.prefix.save_planner.time", SimpleNamespace(monotonic=lambda: clock.now_s))
     monkeypatch.setattr("vllm_plugin.prefix.save_planner._COLLECT_S", 1.0)
-    engine = start(**runner)
+    engine = start()
     faults.hold_writes()
     name = engine.add(PROMPT)
     engine.step()
@@ -232,10 +229,10 @@ def test_the_time_that_the_last_steps_take_is_not_idle(
 
 @every_runner
 def test_an_idle_engine_does_not_go_on_for_ever_while_the_pool_hangs(
-    start: Start, faults, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    start: Start, faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_plugin.prefix.save_planner._COLLECT_S", 0.05)
-    engine = start(**runner)
+    engine = start()
     faults.hold_writes()
     engine.ask(PROMPT)
     assert not engine.scheduler.has_requests()
@@ -248,11 +245,9 @@ def test_an_idle_engine_does_not_go_on_for_ever_while_the_pool_hangs(
     assert all(engine.pages(PROMPT))
 
 
-@pytest.mark.parametrize("runner", STEADY)
-def test_while_the_pool_hangs_every_request_is_answered_with_all_blocks(
-    start: Start, faults, runner: dict[str, bool], aside: bool
-) -> None:
-    engine = start(**runner, num_blocks=20, prefix_caching=False)
+@steady_runners
+def test_while_the_pool_hangs_every_request_is_answered_with_all_blocks(start: Start, faults, aside: bool) -> None:
+    engine = start(num_blocks=20, prefix_caching=False)
     faults.hold_writes()
     for prompt in OTHERS * 3:
         assert ask_until_answered(engine, prompt, 60) == oracle.generate(prompt, 60)
@@ -338,10 +333,10 @@ def test_one_page_is_saved_however_small_the_cache(start: Start, block_tokens: i
     engine.check_at_rest()
 
 
-@pytest.mark.parametrize("runner", STEADY)
-def test_a_save_that_hangs_is_given_up_and_stores_nothing_later(start: Start, faults, runner: dict[str, bool]) -> None:
+@steady_runners
+def test_a_save_that_hangs_is_given_up_and_stores_nothing_later(start: Start, faults) -> None:
     """It goes on later, when the blocks hold other KV: it must not store that under its own key."""
-    engine = start(**runner, num_blocks=20, prefix_caching=False, extra={"save_deadline_s": 0.05})
+    engine = start(num_blocks=20, prefix_caching=False, extra={"save_deadline_s": 0.05})
     faults.hold_writes()
     engine.ask(PROMPT)
     engine.check_at_rest()
@@ -394,9 +389,9 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, what: Any, name: str, when: Calla
 
 @every_runner
 def test_what_was_planned_in_a_step_that_failed_is_not_saved_in_a_later_one(
-    start: Start, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = start(**runner, num_blocks=20, prefix_caching=False)
+    engine = start(num_blocks=20, prefix_caching=False)
     failed = fail_once(monkeypatch, SavePlanner, "take", lambda planner: bool(planner._planned))
     first = engine.add(PROMPT, 1)
     engine.run(until=lambda: first in engine.reasons)

@@ -163,7 +163,7 @@ def test_a_hand_over_that_was_held_ends_where_no_node_can_be_made_after_sleep(
 def test_a_fetch_is_computed_where_no_node_can_be_made_after_sleep(
     pair: MakePair, fall_asleep_for_good, granted
 ) -> None:
-    both = pair({}, {"tp_size": 2})
+    both = pair(decode={"tp_size": 2})
     first = both.add_granted(LEG) if granted else ""
     name = both.add(LEG, order="concurrent")
     fall_asleep_for_good(both.decode)

@@ -236,14 +236,12 @@ def multi(pool: Path, other: Path) -> dict[str, Any]:
 
 
 @every_runner
-def test_inside_multi_connector_pages_are_reused_and_counted(
-    start: Start, pool: Path, tmp_path: Path, runner: dict[str, bool]
-) -> None:
+def test_inside_multi_connector_pages_are_reused_and_counted(start: Start, pool: Path, tmp_path: Path) -> None:
     transfer = multi(pool, tmp_path)
-    first = start(**runner, transfer=transfer, hybrid_manager_off=True)
+    first = start(transfer=transfer, hybrid_manager_off=True)
     assert first.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
     first.check_at_rest()
-    engine = start(**runner, transfer=transfer, hybrid_manager_off=True)
+    engine = start(transfer=transfer, hybrid_manager_off=True)
     assert engine.ask(PROMPT, 20, name="again") == oracle.generate(PROMPT, 20)
     assert engine.computed("again") == 4 + 19
     engine.check_at_rest()

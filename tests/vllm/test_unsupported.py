@@ -62,7 +62,7 @@ def test_the_connector_stays_inactive_and_says_why_once(
 
 @every_runner
 def test_loads_that_the_worker_alone_cannot_do_fail_at_once(
-    start: Start, faults, runner: dict[str, bool], caplog: pytest.LogCaptureFixture
+    start: Start, faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Layers of different shape in one group: the scheduler is shown the first layer's spec only, so it plans loads.
 
@@ -71,7 +71,7 @@ def test_loads_that_the_worker_alone_cannot_do_fail_at_once(
     warm_pool(start)
     specs = dict(zip(layer_names(), (full(), full(head_size=4)), strict=True))
     caplog.clear()
-    engine = start(**runner, worker_kv_spec=UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
+    engine = start(worker_kv_spec=UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
     reads = faults.calls["read"]
     for prompt in (PROMPT, PROMPT[:96], list(range(200, 300))):
         assert engine.ask(prompt, 20) == oracle.generate(prompt, 20)
