@@ -215,16 +215,39 @@ class Engine:
         for request in self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED):
             self.reasons[request.request_id] = "abort"
 
+    def answer(self, prompt: Sequence[int], max_tokens: int = 3, **kwargs: Any) -> str:
+        """One request from its arrival to its answer; saves may go on. Its name."""
+        name = self.add(prompt, max_tokens, **kwargs)
+        self.run(until=lambda: name in self.reasons)
+        return name
+
     def ask(self, prompt: Sequence[int], max_tokens: int = 3, **kwargs: Any) -> list[int]:
         """One request from its arrival to its end, all saves included."""
         name = self.add(prompt, max_tokens, **kwargs)
         self.run()
         return self.texts[name]
 
-    def ask_all(self, prompts: Iterable[Sequence[int]], max_tokens: int = 3, **kwargs: Any) -> list[list[int]]:
-        names = [self.add(prompt, max_tokens, **kwargs) for prompt in prompts]
+    def check(self, prompt: Sequence[int], max_tokens: int = 3, *, computed: int | None = None, **kwargs: Any) -> None:
+        """As `ask`: the answer is the model's, so many tokens were computed for it (unless None), nothing is left."""
+        self.finish(self.add(prompt, max_tokens, **kwargs), computed=computed)
+
+    def check_all(self, prompts: Iterable[Sequence[int]], max_tokens: int = 3) -> list[str]:
+        """The same for several at once; their names."""
+        names = [self.add(prompt, max_tokens) for prompt in prompts]
+        self.finish(*names)
+        return names
+
+    def finish(self, *names: str, computed: int | None = None) -> None:
+        """Go on until nothing is left; these requests were answered as above."""
         self.run()
-        return [self.texts[name] for name in names]
+        for name in names:
+            self.check_answer(name, computed)
+        self.check_at_rest()
+
+    def check_answer(self, name: str, computed: int | None = None) -> None:
+        request = self.requests[name]
+        assert self.texts[name] == oracle.generate(request.prompt_token_ids, request.max_tokens)
+        assert computed in (None, self.computed(name)), f"computed {self.computed(name)} tokens"
 
     def computed(self, name: str) -> int:
         """Tokens of a request that went through the forward pass."""
@@ -244,6 +267,15 @@ class Engine:
         if self.setup.keep_pace:
             self.settle()
         return num_tokens or 0
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def drain(self) -> None:
+        """Take the outputs of all steps under way."""
+        while self._queue:
+            self.end_step()
 
     def settle(self) -> None:
         """Wait until the connector's threads have nothing left to do."""

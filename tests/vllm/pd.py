@@ -133,19 +133,28 @@ class Pair:
         self.prefill.add(prompt, 1, params=prefill_params("x"))
         return name
 
-    def ask(self, prompt: Sequence[int], max_tokens: int = 3, **kwargs: Any) -> str:
-        """A request from its arrival to its end, nothing left over; its name at the decode instance."""
+    def ask(self, prompt: Sequence[int], max_tokens: int = 3, *, computed: int | None = None, **kwargs: Any) -> str:
+        """A request from its arrival to its end, see `finish`; its name at the decode instance."""
         name = self.add(prompt, max_tokens, **kwargs)
-        self.run()
-        assert self.decode.texts[name] == oracle.generate(prompt, max_tokens)
+        self.finish(name, computed=computed)
         return name
 
     def run(self) -> None:
         run_all(*self.both)
 
+    def finish(self, *names: str, computed: int | None = None) -> None:
+        """Decode answers as the model, having computed so many tokens (unless None); nothing is left over."""
+        self.run()
+        for name in names:
+            self.decode.check_answer(name, computed)
+        self.check_at_rest()
+
     def check_at_rest(self) -> None:
+        """Nothing is left over, and nobody waited for the end of a lease where that is far away."""
         for engine in self.both:
             engine.check_at_rest()
+        if not any({"transfer_lease_s", "transfer_deadline_s"} & engine.setup.extra.keys() for engine in self.both):
+            assert not {"send_expired", "fetch_expired"} & self.failures().keys()
 
     def failures(self) -> dict[str, int]:
         """By cause, of both."""

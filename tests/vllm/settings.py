@@ -163,3 +163,13 @@ def transfer_config(setup: Setup, pool: Path) -> dict[str, Any]:
         "kv_role": setup.kv_role,
         "kv_connector_extra_config": unhurried | extra | setup.extra,
     }
+
+
+def multi_connector(*children: dict[str, Any], role: str = "kv_both") -> dict[str, Any]:
+    """The same for several connectors. vLLM reads the failure policy of the outer configuration alone."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(children)},
+    }

@@ -36,8 +36,7 @@ def test_a_page_is_announced_when_every_worker_has_it(start: Start, faults) -> N
     engine = start(tp_size=2, events=True)
     events = published(engine)
     faults.hold_writes()
-    name = engine.add(PROMPT, name="r")
-    engine.run(until=lambda: name in engine.reasons)
+    engine.answer(PROMPT, name="r")
     assert not events
     faults.release()
     engine.run()

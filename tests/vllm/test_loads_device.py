@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-import oracle
 import pytest
-from cases import PROMPT, Start, every_runner, warm_pool
+from cases import PROMPT, Start, every_runner, warmed
 from harness import Engine
 from test_pd_device import Device
 
@@ -33,36 +32,26 @@ def load_under_way(engine: Engine, device: Device) -> str:
 @every_runner
 def test_blocks_are_filled_when_their_former_owner_has_left_the_device(start: Start, device: Device) -> None:
     """For a producer vLLM frees the blocks of a request that ends although its last forward pass may be under way."""
-    warm_pool(start)
-    engine = start(kv_role="kv_producer")
+    engine = warmed(start, kv_role="kv_producer")
     before = engine.workers[0].runner.memory.copy()
     name = load_under_way(engine, device)
     time.sleep(0.05)  # for a load that does not wait
     assert (engine.workers[0].runner.memory == before).all()
     device.done.set()
-    engine.run()
-    assert engine.texts[name] == oracle.generate(PROMPT, 3)
-    assert engine.computed(name) == 4 + 2
-    engine.check_at_rest()
+    engine.finish(name, computed=4 + 2)
 
 
 @every_runner
 def test_after_a_fault_of_the_device_what_would_be_loaded_is_recomputed(start: Start, device: Device) -> None:
-    warm_pool(start)
-    engine = start()
+    engine = warmed(start)
     name = load_under_way(engine, device)
     device.fault = RuntimeError("an illegal memory access")
     device.done.set()
-    engine.run()
-    assert engine.texts[name] == oracle.generate(PROMPT, 3)
-    assert engine.computed(name) == len(PROMPT) + 2
-    engine.check_at_rest()
+    engine.finish(name, computed=len(PROMPT) + 2)
 
 
 def test_a_device_that_hangs_costs_a_load_its_deadline_and_no_more(start: Start, device: Device) -> None:
-    warm_pool(start)
-    engine = start(extra={"load_deadline_s": 0.05})
+    engine = warmed(start, extra={"load_deadline_s": 0.05})
     name = load_under_way(engine, device)
     engine.run(until=lambda: name in engine.reasons)
-    assert engine.texts[name] == oracle.generate(PROMPT, 3)
-    assert engine.computed(name) == len(PROMPT) + 2
+    engine.check_answer(name, len(PROMPT) + 2)

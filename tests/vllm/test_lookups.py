@@ -9,10 +9,10 @@ from typing import Any
 
 import oracle
 import pytest
-from cases import PROMPT, Start, every_runner, warm_pool
+from cases import PROMPT, Start, every_runner, warm_pool, warmed
 from faults import Faults, Late, lying, never
 from pd import MakePair, figures
-from settings import Setup, transfer_config
+from settings import Setup, multi_connector, transfer_config
 
 import vllm_plugin.prefix.scheduler
 from store_client.base import Lookup
@@ -30,60 +30,46 @@ def failures(engine: Any) -> dict[str, int]:
 
 @every_runner
 def test_an_answer_that_comes_late_is_waited_for(start: Start, faults: Faults) -> None:
-    warm_pool(start)
-    engine = start(extra=LONG)
+    engine = warmed(start, extra=LONG)
     faults.answer = late = Late(asked=4, before=2)
-    assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
-    assert engine.computed("again") == ALL_LOADED
+    engine.check(PROMPT, computed=ALL_LOADED)
     assert max(late.times.values()) >= 4
-    engine.check_at_rest()
     assert not failures(engine)
 
 
 @every_runner
 def test_others_run_while_a_request_waits_for_its_answer(start: Start, faults: Faults) -> None:
-    warm_pool(start)
-    engine = start(extra=LONG)
+    engine = warmed(start, extra=LONG)
     faults.answer = lambda keys, found: never(keys, found) if found.pages else found
     waiting = engine.add(PROMPT, name="waiting")
-    running = engine.add(OTHER, 20, name="running")
-    engine.run(until=lambda: running in engine.reasons)
-    assert engine.texts[running] == oracle.generate(OTHER, 20)
+    running = engine.answer(OTHER, 20, name="running")
+    engine.check_answer(running)
     assert not engine.texts[waiting]
     faults.answer = None
-    engine.run()
-    assert engine.texts[waiting] == oracle.generate(PROMPT, 3)
-    assert engine.computed(waiting) == ALL_LOADED
-    engine.check_at_rest()
+    engine.finish(waiting, computed=ALL_LOADED)
 
 
 @every_runner
 def test_an_answer_that_never_comes_costs_the_wait_and_no_more(
     start: Start, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warm_pool(start)
-    engine = start(extra=SHORT)
+    engine = warmed(start, extra=SHORT)
     faults.answer = never
     prompts = [PROMPT, OTHER]
-    assert engine.ask_all(prompts) == [oracle.generate(prompt, 3) for prompt in prompts]
-    engine.check_at_rest()
+    engine.check_all(prompts)
     assert failures(engine) == {"lookup_late": 2}
     assert caplog.text.count("the pool did not say within 0.05 s") == 1
 
 
 @every_runner
 def test_when_the_wait_is_over_what_is_there_is_taken(start: Start, faults: Faults) -> None:
-    warm_pool(start)
-    engine = start(extra=SHORT)
+    engine = warmed(start, extra=SHORT)
     faults.answer = lambda keys, found: Lookup(min(2, found.pages), pending=True)
-    assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
-    assert engine.computed("again") == NOTHING_LOADED - 32
-    engine.check_at_rest()
+    engine.check(PROMPT, name="again", computed=NOTHING_LOADED - 32)
 
 
 def test_without_a_wait_nothing_is_put_aside(start: Start, faults: Faults) -> None:
-    warm_pool(start)
-    engine = start(extra={"lookup_wait_s": 0})
+    engine = warmed(start, extra={"lookup_wait_s": 0})
     faults.answer = Late(asked=2)
     engine.add(PROMPT, name="again")
     assert engine.step() > 0
@@ -97,22 +83,18 @@ def test_a_store_that_says_that_all_is_there_costs_a_recomputation(start: Start,
     engine = start()
     faults.answer = lying
     prompts = [PROMPT, OTHER]
-    assert engine.ask_all(prompts, 20) == [oracle.generate(prompt, 20) for prompt in prompts]
-    engine.check_at_rest()
+    engine.check_all(prompts, 20)
 
 
 @pytest.mark.parametrize("pages", [-3, 1 << 40, None], ids=str)
 def test_a_count_that_cannot_be_costs_nothing(start: Start, faults: Faults, pages: Any) -> None:
-    warm_pool(start)
-    engine = start()
+    engine = warmed(start)
     faults.answer = lambda keys, found: Lookup(pages)
-    assert engine.ask(PROMPT) == oracle.generate(PROMPT, 3)
-    engine.check_at_rest()
+    engine.check(PROMPT)
 
 
 def test_a_store_that_raises_after_it_was_pending_ends_the_wait(start: Start, faults: Faults) -> None:
-    warm_pool(start)
-    engine = start(extra=LONG)
+    engine = warmed(start, extra=LONG)
 
     def raise_later(keys: Sequence[bytes], found: Lookup) -> Lookup:
         if faults.calls["lookup"] > 3:
@@ -120,17 +102,14 @@ def test_a_store_that_raises_after_it_was_pending_ends_the_wait(start: Start, fa
         return never(keys, found)
 
     faults.answer = raise_later
-    assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
-    assert engine.computed("again") == NOTHING_LOADED
+    engine.check(PROMPT, computed=NOTHING_LOADED)
     assert failures(engine) == {"lookup": 1}
-    engine.check_at_rest()
 
 
 def test_after_a_lookup_that_hung_the_store_is_left_alone(
     start: Start, faults: Faults, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warm_pool(start)
-    engine = start()
+    engine = warmed(start)
     monkeypatch.setattr(vllm_plugin.prefix.scheduler, "_LOOKUP_HANGS_S", 0.01)
 
     def hang(keys: Sequence[bytes], found: Lookup) -> Lookup:
@@ -149,21 +128,18 @@ def test_after_a_lookup_that_hung_the_store_is_left_alone(
 
 @every_runner
 def test_a_request_aborted_while_it_waits_leaves_nothing_behind(start: Start, faults: Faults) -> None:
-    warm_pool(start)
-    engine = start(extra=LONG)
+    engine = warmed(start, extra=LONG)
     faults.answer = never
     asked = faults.calls["lookup"]
     name = engine.add(PROMPT)
     engine.run(until=lambda: faults.calls["lookup"] > asked + 2)
     engine.abort(name)
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
     asked = faults.calls["lookup"]
     time.sleep(0.01)
     assert faults.calls["lookup"] == asked and engine.reasons[name] == "abort"
     faults.answer = None
-    assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
-    assert engine.computed("again") == ALL_LOADED
+    engine.check(PROMPT, computed=ALL_LOADED)
 
 
 @every_runner
@@ -174,11 +150,10 @@ def test_a_request_waits_once_in_its_life_also_when_it_is_preempted(start: Start
     names = [engine.add(prompt, 60) for prompt in prompts]
     engine.run(until=lambda: all(engine.texts.values()))
     engine.prefix._lookup_wait_s = 3600.0  # a second wait would not end
-    engine.run()
+    engine.finish()
     assert [engine.texts[name] for name in names] == [oracle.generate(prompt, 60) for prompt in prompts]
     assert sum(map(engine.computed, names)) > sum(len(prompt) + 60 for prompt in prompts), "nobody was preempted"
     assert failures(engine)["lookup_late"] == 2
-    engine.check_at_rest()
 
 
 @pytest.mark.parametrize(
@@ -206,24 +181,14 @@ def test_only_ranks_that_have_the_fewest_pages_are_worth_a_wait(
 
 def test_inside_a_multi_connector_the_answer_is_waited_for(start: Start, pool: Path, faults: Faults) -> None:
     warm_pool(start)
-    transfer = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [transfer_config(Setup(extra=LONG), pool)]},
-    }
-    engine = start(transfer=transfer)
+    engine = start(transfer=multi_connector(transfer_config(Setup(extra=LONG), pool)))
     faults.answer = Late(asked=4)
-    assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
-    assert engine.computed("again") == ALL_LOADED
-    engine.check_at_rest()
+    engine.check(PROMPT, computed=ALL_LOADED)
 
 
 @every_runner
 def test_what_a_transfer_brings_does_not_wait_for_the_store(pair: MakePair, faults: Faults) -> None:
     both = pair({"extra": {"lookup_wait_s": 0}}, {"extra": LONG}, pool=True)
     faults.answer = never
-    name = both.ask(PROMPT)
-    assert both.decode.computed(name) == 1 + 2
-    both.check_at_rest()
+    both.ask(PROMPT, computed=1 + 2)
     assert set(both.failures()) <= {"lookup_late"} and "lookup_late" not in failures(both.decode)

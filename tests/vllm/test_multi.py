@@ -5,44 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
-from cases import PROMPT, Start, every_runner, warm_pool
+from cases import PROMPT, Start, begin_load, every_runner, warm_pool
 from harness import Engine
-from settings import Setup, transfer_config
+from other_connector import Store, beside_a_store
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from mooncake_connector.kv.keys import page_keys
-from vllm_plugin.connector import MooncakeKVConnector
 
 COLD = list(range(200, 300))
-
-
-class Store(MooncakeKVConnector):
-    """Stands for another connector, which loads asynchronously."""
-
-
-@pytest.fixture(autouse=True)
-def _store_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KVConnectorFactory._registry, "Store", lambda: Store)
 
 
 @pytest.fixture
 def other(pool: Path) -> Path:
     """The pool of the other connector."""
     return pool.with_name("other")
-
-
-def beside_a_store(start: Start, pool: Path, other: Path, **settings: bool) -> Engine:
-    """An engine that asks the other connector first."""
-    children = [{**transfer_config(Setup(), other), "kv_connector": "Store"}, transfer_config(Setup(), pool)]
-    transfer = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": children},
-    }
-    return start(**settings, transfer=transfer)
 
 
 @every_runner
@@ -52,15 +29,11 @@ def test_abort_while_another_connector_loads_saves_nothing_of_what_has_not_arriv
     """vLLM counts tokens as computed from the moment on that their load is planned."""
     warm_pool(start, extra={"pool": str(other)})
     engine = beside_a_store(start, pool, other)
-    faults.hold_reads()
-    name = engine.add(PROMPT)
-    engine.run(until=faults.reading.is_set)
+    name = begin_load(engine, faults)
     engine.abort(name)
-    for _ in range(3):
-        engine.step()
+    engine.steps(3)
     faults.release()
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
     assert engine.num_pages() == 0
 
 
@@ -68,10 +41,8 @@ def test_abort_while_another_connector_loads_saves_nothing_of_what_has_not_arriv
 def test_what_another_connector_loaded_is_saved_with_the_rest(start: Start, pool: Path, other: Path) -> None:
     warm_pool(start, PROMPT[:48], extra={"pool": str(other)})
     engine = beside_a_store(start, pool, other)
-    assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
-    assert engine.computed("again") == len(PROMPT) - 48 + 2
+    engine.check(PROMPT, computed=len(PROMPT) - 48 + 2)
     assert engine.pages(PROMPT) == [True] * 6
-    engine.check_at_rest()
 
 
 class AtOnce(Store):

@@ -42,13 +42,8 @@ def check_prefilled_here(engine: Engine, prompt: list[int], params: Any, **kwarg
     """A request is answered although nothing comes."""
     name = engine.add(prompt, 3, params=params, **kwargs)
     run_all(engine, until=lambda: name in engine.reasons)
-    assert engine.texts[name] == oracle.generate(prompt, 3)
-    assert engine.computed(name) == len(prompt) + 2
+    engine.check_answer(name, len(prompt) + 2)
     assert engine.reasons[name] == "length"
-
-
-def no_lease_ended(both: Pair) -> bool:
-    return not {"send_expired", "fetch_expired"} & both.failures().keys()
 
 
 # Aborts
@@ -59,9 +54,7 @@ def no_lease_ended(both: Pair) -> bool:
 def test_an_abort_before_anything_was_allocated_releases_prefill(pair: MakePair, order: str) -> None:
     both = pair()
     both.decode.abort(both.add(PROMPT, order=order))
-    both.run()
-    assert no_lease_ended(both)
-    both.check_at_rest()
+    both.finish()
 
 
 @every_runner
@@ -71,14 +64,10 @@ def test_an_abort_while_waiting_for_blocks_releases_prefill(pair: MakePair, orde
     busy = both.decode.add([3] * 90, 20)
     both.decode.step()
     name = both.add(PROMPT, order=order)
-    for _ in range(3):
-        both.decode.step()
+    both.decode.steps(3)
     assert not jobs(both.decode)
     both.decode.abort(name)
-    both.run()
-    assert both.decode.texts[busy] == oracle.generate([3] * 90, 20)
-    assert no_lease_ended(both)
-    both.check_at_rest()
+    both.finish(busy)
 
 
 @every_runner
@@ -89,10 +78,8 @@ def test_an_abort_while_fetching_frees_the_blocks_when_nothing_writes_to_them(pa
     run_all(*both.both, until=lambda: both.prefill.computed(leg) >= 32)
     both.decode.abort(name)
     assert both.decode.free_blocks() == 63 - 6
-    both.run()
+    both.finish()
     assert both.decode.texts[name] == []
-    assert no_lease_ended(both)
-    both.check_at_rest()
 
 
 @every_runner
@@ -101,9 +88,7 @@ def test_the_same_transfer_asked_for_again_while_the_aborted_one_is_not_over(pai
     name = both.add_granted(PROMPT)
     both.decode.abort(name)
     again = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x"))
-    both.run()
-    assert both.decode.texts[again] == oracle.generate(PROMPT, 3)
-    both.check_at_rest()
+    both.finish(again)
 
 
 @every_runner
@@ -124,9 +109,7 @@ def test_an_abort_while_decoding(pair: MakePair) -> None:
     name = both.add(PROMPT, 50)
     run_all(*both.both, until=lambda: len(both.decode.texts[name]) > 2)
     both.decode.abort(name)
-    both.run()
-    assert no_lease_ended(both)
-    both.check_at_rest()
+    both.finish()
 
 
 # Waiting
@@ -150,8 +133,7 @@ def test_a_silent_prefill_instance_is_given_up_at_the_deadline(pair: MakePair) -
     both = pair(transfer_deadline_s=0.2)
     check_prefilled_here(both.decode, PROMPT, decode_params(both.prefill, "never"))
     assert both.failures() == {"fetch_expired": 1}
-    both.run()
-    both.check_at_rest()
+    both.finish()
 
 
 @every_runner
@@ -160,9 +142,8 @@ def test_a_host_that_accepts_and_says_nothing_is_given_up_at_the_deadline(start:
     with deaf() as (host, port):
         params = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": host, "remote_port": port}
         check_prefilled_here(engine, PROMPT, params)
-    engine.run()
+    engine.finish()
     assert figures(engine)["failures"] == {"fetch_expired": 1}
-    engine.check_at_rest()
 
 
 @every_runner
@@ -174,10 +155,7 @@ def test_others_are_served_while_a_transfer_waits(pair: MakePair) -> None:
     run_all(*both.both, until=lambda: {ordinary, name} <= both.decode.reasons.keys())
     assert both.decode.computed(name) == 1 + 2
     both.prefill.add(PROMPT, 1, params=prefill_params("later"))
-    both.run()
-    assert both.decode.texts[waiting] == oracle.generate(PROMPT, 3)
-    assert both.decode.computed(waiting) == 1 + 2
-    both.check_at_rest()
+    both.finish(waiting, computed=1 + 2)
 
 
 # After loading
@@ -188,15 +166,12 @@ def test_preempted_after_loading_it_computes_and_does_not_ask_again(pair: MakePa
     both = pair(decode={"prefix_caching": False})
     name = both.add(PROMPT, 30)
     run_all(*both.both, until=lambda: len(both.decode.texts[name]) > 2)
-    while both.decode._queue:
-        both.decode.end_step()
+    both.decode.drain()
     both.decode.scheduler.reset_prefix_cache(reset_running_requests=True)
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 30)
+    both.finish(name)
     assert both.decode.computed(name) > NUM_TOKENS
     assert (len(announced(both.decode)), len(jobs(both.decode))) == (1, 1)
     assert not both.failures()
-    both.check_at_rest()
 
 
 @every_runner
@@ -218,10 +193,7 @@ def test_prompt_logprobs_need_all_of_the_prompt_so_prefill_is_released(pair: Mak
     """vLLM skips the lookup, though the connector is told of the request."""
     both = pair()
     name = both.add(PROMPT, 3, prompt_logprobs=1)
-    both.run()
-    assert both.decode.computed(name) == NUM_TOKENS + 2
-    assert no_lease_ended(both)
-    both.check_at_rest()
+    both.finish(name, computed=NUM_TOKENS + 2)
 
 
 # Failure
@@ -234,10 +206,9 @@ def test_a_failed_transfer_fails_the_request_where_the_user_says_so(pair: MakePa
     run_all(both.decode, until=lambda: granted(both.prefill))
     both.prefill.add(PROMPT, 1, params=prefill_params("x"))
     both.prefill.abort("r0")
-    both.run()
+    both.finish()
     assert both.decode.reasons[name] == "error"
     assert both.decode.texts[name] == []
-    both.check_at_rest()
     assert both.decode.ask(PROMPT, 3) == oracle.generate(PROMPT, 3)
 
 
@@ -251,10 +222,8 @@ def test_a_transfer_that_failed_while_its_request_waited_for_blocks_fails_it_as_
     wait(lambda: not node_of(both.decode)._failed.empty())  # without a step, in which the other request would go on
     run_all(both.decode, until=lambda: node_of(both.decode)._failed.empty())
     assert not jobs(both.decode)
-    both.run()
+    both.finish(busy)
     assert both.decode.reasons[name] == "error"
-    assert both.decode.texts[busy] == oracle.generate([3] * 90, 20)
-    both.check_at_rest()
 
 
 @every_runner
@@ -268,10 +237,7 @@ def test_a_transfer_that_fails_on_some_ranks_is_computed_by_all(pair: MakePair, 
         run_all(both.prefill, until=lambda known=known: any(one.spoken for one in list(known.values())))
         node.cancel(*node._serving.producer._transfers.values(), "test")
     name = both.decode.add(PROMPT, 3, params=answer)
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
-    assert both.decode.computed(name) == NUM_TOKENS + 2
-    both.check_at_rest()
+    both.finish(name, computed=NUM_TOKENS + 2)
 
 
 # Parameters that lead nowhere
@@ -285,9 +251,7 @@ def test_an_answer_used_a_second_time(pair: MakePair) -> None:
     both.run()
     assert both.decode.computed(name) == 1 + 2
     check_prefilled_here(both.decode, PROMPT, answer)
-    both.run()
-    assert no_lease_ended(both)
-    both.check_at_rest()
+    both.finish()
 
 
 def test_an_answer_after_its_lease(pair: MakePair) -> None:
@@ -296,8 +260,7 @@ def test_an_answer_after_its_lease(pair: MakePair) -> None:
     both.run()
     both.prefill.wait_until_forgotten()
     check_prefilled_here(both.decode, PROMPT, answer)
-    both.run()
-    both.check_at_rest()
+    both.finish()
 
 
 @every_runner
@@ -307,9 +270,7 @@ def test_an_answer_for_another_prompt(pair: MakePair) -> None:
     answer = both.handed_over(PROMPT)
     check_prefilled_here(both.decode, [*PROMPT[:-1], 5], answer)
     name = both.decode.add(PROMPT, 3, params=answer)
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
-    both.check_at_rest()
+    both.finish(name)
 
 
 @pytest.mark.parametrize(
@@ -318,15 +279,13 @@ def test_an_answer_for_another_prompt(pair: MakePair) -> None:
 def test_an_answer_for_another_model(pair: MakePair, other: dict[str, Any]) -> None:
     both = pair(decode=other, transfer_lease_s=1)
     check_prefilled_here(both.decode, PROMPT, both.handed_over(PROMPT))
-    both.run()
-    both.check_at_rest()
+    both.finish()
 
 
 def test_another_salt_is_another_transfer(pair: MakePair) -> None:
     both = pair(transfer_lease_s=1)
     check_prefilled_here(both.decode, PROMPT, both.handed_over(PROMPT), cache_salt="mine")
-    both.run()
-    both.check_at_rest()
+    both.finish()
 
 
 @every_runner
@@ -345,8 +304,7 @@ def test_an_answer_of_an_earlier_life_on_the_same_port(start: Start) -> None:
     name = again.ask(PROMPT)
     assert decode.computed(name) == 1 + 2
     check_prefilled_here(decode, PROMPT, stale)
-    again.run()
-    again.check_at_rest()
+    again.finish()
 
 
 def test_answers_of_an_earlier_life_do_not_disturb_transfers_under_way(pair: MakePair) -> None:
@@ -359,10 +317,7 @@ def test_answers_of_an_earlier_life_do_not_disturb_transfers_under_way(pair: Mak
     stale = decode_params(both.prefill, "gone") | {"remote_engine_id": "gone", "remote_request_id": "r0"}
     check_prefilled_here(both.decode, [7, *PROMPT], stale)
     assert node_of(both.decode)._fetching._links == links
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
-    assert both.decode.computed(name) == 1 + 2
-    both.check_at_rest()
+    both.finish(name, computed=1 + 2)
 
 
 def test_nobody_listens(start: Start) -> None:
@@ -372,9 +327,8 @@ def test_nobody_listens(start: Start) -> None:
     params = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": port}
     for _ in range(3):
         check_prefilled_here(engine, PROMPT, params)
-    engine.run()
+    engine.finish()
     assert figures(engine)["failures"] == {"fetch_failed": 3}
-    engine.check_at_rest()
 
 
 def test_an_instance_that_is_its_own_prefill_instance(start: Start) -> None:
@@ -382,6 +336,5 @@ def test_an_instance_that_is_its_own_prefill_instance(start: Start) -> None:
     both = Pair(engine, engine)
     name = both.add(PROMPT)
     run_all(engine)
-    assert engine.texts[name] == oracle.generate(PROMPT, 3)
-    assert engine.computed(name) == 1 + 2
+    engine.check_answer(name, 1 + 2)
     engine.check_at_rest()

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import oracle
 import pytest
 from cases import every_runner
 from pd import PROMPT, MakePair, Pair, every_granularity, node_of, run_all, transfers_of, wait
@@ -64,9 +63,7 @@ def heard(both: Pair) -> list[list[tuple[int, int]]]:
 
 
 def finish(both: Pair, name: str) -> None:
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
-    both.check_at_rest()
+    both.finish(name)
 
 
 @every_runner
@@ -136,8 +133,7 @@ def test_a_request_that_ends_before_its_blocks_are_granted_gets_none(
     both.decode.abort(name)
     run_all(*both.both, until=lambda: not both.decode.workers[0].pd._transfers)
     devices[1].done.set()
-    both.run()
-    both.check_at_rest()
+    both.finish()
     assert not told
 
 

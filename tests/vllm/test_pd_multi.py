@@ -5,62 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 from cases import Start, every_runner
+from other_connector import Store, beside_a_store
 from pd import PD_ONLY, PROMPT, Pair, every_order, figures, prefill_params, run_all
-from settings import Setup, transfer_config
 from test_surface import multi
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-
-from vllm_plugin.connector import MooncakeKVConnector
 
 NUM_TOKENS = len(PROMPT)
 SHARED = PROMPT[:48]
 """Three pages."""
 
 
-class Store(MooncakeKVConnector):
-    """Stands for another connector: it loads asynchronously and stores, and has no part in transfers."""
-
-    def get_handshake_metadata(self) -> Any:
-        return None
-
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
-        pass
-
-
-@pytest.fixture(autouse=True)
-def _store_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KVConnectorFactory._registry, "Store", lambda: Store)
-
-
-def beside_a_store(start: Start, folders: list[Path], ours_first: bool) -> Pair:
+def pair_beside_a_store(start: Start, folders: list[Path], ours_first: bool) -> Pair:
     """Two instances with a store each, whose pools are in `folders`."""
-    engines = []
-    for folder in folders:
-        children = [
-            {**transfer_config(Setup(), folder), "kv_connector": "Store"},
-            transfer_config(Setup(extra=PD_ONLY), folder),
-        ]
-        transfer = {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"connectors": children[::-1] if ours_first else children},
-        }
-        engines.append(start(transfer=transfer))
-    return Pair(*engines)
+    return Pair(*(beside_a_store(start, one, one, ours_first=ours_first, extra=PD_ONLY) for one in folders))
 
 
 @pytest.fixture
 def folders(pool: Path) -> list[Path]:
     return [pool, pool.with_name("other")]
-
-
-def no_lease_ended(both: Pair) -> bool:
-    return not {"send_expired", "fetch_expired"} & both.failures().keys()
 
 
 def warmed(start: Start, folder: Path) -> None:
@@ -74,9 +38,7 @@ def warmed(start: Start, folder: Path) -> None:
 def test_beside_a_connector_that_does_not_know_several_groups(start: Start, pool: Path, tmp_path: Path) -> None:
     settings = {"transfer": multi(pool, tmp_path), "hybrid_manager_off": True}
     both = Pair(start(**settings), start(**settings))
-    name = both.ask(PROMPT)
-    assert both.decode.computed(name) == 1 + 2
-    both.check_at_rest()
+    both.ask(PROMPT, computed=1 + 2)
 
 
 @every_runner
@@ -86,7 +48,7 @@ def test_what_another_connector_loaded_at_prefill_travels_with_the_rest(
     start: Start, folders: list[Path], order: str, ours_first: bool
 ) -> None:
     warmed(start, folders[0])
-    both = beside_a_store(start, folders, ours_first=ours_first)
+    both = pair_beside_a_store(start, folders, ours_first=ours_first)
     name = both.ask(PROMPT, order=order)
     assert both.prefill.computed(list(both.prefill.requests)[-1]) == NUM_TOKENS - 48
     assert both.decode.computed(name) == 1 + 2
@@ -102,12 +64,9 @@ def test_the_first_connector_that_has_something_at_decode_brings_it(
 ) -> None:
     """Where that is not ours, the prefill instance is told that nobody wants its KV."""
     warmed(start, folders[1])
-    both = beside_a_store(start, folders, ours_first=ours_first)
-    name = both.ask(PROMPT, order=order)
-    assert both.decode.computed(name) == (1 if ours_first else NUM_TOKENS - 48) + 2
-    both.run()
-    assert no_lease_ended(both)
-    both.check_at_rest()
+    both = pair_beside_a_store(start, folders, ours_first=ours_first)
+    both.ask(PROMPT, order=order, computed=(1 if ours_first else NUM_TOKENS - 48) + 2)
+    both.finish()
 
 
 @every_runner
@@ -117,31 +76,24 @@ def test_a_prefill_leg_that_is_aborted_while_another_connector_loads(
 ) -> None:
     """vLLM forgets it when the load has ended, and would end itself over any word of ours after that."""
     warmed(start, folders[0])
-    both = beside_a_store(start, folders, ours_first=ours_first)
+    both = pair_beside_a_store(start, folders, ours_first=ours_first)
     faults.hold_reads()
     name = both.add_granted(PROMPT)
     leg = list(both.prefill.requests)[-1]
     run_all(both.prefill, until=faults.reading.is_set)
     both.prefill.abort(leg)
-    for _ in range(3):
-        both.prefill.step()
+    both.prefill.steps(3)
     faults.release()
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
-    assert both.decode.computed(name) == NUM_TOKENS + 2
-    assert no_lease_ended(both)
-    both.check_at_rest()
+    both.finish(name, computed=NUM_TOKENS + 2)
 
 
 @every_runner
 def test_a_decode_leg_that_is_aborted_while_it_fetches(start: Start, folders: list[Path]) -> None:
-    both = beside_a_store(start, folders, ours_first=False)
+    both = pair_beside_a_store(start, folders, ours_first=False)
     name = both.add_granted(PROMPT)
     both.decode.abort(name)
-    both.run()
+    both.finish()
     assert both.decode.texts[name] == []
-    assert no_lease_ended(both)
-    both.check_at_rest()
 
 
 def test_where_another_connector_shakes_hands_first_transfers_are_left_to_it(
@@ -149,9 +101,9 @@ def test_where_another_connector_shakes_hands_first_transfers_are_left_to_it(
 ) -> None:
     """MultiConnector passes on what the first one says; two answers to one request would end the engine."""
     monkeypatch.setattr(Store, "get_handshake_metadata", lambda self: KVConnectorHandshakeMetadata())
-    both = beside_a_store(start, folders, ours_first=False)
+    both = pair_beside_a_store(start, folders, ours_first=False)
     name = both.prefill.add(PROMPT, 3, params=prefill_params())
     run_all(both.prefill)
-    assert both.prefill.texts[name] == oracle.generate(PROMPT, 3)
+    both.prefill.check_answer(name)
     assert both.prefill.answers[name] is None
     both.prefill.check_at_rest()

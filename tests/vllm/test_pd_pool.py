@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 from cases import every_runner, steady_runners
 from pd import PROMPT, MakePair, Pair, decode_params, every_order, figures, jobs, node_of, prefill_params, run_all
@@ -29,8 +28,7 @@ def warmed(pair: MakePair, warm: list[int], sides: dict[str, Any] | None = None,
 @every_order
 def test_what_is_in_the_pool_is_loaded_and_only_the_rest_travels(pair: MakePair, order: str) -> None:
     both = warmed(pair, SHARED)
-    name = both.ask(PROMPT, order=order)
-    assert both.decode.computed(name) == 1 + 2
+    both.ask(PROMPT, order=order, computed=1 + 2)
     (job,) = jobs(both.decode)
     if order == "sequential":  # prefill has stored the rest meanwhile, or not yet
         assert job.first_token >= 48
@@ -45,8 +43,7 @@ def test_what_is_in_the_pool_is_loaded_and_only_the_rest_travels(pair: MakePair,
 def test_what_travels_is_stored_at_both_ends(pair: MakePair, tmp_path: Path) -> None:
     """The decode instance has a pool of its own."""
     both = pair(decode={"extra": {"pool": str(tmp_path / "other")}}, pool=True)
-    name = both.ask(PROMPT)
-    assert both.decode.computed(name) == 1 + 2
+    both.ask(PROMPT, computed=1 + 2)
     for engine in both.both:
         assert all(engine.pages(PROMPT))
     assert figures(both.decode)["fetched_tokens"] == NUM_TOKENS
@@ -61,8 +58,7 @@ def test_a_prompt_that_is_in_the_pool_as_a_whole_does_not_travel(
     """Whole pages all of it: the prefill instance is told that it is through, and counts no failure."""
     whole = PROMPT[:num_tokens]
     both = warmed(pair, whole, {"block_tokens": block_tokens})
-    name = both.ask(whole)
-    assert both.decode.computed(name) == 1 + 2
+    both.ask(whole, computed=1 + 2)
     assert [(job.first_token, job.stop_token) for job in jobs(both.decode)] == [(num_tokens, num_tokens)]
     assert "fetch_bytes" not in figures(both.decode) or figures(both.decode)["fetch_bytes"] == 0
     assert not both.failures()
@@ -82,10 +78,7 @@ def test_a_page_that_the_pool_lost_is_computed_with_all_after_it(pair: MakePair,
         run_all(*both.both, until=lambda: not both.prefill.scheduler.has_requests())
         faults.lose_reads = lambda keys: [index == 1 for index, _ in enumerate(keys)]
         faults.release()
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
-    assert both.decode.computed(name) == NUM_TOKENS - 16 + 2
-    both.check_at_rest()
+    both.finish(name, computed=NUM_TOKENS - 16 + 2)
 
 
 @every_runner
@@ -95,10 +88,7 @@ def test_a_transfer_that_fails_leaves_what_came_from_the_pool(pair: MakePair) ->
         "do_remote_prefill": True, "transfer_id": "never", "remote_host": "127.0.0.1",
         "remote_port": both.prefill.pd._directory.port,
     })  # fmt: skip
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
-    assert both.decode.computed(name) == NUM_TOKENS - 48 + 2
-    both.check_at_rest()
+    both.finish(name, computed=NUM_TOKENS - 48 + 2)
 
 
 @steady_runners
@@ -108,8 +98,7 @@ def test_no_block_is_filled_from_two_sides(pair: MakePair, page_tokens: int, blo
     both = pair({"page_tokens": page_tokens}, sizes, pool=True)
     longer = [*PROMPT, *PROMPT]
     both.prefill.ask(longer[:70])
-    name = both.ask(longer, order="concurrent")
-    assert both.decode.computed(name) == 1 + 2
+    both.ask(longer, order="concurrent", computed=1 + 2)
     (job,) = jobs(both.decode)
     assert job.first_token % block_tokens == 0
     both.check_at_rest()
@@ -127,8 +116,7 @@ def test_what_the_pool_has_beyond_a_shorter_local_hit_is_not_loaded_beyond_a_lon
     assert decode.connector.get_num_new_matched_tokens(request, 80) == (NUM_TOKENS - 80, True)
     assert decode.prefix.offered(request) == 0
     decode.abort(name)
-    both.run()
-    both.check_at_rest()
+    both.finish()
 
 
 @every_runner
@@ -139,13 +127,10 @@ def test_a_prefill_leg_that_is_aborted_while_it_loads_is_reported_once(pair: Mak
     name = both.prefill.add(PROMPT, 1, params=prefill_params())
     run_all(*both.both, until=faults.reading.is_set)
     both.prefill.abort(name)
-    for _ in range(3):
-        both.prefill.step()
+    both.prefill.steps(3)
     faults.release()
-    both.run()
-    both.check_at_rest()
-    again = both.ask(PROMPT)
-    assert both.decode.computed(again) == 1 + 2
+    both.finish()
+    both.ask(PROMPT, computed=1 + 2)
 
 
 @every_runner
@@ -159,10 +144,8 @@ def test_a_prefill_leg_that_was_preempted_and_is_aborted_while_it_loads_again(pa
     run_all(both.prefill, until=faults.reading.is_set)
     both.prefill.abort(name)
     run_all(both.prefill, until=lambda: not node_of(both.prefill)._serving.producer.held)
-    for _ in range(3):
-        both.prefill.step()
+    both.prefill.steps(3)
     assert name in both.prefill.scheduler.requests, "its blocks are free while they are loaded into"
     faults.release()
-    both.run()
+    both.finish()
     assert both.prefill.requests[name].num_preemptions == 1
-    both.check_at_rest()

@@ -22,7 +22,7 @@ from pd import (
     transfers_of,
     wait,
 )
-from settings import Setup, transfer_config
+from settings import Setup, multi_connector, transfer_config
 
 import transfer.serving
 
@@ -39,23 +39,10 @@ def last(engine: Engine) -> str:
     return list(engine.requests)[-1]
 
 
-def check_recomputed(both: Pair, name: str, computed: int = NUM_TOKENS + 2) -> None:
-    """The decode leg got nothing, and answers all the same; both sides are at rest."""
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
-    assert both.decode.computed(name) == computed
-    both.check_at_rest()
-
-
 def preempt(engine: Engine) -> None:
     """All running requests, as vLLM does where weights change; with nothing in flight, which it asks for."""
-    while engine._queue:
-        engine.end_step()
+    engine.drain()
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-
-
-def no_lease_ended(both: Pair) -> bool:
-    return not {"send_expired", "fetch_expired"} & both.failures().keys()
 
 
 @every_runner
@@ -68,11 +55,9 @@ def test_where_batches_are_computed_in_parts_no_layer_is_given_away_before_the_s
     node, told = node_of(both.prefill), []
     computed = node.computed
     monkeypatch.setattr(node, "computed", lambda layer, stops: (told.append(layer), computed(layer, stops)))
-    both.run()
+    both.finish(name)
     assert told == [1, 1, 1]
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
     assert both.decode.computed(name) == 1 + 2
-    both.check_at_rest()
 
 
 # The answer
@@ -115,10 +100,7 @@ def test_a_first_token_that_stops_hands_over_as_well(pair: MakePair) -> None:
     answer = both.handed_over(PROMPT, 5, stop=oracle.generate(PROMPT, 1))
     assert both.prefill.reasons[last(both.prefill)] == "stop"
     name = both.decode.add(PROMPT, 3, params=answer)
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
-    assert both.decode.computed(name) == 1 + 2
-    both.check_at_rest()
+    both.finish(name, computed=1 + 2)
 
 
 @every_runner
@@ -127,10 +109,7 @@ def test_a_prefill_leg_may_answer_more_than_one_token(pair: MakePair) -> None:
     both = pair()
     answer = both.handed_over(PROMPT, 20)
     name = both.decode.add(PROMPT, 30, params=answer)
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 30)
-    assert both.decode.computed(name) == 1 + 29
-    both.check_at_rest()
+    both.finish(name, computed=1 + 29)
 
 
 # Blocks
@@ -140,14 +119,10 @@ def test_a_prefill_leg_may_answer_more_than_one_token(pair: MakePair) -> None:
 def test_blocks_are_held_until_the_consumer_has_them(pair: MakePair) -> None:
     both = pair()
     answer = both.handed_over(PROMPT)
-    for _ in range(20):
-        both.prefill.step()
+    both.prefill.steps(20)
     assert both.prefill.free_blocks() == 63 - 6
     name = both.decode.add(PROMPT, 3, params=answer)
-    both.run()
-    assert both.decode.computed(name) == 1 + 2
-    assert no_lease_ended(both)
-    both.check_at_rest()
+    both.finish(name, computed=1 + 2)
 
 
 def test_blocks_that_nobody_asks_for_are_held_for_the_lease(pair: MakePair) -> None:
@@ -166,9 +141,7 @@ def test_an_abort_after_the_end_changes_nothing(pair: MakePair) -> None:
     answer = both.handed_over(PROMPT)
     both.prefill.abort(last(both.prefill))
     name = both.decode.add(PROMPT, 3, params=answer)
-    both.run()
-    assert both.decode.computed(name) == 1 + 2
-    both.check_at_rest()
+    both.finish(name, computed=1 + 2)
 
 
 @every_runner
@@ -177,8 +150,7 @@ def test_out_of_blocks_prefill_waits_for_those_that_are_held(pair: MakePair) -> 
     both = pair({"num_blocks": 14, "prefix_caching": False})
     answers = [both.handed_over([number, *PROMPT]) for number in range(2)]
     third = both.prefill.add([2, *PROMPT], 1, params=prefill_params())
-    for _ in range(20):
-        both.prefill.step()
+    both.prefill.steps(20)
     assert both.prefill.computed(third) == 0
     names = [both.decode.add([0, *PROMPT], 3, params=answers[0])]
     run_all(*both.both, until=lambda: third in both.prefill.reasons)
@@ -186,10 +158,8 @@ def test_out_of_blocks_prefill_waits_for_those_that_are_held(pair: MakePair) -> 
         both.decode.add([number, *PROMPT], 3, params=params)
         for number, params in [(1, answers[1]), (2, both.prefill.answers[third])]
     ]
-    both.run()
+    both.finish()
     assert [both.decode.computed(name) for name in names] == [1 + 2] * 3
-    assert no_lease_ended(both)
-    both.check_at_rest()
 
 
 # Ends that come too early
@@ -201,8 +171,7 @@ def test_an_abort_before_any_worker_knows(pair: MakePair) -> None:
     both = pair()
     name = both.add_granted(PROMPT)
     both.prefill.abort(last(both.prefill))
-    check_recomputed(both, name)
-    assert no_lease_ended(both)
+    both.finish(name, computed=NUM_TOKENS + 2)
 
 
 @every_runner
@@ -212,8 +181,7 @@ def test_a_prefill_leg_that_is_sent_again_before_any_worker_knew_of_the_first(pa
     name = both.add_granted(PROMPT)
     both.prefill.abort(last(both.prefill))
     both.prefill.add(PROMPT, 1, params=prefill_params("x"))
-    check_recomputed(both, name)
-    assert no_lease_ended(both)
+    both.finish(name, computed=NUM_TOKENS + 2)
 
 
 @every_runner
@@ -236,13 +204,11 @@ def test_an_abort_while_waiting_for_blocks(pair: MakePair) -> None:
     long = both.prefill.add(PROMPT, 20)
     both.prefill.step()
     name = both.add_granted(PROMPT)
-    for _ in range(3):
-        both.prefill.step()
+    both.prefill.steps(3)
     assert both.prefill.computed(last(both.prefill)) == 0
     both.prefill.abort(last(both.prefill))
-    check_recomputed(both, name)
-    assert both.prefill.texts[long] == oracle.generate(PROMPT, 20)
-    assert no_lease_ended(both)
+    both.finish(name, computed=NUM_TOKENS + 2)
+    both.prefill.check_answer(long)
 
 
 @every_runner
@@ -253,8 +219,7 @@ def test_an_abort_in_mid_prefill(pair: MakePair, granularity: str) -> None:
     leg = last(both.prefill)
     run_all(*both.both, until=lambda: both.prefill.computed(leg) == 32)
     both.prefill.abort(leg)
-    check_recomputed(both, name)
-    assert no_lease_ended(both)
+    both.finish(name, computed=NUM_TOKENS + 2)
 
 
 @every_runner
@@ -263,10 +228,8 @@ def test_an_abort_in_mid_prefill_before_anybody_asked(pair: MakePair) -> None:
     leg = both.prefill.add(PROMPT, 1, params=prefill_params())
     run_all(both.prefill, until=lambda: both.prefill.computed(leg) == 32)
     both.prefill.abort(leg)
-    both.run()
+    both.finish()
     assert both.prefill.answers[leg] is None
-    assert no_lease_ended(both)
-    both.check_at_rest()
 
 
 # Preemption
@@ -287,10 +250,7 @@ def test_prefill_preempted_before_anything_was_sent_hands_over_all_the_same(pair
     assert both.prefill.requests[leg].num_preemptions == 1
     if order == "sequential":
         name = both.decode.add(PROMPT, 3, params=both.prefill.answers[leg])
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
-    assert both.decode.computed(name) == 1 + 2
-    both.check_at_rest()
+    both.finish(name, computed=1 + 2)
 
 
 @every_runner
@@ -302,9 +262,8 @@ def test_prefill_preempted_after_something_was_sent_is_computed_by_decode(pair: 
     run_all(*both.both, until=lambda: both.prefill.computed(leg) >= 32)
     wait(lambda: any(part.sent for one in transfers_of(both.prefill) for part in list(one.sessions.values())))
     preempt(both.prefill)
-    check_recomputed(both, name)
+    both.finish(name, computed=NUM_TOKENS + 2)
     assert both.prefill.requests[leg].num_preemptions == 1
-    assert no_lease_ended(both)
 
 
 @every_runner
@@ -330,8 +289,8 @@ def test_blocks_that_another_request_gets_while_they_are_sent_do_not_count(
     other = both.prefill.add([5] * 100, 20)
     run_all(both.prefill, until=lambda: other in both.prefill.reasons)
     go_on.set()
-    check_recomputed(both, name)
-    assert both.prefill.texts[other] == oracle.generate([5] * 100, 20)
+    both.finish(name, computed=NUM_TOKENS + 2)
+    both.prefill.check_answer(other)
 
 
 def pushed_out(both: Pair) -> str:
@@ -349,8 +308,7 @@ IN_FLIGHT = {"num_blocks": 8, "prefix_caching": False, "async_scheduling": True}
 def within(role: str, pool: Path) -> dict[str, Any]:
     """Ours in that role inside a MultiConnector that is a producer, whose requests vLLM preempts while under way."""
     ours = transfer_config(Setup(kv_role=role, extra=PD_ONLY), pool)
-    outer = {"kv_connector": "MultiConnector", "kv_role": "kv_producer"}
-    return {"transfer": outer | {"kv_connector_extra_config": {"connectors": [ours]}}}
+    return {"transfer": multi_connector(ours, role="kv_producer")}
 
 
 @pytest.mark.parametrize(("role", "preempted"), [("kv_producer", 1), ("kv_both", 0), ("kv_both within a producer", 1)])
@@ -370,11 +328,8 @@ def test_prefill_preempted_while_its_token_is_under_way_hands_over_all_the_same(
     answer = both.prefill.answers[leg]
     assert answer is not None, "the KV is lost"
     name = both.decode.add(PROMPT, 3, params=answer)
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(PROMPT, 3)
-    assert both.decode.computed(name) == 1 + 2
+    both.finish(name, computed=1 + 2)
     assert not both.failures()
-    both.check_at_rest()
 
 
 def test_a_hand_over_that_is_lost_to_a_preemption_is_counted_and_said(
@@ -383,10 +338,9 @@ def test_a_hand_over_that_is_lost_to_a_preemption_is_counted_and_said(
     """With `kv_consumer` delivery is not required: such an instance is not meant to give KV away."""
     both = pair(IN_FLIGHT | within("kv_consumer", pool))
     assert both.prefill.answers[pushed_out(both)] is None
-    both.run()
+    both.finish()
     assert both.failures() == {"send_preempted": 1}
     assert sum("kv_producer or kv_both" in one.getMessage() for one in caplog.records) == 1
-    both.check_at_rest()
 
 
 @every_runner
@@ -397,5 +351,4 @@ def test_prefill_legs_that_push_each_other_out(pair: MakePair) -> None:
     for number, name in enumerate(names):
         run_all(*both.both, until=lambda name=name: name in both.decode.reasons)
         assert both.decode.texts[name] == oracle.generate([number, *PROMPT], 3)
-    both.run()
-    both.check_at_rest()
+    both.finish()

@@ -71,8 +71,7 @@ class Walk:
                 self.abort_one(engine)
             elif dice < 0.02 and engine.begin_step() is not None:  # between a forward pass and its results
                 self.abort_one(engine)
-                while engine._queue:
-                    engine.end_step()
+                engine.drain()
             if self.rng.random() < 0.9:
                 engine.step()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import oracle
 import pytest
-from cases import PROMPT, Start, every_runner, steady_runners, warm_pool
+from cases import PROMPT, Start, begin_load, every_runner, steady_runners, warm_pool
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
@@ -17,9 +17,7 @@ def test_ranks_load_what_ranks_saved(start: Start, tp_size: int) -> None:
     """Two KV heads: at TP=2 a rank holds one, at TP=4 two ranks hold the same one."""
     warm_pool(start, tp_size=tp_size)
     engine = start(tp_size=tp_size)
-    assert engine.ask(PROMPT, 10, name="again") == oracle.generate(PROMPT, 10)
-    assert engine.computed("again") == 4 + 9
-    engine.check_at_rest()
+    engine.check(PROMPT, 10, computed=4 + 9)
 
 
 def test_each_rank_stores_its_heads_and_of_replicas_one_stores(start: Start, faults) -> None:
@@ -37,8 +35,7 @@ def test_a_page_that_one_rank_does_not_have_is_a_miss_for_all(start: Start) -> N
     engine.ask(PROMPT)
     _, second = engine.prefix._views()
     second.own.remove(page_keys(PROMPT, 16)[3:4])
-    assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
-    assert engine.computed("again") == len(PROMPT) - 48 + 2
+    engine.check(PROMPT, computed=len(PROMPT) - 48 + 2)
     assert all(engine.pages(PROMPT)), "the missing shard was not stored again"
     reported = [stats.kv_connector_stats for stats in engine.stats if stats.kv_connector_stats]
     assert not any("failures" in figures for figures in reported), "a load was tried that could not succeed"
@@ -50,10 +47,8 @@ def test_a_page_that_a_rank_loses_while_loading_is_recomputed_by_all(start: Star
     warm_pool(start, tp_size=2)
     engine = start(tp_size=2)
     faults.lose_reads_of = {Shard(0, 2, rank, rank + 1): 2 + rank for rank in ranks}
-    assert engine.ask(PROMPT, 10, name="again") == oracle.generate(PROMPT, 10)
-    assert engine.computed("again") == len(PROMPT) - 16 * (2 + min(ranks)) + 9
+    engine.check(PROMPT, 10, computed=len(PROMPT) - 16 * (2 + min(ranks)) + 9)
     assert engine.prefix._stats.data.get("hit_tokens", 0) == 0
-    engine.check_at_rest()
 
 
 @every_runner
@@ -61,21 +56,15 @@ def test_ranks_that_end_their_loads_in_different_steps(start: Start, faults) -> 
     """The first failure report comes steps before the second rank has finished writing its blocks."""
     warm_pool(start, tp_size=2)
     engine = start(tp_size=2)
-    faults.hold_reads()
-    name = engine.add(PROMPT, 10)
-    engine.run(until=faults.reading.is_set)
+    name = begin_load(engine, faults, 10)
     for rank in (1, 0):
         loads = engine.workers[rank].connector._worker.prefix._loads
         faults.lose_reads_of = {Shard(0, 2, 1, 2): 3}
         faults.let_through(Shard(0, 2, rank, rank + 1))
         engine.run(until=lambda loads=loads: not loads.pending)
-        for _ in range(3):
-            engine.step()
+        engine.steps(3)
     faults.release()
-    engine.run()
-    assert engine.texts[name] == oracle.generate(PROMPT, 10)
-    assert engine.computed(name) == len(PROMPT) - 48 + 9
-    engine.check_at_rest()
+    engine.finish(name, computed=len(PROMPT) - 48 + 9)
 
 
 # Instances with another TP or PP size
@@ -102,10 +91,8 @@ def test_an_instance_loads_what_one_that_is_split_otherwise_saved(
     warm_pool(start, **wrote)
     num_pages = sum(faults.written.values())
     engine = start(**reads)
-    assert engine.ask(PROMPT, 10, name="again") == oracle.generate(PROMPT, 10)
-    assert engine.computed("again") == 4 + 9
+    engine.check(PROMPT, 10, computed=4 + 9)
     assert engine.num_pages() == num_pages, "pages that others cover were stored again"
-    engine.check_at_rest()
 
 
 @other_splits
@@ -119,8 +106,7 @@ def test_pages_of_another_split_go_into_every_layout(
     warm_pool(start, long, **wrote, page_tokens=32)
     engine = start(**reads, page_tokens=32, block_tokens=block_tokens, layout=layout)
     assert engine.ask(PROMPT[:90]) == oracle.generate(PROMPT[:90], 3)
-    assert engine.ask(long, name="again") == oracle.generate(long, 3)
-    assert engine.computed("again") == len(long) % 32 + 2
+    engine.check(long, computed=len(long) % 32 + 2)
 
 
 def test_a_conversation_goes_on_over_instances_that_are_split_otherwise(start: Start) -> None:
@@ -142,9 +128,7 @@ def test_a_part_that_is_lost_while_loading_is_recomputed(start: Start, faults, l
     warm_pool(start, tp_size=2)
     engine = start()
     faults.lose_reads_of = {lost: 3}
-    assert engine.ask(PROMPT, 10, name="again") == oracle.generate(PROMPT, 10)
-    assert engine.computed("again") == len(PROMPT) - 48 + 9
-    engine.check_at_rest()
+    engine.check(PROMPT, 10, name="again", computed=len(PROMPT) - 48 + 9)
 
 
 def test_a_page_of_which_a_part_is_gone_is_not_offered(start: Start) -> None:
@@ -153,8 +137,7 @@ def test_a_page_of_which_a_part_is_gone_is_not_offered(start: Start) -> None:
     _, second = writer.prefix._views()
     second.own.remove(page_keys(PROMPT, 16)[3:4])
     engine = start()
-    assert engine.ask(PROMPT, name="again") == oracle.generate(PROMPT, 3)
-    assert engine.computed("again") == len(PROMPT) - 48 + 2
+    engine.check(PROMPT, computed=len(PROMPT) - 48 + 2)
     reported = [stats.kv_connector_stats for stats in engine.stats if stats.kv_connector_stats]
     assert not any("failures" in figures for figures in reported), "a load was tried that could not succeed"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import oracle
 import pytest
-from cases import PROMPT, Start, every_runner, warm_pool
+from cases import PROMPT, Start, begin_load, every_runner, warmed
 from harness import Engine
 
 
@@ -28,9 +28,8 @@ def test_after_a_reset_lookups_miss_and_new_pages_go_elsewhere(start: Start) -> 
     assert engine.prefix.namespace().digest != before.digest
     assert engine.scheduler.reset_prefix_cache(reset_connector=False)
     engine.add(PROMPT, name="again")
-    engine.run()
+    engine.finish()
     assert engine.computed("again") == 4 + 2, "pages of the new weights are reused by this instance"
-    engine.check_at_rest()
 
 
 def test_another_instance_never_sees_pages_of_weights_changed_in_memory(start: Start) -> None:
@@ -39,8 +38,7 @@ def test_another_instance_never_sees_pages_of_weights_changed_in_memory(start: S
     engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.ask(PROMPT)
     other = start()
-    assert other.ask(PROMPT, name="other") == oracle.generate(PROMPT, 3)
-    assert other.computed("other") == len(PROMPT) + 2
+    other.check(PROMPT, computed=len(PROMPT) + 2)
 
 
 @every_runner
@@ -49,8 +47,7 @@ def test_running_requests_start_over_and_nothing_of_theirs_is_mixed(start: Start
     engine = start(keep_pace=True)
     name = engine.add(PROMPT, 40)
     engine.run(until=lambda: len(engine.texts[name]) >= 20)
-    while engine._queue:
-        engine.end_step()
+    engine.drain()
     engine.settle()
     engine.run(until=lambda: not engine.prefix.saves._under_way)
     change_weights(engine, 1)
@@ -58,9 +55,8 @@ def test_running_requests_start_over_and_nothing_of_theirs_is_mixed(start: Start
         for state in worker.runner.states.values():
             state.seed, state.hashes = 1, []
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    engine.run()
+    engine.finish()
     assert all(engine.pages(PROMPT, weights=1))
-    engine.check_at_rest()
 
 
 def test_a_request_that_goes_on_with_old_kv_is_not_stored_under_the_new_name(start: Start) -> None:
@@ -69,8 +65,7 @@ def test_a_request_that_goes_on_with_old_kv_is_not_stored_under_the_new_name(sta
     name = engine.add(PROMPT, 60)
     engine.run(until=lambda: len(engine.texts[name]) >= 5)
     engine.scheduler.reset_prefix_cache(reset_connector=True)
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
     assert not any(engine.pages([*PROMPT, *engine.texts[name]]))
 
 
@@ -106,37 +101,30 @@ def test_reset_before_the_identity_is_known_still_changes_the_namespace(start: S
 def test_a_reset_while_pages_are_being_saved_answers_as_without_us(start: Start, faults, how: dict[str, bool]) -> None:
     engine = start()
     faults.hold_writes()
-    name = engine.add(PROMPT)
-    engine.run(until=lambda: name in engine.reasons)
+    engine.answer(PROMPT)
     engine.run(until=faults.writing.is_set)
     running = engine.add(PROMPT[::-1], 60)
     engine.run(until=lambda: len(engine.texts[running]) >= 3)
-    while engine._queue:  # until then vLLM holds the blocks of a preempted request for any connector that loads
-        engine.end_step()
+    engine.drain()  # until then vLLM holds the blocks of a preempted request for any connector that loads
     assert engine.scheduler.reset_prefix_cache(**how) == ("reset_running_requests" in how)
     engine.run(until=lambda: running in engine.reasons)
     assert engine.scheduler.reset_prefix_cache(**how)
     faults.release()
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
 
 
 @every_runner
 def test_vllm_refuses_a_reset_while_a_load_is_under_way_which_ends_at_its_deadline(start: Start, faults) -> None:
     """A request that waits for a load holds its blocks; vLLM does not ask the connector."""
-    warm_pool(start)
-    engine = start(extra={"load_deadline_s": 0.05})
-    faults.hold_reads()
-    name = engine.add(PROMPT)
-    engine.run(until=faults.reading.is_set)
+    engine = warmed(start, extra={"load_deadline_s": 0.05})
+    name = begin_load(engine, faults)
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
         engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.run(until=lambda: name in engine.reasons)
-    while engine._queue:
-        engine.end_step()
+    engine.drain()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert engine.texts[name] == oracle.generate(PROMPT, 3)
+    engine.check_answer(name)
 
 
 def test_a_reset_leaves_the_pages_of_the_old_weights_to_those_who_have_them(start: Start) -> None:
@@ -145,8 +133,7 @@ def test_a_reset_leaves_the_pages_of_the_old_weights_to_those_who_have_them(star
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
     engine.ask(PROMPT, name="again")
     assert engine.computed("again") == len(PROMPT) + 2
-    assert other.ask(PROMPT, name="other") == oracle.generate(PROMPT, 3)
-    assert other.computed("other") == 4 + 2
+    other.check(PROMPT, computed=4 + 2)
 
 
 @pytest.mark.parametrize("reset_connector", [False, True])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import oracle
 import pytest
-from cases import PROMPT, Start, every_runner, warm_pool
+from cases import PROMPT, Start, every_runner, warm_pool, warmed
 from runner import WrongKV
 
 from mooncake_connector.kv.keys import page_keys
@@ -17,11 +17,9 @@ from mooncake_connector.kv.keys import page_keys
 @every_runner
 def test_another_engine_loads_what_the_first_one_computed(start: Start) -> None:
     first = start()
-    assert first.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
-    first.check_at_rest()
+    first.check(PROMPT, 20)
     second = start()
-    assert second.ask(PROMPT, 20, name="again") == oracle.generate(PROMPT, 20)
-    second.check_at_rest()
+    second.check(PROMPT, 20, name="again")
     assert second.computed("again") == len(PROMPT) - 96 + 19
 
 
@@ -41,9 +39,7 @@ def test_a_prompt_of_exactly_full_pages_is_loaded_whole_and_its_last_token_compu
     prompt = PROMPT[:96]
     warm_pool(start, prompt)
     engine = start()
-    assert engine.ask(prompt, 4, name="again") == oracle.generate(prompt, 4)
-    assert engine.computed("again") == 1 + 3
-    engine.check_at_rest()
+    engine.check(prompt, 4, computed=1 + 3)
 
 
 def test_a_prompt_shorter_than_a_page_is_neither_looked_up_nor_saved(start: Start, faults) -> None:
@@ -58,8 +54,7 @@ def test_only_the_common_full_pages_of_two_prompts_are_reused(start: Start, shar
     warm_pool(start)
     prompt = [*PROMPT[:shared], *range(300, 400)]
     engine = start()
-    assert engine.ask(prompt, 5, name="other") == oracle.generate(prompt, 5)
-    assert engine.computed("other") == len(prompt) - shared // 16 * 16 + 4
+    engine.check(prompt, 5, computed=len(prompt) - shared // 16 * 16 + 4)
 
 
 def test_generated_tokens_are_reused_in_the_next_turn(start: Start) -> None:
@@ -67,8 +62,7 @@ def test_generated_tokens_are_reused_in_the_next_turn(start: Start) -> None:
     warm_pool(start, max_tokens=60)
     turn = [*PROMPT, *answer, 7, 8, 9]
     engine = start()
-    assert engine.ask(turn, 3, name="turn") == oracle.generate(turn, 3)
-    assert engine.computed("turn") == len(turn) - (len(PROMPT) + 59) // 16 * 16 + 2
+    engine.check(turn, 3, computed=len(turn) - (len(PROMPT) + 59) // 16 * 16 + 2)
 
 
 @pytest.mark.parametrize("block_tokens", [16, 32, 48, 128])
@@ -108,8 +102,7 @@ def test_blocks_and_pages_of_any_two_sizes_go_together(start: Start, block_token
 def test_engines_of_every_memory_layout_share_pages(start: Start, memory: dict[str, object]) -> None:
     warm_pool(start, page_tokens=16, tp_size=memory.get("tp_size", 1))
     engine = start(page_tokens=16, **memory)
-    assert engine.ask(PROMPT, 5, name="again") == oracle.generate(PROMPT, 5)
-    assert engine.computed("again") == 4 + 4
+    engine.check(PROMPT, 5, computed=4 + 4)
     other = list(range(200, 290))
     engine.ask(other)
     assert all(engine.pages(other))
@@ -127,10 +120,10 @@ def test_a_local_hit_that_covers_the_prompt_costs_no_lookup(start: Start, faults
 def test_each_page_is_stored_once(start: Start, faults) -> None:
     engine = start()
     prompts = [[*PROMPT[:64], last] for last in range(8)]
-    assert engine.ask_all(prompts, 5) == [oracle.generate(prompt, 5) for prompt in prompts]
+    engine.check_all(prompts, 5)
     engine.ask(PROMPT, name="again")
     second = start(prefix_caching=False)
-    second.ask_all([PROMPT, PROMPT], 3)
+    second.check_all([PROMPT, PROMPT], 3)
     assert faults.written and set(faults.written.values()) == {1}
 
 
@@ -141,17 +134,14 @@ def test_a_waiting_request_is_looked_up_once_and_not_every_step(start: Start, fa
     engine.step()
     asked = faults.calls["lookup"]
     engine.add(list(range(200, 350)), 2)  # does not fit beside the first one
-    for _ in range(10):
-        engine.step()
+    engine.steps(10)
     assert faults.calls["lookup"] == asked + 1
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
 def test_the_pool_is_read_and_written_in_every_role(start: Start, role: str) -> None:
-    warm_pool(start)
-    engine = start(kv_role=role)
+    engine = warmed(start, kv_role=role)
     other = list(range(200, 260))
     engine.ask(PROMPT, name="again")
     engine.ask(other)
@@ -161,8 +151,7 @@ def test_the_pool_is_read_and_written_in_every_role(start: Start, role: str) -> 
 
 
 def test_a_small_hit_is_computed_instead_where_min_hit_tokens_says_so(start: Start) -> None:
-    warm_pool(start)
-    engine = start(extra={"min_hit_tokens": 64}, prefix_caching=False)
+    engine = warmed(start, extra={"min_hit_tokens": 64}, prefix_caching=False)
     engine.ask([*PROMPT[:50], 7], name="small")
     engine.ask([*PROMPT[:70], 7], name="large")
     assert engine.computed("small") == 51 + 2
@@ -171,12 +160,9 @@ def test_a_small_hit_is_computed_instead_where_min_hit_tokens_says_so(start: Sta
 
 def test_prompt_logprobs_need_all_tokens_computed_so_nothing_is_loaded(start: Start, faults) -> None:
     """vLLM ignores the hit of such a request after it asked for it."""
-    warm_pool(start)
-    engine = start()
-    assert engine.ask(PROMPT, name="again", prompt_logprobs=1) == oracle.generate(PROMPT, 3)
-    assert engine.computed("again") == len(PROMPT) + 2
+    engine = warmed(start)
+    engine.check(PROMPT, prompt_logprobs=1, computed=len(PROMPT) + 2)
     assert faults.calls["read"] == 0
-    engine.check_at_rest()
 
 
 @every_runner

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import oracle
 import pytest
-from cases import PROMPT, Start, every_runner, steady_runners
+from cases import PROMPT, Interruption, Start, begin_save, every_runner, steady_runners
 from harness import Engine
 
 import vllm_plugin.prefix.saver
@@ -27,12 +26,8 @@ OTHERS = [list(range(start, start + 100)) for start in (120, 230, 340)]
 def aside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether pages can be copied aside when their blocks are given away."""
     if not request.param:
-        no_room_aside(monkeypatch)
+        monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", 0)
     return bool(request.param)
-
-
-def no_room_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", 0)
 
 
 def check_pool(engine: Engine, *prompts: list[int], num_tokens: int) -> int:
@@ -51,17 +46,18 @@ def overtaken(engine: Engine) -> int:
 
 def crowd_out(engine: Engine, faults: Any, before: Callable[[], None] = lambda: None) -> None:
     """The saver stands still while the request that it saves is aborted, and others fill the whole cache."""
-    faults.hold_writes()
-    first = engine.add(PROMPT, 100)
-    engine.run(until=faults.writing.is_set)
+    first = begin_save(engine, faults)
     before()
-    engine.abort(first)
-    names = [engine.add(prompt, 60) for prompt in OTHERS]
-    engine.run(until=lambda: all(name in engine.reasons for name in names))
-    assert [engine.texts[name] for name in names] == [oracle.generate(prompt, 60) for prompt in OTHERS]
+    overtake(engine, first)
     faults.release()
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
+
+
+def overtake(engine: Engine, first: str) -> None:
+    engine.abort(first)
+    for name in [engine.add(prompt, 60) for prompt in OTHERS]:
+        engine.run(until=lambda name=name: name in engine.reasons)
+        engine.check_answer(name)
 
 
 @every_runner
@@ -88,39 +84,18 @@ def test_without_the_word_that_blocks_were_given_away_wrong_pages_would_be_store
         engine.pages(PROMPT)
 
 
-@pytest.fixture
-def torn(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """The saver stops in the middle of a page: (it does so, it may go on)."""
-    halfway, go_on = threading.Event(), threading.Event()
-    save_page = KVBlocks.save_page
-
-    def save_in_halves(self: KVBlocks, block_ids: Any, first_token: int, page: Any) -> None:
-        save_page(self, block_ids, first_token, page)
-        before = page.copy()
-        halfway.set()
-        assert go_on.wait(60.0)
-        save_page(self, block_ids, first_token, page)
-        page[: len(page) // 2] = before[: len(page) // 2]
-
-    monkeypatch.setattr(KVBlocks, "save_page", save_in_halves)
-    yield halfway, go_on
-    go_on.set()
-
-
 @every_runner
 def test_a_page_whose_blocks_are_written_during_its_copy_is_not_stored_as_it_was_read(
-    start: Start, aside: bool, torn: tuple[threading.Event, threading.Event]
+    start: Start, aside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    halfway, go_on = torn
+    copy = Interruption(monkeypatch)
+    copy.event.clear()
     engine = start(num_blocks=20, prefix_caching=False)
     first = engine.add(PROMPT, 100)
-    engine.run(until=halfway.is_set)
-    engine.abort(first)
-    names = [engine.add(prompt, 60) for prompt in OTHERS]
-    engine.run(until=lambda: all(name in engine.reasons for name in names))
-    go_on.set()
-    engine.run()
-    engine.check_at_rest()
+    engine.run(until=lambda: copy.times)
+    overtake(engine, first)
+    copy.event.set()
+    engine.finish()
     check_pool(engine, PROMPT, *OTHERS, num_tokens=100)
     assert all(engine.pages(PROMPT)) == aside
 
@@ -133,8 +108,7 @@ def test_pages_planned_when_a_request_ends_are_right_although_its_blocks_are_use
     engine = start(num_blocks=20, prefix_caching=False)
     name = engine.add(PROMPT, 29)  # the page that ends with token 128 is complete one step before the request ends
     engine.run(until=lambda: name in engine.reasons)
-    assert engine.ask(OTHERS[0], 60) == oracle.generate(OTHERS[0], 60)
-    engine.check_at_rest()
+    engine.check(OTHERS[0], 60)
     pages = engine.pages([*PROMPT, *oracle.generate(PROMPT, 29)])
     assert pages[:6] == [True] * 6 or not aside
     check_pool(engine, PROMPT, OTHERS[0], num_tokens=60)
@@ -151,8 +125,7 @@ def test_pages_of_a_preempted_request_that_were_overtaken_are_saved_when_it_was_
     engine.run(until=lambda: len(engine.reasons) == 1)
     faults.release()
     engine.settle()
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
     preempted = [engine.requests[name].num_preemptions > 0 for name in names]
     for prompt, again in zip(OTHERS, preempted, strict=False):
         assert all(engine.pages(prompt)) or not again
@@ -163,31 +136,24 @@ def test_pages_of_a_preempted_request_that_were_overtaken_are_saved_when_it_was_
 def test_overtaken_pages_of_a_request_that_still_runs_are_planned_again(start: Start, faults, events: bool) -> None:
     """Cure: `saved_pages` goes back, where an event is due to the first page of the save: it names all of its pages."""
     engine = start(events=events)
-    faults.hold_writes()
-    name = engine.add(PROMPT, 100)
-    engine.run(until=faults.writing.is_set)
+    name = begin_save(engine, faults)
     engine.prefix.saves.ended(next(iter(engine.prefix.saves._under_way)), SaveResult(1, 2, overtaken=2))
     engine.run(until=lambda: len(engine.texts[name]) >= 40)
     planned = [key for step in engine.metadata for job in step.saves for key in job.keys]
     assert [planned.count(key) for key in page_keys(PROMPT, 16)] == ([2] * 6 if events else [1, 1, 2, 2, 2, 2])
     faults.release()
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
 
 
 @every_runner
 def test_a_save_holds_no_block(start: Start, faults) -> None:
     engine = start()
-    faults.hold_writes()
-    name = engine.add(PROMPT, 100)
-    engine.run(until=faults.writing.is_set)
+    name = begin_save(engine, faults)
     engine.abort(name)
-    for _ in range(3):
-        engine.step()
+    engine.steps(3)
     assert engine.free_blocks() == engine.setup.num_blocks - 1
     faults.release()
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
     assert all(engine.pages(PROMPT))
 
 
@@ -196,15 +162,12 @@ def test_an_idle_engine_goes_on_until_its_saves_have_ended(start: Start, faults)
     """Events and figures would otherwise wait for the next request."""
     engine = start()
     faults.hold_writes()
-    name = engine.add(PROMPT)
-    engine.run(until=lambda: name in engine.reasons)
-    for _ in range(5):
-        engine.step()
+    engine.answer(PROMPT)
+    engine.steps(5)
     assert not engine.scheduler.has_unfinished_requests()
     assert engine.scheduler.has_requests()
     faults.release()
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
     assert all(engine.pages(PROMPT))
 
 
@@ -239,9 +202,8 @@ def test_an_idle_engine_does_not_go_on_for_ever_while_the_pool_hangs(
     assert engine.prefix.saves._under_way
     faults.release()
     engine.settle()
-    monkeypatch.undo()
-    engine.ask(OTHERS[0])  # whose steps collect what was left
-    engine.check_at_rest()
+    monkeypatch.setattr("vllm_plugin.prefix.save_planner._COLLECT_S", 60.0)
+    engine.check(OTHERS[0])  # whose steps collect what was left
     assert all(engine.pages(PROMPT))
 
 
@@ -250,18 +212,12 @@ def test_while_the_pool_hangs_every_request_is_answered_with_all_blocks(start: S
     engine = start(num_blocks=20, prefix_caching=False)
     faults.hold_writes()
     for prompt in OTHERS * 3:
-        assert ask_until_answered(engine, prompt, 60) == oracle.generate(prompt, 60)
-        assert engine.requests[f"r{len(engine.requests) - 1}"].num_preemptions == 0
+        name = engine.answer(prompt, 60)
+        engine.check_answer(name)
+        assert engine.requests[name].num_preemptions == 0
     faults.release()
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
     check_pool(engine, *OTHERS, num_tokens=60)
-
-
-def ask_until_answered(engine: Engine, prompt: list[int], num_tokens: int) -> list[int]:
-    name = engine.add(prompt, num_tokens)
-    engine.run(until=lambda: name in engine.reasons)
-    return engine.texts[name]
 
 
 def test_what_is_copied_aside_is_bounded_and_the_rest_overtaken(
@@ -271,13 +227,11 @@ def test_what_is_copied_aside_is_bounded_and_the_rest_overtaken(
     room = 3 * engine.workers[0].side.memory.blocks.block_nbytes
     monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", room)
     faults.hold_writes()
-    first = engine.add(PROMPT, 1)
-    engine.run(until=lambda: first in engine.reasons)
-    assert ask_until_answered(engine, OTHERS[0], 60) == oracle.generate(OTHERS[0], 60)
+    engine.answer(PROMPT, 1)
+    engine.check_answer(engine.answer(OTHERS[0], 60))
     assert 0 < sum(job.aside_nbytes for job in engine.workers[0].jobs()) <= room
     faults.release()
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
     assert sum(engine.pages(PROMPT)) == 3
     assert overtaken(engine) == 3
 
@@ -294,10 +248,7 @@ def test_where_memory_may_go_between_two_steps_saves_read_what_was_copied_at_onc
     memory.sleeps = True
     room = 3 * memory.blocks.block_nbytes
     monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", room)
-    name = engine.add(PROMPT, 100)
-    engine.run()
-    engine.check_at_rest()
-    assert engine.texts[name] == oracle.generate(PROMPT, 100)
+    engine.check(PROMPT, 100)
     assert all(engine.pages(PROMPT)) and not read_late
     assert check_pool(engine, PROMPT, num_tokens=100) > len(engine.pages(PROMPT))
 
@@ -311,7 +262,7 @@ def test_what_lies_aside_goes_with_its_deadline_although_the_pool_hangs(
     saver = engine.workers[0].prefix._saver
     faults.hold_writes()
     for prompt in OTHERS * 2:
-        ask_until_answered(engine, prompt, 1)
+        engine.answer(prompt, 1)
         saver.give_away(None)
         assert any(job.aside_nbytes for job in saver.pending)
         for job in saver.pending:
@@ -328,9 +279,8 @@ def test_what_lies_aside_goes_with_its_deadline_although_the_pool_hangs(
 @pytest.mark.parametrize("block_tokens", [16, 128])
 def test_one_page_is_saved_however_small_the_cache(start: Start, block_tokens: int) -> None:
     engine = start(num_blocks=10 if block_tokens == 16 else 3, block_tokens=block_tokens, page_tokens=64)
-    assert engine.ask(PROMPT, 5) == oracle.generate(PROMPT, 5)
+    engine.check(PROMPT, 5)
     assert engine.pages(PROMPT) == [True]
-    engine.check_at_rest()
 
 
 @steady_runners
@@ -338,10 +288,8 @@ def test_a_save_that_hangs_is_given_up_and_stores_nothing_later(start: Start, fa
     """It goes on later, when the blocks hold other KV: it must not store that under its own key."""
     engine = start(num_blocks=20, prefix_caching=False, extra={"save_deadline_s": 0.05})
     faults.hold_writes()
-    engine.ask(PROMPT)
-    engine.check_at_rest()
-    assert engine.ask_all(OTHERS, 30) == [oracle.generate(prompt, 30) for prompt in OTHERS]
-    engine.check_at_rest()
+    engine.check(PROMPT)
+    engine.check_all(OTHERS, 30)
     faults.release()
     assert engine.workers[0].prefix._saver.stop(30.0)
     assert engine.num_pages() == 0
@@ -350,16 +298,12 @@ def test_a_save_that_hangs_is_given_up_and_stores_nothing_later(start: Start, fa
 def test_refused_writes_cost_the_pages_and_nothing_else(start: Start, faults) -> None:
     faults.refuse_writes = True
     engine = start()
-    assert engine.ask_all(OTHERS, 20) == [oracle.generate(prompt, 20) for prompt in OTHERS]
-    engine.check_at_rest()
+    engine.check_all(OTHERS, 20)
     assert engine.num_pages() == 0
 
 
-def broken(what: str) -> Callable[..., Any]:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{what}: made to fail")
-
-    return fail
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("made to fail")
 
 
 @pytest.mark.parametrize("name", ["prefix.saver.Saver._fitting", "blocks.KVBlocks.copy"])
@@ -368,23 +312,9 @@ def test_a_defect_of_ours_costs_pages_and_never_stores_a_wrong_one(
 ) -> None:
     """Where it is not known what can be saved, nothing is."""
     engine = start(num_blocks=20, prefix_caching=False)
-    crowd_out(engine, faults, lambda: monkeypatch.setattr(f"vllm_plugin.{name}", broken(name)))
+    crowd_out(engine, faults, lambda: monkeypatch.setattr(f"vllm_plugin.{name}", fail))
     check_pool(engine, PROMPT, *OTHERS, num_tokens=100)
     assert not any(engine.pages(PROMPT))
-
-
-def fail_once(monkeypatch: pytest.MonkeyPatch, what: Any, name: str, when: Callable[[Any], bool]) -> list[str]:
-    """Make a method fail the first time that `when` holds; names what has failed."""
-    method, failed = getattr(what, name), []
-
-    def fail(self: Any, *args: Any) -> Any:
-        if not failed and when(self):
-            failed.append(name)
-            raise RuntimeError(f"{name}: made to fail")
-        return method(self, *args)
-
-    monkeypatch.setattr(what, name, fail)
-    return failed
 
 
 @every_runner
@@ -392,10 +322,16 @@ def test_what_was_planned_in_a_step_that_failed_is_not_saved_in_a_later_one(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(num_blocks=20, prefix_caching=False)
-    failed = fail_once(monkeypatch, SavePlanner, "take", lambda planner: bool(planner._planned))
-    first = engine.add(PROMPT, 1)
-    engine.run(until=lambda: first in engine.reasons)
+    take, failed = SavePlanner.take, []
+
+    def fail_once(planner: SavePlanner) -> Any:
+        if planner._planned and not failed:
+            failed.append(planner)
+            fail()
+        return take(planner)
+
+    monkeypatch.setattr(SavePlanner, "take", fail_once)
+    engine.answer(PROMPT, 1)
     assert failed
-    assert engine.ask(OTHERS[0], 60) == oracle.generate(OTHERS[0], 60)
-    engine.check_at_rest()
+    engine.check(OTHERS[0], 60)
     check_pool(engine, PROMPT, OTHERS[0], num_tokens=60)

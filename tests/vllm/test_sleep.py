@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import oracle
 import pytest
-from cases import PROMPT, Start, warm_pool
+from cases import PROMPT, Start, begin_load, warmed
 from harness import Engine
 from pd import PROMPT as LEG
 from pd import MakePair, every_order, node_of, port_of, prefill_params, run_all
@@ -39,17 +39,12 @@ def test_after_sleep_pages_are_saved_and_loaded_as_before(start: Start) -> None:
     wake(engine)
     assert engine.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
     engine.scheduler.reset_prefix_cache()
-    assert engine.ask(PROMPT, 20, name="again") == oracle.generate(PROMPT, 20)
-    assert engine.computed("again") == 4 + 19
-    engine.check_at_rest()
+    engine.check(PROMPT, 20, computed=4 + 19)
 
 
 def test_a_load_under_way_touches_nothing_from_then_on_and_its_request_is_computed(start: Start, faults) -> None:
-    warm_pool(start)
-    engine = start()
-    faults.hold_reads()
-    name = engine.add(PROMPT, 20)
-    engine.run(until=faults.reading.is_set)
+    engine = warmed(start)
+    name = begin_load(engine, faults, 20)
     worker = engine.workers[0]
     worker.connector.unregister_kv_caches()
     worker.memory[:] = before = 0xDEAD
@@ -57,10 +52,7 @@ def test_a_load_under_way_touches_nothing_from_then_on_and_its_request_is_comput
     engine.settle()
     assert (worker.memory == before).all()
     worker.connector.restore_kv_caches()
-    engine.run()
-    assert engine.texts[name] == oracle.generate(PROMPT, 20)
-    assert engine.computed(name) == 100 + 19
-    engine.check_at_rest()
+    engine.finish(name, computed=100 + 19)
 
 
 def test_a_hand_over_that_was_held_ends_and_a_new_node_takes_its_place(pair: MakePair) -> None:
@@ -70,8 +62,7 @@ def test_a_hand_over_that_was_held_ends_and_a_new_node_takes_its_place(pair: Mak
     sleep(both.prefill)
     wake(both.prefill)
     assert node_of(both.prefill) is not node and port_of(both.prefill) != port
-    run_all(both.prefill)
-    both.prefill.check_at_rest()
+    both.prefill.finish()
 
 
 def test_a_fetch_under_way_fails_and_is_computed(pair: MakePair) -> None:
@@ -80,10 +71,7 @@ def test_a_fetch_under_way_fails_and_is_computed(pair: MakePair) -> None:
     both.decode.workers[0].connector.unregister_kv_caches()
     both.decode.workers[0].connector.restore_kv_caches()
     both.decode._shake_hands()
-    both.run()
-    assert both.decode.texts[name] == oracle.generate(LEG, 3)
-    assert both.decode.computed(name) == len(LEG) + 2
-    both.check_at_rest()
+    both.finish(name, computed=len(LEG) + 2)
 
 
 @every_order
@@ -98,8 +86,7 @@ def test_kv_is_handed_over_after_either_side_has_slept(pair: MakePair, slept: st
         sleep(engine)
     for engine in sleepers:
         wake(engine)
-    name = both.ask(LEG, order=order)
-    assert both.decode.computed(name) == 1 + 2
+    both.ask(LEG, order=order, computed=1 + 2)
     assert not both.failures()
     both.check_at_rest()
 
@@ -113,7 +100,6 @@ def test_a_port_that_was_set_is_the_same_after_sleep(pair: MakePair) -> None:
     wake(both.prefill)
     assert port_of(both.prefill) == port
     both.ask(LEG, order="concurrent")
-    both.check_at_rest()
 
 
 @pytest.fixture(params=["one rank", "every rank"])
@@ -155,8 +141,7 @@ def test_a_hand_over_that_was_held_ends_where_no_node_can_be_made_after_sleep(
     both = pair({"tp_size": 2})
     both.handed_over(LEG)
     fall_asleep_for_good(both.prefill)
-    run_all(both.prefill)
-    both.prefill.check_at_rest()
+    both.prefill.finish()
 
 
 @pytest.mark.parametrize("granted", [False, True])

@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 import oracle
 import pytest
-from cases import PROMPT, Start, every_runner, warm_pool
+from cases import PROMPT, Start, every_runner, warm_pool, warmed
 from harness import Engine
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from settings import Setup, transfer_config
-from vllm.config import KVTransferConfig
+from settings import Setup, multi_connector, transfer_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
@@ -130,8 +129,7 @@ def test_statistics_reach_vllm(start: Start, tp_size: int) -> None:
 
 
 def test_failures_are_counted_by_cause(start: Start, faults) -> None:
-    warm_pool(start)
-    engine = start()
+    engine = warmed(start)
     faults.lose_reads = lambda keys: [True] * len(keys)
     faults.refuse_writes = True
     engine.ask([*PROMPT, *OTHER])
@@ -204,8 +202,7 @@ def test_shutdown_twice_and_calls_after_it_are_harmless(start: Start) -> None:
 
 def test_shutdown_while_a_load_and_a_save_hang_ends(start: Start, faults, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_plugin.prefix.worker._STOP_S", 0.05)
-    warm_pool(start)
-    engine = start()
+    engine = warmed(start)
     faults.hold_reads()
     faults.hold_writes()
     engine.add(PROMPT)
@@ -218,33 +215,18 @@ def test_shutdown_while_a_load_and_a_save_hang_ends(start: Start, faults, monkey
 
 
 def multi(pool: Path, other: Path) -> dict[str, Any]:
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "connectors": [
-                transfer_config(Setup(), pool),
-                {
-                    "kv_connector": "ExampleConnector",
-                    "kv_role": "kv_both",
-                    "kv_connector_extra_config": {"shared_storage_path": str(other)},
-                },
-            ]
-        },
-    }
+    theirs = {"kv_connector_extra_config": {"shared_storage_path": str(other)}}
+    example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"} | theirs
+    return multi_connector(transfer_config(Setup(), pool), example)
 
 
 @every_runner
 def test_inside_multi_connector_pages_are_reused_and_counted(start: Start, pool: Path, tmp_path: Path) -> None:
     transfer = multi(pool, tmp_path)
     first = start(transfer=transfer, hybrid_manager_off=True)
-    assert first.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
-    first.check_at_rest()
+    first.check(PROMPT, 20)
     engine = start(transfer=transfer, hybrid_manager_off=True)
-    assert engine.ask(PROMPT, 20, name="again") == oracle.generate(PROMPT, 20)
-    assert engine.computed("again") == 4 + 19
-    engine.check_at_rest()
+    engine.check(PROMPT, 20, computed=4 + 19)
     assert engine_stats(engine)["MooncakeKVConnector"]["pool hit tokens"] == 96
     registry = CollectorRegistry()
     observe(engine, prometheus(engine, registry))
@@ -253,8 +235,7 @@ def test_inside_multi_connector_pages_are_reused_and_counted(start: Start, pool:
 
 def test_inside_multi_connector_a_lost_page_is_recomputed(start: Start, pool: Path, tmp_path: Path, faults) -> None:
     """vLLM reads the failure policy of the outer configuration alone, so there it has to be written."""
-    warm_pool(start)
-    engine = start(transfer=multi(pool, tmp_path), hybrid_manager_off=True)
+    engine = warmed(start, transfer=multi(pool, tmp_path), hybrid_manager_off=True)
     faults.lose_reads = lambda keys: [True] * len(keys)
     assert engine.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
     assert engine.reasons["r0"] == "length"
@@ -263,16 +244,8 @@ def test_inside_multi_connector_a_lost_page_is_recomputed(start: Start, pool: Pa
 
 def test_a_match_that_another_connector_loads_is_not_loaded_by_us(start: Start, faults) -> None:
     """Under MultiConnector `update_state_after_alloc(..., 0)` says that somebody else was chosen."""
-    warm_pool(start)
-    engine = start()
+    engine = warmed(start)
     request = engine.requests[engine.add(PROMPT)]
     assert engine.connector.get_num_new_matched_tokens(request, 0) == (96, True)
     engine.connector.update_state_after_alloc(request, engine.scheduler.kv_cache_manager.empty_kv_cache_blocks, 0)
     assert not engine.prefix._metadata.loads
-
-
-def test_the_policy_is_recompute_whatever_was_written(start: Start, pool: Path) -> None:
-    """Trap 5: the default "fail" ends a request with an error where a page was lost."""
-    assert KVTransferConfig(kv_connector="MooncakeKVConnector", kv_role="kv_both").kv_load_failure_policy == "fail"
-    engine = start(transfer=transfer_config(Setup(), pool) | {"kv_load_failure_policy": "fail"})
-    assert engine.scheduler.recompute_kv_load_failures

@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from cases import PROMPT, Start, every_runner, warm_pool
+from cases import PROMPT, Start, every_runner, warm_pool, warmed
 from settings import layer_names
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -55,8 +55,7 @@ def test_the_connector_stays_inactive_and_says_why_once(
     assert all("off" in line and reason in line for line in said)
     assert engine.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
     engine.abort(engine.add(PROMPT))
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
     assert not faults.calls
 
 
@@ -77,16 +76,14 @@ def test_loads_that_the_worker_alone_cannot_do_fail_at_once(
         assert engine.ask(prompt, 20) == oracle.generate(prompt, 20)
     assert faults.calls["read"] == reads
     engine.abort(engine.add([*PROMPT, 5]))
-    engine.run()
-    engine.check_at_rest()
+    engine.finish()
     assert engine.num_pages() == 6, "pages were stored from blocks that are not understood"
 
 
 def test_kv_tensors_of_another_shape_than_announced_end_every_job_as_failed(
     start: Start, faults, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warm_pool(start)
-    engine = start(prefix_caching=False)
+    engine = warmed(start, prefix_caching=False)
     worker = engine.workers[0].connector._worker
     worker.memory.blocks = None
     worker.register({name: torch.zeros(64, 2, 16, 6, dtype=torch.float16) for name in layer_names()})

@@ -7,17 +7,14 @@ although saves go on at any time later, from blocks that are others' by then.
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
-from typing import Any
 
 import oracle
 import pytest
-from cases import RUNNERS, Start
-from harness import PATIENCE_S, Engine
+from cases import RUNNERS, Interruption, Start
+from harness import Engine
 
 import vllm_plugin.prefix.saver
-from vllm_plugin.blocks import KVBlocks
 
 NUM_REQUESTS = 120
 CROWD = [[number] * 100 for number in range(4)]
@@ -39,27 +36,6 @@ def prompts(rng: random.Random) -> Iterator[list[int]]:
         prompt = (base[:cut] + [rng.randrange(oracle.VOCAB) for _ in range(rng.choice([0, 1, 15, 16, 40, 90]))])[:230]
         known.append(prompt)
         yield prompt
-
-
-class Interruption:
-    """Copies of pages for the pool stop halfway while `event` is not set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.event = threading.Event()
-        self.event.set()
-        self.times = 0
-        save_page = KVBlocks.save_page
-
-        def save_in_halves(blocks: KVBlocks, block_ids: Any, first_token: int, page: Any) -> None:
-            save_page(blocks, block_ids, first_token, page)
-            if not self.event.is_set():
-                self.times += 1
-                first_half = page[: len(page) // 2].copy()
-                assert self.event.wait(PATIENCE_S)
-                save_page(blocks, block_ids, first_token, page)
-                page[: len(page) // 2] = first_half
-
-        monkeypatch.setattr(KVBlocks, "save_page", save_in_halves)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(map(str, settings.values())))
@@ -114,8 +90,7 @@ def change_faults(rng: random.Random, engine: Engine, faults) -> None:
     elif dice < 0.17 and engine.begin_step() is not None:
         if rng.random() < 0.5 and engine.scheduler.requests:
             engine.abort(rng.choice(list(engine.scheduler.requests)))
-        while engine._queue:
-            engine.end_step()
+        engine.drain()
 
 
 def check_answers(engine: Engine, asked: dict[str, tuple[list[int], int]]) -> None:
