@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,3 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if ENGINE_OF.keys() & set(item.path.relative_to(ROOT / "tests").parts[:1]):
             item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture
+def pool() -> Iterator[Path]:
+    """Name of a pool folder in shared memory that does not exist yet."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="mooncake-connector-test-"))
+    yield folder / "pool"
+    shutil.rmtree(folder, ignore_errors=True)

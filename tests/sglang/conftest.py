@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,6 @@ from instances import open_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 import store_client.open
-
-
-@pytest.fixture
-def pool() -> Iterator[Path]:
-    """Name of a pool folder in shared memory that does not exist yet."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="mooncake-connector-test-"))
-    yield folder / "pool"
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

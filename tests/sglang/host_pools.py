@@ -32,6 +32,21 @@ def budget() -> Any:
     return host_memory_budget_scope(2 << 30)
 
 
+def sizes(layout: str, layers: tuple[int, int], page_tokens: int, pages: int) -> dict[str, Any]:
+    """What every host pool is made with."""
+    return {
+        "host_to_device_ratio": 0,
+        "host_size": 0,
+        "page_size": page_tokens,
+        "layout": layout,
+        "pin_memory": False,
+        "device_capacity_tokens": 0,
+        "start_layer": layers[0],
+        "end_layer": layers[1],
+        "host_token_capacity": pages * page_tokens,
+    }
+
+
 def mha(
     layout: str,
     *,
@@ -45,33 +60,11 @@ def mha(
 ) -> MHATokenToKVPoolHost:
     """The K/V host pool of a rank with layers `layers` and `heads` KV heads."""
     start, stop = layers
-    device = MHATokenToKVPool(
-        page_tokens,
-        page_tokens,
-        dtype,
-        heads,
-        dim,
-        stop - start,
-        "cpu",
-        False,
-        v_dim,
-        start_layer=start,
-        end_layer=stop,
-    )
+    shape = (page_tokens, page_tokens, dtype, heads, dim, stop - start)
+    device = MHATokenToKVPool(*shape, "cpu", False, v_dim, start_layer=start, end_layer=stop)
     info = device.get_device_pool_infos()[0].buffer_info
     with budget():
-        return get_mha_host_pool_cls(info)(
-            info,
-            host_to_device_ratio=0,
-            host_size=0,
-            page_size=page_tokens,
-            layout=layout,
-            pin_memory=False,
-            device_capacity_tokens=0,
-            start_layer=start,
-            end_layer=stop,
-            host_token_capacity=pages * page_tokens,
-        )
+        return get_mha_host_pool_cls(info)(info, **sizes(layout, layers, page_tokens, pages))
 
 
 def mla(
@@ -86,33 +79,12 @@ def mla(
 ) -> MLATokenToKVPoolHost:
     """The host pool of a rank of an MLA model with layers `layers`."""
     start, stop = layers
-    device = MLATokenToKVPool(
-        page_tokens,
-        page_tokens,
-        torch.bfloat16,
-        latent,
-        rope,
-        stop - start,
-        "cpu",
-        False,
-        start_layer=start,
-        end_layer=stop,
-    )
+    shape = (page_tokens, page_tokens, torch.bfloat16, latent, rope, stop - start)
+    device = MLATokenToKVPool(*shape, "cpu", False, start_layer=start, end_layer=stop)
+    info = device.get_device_pool_infos()[0].buffer_info
+    options |= sizes(layout, layers, page_tokens, pages) | {"target_layer_num": stop - start}
     with budget():
-        return MLATokenToKVPoolHost(
-            device.get_device_pool_infos()[0].buffer_info,
-            host_to_device_ratio=0,
-            host_size=0,
-            page_size=page_tokens,
-            layout=layout,
-            pin_memory=False,
-            device_capacity_tokens=0,
-            start_layer=start,
-            end_layer=stop,
-            target_layer_num=stop - start,
-            host_token_capacity=pages * page_tokens,
-            **options,
-        )
+        return MLATokenToKVPoolHost(info, **options)
 
 
 def mamba(layers: int = 3, slots: int = 8, temporal: tuple[int, ...] = (2, 5), extra: bool = False) -> MambaPoolHost:

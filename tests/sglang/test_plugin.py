@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import sglang
 from causes import forget_causes
+from instances import storage_config
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -55,22 +56,6 @@ def unhooked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StorageBackendFactory, "_registry", registry)
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
-
-
-def storage_config(**extra: Any) -> HiCacheStorageConfig:
-    return HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="m",
-        extra_config=extra,
-    )
 
 
 def parser() -> argparse.ArgumentParser:

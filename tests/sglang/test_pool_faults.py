@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-import textwrap
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +11,10 @@ import numpy as np
 import pytest
 from host_pools import PAGES, axes, mamba, mha, model, slots
 from instances import DYNAMIC, keys, open_storage, storage_config
+from lock_holder import stopped_holder
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolName, PoolTransfer
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from simulated.waiting import wait_for
 
 from mooncake_connector.errors import ConfigError, ModelIdentityError
 from sglang_backend import identity
@@ -34,7 +30,7 @@ def storage(attach) -> Any:
     """A backend with all pages of its host pool in the store; the host pool is blank."""
     host_pool = mha("page_first")
     axes(host_pool)[:] = model(1)
-    storage = attach(host_pool, load_deadline_s=0.5, save_deadline_s=1.0)
+    storage = attach(host_pool, load_deadline_s=40.0, save_deadline_s=40.0)  # a busy machine leaves a thread waiting
     assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [True] * PAGES
     axes(host_pool)[:] = 0
     return storage
@@ -114,46 +110,19 @@ def test_corrupt_pages_are_not_reported_as_right(storage, pool: Path) -> None:
         file.write(bytes([content[at + 100] ^ 1]))
     found = load(storage)
     assert found[:7] == [True] * 7 and found[7] is False
-    deadline = time.monotonic() + 10
-    while storage.exists(NAMES[7]) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: not storage.exists(NAMES[7]))
     assert storage.batch_set_v1(NAMES[7:8], slots([3])) == [True], "it can be stored again"
 
 
-HOLDER = textwrap.dedent(
-    """
-    import fcntl, os, signal, sys
-    from pathlib import Path
-    (lock,) = Path(sys.argv[1]).rglob("table")
-    file = lock.open()
-    fcntl.flock(file, fcntl.LOCK_EX)
-    print("locked", flush=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    """
-)
-
-
-@pytest.fixture
-def stopped_holder(pool: Path) -> Iterator[subprocess.Popen[str]]:
-    """A stopped process that holds the pool's write lock."""
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(pool)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None and holder.stdout.readline() == "locked\n"
-    os.waitpid(holder.pid, os.WUNTRACED)
-    yield holder
-    holder.kill()
-    holder.wait()
-
-
-def test_the_lock_is_held_by_a_stopped_process(storage, stopped_holder, caplog) -> None:
+def test_the_lock_is_held_by_a_stopped_process(storage, pool: Path, caplog) -> None:
     """Loads take no lock, so they go on. A save waits once, and the next ones are dropped at once."""
     fresh = keys(PAGES, "fresh")
-    assert storage.batch_set_v1(fresh, slots(WHOLE)) == [False] * PAGES
-    assert storage._movers.saves.paused and not storage._movers.loads.paused
-    assert load(storage) == [True] * PAGES
-    assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [False] * PAGES
-    assert caplog.text.count("a save ended after") == 1
-    stopped_holder.kill()
-    stopped_holder.wait()
+    with stopped_holder(pool):
+        assert storage.batch_set_v1(fresh, slots(WHOLE)) == [False] * PAGES
+        assert storage._movers.saves.paused and not storage._movers.loads.paused
+        assert load(storage) == [True] * PAGES
+        assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [False] * PAGES
+        assert caplog.text.count("a save ended after") == 1
     end_pauses(storage)
     assert storage.batch_set_v1(fresh, slots(WHOLE)) == [True] * PAGES
 
@@ -183,13 +152,9 @@ def test_what_fits_of_a_write_is_kept(attach) -> None:
 
 def test_the_folder_is_deleted(storage, pool: Path) -> None:
     shutil.rmtree(pool)
-    deadline = time.monotonic() + 20
-    while storage.batch_exists(NAMES) and time.monotonic() < deadline:
-        load(storage)
-        time.sleep(0.01)
+    wait_for(lambda: load(storage) and not storage.batch_exists(NAMES))
     axes(storage.mem_pool_host)[:] = model(1)
-    while not all(storage.batch_set_v1(NAMES, slots(WHOLE))) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: all(storage.batch_set_v1(NAMES, slots(WHOLE))))
     assert load(storage) == [True] * PAGES, "the pool was not made again"
 
 
@@ -216,7 +181,9 @@ def test_a_store_that_raises_is_left_alone_for_a_while(faults, storage, call: st
 
 def test_a_load_that_hangs_is_given_up_and_touches_the_memory_no_more(faults, storage) -> None:
     faults.hold_reads()
+    storage._kv._load_deadline_s = 0.05
     assert load(storage) == [False] * PAGES
+    storage._kv._load_deadline_s = 40.0
     end_pauses(storage)
     faults.calls.clear()
     assert storage.batch_exists(NAMES) == 0 and load(storage) == [False] * PAGES
@@ -229,7 +196,9 @@ def test_a_load_that_hangs_is_given_up_and_touches_the_memory_no_more(faults, st
 def test_a_save_that_hangs_is_given_up_and_stores_nothing(faults, storage) -> None:
     faults.hold_writes()
     fresh = keys(PAGES, "fresh")
+    storage._kv._save_deadline_s = 0.05
     assert storage.batch_set_v1(fresh, slots(WHOLE)) == [False] * PAGES
+    storage._kv._save_deadline_s = 40.0
     assert load(storage) == [True] * PAGES, "loads go on"
     faults.release()
     assert storage._movers.saves.stop(30)
@@ -251,6 +220,7 @@ def test_pages_that_arrived_before_a_hang_are_kept(faults, storage, monkeypatch)
         return [False] * len(names)
 
     faults.lose_reads = hang_at_the_second
+    storage._kv._load_deadline_s = 3.0  # without a page
     found = storage.batch_get_v1(NAMES * 2, slots(WHOLE * 2))
     assert found == [True] * 16 + [False] * 8
     faults.release()
@@ -270,7 +240,6 @@ def test_pages_are_taken_as_they_land_until_none_does(faults, storage) -> None:
         return Lookup(count, pending=count < len(asked))
 
     faults.answer = answer
-    storage._kv._load_deadline_s = 600.0
     found = storage.batch_get_v1(NAMES, slots(WHOLE))
     memory = axes(storage.mem_pool_host).copy()
     landed += names
@@ -342,27 +311,23 @@ def test_a_backend_without_a_host_pool_misses(pool: Path) -> None:
     storage.close()
 
 
-class TestWhatFailsTheAttachment:
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"capcity": "1GiB"}, ConfigError, r"unknown configuration key 'capcity'.*did you mean capacity"),
+        ({"capacity": "much"}, ConfigError, "capacity in the engine's JSON is 'much'"),
+        ({"page_tokens": 64}, ConfigError, r"page_tokens is 64, but SGLang's pages have 16.*--page-size 64"),
+        ({"model_id": None}, ModelIdentityError, "set `model_id`"),
+    ],
+)
+def test_a_wrong_setting_fails_the_attachment(pool: Path, options: dict[str, Any], error: type, said: str) -> None:
     """SGLang shows the text to whoever attaches."""
+    with pytest.raises(error, match=said):
+        open_storage(mha("page_first"), pool=pool, **options)
 
-    def test_a_key_that_is_not_known(self, pool: Path) -> None:
-        with pytest.raises(ConfigError, match=r"unknown configuration key 'capcity'.*did you mean capacity"):
-            open_storage(mha("page_first"), pool=pool, capcity="1GiB")
 
-    def test_a_value_that_is_not_allowed(self, pool: Path) -> None:
-        with pytest.raises(ConfigError, match="capacity in the engine's JSON is 'much'"):
-            open_storage(mha("page_first"), pool=pool, capacity="much")
-
-    def test_other_pages_than_were_asked_for(self, pool: Path) -> None:
-        with pytest.raises(ConfigError, match=r"page_tokens is 64, but SGLang's pages have 16.*--page-size 64"):
-            open_storage(mha("page_first"), pool=pool, page_tokens=64)
-
-    def test_a_model_that_nobody_names(self, pool: Path) -> None:
-        with pytest.raises(ModelIdentityError, match="set `model_id`"):
-            open_storage(mha("page_first"), pool=pool, model_id=None)
-
-    def test_keys_of_sglangs_own_are_none_of_ours(self, attach) -> None:
-        attach(mha("page_first"), prefetch_threshold=64, hicache_storage_pass_prefix_keys=True, tp_lcm_size=4)
+def test_keys_of_sglangs_own_are_none_of_ours(attach) -> None:
+    attach(mha("page_first"), prefetch_threshold=64, hicache_storage_pass_prefix_keys=True, tp_lcm_size=4)
 
 
 def test_calls_that_lack_something_are_no_fault_of_the_store(storage) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,14 +31,6 @@ vllm_plugin.register()  # what vLLM's plugin loader does in a process of its own
 @pytest.fixture(scope="session")
 def base_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return settings.base_config(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def pool() -> Iterator[Path]:
-    """Name of a pool folder in shared memory that does not exist yet."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="mooncake-connector-test-"))
-    yield folder / "pool"
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

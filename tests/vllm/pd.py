@@ -43,14 +43,6 @@ def run_all(*engines: Engine, until: Callable[[], Any] | None = None) -> None:
         assert time.monotonic() < end_s, f"stuck: {[list(engine.scheduler.requests) for engine in engines]}"
 
 
-def wait(until: Callable[[], Any]) -> None:
-    """Until something happens that needs no step of an engine."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not until():
-        assert time.monotonic() < end_s, "waited in vain"
-        time.sleep(0.0005)
-
-
 def prefill_params(transfer_id: str | None = None) -> dict[str, Any]:
     """What a proxy says to the prefill instance; with a transfer of its own in the concurrent order."""
     params: dict[str, Any] = {

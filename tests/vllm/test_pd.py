@@ -25,8 +25,8 @@ from pd import (
     node_of,
     prefill_params,
     run_all,
-    wait,
 )
+from simulated.waiting import wait_for
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 import transfer.serving
@@ -117,7 +117,7 @@ def test_kv_arrives_while_the_rest_is_still_to_be_computed(pair: MakePair, granu
         tokens = np.arange(stop)
         blocks = np.array(job.block_ids)[tokens // 16]
         memory = both.decode.workers[0].memory[layer]
-        wait(lambda: np.array_equal(memory[blocks, :, tokens % 16], expected[:stop, layer]))
+        wait_for(lambda: np.array_equal(memory[blocks, :, tokens % 16], expected[:stop, layer]))
 
     both.prefill.workers[0].layer_computed = lambda layer: check(layer) if len(seen) < 6 else None
     both.run()

@@ -10,6 +10,7 @@ import pytest
 from cases import Start, every_runner
 from harness import Engine
 from pd import (
+    ORDERS,
     PD_ONLY,
     PROMPT,
     MakePair,
@@ -23,9 +24,9 @@ from pd import (
     port_of,
     prefill_params,
     run_all,
-    wait,
 )
 from simulated.strangers import deaf
+from simulated.waiting import wait_for
 
 from transfer.protocol.consumer import Incoming
 from transfer.protocol.orders import Ending
@@ -97,10 +98,8 @@ def test_an_id_used_again_before_any_worker_knew_of_the_first_request(pair: Make
     both = pair()
     both.decode.abort(both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "first"), name="x"))
     both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "again"), name="x")
-    other = both.ask([1, *PROMPT])
-    assert both.decode.texts["x"] == oracle.generate(PROMPT, 3)
-    assert both.decode.computed(other) == 1 + 2
-    both.check_at_rest()
+    both.ask([1, *PROMPT], computed=1 + 2)
+    both.decode.check_answer("x")
 
 
 @every_runner
@@ -118,13 +117,9 @@ def test_an_abort_while_decoding(pair: MakePair) -> None:
 @every_runner
 def test_out_of_blocks_requests_wait_for_their_turn(pair: MakePair) -> None:
     both = pair({"num_blocks": 128}, {"num_blocks": 14, "prefix_caching": False})
-    names = [both.add([number, *PROMPT], 8, order=("sequential", "concurrent")[number % 2]) for number in range(6)]
-    both.run()
-    for number, name in enumerate(names):
-        assert both.decode.texts[name] == oracle.generate([number, *PROMPT], 8)
+    both.finish(*(both.add([number, *PROMPT], 8, order=ORDERS[number % 2]) for number in range(6)))
     assert figures(both.decode)["fetched_tokens"] == 6 * (NUM_TOKENS + 1)
     assert not both.failures()
-    both.check_at_rest()
 
 
 @every_runner
@@ -166,8 +161,7 @@ def test_preempted_after_loading_it_computes_and_does_not_ask_again(pair: MakePa
     both = pair(decode={"prefix_caching": False})
     name = both.add(PROMPT, 30)
     run_all(*both.both, until=lambda: len(both.decode.texts[name]) > 2)
-    both.decode.drain()
-    both.decode.scheduler.reset_prefix_cache(reset_running_requests=True)
+    both.decode.preempt()
     both.finish(name)
     assert both.decode.computed(name) > NUM_TOKENS
     assert (len(announced(both.decode)), len(jobs(both.decode))) == (1, 1)
@@ -178,14 +172,12 @@ def test_preempted_after_loading_it_computes_and_does_not_ask_again(pair: MakePa
 def test_late_and_repeated_endings_never_reach_the_scheduler(pair: MakePair) -> None:
     """vLLM's engine ends itself where it hears of a request that it does not know, or twice."""
     both = pair()
-    name = both.ask(PROMPT, 3)
+    name = both.ask(PROMPT, 3, computed=1 + 2)
     (transfer,) = {one.transfer for step in both.decode.metadata for one in step.pd.announced.values()}
     for ending in (Ending.DONE, Ending.FAILED):
         node_of(both.decode)._ended.put(Incoming(transfer, name, ending=ending))
         node_of(both.prefill)._ended.put(Outgoing(transfer, "r0", ending=ending))
-    again = both.ask([1, *PROMPT], 3)
-    assert both.decode.computed(again) == both.decode.computed(name) == 1 + 2
-    both.check_at_rest()
+    both.ask([1, *PROMPT], 3, computed=1 + 2)
 
 
 @every_runner
@@ -219,7 +211,7 @@ def test_a_transfer_that_failed_while_its_request_waited_for_blocks_fails_it_as_
     both.decode.step()
     name = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x") | {"remote_engine_id": "gone"})
     run_all(both.decode, until=lambda: both.decode.workers[0].pd._transfers)
-    wait(lambda: not node_of(both.decode)._failed.empty())  # without a step, in which the other request would go on
+    wait_for(lambda: not node_of(both.decode)._failed.empty())  # without a step, in which the other request would go on
     run_all(both.decode, until=lambda: node_of(both.decode)._failed.empty())
     assert not jobs(both.decode)
     both.finish(busy)
@@ -247,9 +239,7 @@ def test_a_transfer_that_fails_on_some_ranks_is_computed_by_all(pair: MakePair, 
 def test_an_answer_used_a_second_time(pair: MakePair) -> None:
     both = pair(decode={"prefix_caching": False})
     answer = both.handed_over(PROMPT)
-    name = both.decode.add(PROMPT, 3, params=answer)
-    both.run()
-    assert both.decode.computed(name) == 1 + 2
+    both.finish(both.decode.add(PROMPT, 3, params=answer), computed=1 + 2)
     check_prefilled_here(both.decode, PROMPT, answer)
     both.finish()
 
@@ -274,17 +264,13 @@ def test_an_answer_for_another_prompt(pair: MakePair) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"model_id": "another"}, {"extra": {"model_id": "another"}}], ids=["setting", "extra"]
+    ("other", "request_like"),
+    [({"model_id": "another"}, {}), ({"extra": {"model_id": "another"}}, {}), ({}, {"cache_salt": "mine"})],
+    ids=["model by setting", "model by extra", "salt"],
 )
-def test_an_answer_for_another_model(pair: MakePair, other: dict[str, Any]) -> None:
+def test_an_answer_for_another_model_or_salt(pair: MakePair, other: Any, request_like: Any) -> None:
     both = pair(decode=other, transfer_lease_s=1)
-    check_prefilled_here(both.decode, PROMPT, both.handed_over(PROMPT))
-    both.finish()
-
-
-def test_another_salt_is_another_transfer(pair: MakePair) -> None:
-    both = pair(transfer_lease_s=1)
-    check_prefilled_here(both.decode, PROMPT, both.handed_over(PROMPT), cache_salt="mine")
+    check_prefilled_here(both.decode, PROMPT, both.handed_over(PROMPT), **request_like)
     both.finish()
 
 
@@ -301,8 +287,7 @@ def test_an_answer_of_an_earlier_life_on_the_same_port(start: Start) -> None:
     again = Pair(start(extra=PD_ONLY | {"transfer_port": port}), decode)
     assert port_of(again.prefill) == port
     check_prefilled_here(decode, PROMPT, stale)
-    name = again.ask(PROMPT)
-    assert decode.computed(name) == 1 + 2
+    again.ask(PROMPT, computed=1 + 2)
     check_prefilled_here(decode, PROMPT, stale)
     again.finish()
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from cases import every_runner
-from pd import PROMPT, MakePair, Pair, every_granularity, node_of, run_all, transfers_of, wait
-from test_pd_prefill import last, preempt
+from pd import PROMPT, MakePair, Pair, every_granularity, node_of, run_all, transfers_of
+from simulated.waiting import wait_for
+from test_pd_prefill import last
 
 import transfer.serving
 import vllm_plugin.kv_memory
@@ -97,11 +98,11 @@ def test_what_was_computed_before_a_preemption_is_not_given_away_after_it(
     )
     device.done.clear()
     run_all(both.prefill, until=lambda: both.prefill.computed(last(both.prefill)) >= 32)
-    preempt(both.prefill)
+    both.prefill.preempt()
     run_all(both.prefill, until=lambda: before)
     after = device.recorded - before[0]
     device.done.set()
-    wait(lambda: not both.prefill.workers[0].pd._device._waiting.qsize())
+    wait_for(lambda: not both.prefill.workers[0].pd._device._waiting.qsize())
     heard(both)
     assert before[0] > 0
     assert told.count(1) <= after
@@ -155,5 +156,5 @@ def granted(both: Pair) -> bool:
 
 def fetching(both: Pair) -> bool:
     """Whether the decode instance has blocks for what it fetches."""
-    wait(lambda: both.decode.step() is not None)
+    wait_for(lambda: both.decode.step() is not None)
     return any(incoming.granted for incoming in both.decode.pd._incoming.values())

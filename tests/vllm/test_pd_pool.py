@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from cases import every_runner, steady_runners
 from pd import PROMPT, MakePair, Pair, decode_params, every_order, figures, jobs, node_of, prefill_params, run_all
-from test_pd_prefill import preempt
 
 NUM_TOKENS = len(PROMPT)
 SHARED = PROMPT[:48]
@@ -140,7 +139,7 @@ def test_a_prefill_leg_that_was_preempted_and_is_aborted_while_it_loads_again(pa
     name = both.prefill.add(PROMPT, 1, params=prefill_params())
     run_all(both.prefill, until=lambda: both.prefill.computed(name))
     faults.hold_reads()
-    preempt(both.prefill)
+    both.prefill.preempt()
     run_all(both.prefill, until=faults.reading.is_set)
     both.prefill.abort(name)
     run_all(both.prefill, until=lambda: not node_of(both.prefill)._serving.producer.held)

@@ -9,7 +9,8 @@ import oracle
 import pytest
 from cases import every_runner
 from harness import Engine
-from pd import PROMPT, MakePair, decode_params, granted, node_of, prefill_params, run_all, transfers_of, wait
+from pd import PROMPT, MakePair, decode_params, granted, node_of, prefill_params, run_all, transfers_of
+from simulated.waiting import wait_for
 from test_pd_prefill import CHUNKED, last
 
 import transfer.serving
@@ -97,11 +98,11 @@ def test_what_is_sent_while_its_blocks_are_computed_again_does_not_count(
     run_all(both.decode, until=lambda: granted(both.prefill))
     leg = both.prefill.add(PROMPT, 5, params=prefill_params("x"))
     run_all(both.prefill, until=lambda: both.prefill.computed(leg) > NUM_TOKENS)
-    wait(lambda: any(session.writing for one in transfers_of(both.prefill) for session in one.sessions.values()))
+    wait_for(lambda: any(session.writing for one in transfers_of(both.prefill) for session in one.sessions.values()))
 
     def layer_computed(number: int) -> None:
         go_on.set()
-        wait(lambda: not node_of(both.decode)._fetching.consumer.held)
+        wait_for(lambda: not node_of(both.decode)._fetching.consumer.held)
 
     change_weights(both.prefill, start_over=True)
     both.prefill.workers[0].layer_computed = layer_computed
@@ -116,7 +117,7 @@ def test_a_word_that_passes_the_end_of_its_transfer_is_dropped(pair: MakePair) -
     both = pair()
     name = both.add(PROMPT)
     run_all(both.decode, until=lambda: name in both.decode.reasons)
-    wait(lambda: all(one.ending for one in transfers_of(both.prefill)))
+    wait_for(lambda: all(one.ending for one in transfers_of(both.prefill)))
     both.prefill.begin_step()
     assert both.prefill.pd._outgoing
     both.prefill.connector.reset_cache()

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,6 +12,7 @@ import oracle
 import pytest
 from cases import PROMPT, Start, steady_runners, warm_pool
 from harness import Engine
+from lock_holder import stopped_holder
 
 OTHER = list(range(200, 300))
 
@@ -91,39 +87,20 @@ def test_the_pool_folder_cannot_be_made(start: Start, tmp_path: Path, caplog: py
     assert str(tmp_path / "file") in next(iter(said))
 
 
-HOLDER = textwrap.dedent(
-    """
-    import fcntl, sys, time
-    from pathlib import Path
-    files = [path.open() for path in Path(sys.argv[1]).rglob("table")]
-    for file in files:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    print("locked", len(files), flush=True)
-    time.sleep(600)
-    """
-)
-
-
 @steady_runners
 def test_the_lock_is_held_by_a_stopped_process(
-    start: Start, pool: Path, caplog: pytest.LogCaptureFixture, monkeypatch
+    start: Start, pool: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loads take no lock, so they go on. Saves are dropped after a short wait."""
-    monkeypatch.setattr("store_client.jobs._LOCK_WAIT_S", 0.05)
     engine = start(prefix_caching=False, num_blocks=32)
     engine.ask(PROMPT)
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(pool)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout is not None and holder.stdout.readline() == "locked 1\n"
-        os.kill(holder.pid, signal.SIGSTOP)
+    monkeypatch.setattr("store_client.jobs._LOCK_WAIT_S", 0.05)
+    with stopped_holder(pool):
         caplog.clear()
         engine.check(PROMPT, computed=4 + 2)
         engine.check_all([OTHER, PROMPT], 60)
         assert not any(engine.pages(OTHER))
         assert max(warnings(caplog).values()) == 1
-    finally:
-        holder.kill()
-        holder.wait()
 
 
 def test_after_a_stuck_lock_saves_pause_and_then_go_on(start: Start, faults, monkeypatch) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import msgspec
 import oracle
 import pytest
 from cases import RUNNERS, Interruption, Start
-from harness import Engine
+from harness import PATIENCE_S, Engine
+from simulated.waiting import wait_for
 
 import vllm_plugin.prefix.saver
 
@@ -46,14 +48,12 @@ def test_random_walk(
     monkeypatch.setattr("vllm_plugin.prefix.scheduler._STALL_PAUSE_S", 0.1)  # one slow load ends few others
     rng = random.Random(f"{runner}{settings}")
     engine = start(**runner, **settings, extra={"load_deadline_s": 0.05, "save_deadline_s": 0.25})
-    asked: dict[str, tuple[list[int], int]] = {}
     source = prompts(rng)
     interruption = Interruption(monkeypatch)
     faults.lose_reads = lambda keys: [rng.random() < 0.05 for _ in keys]
-    while len(asked) < NUM_REQUESTS or engine.scheduler.has_unfinished_requests():
-        if len(asked) < NUM_REQUESTS and rng.random() < 0.3:
-            prompt, num_tokens = next(source), rng.choice([1, 2, 20, 60])
-            asked[engine.add(prompt, num_tokens)] = (prompt, num_tokens)
+    while len(engine.requests) < NUM_REQUESTS or engine.scheduler.has_unfinished_requests():
+        if len(engine.requests) < NUM_REQUESTS and rng.random() < 0.3:
+            engine.add(next(source), rng.choice([1, 2, 20, 60]))
         if rng.random() < 0.015 and engine.scheduler.requests:
             engine.abort(rng.choice(list(engine.scheduler.requests)))
         change_faults(rng, engine, faults)
@@ -61,18 +61,30 @@ def test_random_walk(
             (interruption.event.set if rng.random() < 0.7 else interruption.event.clear)()
             monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", rng.choice([0, 0, 2000, 256 << 20]))
         engine.step()
-    interruption.event.set()
     faults.release()
     faults.lose_reads = None
     faults.refuse_writes = False
-    asked |= {engine.add(prompt, 60): (prompt, 60) for prompt in CROWD}
-    engine.run()
-    check_answers(engine, asked)
-    engine.check_at_rest()
-    assert check_pool(engine, asked) > 0
+    crowd_out(engine, interruption, monkeypatch)
+    check_answers(engine)
+    assert check_pool(engine) > 0
     assert faults.calls["read"] > 0 and interruption.times > 0
     assert any(one.kv_connector_stats and one.kv_connector_stats.get("overtaken_pages") for one in engine.stats)
     assert any(request.num_preemptions for request in engine.requests.values())
+
+
+def crowd_out(engine: Engine, interruption: Interruption, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine was until here: pages are overtaken, one in the middle of its copy, and others saved."""
+    monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", 0)
+    for worker in engine.workers:
+        unhurried = {"load_deadline_s": PATIENCE_S, "save_deadline_s": PATIENCE_S}
+        worker.prefix._config = msgspec.structs.replace(worker.prefix._config, **unhurried)
+        worker.prefix._saver._mover._paused_until_s = 0.0
+    interruption.event.clear()
+    names = {engine.add(prompt, 60) for prompt in CROWD}
+    engine.run(until=lambda: names <= engine.reasons.keys())
+    wait_for(lambda: interruption.times)
+    interruption.event.set()
+    engine.finish(*names)
 
 
 def change_faults(rng: random.Random, engine: Engine, faults) -> None:
@@ -93,25 +105,29 @@ def change_faults(rng: random.Random, engine: Engine, faults) -> None:
         engine.drain()
 
 
-def check_answers(engine: Engine, asked: dict[str, tuple[list[int], int]]) -> None:
-    aborted = 0
-    for name, (prompt, num_tokens) in asked.items():
-        expected = oracle.generate(prompt, num_tokens)
-        if engine.reasons[name] == "abort":
-            aborted += 1
-            expected = expected[: len(engine.texts[name])]
+def check_answers(*engines: Engine) -> None:
+    """Each request of these was answered in full, or aborted after a part of the answer; there are both kinds."""
+    reasons = [(engine, name, reason) for engine in engines for name, reason in engine.reasons.items()]
+    for engine, name, reason in reasons:
+        if reason == "length":
+            engine.check_answer(name)
         else:
-            assert engine.reasons[name] == "length"
-        assert engine.texts[name] == expected
-    assert 0 < aborted < len(asked)
+            request, text = engine.requests[name], engine.texts[name]
+            assert reason == "abort" and text == oracle.generate(request.prompt_token_ids, len(text))
+    assert len(reasons) == sum(len(engine.requests) for engine in engines)
+    assert {reason for *_, reason in reasons} == {"length", "abort"}
 
 
-def check_pool(engine: Engine, asked: dict[str, tuple[list[int], int]]) -> int:
+def texts(engine: Engine) -> list[list[int]]:
+    """Prompts with their whole answers, also where they were aborted."""
+    asked = [(request.prompt_token_ids, request.max_tokens) for request in engine.requests.values()]
+    return [[*prompt, *oracle.generate(prompt, num_tokens)] for prompt, num_tokens in asked]
+
+
+def check_pool(engine: Engine) -> int:
     """Every page is that of some text, with the right bytes in every shard; how many there are."""
-    known = set()
-    for prompt, num_tokens in asked.values():
-        text = [*prompt, *oracle.generate(prompt, num_tokens)]
-        size = engine.setup.page_tokens
+    known, size = set(), engine.setup.page_tokens
+    for text in texts(engine):
         for page, present in enumerate(engine.pages(text)):
             if present:
                 known.add(tuple(text[: (page + 1) * size]))
