@@ -139,7 +139,8 @@ class Engine:
 
     def check_answer(self, name: str, computed: int | None = None) -> None:
         request = self.requests[name]
-        assert self.texts[name] == oracle.generate(request.prompt_token_ids, request.max_tokens)
+        weights = self.workers[0].runner.weights
+        assert self.texts[name] == oracle.generate(request.prompt_token_ids, request.max_tokens, weights)
         assert computed in (None, self.computed(name)), f"computed {self.computed(name)} tokens"
 
     def computed(self, name: str) -> int:
@@ -174,6 +175,15 @@ class Engine:
         """All running requests, as vLLM does where weights change; with nothing in flight, which it asks for."""
         self.drain()
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def change_weights(self, *, start_over: bool = False) -> None:
+        """As an RL loop does between two steps; requests that run start over, or go on with the KV that they have."""
+        self.drain()
+        for worker in self.workers:
+            worker.runner.weights = 1
+            for state in worker.runner.states.values() if start_over else ():
+                state.seed, state.hashes = 1, []
+        self.scheduler.reset_prefix_cache(reset_running_requests=start_over, reset_connector=True)
 
     def settle(self) -> None:
         """Wait until the connector's threads have nothing left to do."""

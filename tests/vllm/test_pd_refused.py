@@ -8,7 +8,6 @@ from cases import Start, every_runner
 from pd import PD_ONLY, PROMPT, MakePair
 from simulated.strangers import deaf
 from test_pd_decode import check_prefilled_here
-from test_pd_reset import change_weights
 
 import transfer.fetching
 
@@ -28,14 +27,12 @@ def test_a_request_that_decode_refuses_releases_prefill(pair: MakePair) -> None:
 def test_a_request_whose_kv_has_another_name_releases_prefill(pair: MakePair, differs: str) -> None:
     both = pair({"tp_size": 2})
     if differs == "weights":
-        change_weights(both.prefill)
-        change_weights(both.decode)
+        both.prefill.change_weights()
+        both.decode.change_weights()
     answer = both.handed_over(PROMPT)
     prompt = PROMPT if differs == "weights" else [1, *PROMPT]
     name = both.decode.add(prompt, 3, params=answer)
-    both.run()
-    assert both.decode.computed(name) == len(prompt) + 2
-    both.check_at_rest()
+    both.finish(name, computed=len(prompt) + 2)
     assert not both.failures()
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import oracle
 import pytest
 from cases import every_runner
-from harness import Engine
 from pd import PROMPT, MakePair, decode_params, granted, node_of, prefill_params, run_all, transfers_of
 from simulated.waiting import wait_for
 from test_pd_prefill import CHUNKED, last
@@ -16,22 +14,6 @@ from test_pd_prefill import CHUNKED, last
 import transfer.serving
 
 NUM_TOKENS = len(PROMPT)
-
-
-def change_weights(engine: Engine, *, start_over: bool = False) -> None:
-    """As an RL loop does between two steps; requests that run start over, or go on with the KV that they have."""
-    engine.drain()
-    for worker in engine.workers:
-        worker.runner.weights = 1
-        for state in worker.runner.states.values():
-            if start_over:
-                state.seed, state.hashes = 1, []
-    engine.scheduler.reset_prefix_cache(reset_running_requests=start_over, reset_connector=True)
-
-
-def check_computed(engine: Engine, name: str, *, weights: int = 0) -> None:
-    assert engine.texts[name] == oracle.generate(PROMPT, 3, seed=weights)
-    assert engine.computed(name) == NUM_TOKENS + 2
 
 
 @every_runner
@@ -44,12 +26,10 @@ def test_a_decode_leg_that_waits_is_computed_with_the_new_weights(pair: MakePair
     name = both.decode.add(PROMPT, 3, params=params)
     if announced:
         both.decode.step()
-    change_weights(both.decode)
-    both.run()
+    both.decode.change_weights()
+    both.finish(name, computed=NUM_TOKENS + 2)
     assert both.decode.reasons[busy] == "length"
-    check_computed(both.decode, name, weights=1)
     both.decode.pages(PROMPT, weights=1)
-    both.check_at_rest()
 
 
 @every_runner
@@ -60,24 +40,20 @@ def test_a_prefill_leg_under_way_hands_nothing_over(pair: MakePair, computed: in
     name = both.add_granted(PROMPT)
     leg = last(both.prefill)
     run_all(*both.both, until=lambda: both.prefill.computed(leg) >= computed)
-    change_weights(both.prefill, start_over=start_over)
-    both.run()
+    both.prefill.change_weights(start_over=start_over)
+    both.finish(name, computed=NUM_TOKENS + 2)
     assert both.prefill.answers[leg] is None
-    check_computed(both.decode, name)
-    both.check_at_rest()
 
 
 @every_runner
 def test_blocks_held_for_a_consumer_come_free(pair: MakePair) -> None:
     both = pair()
     answer = both.handed_over(PROMPT)
-    change_weights(both.prefill)
+    both.prefill.change_weights()
     run_all(both.prefill)
     assert not both.failures()
     name = both.decode.add(PROMPT, 3, params=answer)
-    both.run()
-    check_computed(both.decode, name)
-    both.check_at_rest()
+    both.finish(name, computed=NUM_TOKENS + 2)
 
 
 @every_runner
@@ -104,11 +80,9 @@ def test_what_is_sent_while_its_blocks_are_computed_again_does_not_count(
         go_on.set()
         wait_for(lambda: not node_of(both.decode)._fetching.consumer.held)
 
-    change_weights(both.prefill, start_over=True)
+    both.prefill.change_weights(start_over=True)
     both.prefill.workers[0].layer_computed = layer_computed
-    both.run()
-    check_computed(both.decode, name)
-    both.check_at_rest()
+    both.finish(name, computed=NUM_TOKENS + 2)
 
 
 @every_runner

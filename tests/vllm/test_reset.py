@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import oracle
 import pytest
 from cases import PROMPT, Start, begin_load, every_runner, warmed
-from harness import Engine
-
-
-def answer(engine: Engine, prompt: list[int], num_tokens: int, weights: int) -> bool:
-    return engine.ask(prompt, num_tokens) == oracle.generate(prompt, num_tokens, seed=weights)
-
-
-def change_weights(engine: Engine, weights: int) -> None:
-    for worker in engine.workers:
-        worker.runner.weights = weights
 
 
 @every_runner
@@ -22,20 +11,16 @@ def test_after_a_reset_lookups_miss_and_new_pages_go_elsewhere(start: Start) -> 
     engine = start()
     engine.ask(PROMPT)
     before = engine.prefix.namespace()
-    change_weights(engine, 1)
-    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert answer(engine, PROMPT, 3, 1), "KV of the old weights was used"
+    engine.change_weights()
+    engine.check(PROMPT)
     assert engine.prefix.namespace().digest != before.digest
     assert engine.scheduler.reset_prefix_cache(reset_connector=False)
-    engine.add(PROMPT, name="again")
-    engine.finish()
-    assert engine.computed("again") == 4 + 2, "pages of the new weights are reused by this instance"
+    engine.check(PROMPT, computed=4 + 2)
 
 
 def test_another_instance_never_sees_pages_of_weights_changed_in_memory(start: Start) -> None:
     engine = start()
-    change_weights(engine, 1)
-    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.change_weights()
     engine.ask(PROMPT)
     other = start()
     other.check(PROMPT, computed=len(PROMPT) + 2)
@@ -50,11 +35,7 @@ def test_running_requests_start_over_and_nothing_of_theirs_is_mixed(start: Start
     engine.drain()
     engine.settle()
     engine.run(until=lambda: not engine.prefix.saves._under_way)
-    change_weights(engine, 1)
-    for worker in engine.workers:
-        for state in worker.runner.states.values():
-            state.seed, state.hashes = 1, []
-    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.change_weights(start_over=True)
     engine.finish()
     assert all(engine.pages(PROMPT, weights=1))
 
@@ -116,11 +97,12 @@ def test_a_reset_while_pages_are_being_saved_answers_as_without_us(start: Start,
 @every_runner
 def test_vllm_refuses_a_reset_while_a_load_is_under_way_which_ends_at_its_deadline(start: Start, faults) -> None:
     """A request that waits for a load holds its blocks; vLLM does not ask the connector."""
-    engine = warmed(start, extra={"load_deadline_s": 0.05})
+    engine = warmed(start)
     name = begin_load(engine, faults)
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
     with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
         engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.workers[0].prefix._loads.pending[0].deadline_s = 0.0
     engine.run(until=lambda: name in engine.reasons)
     engine.drain()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
@@ -131,8 +113,7 @@ def test_a_reset_leaves_the_pages_of_the_old_weights_to_those_who_have_them(star
     engine, other = start(), start()
     engine.ask(PROMPT)
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-    engine.ask(PROMPT, name="again")
-    assert engine.computed("again") == len(PROMPT) + 2
+    engine.check(PROMPT, computed=len(PROMPT) + 2)
     other.check(PROMPT, computed=4 + 2)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import PROMPT, Start
+from simulated.waiting import wait_for
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -82,15 +82,13 @@ def test_a_large_adapter_is_hashed_without_the_scheduler_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr("vllm_plugin.adapters.files_digest", lambda *args, **kwargs: str(go_on.wait(30)))
+    monkeypatch.setattr("vllm_plugin.adapters.files_digest", lambda *args, **kwargs: str(go_on.wait(60)))
     lora = LoRARequest("a", 1, str(adapter(tmp_path / "a", b"weights")))
     keys = AdapterKeys()
     assert keys.key(lora) is None
     go_on.set()
     keys.close()
-    until = time.monotonic() + 10
-    while keys.key(lora) is None and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_for(lambda: keys.key(lora))
     assert keys.key(lora) == "True"
 
 
@@ -101,14 +99,10 @@ def test_an_adapter_whose_files_are_gone_is_served_without_the_pool(start: Start
     assert engine.num_pages() == 0
 
 
-def request_with(features: list[MultiModalFeatureSpec], tokens: list[int]) -> Request:
-    return Request("r", tokens, SamplingParams(max_tokens=1), None, mm_features=features)
-
-
-def feature(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
-    return MultiModalFeatureSpec(
-        data=None, modality="image", identifier=identifier, mm_position=PlaceholderRange(offset, length)
-    )
+def with_image(tokens: list[int], image: str = "cat", offset: int = 20, length: int = 40) -> Request:
+    place = PlaceholderRange(offset, length)
+    feature = MultiModalFeatureSpec(data=None, modality="image", identifier=image, mm_position=place)
+    return Request("r", tokens, SamplingParams(max_tokens=1), None, mm_features=[feature] if image else [])
 
 
 def keys_of(request: Request) -> list[bytes]:
@@ -117,39 +111,33 @@ def keys_of(request: Request) -> list[bytes]:
     return page_keys(named_tokens(request, 0, request.num_tokens), 16, root=root)
 
 
+TOKENS = [*range(20), *[99] * 40, *range(20)]
+
+
 def test_two_images_behind_equal_placeholder_tokens_do_not_share() -> None:
     """Only pages before the image are common; the key of the page where it begins already differs."""
-    tokens = [*range(20), *[99] * 40, *range(20)]
-    one = keys_of(request_with([feature("cat", 20, 40)], tokens))
-    two = keys_of(request_with([feature("dog", 20, 40)], tokens))
-    plain = keys_of(request_with([], tokens))
+    one, two, plain = (keys_of(with_image(TOKENS, image)) for image in ("cat", "dog", ""))
     assert one[0] == two[0] == plain[0]
     assert all(len({a, b, c}) == 3 for a, b, c in zip(one[1:], two[1:], plain[1:], strict=True))
 
 
 def test_the_same_image_gives_the_same_keys_however_the_prompt_is_cut() -> None:
-    tokens = [*range(20), *[99] * 40, *range(20)]
-    request = request_with([feature("cat", 20, 40)], tokens)
+    request = with_image(TOKENS)
     whole = list(named_tokens(request, 0, 80))
     pieces = [token for start in range(0, 80, 7) for token in named_tokens(request, start, min(start + 7, 80))]
     assert [int(token) for token in pieces] == [int(token) for token in whole]
-    assert keys_of(request) == keys_of(request_with([feature("cat", 20, 40)], tokens))
+    assert keys_of(request) == keys_of(with_image(TOKENS))
 
 
 def test_an_image_elsewhere_in_the_prompt_is_another_prompt() -> None:
     tokens = [*[99] * 40, *range(40)]
-    assert (
-        keys_of(request_with([feature("cat", 0, 20)], tokens))[0]
-        != keys_of(request_with([feature("cat", 1, 20)], tokens))[0]
-    )
+    first, second = (keys_of(with_image(tokens, "cat", offset, 20)) for offset in (0, 1))
+    assert first[0] != second[0]
 
 
 @pytest.mark.parametrize(
     "request_like",
-    [
-        {"prompt_embeds": torch.zeros(100, 64)},
-        {"resumable": True},
-    ],
+    [{"prompt_embeds": torch.zeros(100, 64)}, {"resumable": True}],
     ids=["prompt_embeds", "resumable"],
 )
 def test_a_request_without_a_name_for_its_kv_is_left_alone(start: Start, faults, request_like: dict[str, Any]) -> None:
