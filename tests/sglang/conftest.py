@@ -16,6 +16,15 @@ from instances import open_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 import store_client.open
+from store_client.open import BackgroundStore
+
+
+@pytest.fixture(autouse=True)
+def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine all of this lasts longer than an engine cares to wait."""
+    first_attempt = BackgroundStore.wait
+    monkeypatch.setattr(BackgroundStore, "wait", lambda store, timeout_s: first_attempt(store, 60.0))
+    monkeypatch.setattr("sglang_backend.stored_pool._LOOKUP_HANGS_S", 60.0)
 
 
 @pytest.fixture

@@ -126,17 +126,15 @@ class Instance:
             for stage in range(pp):
                 layers = (self.num_layers * stage // pp, self.num_layers * (stage + 1) // pp)
                 for rank in range(tp):
-                    host_pool = self._host_pool(name, layout, layers, tp)
+                    if name == "qwen3":
+                        heads = slice(rank * 4 // tp, max(rank * 4 // tp + 1, (rank + 1) * 4 // tp))
+                        count = max(1, 4 // tp)
+                        host_pool: Any = mha(layout, layers=layers, heads=count, dim=64, page_tokens=64, pages=8)
+                    else:
+                        heads = slice(0, 1)
+                        host_pool = mla(layout, layers=layers, latent=512, rope=64, page_tokens=64, pages=8)
                     self.ranks.append(attach(host_pool, tp=(rank, tp), pp=(stage, pp)))
-                    heads = (
-                        (0, 1) if name != "qwen3" else (rank * 4 // tp, max(rank * 4 // tp + 1, (rank + 1) * 4 // tp))
-                    )
-                    self.ranks[-1].part = (slice(*layers), slice(*heads))
-
-    def _host_pool(self, name: str, layout: str, layers: tuple[int, int], tp: int) -> Any:
-        if name == "qwen3":
-            return mha(layout, layers=layers, heads=max(1, 4 // tp), dim=64, page_tokens=64, pages=8)
-        return mla(layout, layers=layers, latent=512, rope=64, page_tokens=64, pages=8)
+                    self.ranks[-1].part = (slice(*layers), heads)
 
     def parts(self, whole: Any) -> list[tuple[Any, Any]]:
         """Each rank's memory, and what of the whole model belongs there."""

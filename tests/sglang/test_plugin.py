@@ -117,12 +117,9 @@ class TestTheCommandLine:
 
 
 class TestTheFactory:
-    def test_it_makes_our_backend_by_our_name(self):
-        made = StorageBackendFactory.create_backend(BACKEND, storage_config(), object())
-        assert type(made) is MooncakeConnectorStorage
-
-    def test_it_makes_our_backend_by_the_dynamic_way(self):
-        made = StorageBackendFactory.create_backend("dynamic", storage_config(**DYNAMIC), object())
+    @pytest.mark.parametrize("name, extra", [(BACKEND, {}), ("dynamic", DYNAMIC)])
+    def test_it_makes_our_backend_by_our_name_and_by_the_dynamic_way(self, name, extra):
+        made = StorageBackendFactory.create_backend(name, storage_config(**extra), object())
         assert type(made) is MooncakeConnectorStorage
 
     def test_without_the_hook_it_refuses_our_name(self):
@@ -181,17 +178,10 @@ class Controller(HiCacheController):
         self.storage_host_pool = self.mem_pool_host = SimpleNamespace(logical_size=1024)
         self.storage_stop_event = SimpleNamespace(clear=lambda: None)
 
-    def _stop_storage_threads(self) -> None:
-        pass
-
-    def _start_storage_threads(self) -> None:
-        pass
-
-    def _create_sync_groups(self) -> list[Any]:
+    def _nothing(self, *args: Any) -> list[Any]:
         return []
 
-    def _destroy_sync_groups(self, groups: list[Any]) -> None:
-        pass
+    _stop_storage_threads = _start_storage_threads = _create_sync_groups = _destroy_sync_groups = _nothing
 
     def _generate_storage_config(self, model_name: Any = None, extra: Any = None) -> HiCacheStorageConfig:
         return storage_config(**(extra or {}))
@@ -254,16 +244,14 @@ class TestWeightUpdates:
         manager.metrics_collector = None
         return manager
 
-    @pytest.mark.parametrize("update", [name for name in UPDATES if name not in UPDATES[0::3]])
-    def test_an_update_is_noticed_and_its_answer_kept(self, manager, changes, update):
-        answer = getattr(manager, update)(object())  # refused: no update was begun
-        assert answer.success is False and "begin_weight_update" in answer.message
-        assert changes == ["changed"]
-
-    @pytest.mark.parametrize("update", UPDATES[0::3])
-    def test_an_update_that_raises_is_noticed_and_raises(self, manager, changes, update):
-        with pytest.raises(AttributeError, match="tp_worker"):
-            getattr(manager, update)(object())
+    @pytest.mark.parametrize("update", UPDATES)
+    def test_an_update_is_noticed_and_its_answer_or_error_kept(self, manager, changes, update):
+        if update in UPDATES[0::3]:
+            with pytest.raises(AttributeError, match="tp_worker"):
+                getattr(manager, update)(object())
+        else:
+            answer = getattr(manager, update)(object())  # refused: no update was begun
+            assert answer.success is False and "begin_weight_update" in answer.message
         assert changes == ["changed"]
 
     def test_it_is_noticed_after_the_update(self, monkeypatch, changes):
@@ -287,12 +275,9 @@ class TestAnotherSglang:
         assert record.levelno == logging.ERROR
         return record.getMessage()
 
-    def test_the_known_one_is_offered_without_a_word(self, caplog):
-        sglang_backend.register()
-        assert self.offered() and not caplog.records
-
-    def test_a_build_of_the_known_one_is_known(self, monkeypatch, caplog):
-        monkeypatch.setattr(sglang, "__version__", plugin.KNOWN_VERSION + "+cpu")
+    @pytest.mark.parametrize("build", ["", "+cpu"])
+    def test_the_known_one_is_offered_without_a_word(self, monkeypatch, caplog, build):
+        monkeypatch.setattr(sglang, "__version__", plugin.KNOWN_VERSION + build)
         sglang_backend.register()
         assert self.offered() and not caplog.records
 

@@ -19,11 +19,10 @@ from harness import Engine
 from pd import Pair
 from settings import Setup
 
-import store_client.jobs
 import store_client.open
 import vllm_plugin
 import vllm_plugin.kv_memory
-import vllm_plugin.prefix.save_planner
+from store_client.open import BackgroundStore
 
 vllm_plugin.register()  # what vLLM's plugin loader does in a process of its own
 
@@ -50,9 +49,16 @@ def _like_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine another rank holds the pool's lock for longer than an engine cares to wait, or a save lasts."""
-    monkeypatch.setattr(store_client.jobs, "_LOCK_WAIT_S", 30.0)
-    monkeypatch.setattr(vllm_plugin.prefix.save_planner, "_COLLECT_S", 60.0)
+    """On a busy machine all of this lasts longer than an engine cares to wait."""
+    for name in (
+        "store_client.jobs._LOCK_WAIT_S",
+        "vllm_plugin.adapters._FIRST_WAIT_S",
+        "vllm_plugin.prefix.save_planner._COLLECT_S",
+        "vllm_plugin.prefix.scheduler._LOOKUP_HANGS_S",
+    ):
+        monkeypatch.setattr(name, 60.0)
+    first_attempt = BackgroundStore.wait
+    monkeypatch.setattr(BackgroundStore, "wait", lambda store, timeout_s: first_attempt(store, 60.0))
 
 
 @pytest.fixture(autouse=True)

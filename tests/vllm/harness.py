@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,8 @@ class Engine:
         self.answers: dict[str, dict[str, Any] | None] = {}
         """`kv_transfer_params` of the last output of each request."""
         self.reasons: dict[str, str] = {}
+        self.received: Counter[str] = Counter()
+        """How often each request was reported as received, by all workers together."""
         self.stats: list[Any] = []
         self.metadata: list[Any] = []
 
@@ -221,6 +223,7 @@ class Engine:
         outputs = [worker.execute(copy.deepcopy(scheduled)) for worker in self.workers]
         for output in outputs:
             if output.kv_connector_output is not None:
+                self.received.update(output.kv_connector_output.finished_recving or ())
                 report = output.kv_connector_output.kv_connector_worker_meta
                 output.kv_connector_output.kv_connector_worker_meta = pickle.loads(pickle.dumps(report))
         merged = self._aggregator.aggregate([copy.copy(output) for output in outputs])

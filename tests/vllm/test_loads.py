@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 import oracle
 import pytest
 from cases import PROMPT, Start, begin_load, every_runner, warm_pool, warmed
-from harness import Engine
 from vllm.v1.request import RequestStatus
 
 from mooncake_connector.kv.geometry import Shard
@@ -18,22 +16,6 @@ from mooncake_connector.kv.keys import page_keys
 from store_client.base import Lookup
 
 OTHER = list(range(200, 300))
-
-
-def count_reports(engine: Engine) -> Counter[str]:
-    """How often each request is reported as received, by all workers together."""
-    reports: Counter[str] = Counter()
-    for worker in engine.workers:
-        results_of = worker.connector.get_transfer_results
-
-        def counted(finished: set[str], results_of=results_of):
-            results = results_of(finished)
-            reports.update(results.finished_recving)
-            assert not results.finished_sending, "no request was ever held for sending"
-            return results
-
-        worker.connector.get_transfer_results = counted
-    return reports
 
 
 @every_runner
@@ -88,10 +70,9 @@ def test_blocks_of_a_load_are_hashed_only_after_they_arrived(start: Start, fault
 @every_runner
 def test_abort_before_scheduling(start: Start) -> None:
     engine = warmed(start)
-    reports = count_reports(engine)
     engine.abort(engine.add(PROMPT))
     engine.run()
-    assert not reports
+    assert not engine.received
     engine.check(PROMPT, name="next")
 
 
@@ -100,7 +81,6 @@ def test_abort_before_scheduling(start: Start) -> None:
 def test_abort_while_loading(start: Start, faults, lost: bool) -> None:
     """The blocks come back only when the load has ended: until then its thread may write them."""
     engine = warmed(start)
-    reports = count_reports(engine)
     name = begin_load(engine, faults)
     engine.abort(name)
     engine.steps(5)
@@ -111,9 +91,9 @@ def test_abort_while_loading(start: Start, faults, lost: bool) -> None:
     faults.release()
     engine.run()
     faults.lose_reads = None
-    assert reports == {name: 1}
+    assert engine.received == {name: 1}
     assert engine.ask(PROMPT, name="next") == oracle.generate(PROMPT, 3)
-    assert reports == {name: 1, "next": 1}
+    assert engine.received == {name: 1, "next": 1}
     engine.check_at_rest()
 
 
@@ -139,18 +119,17 @@ def test_abort_while_loading_saves_nothing_of_what_has_not_arrived(start: Start,
 def test_abort_in_the_step_that_reports_the_load(start: Start, faults, lost: bool) -> None:
     """The worker has reported, the scheduler has not read it yet, and the abort comes in between."""
     engine = warmed(start)
-    reports = count_reports(engine)
     if lost:
         faults.lose_reads = lambda keys: [True] * len(keys)
     name = engine.add(PROMPT)
-    while not reports:
+    while not engine.received:
         engine.begin_step()
-        if not reports:
+        if not engine.received:
             engine.end_step()
     engine.abort(name)
     engine.drain()
     engine.finish()
-    assert reports == {name: 1}
+    assert engine.received == {name: 1}
 
 
 @every_runner
@@ -169,14 +148,13 @@ def test_abort_between_the_report_and_the_next_schedule(start: Start, faults, lo
 @every_runner
 def test_abort_after_the_load_and_after_the_end(start: Start) -> None:
     engine = warmed(start)
-    reports = count_reports(engine)
     name = engine.add(PROMPT, 30)
     engine.run(until=lambda: engine.texts[name])
     engine.abort(name)
     engine.run()
     engine.abort(name)
     engine.finish()
-    assert reports == {name: 1}
+    assert engine.received == {name: 1}
 
 
 # Failures
@@ -200,13 +178,12 @@ def test_a_lost_page_is_recomputed_from_there_on(start: Start, faults, kept: int
 def test_a_load_that_failed_is_not_offered_to_that_request_again(start: Start, faults) -> None:
     """Cure: `refused`. Without it a request whose pages are listed but broken would be loaded for ever."""
     engine = warmed(start)
-    reports = count_reports(engine)
     faults.lose_reads = lambda keys: [True] * len(keys)
     name = engine.add(PROMPT, 5)
     engine.run()
     engine.check_answer(name)
     assert faults.calls["read"] == 1
-    assert reports == {name: 1}
+    assert engine.received == {name: 1}
     faults.lose_reads = None
     assert engine.ask([*PROMPT, 1], name="another") == oracle.generate([*PROMPT, 1], 3)
 
@@ -260,10 +237,9 @@ def test_a_load_always_ends_at_its_deadline(start: Start, faults) -> None:
     """
     warm_pool(start, PROMPT, OTHER)
     engine = start(extra={"load_deadline_s": 0.05})
-    reports = count_reports(engine)
     faults.hold_reads()
     engine.check_all([PROMPT, OTHER], 3)
-    assert reports == {"r0": 1, "r1": 1}
+    assert engine.received == {"r0": 1, "r1": 1}
     assert engine.computed("r0") == engine.computed("r1") == len(PROMPT) + 2
     loads = engine.workers[0].connector._worker.prefix._loads
     memory = engine.workers[0].memory.copy()
@@ -271,21 +247,20 @@ def test_a_load_always_ends_at_its_deadline(start: Start, faults) -> None:
     assert loads.stop(30.0)
     assert (engine.workers[0].memory == memory).all()
     engine.finish()
-    assert reports == {"r0": 1, "r1": 1}
+    assert engine.received == {"r0": 1, "r1": 1}
 
 
 def test_a_pool_that_hangs_is_not_offered_for_a_while(start: Start, faults, monkeypatch) -> None:
     """Cure: `PrefixScheduler.matched_tokens` pauses; every request would wait for its own deadline otherwise."""
     engine = warmed(start, extra={"load_deadline_s": 0.05}, prefix_caching=False)
-    reports = count_reports(engine)
     faults.hold_reads()
     engine.ask(PROMPT, name="waits")
     engine.ask(PROMPT, name="does not wait")
-    assert reports == {"waits": 1}
+    assert engine.received == {"waits": 1}
     faults.release()
     monkeypatch.setattr(engine.prefix, "_stalled_until_s", 0.0)
     engine.ask(PROMPT, name="hits again")
-    assert reports == {"waits": 1, "hits again": 1}
+    assert engine.received == {"waits": 1, "hits again": 1}
 
 
 def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: Start, faults, monkeypatch) -> None:
@@ -293,7 +268,6 @@ def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: 
     monkeypatch.setattr("vllm_plugin.prefix.scheduler._STALL_PAUSE_S", 0.0)
     warm_pool(start, PROMPT, OTHER)
     engine = start(extra={"load_deadline_s": 0.05}, prefix_caching=False)
-    reports = count_reports(engine)
     faults.hold_reads()
     assert engine.ask(PROMPT, 1) == oracle.generate(PROMPT, 1)
     for view in engine.prefix._views():
@@ -303,7 +277,7 @@ def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: 
         engine.workers[0].connector._worker.prefix._config, load_deadline_s=60.0
     )
     assert engine.ask(OTHER, 1) == oracle.generate(OTHER, 1)
-    assert reports == {"r0": 1, "r1": 1}
+    assert engine.received == {"r0": 1, "r1": 1}
     engine.check_at_rest()
 
 
@@ -345,19 +319,18 @@ def test_a_load_begins_with_the_pages_that_are_there_and_takes_the_others_as_the
     start: Start, landed: list[bytes]
 ) -> None:
     engine = warmed(start)
-    reports = count_reports(engine)
     keys = page_keys(PROMPT, 16)
     name = engine.add(PROMPT, 20)
     for count in (2, 3, 6):
         running = engine.add(OTHER, 5)
         engine.run(until=lambda running=running: running in engine.reasons)
-        assert not reports and engine.texts[name] == []
+        assert not engine.received and engine.texts[name] == []
         landed += keys[len(landed) : count]
         if count < 6:
             (load,) = engine.workers[0].prefix._loads.pending
             engine.run(until=lambda count=count, load=load: load.pages == count)
     engine.finish(name)
-    assert engine.computed(name) == 4 + 19 and reports == {name: 1}
+    assert engine.computed(name) == 4 + 19 and engine.received == {name: 1}
 
 
 def test_a_load_of_which_no_more_pages_land_ends_at_its_deadline_and_touches_no_block_from_then_on(

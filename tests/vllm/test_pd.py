@@ -220,28 +220,17 @@ def test_after_a_local_hit_the_rest_travels_and_shared_blocks_are_not_written(
 
 
 @every_runner
-def test_two_prefill_instances_and_many_requests_in_any_order(start: Start) -> None:
-    first, second, decode = (start(num_blocks=160, extra=PD_ONLY) for _ in range(3))
-    check_many([Pair(first, decode), Pair(second, decode)])
-
-
-@every_runner
-def test_two_decode_instances_and_many_requests_in_any_order(start: Start) -> None:
-    prefill, first, second = (start(num_blocks=160, extra=PD_ONLY) for _ in range(3))
-    check_many([Pair(prefill, first), Pair(prefill, second)])
-
-
-def check_many(pairs: list[Pair]) -> None:
-    engines = list({id(engine): engine for one in pairs for engine in one.both}.values())
+@pytest.mark.parametrize("twice", ["prefill", "decode"])
+def test_two_instances_of_a_kind_and_many_requests_in_any_order(start: Start, twice: str) -> None:
+    engines = one, *others = [start(num_blocks=160, extra=PD_ONLY) for _ in range(3)]
+    pairs = [Pair(other, one) if twice == "prefill" else Pair(one, other) for other in others]
     asked = []
     for number in range(24):
         both, order = pairs[number % 2], ORDERS[number // 2 % 2]
-        prompt = [number, *PROMPT][: 20 + 3 * number]
-        asked.append((both, both.add(prompt, 6, order=order, name=f"r{number}"), prompt))
+        asked.append((both, both.add([number, *PROMPT][: 20 + 3 * number], 6, order=order, name=f"r{number}")))
     run_all(*engines)
-    for both, name, prompt in asked:
-        assert both.decode.texts[name] == oracle.generate(prompt, 6)
-        assert both.decode.computed(name) == 1 + 5
+    for both, name in asked:
+        both.decode.check_answer(name, 1 + 5)
         assert not both.failures()
     for engine in engines:
         engine.check_at_rest()

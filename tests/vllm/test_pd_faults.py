@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from cases import every_runner
 from pd import PROMPT, MakePair, decode_params, figures, granted, node_of, run_all
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
+from test_surface import prometheus, sample
 
 import transfer.fetching
 
@@ -91,30 +92,17 @@ def test_figures_of_both_sides(pair: MakePair) -> None:
 
 
 def test_figures_reach_prometheus(pair: MakePair) -> None:
-    registry = CollectorRegistry()
-
-    class Registered(Counter):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs, registry=registry)
-
-    both = pair()
+    both, registry = pair(), CollectorRegistry()
     both.ask(PROMPT)
     both.decode.add([1, *PROMPT], 1, params=decode_params(both.prefill, "x") | {"remote_engine_id": "gone"})
     both.run()
-    prometheus = type(both.decode.connector).build_prom_metrics(
-        both.decode.scheduler.vllm_config, {Counter: Registered, Gauge: Gauge, Histogram: Histogram},
-        ["engine"], {0: ["0"], 1: ["1"]},
-    )  # fmt: skip
+    metrics = prometheus(both.decode, registry)
     for index, engine in enumerate(both.both):
-        prometheus.observe(figures(engine), index)
-
-    def value(name: str, **labels: str) -> float | None:
-        return registry.get_sample_value(f"vllm:mooncake_connector_{name}_total", labels)
-
-    assert value("fetched_tokens", engine="1") == NUM_TOKENS
-    assert value("sends", engine="0") == 1
-    assert value("transport_bytes", engine="0", transport="cma") == 96 * 2 * 2 * 8
-    assert value("failures", engine="1", cause="fetch_failed") == 1
+        metrics.observe(figures(engine), index)
+    assert sample(registry, "fetched_tokens", "1") == NUM_TOKENS
+    assert sample(registry, "sends", "0") == 1
+    assert sample(registry, "transport_bytes", "0", transport="cma") == 96 * 2 * 2 * 8
+    assert sample(registry, "failures", "1", cause="fetch_failed") == 1
 
 
 def test_the_handshake_has_all_ranks_in_order(pair: MakePair) -> None:

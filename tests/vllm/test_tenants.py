@@ -82,6 +82,7 @@ def test_a_large_adapter_is_hashed_without_the_scheduler_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
+    monkeypatch.setattr("vllm_plugin.adapters._FIRST_WAIT_S", 0.05)
     monkeypatch.setattr("vllm_plugin.adapters.files_digest", lambda *args, **kwargs: str(go_on.wait(60)))
     lora = LoRARequest("a", 1, str(adapter(tmp_path / "a", b"weights")))
     keys = AdapterKeys()
