@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-import msgspec
 import oracle
 import pytest
 from cases import RUNNERS, Interruption, Start
@@ -76,9 +75,8 @@ def crowd_out(engine: Engine, interruption: Interruption, monkeypatch: pytest.Mo
     """However busy the machine was until here: pages are overtaken, one in the middle of its copy, and others saved."""
     monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", 0)
     for worker in engine.workers:
-        unhurried = {"load_deadline_s": PATIENCE_S, "save_deadline_s": PATIENCE_S}
-        worker.prefix._config = msgspec.structs.replace(worker.prefix._config, **unhurried)
-        worker.prefix._saver._mover._paused_until_s = 0.0
+        saver = worker.prefix._saver
+        saver._deadline_s, saver._mover._paused_until_s = PATIENCE_S, 0.0
     interruption.event.clear()
     names = {engine.add(prompt, 60) for prompt in CROWD}
     engine.run(until=lambda: names <= engine.reasons.keys())
