@@ -32,7 +32,7 @@ def budget() -> Any:
     return host_memory_budget_scope(2 << 30)
 
 
-def sizes(layout: str, layers: tuple[int, int], page_tokens: int, pages: int) -> dict[str, Any]:
+def common(layout: str, layers: tuple[int, int], page_tokens: int, pages: int) -> dict[str, Any]:
     """What every host pool is made with."""
     return {
         "host_to_device_ratio": 0,
@@ -64,7 +64,7 @@ def mha(
     device = MHATokenToKVPool(*shape, "cpu", False, v_dim, start_layer=start, end_layer=stop)
     info = device.get_device_pool_infos()[0].buffer_info
     with budget():
-        return get_mha_host_pool_cls(info)(info, **sizes(layout, layers, page_tokens, pages))
+        return get_mha_host_pool_cls(info)(info, **common(layout, layers, page_tokens, pages))
 
 
 def mla(
@@ -82,7 +82,7 @@ def mla(
     shape = (page_tokens, page_tokens, torch.bfloat16, latent, rope, stop - start)
     device = MLATokenToKVPool(*shape, "cpu", False, start_layer=start, end_layer=stop)
     info = device.get_device_pool_infos()[0].buffer_info
-    options |= sizes(layout, layers, page_tokens, pages) | {"target_layer_num": stop - start}
+    options |= common(layout, layers, page_tokens, pages) | {"target_layer_num": stop - start}
     with budget():
         return MLATokenToKVPoolHost(info, **options)
 

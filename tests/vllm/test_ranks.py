@@ -30,7 +30,7 @@ def test_a_page_that_one_rank_does_not_have_is_a_miss_for_all(start: Start, tp_s
     second.own.remove(page_keys(PROMPT, 16)[3:4])
     engine = start(tp_size=tp_size)
     engine.check(PROMPT, computed=len(PROMPT) - 48 + 2)
-    assert all(engine.pages(PROMPT)), "what was missing was not stored again"
+    assert engine.pages(PROMPT)[3], "what was missing was not stored again"
     assert "failures" not in figures(engine), "a load was tried that could not succeed"
 
 
