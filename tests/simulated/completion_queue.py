@@ -32,7 +32,7 @@ class _Queue(PullTransport):
     """What both have in common."""
 
     max_nbytes = 4 << 20
-    max_attachment_nbytes = MAX_REGIONS * _ROW.itemsize
+    max_attached = MAX_REGIONS * _ROW.itemsize
     refused: ClassVar[set[int]] = set()
     """Addresses that cannot be registered."""
 
@@ -138,8 +138,6 @@ class QueueFetcher(Fetcher):
 
 class _KeyEncoder(PullEncoder):
     """Tells the keys of the regions that the pieces are in."""
-
-    has_attachment = True
 
     def __init__(self, transport: _Queue) -> None:
         super().__init__(transport.max_nbytes)

@@ -29,7 +29,7 @@ from transfer.transports.cuda.copier import Copier
 from transfer.transports.cuda.driver import HANDLE_NBYTES, Allocation, CudaError, Driver, system_driver
 from transfer.transports.cuda.ipc import CudaIpcTransport, decode_windows, encode_windows
 from transfer.transports.memory import Memory
-from transfer.transports.pull import attach
+from transfer.transports.vectors import Vector
 from transfer.transports.wire import PROBE_KEY, CopyOrder, WireError
 
 TESTS = str(Path(__file__).parents[1])
@@ -280,19 +280,20 @@ def test_a_device_that_fails_while_copying_is_an_outcome(sender, receiver, regis
     assert not target.bytes.any()
 
 
-ONE = Allocation(0, 8, 8)
+def probe(addresses, sizes, attachment=b""):
+    order = CopyOrder(0, PROBE_KEY, len(sizes), sum(sizes))
+    return order.encode(addresses, sizes, addresses, attachment=attachment)
 
 
 @pytest.mark.parametrize(
     "order, complaint",
     [
-        (array("B", b"\0" * 8), "0x00000000, 0 bytes attached"),
-        (array("B", b"MCKA" + (1025 * 80).to_bytes(4, "little")), "82000 bytes attached"),
-        (attach(encode_windows({ONE: bytes(HANDLE_NBYTES)})) + array("B", b"\0" * 300), "header begins with"),
-        (attach(b"") + CopyOrder(0, PROBE_KEY, 1, 2).encode([8], [2], [8]), "a probe of something else than a byte"),
-        (attach(b"") + CopyOrder(0, PROBE_KEY, 2, 2).encode([8, 9], [1, 1], [8, 9]), "a probe of something else"),
-        (attach(bytes(79)) + CopyOrder(0, PROBE_KEY, 1, 1).encode([8], [1], [8]), "windows of 79 bytes"),
-        (attach(bytes(80)) + CopyOrder(0, PROBE_KEY, 1, 1).encode([8], [1], [8]), "0 or 0 as its address or size"),
+        (array("B", b"\0" * 300), "header begins with"),
+        (probe([8], [1], bytes(1025 * 80)), "82000 bytes attached"),
+        (probe([8], [2]), "a probe of something else than a byte"),
+        (probe([8, 9], [1, 1]), "a probe of something else"),
+        (probe([8], [1], bytes(79)), "windows of 79 bytes"),
+        (probe([8], [1], bytes(80)), "0 or 0 as its address or size"),
     ],
 )
 def test_bytes_that_no_sender_sends_end_the_connection(
@@ -301,7 +302,7 @@ def test_bytes_that_no_sender_sends_end_the_connection(
     source, target, grant = registered
     peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr("transfer.transports.pull.attach", lambda attachment: order)
+        patch.setattr("transfer.transports.pull.PullEncoder.encode", lambda *_: Vector.over(order))
         assert write(peer, source, grant).cause is Cause.PEER_LOST
         assert comes_about(lambda: complaint in caplog.text) and not target.bytes.any()
     assert write(sender.connect(receiver.listen(), deadline_s=DEADLINE_S), source, grant).ok

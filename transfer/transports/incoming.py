@@ -41,6 +41,8 @@ class Connection(ABC):
     columns = 2
     max_nbytes: int
     """Of one order."""
+    max_attached = 0
+    """Bytes that an order may have attached; `attachment` are those of the order at hand."""
     is_full = False
     """Whether nothing is read for now, since enough is under way."""
     is_busy = False
@@ -60,6 +62,7 @@ class Connection(ABC):
         self._server, self._memory = server, memory
         self._block = Small(BLOCK_NBYTES)
         self._got = 0
+        self.attachment = b""
         self._next: Callable[[], bool] = self._secure
 
     @property
@@ -153,14 +156,17 @@ class Connection(ABC):
         if self._got < BLOCK_NBYTES:
             return False
         self._got = 0
-        order = decode_order(self._block.bytes, self.max_nbytes)
-        rest = HEADER_NBYTES + 8 * self.columns * order.pieces - BLOCK_NBYTES
+        order = decode_order(self._block.bytes, self.max_nbytes, self.max_attached)
+        rest = self._columns_end(order) + order.attached - BLOCK_NBYTES
         if rest <= 0:
             return self._obey(order, self._block.bytes)
         whole = self._block.bytes + array("B", bytes(rest))
         vector = Vector.over(whole)
         vector.advance(BLOCK_NBYTES)
         return self._expect(vector, lambda: self._obey(order, whole))
+
+    def _columns_end(self, order: CopyOrder) -> int:
+        return HEADER_NBYTES + 8 * self.columns * order.pieces
 
     def _expect(self, vector: Vector, then: Callable[[], bool]) -> bool:
         """Fill `vector`, then call `then`; as `step`."""
@@ -175,6 +181,8 @@ class Connection(ABC):
 
     def _obey(self, order: CopyOrder, data: array[int]) -> bool:
         columns = decode_columns(order, data, self.columns)
+        end = self._columns_end(order)
+        self.attachment = data[end : end + order.attached].tobytes() if order.attached else b""
         if order.key == PROBE_KEY:
             return self.probe(order, columns)
         held = self._memory.granted(order.key)

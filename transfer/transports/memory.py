@@ -69,7 +69,9 @@ class Revocable:
             return not self.revoked
 
     def let_go(self, holder: Holder) -> None:
-        """`holder` writes no more. May be called twice."""
+        """`holder` writes no more. May be called twice, or by one that never held it."""
+        if holder not in self._holders:
+            return
         with self.lock:
             self._holders.discard(holder)
             if self._is_over is not None and not self._holders:

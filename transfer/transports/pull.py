@@ -7,9 +7,7 @@ under way and end in any order. A grant ends only after the fetches that hold it
 
 from __future__ import annotations
 
-import struct
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -23,14 +21,11 @@ from transfer.transports.stream import PayloadEncoder, Slice
 from transfer.transports.vectors import Pieces, Vector
 from transfer.transports.wire import CopyOrder, CopyStatus, WireError
 
-_MAGIC = 0x414B434D  # "MCKA"
-_PREFACE = struct.Struct("<II")
-
 
 class Fetch:
     """One order: copy `pieces`, from `local`, there, to `remote`, here. They lie inside the grant of `held`."""
 
-    __slots__ = ("_connection", "_is_holding", "attachment", "held", "number", "pieces", "progress")
+    __slots__ = ("_connection", "attachment", "held", "number", "pieces", "progress")
 
     def __init__(
         self, number: int, pieces: Pieces, attachment: bytes, held: Revocable | None, connection: PullConnection
@@ -43,20 +38,15 @@ class Fetch:
         self.progress: Any = None
         """For the fetcher."""
         self._connection = connection
-        self._is_holding = False
 
     def done(self, status: CopyStatus) -> None:
         """It is over, and nothing of it is written any more. For any thread; what is said twice counts once."""
         self.let_go()
         self._connection.post(lambda: self._connection.finish(self, status))
 
-    def hold(self) -> bool:
-        """Keep its grant; False where that has ended."""
-        self._is_holding = self.held is not None and self.held.hold(self)
-        return self._is_holding or self.held is None
-
     def let_go(self) -> None:
-        if self._is_holding and self.held is not None:
+        """Of its grant, where it holds that."""
+        if self.held is not None:
             self.held.let_go(self)
 
     def cancel(self) -> None:
@@ -116,31 +106,26 @@ class PullConnection(Connection):
         memory: Memory,
         fetcher: Fetcher,
         max_nbytes: int,
-        max_attachment_nbytes: int = 0,
+        max_attached: int,
     ) -> None:
         super().__init__(channel, server, memory)
-        self.max_nbytes = max_nbytes
+        self.max_nbytes, self.max_attached = max_nbytes, max_attached
         self._fetcher: Fetcher | None = fetcher
         self._kind = type(fetcher)
-        self._max_attachment_nbytes = max_attachment_nbytes
-        self._attachment = b""
         self._under_way: dict[Fetch, None] = {}
         self.is_busy = True
 
     def execute(self, order: CopyOrder, columns: list[Numbers], held: Revocable) -> bool:
-        pieces = Pieces(columns[2], columns[0], columns[1], order.nbytes)
-        fetch = Fetch(order.number, pieces, self._attachment, held, self)
-        if not self._kind.is_stepwise and not fetch.hold():
+        fetch = self._fetch(order, columns, held)
+        if not self._kind.is_stepwise and not held.hold(fetch):
             return self.answer(order, CopyStatus.NO_GRANT)
         assert self._fetcher is not None
         return self._begin(fetch, self._fetcher.start)
 
     def probe(self, order: CopyOrder, columns: list[Numbers]) -> bool:
-        pieces = Pieces(columns[2], columns[0], columns[1], order.nbytes)
         fetcher = self._fetcher
         assert fetcher is not None
-        fetch = Fetch(order.number, pieces, self._attachment, None, self)
-        return self._begin(fetch, lambda fetch: fetcher.probe(fetch, order.place))
+        return self._begin(self._fetch(order, columns, None), lambda fetch: fetcher.probe(fetch, order.place))
 
     def poll(self) -> None:
         """Go on with what is under way. Raises what `step` does."""
@@ -188,6 +173,10 @@ class PullConnection(Connection):
         if self._kind.is_stepwise or not self._under_way:
             self.cut_off()
 
+    def _fetch(self, order: CopyOrder, columns: list[Numbers], held: Revocable | None) -> Fetch:
+        pieces = Pieces(columns[2], columns[0], columns[1], order.nbytes)
+        return Fetch(order.number, pieces, self.attachment, held, self)
+
     def _begin(self, fetch: Fetch, start: Callable[[Fetch], CopyStatus | None]) -> bool:
         try:
             status = start(fetch)
@@ -209,46 +198,22 @@ class PullConnection(Connection):
         self.is_full = len(self._under_way) >= self._kind.max_under_way
         self.poll_s = self._kind.poll_s if self._under_way else None
 
-    def _take_block(self) -> bool:
-        """Before the order comes what the sender attached to it."""
-        if not self._max_attachment_nbytes:
-            return super()._take_block()
-        preface = array("B", bytes(_PREFACE.size))
-        return self._expect(Vector.over(preface), lambda: self._take_preface(preface))
-
-    def _take_preface(self, preface: array[int]) -> bool:
-        magic, nbytes = _PREFACE.unpack(preface)
-        if magic != _MAGIC or nbytes > self._max_attachment_nbytes:
-            most = self._max_attachment_nbytes
-            raise WireError(f"{magic:#010x}, {nbytes} bytes attached: expected {_MAGIC:#010x} and at most {most}")
-        attached = array("B", bytes(nbytes))
-        if not nbytes:
-            return self._take_attachment(attached)
-        return self._expect(Vector.over(attached), lambda: self._take_attachment(attached))
-
-    def _take_attachment(self, attached: array[int]) -> bool:
-        self._attachment = attached.tobytes()
-        self._next = super()._take_block
-        return True
-
 
 class PullEncoder(PayloadEncoder):
     """Says where the bytes are."""
-
-    has_attachment: ClassVar[bool] = False
 
     def __init__(self, max_nbytes: int) -> None:
         self.max_nbytes = max_nbytes
 
     def attachment(self, pieces: Pieces) -> bytes:
         """What the fetcher has to know besides, such as the keys of registered memory."""
-        raise NotImplementedError
+        return b""
 
     def encode(self, part: Slice) -> Vector:
         pieces = part.pieces
         order = CopyOrder(part.number, part.write.grant.key, len(pieces.nbytes), pieces.total)
-        data = order.encode(pieces.remote, pieces.nbytes, pieces.local)
-        return Vector.over(attach(self.attachment(pieces)) + data if self.has_attachment else data)
+        attachment = self.attachment(pieces)
+        return Vector.over(order.encode(pieces.remote, pieces.nbytes, pieces.local, attachment=attachment))
 
 
 class PullTransport(SocketTransport):
@@ -256,7 +221,8 @@ class PullTransport(SocketTransport):
 
     max_nbytes: ClassVar[int]
     """Of one order."""
-    max_attachment_nbytes: ClassVar[int] = 0
+    max_attached: ClassVar[int] = 0
+    """Bytes of `PullEncoder.attachment`."""
 
     @abstractmethod
     def _fetcher(self, channel: Channel) -> Fetcher:
@@ -264,9 +230,4 @@ class PullTransport(SocketTransport):
 
     def _connection(self, channel: Channel, server: Server) -> Connection:
         fetcher = self._fetcher(channel)
-        return PullConnection(channel, server, self.memory, fetcher, self.max_nbytes, self.max_attachment_nbytes)
-
-
-def attach(attachment: bytes) -> array[int]:
-    """What goes before an order."""
-    return array("B", _PREFACE.pack(_MAGIC, len(attachment)) + attachment)
+        return PullConnection(channel, server, self.memory, fetcher, self.max_nbytes, self.max_attached)

@@ -100,7 +100,8 @@ class Receiver:
             if descriptor in self._listeners:
                 self._accept(self._listeners[descriptor])
             elif descriptor in self._connections:
-                self._serve(self._connections[descriptor], event)
+                connection = self._connections[descriptor]
+                self._attempt(connection, partial(self._converse, connection, event))
             elif descriptor == self._wakeup:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(descriptor)
@@ -172,9 +173,6 @@ class Receiver:
         oldest = self._pending.enter(connection, origin)
         if oldest is not None and oldest.is_pending:
             self._drop(oldest, TransferError(f"{TOO_MANY}, the last from {origin}; the oldest is closed"))
-
-    def _serve(self, connection: Connection, event: int) -> None:
-        self._attempt(connection, partial(self._converse, connection, event))
 
     def _converse(self, connection: Connection, event: int) -> None:
         if event & select.EPOLLOUT:

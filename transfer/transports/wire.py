@@ -1,9 +1,9 @@
 """What a sender and a receiver say to each other after the handshake, whatever the transport.
 
 The sender's orders are a header and then columns of int64, one number a piece: destinations, sizes, and (where the
-receiver fetches the bytes itself) sources. Short ones are padded to a block, which the receiver reads in one step, so
-that a small transfer costs it one system call less. The receiver answers each order with its number and a status. All
-numbers are little endian, as are the machines this runs on.
+receiver fetches the bytes itself) sources, with what the fetcher has to know besides attached. Short ones are padded to
+a block, which the receiver reads in one step, so that a small transfer costs it one system call less. The receiver
+answers each order with its number and a status. All numbers are little endian, as are the machines this runs on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROBE_KEY = bytes(GRANT_KEY_NBYTES)
 """In place of a grant's key: no order to write, but a question (see the transport)."""
 
 _MAGIC = 0x544B434D  # "MCKT"
-_HEADER = struct.Struct(f"<IIQ{GRANT_KEY_NBYTES}sQQ")
+_HEADER = struct.Struct(f"<IIQ{GRANT_KEY_NBYTES}sQQQ")
 _ANSWER = struct.Struct("<QII")
 HEADER_NBYTES = _HEADER.size
 BLOCK_NBYTES = HEADER_NBYTES + 3 * 8 * FEW
@@ -61,27 +61,31 @@ class CopyOrder(msgspec.Struct, frozen=True):
     nbytes: int
     place: int = 0
     """Where in the ring the bytes are (shm), or what a probe expects."""
+    attached: int = 0
+    """Bytes after the columns."""
 
-    def encode(self, *columns: Numbers) -> array[int]:
-        """Bytes of header and columns, and of what fills the block."""
-        header = _HEADER.pack(_MAGIC, self.pieces, self.number, self.key, self.nbytes, self.place)
+    def encode(self, *columns: Numbers, attachment: bytes = b"") -> array[int]:
+        """Bytes of header, columns and attachment, and of what fills the block."""
+        header = _HEADER.pack(_MAGIC, self.pieces, self.number, self.key, self.nbytes, self.place, len(attachment))
         if isinstance(columns[0], list):
             data = header + struct.pack(f"<{len(columns) * self.pieces}q", *itertools.chain(*columns))
         else:
             data = header + b"".join(np.asarray(column, "<i8").tobytes() for column in columns)
-        return array("B", data.ljust(BLOCK_NBYTES, b"\0"))
+        return array("B", (data + attachment).ljust(BLOCK_NBYTES, b"\0"))
 
 
-def decode_order(block: bytes | array[int], max_nbytes: int) -> CopyOrder:
+def decode_order(block: bytes | array[int], max_nbytes: int, max_attached: int = 0) -> CopyOrder:
     """The header at the beginning of an order. Raises WireError for anything that no sender sends."""
-    magic, pieces, number, key, nbytes, place = _HEADER.unpack_from(block)
+    magic, pieces, number, key, nbytes, place, attached = _HEADER.unpack_from(block)
     if magic != _MAGIC:
         raise WireError(f"header begins with {magic:#010x}: expected {_MAGIC:#010x}")
     if not (1 <= pieces <= MAX_ORDER_PIECES and pieces <= nbytes <= max_nbytes):
         raise WireError(
             f"order of {pieces} pieces and {nbytes} bytes: expected 1 to {MAX_ORDER_PIECES}, and at most {max_nbytes}"
         )
-    return CopyOrder(number, key, pieces, nbytes, place)
+    if attached > max_attached:
+        raise WireError(f"{attached} bytes attached to an order: expected at most {max_attached}")
+    return CopyOrder(number, key, pieces, nbytes, place, attached)
 
 
 def decode_columns(order: CopyOrder, data: bytes | array[int], count: int) -> list[Numbers]:

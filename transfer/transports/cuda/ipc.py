@@ -35,7 +35,7 @@ from transfer.transports.cuda.copier import Copier
 from transfer.transports.cuda.driver import HANDLE_NBYTES, Allocation, CudaError, Driver, system_driver
 from transfer.transports.local import LocalTransport, probe
 from transfer.transports.memory import Memory
-from transfer.transports.pull import Fetch, Fetcher, PullEncoder, PullTransport, attach
+from transfer.transports.pull import Fetch, Fetcher, PullEncoder, PullTransport
 from transfer.transports.stream import PayloadEncoder
 from transfer.transports.unix import credentials
 from transfer.transports.vectors import Pieces
@@ -60,7 +60,7 @@ class CudaIpcTransport(PullTransport, LocalTransport):
     name = "cuda_ipc"
     capabilities = Capabilities(host_memory=False, device_memory=True)
     max_nbytes = MAX_ORDER_NBYTES
-    max_attachment_nbytes = MAX_WINDOWS * _WINDOW.itemsize
+    max_attached = MAX_WINDOWS * _WINDOW.itemsize
 
     def __init__(self, memory: Memory, identity: Identity | None = None, driver: Driver | None = None) -> None:
         super().__init__(memory, identity)
@@ -131,8 +131,6 @@ class DeviceRegions:
 
 class _WindowEncoder(PullEncoder):
     """Says in which allocations the pieces are as well."""
-
-    has_attachment = True
 
     def __init__(self, regions: DeviceRegions) -> None:
         super().__init__(MAX_ORDER_NBYTES)
@@ -244,8 +242,8 @@ def decode_windows(data: bytes) -> Windows:
 def _try_out(channel: Channel, windows: dict[Allocation, bytes], deadline_at: float) -> None:
     """Have the receiver read a byte of the first window. Raises Unavailable where it cannot."""
     here = [min(window.address for window in windows)]
-    order = CopyOrder(0, PROBE_KEY, 1, 1).encode(here, [1], here)
-    status = probe(channel, attach(encode_windows(windows)) + order, deadline_at, "our device memory")
+    order = CopyOrder(0, PROBE_KEY, 1, 1).encode(here, [1], here, attachment=encode_windows(windows))
+    status = probe(channel, order, deadline_at, "our device memory")
     if status is CopyStatus.FORBIDDEN:
         raise Unavailable("the peer's memory is not that of one device")
     if status is not CopyStatus.OK:
