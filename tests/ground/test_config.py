@@ -20,13 +20,8 @@ def file_environ(tmp_path: Path, text: str, name: str = "config.toml") -> dict[s
 def test_with_nothing_set_the_defaults_hold():
     config = load_config({}, {})
     assert config == Config()
-    assert (config.pool, config.capacity, config.page_tokens, config.model_id, config.eviction) == (
-        None,
-        None,
-        64,
-        None,
-        "lru",
-    )
+    assert (config.pool, config.capacity, config.model_id) == (None, None, None)
+    assert (config.page_tokens, config.eviction) == (64, "lru")
     assert (config.load_deadline_s, config.save_deadline_s, config.log_level) == (5.0, 10.0, "INFO")
 
 
@@ -36,23 +31,15 @@ def test_by_default_the_process_environment_is_read(monkeypatch):
 
 
 class TestPrecedence:
-    def environ(self, tmp_path):
-        return file_environ(tmp_path, "page_tokens = 16\nload_deadline_s = 1\nsave_deadline_s = 1\n") | {
+    @pytest.mark.parametrize(
+        "field, value", [("page_tokens", 128), ("load_deadline_s", 2), ("save_deadline_s", 1), ("log_level", "INFO")]
+    )
+    def test_the_engines_json_wins_over_environment_file_and_default_in_this_order(self, tmp_path, field, value):
+        environ = file_environ(tmp_path, "page_tokens = 16\nload_deadline_s = 1\nsave_deadline_s = 1\n") | {
             "MOONCAKE_CONNECTOR_PAGE_TOKENS": "32",
             "MOONCAKE_CONNECTOR_LOAD_DEADLINE_S": "2",
         }
-
-    def test_the_engines_json_wins_over_environment_and_file(self, tmp_path):
-        assert load_config({"page_tokens": 128}, self.environ(tmp_path)).page_tokens == 128
-
-    def test_the_environment_wins_over_the_file(self, tmp_path):
-        assert load_config({"page_tokens": 128}, self.environ(tmp_path)).load_deadline_s == 2
-
-    def test_the_file_wins_over_the_default(self, tmp_path):
-        assert load_config({"page_tokens": 128}, self.environ(tmp_path)).save_deadline_s == 1
-
-    def test_what_no_source_has_is_the_default(self, tmp_path):
-        assert load_config({"page_tokens": 128}, self.environ(tmp_path)).log_level == "INFO"
+        assert getattr(load_config({"page_tokens": 128}, environ), field) == value
 
     def test_null_in_the_engines_json_wins_as_well(self):
         assert load_config({"model_id": None}, {"MOONCAKE_CONNECTOR_MODEL_ID": "m"}).model_id is None
@@ -111,70 +98,60 @@ def test_what_is_no_size_is_refused(text):
         parse_nbytes(text)
 
 
+PATH, SIZE, POWER, TEXT = "absolute path", "8GiB", "power of two from 16 to 1024", "1 to 256 characters"
+ABOVE_0, BOOLEAN = "above 0, at most", "true or false"
 BAD_VALUES = [
-    ("pool", "kv", "absolute path"),
-    ("pool", "", "absolute path"),
-    ("pool", 5, "absolute path"),
-    ("pool", "/a\0b", "absolute path"),
-    ("pool", "~nobody-of-that-name/kv", "absolute path"),
-    ("capacity", "8 gigs", "8GiB"),
-    ("capacity", 0, "1MiB"),
-    ("capacity", -1, "1MiB"),
-    ("capacity", "2000TiB", "1024TiB"),
-    ("capacity", "9" * 30, "1024TiB"),
-    ("capacity", 1e9, "8GiB"),
-    ("capacity", True, "8GiB"),
-    ("capacity", ["8GiB"], "8GiB"),
-    ("page_tokens", 63, "power of two from 16 to 1024"),
-    ("page_tokens", 8, "power of two from 16 to 1024"),
-    ("page_tokens", 2048, "power of two from 16 to 1024"),
-    ("page_tokens", -64, "power of two from 16 to 1024"),
-    ("page_tokens", 64.0, "power of two from 16 to 1024"),
-    ("page_tokens", True, "power of two from 16 to 1024"),
-    ("page_tokens", "64", "power of two from 16 to 1024"),
-    ("page_tokens", None, "power of two from 16 to 1024"),
-    ("model_id", "", "1 to 256 characters"),
-    ("model_id", ["m"], "1 to 256 characters"),
-    ("model_id", 7, "1 to 256 characters"),
-    ("min_hit_tokens", 0, "integer from 1 to 1048576"),
-    ("min_hit_tokens", "64", "integer from 1 to 1048576"),
-    ("load_deadline_s", 0, "above 0, at most 600"),
-    ("load_deadline_s", -1.0, "above 0, at most 600"),
-    ("load_deadline_s", float("nan"), "above 0, at most 600"),
-    ("load_deadline_s", float("inf"), "above 0, at most 600"),
-    ("save_deadline_s", "5", "above 0, at most 600"),
-    ("save_deadline_s", True, "above 0, at most 600"),
-    ("eviction", "fifo", '"lru"'),
-    ("eviction", ["lru"], '"lru"'),
-    ("log_level", "info", '"INFO"'),
-    ("log_level", 20, '"INFO"'),
-    ("sglang_takeover", 1, "true or false"),
-    ("sglang_takeover", "true", "true or false"),
+    ("pool", PATH, ["kv", "", 5, "/a\0b", "~nobody-of-that-name/kv"]),
+    ("capacity", SIZE, ["8 gigs", 1e9, True, ["8GiB"]]),
+    ("capacity", "1MiB", [0, -1]),
+    ("capacity", "1024TiB", ["2000TiB", "9" * 30]),
+    ("page_tokens", POWER, [63, 8, 2048, -64, 64.0, True, "64", None]),
+    ("model_id", TEXT, ["", ["m"], 7]),
+    ("min_hit_tokens", "integer from 1 to 1048576", [0, "64"]),
+    ("load_deadline_s", f"{ABOVE_0} 600", [0, -1.0, float("nan"), float("inf")]),
+    ("save_deadline_s", f"{ABOVE_0} 600", ["5", True]),
+    ("eviction", '"lru"', ["fifo", ["lru"]]),
+    ("log_level", '"INFO"', ["info", 20]),
+    ("sglang_takeover", BOOLEAN, [1, "true"]),
+    ("prefix_reuse", BOOLEAN, [0]),
+    ("transports", "a list of ", [[], ["tcp", "tcp"], ["tcp", 5], ["TCP"], [""], ["t" * 33], {"tcp": 1}, None, 5]),
+    ("transports", "each at most once, at least one", [[], ["tcp", "tcp"]]),
+    ("transfer_port", "0 to 65535", [-1, 65536, "80"]),
+    ("secret_file", PATH, [7]),
+    ("tls_key", PATH, [""]),
+    ("granularity", '"auto", "full", "chunk" or "layer"', ["block"]),
+    ("granularity_chunk_tokens", "at most `granularity_layer_tokens`", [-1]),
+    ("granularity_layer_tokens", "at least `granularity_chunk_tokens`", [1 << 31]),
+    ("transfer_deadline_s", f"{ABOVE_0} 3600", [0, 3601]),
+    ("transfer_lease_s", "from 1 to 3600", [0.5, float("nan")]),
+    ("transfer_failure", '"recompute" or "fail"', ["retry"]),
 ]
 
 
-@pytest.mark.parametrize("key, value, allowed", BAD_VALUES, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize(
+    "key, value, allowed", [(key, value, allowed) for key, allowed, values in BAD_VALUES for value in values],
+    ids=lambda value: repr(value)[:30],
+)  # fmt: skip
 def test_a_bad_value_is_refused_with_key_value_and_what_is_allowed(key, value, allowed):
     with pytest.raises(ConfigError) as caught:
         load_config({key: value}, {})
     message = str(caught.value)
-    assert message.startswith(f"{key} in the engine's JSON is {value!r}: expected ")
-    assert allowed in message
+    assert message.startswith(f"{key} in the engine's JSON is {value!r}: expected ") and allowed in message
+
+
+BAD_VARIABLES = [
+    ("PAGE_TOKENS", "power of two", ["sixty-four", "63", "null"]),
+    ("CAPACITY", SIZE, ["lots"]),
+    ("LOAD_DEADLINE_S", "above 0", ["nan", "soon"]),
+    ("MIN_HIT_TOKENS", "integer", ["1.5"]),
+    ("EVICTION", '"lru"', ["LRU"]),
+    ("SGLANG_TAKEOVER", BOOLEAN, ["mooncake"]),
+    ("TRANSPORTS", "a list", ["tcp,", "tcp,,cma", "tcp,tcp", ",", "tcp cma"]),
+]
 
 
 @pytest.mark.parametrize(
-    "variable, text, allowed",
-    [
-        ("PAGE_TOKENS", "sixty-four", "power of two"),
-        ("PAGE_TOKENS", "63", "power of two"),
-        ("PAGE_TOKENS", "null", "power of two"),
-        ("CAPACITY", "lots", "8GiB"),
-        ("LOAD_DEADLINE_S", "nan", "above 0"),
-        ("LOAD_DEADLINE_S", "soon", "above 0"),
-        ("MIN_HIT_TOKENS", "1.5", "integer"),
-        ("EVICTION", "LRU", '"lru"'),
-        ("SGLANG_TAKEOVER", "mooncake", "true or false"),
-    ],
+    "variable, text, allowed", [(name, text, allowed) for name, allowed, texts in BAD_VARIABLES for text in texts]
 )
 def test_a_bad_variable_is_refused_with_its_name_value_and_what_is_allowed(variable, text, allowed):
     with pytest.raises(ConfigError) as caught:
@@ -183,32 +160,24 @@ def test_a_bad_variable_is_refused_with_its_name_value_and_what_is_allowed(varia
     assert allowed in str(caught.value)
 
 
-def test_an_unknown_key_is_refused_with_its_nearest_neighbour():
-    with pytest.raises(
-        ConfigError, match=r"'page_token' in the engine's JSON \(did you mean page_tokens\?\); known are"
-    ):
-        load_config({"page_token": 64}, {})
-
-
-def test_an_unknown_variable_is_refused_with_its_nearest_neighbour():
-    with pytest.raises(ConfigError, match=r"CAPACTY is unknown \(did you mean MOONCAKE_CONNECTOR_CAPACITY\?\)"):
-        load_config({}, {"MOONCAKE_CONNECTOR_CAPACTY": "1GiB"})
-
-
-def test_a_variable_in_lower_case_is_unknown():
-    with pytest.raises(ConfigError, match="unknown"):
-        load_config({}, {"MOONCAKE_CONNECTOR_capacity": "1GiB"})
-
-
-def test_an_unknown_key_in_a_file_is_refused_with_the_file(tmp_path):
-    environ = file_environ(tmp_path, "[pool]\nsize = 1\n")
-    with pytest.raises(ConfigError, match=r"pool in file .*config\.toml, line 1 is \{'size': 1\}"):
-        load_config({}, environ)
+@pytest.mark.parametrize(
+    "settings, environ, told",
+    [
+        ({"page_token": 64}, {}, r"'page_token' in the engine's JSON \(did you mean page_tokens\?\); known are"),
+        ({}, {"CAPACTY": "1GiB"}, r"CAPACTY is unknown \(did you mean MOONCAKE_CONNECTOR_CAPACITY\?\)"),
+        ({}, {"capacity": "1GiB"}, "MOONCAKE_CONNECTOR_capacity is unknown"),
+    ],
+    ids=["key", "variable", "lower case"],
+)
+def test_what_is_unknown_is_refused_with_its_nearest_neighbour(settings, environ, told):
+    with pytest.raises(ConfigError, match=told):
+        load_config(settings, {f"MOONCAKE_CONNECTOR_{name}": text for name, text in environ.items()})
 
 
 @pytest.mark.parametrize(
     "name, text, problem",
     [
+        ("config.toml", "[pool]\nsize = 1\n", r"pool in file .*config\.toml, line 1 is \{'size': 1\}"),
         ("config.toml", "page_tokens = \n", "not valid TOML.*line 1"),
         ("config.yaml", "page_tokens: [", "not valid YAML.*line 1"),
         ("config.yaml", "- page_tokens", "holds a list"),
@@ -223,16 +192,9 @@ def test_a_bad_file_is_refused_with_its_path(tmp_path, name, text, problem):
     assert name in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_refused_with_the_variable_that_names_it(tmp_path):
+def test_a_file_that_cannot_be_read_is_refused_with_the_variable_that_names_it(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.toml \(from MOONCAKE_CONNECTOR_CONFIG\) cannot be read"):
         load_config({}, {"MOONCAKE_CONNECTOR_CONFIG": str(tmp_path / "absent.toml")})
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path):
-    path = tmp_path / "config.toml"
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_config({}, {"MOONCAKE_CONNECTOR_CONFIG": str(path)})
 
 
 def test_hits_below_one_page_are_skipped_unless_set_otherwise():

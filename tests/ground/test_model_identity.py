@@ -54,53 +54,70 @@ def flip_byte(file: Path, offset: int) -> None:
     file.write_bytes(content)
 
 
+def in_another_folder(one, other):
+    shutil.rmtree(other)
+    shutil.copytree(one, other)
+
+
+def behind_links_as_in_a_hub_cache(one, other):
+    for file in one.iterdir():
+        (other / file.name).unlink()
+        (other / file.name).symlink_to(file)
+
+
+def shards_renamed(one, other):
+    first, second = weights(other)
+    first.rename(other / "z.safetensors")
+    second.rename(other / "a.safetensors")
+
+
+def another_order_of_keys(one, other):
+    (other / "config.json").write_text(json.dumps(dict(reversed(CONFIG.items())), indent=4))
+
+
+def files_that_no_engine_loads(one, other):
+    for name in ("README.md", "tokenizer.json", "generation_config.json", "pytorch_model.bin"):
+        (other / name).write_text("{}")
+
+
 class TestSameModel:
-    def test_in_another_folder(self, tmp_path):
-        one = checkpoint(tmp_path / "one")
-        other = shutil.copytree(one, tmp_path / "somewhere" / "else")
-        assert model_digest(one) == model_digest(other)
-
-    def test_behind_symbolic_links_as_in_a_hub_cache(self, tmp_path):
-        one = checkpoint(tmp_path / "blobs")
-        linked = tmp_path / "snapshot"
-        linked.mkdir()
-        for file in one.iterdir():
-            (linked / file.name).symlink_to(file)
-        assert model_digest(one) == model_digest(linked)
-
-    def test_with_shards_renamed(self, tmp_path):
-        one, other = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "other")
-        first, second = weights(other)
-        first.rename(other / "z.safetensors")
-        second.rename(other / "a.safetensors")
+    @pytest.mark.parametrize(
+        "change",
+        [in_another_folder, behind_links_as_in_a_hub_cache, shards_renamed, another_order_of_keys,
+         files_that_no_engine_loads],
+    )  # fmt: skip
+    def test_after_a_change_that_changes_no_result(self, tmp_path, change):
+        one, other = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "deeper" / "other")
+        change(one, other)
         assert model_digest(one) == model_digest(other)
 
     @pytest.mark.parametrize("field", ["_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"])
     def test_with_another_value_of_a_volatile_field(self, tmp_path, field):
-        one = checkpoint(tmp_path / "one", **{field: "a"})
-        other = checkpoint(tmp_path / "other", **{field: "b"})
-        assert model_digest(one) == model_digest(other)
-
-    def test_with_a_volatile_field_of_a_nested_configuration(self, tmp_path):
-        one = checkpoint(tmp_path / "one", text_config={"hidden_size": 8, "torch_dtype": "float16"})
-        other = checkpoint(tmp_path / "other", text_config={"hidden_size": 8})
-        assert model_digest(one) == model_digest(other)
-
-    def test_with_keys_of_its_configuration_in_another_order(self, tmp_path):
-        one, other = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "other")
-        (other / "config.json").write_text(json.dumps(dict(reversed(CONFIG.items())), indent=4))
-        assert model_digest(one) == model_digest(other)
-
-    def test_with_files_beside_it_that_no_engine_loads(self, tmp_path):
-        one, other = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "other")
-        for name in ("README.md", "tokenizer.json", "generation_config.json", "pytorch_model.bin"):
-            (other / name).write_text("{}")
+        one = checkpoint(tmp_path / "one", **{field: "a"}, text_config={"hidden_size": 8, field: "float16"})
+        other = checkpoint(tmp_path / "other", **{field: "b"}, text_config={"hidden_size": 8})
         assert model_digest(one) == model_digest(other)
 
     def test_of_every_release(self, tmp_path):
         """Existing pools keep their pages."""
         expected = "dd5f4957d0dead5d5b61e8ae3e581660b754c957c11c5edea67dba8413fb40c2"
         assert model_digest(checkpoint(tmp_path / "one")) == expected
+
+
+def swap_slices(path):
+    content = weights(path)[0].read_bytes()
+    weights(path)[0].write_bytes(content[1000:2000] + content[:1000] + content[2000:])
+
+
+CHANGES = {
+    "a byte beyond the first slice": lambda path: flip_byte(weights(path)[0], 7777),
+    "two slices that change places": swap_slices,
+    "a missing shard": lambda path: weights(path)[0].unlink(),
+    "a shard that is there twice": lambda path: shutil.copy(weights(path)[0], path / "again.safetensors"),
+    "another architecture": lambda path: (path / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 5e5})),
+    "hf_quant_config.json": lambda path: (path / "hf_quant_config.json").write_text("{}"),
+    "quantize_config.json": lambda path: (path / "quantize_config.json").write_text("{}"),
+    "modeling_custom.py": lambda path: (path / "modeling_custom.py").write_text("{}"),
+}
 
 
 class TestAnotherModel:
@@ -112,43 +129,12 @@ class TestAnotherModel:
         flip_byte(weights(path)[1], offset)
         assert model_digest(path, cache_dir=cache) != before
 
-    def test_when_a_byte_beyond_the_first_slice_changes(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_after_a_change_that_gives_the_weights_another_meaning(self, tmp_path, monkeypatch, change):
         monkeypatch.setattr(fingerprint, "SLICE_NBYTES", 1000)
         path = checkpoint(tmp_path / "model")
         before = model_digest(path)
-        flip_byte(weights(path)[0], 7777)
-        assert model_digest(path) != before
-
-    def test_when_two_slices_change_places(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(fingerprint, "SLICE_NBYTES", 1000)
-        path = checkpoint(tmp_path / "model", shards=1)
-        (file,) = weights(path)
-        file.write_bytes(b"a" * 1000 + b"b" * 1000)
-        before = model_digest(path)
-        file.write_bytes(b"b" * 1000 + b"a" * 1000)
-        assert model_digest(path) != before
-
-    def test_when_a_shard_is_missing(self, tmp_path):
-        path = checkpoint(tmp_path / "model")
-        before = model_digest(path)
-        weights(path)[0].unlink()
-        assert model_digest(path) != before
-
-    def test_when_a_shard_is_there_twice(self, tmp_path):
-        path = checkpoint(tmp_path / "model")
-        before = model_digest(path)
-        shutil.copy(weights(path)[0], path / "again.safetensors")
-        assert model_digest(path) != before
-
-    def test_when_its_architecture_differs(self, tmp_path):
-        one, other = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "other", rope_theta=500000.0)
-        assert model_digest(one) != model_digest(other)
-
-    @pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json", "modeling_custom.py"])
-    def test_when_a_file_that_gives_the_weights_meaning_is_added(self, tmp_path, name):
-        path = checkpoint(tmp_path / "model")
-        before = model_digest(path)
-        (path / name).write_text("{}")
+        CHANGES[change](path)
         assert model_digest(path) != before
 
 
@@ -161,16 +147,13 @@ class TestFormats:
         (path / name).write_bytes(b"Weights")
         assert model_digest(path) != before
 
-    def test_a_single_gguf_file_is_a_model(self, tmp_path):
+    def test_a_single_gguf_file_is_a_model_and_its_folder_needs_no_config(self, tmp_path):
         file = tmp_path / "model.gguf"
         file.write_bytes(b"GGUF1")
         before = model_digest(file)
+        assert len(model_digest(tmp_path)) == 64
         file.write_bytes(b"GGUF2")
         assert model_digest(file) != before
-
-    def test_a_folder_of_gguf_needs_no_config(self, tmp_path):
-        (tmp_path / "model.gguf").write_bytes(b"GGUF1")
-        assert len(model_digest(tmp_path)) == 64
 
     def test_what_training_left_behind_is_no_weight(self, tmp_path):
         path = checkpoint(tmp_path / "model", shards=0)
@@ -188,24 +171,22 @@ class TestErrors:
         with pytest.raises(ModelIdentityError, match=r"model has no weight files .*set `model_id`"):
             model_digest(path)
 
-    def test_a_missing_folder_is_named(self, tmp_path):
-        with pytest.raises(ModelIdentityError, match="absent is not a folder"):
-            model_digest(tmp_path / "absent")
+    @pytest.mark.parametrize(
+        "name, told",
+        [("absent", "absent is not a folder"), ("x" * 300, "model path .*xxx cannot be read: File name too long")],
+        ids=["absent", "impossible"],
+    )
+    def test_a_path_that_is_no_folder_is_named(self, tmp_path, name, told):
+        with pytest.raises(ModelIdentityError, match=told):
+            model_digest(tmp_path / name)
 
-    def test_a_path_that_cannot_exist_is_named(self, tmp_path):
-        with pytest.raises(ModelIdentityError, match=r"model path .*xxx cannot be read: File name too long"):
-            model_digest(tmp_path / ("x" * 300))
-
-    def test_a_missing_configuration_is_named(self, tmp_path):
-        path = checkpoint(tmp_path / "model")
-        (path / "config.json").unlink()
-        with pytest.raises(ModelIdentityError, match=r"has no config\.json: set `model_id`"):
-            model_digest(path)
-
-    def test_a_damaged_configuration_is_named(self, tmp_path):
+    def test_a_missing_or_damaged_configuration_is_named(self, tmp_path):
         path = checkpoint(tmp_path / "model")
         (path / "config.json").write_text("{")
         with pytest.raises(ModelIdentityError, match=r"config\.json cannot be read as JSON"):
+            model_digest(path)
+        (path / "config.json").unlink()
+        with pytest.raises(ModelIdentityError, match=r"has no config\.json: set `model_id`"):
             model_digest(path)
 
     def test_a_file_that_grows_while_it_is_read_is_refused(self, tmp_path, monkeypatch):
@@ -237,20 +218,14 @@ class TestCache:
         model_digest(path)
         assert len(reads) == 4
 
-    def test_a_file_whose_size_and_mtime_were_kept_is_read_again(self, tmp_path):
+    @pytest.mark.parametrize("how", ["size and mtime kept", "replaced under its name"])
+    def test_a_file_that_only_seems_unchanged_is_read_again(self, tmp_path, how):
         path, cache = checkpoint(tmp_path / "model"), tmp_path / "cache"
         file = weights(path)[0]
         before, status = model_digest(path, cache_dir=cache), file.stat()
-        flip_byte(file, 100)
-        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-        assert model_digest(path, cache_dir=cache) != before
-
-    def test_a_file_replaced_under_its_name_is_read_again(self, tmp_path):
-        path, cache = checkpoint(tmp_path / "model"), tmp_path / "cache"
-        file = weights(path)[0]
-        before = model_digest(path, cache_dir=cache)
-        other = shutil.copy2(file, tmp_path / "other")
-        flip_byte(Path(other), 100)
+        other = Path(shutil.copy2(file, tmp_path / "other")) if how.startswith("replaced") else file
+        flip_byte(other, 100)
+        os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
         os.replace(other, file)
         assert model_digest(path, cache_dir=cache) != before
 
@@ -338,15 +313,12 @@ class TestAdapter:
         (other / "README.md").write_text("not part of it")
         assert files_digest(one, self.PATTERNS) == files_digest(other, self.PATTERNS)
 
-    def test_another_rank_is_another_adapter(self, tmp_path):
+    def test_another_rank_or_other_weights_are_another_adapter(self, tmp_path):
         one, other = self.adapter(tmp_path / "one"), self.adapter(tmp_path / "other", rank=16)
-        assert files_digest(one, self.PATTERNS) != files_digest(other, self.PATTERNS)
-
-    def test_other_weights_are_another_adapter(self, tmp_path):
-        path = self.adapter(tmp_path / "one")
-        before = files_digest(path, self.PATTERNS)
-        flip_byte(path / "adapter_model.safetensors", 3)
-        assert files_digest(path, self.PATTERNS) != before
+        before = files_digest(one, self.PATTERNS)
+        assert before != files_digest(other, self.PATTERNS)
+        flip_byte(one / "adapter_model.safetensors", 3)
+        assert files_digest(one, self.PATTERNS) != before
 
     def test_a_folder_without_its_files_is_refused(self, tmp_path):
         with pytest.raises(ModelIdentityError, match=r"no file that matches adapter_config\.json"):

@@ -20,6 +20,7 @@ from mooncake_connector.kv.page import (
     SegmentLayout,
     factor_axis,
     factor_block,
+    fit,
     pack,
     unpack,
 )
@@ -50,24 +51,22 @@ def engine_address(layout: BlockLayout, segment: SegmentLayout, layer: int, bloc
     )
 
 
-def pairs(
-    fmt: PageFormat, layout: BlockLayout, table: list[int], first_token: int, skip: int
-) -> list[tuple[int, int]]:
-    """Every byte of a page with its address in the engine: (offset in the page, address)."""
+def pairs(case: Case, fmt: PageFormat, own: Shard, stored: Shard, skip: int = 0) -> list[tuple[int, int]]:
+    """Every byte of a page of `stored` that an engine with `own` has a place for: (offset in the page, address)."""
     found = []
     offset = 0
+    layout = case.layout
     for segment, dim in ((layout.k, fmt.k_dim), (layout.v, fmt.v_dim)):
-        for layer in range(fmt.num_layers):
-            for token in range(fmt.page_tokens):
-                block, place = divmod(first_token + token, layout.block_tokens)
-                for head in range(fmt.num_heads):
-                    for element in range(dim):
-                        assert segment is not None
-                        base = engine_address(layout, segment, layer, table[block], head, place)
-                        for byte in range(fmt.itemsize):
-                            if token >= skip:
-                                found.append((offset, base + axis_offset(segment.dim, element) + byte))
-                            offset += 1
+        for layer, token, head, element in np.ndindex(stored.num_layers, fmt.page_tokens, stored.num_heads, dim):
+            block, place = divmod(case.first_token + token, layout.block_tokens)
+            layer_in, head_in = layer + stored.layer_start, head + stored.head_start
+            if layer_in in own.layers and head_in in own.heads and token >= skip:
+                assert segment is not None
+                mine = layer_in - own.layer_start, head_in - own.head_start
+                base = engine_address(layout, segment, mine[0], case.table[block], mine[1], place)
+                for byte in range(fmt.itemsize):
+                    found.append((offset + byte, base + axis_offset(segment.dim, element) + byte))
+            offset += fmt.itemsize
     assert offset == fmt.nbytes
     return found
 
@@ -154,49 +153,69 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(fmt, layout, memory, list(table[:needed]), first_token, draw(st.integers(0, fmt.page_tokens)))
 
 
+@st.composite
+def shards(draw: st.DrawFn) -> tuple[Case, Shard, Shard]:
+    """An engine, the shard that it holds, and another one that has something in common with it."""
+    case = draw(cases())
+    starts = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    own = Shard(starts[0], starts[0] + case.fmt.num_layers, starts[1], starts[1] + case.fmt.num_heads)
+    layer, head = draw(st.sampled_from(own.layers)), draw(st.sampled_from(own.heads))
+    first = draw(st.integers(0, layer)), draw(st.integers(0, head))
+    last = draw(st.integers(layer, own.layer_stop + 1)), draw(st.integers(head, own.head_stop + 1))
+    return case, own, Shard(first[0], last[0] + 1, first[1], last[1] + 1)
+
+
+def whole(case: Case) -> Shard:
+    return Shard(0, case.fmt.num_layers, 0, case.fmt.num_heads)
+
+
 @given(cases())
-def test_pack_collects_every_byte_of_the_page_from_its_place(case: Case) -> None:
+def test_pack_collects_every_byte_of_the_page_from_its_place(case):
     page = np.full(case.fmt.nbytes, 0xEE, dtype=np.uint8)
     before = case.memory.copy()
     pack(case.fmt, case.layout, case.table, case.first_token, page)
-    for offset, address in pairs(case.fmt, case.layout, case.table, case.first_token, 0):
+    for offset, address in pairs(case, case.fmt, whole(case), whole(case)):
         assert page[offset] == case.memory[case.at(address)]
     assert np.array_equal(case.memory, before)
 
 
-@given(cases())
-def test_unpack_writes_the_tokens_of_the_page_once_and_no_other_byte(case: Case) -> None:
+@given(shards(), st.booleans())
+def test_unpack_writes_what_page_and_blocks_have_in_common_once_and_no_other_byte(drawn, is_own):
     """A table that names a block twice would be written twice; an engine's never does."""
-    if len(set(case.table)) < len(case.table):
-        case.table = case.table[: len(set(case.table))]
-        if case.first_token + case.fmt.page_tokens > len(case.table) * case.layout.block_tokens:
-            return
-    page = np.random.default_rng(1).integers(0, 256, case.fmt.nbytes, dtype=np.uint8)
+    case, own, stored = drawn
+    case.table = list(dict.fromkeys(case.table))
+    if case.first_token + case.fmt.page_tokens > len(case.table) * case.layout.block_tokens:
+        return
+    fmt, part = (case.fmt, None) if is_own else fit(case.fmt, own, stored)
+    page = np.random.default_rng(1).integers(0, 256, fmt.nbytes, dtype=np.uint8)
     expected = case.memory.copy()
-    written = pairs(case.fmt, case.layout, case.table, case.first_token, case.skip)
+    written = pairs(case, fmt, own, own if is_own else stored, case.skip)
     assert len({address for _, address in written}) == len(written), "the model itself writes a byte twice"
     for offset, address in written:
         expected[case.at(address)] = page[offset]
-    unpack(case.fmt, case.layout, case.table, case.first_token, page, case.skip)
+    unpack(fmt, case.layout, case.table, case.first_token, page, case.skip, part)
     assert np.array_equal(case.memory, expected)
 
 
 @given(cases())
-def test_unpack_is_the_inverse_of_pack(case: Case) -> None:
-    page = np.empty(case.fmt.nbytes, dtype=np.uint8)
+def test_unpack_is_the_inverse_of_pack(case):
+    page, again = np.empty((2, case.fmt.nbytes), dtype=np.uint8)
     pack(case.fmt, case.layout, case.table, case.first_token, page)
-    before = case.memory.copy()
+    before, packed = case.memory.copy(), page.copy()
     case.memory[16:-16] = 0
-    after_pack = page.copy()
     unpack(case.fmt, case.layout, case.table, case.first_token, page)
-    for _, address in pairs(case.fmt, case.layout, case.table, case.first_token, 0):
+    for _, address in pairs(case, case.fmt, whole(case), whole(case)):
         assert case.memory[case.at(address)] == before[case.at(address)]
-    again = np.empty_like(page)
     pack(case.fmt, case.layout, case.table, case.first_token, again)
-    assert np.array_equal(again, after_pack)
+    assert np.array_equal(again, packed)
 
 
-def test_the_canonical_order_is_k_then_v_by_layer_token_head_and_element() -> None:
+def test_shards_without_anything_in_common_do_not_fit():
+    with pytest.raises(PageError, match="nothing in common"):
+        fit(PageFormat(2, 16, 4, 2, 2, 2), Shard(0, 2, 0, 4), Shard(2, 4, 0, 4))
+
+
+def test_the_canonical_order_is_k_then_v_by_layer_token_head_and_element():
     """Golden page: each element says where it comes from, in an engine that keeps heads outside tokens."""
     fmt = PageFormat(num_layers=2, page_tokens=2, num_heads=2, k_dim=2, v_dim=1, itemsize=2)
     memory = np.zeros((2, 1, 2, 2, 3), dtype="<u2")  # layer, block, head, token, K‖V
@@ -221,7 +240,7 @@ def test_the_canonical_order_is_k_then_v_by_layer_token_head_and_element() -> No
     assert fmt.nbytes == 48 and fmt.k_nbytes == 32
 
 
-def test_long_rows_are_moved_whole() -> None:
+def test_long_rows_are_moved_whole():
     """A row wider than the widest item, and one just as wide."""
     for k_dim in (2048, 2049, 5000):
         fmt = PageFormat(num_layers=1, page_tokens=2, num_heads=1, k_dim=k_dim, v_dim=0, itemsize=2)
@@ -257,20 +276,20 @@ def small() -> Case:
     ],
 )
 @pytest.mark.parametrize("move", [pack, unpack])
-def test_a_table_that_leads_elsewhere_is_refused(small: Case, move, table: list[int], first_token: int, says: str):
+def test_a_table_that_leads_elsewhere_is_refused(small, move, table, first_token, says):
     with pytest.raises(PageError, match=says):
         move(small.fmt, small.layout, table, first_token, np.zeros(small.fmt.nbytes, dtype=np.uint8))
 
 
 @pytest.mark.parametrize("move", [pack, unpack])
-def test_a_page_of_another_size_or_with_gaps_is_refused(small: Case, move) -> None:
+def test_a_page_of_another_size_or_with_gaps_is_refused(small, move):
     with pytest.raises(PageError, match="expected 32"):
         move(small.fmt, small.layout, [1], 0, np.zeros(31, dtype=np.uint8))
     with pytest.raises(PageError, match="contiguous"):
         move(small.fmt, small.layout, [1], 0, np.zeros(64, dtype=np.uint8)[::2])
 
 
-def test_a_layout_of_other_layers_is_refused(small: Case) -> None:
+def test_a_layout_of_other_layers_is_refused(small):
     fmt = PageFormat(num_layers=3, page_tokens=4, num_heads=1, k_dim=2, v_dim=2, itemsize=1)
     with pytest.raises(PageError, match="2 layers, the page 3"):
         pack(fmt, small.layout, [1], 0, np.zeros(fmt.nbytes, dtype=np.uint8))
@@ -280,14 +299,14 @@ def test_a_layout_of_other_layers_is_refused(small: Case) -> None:
     "page, blocks",
     [((1, 3, 0, 1), (0, 2, 0, 1)), ((0, 2, 0, 2), (0, 2, 0, 2)), ((0, 2, 0, 1), (1, 3, 0, 1))],
 )
-def test_a_part_that_leaves_the_page_or_the_blocks_is_refused(small: Case, page, blocks) -> None:
+def test_a_part_that_leaves_the_page_or_the_blocks_is_refused(small, page, blocks):
     buffer = np.zeros(small.fmt.nbytes, dtype=np.uint8)
     with pytest.raises(PageError, match="the blocks 2 layers"):
         unpack(small.fmt, small.layout, [1], 0, buffer, part=Part(Shard(*page), Shard(*blocks)))
 
 
 @pytest.mark.parametrize("field", ["num_layers", "page_tokens", "num_heads", "k_dim", "itemsize"])
-def test_a_format_without_extent_is_refused(field: str) -> None:
+def test_a_format_without_extent_is_refused(field):
     sizes = {"num_layers": 1, "page_tokens": 1, "num_heads": 1, "k_dim": 1, "v_dim": 0, "itemsize": 1}
     with pytest.raises(PageError, match=f"{field}=0"):
         PageFormat(**sizes | {field: 0})
@@ -308,7 +327,7 @@ def axes(draw: st.DrawFn) -> Axis:
 @given(axes())
 @example(((2, 8), (4, 1)))
 @example(((4, 1), (2, 4)))
-def test_factor_axis_finds_an_axis_that_visits_the_same_places(axis: Axis) -> None:
+def test_factor_axis_finds_an_axis_that_visits_the_same_places(axis):
     length = int(np.prod([size for size, _ in axis]))
     positions = np.array([axis_offset(axis, index) for index in range(length)], dtype=np.int64)
     found = factor_axis(positions)
@@ -318,17 +337,18 @@ def test_factor_axis_finds_an_axis_that_visits_the_same_places(axis: Axis) -> No
 
 
 @given(st.lists(st.integers(-9, 9), min_size=1, max_size=12))
-def test_factor_axis_never_answers_wrongly(positions: list[int]) -> None:
+def test_factor_axis_never_answers_wrongly(positions):
     found = factor_axis(np.array(positions, dtype=np.int64))
     if found is not None:
         assert [axis_offset(found, index) for index in range(len(positions))] == positions
 
 
 @given(st.data())
-def test_factor_block_finds_every_nested_packing(data: st.DataObject) -> None:
+def test_factor_block_finds_every_nested_packing(data):
     num_tokens, dim = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
     packing, _ = nested(data.draw, {"token": splits(data.draw, num_tokens), "dim": splits(data.draw, dim)}, 1)
     first = data.draw(st.integers(0, 5))
+
     def places(offset: int, tokens: Axis, elements: Axis) -> list[list[int]]:
         return [
             [offset + axis_offset(tokens, token) + axis_offset(elements, element) for element in range(dim)]
@@ -344,18 +364,14 @@ def test_factor_block_finds_every_nested_packing(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     "positions",
-    [
-        [[0, 1], [3, 2]],
-        [[0, 2], [1, 4]],
-        [[0, 1, 3], [4, 5, 7]],
-    ],
+    [[[0, 1], [3, 2]], [[0, 2], [1, 4]], [[0, 1, 3], [4, 5, 7]]],
     ids=["not separable", "shifted", "uneven"],
 )
-def test_an_order_that_is_not_nested_has_no_factors(positions: list[list[int]]) -> None:
+def test_an_order_that_is_not_nested_has_no_factors(positions):
     assert factor_block(np.array(positions, dtype=np.int64)) is None
 
 
-def test_no_positions_and_one_position() -> None:
+def test_no_positions_and_one_position():
     assert factor_axis(np.array([], dtype=np.int64)) is None
     assert factor_axis(np.array([3], dtype=np.int64)) is None
     assert factor_axis(np.array([0], dtype=np.int64)) == ((1, 0),)

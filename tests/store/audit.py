@@ -3,6 +3,7 @@
 import time
 
 import numpy as np
+from store.pools import inside
 
 from store_client import EmbeddedStore
 from store_client.embedded.table import Row
@@ -13,8 +14,7 @@ def audit(store: EmbeddedStore, *, idle: bool = True) -> None:
 
     `idle`: nobody else writes, so that nothing may be reserved.
     """
-    pool = store._handle._pool
-    assert pool is not None
+    pool = inside(store)
     writer = pool.writer
     with writer.locked(time.monotonic() + 60):
         writer._reclaim()

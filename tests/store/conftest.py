@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 from causes import forget_causes
+from store.audit import audit
+from store.pools import CAPACITY, space_in
+
+from store_client import EmbeddedStore, Space
 
 
 @pytest.fixture
@@ -18,3 +22,16 @@ def pool() -> Iterator[Path]:
     forget_causes()
     yield folder / "pool"
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def store(pool: Path) -> Iterator[EmbeddedStore]:
+    """An empty pool, whose space adds up in the end."""
+    with EmbeddedStore(pool, CAPACITY) as store:
+        yield store
+        audit(store)
+
+
+@pytest.fixture
+def space(store: EmbeddedStore) -> Space:
+    return space_in(store)

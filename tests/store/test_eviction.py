@@ -1,34 +1,24 @@
 """Space: the capacity holds, is nearly all usable, and chains lose their ends first."""
 
 import random
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from simulated.waiting import wait_for
 from store.audit import audit
+from store.pools import garble, space_in
 
 from store_client import EmbeddedStore, Put
 from store_client.embedded.allocator import FreeRuns, as_runs
 from store_client.embedded.evictor import Candidates, Lru
 from store_client.embedded.folder import index_nbytes
 from store_client.embedded.table import NONE
-from store_client.testing import (
-    DEADLINE_S,
-    SHARD,
-    chain,
-    get_page,
-    namespace,
-    page_bytes,
-    parents_of,
-    put_chain,
-    put_pages,
-)
+from store_client.testing import DEADLINE_S, chain, get_page, page_bytes, parents_of, put_chain, put_pages
 
 
-def test_the_least_recently_used_goes_first(pool: Path) -> None:
+def test_the_least_recently_used_goes_first(pool):
     with EmbeddedStore(pool, 1 << 20) as store:
-        space = store.space(namespace(), SHARD)
+        space = space_in(store)
         for i in range(16):
             put_chain(space, chain(f"{i}", 1))
         assert get_page(space, chain("0", 1)[0]) is not None
@@ -36,10 +26,10 @@ def test_the_least_recently_used_goes_first(pool: Path) -> None:
         assert space.contains([chain("0", 1)[0], chain("1", 1)[0]]) == [True, False]
 
 
-def test_descendants_go_before_ancestors(pool: Path) -> None:
+def test_descendants_go_before_ancestors(pool):
     rng = random.Random(3)
     with EmbeddedStore(pool, 4 << 20) as store:
-        space = store.space(namespace(), SHARD)
+        space = space_in(store)
         chains = [chain(f"{i}", 12) for i in range(20)]
         for _ in range(300):
             keys = rng.choice(chains)
@@ -53,31 +43,28 @@ def test_descendants_go_before_ancestors(pool: Path) -> None:
         audit(store)
 
 
-def test_a_chain_longer_than_the_pool_keeps_its_beginning(pool: Path) -> None:
+def test_a_chain_longer_than_the_pool_keeps_its_beginning(pool):
     keys = chain("long", 40)
     with EmbeddedStore(pool, 1 << 20) as store:
-        space = store.space(namespace(), SHARD)
+        space = space_in(store)
         for at in range(0, 40, 5):
-            put_pages(
-                space, keys[at : at + 5], [page_bytes(key) for key in keys[at : at + 5]],
-                parents=parents_of(keys)[at : at + 5], deadline_s=DEADLINE_S,
-            )  # fmt: skip
+            few = keys[at : at + 5]
+            pages = [page_bytes(key) for key in few]
+            put_pages(space, few, pages, parents=parents_of(keys)[at : at + 5], deadline_s=DEADLINE_S)
         assert space.lookup(keys).pages == 16
         assert store.stats().failures == {"full": 24}
 
 
-def test_95_percent_of_the_arena_are_usable_under_a_churn_of_sizes(pool: Path) -> None:
+def test_95_percent_of_the_arena_are_usable_under_a_churn_of_sizes(pool):
     rng = random.Random(5)
     with EmbeddedStore(pool, 64 << 20) as store:
         lowest = 1.0
         for i in range(1200):
             nbytes = rng.choice([4096, 12288, 65536, 262144, 1048576])
-            (key,) = chain(f"{i}", 1)
-            page = page_bytes(key, nbytes)
-            space = store.space(namespace(f"{nbytes}"), SHARD)
-            assert put_pages(space, [key], [page], parents=[None], deadline_s=DEADLINE_S) == [Put.STORED]
+            space, (key,) = space_in(store, f"{nbytes}"), chain(f"{i}", 1)
+            assert put_chain(space, [key], nbytes) == [Put.STORED]
             got = get_page(space, key, nbytes)
-            assert got is not None and np.array_equal(got, page)
+            assert got is not None and np.array_equal(got, page_bytes(key, nbytes))
             if i > 400:
                 lowest = min(lowest, store.stats().used_nbytes / store.stats().capacity_nbytes)
         assert lowest >= 0.95
@@ -85,52 +72,38 @@ def test_95_percent_of_the_arena_are_usable_under_a_churn_of_sizes(pool: Path) -
         audit(store)
 
 
-def test_a_flipped_byte_is_a_miss_a_counter_and_a_new_chance(pool: Path) -> None:
+def test_a_flipped_byte_is_a_miss_a_counter_and_a_new_chance(pool, store, space):
     keys = chain("a", 2)
-    with EmbeddedStore(pool, 4 << 20) as store:
-        space = store.space(namespace(), SHARD)
-        put_chain(space, keys)
-        (arena,) = pool.glob("*/arena")
-        with open(arena, "r+b") as file:
-            content = file.read()
-            at = content.find(page_bytes(keys[1])[:64].tobytes())
-            file.seek(at + 777)
-            file.write(bytes([content[at + 777] ^ 1]))
-        assert get_page(space, keys[0]) is not None
-        assert get_page(space, keys[1]) is None
-        assert store.stats().corrupt_pages == 1
-        until = time.monotonic() + 10
-        while space.contains(keys) != [True, False]:
-            assert time.monotonic() < until, "nobody has to put anything for the page to be dropped"
-            time.sleep(0.005)
-        assert put_chain(space, keys) == [Put.PRESENT, Put.STORED]
-        assert get_page(space, keys[1]) is not None
-        audit(store)
+    put_chain(space, keys)
+    (arena,) = pool.glob("*/arena")
+    content = arena.read_bytes()
+    at = content.find(page_bytes(keys[1])[:64].tobytes()) + 777
+    garble(arena, at, bytes([content[at] ^ 1]))
+    assert get_page(space, keys[0]) is not None
+    assert get_page(space, keys[1]) is None
+    assert store.stats().corrupt_pages == 1
+    wait_for(lambda: space.contains(keys) == [True, False])  # nobody has to put anything for the page to be dropped
+    assert put_chain(space, keys) == [Put.PRESENT, Put.STORED]
+    assert get_page(space, keys[1]) is not None
 
 
-def test_all_corrupt_pages_of_a_batch_are_dropped(pool: Path) -> None:
+def test_all_corrupt_pages_of_a_batch_are_dropped(pool, space):
     keys = chain("a", 12)
-    with EmbeddedStore(pool, 4 << 20) as store:
-        space = store.space(namespace(), SHARD)
-        put_chain(space, keys)
-        (arena,) = pool.glob("*/arena")
-        content = bytearray(arena.read_bytes())
-        content[7::4096] = bytes(byte ^ 1 for byte in content[7::4096])
-        with open(arena, "r+b") as file:
-            file.write(content)
-        assert space.read(keys, lambda i, view: None, nbytes=65536) == [False] * len(keys)
-        until = time.monotonic() + 10
-        while any(space.contains(keys)):
-            assert time.monotonic() < until, "pages met after the first one were not dropped"
-            time.sleep(0.005)
+    put_chain(space, keys)
+    (arena,) = pool.glob("*/arena")
+    content = bytearray(arena.read_bytes())
+    content[7::4096] = bytes(byte ^ 1 for byte in content[7::4096])
+    garble(arena, 0, content)
+    assert space.read(keys, lambda i, view: None, nbytes=65536) == [False] * len(keys)
+    wait_for(lambda: not any(space.contains(keys)))  # those met after the first one are dropped as well
 
 
 @pytest.mark.parametrize("max_pages", [100_000, 5_000_000])
-def test_the_index_takes_at_most_300_bytes_a_page(max_pages: int) -> None:
+def test_the_index_takes_at_most_300_bytes_a_page(max_pages):
     assert index_nbytes(max_pages) / max_pages <= 300
 
 
-def test_lru_counts_a_page_as_used_when_a_descendant_is() -> None:
+def test_lru_counts_a_page_as_used_when_a_descendant_is():
     pages = Candidates(
         access=np.array([1, 5, 2, 9], np.uint64), parent=np.array([NONE, 0, NONE, 2], np.uint32),
         depth=np.array([0, 1, 0, 1], np.uint32), granules=np.ones(4, np.uint32),
@@ -140,7 +113,7 @@ def test_lru_counts_a_page_as_used_when_a_descendant_is() -> None:
     assert Lru().victims(pages, 4, 4, 9).tolist() == [1, 0]
 
 
-def test_free_runs_coalesce_and_fit_best() -> None:
+def test_free_runs_coalesce_and_fit_best():
     free = FreeRuns(as_runs([(0, 10), (20, 3), (30, 100)]))
     assert free.take_whole(1, 3) == [20]
     assert free.take_whole(3, 3) == [0, 3, 6]
@@ -150,7 +123,7 @@ def test_free_runs_coalesce_and_fit_best() -> None:
     assert free.total == 0
 
 
-def test_space_given_back_twice_is_an_error() -> None:
+def test_space_given_back_twice_is_an_error():
     free = FreeRuns(as_runs([(0, 10)]))
     with pytest.raises(ValueError, match="free already"):
         free.add(as_runs([(5, 2)]))

@@ -3,8 +3,6 @@
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,13 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from long_form import LONG
+from simulated.waiting import wait_for
 from store.audit import audit
-from store.test_crash import WORKERS
-from store.test_kills import CAPACITY, Crew
-from store.test_opening import until
-from store.workers import PATIENT
+from store.pools import garble, run, space_in
+from store.test_kills import CAPACITY, Crew, start_workers
 
-from store_client import EmbeddedStore
+from store_client import EmbeddedStore, Put
 from store_client.embedded.faults import Damaged
 from store_client.embedded.feed import ENTRY_DTYPE, Feed
 from store_client.embedded.table import ROW_DTYPE, ROW_NBYTES
@@ -106,7 +103,7 @@ reads = st.integers(1, 20)
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(changes, reads), max_size=40))
-def test_a_follower_hears_of_every_committed_change_and_no_other_however_writers_die(steps: list[Any]) -> None:
+def test_a_follower_hears_of_every_committed_change_and_no_other_however_writers_die(steps):
     with tempfile.TemporaryDirectory() as folder:
         ring = Ring(Path(folder) / "feed")
         _, position = ring.read(None, 1)
@@ -127,26 +124,23 @@ def test_a_follower_hears_of_every_committed_change_and_no_other_however_writers
         assert told is None or told == ring.log[heard:]
 
 
-def test_what_was_damaged_in_the_ring_is_a_gap(tmp_path: Path) -> None:
+def test_what_was_damaged_in_the_ring_is_a_gap(tmp_path):
     ring = Ring(tmp_path / "feed")
     _, start = ring.read(None, 1)
     ring.change(2, 3, 99)
     told, end = ring.read(start, 9)
     assert told == ring.log
     at = ring.path.stat().st_size - (RING - 2) * ENTRY_DTYPE.itemsize
-    with open(ring.path, "r+b") as file:
-        file.seek(at)
-        file.write(b"\x55")
+    garble(ring.path, at, b"\x55")
     assert ring.read(start, 9) == (None, end)
     assert ring.read(start, 2)[0] == ring.log[:2]
 
 
 @pytest.mark.parametrize("word", [0, 1 << 31, 1 << 63, (1 << 64) - 5])
-def test_an_end_that_cannot_be_is_damage(tmp_path: Path, word: int) -> None:
+def test_an_end_that_cannot_be_is_damage(tmp_path, word):
     ring = Ring(tmp_path / "feed")
     ring.change(0, 5, 99)
-    with open(ring.path, "r+b") as file:
-        file.write(word.to_bytes(8, "little"))
+    garble(ring.path, 0, word.to_bytes(8, "little"))
     with pytest.raises(Damaged, match=f"ends at {word}"):
         ring.change(0, 1, 99)
 
@@ -154,76 +148,64 @@ def test_an_end_that_cannot_be_is_damage(tmp_path: Path, word: int) -> None:
 # The pool
 
 
-def test_a_position_that_no_answer_had_is_a_gap_and_costs_nobody_the_pool(pool: Path) -> None:
-    with EmbeddedStore(pool, 16 << 20) as store:
-        space = store.space(namespace(), SHARD)
-        put_chain(space, chain("a", 2), 64)
-        ring, at = store.changes().position
-        for wrong in (-1, at + 1, 1 << 80):
-            assert store.changes((ring, wrong)).gap
-        assert space.contains(chain("a", 2)) == [True, True]
-        assert [put.name for put in put_chain(space, chain("b", 2), 64)] == ["STORED", "STORED"]
+def test_a_position_that_no_answer_had_is_a_gap_and_costs_nobody_the_pool(store, space):
+    put_chain(space, chain("a", 2), 64)
+    ring, at = store.changes().position
+    for wrong in (-1, at + 1, 1 << 80):
+        assert store.changes((ring, wrong)).gap
+    assert space.contains(chain("a", 2)) == [True, True]
+    assert put_chain(space, chain("b", 2), 64) == [Put.STORED] * 2
 
 
-def test_a_follower_that_was_too_slow_is_told_of_a_gap(pool: Path) -> None:
-    with EmbeddedStore(pool, 16 << 20) as store:
-        space = store.space(namespace(), SHARD)
-        start = store.changes().position
-        put_chain(space, chain("a", 2), 64)
-        assert not store.changes(start).gap
-        keys = chain("many", 1024)
-        for _ in range(16):
-            put_chain(space, keys, 64)
-            space.clear()
-        answer = store.changes(start)
-        assert answer.gap and not answer.changes
-        put_chain(space, keys[:1], 64)
-        told, _ = follow(store, answer.position)
-        assert told == [(True, namespace().digest, SHARD, keys[0])]
+def test_a_follower_that_was_too_slow_is_told_of_a_gap(store, space):
+    start = store.changes().position
+    put_chain(space, chain("a", 2), 64)
+    assert not store.changes(start).gap
+    keys = chain("many", 1024)
+    for _ in range(16):
+        put_chain(space, keys, 64)
+        space.clear()
+    answer = store.changes(start)
+    assert answer.gap and not answer.changes
+    put_chain(space, keys[:1], 64)
+    told, _ = follow(store, answer.position)
+    assert told == [(True, namespace().digest, SHARD, keys[0])]
 
 
-def test_another_pool_in_the_same_place_is_a_gap(pool: Path) -> None:
-    with EmbeddedStore(pool, 4 << 20) as store:
-        put_chain(store.space(namespace(), SHARD), chain("a", 2))
-        position = store.changes().position
-        assert not store.changes(position).gap
-        shutil.rmtree(pool)
-        assert until(lambda: store.changes(position).gap, PATIENT)
+def test_another_pool_in_the_same_place_is_a_gap(pool, store, space):
+    put_chain(space, chain("a", 2))
+    position = store.changes().position
+    assert not store.changes(position).gap
+    shutil.rmtree(pool)
+    wait_for(lambda: store.changes(position).gap)
+    wait_for((pool / "pool.json").exists)
 
 
 @pytest.mark.parametrize("method", ["Table.apply", "Feed.publish"])
-def test_a_change_whose_writer_was_killed_right_after_its_commit_is_told(pool: Path, method: str) -> None:
-    code = (
-        "import os, sys\n"
-        "from store_client import EmbeddedStore\n"
-        "from store_client.embedded.feed import Feed\n"
-        "from store_client.embedded.table import Table\n"
-        "from store_client.testing import *\n"
-        "store = EmbeddedStore(sys.argv[1])\n"
-        f"{method} = lambda *arguments: os.kill(os.getpid(), 9)\n"
-        "store.space(namespace(), SHARD).remove(chain('a', 3)[1:])\n"
-    )
+def test_a_change_whose_writer_was_killed_right_after_its_commit_is_told(pool, store, space, method):
+    code = f"""
+        from store_client.embedded.feed import Feed
+        from store_client.embedded.table import Table
+        {method} = lambda *arguments: os.kill(os.getpid(), 9)
+        space.remove(chain('a', 3)[1:])
+    """
     keys, other = chain("a", 3), chain("b", 1)
-    with EmbeddedStore(pool, 4 << 20) as store:
-        space = store.space(namespace(), SHARD)
-        put_chain(space, keys)
-        start = store.changes().position
-        assert subprocess.run([sys.executable, "-c", code, str(pool)], check=False).returncode == -signal.SIGKILL
-        assert follow(store, start)[0] == []
-        put_chain(space, other)
-        told, _ = follow(store, start)
-        digest = namespace().digest
-        assert sorted(told[:2]) == sorted((False, digest, SHARD, key) for key in keys[1:])
-        assert told[2:] == [(True, digest, SHARD, other[0])]
-        audit(store)
+    put_chain(space, keys)
+    start = store.changes().position
+    assert run(code, pool).returncode == -signal.SIGKILL
+    assert follow(store, start)[0] == []
+    put_chain(space, other)
+    told, _ = follow(store, start)
+    digest = namespace().digest
+    assert sorted(told[:2]) == sorted((False, digest, SHARD, key) for key in keys[1:])
+    assert told[2:] == [(True, digest, SHARD, other[0])]
 
 
 class Mirror:
     """A process that follows the pool (`workers.mirror`)."""
 
     def __init__(self, pool: Path) -> None:
-        command = [sys.executable, str(WORKERS), "mirror", str(pool)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = start_workers("mirror", pool)
         self.line()
 
     def line(self) -> str:
@@ -241,9 +223,7 @@ class Mirror:
         self._process.wait()
 
 
-def test_a_follower_mirrors_the_pool_however_its_writers_are_killed(
-    pool: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_follower_mirrors_the_pool_however_its_writers_are_killed(pool, monkeypatch, tmp_path):
     report = tmp_path / "report"
     monkeypatch.setenv("WRONG_BYTES_FILE", str(report))
     rng = random.Random(1)
@@ -260,7 +240,7 @@ def test_a_follower_mirrors_the_pool_however_its_writers_are_killed(
                 finally:
                     crew.stop()
                 assert not report.exists(), report.read_text()
-                put_chain(store.space(namespace("alive"), SHARD), chain(f"{round_}", 1))  # does what the last kill left
+                put_chain(space_in(store, "alive"), chain(f"{round_}", 1))  # does what the last kill left
                 seen = mirror.compare()
                 assert (seen["missing"], seen["left"]) == (0, 0), seen
         finally:

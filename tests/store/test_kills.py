@@ -7,31 +7,35 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from long_form import LONG
 from store.audit import audit
+from store.pools import as_root, mounted, space_in
 from store.workers import CAPACITIES, CHAINS, PATIENT, keys_of, page_of, space_of
 
 from store_client import EmbeddedStore, Put
-from store_client.testing import SHARD, chain, get_pages, namespace, page_bytes, put_chain
+from store_client.testing import chain, get_pages, page_bytes, put_chain
 
 WORKERS = Path(__file__).with_name("workers.py")
 KILLS = 10_000 if LONG else 300
 CAPACITY = max(CAPACITIES)
 ROLES = ["write", "read", "evict", "mix", "resize", "open", "fork", "clock"]
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: needs root (mount)")
+
+
+def start_workers(*arguments: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(WORKERS), *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 class Crew:
     """Workers forked from a server process that has everything imported; one of each role at a time."""
 
     def __init__(self, pool: Path, roles: list[str]) -> None:
-        command = [sys.executable, str(WORKERS), "serve", str(pool)]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._server = start_workers("serve", pool)
         self._roles, self._seed = roles, 0
         self._running = [self._start(role) for role in roles]
 
@@ -55,15 +59,6 @@ class Crew:
         self._server.wait()
 
 
-@pytest.fixture
-def small_disk(pool: Path) -> Iterator[Path]:
-    """A pool folder on a file system that holds little more than the pool at its largest."""
-    pool.mkdir(mode=0o700)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m,mode=700", "none", pool], check=True)
-    yield pool / "pool"
-    subprocess.run(["umount", "-l", pool], check=True)
-
-
 def check_pages(store: EmbeddedStore, chains: Iterable[int]) -> int:
     """Read what there is of what the workers write; returns the pages."""
     read = 0
@@ -79,7 +74,7 @@ def check_pages(store: EmbeddedStore, chains: Iterable[int]) -> int:
 
 def check_a_put(store: EmbeddedStore, number: int, ballast: Path) -> None:
     keys = chain(f"alive {number}", 2)
-    space = store.space(namespace("alive"), SHARD)
+    space = space_in(store, "alive")
     deadline = time.monotonic() + PATIENT
     while Put.FAILED in put_chain(space, keys):
         # A pool that cannot grow by a page, or in which others hold all there is at the moment, may say so.
@@ -128,18 +123,13 @@ def kill_at_random(pool: Path, roles: list[str], kills: int, report: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_kills_lose_nothing_but_the_work_of_the_killed(
-    pool: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("WRONG_BYTES_FILE", str(tmp_path / "report"))
-    kill_at_random(pool, ROLES, KILLS // 2, tmp_path / "report")
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@as_root
-def test_kills_on_a_full_file_system_lose_nothing_but_the_work_of_the_killed(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("WRONG_BYTES_FILE", str(tmp_path / "report"))
-    kill_at_random(small_disk, [*ROLES, "ballast"], KILLS // 2, tmp_path / "report")
+@pytest.mark.parametrize("disk", ["roomy", pytest.param("full", marks=as_root)])
+def test_kills_lose_nothing_but_the_work_of_the_killed(pool, disk, monkeypatch, tmp_path):
+    """`full`: the file system holds little more than the pool at its largest, and others take what is left."""
+    report = tmp_path / "report"
+    monkeypatch.setenv("WRONG_BYTES_FILE", str(report))
+    if disk == "roomy":
+        kill_at_random(pool, ROLES, KILLS // 2, report)
+        return
+    with mounted(pool, "size=20m"):
+        kill_at_random(pool / "pool", [*ROLES, "ballast"], KILLS // 2, report)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from causes import forget_causes
+from simulated.waiting import wait_for
 from store.landing import LandingSpace, LandingStore
 
 import store_client.jobs
@@ -38,35 +38,32 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
+    """And one page a move."""
     clock = Clock()
     for module in (store_client.jobs, store_client.mover):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(store_client.jobs, "_MOVE_NBYTES", 0)
+    monkeypatch.setattr(store_client.jobs, "_MOVE_PAGES", 1)
     forget_causes()
     return clock
 
 
-@pytest.fixture(autouse=True)
-def _one_page_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_client.jobs, "_MOVE_NBYTES", 0)
-    monkeypatch.setattr(store_client.jobs, "_MOVE_PAGES", 1)
-
-
 @pytest.fixture
-def space() -> Iterator[LandingSpace]:
+def space():
     space = LandingSpace(NBYTES)
     yield space
     space.let_read(1000)
 
 
 @pytest.fixture
-def view(space: LandingSpace) -> ShardView:
-    return ShardView(LandingStore(space), namespace(), SHARD, NBYTES // 8)  # type: ignore[arg-type]
+def view(space):
+    return ShardView(LandingStore(space), namespace(), SHARD, NBYTES // 8)
 
 
 @pytest.fixture
-def mover() -> Iterator[Mover[Any]]:
-    mover: Mover[Any] = Mover("load")
+def mover():
+    mover = Mover("load")
     yield mover
     mover.stop(PATIENCE_S)
 
@@ -98,25 +95,18 @@ def memory() -> Memory:
     return Memory()
 
 
-def load(view: ShardView | None, memory: Memory, **changes: Any) -> Load:
+def load(view, memory, **changes):
     return Load(**about(view) | {"copy": memory.load} | changes)
 
 
-def save(view: ShardView | None, memory: Memory, **changes: Any) -> Save:
+def save(view, memory, **changes):
     return Save(**about(view) | {"copy": memory.save, "parent": None} | changes)
 
 
-def about(view: ShardView | None) -> dict[str, Any]:
+def about(view):
     now_s = store_client.jobs.time.monotonic()
     times = {"submitted_s": now_s, "since_s": now_s, "deadline_s": DEADLINE_S}
     return {"keys": KEYS, "view": lambda: view} | times
-
-
-def until(true: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < give_up_s, "it never came true"
-        time.sleep(0.001)
 
 
 def over(job: Any) -> bool:
@@ -124,15 +114,13 @@ def over(job: Any) -> bool:
 
 
 class TestLoadsThatGrow:
-    def test_pages_are_taken_as_they_land_however_long_it_takes_in_all(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, clock: Clock
-    ) -> None:
+    def test_pages_are_taken_as_they_land_however_long_it_takes_in_all(self, mover, space, view, memory, clock):
         space.expected = set(KEYS)
         space.land(KEYS[:2])
         job = load(view, memory)
         mover.submit(job)
         for number in range(2, len(KEYS)):
-            until(lambda number=number: job.pages == number)  # type: ignore[misc]
+            wait_for(lambda number=number: job.pages == number)
             assert memory.holds(number) and mover.collect() == []
             clock.ahead_s += 0.9 * DEADLINE_S
             space.land(KEYS[number : number + 1])
@@ -143,61 +131,48 @@ class TestLoadsThatGrow:
     @pytest.mark.parametrize("landed", [0, 3], ids=["never delivers", "stalls"])
     @pytest.mark.parametrize("noticed_by", ["engine", "thread"])
     def test_a_load_ends_when_nothing_landed_for_its_deadline_and_touches_no_block_from_then_on(
-        self,
-        mover: Mover[Any],
-        space: LandingSpace,
-        view: ShardView,
-        memory: Memory,
-        clock: Clock,
-        landed: int,
-        noticed_by: str,
-    ) -> None:
+        self, mover, space, view, memory, clock, landed, noticed_by
+    ):
         space.expected = set(KEYS)
         job = load(view, memory)
         mover.submit(job)
         space.land(KEYS[:landed])
-        until(lambda: job.begun and job.pages == landed)
+        wait_for(lambda: job.begun and job.pages == landed)
         clock.ahead_s += 0.9 * DEADLINE_S
         assert mover.collect() == [] and not job.over.is_set()
         clock.ahead_s += 0.2 * DEADLINE_S
         if noticed_by == "thread":
             assert over(job)
         else:
-            until(lambda: mover.collect() == [job])
+            wait_for(lambda: mover.collect() == [job])
         assert (job.pages, job.cause) == (landed, "deadline")
         space.land(KEYS)
         other = load(view, Memory())
         mover.run(other)
         assert other.cause == "" and memory.holds(landed) and job.pages == landed
 
-    def test_wrong_bytes_are_refused(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
-    ) -> None:
+    def test_wrong_bytes_are_refused(self, mover, space, view, memory):
         space.expected = set(KEYS)
         job = load(view, memory)
         mover.submit(job)
         space.land(KEYS[:2])
-        until(lambda: job.pages == 2)
+        wait_for(lambda: job.pages == 2)
         space.land(KEYS[2:3], wrong=True)
         assert over(job)
         assert (job.pages, job.cause) == (2, "page_lost") and memory.holds(2)
 
-    def test_a_page_that_is_not_on_its_way_ends_a_load_at_once(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
-    ) -> None:
+    def test_a_page_that_is_not_on_its_way_ends_a_load_at_once(self, mover, space, view, memory):
         space.land([*KEYS[:2], *KEYS[3:]])
         job = load(view, memory)
         mover.run(job)
         assert (job.pages, job.cause) == (2, "page_lost") and memory.holds(2)
 
-    def test_other_loads_go_on_while_one_waits(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
-    ) -> None:
+    def test_other_loads_go_on_while_one_waits(self, mover, space, view, memory):
         late = chain("late", len(KEYS))
         space.expected = set(late)
         waits = load(view, Memory(), keys=late)
         mover.submit(waits)
-        until(lambda: waits.begun)
+        wait_for(lambda: waits.begun)
         space.land(KEYS)
         for _ in range(3):
             mover.run(load(view, memory))
@@ -205,15 +180,12 @@ class TestLoadsThatGrow:
         space.land(late)
         assert over(waits) and waits.cause == ""
 
-
-    def test_a_load_whose_pages_landed_while_another_moved_is_not_late(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, clock: Clock
-    ) -> None:
+    def test_a_load_whose_pages_landed_while_another_moved_is_not_late(self, mover, space, view, memory, clock):
         late = chain("late", len(KEYS))
         space.expected = set(late)
         waits, moves = load(view, Memory(), keys=late), load(view, memory)
         mover.submit(waits)
-        until(lambda: waits.begun)
+        wait_for(lambda: waits.begun)
         space.land(KEYS)
         space.hold_reads()
         mover.submit(moves)
@@ -231,8 +203,8 @@ class TestLoadsThatGrow:
 
 class TestEnds:
     def test_a_load_that_hangs_in_the_store_is_given_up_and_touches_no_block_from_then_on(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, clock: Clock
-    ) -> None:
+        self, mover, space, view, memory, clock
+    ):
         space.land(KEYS)
         space.hold_reads()
         hangs, queued = load(view, memory), load(view, memory)
@@ -243,15 +215,13 @@ class TestEnds:
         clock.ahead_s += 1.1 * DEADLINE_S
         assert mover.collect() == [hangs, queued] and mover.hangs
         space.let_read(1000)
-        until(lambda: not mover.hangs)
+        wait_for(lambda: not mover.hangs)
         assert mover.stop(PATIENCE_S) and mover.collect() == []
         for job in (hangs, queued):
             assert (job.pages, job.cause) == (0, "deadline") and job.seconds > DEADLINE_S
         assert memory.holds(0)
 
-    def test_a_load_that_waits_its_turn_is_not_late_while_the_one_before_moves(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, clock: Clock
-    ) -> None:
+    def test_a_load_that_waits_its_turn_is_not_late_while_the_one_before_moves(self, mover, space, view, memory, clock):
         space.land(KEYS)
         space.hold_reads()
         first, second = load(view, memory), load(view, memory)
@@ -266,9 +236,7 @@ class TestEnds:
         assert over(second)
         assert mover.collect() == [first, second] and first.cause == second.cause == ""
 
-    def test_the_deadline_of_a_save_counts_from_its_submission(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, clock: Clock
-    ) -> None:
+    def test_the_deadline_of_a_save_counts_from_its_submission(self, mover, space, view, memory, clock):
         def copy(number: int, page: Bytes) -> None:
             clock.ahead_s += 0.4 * DEADLINE_S
 
@@ -277,16 +245,10 @@ class TestEnds:
         assert (job.pages, job.cause) == (3, "deadline")
         assert space.contains(KEYS) == [True] * 3 + [False] * 3
 
-    def test_whoever_takes_the_memory_back_waits_for_the_page_that_is_being_copied(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
-    ) -> None:
+    def test_whoever_takes_the_memory_back_waits_for_the_page_that_is_being_copied(self, mover, space, view, memory):
         space.land(KEYS)
         answers = []
-
-        def copy(number: int, part: Shard, page: Bytes) -> None:
-            answers.append(job.give_up("taken", wait=False))
-
-        job = load(view, memory, copy=copy)
+        job = load(view, memory, copy=lambda *args: answers.append(job.give_up("taken", wait=False)))
         mover.run(job)
         assert answers == [False] * len(KEYS) and job.cause == ""
         taken = load(view, memory)
@@ -295,9 +257,7 @@ class TestEnds:
         assert taken.cause == "taken" and memory.holds(0)
 
     @pytest.mark.parametrize("make", [load, save])
-    def test_an_error_ends_a_job_and_the_next_one_runs(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, make: Any, caplog: Any
-    ) -> None:
+    def test_an_error_ends_a_job_and_the_next_one_runs(self, mover, space, view, memory, make, caplog):
         def copy(*args: Any) -> None:
             raise OSError("made to fail")
 
@@ -312,9 +272,7 @@ class TestEnds:
         assert job.cause == "" and caplog.text.count("failed: OSError('made to fail')") == 1
 
     @pytest.mark.parametrize("make", [load, save])
-    def test_without_a_store_or_memory_jobs_end_at_once(
-        self, mover: Mover[Any], view: ShardView, memory: Memory, make: Any
-    ) -> None:
+    def test_without_a_store_or_memory_jobs_end_at_once(self, mover, view, memory, make):
         for job, cause in (
             (make(None, memory), "pool_absent"),
             (make(view, memory, copy=None), "unsupported_blocks"),
@@ -323,9 +281,7 @@ class TestEnds:
             mover.run(job)
             assert (job.pages, job.cause) == (0, cause)
 
-    def test_what_was_submitted_before_happens_first(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
-    ) -> None:
+    def test_what_was_submitted_before_happens_first(self, mover, space, view, memory):
         space.land(KEYS)
         jobs = [load(view, memory, fence=lambda number=number: order.append(number)) for number in range(20)]
         order: list[int] = []
@@ -334,9 +290,7 @@ class TestEnds:
         assert over(jobs[-1])
         assert order == list(range(20)) and mover.collect() == jobs
 
-    def test_stop_drops_what_has_not_begun_and_a_stopped_mover_starts_again(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
-    ) -> None:
+    def test_stop_drops_what_has_not_begun_and_a_stopped_mover_starts_again(self, mover, space, view, memory):
         space.land(KEYS)
         space.hold_reads()
         begun, queued = load(view, memory), load(view, memory)
@@ -351,18 +305,14 @@ class TestEnds:
         mover.run(again)
         assert again.cause == "" and mover.stop(PATIENCE_S)
 
-    def test_stop_ends_a_load_that_waits(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
-    ) -> None:
+    def test_stop_ends_a_load_that_waits(self, mover, space, view, memory):
         space.expected = set(KEYS)
         job = load(view, memory)
         mover.submit(job)
-        until(lambda: job.begun)
+        wait_for(lambda: job.begun)
         assert mover.stop(PATIENCE_S) and job.cause == "stopped"
 
-    def test_where_no_thread_can_be_started_jobs_fail(
-        self, mover: Mover[Any], view: ShardView, memory: Memory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_where_no_thread_can_be_started_jobs_fail(self, mover, view, memory, monkeypatch):
         def start(self: Any) -> None:
             raise RuntimeError("can't start new thread")
 
@@ -374,14 +324,8 @@ class TestEnds:
 
 class TestPauses:
     def test_after_a_lock_that_was_not_free_saves_end_at_once_for_a_while(
-        self,
-        mover: Mover[Any],
-        space: LandingSpace,
-        view: ShardView,
-        memory: Memory,
-        clock: Clock,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+        self, mover, space, view, memory, clock, monkeypatch
+    ):
         memory.fill()
         space.refused = True
         refused = save(view, memory)
@@ -400,9 +344,7 @@ class TestPauses:
 
 
 class TestSaves:
-    def test_only_what_the_store_lacks_is_read(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
-    ) -> None:
+    def test_only_what_the_store_lacks_is_read(self, mover, space, view, memory):
         memory.fill()
         space.land(KEYS[1:3])
         read = []
@@ -415,8 +357,8 @@ class TestSaves:
         assert back.holds(len(KEYS))
 
     def test_pages_whose_memory_was_overtaken_are_left_out_and_the_others_stored(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+        self, mover, space, view, memory, monkeypatch
+    ):
         monkeypatch.setattr(store_client.jobs, "_MOVE_PAGES", 4)
         lost: set[int] = set()
         monkeypatch.setattr(Save, "lost", lost)
@@ -432,9 +374,7 @@ class TestSaves:
         assert (job.pages, job.stored, job.cause) == (4, 4, "overtaken")
         assert space.contains(KEYS) == [number not in (2, 4) for number in range(6)]
 
-    def test_a_page_that_is_given_up_while_it_is_copied_is_not_stored(
-        self, mover: Mover[Any], space: LandingSpace, view: ShardView, memory: Memory
-    ) -> None:
+    def test_a_page_that_is_given_up_while_it_is_copied_is_not_stored(self, mover, space, view, memory):
         def copy(number: int, page: Bytes) -> None:
             if number == 2:
                 raise GivenUp

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from simulated.waiting import wait_for
 
 import store_client.open
 from mooncake_connector.config.schema import Config
@@ -17,28 +16,21 @@ from store_client import EmbeddedStore, Store
 from store_client.open import BackgroundStore, open_in_background, open_store
 from store_client.testing import SHARD, chain, namespace, put_chain
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 CAPACITY_NBYTES = 4 << 20
-
-
-def until(condition: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up_s
-        time.sleep(0.001)
 
 
 def small(path: Path) -> Store:
     return EmbeddedStore(path, CAPACITY_NBYTES)
 
 
-def test_the_configuration_names_folder_and_capacity(pool: Path) -> None:
+def test_the_configuration_names_folder_and_capacity(pool):
     with open_store(Config(pool=pool, capacity=CAPACITY_NBYTES)) as store:
         stats = store.stats()
         assert (stats.location, stats.capacity_nbytes) == (str(pool), CAPACITY_NBYTES)
 
 
-def test_without_prefix_reuse_no_store_is_opened_and_what_comes_first_still_runs(pool: Path) -> None:
+def test_without_prefix_reuse_no_store_is_opened_and_what_comes_first_still_runs(pool):
     ran = threading.Event()
     background = open_in_background(Config(pool=pool, prefix_reuse=False), ran.set)
     background.wait(PATIENCE_S)
@@ -46,7 +38,7 @@ def test_without_prefix_reuse_no_store_is_opened_and_what_comes_first_still_runs
     background.close()
 
 
-def test_a_store_that_opens_late_is_used_from_then_on(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_opens_late_is_used_from_then_on(pool, monkeypatch):
     monkeypatch.setattr(store_client.open, "_RETRY_S", 0.01)
     ready = threading.Event()
 
@@ -59,7 +51,7 @@ def test_a_store_that_opens_late_is_used_from_then_on(pool: Path, monkeypatch: p
     background.wait(PATIENCE_S)
     assert background.view(namespace(), SHARD, 8192) is None
     ready.set()
-    until(lambda: background.store is not None)
+    wait_for(lambda: background.store is not None)
     view = background.view(namespace(), SHARD, 8192)
     assert view is not None and view is background.view(namespace(), SHARD, 8192)
     put_chain(view.own, chain("a", 1))
@@ -67,7 +59,7 @@ def test_a_store_that_opens_late_is_used_from_then_on(pool: Path, monkeypatch: p
     assert view.contains(chain("a", 1)) == [False]
 
 
-def test_where_what_comes_first_fails_nothing_is_opened(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_what_comes_first_fails_nothing_is_opened(caplog):
     def fail() -> None:
         raise ValueError("no weights here")
 
@@ -79,7 +71,7 @@ def test_where_what_comes_first_fails_nothing_is_opened(caplog: pytest.LogCaptur
     background.close()
 
 
-def test_a_store_that_comes_after_the_end_is_closed(pool: Path) -> None:
+def test_a_store_that_comes_after_the_end_is_closed(pool):
     opening, go = threading.Event(), threading.Event()
     opened: list[Store] = []
 
@@ -93,7 +85,7 @@ def test_a_store_that_comes_after_the_end_is_closed(pool: Path) -> None:
     assert opening.wait(PATIENCE_S)
     closing = threading.Thread(target=background.close)
     closing.start()
-    until(background._closed.is_set)
+    wait_for(background._closed.is_set)
     go.set()
     closing.join(PATIENCE_S)
     background._thread.join(PATIENCE_S)
@@ -104,6 +96,6 @@ def test_a_store_that_comes_after_the_end_is_closed(pool: Path) -> None:
 def test_what_comes_then_is_given_the_store_once_it_is_open(pool: Path) -> None:
     given: list[Store] = []
     background = BackgroundStore(lambda: small(pool), then=given.append)
-    until(lambda: bool(given))
+    wait_for(lambda: given)
     assert given == [background.store]
     background.close()

@@ -3,17 +3,14 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import pytest
+from simulated.waiting import wait_for
 from store.audit import audit
-from store.test_opening import CAPACITY, data_folder, until
+from store.pools import CAPACITY, data_folder, fill, inside, run, space_in
 
 from store_client import EmbeddedStore, Put
 from store_client.embedded import pool_users, registry
@@ -22,93 +19,79 @@ from store_client.embedded.ledger import Ledger
 from store_client.embedded.writer import PutPages
 from store_client.testing import SHARD, chain, namespace, put_chain
 
-KILLED_WITHIN_A_PUT = (
-    "import os, sys\n"
-    "from pathlib import Path\n"
-    "from store_client import EmbeddedStore\n"
-    "from store_client.testing import *\n"
-    "keys = chain('killed', 3)\n"
-    "def fill(i, view):\n"
-    "    for file in Path(sys.argv[1]).glob('*/owners/*'):\n"
-    "        file.unlink()\n"
-    "    os._exit(9)\n"
-    "space = EmbeddedStore(sys.argv[1]).space(namespace(), SHARD)\n"
-    "space.write(keys, fill, nbytes=65536, parents=parents_of(keys), deadline_s=30)\n"
-)
 
-
-KILLED_AFTER_A_FORK = (
-    "import os, sys, time\n"
-    "from store_client import EmbeddedStore\n"
-    "from store_client.testing import *\n"
-    "keys = chain('killed', 3)\n"
-    "def fill(i, view):\n"
-    "    child = os.fork()\n"
-    "    if child:\n"
-    "        print(child, flush=True)\n"
-    "        os._exit(9)\n"
-    "    os.close(1)\n"
-    "    time.sleep(600)\n"
-    "space = EmbeddedStore(sys.argv[1]).space(namespace(), SHARD)\n"
-    "space.write(keys, fill, nbytes=65536, parents=parents_of(keys), deadline_s=30)\n"
-)
-
-
-def reserved(store: EmbeddedStore) -> int:
-    opened = store._handle._pool
-    assert opened is not None
-    with opened._ledger.peek() as draft:
+def reserved(store):
+    with inside(store)._ledger.peek() as draft:
         return len(draft.reservations())
 
 
-def test_space_of_a_dead_writer_without_a_file_comes_back(pool: Path) -> None:
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_space_of_a_dead_writer_without_a_file_comes_back(pool):
     """A file that is gone proves nobody's death; that nobody else has the arena open does."""
-    with EmbeddedStore(pool, CAPACITY) as store:
-        put_chain(store.space(namespace(), SHARD), chain("a", 2))
-    assert subprocess.run([sys.executable, "-c", KILLED_WITHIN_A_PUT, str(pool)], check=False).returncode == 9
+    keys = fill(pool, 2)
+    code = """
+        keys = chain('killed', 3)
+        def fill(i, view):
+            for file in Path(sys.argv[1]).glob('*/owners/*'):
+                file.unlink()
+            os._exit(9)
+        space.write(keys, fill, nbytes=65536, parents=parents_of(keys), deadline_s=60)
+    """
+    assert run(code, pool).returncode == 9
     with EmbeddedStore(pool) as store:
         assert reserved(store) == 0
-        assert store.space(namespace(), SHARD).lookup(chain("a", 2)).pages == 2
+        assert space_in(store).lookup(keys).pages == 2
         audit(store)
 
 
-def test_a_forked_child_does_not_keep_its_dead_parent_alive(pool: Path) -> None:
+def test_a_forked_child_does_not_keep_its_dead_parent_alive(pool, store, space):
+    put_chain(space, chain("a", 2))
+    code = """
+        keys = chain('killed', 3)
+        def fill(i, view):
+            child = os.fork()
+            if child:
+                print(child, flush=True)
+                os._exit(9)
+            os.close(1)
+            time.sleep(600)
+        space.write(keys, fill, nbytes=65536, parents=parents_of(keys), deadline_s=60)
+    """
+    child = int(run(code, pool).stdout)
+    try:
+        assert reserved(store) == 1
+
+        def is_reclaimed() -> bool:
+            writer = inside(store).writer
+            with writer.locked(time.monotonic() + 60):
+                writer._reclaim()
+            return reserved(store) == 0
+
+        wait_for(is_reclaimed)
+        assert pool_users(pool) == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_the_folder_of_the_owners_comes_back_and_no_page_is_lost(pool):
+    keys = chain("a", 2)
     with EmbeddedStore(pool, CAPACITY) as store:
-        put_chain(store.space(namespace(), SHARD), chain("a", 2))
-        command = [sys.executable, "-c", KILLED_AFTER_A_FORK, str(pool)]
-        child = int(subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True).stdout)
-        try:
-            opened = store._handle._pool
-            assert opened is not None
-            assert reserved(store) == 1
-
-            def is_reclaimed() -> bool:
-                with opened.writer.locked(time.monotonic() + 5):
-                    opened.writer._reclaim()
-                return reserved(store) == 0
-
-            assert until(is_reclaimed)
-            assert pool_users(pool) == []
-            audit(store)
-        finally:
-            os.kill(child, signal.SIGKILL)
-
-
-def test_the_folder_of_the_owners_comes_back_and_no_page_is_lost(pool: Path) -> None:
-    with EmbeddedStore(pool, CAPACITY) as store:
-        space = store.space(namespace(), SHARD)
-        put_chain(space, chain("a", 2))
+        space = space_in(store)
+        put_chain(space, keys)
         before = data_folder(pool)
         shutil.rmtree(before / "owners")
-        assert until(lambda: space.lookup(chain("a", 2)).pages == 2 and (before / "owners").is_dir())
-        assert len(os.listdir(before / "owners")) == 1
+        wait_for(lambda: space.lookup(keys).pages == 2 and (before / "owners").is_dir())
+        wait_for(lambda: len(os.listdir(before / "owners")) == 1)
         assert store.stats().pages == 2
     with EmbeddedStore(pool) as store:
         assert data_folder(pool) == before
-        assert store.space(namespace(), SHARD).lookup(chain("a", 2)).pages == 2
+        assert space_in(store).lookup(keys).pages == 2
 
 
-def test_a_file_that_was_being_made_again_is_removed_with_the_pool(pool: Path) -> None:
+def test_a_file_that_was_being_made_again_is_removed_with_the_pool(pool):
     """What a process leaves that is killed while it makes its file again."""
     with EmbeddedStore(pool, CAPACITY):
         (data_folder(pool) / "owners" / ("0" * 32 + ".new")).write_bytes(b"")
@@ -116,98 +99,86 @@ def test_a_file_that_was_being_made_again_is_removed_with_the_pool(pool: Path) -
     assert not pool.exists()
 
 
-def test_closing_does_not_raise_where_a_file_cannot_be_deleted(pool: Path) -> None:
+def test_closing_does_not_raise_where_a_file_cannot_be_deleted(pool):
     store = EmbeddedStore(pool, CAPACITY)
     owners = data_folder(pool) / "owners"
     shutil.rmtree(owners)
     owners.write_bytes(b"")
-    files = len(os.listdir("/proc/self/fd"))
+    files = open_files()
     store.close()
-    assert len(os.listdir("/proc/self/fd")) < files
+    assert open_files() < files
     with EmbeddedStore(pool, CAPACITY) as again:
-        assert put_chain(again.space(namespace(), SHARD), chain("a", 2)) == [Put.STORED] * 2
+        assert put_chain(space_in(again), chain("a", 2)) == [Put.STORED] * 2
 
 
-def test_space_that_is_given_up_while_other_space_is_given_back_is_not_forgotten(
-    pool: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_space_that_is_given_up_while_other_space_is_given_back_is_not_forgotten(store, monkeypatch):
     """A put may fail in one thread while another one commits what it gives back."""
-    with EmbeddedStore(pool, CAPACITY) as store:
-        opened = store._handle._pool
-        assert opened is not None
-        writer, keys = opened.writer, chain("a", 2)
+    writer = inside(store).writer
 
-        def reserve(key: bytes) -> object:
-            return writer.reserve(PutPages(namespace(), SHARD, [key], [None], 65536), time.monotonic() + 5).reservation
+    def reserve(key: bytes) -> object:
+        return writer.reserve(PutPages(namespace(), SHARD, [key], [None], 65536), time.monotonic() + 60).reservation
 
-        first, second = reserve(keys[0]), reserve(keys[1])
-        transaction = Ledger.transaction
-        late = [second]
+    first, second = map(reserve, chain("a", 2))
+    transaction = Ledger.transaction
+    late = [second]
 
-        @contextmanager
-        def interrupted(ledger: Ledger) -> Iterator[object]:
-            with transaction(ledger) as draft:
-                yield draft
-            if late:
-                thread = threading.Thread(target=writer.abandon, args=(late.pop(),))
-                thread.start()
-                thread.join()
+    @contextmanager
+    def interrupted(ledger: Ledger) -> Iterator[object]:
+        with transaction(ledger) as draft:
+            yield draft
+        if late:
+            thread = threading.Thread(target=writer.abandon, args=(late.pop(),))
+            thread.start()
+            thread.join()
 
-        monkeypatch.setattr(Ledger, "transaction", interrupted)
-        writer.abandon(first)  # type: ignore[arg-type]
-        for _ in range(2):
-            with writer.locked(time.monotonic() + 5):
-                pass
-        assert reserved(store) == 0
+    monkeypatch.setattr(Ledger, "transaction", interrupted)
+    writer.abandon(first)
+    for _ in range(2):
+        with writer.locked(time.monotonic() + 60):
+            pass
+    assert reserved(store) == 0
 
 
-def test_two_threads_that_miss_the_file_make_one(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with EmbeddedStore(pool, CAPACITY) as store:
-        opened = store._handle._pool
-        assert opened is not None
-        owners = opened._owners
-        owners._path.unlink()
-        files = len(os.listdir("/proc/self/fd"))
-        make, threads = owners._make, []
+def test_two_threads_that_miss_the_file_make_one(store, monkeypatch):
+    opened = inside(store)
+    owners = opened._owners
+    owners._path.unlink()
+    files = open_files()
+    make, threads = owners._make, []
 
-        def interrupted(path: Path) -> object:
-            made = make(path)
-            if not threads:
-                threads.append(threading.Thread(target=owners.restore))
-                threads[0].start()
-                threads[0].join(0.5)
-            return made
+    def interrupted(path: object) -> object:
+        made = make(path)
+        if not threads:
+            threads.append(threading.Thread(target=owners.restore))
+            threads[0].start()
+            threads[0].join(0.5)
+        return made
 
-        monkeypatch.setattr(owners, "_make", interrupted)
-        assert owners.restore()
-        threads[0].join(10)
-        assert len(os.listdir("/proc/self/fd")) == files
-        assert os.path.samestat(os.fstat(owners._fd), os.stat(owners._path))
+    monkeypatch.setattr(owners, "_make", interrupted)
+    assert owners.restore()
+    threads[0].join(60)
+    assert open_files() == files
+    assert os.path.samestat(os.fstat(owners._fd), os.stat(owners._path))
 
 
-def test_a_pool_that_was_replaced_is_closed_once_the_last_call_in_it_ends(
-    pool: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_that_was_replaced_is_closed_once_the_last_call_in_it_ends(pool, store, space, monkeypatch):
     monkeypatch.setattr(registry, "_CLOSE_WAIT_S", 0.1)
     keys = chain("a", 1)
     replaced, ended = threading.Event(), threading.Event()
-    with EmbeddedStore(pool, CAPACITY) as store:
-        space = store.space(namespace(), SHARD)
-        put_chain(space, keys)
-        old = store._handle._pool
-        assert old is not None
+    put_chain(space, keys)
+    old = inside(store)
 
-        def consume(i: int, page: object) -> None:
-            replaced.set()
-            ended.wait(60)
+    def consume(i: int, page: object) -> None:
+        replaced.set()
+        assert ended.wait(120)
 
-        reader = threading.Thread(target=space.read, args=(keys, consume), kwargs={"nbytes": 65536})
-        reader.start()
-        assert replaced.wait(10)
-        remove_pool(pool)
-        assert until(lambda: space.lookup(keys).pages == 0 and store._handle._pool is not old)
-        time.sleep(0.5)
-        assert old.arena._fd >= 0
-        ended.set()
-        reader.join()
-        assert until(lambda: old.arena._fd < 0)
+    reader = threading.Thread(target=space.read, args=(keys, consume), kwargs={"nbytes": 65536})
+    reader.start()
+    assert replaced.wait(60)
+    remove_pool(pool)
+    wait_for(lambda: space.lookup(keys).pages == 0 and store._handle._pool is not old)
+    time.sleep(0.5)
+    assert old.arena._fd >= 0
+    ended.set()
+    reader.join()
+    wait_for(lambda: old.arena._fd < 0)

@@ -1,37 +1,24 @@
 """A capacity that changes: killed at any moment, beside writers and readers, and what an older version left."""
 
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from store.audit import audit
+from store.pools import inside, run, space_in
 
 from store_client import EmbeddedStore, Put
-from store_client.embedded.pool import Pool
-from store_client.testing import DEADLINE_S, SHARD, chain, get_page, namespace, page_bytes, parents_of, put_chain
+from store_client.testing import chain, get_page, page_bytes, parents_of, put_chain
 
 LARGE, SMALL = 8 << 20, 2 << 20
 
 
-def opened(store: EmbeddedStore) -> Pool:
-    pool = store._handle._pool
-    assert pool is not None
-    return pool
-
-
-def fill(store: EmbeddedStore, name: str, count: int = 40) -> None:
-    space = store.space(namespace(), SHARD)
+def fill(store, name, count=40):
     for i in range(count):
-        put_chain(space, chain(f"{name} {i}", 4))
+        put_chain(space_in(store), chain(f"{name} {i}", 4))
 
 
-def in_child(code: str, pool: Path, *arguments: object) -> int:
-    header = "import os, sys\nfrom store_client import EmbeddedStore\npool = sys.argv[1]\n"
-    return subprocess.run(
-        [sys.executable, "-c", header + code, str(pool), *map(str, arguments)], check=False, timeout=60
-    ).returncode
+def open_elsewhere(pool, capacity, before=""):
+    return run(f"{before}EmbeddedStore(sys.argv[1], {capacity}).close()", pool, opened=False).returncode
 
 
 KILLED_AFTER_COMMIT = """
@@ -47,21 +34,19 @@ def counted(self):
     commits -= 1
     if commits < 0:
         os.kill(os.getpid(), 9)
-with EmbeddedStore(pool, int(sys.argv[2])):
+with EmbeddedStore(sys.argv[1], int(sys.argv[2])):
     Ledger.transaction = counted
-    EmbeddedStore(pool, int(sys.argv[3]))
+    EmbeddedStore(sys.argv[1], int(sys.argv[3]))
 """
 
 
 @pytest.mark.parametrize("commits", range(4))
 @pytest.mark.parametrize("sizes", [(LARGE, SMALL), (SMALL, LARGE)], ids=["shrinking", "growing"])
-def test_a_kill_while_the_capacity_changes_leaves_each_granule_one_owner(
-    pool: Path, sizes: tuple[int, int], commits: int
-) -> None:
+def test_a_kill_while_the_capacity_changes_leaves_each_granule_one_owner(pool, sizes, commits):
     before, after = sizes
     with EmbeddedStore(pool, before) as store:
         fill(store, "before")
-    in_child(KILLED_AFTER_COMMIT, pool, before, after, commits)
+    run(KILLED_AFTER_COMMIT, pool, before, after, commits, opened=False)
     with EmbeddedStore(pool) as store:
         assert store.stats().capacity_nbytes in sizes
         assert store.stats().pages > 0, "the pool was kept"
@@ -74,12 +59,12 @@ def test_a_kill_while_the_capacity_changes_leaves_each_granule_one_owner(
 
 
 @pytest.mark.parametrize("grown", [False, True])
-def test_a_pool_whose_space_has_two_owners_is_not_used(pool: Path, grown: bool) -> None:
+def test_a_pool_whose_space_has_two_owners_is_not_used(pool, grown):
     """As a process left it that was killed while it shrank the pool, before the pages beyond were evicted first."""
     with EmbeddedStore(pool, LARGE) as store:
         fill(store, "before")
-        writer = opened(store).writer
-        with writer.locked(time.monotonic() + 5), writer._ledger.transaction() as draft:
+        writer = inside(store).writer
+        with writer.locked(time.monotonic() + 60), writer._ledger.transaction() as draft:
             draft.capacity = draft.high_water = SMALL // 4096
             draft.free.clip(draft.capacity)
             if grown:
@@ -90,35 +75,35 @@ def test_a_pool_whose_space_has_two_owners_is_not_used(pool: Path, grown: bool) 
         assert store.verify().corrupt == 0
 
 
-def test_a_process_that_nobody_knows_of_keeps_the_space_that_it_has_mapped(pool: Path) -> None:
+def test_a_process_that_nobody_knows_of_keeps_the_space_that_it_has_mapped(pool):
     """Its owner's file was deleted from outside; without the space its next look into the arena could kill it."""
     with EmbeddedStore(pool, LARGE) as store:
         fill(store, "before")
         (arena,) = pool.glob("*/arena")
         for file in pool.glob("*/owners/*"):
             file.unlink()
-        assert in_child(f"EmbeddedStore(pool, {SMALL}).close()", pool) == 0
+        assert open_elsewhere(pool, SMALL) == 0
         assert arena.stat().st_blocks * 512 >= LARGE
-    assert in_child(f"EmbeddedStore(pool, {SMALL}).close()", pool) == 0
+    assert open_elsewhere(pool, SMALL) == 0
     assert arena.stat().st_blocks * 512 <= SMALL, "nobody maps it now"
 
 
-def test_a_shrink_does_not_wait_for_writers_and_gives_their_space_to_nobody_else(pool: Path) -> None:
+def test_a_shrink_does_not_wait_for_writers_and_gives_their_space_to_nobody_else(pool):
     keys = chain("slow", 100)
     space_is_back = []
     with EmbeddedStore(pool, LARGE) as store:
-        space = store.space(namespace(), SHARD)
+        space = space_in(store)
 
-        def write_slowly(i: int, view: object) -> None:
+        def write_slowly(i, view):
             if i == 50:
-                opened(store).resize(SMALL, 1.0)
+                inside(store).resize(SMALL, 1.0)
                 assert store.stats().capacity_nbytes == SMALL
-                opened(store).resize(LARGE, 1.0)
+                inside(store).resize(LARGE, 1.0)
                 fill(store, "meanwhile")
                 space_is_back.append(store.stats().used_nbytes)
-            view[:] = page_bytes(keys[i])  # type: ignore[index]
+            view[:] = page_bytes(keys[i])
 
-        outcome = space.write(keys, write_slowly, nbytes=65536, parents=parents_of(keys), deadline_s=DEADLINE_S)
+        outcome = space.write(keys, write_slowly, nbytes=65536, parents=parents_of(keys), deadline_s=60)
         audit(store)
         assert space_is_back[0] <= LARGE - 100 * 65536
         for key, put in zip(keys, outcome, strict=True):
@@ -130,22 +115,19 @@ def test_a_shrink_does_not_wait_for_writers_and_gives_their_space_to_nobody_else
         assert store.verify().corrupt == 0
 
 
-def test_all_processes_see_the_new_capacity(pool: Path) -> None:
+def test_all_processes_see_the_new_capacity(pool):
     with EmbeddedStore(pool, LARGE) as store:
         fill(store, "before")
-        code = (
-            "from store_client.embedded.table import Table\nTable.set_capacity = lambda *a: os.kill(os.getpid(), 9)\n"
-        )
-        assert in_child(code + f"EmbeddedStore(pool, {SMALL})", pool) == -9
+        dies = "from store_client.embedded.table import Table\n"
+        dies += "Table.set_capacity = lambda *a: os.kill(os.getpid(), 9)\n"
+        assert open_elsewhere(pool, SMALL, dies) == -9
         fill(store, "after", 1)
         assert store.stats().capacity_nbytes == SMALL
         assert store.stats().used_nbytes <= SMALL
         audit(store)
 
 
-def test_an_unchanged_capacity_is_right_however_full_the_file_system_is(
-    pool: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unchanged_capacity_is_right_however_full_the_file_system_is(pool, monkeypatch):
     with EmbeddedStore(pool, LARGE) as store:
         fill(store, "a", 4)
     monkeypatch.setattr("store_client.embedded.folder.free_nbytes", lambda folder: 0)

@@ -39,9 +39,7 @@ def opened() -> Iterator[EmbeddedStore]:
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_a_page_is_found_where_all_its_layers_and_heads_are_stored_and_read_rightly(
-    opened: EmbeddedStore, data: st.DataObject
-) -> None:
+def test_a_page_is_found_where_all_its_layers_and_heads_are_stored_and_read_rightly(opened, data):
     """Instances of any TP and PP wrote some shards of some pages; a rank of one more instance reads."""
     opened.clear()
     model = data.draw(models)
@@ -73,7 +71,7 @@ def check_shown(shown: list[Shard], shard: Shard, *, own: bool) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_every_element_is_shown_once_where_one_instance_wrote(opened: EmbeddedStore, data: st.DataObject) -> None:
+def test_every_element_is_shown_once_where_one_instance_wrote(opened, data):
     opened.clear()
     model = data.draw(models)
     pool = Pool(opened, model)
@@ -87,7 +85,7 @@ def test_every_element_is_shown_once_where_one_instance_wrote(opened: EmbeddedSt
             assert set(counts.values()) == {1} and set(counts) == units(shard), page
 
 
-def test_the_model_notices_another_head_layer_and_page() -> None:
+def test_the_model_notices_another_head_layer_and_page():
     model = Model(2, 2)
     whole = model.stored(0, Shard(0, 2, 0, 2))
     assert not np.array_equal(whole, model.stored(1, Shard(0, 2, 0, 2)))
@@ -113,7 +111,7 @@ def put_all(pool: Pool, *shards: Shard) -> None:
         pool.put(shard, range(len(pool.model.keys)))
 
 
-def test_a_part_that_vanishes_after_the_lookup_loses_its_page_alone(shared: Pool) -> None:
+def test_a_part_that_vanishes_after_the_lookup_loses_its_page_alone(shared):
     put_all(shared, *HALVES)
     view, reader = shared.view(WHOLE), Reader(shared.model, WHOLE)
     assert view.lookup(shared.model.keys).pages == 4
@@ -125,7 +123,7 @@ def test_a_part_that_vanishes_after_the_lookup_loses_its_page_alone(shared: Pool
 
 
 @pytest.mark.parametrize("lost", HALVES, ids=["the part being read", "the part that comes next"])
-def test_a_part_that_vanishes_during_the_read_loses_its_page(shared: Pool, lost: Shard) -> None:
+def test_a_part_that_vanishes_during_the_read_loses_its_page(shared, lost):
     put_all(shared, *HALVES)
     reader = Reader(shared.model, WHOLE)
 
@@ -137,7 +135,7 @@ def test_a_part_that_vanishes_during_the_read_loses_its_page(shared: Pool, lost:
     assert shared.view(WHOLE).read(shared.model.keys, consume) == [True, True, False, True]
 
 
-def test_smaller_parts_stand_in_for_one_that_vanished(shared: Pool) -> None:
+def test_smaller_parts_stand_in_for_one_that_vanished(shared):
     put_all(shared, *HALVES, *QUARTERS)
     view, reader = shared.view(WHOLE), Reader(shared.model, WHOLE)
     assert view.lookup(shared.model.keys).pages == 4
@@ -148,7 +146,7 @@ def test_smaller_parts_stand_in_for_one_that_vanished(shared: Pool) -> None:
     assert np.array_equal(reader.page(0), reader.expected(0))
 
 
-def test_a_part_with_a_wrong_byte_is_a_miss(shared: Pool) -> None:
+def test_a_part_with_a_wrong_byte_is_a_miss(shared):
     put_all(shared, *HALVES)
     arena = next(shared.store.path.glob("*/arena"))
     content = arena.read_bytes()
@@ -199,7 +197,7 @@ def counted(pool: Pool, shard: Shard) -> tuple[ShardView, Counting]:
     return ShardView(counting, pool.model.namespace, shard, UNIT_NBYTES), counting  # type: ignore[arg-type]
 
 
-def test_no_other_shard_is_asked_for_what_the_own_one_has(shared: Pool) -> None:
+def test_no_other_shard_is_asked_for_what_the_own_one_has(shared):
     put_all(shared, WHOLE, *HALVES)
     view, counting = counted(shared, WHOLE)
     keys = shared.model.keys
@@ -208,14 +206,14 @@ def test_no_other_shard_is_asked_for_what_the_own_one_has(shared: Pool) -> None:
     assert {shard for _, shard in counting.asked} == {WHOLE}
 
 
-def test_where_there_is_no_other_shard_a_miss_costs_one_lookup(shared: Pool) -> None:
+def test_where_there_is_no_other_shard_a_miss_costs_one_lookup(shared):
     shared.put(WHOLE, [1])
     view, counting = counted(shared, WHOLE)
     assert view.lookup(shared.model.keys).pages == 0
     assert counting.asked == [("lookup", WHOLE)]
 
 
-def test_shards_are_listed_at_a_miss_once_a_second(shared: Pool, clock: SimpleNamespace) -> None:
+def test_shards_are_listed_at_a_miss_once_a_second(shared, clock):
     view, counting = counted(shared, WHOLE)
     keys = shared.model.keys
     for _ in range(3):
@@ -229,7 +227,7 @@ def test_shards_are_listed_at_a_miss_once_a_second(shared: Pool, clock: SimpleNa
     assert counting.listed == 2
 
 
-def test_parts_that_leave_something_out_even_together_are_not_asked(shared: Pool) -> None:
+def test_parts_that_leave_something_out_even_together_are_not_asked(shared):
     """The other stage of a pipeline may have no page yet, or none any more; shards beside the own one never count."""
     shared.store.shards = lambda name: [HALVES[0], Shard(0, 2, 2, 4), Shard(4, 8, 0, 4)]  # type: ignore[method-assign]
     try:
@@ -253,7 +251,7 @@ def write(view: ShardView, model: Model, pages: Sequence[int]) -> list[Put]:
     return view.write(keys, fill, parents=parents, deadline_s=DEADLINE_S)
 
 
-def test_a_page_that_others_cover_is_not_stored_again(shared: Pool) -> None:
+def test_a_page_that_others_cover_is_not_stored_again(shared):
     shared.put(HALVES[0], [0, 1, 2])
     shared.put(HALVES[1], [0, 2])
     view = shared.view(WHOLE)
@@ -273,7 +271,7 @@ def fill_up(store: EmbeddedStore) -> None:
 
 
 @pytest.mark.parametrize("covered", [True, False], ids=["parent elsewhere", "parent nowhere"])
-def test_a_page_may_go_on_from_pages_of_other_shards_in_a_full_pool(tmp_path: Path, covered: bool) -> None:
+def test_a_page_may_go_on_from_pages_of_other_shards_in_a_full_pool(tmp_path, covered):
     """Others are evicted for it, as for a page whose parent is in the own shard; not so for one nobody can reach."""
     model = Model(4, 4)
     with EmbeddedStore(tmp_path / "pool", 1 << 20) as store:
@@ -286,7 +284,7 @@ def test_a_page_may_go_on_from_pages_of_other_shards_in_a_full_pool(tmp_path: Pa
     assert outcome == ([Put.STORED] * 2 if covered else [Put.FAILED] * 2)
 
 
-def test_a_page_stays_the_child_of_a_parent_in_its_own_shard(shared: Pool) -> None:
+def test_a_page_stays_the_child_of_a_parent_in_its_own_shard(shared):
     """A parent that others have as well is still never evicted before it."""
     view = shared.view(WHOLE)
     write(view, shared.model, [0])
@@ -302,7 +300,7 @@ def test_a_page_stays_the_child_of_a_parent_in_its_own_shard(shared: Pool) -> No
     assert parents == [shared.model.keys[0]]
 
 
-def test_after_clear_nothing_is_found(shared: Pool) -> None:
+def test_after_clear_nothing_is_found(shared):
     put_all(shared, *HALVES)
     beside = shared.view(Shard(4, 8, 0, 4))
     write(beside, shared.model, [0])
@@ -335,7 +333,7 @@ def unsure_view(pool: Pool, *shards: Shard) -> ShardView:
 
 
 @pytest.mark.parametrize("shard", [WHOLE, HALVES[1]], ids=["own", "other"])
-def test_a_lookup_is_pending_while_any_shard_may_bring_the_next_page(shared: Pool, shard: Shard) -> None:
+def test_a_lookup_is_pending_while_any_shard_may_bring_the_next_page(shared, shard):
     keys = shared.model.keys
     shared.put(HALVES[0], range(4))
     shared.put(HALVES[1], range(2))
@@ -345,7 +343,7 @@ def test_a_lookup_is_pending_while_any_shard_may_bring_the_next_page(shared: Poo
     assert unsure_view(shared).lookup(keys) == Lookup(2)
 
 
-def test_a_thread_that_may_wait_gets_what_came_in_time(shared: Pool) -> None:
+def test_a_thread_that_may_wait_gets_what_came_in_time(shared):
     keys = shared.model.keys
     put_all(shared, WHOLE)
     faults = Faults()

@@ -2,75 +2,66 @@
 
 import contextlib
 import os
-from pathlib import Path
 
 import pytest
-from store.audit import audit
+from store.pools import inside, space_in
 
 from mooncake_connector.kv.geometry import Shard
 from store_client import EmbeddedStore, Put
 from store_client.embedded.names import Spaces, identify
-from store_client.testing import SHARD, chain, get_page, namespace, put_chain
+from store_client.testing import chain, get_page, namespace, put_chain
 
 
 @pytest.mark.parametrize("cut", [1, 2, 30, 10_000])
-def test_a_line_cut_short_by_a_full_file_system_mixes_no_namespaces(
-    pool: Path, monkeypatch: pytest.MonkeyPatch, cut: int
-) -> None:
+def test_a_line_cut_short_by_a_full_file_system_mixes_no_namespaces(store, monkeypatch, cut):
     keys = chain("the same prompt", 3)
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, line: write(fd, line[: max(0, len(line) - cut)]))
-    with EmbeddedStore(pool, 4 << 20) as store:
-        a, b = store.space(namespace("a"), SHARD), store.space(namespace("b"), SHARD)
-        with contextlib.suppress(KeyError):
-            assert put_chain(a, keys) == [Put.FAILED] * 3
-        monkeypatch.undo()
-        assert put_chain(b, keys) == [Put.STORED] * 3
-        assert a.lookup(keys).pages == 0
-        assert a.contains(keys) == [False] * 3
-        assert get_page(a, keys[0]) is None
-        assert put_chain(a, keys) == [Put.STORED] * 3
-        assert {info.namespace.model_name: info.pages for info in store.namespaces()} == {"a": 3, "b": 3}
-        audit(store)
+    a, b = space_in(store, "a"), space_in(store, "b")
+    with contextlib.suppress(KeyError):
+        assert put_chain(a, keys) == [Put.FAILED] * 3
+    monkeypatch.undo()
+    assert put_chain(b, keys) == [Put.STORED] * 3
+    assert a.lookup(keys).pages == 0
+    assert a.contains(keys) == [False] * 3
+    assert get_page(a, keys[0]) is None
+    assert put_chain(a, keys) == [Put.STORED] * 3
+    assert {info.namespace.model_name: info.pages for info in store.namespaces()} == {"a": 3, "b": 3}
 
 
-def test_a_list_that_is_lost_or_swapped_mixes_no_namespaces(pool: Path) -> None:
+def test_a_list_that_is_lost_or_swapped_mixes_no_namespaces(pool):
     keys = chain("the same prompt", 3)
     with EmbeddedStore(pool, 4 << 20) as store:
-        put_chain(store.space(namespace("a"), SHARD), keys[:1])
-        put_chain(store.space(namespace("b"), SHARD), keys[:2])
+        put_chain(space_in(store, "a"), keys[:1])
+        put_chain(space_in(store, "b"), keys[:2])
     (listed,) = pool.glob("*/spaces")
     listed.write_bytes(listed.read_bytes().replace(b'"a"', b'"c"').replace(b'"b"', b'"a"').replace(b'"c"', b'"b"'))
     with EmbeddedStore(pool) as store:
-        assert store.space(namespace("a"), SHARD).lookup(keys).pages == 1
-        assert store.space(namespace("b"), SHARD).lookup(keys).pages == 2
+        assert space_in(store, "a").lookup(keys).pages == 1
+        assert space_in(store, "b").lookup(keys).pages == 2
     listed.write_bytes(b"")
     with EmbeddedStore(pool) as store:
-        assert put_chain(store.space(namespace("c"), SHARD), keys) == [Put.STORED] * 3
-        assert store.space(namespace("a"), SHARD).lookup(keys).pages == 1
-        assert store.space(namespace("b"), SHARD).lookup(keys).pages == 2
+        assert put_chain(space_in(store, "c"), keys) == [Put.STORED] * 3
+        assert space_in(store, "a").lookup(keys).pages == 1
+        assert space_in(store, "b").lookup(keys).pages == 2
 
 
-def test_a_list_of_many_namespaces_is_read_once(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_many_namespaces_is_read_once(store, monkeypatch):
     """An RL loop takes a namespace for each reset, and the list is read under the write lock."""
-    (keys,) = [chain("a", 1)]
-    with EmbeddedStore(pool, 4 << 20) as store:
-        opened = store._handle._pool
-        assert opened is not None
-        reader = Spaces(opened.spaces._path)
-        learned = []
-        learn = reader._learn
-        monkeypatch.setattr(reader, "_learn", lambda line: (learned.append(line), learn(line)))
-        for i in range(50):
-            put_chain(store.space(namespace(f"{i}"), SHARD), keys, 4096)
-            assert len(reader.all()) == i + 1
-        assert len(learned) == 50
-        opened.spaces._path.write_bytes(b"")
-        put_chain(store.space(namespace("new"), SHARD), keys, 4096)
-        assert namespace("new").digest in {known.digest for known, _ in reader.all().values()}
+    keys, listed = chain("a", 1), inside(store).spaces._path
+    reader = Spaces(listed)
+    learned, learn = [], reader._learn
+    monkeypatch.setattr(reader, "_learn", lambda line: (learned.append(line), learn(line)))
+    for i in range(50):
+        put_chain(space_in(store, f"{i}"), keys, 4096)
+        assert len(reader.all()) == i + 1
+    assert len(learned) == 50
+    listed.write_bytes(b"")
+    put_chain(space_in(store, "new"), keys, 4096)
+    assert namespace("new").digest in {known.digest for known, _ in reader.all().values()}
 
 
-def test_every_shard_and_namespace_has_an_identity_of_its_own() -> None:
+def test_every_shard_and_namespace_has_an_identity_of_its_own():
     names = {
         (namespace(model).digest, Shard(0, layers, heads, heads + more))
         for model in "abc" for layers in (1, 2, 256) for heads in (0, 1, 255) for more in (1, 2)

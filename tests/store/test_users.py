@@ -9,39 +9,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from store.pools import running
 
 from store_client import EmbeddedStore
 from store_client.embedded import pool_users
 
-USER = """
-import sys
-from store_client import EmbeddedStore
-with EmbeddedStore(sys.argv[1], 1 << 20):
-    print("open", flush=True)
-    sys.stdin.read()
-"""
+SECRETS = [
+    "--api-key", "hunter2", "hunter2 the second", "--hf-token=hunter2", '{"my_key": "hunter2"}', "--token", "hunter2",
+]  # fmt: skip
 
 
 @pytest.fixture
 def user(pool: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that has the pool open."""
-    command = [
-        sys.executable,
-        "-c",
-        USER,
-        str(pool),
-        "--api-key",
-        "hunter2",
-        "hunter2 the second",
-        "--hf-token=hunter2",
-        '{"my_key": "hunter2"}',
-        "--token",
-        "hunter2",
-    ]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "open\n"
+    code = """
+        with EmbeddedStore(sys.argv[1], 1 << 20):
+            print("open", flush=True)
+            sys.stdin.read()
+    """
+    with running(code, pool, *SECRETS, opened=False) as process:
         yield process
-        process.kill()
 
 
 def owner_file(pool: Path) -> Path:
@@ -55,31 +42,31 @@ def describe(pool: Path, content: bytes) -> None:
         file.write(content.ljust(4096, b"\0"))
 
 
-def test_another_process_is_named_with_its_command(pool: Path, user: subprocess.Popen[str]) -> None:
+def test_another_process_is_named_with_its_command(pool, user):
     (found,) = pool_users(pool) or []
     assert (found.pid, found.here) == (user.pid, True) and found.since_s < 3600
     assert found.command.startswith(sys.executable) and str(pool) in found.command
 
 
-def test_what_looks_like_a_secret_is_neither_told_nor_written_down(pool: Path, user: subprocess.Popen[str]) -> None:
+def test_what_looks_like_a_secret_is_neither_told_nor_written_down(pool, user):
     (found,) = pool_users(pool) or []
     assert found.command.endswith('--api-key *** *** --hf-token=*** {"my_key": "***"} --token ***')
     assert "hunter2" not in found.command
     assert b"--api-key *** ***" in owner_file(pool).read_bytes() and b"hunter2" not in owner_file(pool).read_bytes()
 
 
-def test_one_that_was_killed_is_not_named(pool: Path, user: subprocess.Popen[str]) -> None:
+def test_one_that_was_killed_is_not_named(pool, user):
     user.kill()
     user.wait()
     assert owner_file(pool).exists() and pool_users(pool) == []
 
 
-def test_this_process_does_not_count_itself(pool: Path) -> None:
+def test_this_process_does_not_count_itself(pool):
     with EmbeddedStore(pool, 1 << 20):
         assert pool_users(pool) == []
 
 
-def test_one_of_another_pid_namespace_is_told_apart(pool: Path, user: subprocess.Popen[str]) -> None:
+def test_one_of_another_pid_namespace_is_told_apart(pool, user):
     said = json.loads(owner_file(pool).read_bytes().partition(b"\0")[0])
     describe(pool, json.dumps(said | {"namespace": "pid:[1] of another", "host": "pod-7"}).encode())
     (found,) = pool_users(pool) or []
@@ -89,25 +76,22 @@ def test_one_of_another_pid_namespace_is_told_apart(pool: Path, user: subprocess
 @pytest.mark.parametrize(
     "content", [b"", b"\xff", b"{}", b"[" * 5000, b'{"pid": ' + b"9" * 4000, b'{"pid": [], "since": 1}']
 )
-def test_one_that_left_no_description_still_counts(pool: Path, user: subprocess.Popen[str], content: bytes) -> None:
+def test_one_that_left_no_description_still_counts(pool, user, content):
     describe(pool, content)
     (found,) = pool_users(pool) or []
     assert (found.pid, found.command) == (None, "")
 
 
-def test_looking_does_not_wait_for_one_that_was_stopped_while_it_opened(
-    pool: Path, user: subprocess.Popen[str]
-) -> None:
-    program = (
-        "import sys, time; from pathlib import Path; from store_client.embedded.locks import FileLock\n"
-        "FileLock(Path(sys.argv[1])).acquire(time.monotonic() + 60); print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", program, str(pool / "open.lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+def test_looking_does_not_wait_for_one_that_was_stopped_while_it_opened(pool, user):
+    hold = """
+        from store_client.embedded.locks import FileLock
+        FileLock(Path(sys.argv[1])).acquire(time.monotonic() + 60)
+        print('held', flush=True)
+        sys.stdin.read()
+    """
+    with running(hold, pool / "open.lock", opened=False):
         assert pool_users(pool) is None
-        holder.kill()
 
 
-def test_a_pool_that_is_not_there_has_no_users_and_is_not_made(pool: Path) -> None:
+def test_a_pool_that_is_not_there_has_no_users_and_is_not_made(pool):
     assert pool_users(pool) == [] and not pool.exists()

@@ -156,16 +156,6 @@ def fill_disk(store: EmbeddedStore, rng: random.Random) -> int:
     return 1
 
 
-def hold_lock(store: EmbeddedStore, rng: random.Random) -> int:
-    """Take the write lock and keep it until killed."""
-    pool = store._handle._pool
-    assert pool is not None
-    with pool.writer.locked(time.monotonic() + 5):
-        print("locked", flush=True)
-        time.sleep(600)
-    return 0
-
-
 def clear_some(store: EmbeddedStore, rng: random.Random) -> int:
     """Forget all pages of one size, now and then."""
     if rng.random() < 0.1:
@@ -174,9 +164,8 @@ def clear_some(store: EmbeddedStore, rng: random.Random) -> int:
 
 
 ROLES = {
-    "write": write_some, "read": read_some, "evict": evict_some, "mix": mix, "hold": hold_lock, "resize": resize,
-    "open": open_again, "fork": fork, "clock": turn_clock, "ballast": fill_disk,
-    "clear": clear_some,
+    "write": write_some, "read": read_some, "evict": evict_some, "mix": mix, "resize": resize,
+    "open": open_again, "fork": fork, "clock": turn_clock, "ballast": fill_disk, "clear": clear_some,
 }  # fmt: skip
 ORIGINAL_CLOCKS = {name: getattr(time, name) for name in ("time", "time_ns", "clock_gettime_ns")}
 
