@@ -15,23 +15,13 @@ def fresh():
     forget_causes()
 
 
-def test_a_cause_is_logged_once(caplog):
+def test_each_cause_is_logged_once_and_again_when_it_was_forgotten(caplog):
     assert log_once("store.checksum", "page %d is damaged", 1)
     assert not log_once("store.checksum", "page %d is damaged", 2)
-    assert caplog.messages == ["page 1 is damaged"]
-
-
-def test_each_cause_is_logged(caplog):
-    log_once("a", "first")
-    log_once("b", "second")
-    assert caplog.messages == ["first", "second"]
-
-
-def test_a_forgotten_cause_is_logged_again(caplog):
-    log_once("a", "first")
+    log_once("another", "second")
     forget_causes()
-    log_once("a", "again")
-    assert caplog.messages == ["first", "again"]
+    log_once("store.checksum", "again")
+    assert caplog.messages == ["page 1 is damaged", "second", "again"]
 
 
 def test_an_endless_stream_of_causes_stops(caplog):

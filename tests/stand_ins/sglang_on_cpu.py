@@ -8,6 +8,7 @@ choice of a kernel stay SGLang's.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,112 +50,58 @@ def _without_pinning(factory: Any) -> Any:
 
 
 # The kernels, by what they move between: lf is [layer][token], on the device and on a layer_first host; pf is
-# [token][layer]; ph is [page][head][token][layer]; direct_pf is [page][layer][token].
+# [token][layer]; ph is [page][head][token][layer]; direct_pf is [page][layer][token]. SGLang names every argument.
 
 Tensor = torch.Tensor
+Tensors = list[Tensor]
 
 
-def transfer_kv_per_layer(
-    src_k: Tensor, dst_k: Tensor, src_v: Tensor, dst_v: Tensor, src_indices: Tensor, dst_indices: Tensor, **_: Any
-) -> None:
-    transfer_kv_per_layer_mla(src_k, dst_k, src_indices, dst_indices)
-    transfer_kv_per_layer_mla(src_v, dst_v, src_indices, dst_indices)
+def of_k_and_v(kernel: Callable[..., None]) -> Callable[..., None]:
+    """What moves K and V, made of what moves one of them: `src_k` and `src_v` are each its `src`."""
+
+    def move(**arguments: Any) -> None:
+        for own, other in (("_k", "_v"), ("_v", "_k")):
+            kernel(**{name.replace(own, "", 1): value for name, value in arguments.items() if other not in name})
+
+    return move
 
 
-def transfer_kv_per_layer_mla(src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, **_: Any) -> None:
+def per_layer(src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, **_: Any) -> None:
     dst[dst_indices] = src[src_indices]
 
 
-def transfer_kv_per_layer_pf_lf(
-    src_k: Tensor,
-    dst_k: Tensor,
-    src_v: Tensor,
-    dst_v: Tensor,
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    layer_id: int,
-    **_: Any,
-) -> None:
-    transfer_kv_per_layer_mla_pf_lf(src_k, dst_k, src_indices, dst_indices, layer_id)
-    transfer_kv_per_layer_mla_pf_lf(src_v, dst_v, src_indices, dst_indices, layer_id)
-
-
-def transfer_kv_per_layer_mla_pf_lf(
+def per_layer_pf_lf(
     src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, layer_id: int, **_: Any
 ) -> None:
     dst[dst_indices] = src[src_indices, layer_id]
 
 
-def transfer_kv_per_layer_ph_lf(
-    src_k: Tensor,
-    dst_k: Tensor,
-    src_v: Tensor,
-    dst_v: Tensor,
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    layer_id: int,
-    page_size: int,
-    **_: Any,
+def per_layer_ph_lf(
+    src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, layer_id: int, page_size: int, **_: Any
 ) -> None:
-    for src, dst in ((src_k, dst_k), (src_v, dst_v)):
-        dst[dst_indices] = src[src_indices // page_size, :, src_indices % page_size, layer_id]
+    dst[dst_indices] = src[src_indices // page_size, :, src_indices % page_size, layer_id]
 
 
-def transfer_kv_per_layer_direct_pf_lf(
-    src_ptrs: list[Tensor],
-    dst_ptrs: list[Tensor],
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    layer_id: int,
-    page_size: int,
+def per_layer_direct_pf_lf(
+    src_ptrs: Tensors, dst_ptrs: Tensors, src_indices: Tensor, dst_indices: Tensor, layer_id: int, page_size: int
 ) -> None:
     for src, dst in zip(src_ptrs, dst_ptrs, strict=True):
         dst[dst_indices] = src[src_indices // page_size, layer_id, src_indices % page_size]
 
 
-def transfer_kv_direct(
-    src_layers: list[Tensor], dst_layers: list[Tensor], src_indices: Tensor, dst_indices: Tensor, page_size: int
-) -> None:
+def direct(src_layers: Tensors, dst_layers: Tensors, src_indices: Tensor, dst_indices: Tensor, **_: Any) -> None:
     for src, dst in zip(src_layers, dst_layers, strict=True):
         dst[dst_indices] = src[src_indices]
 
 
-def transfer_kv_all_layer(
-    src_k_layers: Tensor,
-    dst_k_layers: Tensor,
-    src_v_layers: Tensor,
-    dst_v_layers: Tensor,
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    item_size: int,
-    **_: Any,
-) -> None:
-    transfer_kv_all_layer_mla(src_k_layers, dst_k_layers, src_indices, dst_indices, item_size)
-    transfer_kv_all_layer_mla(src_v_layers, dst_v_layers, src_indices, dst_indices, item_size)
-
-
-def transfer_kv_all_layer_mla(
+def all_layer(
     src_layers: Tensor, dst_layers: Tensor, src_indices: Tensor, dst_indices: Tensor, item_size: int, **_: Any
 ) -> None:
     for src, dst in zip(src_layers.tolist(), dst_layers.tolist(), strict=True):
         _rows(dst, dst_indices, item_size)[dst_indices] = _rows(src, src_indices, item_size)[src_indices]
 
 
-def transfer_kv_all_layer_lf_pf(
-    src_k_layers: Tensor,
-    dst_k: Tensor,
-    src_v_layers: Tensor,
-    dst_v: Tensor,
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    item_size: int,
-    **_: Any,
-) -> None:
-    transfer_kv_all_layer_mla_lf_pf(src_k_layers, dst_k, src_indices, dst_indices, item_size)
-    transfer_kv_all_layer_mla_lf_pf(src_v_layers, dst_v, src_indices, dst_indices, item_size)
-
-
-def transfer_kv_all_layer_mla_lf_pf(
+def all_layer_lf_pf(
     src_layers: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, item_size: int, **_: Any
 ) -> None:
     for layer, src in enumerate(src_layers.tolist()):
@@ -162,28 +109,17 @@ def transfer_kv_all_layer_mla_lf_pf(
         dst[dst_indices, layer] = tokens.view(dst.dtype).view(-1, *dst.shape[2:])
 
 
-def transfer_kv_all_layer_lf_ph(
-    src_k_layers: Tensor,
-    dst_k: Tensor,
-    src_v_layers: Tensor,
-    dst_v: Tensor,
-    src_indices: Tensor,
-    dst_indices: Tensor,
-    item_size: int,
-    page_size: int,
-    head_num: int,
-    **_: Any,
-) -> None:
-    for layers, dst in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
-        for layer, src in enumerate(layers.tolist()):
-            tokens = _rows(src, src_indices, item_size)[src_indices]
-            dst[dst_indices // page_size, :, dst_indices % page_size, layer] = tokens.view(dst.dtype).view(
-                -1, head_num, dst.shape[-1]
-            )
+def all_layer_lf_ph(
+    src_layers: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor,
+    item_size: int, page_size: int, head_num: int, **_: Any,
+) -> None:  # fmt: skip
+    for layer, src in enumerate(src_layers.tolist()):
+        tokens = _rows(src, src_indices, item_size)[src_indices].view(dst.dtype).view(-1, head_num, dst.shape[-1])
+        dst[dst_indices // page_size, :, dst_indices % page_size, layer] = tokens
 
 
-def transfer_kv_all_layer_direct_lf_pf(
-    src_ptrs: list[Tensor], dst_ptrs: list[Tensor], src_indices: Tensor, dst_indices: Tensor, page_size: int
+def all_layer_direct_lf_pf(
+    src_ptrs: Tensors, dst_ptrs: Tensors, src_indices: Tensor, dst_indices: Tensor, page_size: int
 ) -> None:
     """`src_ptrs` are all layers of the first of `dst_ptrs`, then all layers of the second."""
     num_layers = len(src_ptrs) // len(dst_ptrs)
@@ -199,4 +135,18 @@ def _rows(address: int, indices: Tensor, nbytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(count, nbytes)
 
 
-KERNELS = {name: value for name, value in list(globals().items()) if name.startswith("transfer_kv")}
+KERNELS = {
+    "transfer_kv_per_layer": of_k_and_v(per_layer),
+    "transfer_kv_per_layer_mla": per_layer,
+    "transfer_kv_per_layer_pf_lf": of_k_and_v(per_layer_pf_lf),
+    "transfer_kv_per_layer_mla_pf_lf": per_layer_pf_lf,
+    "transfer_kv_per_layer_ph_lf": of_k_and_v(per_layer_ph_lf),
+    "transfer_kv_per_layer_direct_pf_lf": per_layer_direct_pf_lf,
+    "transfer_kv_direct": direct,
+    "transfer_kv_all_layer": of_k_and_v(all_layer),
+    "transfer_kv_all_layer_mla": all_layer,
+    "transfer_kv_all_layer_lf_pf": of_k_and_v(all_layer_lf_pf),
+    "transfer_kv_all_layer_mla_lf_pf": all_layer_lf_pf,
+    "transfer_kv_all_layer_lf_ph": of_k_and_v(all_layer_lf_ph),
+    "transfer_kv_all_layer_direct_lf_pf": all_layer_direct_lf_pf,
+}

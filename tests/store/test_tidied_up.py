@@ -29,7 +29,7 @@ def delete(pool, name):
 
 
 def put_elsewhere(pool, name):
-    code = "print(*[put.value for put in put_chain(space, chain(sys.argv[2], 2))])"
+    code = "print(*[put.value for put in put_chain(space, chain(sys.argv[2], 2))]); store.close()"
     return run(code, pool, name).stdout.split()
 
 
