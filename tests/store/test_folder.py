@@ -4,9 +4,9 @@ import contextlib
 import os
 import shutil
 import sys
-import time
 
 import pytest
+from simulated.waiting import wait_for
 from store.pools import CAPACITY, data_folder, edit, fill, running, works
 
 from mooncake_connector.cli.pool import destroy
@@ -158,7 +158,7 @@ def test_destroying_waits_for_an_opening_under_way(pool):
         for _ in range(3):
             openers.enter_context(running(opener, pool, opened=False))
         for _ in range(10):
+            wait_for(pool.exists)  # one of them has made it again
             with contextlib.suppress(PoolError):
                 destroy(pool)
-            time.sleep(0.02)
     assert still_works(pool)

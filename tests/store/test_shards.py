@@ -5,22 +5,20 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from faults import Faults, FaultySpace, FaultyStore, Late, never
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store.pools import garble
 from store.shard_model import UNIT_NBYTES, Model, Pool, Reader, instances, models, units
 
 from mooncake_connector.kv.geometry import Shard
-from mooncake_connector.kv.namespace import Namespace
-from store_client import EmbeddedStore, Lookup, Put, Store
+from store_client import EmbeddedStore, Lookup, Put
 from store_client.sharded import ShardView
 from store_client.testing import DEADLINE_S, chain, namespace, parents_of, put_pages
 
@@ -59,11 +57,11 @@ def test_a_page_is_found_where_all_its_layers_and_heads_are_stored_and_read_righ
                 check_shown(reader.shown[page], shard, own=shard in pool.holders[page])
 
 
-def check_shown(shown: list[Shard], shard: Shard, *, own: bool) -> None:
+def check_shown(shown, shard, *, own):
     """The own page alone where there is one, and no part that has nothing new."""
     if own:
         assert shown == [shard]
-    seen: set[tuple[int, int]] = set()
+    seen = set()
     for part in shown:
         assert units(part) & units(shard) - seen, "a part was read for nothing"
         seen |= units(part)
@@ -127,7 +125,7 @@ def test_a_part_that_vanishes_during_the_read_loses_its_page(shared, lost):
     put_all(shared, *HALVES)
     reader = Reader(shared.model, WHOLE)
 
-    def consume(i: int, part: Shard, page: npt.NDArray[np.uint8]) -> None:
+    def consume(i, part, page):
         reader.consume(i, part, page)
         if i == 2 and part == HALVES[0]:
             shared.lose(2, lost)
@@ -151,9 +149,7 @@ def test_a_part_with_a_wrong_byte_is_a_miss(shared):
     arena = next(shared.store.path.glob("*/arena"))
     content = arena.read_bytes()
     at = content.index(shared.model.stored(3, HALVES[1]).tobytes())
-    with open(arena, "r+b") as file:
-        file.seek(at + 5)
-        file.write(bytes([content[at + 5] ^ 1]))
+    garble(arena, at + 5, bytes([content[at + 5] ^ 1]))
     reader = Reader(shared.model, WHOLE)
     assert shared.view(WHOLE).read(shared.model.keys, reader.consume) == [True, True, True, False]
 
@@ -164,20 +160,18 @@ def test_a_part_with_a_wrong_byte_is_a_miss(shared):
 class Counting:
     """A store that counts what it is asked."""
 
-    def __init__(self, store: EmbeddedStore) -> None:
-        self._store = store
-        self.listed = 0
-        self.asked: list[tuple[str, Shard]] = []
+    def __init__(self, store):
+        self._store, self.listed, self.asked = store, 0, []
 
-    def shards(self, name: Any) -> list[Shard]:
+    def shards(self, name):
         self.listed += 1
         return self._store.shards(name)
 
-    def space(self, name: Any, shard: Shard) -> Any:
+    def space(self, name, shard):
         space, asked = self._store.space(name, shard), self.asked
 
         class Asked:
-            def __getattr__(self, call: str) -> Any:
+            def __getattr__(self, call):
                 asked.append((call, shard))
                 return getattr(space, call)
 
@@ -185,21 +179,21 @@ class Counting:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def clock(monkeypatch):
     """The time that a view sees, which stands still unless it is moved."""
     clock = SimpleNamespace(now_s=100.0)
     monkeypatch.setattr("store_client.sharded.time", SimpleNamespace(monotonic=lambda: clock.now_s))
     return clock
 
 
-def counted(pool: Pool, shard: Shard) -> tuple[ShardView, Counting]:
+def counted(pool):
     counting = Counting(pool.store)
-    return ShardView(counting, pool.model.namespace, shard, UNIT_NBYTES), counting  # type: ignore[arg-type]
+    return ShardView(counting, pool.model.namespace, WHOLE, UNIT_NBYTES), counting
 
 
 def test_no_other_shard_is_asked_for_what_the_own_one_has(shared):
     put_all(shared, WHOLE, *HALVES)
-    view, counting = counted(shared, WHOLE)
+    view, counting = counted(shared)
     keys = shared.model.keys
     assert view.lookup(keys).pages == 4 and all(view.contains(keys)) and all(view.read(keys, lambda *args: None))
     assert counting.listed == 0
@@ -208,13 +202,13 @@ def test_no_other_shard_is_asked_for_what_the_own_one_has(shared):
 
 def test_where_there_is_no_other_shard_a_miss_costs_one_lookup(shared):
     shared.put(WHOLE, [1])
-    view, counting = counted(shared, WHOLE)
+    view, counting = counted(shared)
     assert view.lookup(shared.model.keys).pages == 0
     assert counting.asked == [("lookup", WHOLE)]
 
 
 def test_shards_are_listed_at_a_miss_once_a_second(shared, clock):
-    view, counting = counted(shared, WHOLE)
+    view, counting = counted(shared)
     keys = shared.model.keys
     for _ in range(3):
         assert view.lookup(keys) == Lookup(0) and not any(view.contains(keys))
@@ -229,22 +223,19 @@ def test_shards_are_listed_at_a_miss_once_a_second(shared, clock):
 
 def test_parts_that_leave_something_out_even_together_are_not_asked(shared):
     """The other stage of a pipeline may have no page yet, or none any more; shards beside the own one never count."""
-    shared.store.shards = lambda name: [HALVES[0], Shard(0, 2, 2, 4), Shard(4, 8, 0, 4)]  # type: ignore[method-assign]
-    try:
-        view, counting = counted(shared, WHOLE)
-        assert view.lookup(shared.model.keys).pages == 0
-        assert {shard for _, shard in counting.asked} == {WHOLE}
-    finally:
-        del shared.store.shards
+    view, counting = counted(shared)
+    counting.shards = lambda name: [HALVES[0], Shard(0, 2, 2, 4), Shard(4, 8, 0, 4)]
+    assert view.lookup(shared.model.keys).pages == 0
+    assert {shard for _, shard in counting.asked} == {WHOLE}
 
 
 # What is written
 
 
-def write(view: ShardView, model: Model, pages: Sequence[int]) -> list[Put]:
+def write(view, model, pages):
     keys = [model.keys[page] for page in pages]
 
-    def fill(i: int, page: npt.NDArray[np.uint8]) -> None:
+    def fill(i, page):
         page[:] = model.stored(pages[i], view.shard)
 
     parents = [parents_of(model.keys)[page] for page in pages]
@@ -291,8 +282,8 @@ def test_a_page_stays_the_child_of_a_parent_in_its_own_shard(shared):
     for shard in HALVES:
         shared.put(shard, [0])
     view = shared.view(WHOLE)
-    parents: list[Any] = []
-    view.own = SimpleNamespace(  # type: ignore[assignment]
+    parents = []
+    view.own = SimpleNamespace(
         contains=view.own.contains,
         write=lambda keys, fill, **options: parents.extend(options["parents"]) or [Put.STORED] * len(keys),
     )
@@ -314,22 +305,16 @@ def test_after_clear_nothing_is_found(shared):
 # Answers that are pending
 
 
-class Unsure(FaultyStore):
-    """A store of which some shards may get more of a chain."""
+def unsure_view(pool, *shards):
+    """Some shards of the store may get more of a chain."""
+    unsure = Faults()
+    unsure.answer = lambda keys, found: Lookup(found.pages, pending=found.pages < len(keys))
 
-    def __init__(self, store: Store, *shards: Shard) -> None:
-        unsure = Faults()
-        unsure.answer = lambda keys, found: Lookup(found.pages, pending=found.pages < len(keys))
-        super().__init__(store, unsure)
-        self._unsure = shards
+    def space(namespace, shard):
+        return FaultySpace(pool.store.space(namespace, shard), shard, unsure if shard in shards else Faults())
 
-    def space(self, namespace: Namespace, shard: Shard) -> FaultySpace:
-        space = super().space(namespace, shard)
-        return space if shard in self._unsure else FaultySpace(space._space, shard, Faults())
-
-
-def unsure_view(pool: Pool, *shards: Shard) -> ShardView:
-    return ShardView(Unsure(pool.store, *shards), pool.model.namespace, WHOLE, UNIT_NBYTES)
+    store = SimpleNamespace(space=space, shards=pool.store.shards)
+    return ShardView(store, pool.model.namespace, WHOLE, UNIT_NBYTES)
 
 
 @pytest.mark.parametrize("shard", [WHOLE, HALVES[1]], ids=["own", "other"])
