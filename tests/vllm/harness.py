@@ -71,7 +71,8 @@ class Engine:
         """`kv_transfer_params` of the last output of each request."""
         self.reasons: dict[str, str] = {}
         self.received: Counter[str] = Counter()
-        """How often each request was reported as received, by all workers together."""
+        self.sent: Counter[str] = Counter()
+        """How often each request was reported as received or sent, by all workers together."""
         self.stats: list[Any] = []
         self.metadata: list[Any] = []
 
@@ -224,6 +225,7 @@ class Engine:
         for output in outputs:
             if output.kv_connector_output is not None:
                 self.received.update(output.kv_connector_output.finished_recving or ())
+                self.sent.update(output.kv_connector_output.finished_sending or ())
                 report = output.kv_connector_output.kv_connector_worker_meta
                 output.kv_connector_output.kv_connector_worker_meta = pickle.loads(pickle.dumps(report))
         merged = self._aggregator.aggregate([copy.copy(output) for output in outputs])

@@ -86,6 +86,11 @@ def granted(engine: Engine, transfer_id: str = "") -> bool:
     return any(session.granted for one in known for session in list(one.sessions.values()))
 
 
+def last(engine: Engine) -> str:
+    """The newest request."""
+    return list(engine.requests)[-1]
+
+
 @dataclass
 class Pair:
     """A prefill and a decode instance."""
@@ -123,6 +128,13 @@ class Pair:
         name = self.decode.add(prompt, max_tokens, params=decode_params(self.prefill, "x"))
         run_all(self.decode, until=lambda: granted(self.prefill))
         self.prefill.add(prompt, 1, params=prefill_params("x"))
+        return name
+
+    def add_computed(self, num_tokens: int = 32) -> str:
+        """As `add_granted`, and so many tokens of PROMPT are computed."""
+        name = self.add_granted(PROMPT)
+        leg = last(self.prefill)
+        run_all(*self.both, until=lambda: self.prefill.computed(leg) >= num_tokens)
         return name
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 3, *, computed: int | None = None, **kwargs: Any) -> str:

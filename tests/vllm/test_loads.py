@@ -94,6 +94,7 @@ def test_abort_while_loading(start: Start, faults, lost: bool) -> None:
     assert engine.received == {name: 1}
     assert engine.ask(PROMPT, name="next") == oracle.generate(PROMPT, 3)
     assert engine.received == {name: 1, "next": 1}
+    assert not engine.sent, "no request was ever held for sending"
     engine.check_at_rest()
 
 

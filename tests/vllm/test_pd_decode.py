@@ -74,9 +74,7 @@ def test_an_abort_while_waiting_for_blocks_releases_prefill(pair: MakePair, orde
 @every_runner
 def test_an_abort_while_fetching_frees_the_blocks_when_nothing_writes_to_them(pair: MakePair) -> None:
     both = pair({"max_num_batched_tokens": 32}, granularity="chunk")
-    name = both.add_granted(PROMPT)
-    leg = list(both.prefill.requests)[-1]
-    run_all(*both.both, until=lambda: both.prefill.computed(leg) >= 32)
+    name = both.add_computed()
     both.decode.abort(name)
     assert both.decode.free_blocks() == 63 - 6
     both.finish()
@@ -228,8 +226,7 @@ def test_a_transfer_that_fails_on_some_ranks_is_computed_by_all(pair: MakePair, 
         known = node._serving.producer._transfers
         run_all(both.prefill, until=lambda known=known: any(one.spoken for one in list(known.values())))
         node.cancel(*node._serving.producer._transfers.values(), "test")
-    name = both.decode.add(PROMPT, 3, params=answer)
-    both.finish(name, computed=NUM_TOKENS + 2)
+    both.finish(both.decode.add(PROMPT, 3, params=answer), computed=NUM_TOKENS + 2)
 
 
 # Parameters that lead nowhere
@@ -259,8 +256,7 @@ def test_an_answer_for_another_prompt(pair: MakePair) -> None:
     both = pair()
     answer = both.handed_over(PROMPT)
     check_prefilled_here(both.decode, [*PROMPT[:-1], 5], answer)
-    name = both.decode.add(PROMPT, 3, params=answer)
-    both.finish(name)
+    both.finish(both.decode.add(PROMPT, 3, params=answer))
 
 
 @pytest.mark.parametrize(
@@ -295,9 +291,7 @@ def test_an_answer_of_an_earlier_life_on_the_same_port(start: Start) -> None:
 def test_answers_of_an_earlier_life_do_not_disturb_transfers_under_way(pair: MakePair) -> None:
     """Clients send what they like; the connections to the instance that is there stay."""
     both = pair({"max_num_batched_tokens": 32}, granularity="chunk")
-    name = both.add_granted(PROMPT)
-    leg = list(both.prefill.requests)[-1]
-    run_all(*both.both, until=lambda: both.prefill.computed(leg) >= 32)
+    name = both.add_computed()
     links = dict(node_of(both.decode)._fetching._links)
     stale = decode_params(both.prefill, "gone") | {"remote_engine_id": "gone", "remote_request_id": "r0"}
     check_prefilled_here(both.decode, [7, *PROMPT], stale)

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from cases import every_runner
-from pd import PROMPT, MakePair, Pair, every_granularity, node_of, run_all, transfers_of
+from pd import PROMPT, MakePair, Pair, every_granularity, last, node_of, run_all, transfers_of
 from simulated.waiting import wait_for
-from test_pd_prefill import last
 
 import transfer.serving
 import vllm_plugin.kv_memory

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cases import Start, every_runner
 from other_connector import Store, beside_a_store
-from pd import PD_ONLY, PROMPT, Pair, every_order, figures, prefill_params, run_all
+from pd import PD_ONLY, PROMPT, Pair, every_order, figures, last, prefill_params, run_all
 from test_surface import multi
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
@@ -50,7 +50,7 @@ def test_what_another_connector_loaded_at_prefill_travels_with_the_rest(
     warmed(start, folders[0])
     both = pair_beside_a_store(start, folders, ours_first=ours_first)
     name = both.ask(PROMPT, order=order)
-    assert both.prefill.computed(list(both.prefill.requests)[-1]) == NUM_TOKENS - 48
+    assert both.prefill.computed(last(both.prefill)) == NUM_TOKENS - 48
     assert both.decode.computed(name) == 1 + 2
     assert figures(both.decode)["fetched_tokens"] == NUM_TOKENS
     both.check_at_rest()
@@ -79,7 +79,7 @@ def test_a_prefill_leg_that_is_aborted_while_another_connector_loads(
     both = pair_beside_a_store(start, folders, ours_first=ours_first)
     faults.hold_reads()
     name = both.add_granted(PROMPT)
-    leg = list(both.prefill.requests)[-1]
+    leg = last(both.prefill)
     run_all(both.prefill, until=faults.reading.is_set)
     both.prefill.abort(leg)
     both.prefill.steps(3)

@@ -9,13 +9,13 @@ from typing import Any
 import oracle
 import pytest
 from cases import every_runner
-from harness import Engine
 from pd import (
     PD_ONLY,
     PROMPT,
     MakePair,
     Pair,
     every_order,
+    last,
     node_of,
     prefill_params,
     run_all,
@@ -33,10 +33,6 @@ CHUNKED = {"max_num_batched_tokens": 32}
 @pytest.fixture(autouse=True)
 def _layers_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer.serving, "_MIN_BATCH_NBYTES", 1)
-
-
-def last(engine: Engine) -> str:
-    return list(engine.requests)[-1]
 
 
 @every_runner
@@ -93,8 +89,7 @@ def test_a_first_token_that_stops_hands_over_as_well(pair: MakePair) -> None:
     both = pair()
     answer = both.handed_over(PROMPT, 5, stop=oracle.generate(PROMPT, 1))
     assert both.prefill.reasons[last(both.prefill)] == "stop"
-    name = both.decode.add(PROMPT, 3, params=answer)
-    both.finish(name, computed=1 + 2)
+    both.finish(both.decode.add(PROMPT, 3, params=answer), computed=1 + 2)
 
 
 @every_runner
@@ -197,10 +192,8 @@ def test_an_abort_while_waiting_for_blocks(pair: MakePair) -> None:
 @pytest.mark.parametrize("granularity", ["full", "layer"])
 def test_an_abort_in_mid_prefill(pair: MakePair, granularity: str) -> None:
     both = pair(CHUNKED, granularity=granularity)
-    name = both.add_granted(PROMPT)
-    leg = last(both.prefill)
-    run_all(*both.both, until=lambda: both.prefill.computed(leg) == 32)
-    both.prefill.abort(leg)
+    name = both.add_computed()
+    both.prefill.abort(last(both.prefill))
     both.finish(name, computed=NUM_TOKENS + 2)
 
 
@@ -239,13 +232,11 @@ def test_prefill_preempted_before_anything_was_sent_hands_over_all_the_same(pair
 @pytest.mark.parametrize("granularity", ["chunk", "layer"])
 def test_prefill_preempted_after_something_was_sent_is_computed_by_decode(pair: MakePair, granularity: str) -> None:
     both = pair(CHUNKED, granularity=granularity)
-    name = both.add_granted(PROMPT)
-    leg = last(both.prefill)
-    run_all(*both.both, until=lambda: both.prefill.computed(leg) >= 32)
+    name = both.add_computed()
     wait_for(lambda: any(part.sent for one in transfers_of(both.prefill) for part in list(one.sessions.values())))
     both.prefill.preempt()
     both.finish(name, computed=NUM_TOKENS + 2)
-    assert both.prefill.requests[leg].num_preemptions == 1
+    assert both.prefill.requests[last(both.prefill)].num_preemptions == 1
 
 
 @every_runner
@@ -309,8 +300,7 @@ def test_prefill_preempted_while_its_token_is_under_way_hands_over_all_the_same(
     assert both.prefill.requests[leg].num_preemptions == preempted
     answer = both.prefill.answers[leg]
     assert answer is not None, "the KV is lost"
-    name = both.decode.add(PROMPT, 3, params=answer)
-    both.finish(name, computed=1 + 2)
+    both.finish(both.decode.add(PROMPT, 3, params=answer), computed=1 + 2)
     assert not both.failures()
 
 

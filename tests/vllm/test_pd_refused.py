@@ -31,8 +31,7 @@ def test_a_request_whose_kv_has_another_name_releases_prefill(pair: MakePair, di
         both.decode.change_weights()
     answer = both.handed_over(PROMPT)
     prompt = PROMPT if differs == "weights" else [1, *PROMPT]
-    name = both.decode.add(prompt, 3, params=answer)
-    both.finish(name, computed=len(prompt) + 2)
+    both.finish(both.decode.add(prompt, 3, params=answer), computed=len(prompt) + 2)
     assert not both.failures()
 
 

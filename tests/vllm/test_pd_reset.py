@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from cases import every_runner
-from pd import PROMPT, MakePair, decode_params, granted, node_of, prefill_params, run_all, transfers_of
+from pd import PROMPT, MakePair, decode_params, granted, last, node_of, prefill_params, run_all, transfers_of
 from simulated.waiting import wait_for
-from test_pd_prefill import CHUNKED, last
+from test_pd_prefill import CHUNKED
 
 import transfer.serving
 
@@ -37,12 +37,10 @@ def test_a_decode_leg_that_waits_is_computed_with_the_new_weights(pair: MakePair
 @pytest.mark.parametrize("computed", [0, 32])
 def test_a_prefill_leg_under_way_hands_nothing_over(pair: MakePair, computed: int, start_over: bool) -> None:
     both = pair(CHUNKED, granularity="full")
-    name = both.add_granted(PROMPT)
-    leg = last(both.prefill)
-    run_all(*both.both, until=lambda: both.prefill.computed(leg) >= computed)
+    name = both.add_computed(computed)
     both.prefill.change_weights(start_over=start_over)
     both.finish(name, computed=NUM_TOKENS + 2)
-    assert both.prefill.answers[leg] is None
+    assert both.prefill.answers[last(both.prefill)] is None
 
 
 @every_runner
