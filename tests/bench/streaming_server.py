@@ -125,7 +125,7 @@ class StreamingServer:
         return Handler
 
 
-def wait_until(condition, limit_s: float = 20.0) -> None:
+def wait_until(condition, limit_s: float = 60.0) -> None:
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "it did not come about"

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import random
-import statistics
 import tempfile
 import time
 import uuid
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.report import Comparison, Goal, Row, row
-from bench.peers.vllm import Engine, version
+from bench.peers.vllm import Engine, difference, median_ms, version
 from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import BenchError, Progress
@@ -152,20 +151,15 @@ def pd_rows(ours: Mapping[str, list[float]], theirs: Mapping[str, list[float]], 
             goal=Goal(at_most_of_peer=0.5),
         ),
         *(
-            row(f"{request}: the whole request, {text}", _median_ms(ours, order), "ms",
-                limit=_median_ms(ours, ALONE), peer=_median_ms(theirs, SEQUENTIAL))
+            row(f"{request}: the whole request, {text}", median_ms(ours, order), "ms",
+                limit=median_ms(ours, ALONE), peer=median_ms(theirs, SEQUENTIAL))
             for order, text in ((SEQUENTIAL, "prefill first"), (CONCURRENT, "both at once, layer by layer"))
         ),
     ]  # fmt: skip
 
 
-def _median_ms(seconds: Mapping[str, list[float]], order: str) -> float | None:
-    return statistics.median(seconds[order]) * 1e3 if seconds.get(order) else None
-
-
 def _added(seconds: Mapping[str, list[float]], order: str) -> float | None:
-    whole, alone = _median_ms(seconds, order), _median_ms(seconds, ALONE)
-    return None if whole is None or alone is None else whole - alone
+    return difference(median_ms(seconds, order), median_ms(seconds, ALONE))
 
 
 def _our_transfer(port: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,14 @@ def measure(engine: Engine, peer: mooncake_store.Install | None, folder: Path, p
 def ttft_rows(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Row]:
     """Medians. The limit is the same request when vLLM's own prefix cache has everything; our part is beyond that."""
     request = f"vLLM, warm request that hits {_HIT_TOKENS:,} tokens"
-    warm, local = _median_ms(ours, "connector_s"), _median_ms(ours, "local_s")
-    peer, peer_local = _median_ms(theirs, "connector_s"), _median_ms(theirs, "local_s")
+    warm, local = median_ms(ours, "connector_s"), median_ms(ours, "local_s")
+    peer, peer_local = median_ms(theirs, "connector_s"), median_ms(theirs, "local_s")
     return [
         row(
             f"{request}: the connector's part of the time to first token",
-            _difference(warm, local),
+            difference(warm, local),
             "ms",
-            peer=_difference(peer, peer_local),
+            peer=difference(peer, peer_local),
             goal=Goal(at_most=60),
         ),
         row(
@@ -79,12 +80,12 @@ def idle_row(idle: dict[str, Any]) -> Row:
     return row(figure, _change(ours, without), "%", limit=_change(empty, without), goal=Goal(at_most=1))
 
 
-def _median_ms(outcome: dict[str, Any], name: str) -> float | None:
-    values = outcome.get(name)
-    return statistics.median(values) * 1e3 if values else None
+def median_ms(seconds: Mapping[str, Sequence[float]], name: str) -> float | None:
+    """None where nothing was measured under this name."""
+    return statistics.median(seconds[name]) * 1e3 if seconds.get(name) else None
 
 
-def _difference(whole: float | None, part: float | None) -> float | None:
+def difference(whole: float | None, part: float | None) -> float | None:
     return None if whole is None or part is None else whole - part
 
 

@@ -166,7 +166,7 @@ def show(report: ServeReport, as_json: bool, compared: bool) -> None:
             print_table(report.to_lines(_TITLE, columns))
             typer.echo()
             legend = (_COMPARED if compared else _OF_ONE) + _LEGEND
-            for line in (*report.absent_lines(), *legend.splitlines(), report.setting_line(), report.machine_line()):
+            for line in (*report.absent_lines(), *legend.splitlines(), *report.context_lines()):
                 for part in folded(line, columns or LEGEND_COLUMNS, more="  "):
                     typer.echo(part)
         sys.stdout.flush()

@@ -145,11 +145,7 @@ class Memory:
     @classmethod
     def of(cls, shape: Shape, work: Workload, on_cpu: bool) -> Memory:
         """Raises BenchError where the model is too short for the requests."""
-        if work.request_tokens > shape.max_tokens:
-            raise BenchError(
-                f"a request of {work.request_tokens:,} tokens does not fit the model's {shape.max_tokens:,}: "
-                "give a smaller --prefix-tokens"
-            )
+        work.check_fits(shape.max_tokens, "the model's")
         block = 128 if on_cpu and not shape.is_latent else 16
         request = math.ceil(work.request_tokens / block)
         prefixes = work.prefixes * math.ceil(work.prefix_tokens / block)

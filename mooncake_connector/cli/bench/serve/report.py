@@ -80,13 +80,9 @@ class ServeReport(msgspec.Struct, frozen=True):
         """The rows for people, in a terminal of so many columns."""
         return sheet(title, _COLUMNS, [_cells(row) for row in self.rows], columns)
 
-    def setting_line(self) -> str:
-        """What was asked, of what, in one line."""
-        return "settings: " + _listed(self.settings)
-
-    def machine_line(self) -> str:
-        """Where it was asked from, in one line."""
-        return f"machine: {_listed(self.machine)}; {_listed(self.versions)}"
+    def context_lines(self) -> list[str]:
+        """What was asked, of what, and where it was asked from."""
+        return [f"settings: {_listed(self.settings)}", f"machine: {_listed(self.machine)}; {_listed(self.versions)}"]
 
     def absent_lines(self) -> list[str]:
         return [f"not measured: {item.server}: {item.reason}" for item in self.absent]

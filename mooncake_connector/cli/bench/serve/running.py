@@ -14,7 +14,7 @@ from mooncake_connector.cli.bench.serve.answer import Answer, RequestFailed
 from mooncake_connector.cli.bench.serve.client import Server, completion
 from mooncake_connector.cli.bench.serve.load import Pass, run_pass
 from mooncake_connector.cli.bench.serve.report import NEW, SEEN, ServeReport, row_of
-from mooncake_connector.cli.bench.serve.workload import Prompt, Workload, first_of_each, text_prompts, words
+from mooncake_connector.cli.bench.serve.workload import Prompt, Workload, text_prompts, words
 
 _PROBE_WORDS = 50
 _TOKENS_PER_WORD = 1.3
@@ -24,11 +24,8 @@ _TOKENS_PER_WORD = 1.3
 def run(server: Server, model: str | None, work: Workload, limit_s: float, progress: Progress) -> ServeReport:
     """Measure. Raises BenchError where the server cannot be used; failed requests are in the report."""
     name, longest = choose_model(server, model)
-    if longest is not None and work.request_tokens > longest:
-        raise BenchError(
-            f"a request of {work.request_tokens:,} tokens does not fit the server's max_model_len of {longest:,}: "
-            "give a smaller --prefix-tokens"
-        )
+    if longest is not None:
+        work.check_fits(longest, "the server's max_model_len of")
     machine = describe_machine(Path(tempfile.gettempdir()))
     options, tokens_per_word = _try_out(server, name, work, limit_s)
 
@@ -40,7 +37,8 @@ def run(server: Server, model: str | None, work: Workload, limit_s: float, progr
     for number in range(1, work.rounds + 1):
         progress(f"{server.url}: round {number} of {work.rounds}")
         prompts = text_prompts(work, tokens_per_word, f"round {number}")
-        first = first_of_each(work.order(f"round {number}"))
+        order = work.order(f"round {number}")
+        first = [order.index(prefix) for prefix in range(work.prefixes)]
         new = run_pass(server, ask, [prompts[index] for index in first], work.concurrency)
         answers = dict(zip(first, new.answers, strict=True))
         right.append([answers.get(index) for index in range(len(prompts))])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
+
+from mooncake_connector.cli.bench.measure import BenchError
 
 T = TypeVar("T")
 Prompt = str | list[int]
@@ -33,6 +35,14 @@ class Workload:
     def request_tokens(self) -> int:
         """Tokens of one request with its answer."""
         return self.prefix_tokens + self.question_tokens + self.answer_tokens
+
+    def check_fits(self, longest: int, whose: str) -> None:
+        """Raises BenchError where one request with its answer is longer."""
+        if self.request_tokens > longest:
+            raise BenchError(
+                f"a request of {self.request_tokens:,} tokens does not fit {whose} {longest:,}: give a smaller "
+                "--prefix-tokens"
+            )
 
     def order(self, salt: str) -> list[int]:
         """Which prefix each request has: every prefix equally often, in an order drawn from the seed and `salt`."""
@@ -69,8 +79,3 @@ def _prompts(work: Workload, salt: str, draw: Callable[[int, str], list[T]]) -> 
     prefixes = [draw(work.prefix_tokens, f"{seed}/prefix {index}") for index in range(work.prefixes)]
     for index, prefix in enumerate(work.order(salt)):
         yield prefixes[prefix] + draw(work.question_tokens, f"{seed}/question {index}")
-
-
-def first_of_each(order: Sequence[int]) -> list[int]:
-    """The index of the first request for each prefix."""
-    return [order.index(prefix) for prefix in sorted(set(order))]
