@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from simulated.cuda_driver import LIBRARY
-from simulated.ranks import SPAN, Instance, Model, heads_of, make_rank
+from simulated.ranks import SPAN, Instance, Model, whole_ranks
+from simulated.waiting import wait_for
 
 import transfer.fetching
 from transfer.control.connection import Access
@@ -19,7 +20,7 @@ from transfer.control.directory import THIS_HOST, Address, Directory
 from transfer.control.handshake import Identity
 from transfer.plan.layout import RankLayout, Section, Table
 from transfer.protocol.consumer import Incoming, Where
-from transfer.protocol.orders import Transfer
+from transfer.protocol.orders import Ending, Transfer
 from transfer.protocol.producer import Outgoing
 from transfer.serving import Computed
 from transfer.session import Node, NodeOptions
@@ -27,7 +28,6 @@ from transfer.session import Node, NodeOptions
 MODEL = Model(layers=4, heads=4, k_dim=8, v_dim=8, itemsize=2)
 TOKENS = 44
 CHUNKS = (20, TOKENS)
-PATIENCE_S = 120.0
 SECRET = b"sixteen bytes or more"
 """Of instances that are reached over TCP, where a test names no other."""
 
@@ -91,26 +91,55 @@ class NamedNode(Node):
             (self._sent if isinstance(ended, Outgoing) else self._fetched).append(ended)
 
 
-class Rank:
-    """A node and its memory."""
+class Part:
+    """One section of a rank: memory of its own, and the request's blocks in it."""
 
-    def __init__(
-        self, section: Section, table: list[int], access: Access, options: NodeOptions, device: int | None
-    ) -> None:
-        self.table = table
+    def __init__(self, model: Model, section: Section, table: list[int], wanted: range) -> None:
+        self.table, self.wanted, self._model = table, wanted, model
         self.bytes = np.zeros(SPAN, dtype=np.uint8)
-        address = self.bytes.ctypes.data
-        moved = tuple(start + address for start in section.blocks.layer_addresses)
+        self.address = self.bytes.ctypes.data
+        moved = tuple(start + self.address for start in section.blocks.layer_addresses)
         self.section = replace(section, blocks=replace(section.blocks, layer_addresses=moved))
-        self.layout = RankLayout((self.section,))
-        if device is not None:
-            LIBRARY.allocate(address, SPAN)
-        self.node = NamedNode([table], self.layout, [(address, SPAN)], access, options, device)
 
-    def places(self, tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def places(self, stop: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """For each byte of the request: (what it must be, where it is)."""
-        names, places = Instance(MODEL, [self.section], self.table).bytes_of(self.section, tokens)
-        return (names * 2654435761 >> 7) % 255 + 1, places - self.bytes.ctypes.data
+        names, places = Instance(self._model, [self.section], self.table).bytes_of(self.section, stop)
+        salt = sum(self.section.name.encode())
+        return ((names + salt) * 2654435761 >> 7) % 255 + 1, places - self.address
+
+    def fill(self) -> None:
+        values, places = self.places()
+        self.bytes[places] = values
+
+    def check(self, first_token: int = 0) -> None:
+        """What is wanted of the request is there, and nothing else was written."""
+        values, places = self.places(self.wanted.stop)
+        _, before = self.places(max(first_token, self.wanted.start))
+        mine = np.isin(places, before, invert=True)
+        assert (self.bytes[places[mine]] == values[mine]).all(), self.section.name
+        _, allowed = self.places(-(-self.wanted.stop // self.section.block_tokens) * self.section.block_tokens)
+        outside = np.ones(SPAN, dtype=bool)
+        outside[allowed] = False
+        outside[before] = True
+        assert not self.bytes[outside].any(), self.section.name
+
+
+class Rank:
+    """A node, and the sections that it hands over."""
+
+    def __init__(self, parts: list[Part], access: Access, options: NodeOptions, device: int | None = None) -> None:
+        self.parts = parts
+        self.layout = RankLayout(tuple(part.section for part in parts))
+        if device is not None:
+            for part in parts:
+                LIBRARY.allocate(part.address, SPAN)
+        regions = [(part.address, SPAN) for part in parts]
+        self.node = NamedNode([part.table for part in parts], self.layout, regions, access, options, device)
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """The memory of the first section."""
+        return self.parts[0].bytes
 
 
 class Instances:
@@ -141,42 +170,47 @@ class Instances:
         def access() -> Access:
             return Access(Identity(**(known | (identity or {}))), tls)
 
-        self.engine_id = engine_id
+        sections = whole_ranks(MODEL, tp_size, block_tokens, 10, order)
         self.ranks = [
-            Rank(
-                make_rank(MODEL, range(MODEL.layers), heads_of(MODEL, rank, tp_size), block_tokens, 10, order, 0, 0),
-                table,
-                access(),
-                options,
-                device,
-            )
-            for rank in range(tp_size)
+            Rank([Part(MODEL, section, table, range(TOKENS))], access(), options, device) for section in sections
         ]
+        self.engine_id = engine_id
         cards = [rank.node.card for rank in self.ranks]
         self.directory = Directory(engine_id, cards, tp_size, (cards[0].host, port), access())
-        self.where = Where(THIS_HOST, self.directory.port, engine_id)
+
+    @property
+    def where(self) -> Where:
+        return Where(THIS_HOST, self.directory.port, self.engine_id)
 
     # Prefill
 
     def fill(self) -> None:
         for rank in self.ranks:
-            values, places = rank.places()
-            rank.bytes[places] = values
+            for part in rank.parts:
+                part.fill()
 
     def open(self, name: str) -> None:
         for rank in self.ranks:
             rank.node.open(name)
 
     def compute(self, name: str, stops: Sequence[int] = CHUNKS, step_s: float = 0.0) -> None:
+        """Chunk by chunk and layer by layer, as far as prefill says that of a section."""
         for stop in stops:
-            for layer in range(MODEL.layers):
-                for rank in self.ranks:
-                    rank.node.computed(layer, {name: stop})
-                time.sleep(step_s)
+            for number, section in enumerate(self.ranks[0].layout.sections):
+                for layer in section.shard.layers if not section.is_whole else ():
+                    for rank in self.ranks:
+                        rank.node.computed(layer, {name: stop}, number)
+                    time.sleep(step_s)
 
     def finish(self, name: str) -> None:
         for rank in self.ranks:
             rank.node.finished(name, TOKENS)
+
+    def prefill(self, name: str) -> None:
+        """All of a request."""
+        self.open(name)
+        self.compute(name)
+        self.finish(name)
 
     # Decode
 
@@ -186,7 +220,13 @@ class Instances:
 
     def grant(self, name: str, first_token: int = 0) -> None:
         for rank in self.ranks:
-            rank.node.grant(name, Table(first_token, TOKENS, rank.table))
+            wanted = [(part.wanted, part.table) for part in rank.parts]
+            rank.node.grant(name, *(Table(max(first_token, w.start), w.stop, table) for w, table in wanted))
+
+    def fetch(self, name: str, where: Where, *, computed: bool) -> None:
+        """Ask for a request, with blocks for it."""
+        self.announce(name, where, computed=computed)
+        self.grant(name)
 
     def drop(self, name: str) -> None:
         for rank in self.ranks:
@@ -195,16 +235,8 @@ class Instances:
     def check(self, *, first_token: int = 0) -> None:
         """The request's KV is there, and nothing else was written."""
         for rank in self.ranks:
-            values, places = rank.places(TOKENS)
-            _, before = rank.places(first_token)
-            wanted = np.isin(places, before, invert=True)
-            assert (rank.bytes[places[wanted]] == values[wanted]).all()
-            unit_end = -(-TOKENS // rank.section.block_tokens) * rank.section.block_tokens
-            _, allowed = rank.places(unit_end)
-            outside = np.ones(SPAN, dtype=bool)
-            outside[allowed] = False
-            outside[before] = True
-            assert not rank.bytes[outside].any()
+            for part in rank.parts:
+                part.check(first_token)
 
     # Outcomes
 
@@ -216,12 +248,10 @@ class Instances:
 
     def _one_each(self, take: Callable[[Rank], list[Transfer]]) -> list[Transfer]:
         """One ending of each rank, waited for."""
-        found = []
+        found: list[Transfer] = []
         for rank in self.ranks:
-            end_s = time.monotonic() + PATIENCE_S
-            while not (ended := take(rank)):
-                assert time.monotonic() < end_s, "a transfer has no ending"
-                time.sleep(0.002)
+            ended: list[Transfer] = []
+            wait_for(lambda: ended.extend(take(rank)) or ended)  # noqa: B023
             assert len(ended) == 1
             found += ended
         return found
@@ -232,15 +262,19 @@ class Instances:
             rank.node.close()
 
 
-def spoil_arrivals(monkeypatch: pytest.MonkeyPatch, decode: Instances, times: int) -> None:
-    """So many batches have a wrong byte in the first rank's memory when they are checked."""
-    check, left, rank = transfer.fetching._check, [times], decode.ranks[0]
+def endings(transfers: Iterable[Transfer]) -> set[Ending | None]:
+    return {transfer.ending for transfer in transfers}
 
-    def spoilt(*args: Any) -> tuple[bool, int]:
-        if left[0]:
+
+def spoil_arrivals(monkeypatch: pytest.MonkeyPatch, decode: Instances, times: int, section: int = 0) -> None:
+    """So many batches of a section have a wrong byte in the first rank's memory when they are checked."""
+    check, left, part = transfer.fetching._check, [times], decode.ranks[0].parts[section]
+
+    def spoilt(origin: Any, landed: Any, *rest: Any) -> tuple[bool, int]:
+        if left[0] and landed.section == section:
             left[0] -= 1
-            _, places = rank.places(4)
-            rank.bytes[places] ^= 1
-        return check(*args)
+            _, places = part.places(part.wanted.stop)
+            part.bytes[places[-1]] ^= 1
+        return check(origin, landed, *rest)
 
     monkeypatch.setattr(transfer.fetching, "_check", spoilt)

@@ -29,8 +29,7 @@ class Pair:
         """A request that the decode instance waits for."""
         self.decode.ranks[0].bytes[:] = 0
         self.prefill.open(name)
-        self.decode.announce(name, self.prefill.where, computed=False)
-        self.decode.grant(name)
+        self.decode.fetch(name, self.prefill.where, computed=False)
 
     def end(self, name: str, *, computed: bool = False) -> None:
         """It is computed, and arrives."""

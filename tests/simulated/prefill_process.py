@@ -10,6 +10,7 @@ import threading
 import time
 
 from simulated.nodes import Instances
+from simulated.pair import P_TABLE
 
 from transfer.plan.granularity import Bounds, Granularity
 from transfer.protocol.orders import Timing
@@ -22,7 +23,7 @@ def main(port: str, lease_s: str, step_s: str) -> None:
         bounds=Bounds(fixed=Granularity.LAYER),
         timing=Timing(lease_s=float(lease_s), heartbeat_s=float(lease_s) / 6),
     )
-    instance = Instances(1, [7, 2, 9, 4, 1, 0], engine_id=f"life-{time.time_ns()}", options=options, port=int(port))
+    instance = Instances(1, P_TABLE, engine_id=f"life-{time.time_ns()}", options=options, port=int(port))
     instance.fill()
     print(instance.where.port, instance.engine_id, flush=True)
     threading.Thread(target=report, args=(instance,), daemon=True).start()

@@ -89,7 +89,14 @@ def axis_offset(axis: Axis, index: int) -> int:
 
 
 def make_rank(
-    model: Model, layers: range, heads: range, block_tokens: int, num_blocks: int, order: str, group: int, pad: int
+    model: Model,
+    layers: range,
+    heads: range,
+    block_tokens: int,
+    num_blocks: int,
+    order: str = "LBHN",
+    group: int = 0,
+    pad: int = 0,
 ) -> Section:
     """The KV of a rank whose memory has the axes of `order` from the outside in: a permutation of L, B, H and N.
 
@@ -147,6 +154,18 @@ def heads_of(model: Model, tp_rank: int, tp_size: int) -> range:
     return range(first, first + 1)
 
 
+def whole_ranks(
+    model: Model, tp_size: int, block_tokens: int, num_blocks: int, order: str = "LBHN"
+) -> list[Section]:
+    """The ranks of an engine without pipeline stages."""
+    heads = [heads_of(model, rank, tp_size) for rank in range(tp_size)]
+    return [make_rank(model, range(model.layers), mine, block_tokens, num_blocks, order) for mine in heads]
+
+
+SMALL = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4)
+"""For where any rank will do."""
+
+
 def tp_sizes(heads: int) -> list[int]:
     return [tp for tp in range(1, 9) if heads % tp == 0 or tp % heads == 0]
 
@@ -172,8 +191,7 @@ def instances(draw: st.DrawFn, model: Model, block_tokens: int, tokens: int, gro
     table = draw(st.permutations(range(num_blocks)))[:needed]
     if draw(st.booleans()):
         table = sorted(table)
-    orders = ["LBHN", "BLHN"] if group else ORDERS
-    order = draw(st.sampled_from(orders))
+    order = draw(st.sampled_from(["LBHN", "BLHN"] if group else ORDERS))
     pad = draw(st.sampled_from([0, 0, 5]))
     ranks = [
         make_rank(model, layers, heads_of(model, rank, tp), block_tokens, num_blocks, order, group, pad)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from simulated.ranks import Model, make_rank
+from simulated.ranks import SMALL
 
 from transfer.plan.granularity import Granularity
 from transfer.plan.layout import RankLayout, Table
@@ -125,8 +125,7 @@ def status(**changes: object) -> Status:
 
 
 def introduction(**changes: object) -> Introduction:
-    section = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
-    fields = {"layout": RankLayout((section,)), "parts": [section.shard], "endpoints": {"tcp": b"127.0.0.1:1"}}
+    fields = {"layout": RankLayout((SMALL,)), "parts": [SMALL.shard], "endpoints": {"tcp": b"127.0.0.1:1"}}
     return Introduction(**{**fields, **changes})
 
 

@@ -8,7 +8,8 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from simulated.nodes import Instances
+from simulated.fuzz import framed
+from simulated.nodes import Instances, endings
 from simulated.sides import introduction
 from simulated.strangers import dial, greet
 from simulated.waiting import wait_for
@@ -23,63 +24,45 @@ from transfer.protocol.orders import Ending, Timing
 from transfer.session import NodeOptions
 from transfer.transports.base import Unavailable
 
-P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1, 2, 6]
-QUICK = Timing(lease_s=0.5, heartbeat_s=0.1, retry_s=0.1)
-
-
-@pytest.fixture
-def start():
-    made = []
-
-    def instance(table: list[int], tp_size: int = 1, timing: Timing | None = None) -> Instances:
-        made.append(Instances(tp_size, table, options=NodeOptions(page_tokens=16, timing=timing or Timing())))
-        if table is P_TABLE:
-            made[-1].fill()
-        return made[-1]
-
-    yield instance
-    for instances in made:
-        instances.close()
+QUICK = NodeOptions(page_tokens=16, timing=Timing(lease_s=3.0, heartbeat_s=0.2, retry_s=0.2))
 
 
 def hand_over(prefill: Instances, decode: Instances, name: str) -> None:
-    prefill.open(name)
-    prefill.finish(name)
-    decode.announce(name, prefill.where, computed=True)
-    decode.grant(name)
-    assert {ended.ending for ended in decode.fetched()} == {Ending.DONE}
-    assert {ended.ending for ended in prefill.sent()} == {Ending.DONE}
+    prefill.prefill(name)
+    decode.fetch(name, prefill.where, computed=True)
+    assert endings(decode.fetched()) == endings(prefill.sent()) == {Ending.DONE}
 
 
-def test_nothing_is_left_of_decode_instances_that_went(start):
-    prefill = start(P_TABLE, timing=QUICK)
+def test_nothing_is_left_of_decode_instances_that_went(make):
+    start_prefill, start_decode = make
+    prefill = start_prefill(options=QUICK)
     serving = prefill.ranks[0].node._serving
     for number in range(3):
-        decode = start(D_TABLE)
+        decode = start_decode()
         hand_over(prefill, decode, f"t{number}")
         decode.close()
     wait_for(lambda: not serving._visitors and not serving.producer._transfers)
 
 
 @pytest.mark.parametrize("under_way", [False, True])
-def test_nothing_is_left_of_prefill_instances_that_went(start, under_way):
-    decode = start(D_TABLE, timing=QUICK)
+def test_nothing_is_left_of_prefill_instances_that_went(make, under_way):
+    start_prefill, start_decode = make
+    decode = start_decode(options=QUICK)
     fetching = decode.ranks[0].node._fetching
     for number in range(3):
-        prefill = start(P_TABLE)
+        prefill = start_prefill()
         hand_over(prefill, decode, f"t{number}")
         if under_way:
-            decode.announce("cut off", prefill.where, computed=False)
-            decode.grant("cut off")
+            decode.fetch("cut off", prefill.where, computed=False)
             wait_for(lambda: fetching._memory._grants)
         prefill.close()
         if under_way:
-            assert {ended.ending for ended in decode.fetched()} == {Ending.FAILED}
+            assert endings(decode.fetched()) == {Ending.FAILED}
     wait_for(lambda: not fetching._remotes and not fetching.consumer._transfers)
 
 
-def test_a_connection_that_is_still_being_made_again_does_not_disturb_those_that_came_later(start, monkeypatch):
-    prefill, decode = start(P_TABLE, tp_size=2, timing=QUICK), start(D_TABLE, timing=QUICK)
+def test_a_connection_that_is_still_being_made_again_does_not_disturb_those_that_came_later(make, monkeypatch):
+    prefill, decode = (start(tp, options=QUICK) for start, tp in zip(make, (2, 1), strict=True))
     fetching, post = decode.ranks[0].node._fetching, decode.ranks[0].node._thread.post
     connect = transfer.fetching.connect
     waiting, go_on = [], threading.Event()
@@ -111,23 +94,20 @@ def test_a_connection_that_is_still_being_made_again_does_not_disturb_those_that
     assert fetching._links == links and all(link.alive for link in links.values())
 
 
-def test_a_batch_may_take_longer_than_the_lease_while_both_sides_are_heard(start):
-    prefill, decode = start(P_TABLE, timing=QUICK), start(D_TABLE, timing=QUICK)
-    decode.announce("t", prefill.where, computed=False)
-    decode.grant("t")
+def test_a_batch_may_take_longer_than_the_lease_while_both_sides_are_heard(make):
+    prefill, decode = (start(options=QUICK) for start in make)
+    decode.fetch("t", prefill.where, computed=False)
     grants = decode.ranks[0].node._fetching._memory._grants
     wait_for(lambda: grants)
     (granted,) = grants.values()
     with granted.lock:  # as a slow network would
-        prefill.open("t")
-        prefill.finish("t")
-        time.sleep(3 * QUICK.lease_s)
-    assert {ended.ending for ended in decode.fetched()} == {Ending.DONE}
-    assert {ended.ending for ended in prefill.sent()} == {Ending.DONE}
+        prefill.prefill("t")
+        time.sleep(2 * QUICK.timing.lease_s)
+    assert endings(decode.fetched()) == endings(prefill.sent()) == {Ending.DONE}
 
 
-def test_decode_instances_that_cannot_be_reached_do_not_hold_up_the_others(start, monkeypatch):
-    prefill, decode = start(P_TABLE), start(D_TABLE)
+def test_decode_instances_that_cannot_be_reached_do_not_hold_up_the_others(make, monkeypatch):
+    prefill, decode = (start() for start in make)
     node, rank = prefill.ranks[0].node, decode.ranks[0]
     connect, go_on = node._transports.connect, threading.Event()
 
@@ -144,6 +124,6 @@ def test_decode_instances_that_cannot_be_reached_do_not_hold_up_the_others(start
         for _ in range(100):
             connection = stack.enter_context(dial(node.card.port))
             greet(connection, RANK_PURPOSE, Identity())
-            connection.sendall(len(encode(said)).to_bytes(4, "little") + encode(said))
+            connection.sendall(framed(encode(said)))
         wait_for(lambda: len(node._serving._visitors) == 100)
         hand_over(prefill, decode, "t")

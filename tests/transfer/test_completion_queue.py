@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from causes import forget_causes
 from simulated.completion_queue import FarQueueTransport, QueueTransport
-from simulated.nodes import Instances
+from simulated.nodes import Instances, endings
 
 from transfer.control.handshake import Identity
 from transfer.protocol.orders import Ending
@@ -28,7 +27,6 @@ def registered(monkeypatch):
     monkeypatch.setattr(QueueTransport, "refused", set())
     registry.register(QueueTransport)
     registry.register(FarQueueTransport)
-    forget_causes()
 
 
 class TestCompletionQueue(TransportConformance):
@@ -36,23 +34,14 @@ class TestCompletionQueue(TransportConformance):
 
 
 @pytest.mark.parametrize("name, hosts", [("queue", ()), ("far_queue", ("127.0.0.1",))])
-def test_nodes_that_are_configured_with_it_hand_over_with_it(name, hosts):
+def test_nodes_that_are_configured_with_it_hand_over_with_it(make, name, hosts):
     options = NodeOptions(transports=[name], hosts=hosts, page_tokens=16)
-    p = Instances(2, [7, 2, 9, 4, 1, 0], options=options)
-    d = Instances(1, [3, 0, 5, 1], block_tokens=12, order="BLHN", options=options)
-    try:
-        p.fill()
-        p.open("t")
-        d.announce("t", p.where, computed=False)
-        d.grant("t")
-        p.compute("t")
-        p.finish("t")
-        assert {ended.ending for ended in d.fetched()} == {Ending.DONE}
-        d.check()
-        assert {ended.transport for ended in p.sent()} == {name}
-    finally:
-        p.close()
-        d.close()
+    p, d = (start(tp, options=options) for start, tp in zip(make, (2, 1), strict=True))
+    d.fetch("t", p.where, computed=False)
+    p.prefill("t")
+    assert endings(d.fetched()) == {Ending.DONE}
+    d.check()
+    assert {ended.transport for ended in p.sent()} == {name}
 
 
 def test_it_serves_where_its_capabilities_say():

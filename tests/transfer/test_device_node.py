@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated.cuda_driver import LIBRARY
-from simulated.nodes import Instances, spoil_arrivals
+from simulated.nodes import Instances, endings, spoil_arrivals
+from simulated.pair import P_TABLE
 
 import transfer.integrity
 import transfer.session
@@ -20,8 +21,6 @@ from transfer.transports.base import TransferError
 from transfer.transports.cuda.copier import Staging
 from transfer.transports.cuda.driver import Driver
 
-P_TABLE, D_TABLE = [7, 2, 9, 4, 1, 0], [3, 0, 5, 1]
-
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
@@ -33,31 +32,23 @@ def library(monkeypatch):
 
 
 @pytest.fixture
-def pair(monkeypatch):
+def pair(make, monkeypatch):
     monkeypatch.setattr(transfer.integrity, "ctypes", None)  # the processor cannot read a device's memory
-    made = []
+    prefill, decode = make
 
-    def make(
+    def pair(
         granularity: Granularity, devices: tuple[int | None, int | None] = (0, 0), prefill_tp: int = 2
     ) -> tuple[Instances, Instances]:
         options = NodeOptions(page_tokens=16, bounds=Bounds(fixed=granularity))
-        made.append(Instances(prefill_tp, P_TABLE, options=options, device=devices[0]))
-        made[-1].fill()
-        made.append(Instances(1, D_TABLE, block_tokens=12, order="BLHN", device=devices[1]))
-        return made[-2], made[-1]
+        return prefill(prefill_tp, options=options, device=devices[0]), decode(device=devices[1])
 
-    yield make
-    for instance in made:
-        instance.close()
+    return pair
 
 
-def ask(p: Instances, d: Instances) -> set[Ending]:
-    p.open("t")
-    d.announce("t", p.where, computed=False)
-    d.grant("t")
-    p.compute("t")
-    p.finish("t")
-    return {ended.ending for ended in d.fetched()}
+def ask(p: Instances, d: Instances) -> set[Ending | None]:
+    d.fetch("t", p.where, computed=False)
+    p.prefill("t")
+    return endings(d.fetched())
 
 
 @pytest.mark.parametrize("granularity", Granularity)
