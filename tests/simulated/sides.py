@@ -20,6 +20,7 @@ from transfer.transports.base import TransferError
 
 KEY = b"k" * 16
 LAYERS = range(2)
+SMALL_RANK = RankLayout((SMALL,))
 
 
 def shape(peer: str, granted: Granted) -> Shape:
@@ -124,9 +125,9 @@ def status(**changes: object) -> Status:
     return Status(**{**fields, **changes})
 
 
-def introduction(**changes: object) -> Introduction:
-    fields = {"layout": RankLayout((SMALL,)), "parts": [SMALL.shard], "endpoints": {"tcp": b"127.0.0.1:1"}}
-    return Introduction(**{**fields, **changes})
+def introduction(layout: RankLayout = SMALL_RANK, **changes: object) -> Introduction:
+    fields = {"parts": [section.shard for section in layout.sections], "endpoints": {"tcp": b"127.0.0.1:1"}}
+    return Introduction(layout=layout, **{**fields, **changes})
 
 
 def answers(side: Protocol, message: AnyMessage, peer: str = "D0") -> list[AnyMessage]:

@@ -8,18 +8,16 @@ import threading
 from contextlib import suppress
 
 import pytest
-from causes import forget_causes
 from simulated.fuzz import framed
 from simulated.pair import Pair
+from simulated.raw_peer import deaf, dial, greet
 from simulated.sides import introduction
-from simulated.strangers import deaf, dial, greet
 from simulated.waiting import wait_for
 
 import transfer.control.connection
 import transfer.control.listener
 import transfer.fetching
 import transfer.serving
-from mooncake_connector.kv.geometry import Shard
 from transfer.control.connection import Access, LoopThread, connect
 from transfer.control.directory import PURPOSE, look_up
 from transfer.control.handshake import Identity
@@ -34,24 +32,6 @@ from transfer.transports.memory import Memory
 from transfer.transports.unix import listen_at_port, port_name
 
 NOBODY = Access(Identity())
-
-
-@pytest.fixture(scope="module")
-def pair():
-    pair = Pair()
-    yield pair
-    pair.close()
-
-
-@pytest.fixture(autouse=True)
-def fresh_log():
-    forget_causes()
-
-
-# Peers that know the secret and say something wrong
-
-
-# Slow ones, and very many
 
 
 # What this side asks of others
@@ -180,31 +160,27 @@ def test_a_frame_has_its_time_from_its_first_byte_on(loop, monkeypatch, said):
     loop.run(run(), 30)
 
 
-def test_a_silent_prefill_instance_costs_a_request_its_own_deadline_at_most(silent):
-    pair = Pair(NodeOptions(page_tokens=16, timing=Timing(deadline_s=0.5)))
-    try:
-        pair.decode.announce("t", Where(*silent), computed=True)
-        (ended,) = pair.decode.fetched()
-        assert ended.ending is Ending.EXPIRED, ended
-    finally:
-        pair.close()
+def test_a_silent_prefill_instance_costs_a_request_its_own_deadline_at_most(make_pair, silent):
+    pair = make_pair(NodeOptions(page_tokens=16, timing=Timing(deadline_s=0.5)))
+    pair.decode.announce("t", Where(*silent), computed=True)
+    (ended,) = pair.decode.fetched()
+    assert ended.ending is Ending.EXPIRED, ended
 
 
-def test_beyond_a_number_of_searches_requests_fail_at_once_and_known_instances_serve_on(silent, monkeypatch, caplog):
+def test_beyond_a_number_of_searches_requests_fail_at_once_and_known_instances_serve_on(
+    make_pair, silent, monkeypatch, caplog
+):
     """Whoever sends requests may name any number of addresses, each of which costs a descriptor while it is tried."""
     monkeypatch.setattr(transfer.fetching, "_CONNECT_S", 600.0)
-    pair, more, ended = Pair(), 5, []
+    pair, more, ended = make_pair(), 5, []
     node = pair.decode.ranks[0].node
-    try:
-        pair.serves()
-        for number in range(transfer.fetching.MAX_SEARCHES + more):
-            pair.decode.announce(f"stray {number}", Where(f"127.0.1.{number}", silent[1]), computed=True)
-        wait_for(lambda: ended.extend(node.take_fetched()) or len(ended) == more)
-        assert {one.ending for one in ended} == {Ending.FAILED}
-        assert all("32 others are under way" in one.cause for one in ended)
-        pair.serves()
-    finally:
-        pair.close()
+    pair.serves()
+    for number in range(transfer.fetching.MAX_SEARCHES + more):
+        pair.decode.announce(f"stray {number}", Where(f"127.0.1.{number}", silent[1]), computed=True)
+    wait_for(lambda: ended.extend(node.take_fetched()) or len(ended) == more)
+    assert {one.ending for one in ended} == {Ending.FAILED}
+    assert all("32 others are under way" in one.cause for one in ended)
+    pair.serves()
     assert len(caplog.records) == 1 and "no search for the prefill instance at" in caplog.text
 
 
@@ -242,21 +218,18 @@ def test_stale_parameters_of_one_request_do_not_disturb_another(pair):
     pair.end("under way")
 
 
-def test_a_prefill_instance_that_closes_every_connection_is_not_stormed(monkeypatch):
-    pair, visits = Pair(NodeOptions(page_tokens=16, timing=Timing(deadline_s=2.5))), []
+def test_a_prefill_instance_that_closes_every_connection_is_not_stormed(make_pair, monkeypatch):
+    pair, visits = make_pair(NodeOptions(page_tokens=16, timing=Timing(deadline_s=4.0))), []
 
     def refuse(*_: object) -> None:
         visits.append(None)
         raise TransferError("not today")
 
     monkeypatch.setattr(transfer.serving.Serving, "_meet", refuse)
-    try:
-        pair.decode.announce("t", pair.prefill.where, computed=False)
-        (ended,) = pair.decode.fetched()
-        assert ended.ending is Ending.EXPIRED
-        assert 1 <= len(visits) <= 6
-    finally:
-        pair.close()
+    pair.decode.announce("t", pair.prefill.where, computed=False)
+    (ended,) = pair.decode.fetched()
+    assert ended.ending is Ending.EXPIRED
+    assert 1 <= len(visits) <= 9
 
 
 # Connections that break
@@ -269,8 +242,8 @@ def test_a_data_connection_that_broke_is_made_again_for_the_next_transfer(pair):
     pair.serves()
 
 
-def test_a_control_connection_that_breaks_in_mid_transfer_costs_no_transfer(monkeypatch):
-    pair, may_connect = Pair(), threading.Event()
+def test_a_control_connection_that_breaks_in_mid_transfer_costs_no_transfer(make_pair, monkeypatch):
+    pair, may_connect = make_pair(), threading.Event()
     monkeypatch.setattr(transfer.fetching, "_RECONNECT_S", 0.01)
 
     async def late(*arguments, **options):
@@ -278,19 +251,16 @@ def test_a_control_connection_that_breaks_in_mid_transfer_costs_no_transfer(monk
             raise Unavailable("not yet")
         return await connect(*arguments, **options)
 
-    try:
-        pair.begin("t")
-        served = pair.prefill.ranks[0].node._serving
-        fetched = pair.decode.ranks[0].node._fetching
-        wait_for(lambda: served._links and fetched._links)
-        monkeypatch.setattr(transfer.fetching, "connect", late)
-        pair.decode.ranks[0].node._thread.post(next(iter(fetched._links.values())).close)
-        wait_for(lambda: not served._links and not fetched._links)
-        pair.prefill.compute("t", step_s=0.01)
-        may_connect.set()
-        pair.end("t", computed=True)
-    finally:
-        pair.close()
+    pair.begin("t")
+    served = pair.prefill.ranks[0].node._serving
+    fetched = pair.decode.ranks[0].node._fetching
+    wait_for(lambda: served._links and fetched._links)
+    monkeypatch.setattr(transfer.fetching, "connect", late)
+    pair.decode.ranks[0].node._thread.post(next(iter(fetched._links.values())).close)
+    wait_for(lambda: not served._links and not fetched._links)
+    pair.prefill.compute("t", step_s=0.01)
+    may_connect.set()
+    pair.end("t", computed=True)
 
 
 # What the log says of it
@@ -312,8 +282,7 @@ def test_a_data_connection_that_failed_and_was_not_needed_says_nothing(caplog):
     layout, serving = pair.decode.ranks[0].layout, pair.prefill.ranks[0].node._serving
     with dial(pair.ports[RANK_PURPOSE]) as connection:
         greet(connection, RANK_PURPOSE, Identity())
-        said = introduction(layout=layout, parts=[Shard(0, 4, 0, 4)], endpoints={})
-        connection.sendall(framed(encode(said)))
+        connection.sendall(framed(encode(introduction(layout, endpoints={}))))
         wait_for(lambda: any(visitor.data.done() for visitor in list(serving._visitors.values())))
         pair.close()
     serving._visitors.clear()

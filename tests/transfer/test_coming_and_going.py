@@ -10,13 +10,12 @@ from contextlib import ExitStack
 import pytest
 from simulated.fuzz import framed
 from simulated.nodes import Instances, endings
+from simulated.raw_peer import dial, greet
 from simulated.sides import introduction
-from simulated.strangers import dial, greet
 from simulated.waiting import wait_for
 
 import transfer.driver
 import transfer.fetching
-from mooncake_connector.kv.geometry import Shard
 from transfer.control.handshake import Identity
 from transfer.driver import RANK_PURPOSE
 from transfer.protocol.messages import encode
@@ -118,7 +117,7 @@ def test_decode_instances_that_cannot_be_reached_do_not_hold_up_the_others(make,
         return connect(endpoints, **kwargs)
 
     monkeypatch.setattr(node._transports, "connect", slow)
-    said = introduction(layout=rank.layout, parts=[Shard(0, 4, 0, 4)], endpoints={"nowhere": b""})
+    said = introduction(rank.layout, endpoints={"nowhere": b""})
     with ExitStack() as stack:
         stack.callback(go_on.set)
         for _ in range(100):

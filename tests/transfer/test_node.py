@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from simulated.nodes import TOKENS, endings
 from simulated.pair import Pair
-from simulated.strangers import deaf
+from simulated.raw_peer import deaf
 from simulated.waiting import wait_for
 
 import transfer.fetching

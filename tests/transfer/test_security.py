@@ -5,18 +5,18 @@ The listeners of an instance are its directory, the control port of each rank, a
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import suppress
 
 import pytest
-from causes import forget_causes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated.fuzz import damaged
-from simulated.nodes import MODEL
+from simulated.nodes import SECRET
 from simulated.pair import Pair
-from simulated.ranks import make_rank
-from simulated.strangers import dial, greet, is_closed, tcp_port
+from simulated.ranks import SMALL
+from simulated.raw_peer import dial, greet, is_closed, tcp_port
 from simulated.waiting import wait_for
 
 from transfer.control.connection import Access
@@ -29,7 +29,6 @@ from transfer.testing.memory import int64
 from transfer.transports.base import TransferError
 from transfer.transports.wire import ANSWER_NBYTES, CopyOrder, CopyStatus, decode_answer
 
-SECRET = b"sixteen bytes or more"
 PURPOSES = (PURPOSE, RANK_PURPOSE, "tcp")
 
 
@@ -38,7 +37,7 @@ class Deployment(Pair):
 
     def __init__(self) -> None:
         options = NodeOptions(transports=["tcp"], hosts=["127.0.0.1"], page_tokens=16)
-        super().__init__(options, identity={"secret": SECRET})
+        super().__init__(options)
         self.ports["tcp"] = tcp_port(self.prefill.ranks[0].node._transports.listen()["tcp"])
         self.memory = self.decode.ranks[0].node._fetching._memory
         self.data_port = tcp_port(self.decode.ranks[0].node._transports.listen()["tcp"])
@@ -49,11 +48,6 @@ def deployment():
     deployment = Deployment()
     yield deployment
     deployment.close()
-
-
-@pytest.fixture(autouse=True)
-def fresh_log():
-    forget_causes()
 
 
 @pytest.fixture(params=PURPOSES)
@@ -68,7 +62,7 @@ def one_line(caplog, text: str) -> None:
 
 @pytest.mark.parametrize("host", ["10.255.255.1", "0.0.0.0", "::"])
 def test_nothing_listens_beyond_loopback_without_a_secret(host):
-    layout = RankLayout((make_rank(MODEL, range(4), range(4), 8, 10, "LBHN", 0, 0),))
+    layout = RankLayout((SMALL,))
     refusal = f"address {host!r} is not loopback and no shared secret is set: set the same secret"
     for transport in ("cma", "tcp"):
         options = NodeOptions(transports=[transport], hosts=[host])
@@ -76,6 +70,22 @@ def test_nothing_listens_beyond_loopback_without_a_secret(host):
             Node(layout, [(1 << 20, 1 << 16)], Access(Identity()), options)
     with pytest.raises(TransferError, match=refusal):
         Directory("engine", [RankCard(host, 1, bytes(16), layout)], 1, (host, 0), Access(Identity()))
+
+
+def test_no_port_is_opened_without_hosts(make_pair):
+    def listening() -> set[str]:
+        with open("/proc/net/tcp") as file:
+            rows = [line.split() for line in file.readlines()[1:]]
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        mine = {os.readlink(link) for link in links if os.path.islink(link)}
+        return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
+
+    before = listening()
+    pair = make_pair()
+    assert listening() == before
+    assert pair.prefill.ranks[0].node.card.host == "" and pair.prefill.where.host == "127.0.0.1"
+    make_pair(NodeOptions(transports=["tcp"], hosts=["127.0.0.1"]))
+    assert len(listening() - before) >= 6
 
 
 def test_a_wrong_secret_is_refused_and_logged(deployment, purpose, caplog):
@@ -135,7 +145,7 @@ def test_a_handshake_that_is_cut_off_costs_nothing(deployment, purpose):
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.binary(max_size=300) | damaged([Client(Identity(SECRET), "rank", bytes(16)).start()]))
-def test_a_stranger_that_says_anything_gets_nowhere(deployment, purpose, data):
+def test_one_that_says_anything_gets_nowhere(deployment, purpose, data):
     with dial(deployment.ports[purpose], tcp=True) as connection:
         connection.sendall(data)
         with suppress(OSError):
@@ -143,7 +153,7 @@ def test_a_stranger_that_says_anything_gets_nowhere(deployment, purpose, data):
         assert is_closed(connection)
 
 
-def test_after_any_strangers_the_listeners_serve_on(deployment):
+def test_after_all_that_the_listeners_serve_on(deployment):
     deployment.serves()
 
 

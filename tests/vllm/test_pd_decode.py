@@ -25,7 +25,7 @@ from pd import (
     prefill_params,
     run_all,
 )
-from simulated.strangers import deaf
+from simulated.raw_peer import deaf
 from simulated.waiting import wait_for
 
 from transfer.protocol.consumer import Incoming

@@ -6,7 +6,7 @@ import oracle
 import pytest
 from cases import Start, every_runner
 from pd import PD_ONLY, PROMPT, MakePair
-from simulated.strangers import deaf
+from simulated.raw_peer import deaf
 from test_pd_decode import check_prefilled_here
 
 import transfer.fetching

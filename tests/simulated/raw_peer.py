@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -48,3 +49,9 @@ def is_closed(connection: socket.socket) -> bool:
 def tcp_port(endpoint: bytes) -> int:
     """Of an endpoint of the `tcp` transport."""
     return decode_endpoint(endpoint).addresses[0][1]
+
+
+def resident_nbytes() -> int:
+    """Memory that this process has."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
