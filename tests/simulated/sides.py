@@ -86,12 +86,38 @@ def make_producer() -> NamedProducer:
     return NamedProducer()
 
 
-def make_consumer(sources: int = 1) -> NamedConsumer:
+def open_producer(*peers: str) -> NamedProducer:
+    """Whose engine has begun to compute the transfer, which these peers wait for."""
+    producer = NamedProducer()
+    producer.open("t", 0.0)
+    for peer in peers:
+        producer.receive(peer, granted(destinations=len(peers)), 0.0)
+    return producer
+
+
+def make_consumer(sources: int = 1, *, has_grant: bool = True) -> NamedConsumer:
     consumer = NamedConsumer()
     consumer.announce("t", [Source(f"P{n}", [LAYERS], 1) for n in range(sources)], 0.0, computed=True)
-    assert consumer.grant("t", 0, 8, [5], KEY, 0.0)
+    if has_grant:
+        assert consumer.grant("t", 0, 8, [5], KEY, 0.0)
     consumer.take()
     return consumer
+
+
+def cancelled_consumer() -> NamedConsumer:
+    """Which has given its blocks back, and the producer does not know yet."""
+    consumer = make_consumer()
+    consumer.cancel("t", "client gone", 1.0)
+    consumer.revoked("t", 1.0)
+    consumer.take()
+    return consumer
+
+
+def land(consumer: NamedConsumer, part: Landed | None = None, peer: str = "P0", *, right: bool = True) -> None:
+    """A batch arrives and is checked."""
+    part = part or landed()
+    consumer.receive(peer, part, 1.0)
+    consumer.verified(peer, "t", part, right, 1.0)
 
 
 def announce(**changes: object) -> Announce:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from causes import forget_causes
 from simulated.cuda_driver import LIBRARY
 
 from mooncake_connector.config.schema import Config
@@ -16,11 +15,6 @@ from transfer.transports.base import TransferError, TransportOptions, Unavailabl
 from transfer.transports.cuda.driver import Driver
 from transfer.transports.memory import Memory
 from transfer.transports.registry import check_configured, make_transports, names
-
-
-@pytest.fixture(autouse=True)
-def each_cause_is_logged_again():
-    forget_causes()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from causes import forget_causes
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated import cuda_driver
@@ -39,7 +38,6 @@ TESTS = str(Path(__file__).parents[1])
 def library(monkeypatch):
     """The stand-in, without a past; other processes find it as well."""
     monkeypatch.setenv("PYTHONPATH", TESTS)
-    forget_causes()
     library = cuda_driver.LIBRARY
     library.__init__()
     yield library

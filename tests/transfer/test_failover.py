@@ -11,7 +11,6 @@ from contextlib import ExitStack
 import msgspec
 import numpy as np
 import pytest
-from causes import forget_causes
 
 from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
@@ -77,7 +76,6 @@ def count_sent(monkeypatch, stream, carried):
 
 @pytest.mark.parametrize("dying", [1, 2])
 def test_paths_that_break_in_mid_transfer_leave_it_to_the_others(pair, monkeypatch, dying, caplog):
-    forget_causes()
     peer, grant, source, target = pair
     for stream in list(peer._streams.values())[:dying]:
         break_after(monkeypatch, stream, sends=2)

@@ -17,14 +17,11 @@ PROGRAM = """
 import importlib, sys, threading
 from functools import partial
 from msgspec.msgpack import encode
-from simulated.ranks import Model, make_rank
+from simulated.sides import SMALL_RANK
 import transfer.{name}
-from transfer.plan.layout import RankLayout
-
-LAYOUT = RankLayout((make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0),))
 
 def card(module):
-    return module.RankCard("127.0.0.1", 1, bytes(16), LAYOUT)
+    return module.RankCard("127.0.0.1", 1, bytes(16), SMALL_RANK)
 
 def greet(module, said):
     assert module.Server(module.Identity(), "x").receive(said)

@@ -15,25 +15,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated.fuzz import STRESS_S, damaged, fuzz
-from simulated.ranks import Model, make_rank
+from simulated.ranks import SMALL
 from simulated.sides import (
+    SMALL_RANK,
     announce,
     close,
     granted,
     introduction,
     landed,
     make_consumer,
-    make_producer,
+    open_producer,
     report,
     status,
 )
 
 from transfer.control.directory import InstanceCard, RankCard, decode_card
 from transfer.control.handshake import Client, HandshakeError, Identity, Server
-from transfer.plan.layout import RankLayout
 from transfer.plan.pairing import Pairing, pair_sections, routes
 from transfer.protocol.messages import Granted, Introduction, MessageError, decode, encode
 from transfer.protocol.orders import Send, Verify
+from transfer.testing.memory import int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports import local, network, tcp
 from transfer.transports.base import Cause, Grant, TransferError, Unavailable
@@ -52,7 +53,6 @@ from transfer.transports.wire import (
 )
 
 SECRET = b"sixteen bytes or more"
-RANK = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
 
 
 def handshake() -> tuple[bytes, bytes, bytes, bytes]:
@@ -67,16 +67,12 @@ def handshake() -> tuple[bytes, bytes, bytes, bytes]:
     return hello, challenge, proof, welcome
 
 
-def int64(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
-
-
 HELLO, CHALLENGE, PROOF, WELCOME = handshake()
 REFUSAL = Server.refusal(HandshakeError("not today"))
 TO_PRODUCER = [announce(), granted(), report(again=[0]), close(), introduction()]
 TO_CONSUMER = [landed(), status()]
 MESSAGES = [encode(message) for message in TO_PRODUCER + TO_CONSUMER]
-CARD = RankCard("127.0.0.1", 4242, b"i" * 16, RankLayout((RANK,)))
+CARD = RankCard("127.0.0.1", 4242, b"i" * 16, SMALL_RANK)
 
 
 def a_server(data: bytes) -> None:
@@ -103,9 +99,7 @@ def messages(data: bytes) -> bool:
     except MessageError:
         return False
     assert decode(encode(message)) == message
-    producer, consumer = make_producer(), make_consumer()
-    producer.open("t", 0.0)
-    producer.receive("D0", granted(), 0.0)
+    producer, consumer = open_producer("D0"), make_consumer()
     producer.computed("t", 0, 8, 0.0)
     consumer.receive("P0", landed(stop_token=4), 0.0)
     for side, peer in ((producer, "D0"), (consumer, "P0")):
@@ -127,15 +121,15 @@ def plans(data: bytes) -> bool:
         return False
     with suppress(TransferError):
         if isinstance(message, Introduction):
-            for _, pairing in pair_sections(RankLayout((RANK,)), message.layout, message.parts).values():
+            for _, pairing in pair_sections(SMALL_RANK, message.layout, message.parts).values():
                 pairing.copies(pairing.layers, 0, 4, [1], [0])
         elif isinstance(message, Granted):
-            pairing = Pairing(RANK, RANK, RANK.shard)
-            RankLayout((RANK,)).check_tables(message.tables)
+            pairing = Pairing(SMALL, SMALL, SMALL.shard)
+            SMALL_RANK.check_tables(message.tables)
             (wanted,) = message.tables
             table = range(-(-wanted.stop_token // 4)) if wanted.stop_token < 1 << 16 else [0]
             copies = pairing.copies(range(2), wanted.first_token, wanted.stop_token, table, wanted.block_ids)
-            assert (copies.destination < RANK.blocks.layer_addresses[1] + 4 * RANK.blocks.block_stride).all()
+            assert (copies.destination < SMALL.blocks.layer_addresses[1] + 4 * SMALL.blocks.block_stride).all()
         return True
     return False
 
@@ -176,7 +170,7 @@ def endpoints(data: bytes) -> bool:
 def cards(data: bytes) -> bool:
     with suppress(TransferError):
         card = decode_card(data)
-        routes([rank.layout for rank in card.ranks], [RankLayout((RANK,))])
+        routes([rank.layout for rank in card.ranks], [SMALL_RANK])
         return True
     return False
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from causes import forget_causes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated.waiting import wait_for
@@ -213,7 +212,6 @@ def test_strangers_are_turned_away_after_a_time(monkeypatch):
 
 
 def test_whatever_strangers_say_makes_few_lines_in_the_log(caplog):
-    forget_causes()
     listening = Listening(tcp.TcpTransport)
     with listening.transport:
         for length in range(2000, 2060):
@@ -224,7 +222,6 @@ def test_whatever_strangers_say_makes_few_lines_in_the_log(caplog):
 
 
 def test_a_defect_costs_one_connection_and_is_logged(monkeypatch, caplog):
-    forget_causes()
     listening = Listening(cma.CmaTransport)
     with listening.transport:
         monkeypatch.setattr(cma._MemoryReader, "probe", lambda *_: 1 / 0)
@@ -236,7 +233,6 @@ def test_a_defect_costs_one_connection_and_is_logged(monkeypatch, caplog):
 
 
 def test_a_wrong_secret_is_refused_and_logged(caplog):
-    forget_causes()
     listening = Listening(tcp.TcpTransport)
     stranger = tcp.TcpTransport(Memory(), Identity(b"another sixteen bytes"))
     with listening.transport, stranger, pytest.raises(Unavailable, match="wrong secret"):

@@ -4,18 +4,14 @@ import threading
 
 import numpy as np
 import pytest
-from causes import forget_causes
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transfer.testing.memory import int64
 from transfer.transports.base import Cause, Completion, Outcome, TransferError, first_outside
 from transfer.transports.memory import Memory
 
 BASE = 1 << 20
-
-
-def int64(*values):
-    return np.array(values, dtype=np.int64)
 
 
 def write():
@@ -195,7 +191,6 @@ def test_a_follower_that_refuses_what_is_registered_follows_nothing():
 
 
 def test_a_follower_that_refuses_further_memory_is_closed_and_the_others_go_on(caplog):
-    forget_causes()
     memory, followers = Memory(), [Follower("card", refuses=[BASE]), Follower("another")]
     for follower in followers:
         memory.follow(follower)
@@ -208,7 +203,6 @@ def test_a_follower_that_refuses_further_memory_is_closed_and_the_others_go_on(c
 
 
 def test_a_follower_that_fails_at_the_end_costs_a_line(caplog):
-    forget_causes()
     memory, follower = Memory(), Follower("card")
     memory.follow(follower)
     follower.unregister = lambda region: 1 / 0

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from simulated.ranks import Model, make_rank
+from simulated.ranks import SMALL
 
 from mooncake_connector.kv.geometry import Shard
 from transfer.plan.layout import RankLayout, Table
@@ -29,8 +27,7 @@ from transfer.protocol.messages import (
 )
 
 HEAD = {"transfer": "request-1", "grant": 5}
-SECTION = make_rank(Model(2, 2, 2, 2, 2), range(2), range(2), 4, 4, "LBHN", 0, 0)
-RANK = RankLayout((SECTION, replace(SECTION, name="sliding")))
+RANK = RankLayout((SMALL, replace(SMALL, name="sliding")))
 MESSAGES: list[AnyMessage] = [
     Announce(**HEAD, destinations=2, computed=True),
     Granted(**HEAD, destinations=2, computed=False, tables=[Table(64, 100, [4, 1])], key=b"k" * 16),
@@ -94,7 +91,7 @@ _, GRANTED, REPORT, _, LANDED, STATUS, INTRODUCTION = MESSAGES
         (INTRODUCTION, {"endpoints": {"tcp": b"x" * 4097}}),
         (INTRODUCTION, {"endpoints": {"tcp": "text"}}),
         (INTRODUCTION, {"endpoints": {7: b""}}),
-        (INTRODUCTION, {"parts": [{**msgspec.to_builtins(SECTION.shard), "head_start": -1}]}),
+        (INTRODUCTION, {"parts": [{**msgspec.to_builtins(SMALL.shard), "head_start": -1}]}),
         (INTRODUCTION, {"layout": None}),
     ],
 )
@@ -112,7 +109,7 @@ def test_a_field_that_is_missing_is_refused():
 
 
 def test_an_impossible_layout_is_refused_on_arrival():
-    rank = {"sections": [{**msgspec.to_builtins(SECTION), "model_heads": 1}]}
+    rank = {"sections": [{**msgspec.to_builtins(SMALL), "model_heads": 1}]}
     with pytest.raises(MessageError, match="KV heads"):
         decode(altered(INTRODUCTION, layout=rank))
 
@@ -141,25 +138,7 @@ def test_a_message_too_large_is_neither_sent_nor_read():
         decode(b"\x00" * (MAX_MESSAGE_NBYTES + 1))
 
 
-@settings(max_examples=300)
-@example(b"\x91" * 100_000)
-@example(b"\xdd\xff\xff\xff\xff")
-@given(st.binary(max_size=64))
-def test_no_bytes_do_more_than_be_refused(data):
-    try:
+@pytest.mark.parametrize("data", [b"", b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff"], ids=["none", "deep", "long"])
+def test_bytes_that_promise_more_than_they_are_are_refused(data):
+    with pytest.raises(MessageError):
         decode(data)
-    except MessageError:
-        return
-
-
-@settings(max_examples=300)
-@given(st.sampled_from(MESSAGES), st.data())
-def test_a_damaged_message_is_refused_or_another_legal_one(message, data):
-    damaged = bytearray(encode(message))
-    for _ in range(data.draw(st.integers(1, 3))):
-        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        again = decode(damaged[: data.draw(st.integers(0, len(damaged)))])
-    except MessageError:
-        return
-    assert decode(encode(again)) == again

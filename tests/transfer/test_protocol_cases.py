@@ -13,12 +13,16 @@ from transfer.plan.granularity import Granularity
 from transfer.protocol.orders import Ending
 
 
+def over(world: World, first_token: int = 0) -> World:
+    world.run()
+    check(world, first_token)
+    return world
+
+
 def run(faults: Faults | None = None, order: str = "sequential", **options: object) -> World:
     world = World(ONE_TO_ONE, faults, **options)
     begin(world, order)
-    world.run()
-    check(world)
-    return world
+    return over(world)
 
 
 def released_s(world: World, name: str, transfer: str = "t") -> float:
@@ -53,8 +57,7 @@ def test_a_failed_write_fails_the_transfer_with_its_cause():
 def test_a_finished_prefill_that_nobody_asks_for_is_held_for_one_lease():
     world = World(ONE_TO_ONE)
     through_s = world.open("t", 1.0)
-    world.run()
-    check(world)
+    over(world)
     assert endings(world, "t") == {"P0": Ending.EXPIRED}
     assert through_s + TIMING.lease_s <= released_s(world, "P0") <= through_s + TIMING.lease_s + TIMING.retry_s
 
@@ -63,8 +66,7 @@ def test_heartbeats_of_a_consumer_that_waits_for_blocks_renew_the_lease():
     world = World(ONE_TO_ONE)
     world.open("t", 1.0)
     world.fetch("t", 2.0, 2.0 + 3 * TIMING.lease_s, computed=True)
-    world.run()
-    check(world)
+    over(world)
     assert endings(world, "t") == everywhere(world, Ending.DONE)
 
 
@@ -73,8 +75,7 @@ def test_no_heartbeat_holds_blocks_beyond_the_limit():
     world = World(ONE_TO_ONE, timing=timing)
     through_s = world.open("t", 1.0)
     world.fetch("t", 2.0, 1900.0, computed=True)
-    world.run()
-    check(world)
+    over(world)
     assert endings(world, "t") == {"P0": Ending.EXPIRED, "D0": Ending.FAILED}
     assert through_s + 70.0 <= released_s(world, "P0") <= through_s + 70.0 + TIMING.retry_s
     assert released_s(world, "D0") <= released_s(world, "P0") + 1.0
@@ -83,8 +84,7 @@ def test_no_heartbeat_holds_blocks_beyond_the_limit():
 def test_a_consumer_gives_up_at_its_deadline_where_prefill_never_comes():
     world = World(ONE_TO_ONE)
     world.fetch("t", 1.0, 2.0, computed=False)
-    world.run()
-    check(world)
+    over(world)
     assert endings(world, "t") == {"D0": Ending.EXPIRED}
     assert 1.0 + TIMING.deadline_s <= released_s(world, "D0") <= 1.0 + TIMING.deadline_s + TIMING.retry_s
 
@@ -92,8 +92,7 @@ def test_a_consumer_gives_up_at_its_deadline_where_prefill_never_comes():
 def test_a_transfer_that_the_producer_should_know_and_does_not_fails_at_once():
     world = World(ONE_TO_ONE)
     world.fetch("t", 1.0, 2.0, computed=True)
-    world.run()
-    check(world)
+    over(world)
     assert endings(world, "t") == {"D0": Ending.FAILED} and "not known" in cause(world, "D0")
     assert released_s(world, "D0") < 1.1
 
@@ -104,8 +103,7 @@ def test_a_cancel_at_the_consumer_frees_the_producer_soon(order, at_s):
     world = World(ONE_TO_ONE)
     begin(world, order)
     world.cancel("D0", "t", at_s)
-    world.run()
-    check(world)
+    over(world)
     if at_s > 1.0 and endings(world, "t") != everywhere(world, Ending.DONE):
         assert endings(world, "t") == everywhere(world, Ending.CANCELLED)
         assert released_s(world, "P0") <= max(at_s, world.ranks["P0"].finished.get("t", 0.0)) + 0.2
@@ -116,8 +114,7 @@ def test_a_cancel_at_the_producer_fails_the_consumer_soon(at_s):
     world = World(ONE_TO_ONE)
     begin(world, "grant meanwhile")
     world.cancel("P0", "t", at_s)
-    world.run()
-    check(world)
+    over(world)
     assert endings(world, "t") == {"P0": Ending.CANCELLED, "D0": Ending.FAILED}
     assert released_s(world, "P0") <= at_s + 0.1 and released_s(world, "D0") <= max(at_s, 1.3) + 0.2
     assert "abort" in cause(world, "D0")
@@ -127,8 +124,7 @@ def test_a_cancelled_producer_keeps_its_blocks_while_a_write_reads_them():
     world = World(ONE_TO_ONE, Faults(write_s={0: 8.0}))
     begin(world, "grant first")
     world.cancel("P0", "t", 2.0)
-    world.run()
-    check(world)
+    over(world)
     assert 9.0 < released_s(world, "P0") < 10.0
 
 
@@ -136,8 +132,7 @@ def test_a_consumer_keeps_its_blocks_until_nothing_can_write_to_them():
     world = World(ONE_TO_ONE, Faults(revoke_s=7.0, write_s={0: 5.0}))
     begin(world, "grant first")
     world.cancel("D0", "t", 2.0)
-    world.run()
-    check(world)
+    over(world)
     assert released_s(world, "D0") == pytest.approx(9.0)
 
 
@@ -147,8 +142,7 @@ def test_a_producer_that_is_known_to_be_gone_fails_its_transfers_at_once(order):
     crash_s = begin(world, order) + 1.0
     world.crash("P0", crash_s, back_s=None)
     world.lose("P0", crash_s + 0.1)
-    world.run()
-    check(world)
+    over(world)
     assert endings(world, "t") == {"D0": Ending.FAILED} and cause(world, "D0") == "the producer is gone"
     assert released_s(world, "D0") <= crash_s + 0.2
 
@@ -159,8 +153,7 @@ def test_a_peer_that_was_gone_serves_again_in_its_next_life():
     world.crash("P0", 1.7, back_s=5.0)
     world.lose("P0", 1.8)
     begin(world, "sequential", "after", 10.0)
-    world.run()
-    check(world)
+    over(world)
     assert endings(world, "before") == {"D0": Ending.FAILED}
     assert endings(world, "after") == everywhere(world, Ending.DONE)
 
@@ -173,8 +166,7 @@ def test_a_request_that_is_preempted_before_anything_was_sent_is_fetched_all_the
     world.open("t", 1.0, chunks=(10, TOKENS))
     for at_s in (1.05, 1.75):
         world.preempt("t", at_s, chunks=(10, TOKENS))
-    world.run()
-    check(world)
+    over(world)
     assert endings(world, "t") == everywhere(world, Ending.DONE)
 
 
@@ -183,8 +175,7 @@ def test_a_request_that_is_preempted_after_something_was_sent_ends_on_both_sides
     world = World(ONE_TO_ONE, Faults(write_s=dict.fromkeys(range(100), write_s)))
     begin(world, "grant first")
     world.preempt("t", 1.75)
-    world.run()
-    check(world)
+    over(world)
     assert endings(world, "t") == {"P0": Ending.CANCELLED, "D0": Ending.FAILED}
     assert cause(world, "P0") == "preempted" and "preempted" in cause(world, "D0")
     assert released_s(world, "D0") <= 1.8
@@ -194,8 +185,7 @@ def test_a_request_that_is_preempted_after_something_was_sent_ends_on_both_sides
 def test_a_silent_producer_is_given_up_after_a_lease():
     world = World(ONE_TO_ONE, Faults(cuts=[(1.35, 10_000.0)]))
     begin(world, "grant meanwhile")
-    world.run()
-    check(world)
+    over(world)
     assert endings(world, "t") == {"D0": Ending.FAILED, "P0": Ending.EXPIRED}
     assert 1.3 + TIMING.lease_s <= released_s(world, "D0") <= 1.35 + TIMING.lease_s + TIMING.retry_s
 
@@ -204,8 +194,7 @@ def test_what_the_consumer_has_already_does_not_travel():
     world = World(ONE_TO_ONE, granularity=Granularity.FULL)
     world.open("t", 1.0)
     world.fetch("t", 2.0, 2.1, computed=True, first_token=16)
-    world.run()
-    check(world, first_token=16)
+    over(world, first_token=16)
     assert endings(world, "t") == everywhere(world, Ending.DONE)
     assert {at[3] for at in world.ranks["D0"].memory} == set(range(16, TOKENS))
 
@@ -215,7 +204,6 @@ def test_tokens_that_cut_what_moves_together_are_refused_and_nothing_to_move_is_
     world = World(ONE_TO_ONE)
     world.open("t", 1.0)
     world.fetch("t", 2.0, 2.1, computed=True, first_token=first_token)
-    world.run()
-    check(world, first_token=first_token)
+    over(world, first_token)
     assert endings(world, "t") == everywhere(world, ending)
     assert world.writes == 0

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from simulated.sides import KEY, LAYERS, NamedConsumer, answers, ended, landed, make_consumer, orders, status
+from simulated.sides import (
+    KEY,
+    LAYERS,
+    NamedConsumer,
+    answers,
+    cancelled_consumer,
+    ended,
+    land,
+    landed,
+    make_consumer,
+    orders,
+    status,
+)
 
 from transfer.plan.layout import Table
 from transfer.protocol.consumer import Consumer, Incoming, Source
@@ -34,8 +46,7 @@ def test_batches_that_overlap_do_not_make_a_transfer_complete():
     consumer = make_consumer()
     parts = [landed(stop_token=6, batch=0), landed(first_token=4, stop_token=6, batch=1)]
     for part in parts:
-        consumer.receive("P0", part, 1.0)
-        consumer.verified("P0", "t", part, True, 1.0)
+        land(consumer, part)
     consumer.revoked("t", 1.0)
     assert ended(consumer) == [("t", Ending.FAILED, "batches overlap")]
 
@@ -57,20 +68,16 @@ def test_batches_are_confirmed_up_to_the_first_that_is_missing():
     parts = {number: landed(batch=number, first_token=2 * number, stop_token=2 * number + 2) for number in range(3)}
     verified = []
     for number in (0, 2, 1):
-        consumer.receive("P0", parts[number], 1.0)
-        consumer.take()
-        consumer.verified("P0", "t", parts[number], True, 1.0)
+        land(consumer, parts[number])
         verified += [order.message.verified for order in orders(consumer, Send)]
     assert verified == [1, 1, 3]
 
 
-def test_one_leg_that_is_done_does_not_make_the_transfer_done():
+def test_one_peer_session_that_is_done_does_not_make_the_transfer_done():
     consumer = make_consumer(sources=2)
-    consumer.receive("P0", landed(), 1.0)
-    consumer.verified("P0", "t", landed(), True, 1.0)
+    land(consumer)
     assert orders(consumer, Revoke) == []
-    consumer.receive("P1", landed(), 1.0)
-    consumer.verified("P1", "t", landed(), True, 1.0)
+    land(consumer, peer="P1")
     assert orders(consumer, Revoke) == [Revoke(consumer.records["t"])]
 
 
@@ -88,16 +95,14 @@ def test_the_silence_of_a_producer_counts_from_the_grant():
 
 def test_a_producer_that_has_sent_all_may_fall_silent_while_others_send():
     consumer = make_consumer(sources=2)
-    consumer.receive("P0", landed(), 1.0)
-    consumer.verified("P0", "t", landed(), True, 1.0)
+    land(consumer)
     consumer.receive("P1", status(), 25.0)
     consumer.tick(40.0)
     assert orders(consumer, Revoke) == []
 
 
 def test_nothing_is_read_from_a_transfer_that_has_no_grant():
-    consumer = NamedConsumer()
-    consumer.announce("t", [Source("P0", [LAYERS], 1)], 0.0, computed=True)
+    consumer = make_consumer(has_grant=False)
     consumer.receive("P0", landed(grant=0), 1.0)
     assert orders(consumer, Verify, Ended) == []
 
@@ -129,8 +134,7 @@ def test_what_lands_after_the_end_is_not_read():
 
 def test_wrong_bytes_are_not_checked_again_until_they_came_again():
     consumer = make_consumer()
-    consumer.receive("P0", landed(), 1.0)
-    consumer.verified("P0", "t", landed(), False, 1.0)
+    land(consumer, right=False)
     consumer.take()
     consumer.receive("P0", landed(), 1.1)
     assert orders(consumer, Verify) == []
@@ -140,8 +144,7 @@ def test_wrong_bytes_are_not_checked_again_until_they_came_again():
 
 def test_what_is_asked_for_again_is_asked_each_second_until_it_comes():
     consumer = make_consumer()
-    consumer.receive("P0", landed(), 1.0)
-    consumer.verified("P0", "t", landed(), False, 1.0)
+    land(consumer, right=False)
     consumer.take()
     asked = []
     for now_s in (1.5, 2.0, 2.5, 3.0):
@@ -177,10 +180,7 @@ def test_a_check_for_an_earlier_transfer_of_that_name_changes_nothing():
 
 def test_a_close_is_repeated_until_it_is_known_and_for_one_lease_at_most():
     for confirmed in (True, False):
-        consumer = make_consumer()
-        consumer.cancel("t", "client gone", 1.0)
-        consumer.revoked("t", 1.0)
-        consumer.take()
+        consumer = cancelled_consumer()
         if confirmed:
             consumer.receive("P0", status(state=State.CLOSED), 1.5)
         times = [now_s for now_s in range(2, 100) if consumer.tick(now_s) is not None or orders(consumer, Send)]
@@ -215,3 +215,42 @@ def test_blocks_may_be_granted_before_the_sources_are_known():
     consumer.found(transfer, [Source("P0", [LAYERS], 1)], 2.0)
     (order,) = consumer.take()
     assert isinstance(order.message, Granted) and order.message.tables == [Table(0, 8, [5])]
+
+
+# Producers that are gone for certain
+
+
+def test_what_was_begun_with_a_producer_that_is_gone_fails_at_once_and_nobody_is_told():
+    consumer = make_consumer(sources=2)
+    consumer.lost("P0", 1.0)
+    given = consumer.take()
+    assert given[-1] == Revoke(consumer.records["t"])
+    assert [(order.peer, type(order.message)) for order in given[:-1]] == [("P1", Close)]
+    consumer.revoked("t", 1.0)
+    assert ended(consumer) == [("t", Ending.FAILED, "the producer is gone")]
+    consumer.receive("P1", status(state=State.CLOSED), 1.0)
+    assert consumer.tick(1.0) is None
+
+
+def test_a_transfer_without_blocks_is_said_to_have_failed_and_ends_when_the_engine_has_heard_of_it():
+    consumer = NamedConsumer()
+    consumer.announce("t", [Source("P0", [LAYERS], 1)], 0.0, computed=False)
+    consumer.lost("P0", 1.0)
+    assert orders(consumer, Failed) == [Failed(consumer.records["t"])]
+    assert consumer.tick(100.0) is not None
+    consumer.cancel("t", "not needed", 101.0)
+    assert ended(consumer) == [("t", Ending.FAILED, "the producer is gone")]
+    assert consumer.tick(101.0) is None
+
+
+def test_what_a_producer_that_is_gone_had_to_be_told_is_not_said_any_more():
+    consumer = cancelled_consumer()
+    consumer.lost("P0", 1.5)
+    assert consumer.tick(100.0) is None and orders(consumer, Send) == []
+
+
+def test_the_loss_of_one_peer_changes_nothing_for_others():
+    consumer = make_consumer()
+    consumer.lost("P1", 1.0)
+    assert consumer.take() == [] and consumer.held == ["t"]
+    assert answers(consumer, landed(), "P0") == [] and consumer.held == ["t"]

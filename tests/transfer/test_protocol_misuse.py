@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from simulated.sides import (
     KEY,
     LAYERS,
-    NamedConsumer,
-    NamedProducer,
     announce,
     answers,
     close,
     ended,
     granted,
     introduction,
+    land,
     landed,
     make_consumer,
     make_producer,
+    open_producer,
     orders,
     report,
     status,
@@ -31,15 +31,6 @@ from transfer.protocol.consumer import Source
 from transfer.protocol.messages import State
 from transfer.protocol.orders import Ended, Ending, Revoke, Verify, Write
 
-
-def writing_producer() -> NamedProducer:
-    producer = make_producer()
-    producer.open("t", 0.0)
-    producer.receive("D0", granted(), 0.0)
-    producer.computed("t", 0, 8, 0.0)
-    return producer
-
-
 WRONG_AT_THE_PRODUCER = {
     "written to no peer": lambda p: p.written("D1", "t", 0, [1], None, 1.0),
     "written of no batch": lambda p: p.written("D0", "t", 1, [1], None, 1.0),
@@ -48,7 +39,8 @@ WRONG_AT_THE_PRODUCER = {
 
 @pytest.mark.parametrize("wrong", WRONG_AT_THE_PRODUCER)
 def test_a_call_that_cannot_be_meant_is_an_error_and_changes_nothing_at_the_producer(wrong):
-    producer = writing_producer()
+    producer = open_producer("D0")
+    producer.computed("t", 0, 8, 0.0)
     producer.take()
     with pytest.raises(ValueError, match="transfer"):
         WRONG_AT_THE_PRODUCER[wrong](producer)
@@ -68,8 +60,7 @@ def test_a_call_that_cannot_be_meant_is_an_error_and_changes_nothing_at_the_prod
     ids=["finished", "computed", "preempted"],
 )
 def test_when_prefill_is_over_nothing_more_is_computed(again):
-    producer = make_producer()
-    producer.open("t", 0.0)
+    producer = open_producer()
     producer.finished("t", 8, 0.0)
     with pytest.raises(ValueError, match="finished already"):
         again(producer)
@@ -106,9 +97,7 @@ def test_tokens_that_cannot_be_are_an_error(first, stop):
 
 @pytest.mark.parametrize("key", [KEY[1:], KEY * 2])
 def test_a_key_that_no_producer_would_accept_is_an_error_and_grants_nothing(key):
-    consumer = NamedConsumer()
-    consumer.announce("t", [Source("P0", [LAYERS], 1)], 0.0, computed=True)
-    consumer.take()
+    consumer = make_consumer(has_grant=False)
     with pytest.raises(ValueError, match=f"a key of {len(key)} bytes"):
         consumer.grant("t", 0, 8, [5], key, 1.0)
     assert consumer.take() == []
@@ -117,8 +106,7 @@ def test_a_key_that_no_producer_would_accept_is_an_error_and_grants_nothing(key)
 
 def test_a_check_has_one_result():
     consumer = make_consumer(sources=2)
-    consumer.receive("P0", landed(), 0.5)
-    consumer.verified("P0", "t", landed(), True, 1.0)
+    land(consumer)
     with pytest.raises(ValueError, match="no check of batch 0 from P0"):
         consumer.verified("P0", "t", landed(), False, 1.0)
 
@@ -234,8 +222,7 @@ to_consumer = st.one_of(
     st.lists(st.booleans(), min_size=1),
 )
 def test_no_message_makes_a_consumer_raise_end_twice_or_call_done_what_is_not_there(steps, rights):
-    consumer, now_s, checks = NamedConsumer(), 0.0, 0
-    consumer.announce("t", [Source("P0", [LAYERS], 1)], 0.0, computed=True)
+    consumer, now_s, checks = make_consumer(has_grant=False), 0.0, 0
     right_cells: Counter[tuple[int, int]] = Counter()
     endings: list[Ending] = []
 

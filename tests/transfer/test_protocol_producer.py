@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from simulated.sides import announce, answers, close, ended, granted, make_producer, orders, report
+from simulated.sides import announce, answers, close, ended, granted, make_producer, open_producer, orders, report
 
 from transfer.plan.granularity import Batch
 from transfer.protocol.messages import Landed, State
@@ -29,8 +29,7 @@ def test_what_the_producer_should_know_and_does_not_is_refused_at_once(message):
 
 
 def test_blocks_are_released_when_every_rank_is_through_and_not_before():
-    producer = make_producer()
-    producer.open("t", 0.0)
+    producer = open_producer()
     producer.receive("D0", close(destinations=2), 1.0)
     producer.finished("t", 8, 1.0)
     assert ended(producer) == []
@@ -39,16 +38,13 @@ def test_blocks_are_released_when_every_rank_is_through_and_not_before():
 
 
 def test_a_layout_that_cannot_be_mapped_is_the_cause_that_the_consumer_is_told():
-    producer = make_producer()
-    producer.open("t", 0.0)
+    producer = open_producer()
     (first, *_) = answers(producer, granted(), "stranger")
     assert (first.state, first.cause) == (State.FAILED, "blocks of 3 tokens here, of 4 there")
 
 
-def test_a_leg_that_failed_is_said_to_have_until_the_consumer_knows_and_then_nothing_more_is_said():
-    producer = make_producer()
-    producer.open("t", 0.0)
-    producer.receive("D0", granted(), 0.0)
+def test_a_peer_session_that_failed_is_said_to_have_until_the_consumer_knows_and_then_nothing_more_is_said():
+    producer = open_producer("D0")
     producer.cancel("t", "abort", 0.1)
     producer.take()
     said = []
@@ -67,8 +63,7 @@ def test_a_leg_that_failed_is_said_to_have_until_the_consumer_knows_and_then_not
 
 @pytest.mark.parametrize("granted_first", [True, False])
 def test_more_tokens_than_were_computed_are_not_waited_for(granted_first):
-    producer = make_producer()
-    producer.open("t", 0.0)
+    producer = open_producer()
     if granted_first:
         producer.receive("D0", granted(stop_token=9), 0.0)
         producer.take()
@@ -81,25 +76,20 @@ def test_more_tokens_than_were_computed_are_not_waited_for(granted_first):
 
 @pytest.mark.parametrize("stop_token", [6, 8])
 def test_tokens_that_begin_between_two_units_are_refused_unless_there_are_none(stop_token):
-    producer = make_producer()
-    producer.open("t", 0.0)
+    producer = open_producer()
     (answer, *_) = answers(producer, granted(first_token=6, stop_token=stop_token))
     assert answer.state is (State.OPEN if stop_token == 6 else State.FAILED)
 
 
 def test_a_rank_that_is_through_gets_nothing_more_while_others_do():
-    producer = make_producer()
-    producer.open("t", 0.0)
-    producer.receive("D0", granted(destinations=2), 0.0)
-    producer.receive("D1", granted(destinations=2), 0.0)
+    producer = open_producer("D0", "D1")
     producer.receive("D0", close(destinations=2, done=False), 0.5)
     producer.finished("t", 8, 1.0)
     assert [write.peer for write in orders(producer, Write)] == ["D1"]
 
 
 def test_a_silent_rank_is_given_up_though_another_is_heard_and_prefill_goes_on():
-    producer = make_producer()
-    producer.open("t", 0.0)
+    producer = open_producer()
     producer.receive("D0", granted(destinations=2), 0.0)
     for now_s in range(0, 30, 5):
         producer.receive("D1", granted(destinations=2), float(now_s))
@@ -113,8 +103,7 @@ def test_a_silent_rank_is_given_up_though_another_is_heard_and_prefill_goes_on()
 
 
 def test_a_late_grant_gets_at_once_all_that_was_computed():
-    producer = make_producer()
-    producer.open("t", 0.0)
+    producer = open_producer()
     producer.computed("t", 1, 4, 0.0)
     producer.computed("t", 0, 8, 0.0)
     producer.receive("D0", granted(), 1.0)
@@ -122,9 +111,7 @@ def test_a_late_grant_gets_at_once_all_that_was_computed():
 
 
 def test_a_second_grant_for_one_transfer_is_refused_and_the_first_goes_on():
-    producer = make_producer()
-    producer.open("t", 0.0)
-    producer.receive("D0", granted(), 0.0)
+    producer = open_producer("D0")
     (message,) = answers(producer, granted(grant=2))
     assert (message.state, message.grant) == (State.FAILED, 2)
     producer.finished("t", 8, 1.0)
@@ -133,9 +120,7 @@ def test_a_second_grant_for_one_transfer_is_refused_and_the_first_goes_on():
 
 @pytest.mark.parametrize("message", [report(grant=2, again=[0]), report(again=[1]), close(grant=2)])
 def test_a_report_or_close_of_another_grant_or_batch_changes_nothing(message):
-    producer = make_producer()
-    producer.open("t", 0.0)
-    producer.receive("D0", granted(), 0.0)
+    producer = open_producer("D0")
     producer.finished("t", 8, 1.0)
     producer.written("D0", "t", 0, [1], None, 1.0)
     producer.take()
@@ -144,9 +129,7 @@ def test_a_report_or_close_of_another_grant_or_batch_changes_nothing(message):
 
 
 def test_a_batch_is_written_again_once_however_often_that_is_asked():
-    producer = make_producer()
-    producer.open("t", 0.0)
-    producer.receive("D0", granted(), 0.0)
+    producer = open_producer("D0")
     producer.finished("t", 8, 1.0)
     producer.receive("D0", report(again=[0]), 1.5)  # still being written
     producer.written("D0", "t", 0, [1], None, 1.0)
@@ -159,9 +142,7 @@ def test_a_batch_is_written_again_once_however_often_that_is_asked():
 
 
 def test_writes_under_way_are_abandoned_when_the_consumer_closes():
-    producer = make_producer()
-    producer.open("t", 0.0)
-    producer.receive("D0", granted(), 0.0)
+    producer = open_producer("D0")
     producer.finished("t", 8, 1.0)
     producer.receive("D0", close(done=False), 2.0)
     given = producer.take()
@@ -183,9 +164,7 @@ def test_only_so_many_transfers_are_awaited_that_no_engine_has_named():
 
 
 def test_what_landed_is_said_again_until_it_is_confirmed():
-    producer = make_producer()
-    producer.open("t", 0.0)
-    producer.receive("D0", granted(), 0.0)
+    producer = open_producer("D0")
     producer.computed("t", 0, 8, 0.0)
     producer.computed("t", 1, 8, 0.0)
     for number in (0, 1):
@@ -209,10 +188,7 @@ def test_what_landed_is_said_again_until_it_is_confirmed():
 
 def preempted(*, sent: bool) -> Producer:
     """A producer whose engine took the blocks after 4 of 8 tokens."""
-    producer = make_producer()
-    producer.open("t", 0.0)
-    if sent:
-        producer.receive("D0", granted(), 0.0)
+    producer = open_producer(*["D0"] * sent)
     producer.computed("t", 1, 4, 1.0)
     assert bool(orders(producer, Write)) is sent
     producer.preempted("t", 2.0)
@@ -231,9 +207,7 @@ def test_a_preempted_request_that_sent_nothing_goes_on_and_sends_what_is_compute
 
 
 def test_a_preempted_request_whose_grant_was_there_before_goes_on_as_well():
-    producer = make_producer()
-    producer.open("t", 0.0)
-    producer.receive("D0", granted(), 0.0)
+    producer = open_producer("D0")
     producer.computed("t", 1, 3, 1.0)  # less than a unit
     producer.preempted("t", 2.0)
     producer.finished("t", 8, 3.0)
@@ -252,9 +226,7 @@ def test_a_preempted_request_that_sent_something_ends_when_no_write_reads_the_bl
 
 
 def test_a_preempted_request_whose_batch_landed_ends_too():
-    producer = make_producer()
-    producer.open("t", 0.0)
-    producer.receive("D0", granted(), 0.0)
+    producer = open_producer("D0")
     producer.computed("t", 1, 4, 1.0)
     producer.written("D0", "t", 0, [1], None, 1.0)
     producer.take()
@@ -275,8 +247,7 @@ def test_what_an_earlier_run_computed_is_not_taken_for_what_a_later_one_has():
 
 
 def test_a_second_request_of_one_name_fails_when_it_is_finished_and_leaves_the_first_alone():
-    producer = make_producer()
-    producer.open("t", 0.0)
+    producer = open_producer()
     second = Outgoing("t")
     Producer.open(producer, second, 1.0)
     Producer.finished(producer, second, 8, 2.0)
@@ -285,8 +256,7 @@ def test_a_second_request_of_one_name_fails_when_it_is_finished_and_leaves_the_f
 
 
 def test_what_ended_before_is_not_ended_again_by_preemption():
-    producer = make_producer()
-    producer.open("t", 0.0)
+    producer = open_producer()
     producer.receive("D0", close(done=False, cause="client gone"), 1.0)
     producer.preempted("t", 2.0)
     producer.finished("t", 8, 3.0)

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from causes import forget_causes
 from certificates import CAN_MAKE, make_certificate
 from simulated.waiting import wait_for
 
@@ -115,11 +114,6 @@ class Pair:
         threading.Thread(target=run, daemon=True).start()
         wait_for(lambda: self.there.granted(self.grant.key) is None or self.there.granted(self.grant.key).revoked)
         return returned, raised
-
-
-@pytest.fixture(autouse=True)
-def each_cause_is_logged_again():
-    forget_causes()
 
 
 @pytest.fixture
