@@ -4,7 +4,6 @@ import ctypes
 import logging
 import subprocess
 import sys
-import time
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import cuda_driver
 from simulated.cuda_driver import DeviceBuffer, Library, SimulatedCudaIpc
+from simulated.waiting import wait_for
 
 import transfer.transports.cuda.copier
 import transfer.transports.cuda.driver
 from transfer.testing.conformance import TransportConformance
-from transfer.testing.fixtures import DEADLINE_S
+from transfer.testing.fixtures import DEADLINE_S, TransportFixtures
 from transfer.testing.memory import MIB, Buffer, digest, folded, int64
-from transfer.testing.process import Process
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Unavailable
 from transfer.transports.cuda.copier import Copier
@@ -60,222 +59,8 @@ class TestCudaIpc(TransportConformance):
         super().test_a_piece_beyond_4_gib_arrives(memory, there, peer)
 
 
-@pytest.fixture
-def memory():
-    return Memory()
-
-
-@pytest.fixture
-def there():
-    return Memory()
-
-
-@pytest.fixture
-def sender(memory):
-    with SimulatedCudaIpc(memory) as made:
-        yield made
-
-
-@pytest.fixture
-def receiver(there):
-    with SimulatedCudaIpc(there) as made:
-        yield made
-
-
-@pytest.fixture
-def registered(memory, there):
-    """Device memory of either side, and a grant of it."""
-    source, target = DeviceBuffer(MIB, seed=1), DeviceBuffer(MIB)
-    memory.register(source.address, MIB)
-    there.register(target.address, MIB)
-    return source, target, there.grant(int64(target.address), int64(MIB))
-
-
-@pytest.fixture
-def other():
-    process = Process(SimulatedCudaIpc)
-    yield process
-    process.kill()
-
-
 def write(peer, source, grant):
     return outcome_of(peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=DEADLINE_S))
-
-
-def comes_about(claim):
-    deadline = time.monotonic() + DEADLINE_S
-    while not claim() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return claim()
-
-
-def test_an_allocation_is_opened_once_and_closed_with_the_connection(there, receiver, other, library):
-    target = DeviceBuffer(64 * MIB)
-    there.register(target.address, target.nbytes)
-    grant = there.grant(int64(target.address), int64(target.nbytes))
-    send = {"endpoint": receiver.listen().hex(), "key": grant.key.hex(), "address": target.address}
-    other.tell(do="send", nbytes=target.nbytes, **send)
-    assert comes_about(lambda: library.calls["cuMemcpyAsync"] >= 4)
-    assert len(library.opened) == 1 and library.calls["cuIpcOpenMemHandle_v2"] == 1
-    other.kill()
-    assert comes_about(lambda: not library.opened)
-    assert target.bytes.all()
-
-
-def test_a_peer_that_sends_from_too_many_allocations_is_closed(
-    there, receiver, registered, other, library, monkeypatch, caplog
-):
-    _, target, grant = registered
-    monkeypatch.setattr("transfer.transports.cuda.ipc.MAX_OPEN", 0)
-    with caplog.at_level(logging.WARNING):
-        send = {"endpoint": receiver.listen().hex(), "key": grant.key.hex(), "address": target.address}
-        other.tell(do="send", nbytes=MIB, **send)
-        assert comes_about(lambda: "sends from more than 0 allocations" in caplog.text)
-    assert library.calls["cuIpcOpenMemHandle_v2"] == 0 and not target.bytes.any()
-
-
-def test_memory_that_is_no_device_memory_is_unavailable(memory, sender, there, receiver, registered):
-    endpoint = receiver.listen()
-    host = Buffer(4096)
-    region = there.register(host.address, 4096)
-    with pytest.raises(Unavailable, match="the peer's memory is not that of one device"):
-        sender.connect(endpoint, deadline_s=DEADLINE_S)
-    there.unregister(region)
-    memory.register(host.address, 4096)
-    with pytest.raises(Unavailable, match="registered here is not device memory that can be shared"):
-        sender.connect(endpoint, deadline_s=DEADLINE_S)
-
-
-def test_memory_that_the_driver_does_not_share_is_unavailable(sender, receiver, registered, library):
-    """As that of torch's expandable segments."""
-    library.unshareable = True
-    with pytest.raises(Unavailable, match="registered here is not device memory that can be shared"):
-        sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
-
-
-def test_a_region_beyond_one_allocation_is_unavailable(memory, sender, receiver, registered, library):
-    beyond = Buffer(8192)
-    library.allocate(beyond.address, 4096)
-    memory.register(beyond.address, 8192)
-    with pytest.raises(Unavailable, match="registered here is not device memory that can be shared"):
-        sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
-
-
-def test_an_order_names_the_allocations_of_its_pieces_only(memory, sender, receiver, registered, monkeypatch):
-    source, _, grant = registered
-    second = DeviceBuffer(4096)
-    memory.register(second.address, 4096)
-    peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
-    named = []
-    encode = lambda w: (named.append(set(w)), encode_windows(w))[1]  # noqa: E731
-    monkeypatch.setattr("transfer.transports.cuda.ipc.encode_windows", encode)
-    assert write(peer, source, grant).ok
-    assert named == [{Allocation(0, source.address, MIB)}]
-
-
-def test_more_allocations_than_an_order_names_are_unavailable(memory, sender, receiver, registered, monkeypatch):
-    second = DeviceBuffer(4096)
-    memory.register(second.address, 4096)
-    monkeypatch.setattr("transfer.transports.cuda.ipc.MAX_WINDOWS", 1)
-    with pytest.raises(Unavailable, match="1 pieces"):
-        sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
-
-
-def test_memory_on_two_devices_is_unavailable(sender, there, receiver, registered, library):
-    second = DeviceBuffer(4096)
-    library.devices[second.address] = 1
-    there.register(second.address, 4096)
-    with pytest.raises(Unavailable, match="the peer's memory is not that of one device"):
-        sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
-
-
-def test_the_copy_is_made_by_the_device_of_the_destination(sender, receiver, registered, library):
-    source, target, grant = registered
-    library.devices[target.address] = 1
-    assert write(sender.connect(receiver.listen(), deadline_s=DEADLINE_S), source, grant).ok
-    assert list(receiver._copiers) == [1]
-
-
-def test_a_peer_whose_device_cannot_read_ours_is_unavailable(sender, other, memory, library, caplog):
-    endpoint, _ = other.offer(4096)
-    source = DeviceBuffer(4096)
-    memory.register(source.address, 4096)
-    sender.connect(endpoint, deadline_s=DEADLINE_S).close()
-    library._allocated[source.address] = 1 << 41, 1  # a handle that nobody can open
-    fresh = SimulatedCudaIpc(memory)
-    with fresh, pytest.raises(Unavailable, match="the peer's device cannot read ours"):
-        fresh.connect(endpoint, deadline_s=DEADLINE_S)
-
-
-@pytest.mark.parametrize(
-    "forge",
-    [
-        lambda windows: {},
-        lambda windows: {Allocation(0, one.address, one.nbytes + 1): handle for one, handle in windows.items()},
-        lambda windows: {Allocation(0, one.address, one.nbytes - 1): handle for one, handle in windows.items()},
-        lambda windows: {Allocation(0, one.address - 64, one.nbytes): handle for one, handle in windows.items()},
-        lambda windows: {Allocation(0, one.address + 64, one.nbytes): handle for one, handle in windows.items()},
-        lambda windows: {Allocation(0, one.address - 64, one.nbytes + 64): handle for one, handle in windows.items()},
-    ],
-)
-def test_a_window_that_is_not_what_was_opened_is_not_read(sender, receiver, registered, monkeypatch, library, forge):
-    source, target, grant = registered
-    peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
-    copied = library.calls["cuMemcpyAsync"]
-    with monkeypatch.context() as patch:
-        patch.setattr("transfer.transports.cuda.ipc.encode_windows", lambda windows: encode_windows(forge(windows)))
-        assert write(peer, source, grant).cause is Cause.SOURCE
-    assert library.calls["cuMemcpyAsync"] == copied and not target.bytes.any()
-    assert write(peer, source, grant).ok, "the connection goes on"
-
-
-def test_memory_allocated_again_at_the_same_address_is_shared_anew(memory, sender, other, library):
-    endpoint, grant = other.offer(4096)
-    source = DeviceBuffer(4096, seed=1)
-    region = memory.register(source.address, 4096)
-    peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
-    assert write(peer, source, grant).ok
-    for allocated_again in (False, True):
-        shared = library.calls["cuIpcGetMemHandle"]
-        if allocated_again:
-            memory.unregister(region)
-            library.allocate(source.address, 4096)
-            memory.register(source.address, 4096)
-        assert write(peer, source, grant).ok
-        assert library.calls["cuIpcGetMemHandle"] == shared + allocated_again
-    assert other.digest(grant) == digest(source)
-
-
-def test_a_driver_that_fails_in_the_middle_is_waited_for_before_the_answer(sender, receiver, registered, library):
-    source, target, grant = registered
-    peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
-    sizes = np.full(4, 1000)
-    places = np.arange(4) * 2000
-    waited = library.calls["cuStreamSynchronize"]
-    library.fail["cuMemcpyAsync"] = 2
-    scattered = source.address + places, target.address + places, sizes
-    outcome = outcome_of(peer.write(grant, *scattered, deadline_s=DEADLINE_S))
-    assert outcome.cause is Cause.SOURCE
-    assert library.calls["cuStreamSynchronize"] == waited + 1
-    assert not any(library._queues.values()), "nothing is under way any more"
-    del library.fail["cuMemcpyAsync"]
-    assert write(peer, source, grant).ok
-
-
-def test_a_device_that_fails_while_copying_is_an_outcome(sender, receiver, registered, library, caplog):
-    """And over: what the device has not done by then it must not do later, when the memory may be another's."""
-    source, target, grant = registered
-    peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
-    library.fail["cuStreamSynchronize"] = 0
-    with caplog.at_level(logging.WARNING):
-        assert write(peer, source, grant).cause is Cause.SOURCE
-        said = "cuda_ipc: a peer's memory cannot be read: cuStreamSynchronize: CUDA_ERROR_STAND_IN (719)"
-        assert comes_about(lambda: said in caplog.text)
-    del library.fail["cuStreamSynchronize"]
-    waited = library.calls["cuStreamSynchronize"]
-    sender.connect(receiver.listen(), deadline_s=DEADLINE_S)  # has the device copy again, a byte
-    assert library.calls["cuStreamSynchronize"] == waited + 1
-    assert not target.bytes.any()
 
 
 def probe(addresses, sizes, attachment=b""):
@@ -283,27 +68,184 @@ def probe(addresses, sizes, attachment=b""):
     return order.encode(addresses, sizes, addresses, attachment=attachment)
 
 
-@pytest.mark.parametrize(
-    "order, complaint",
-    [
-        (array("B", b"\0" * 300), "header begins with"),
-        (probe([8], [1], bytes(1025 * 80)), "82000 bytes attached"),
-        (probe([8], [2]), "a probe of something else than a byte"),
-        (probe([8, 9], [1, 1]), "a probe of something else"),
-        (probe([8], [1], bytes(79)), "windows of 79 bytes"),
-        (probe([8], [1], bytes(80)), "0 or 0 as its address or size"),
-    ],
-)
-def test_bytes_that_no_sender_sends_end_the_connection(
-    sender, receiver, registered, monkeypatch, caplog, order, complaint
-):
-    source, target, grant = registered
-    peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr("transfer.transports.pull.PullEncoder.encode", lambda *_: Vector.over(order))
-        assert write(peer, source, grant).cause is Cause.PEER_LOST
-        assert comes_about(lambda: complaint in caplog.text) and not target.bytes.any()
-    assert write(sender.connect(receiver.listen(), deadline_s=DEADLINE_S), source, grant).ok
+class TestDevices(TransportFixtures):
+    """Claims about this transport alone."""
+
+    transport = SimulatedCudaIpc
+
+    @pytest.fixture
+    def registered(self, memory, there):
+        """Device memory of either side, and a grant of it."""
+        return self.between(memory, there, MIB, seed=1)
+
+    def test_an_allocation_is_opened_once_and_closed_with_the_connection(self, there, receiver, other, library):
+        target = DeviceBuffer(64 * MIB)
+        there.register(target.address, target.nbytes)
+        grant = there.grant(int64(target.address), int64(target.nbytes))
+        send = {"endpoint": receiver.listen().hex(), "key": grant.key.hex(), "address": target.address}
+        other.tell(do="send", nbytes=target.nbytes, **send)
+        wait_for(lambda: library.calls["cuMemcpyAsync"] >= 4)
+        assert len(library.opened) == 1 and library.calls["cuIpcOpenMemHandle_v2"] == 1
+        other.kill()
+        wait_for(lambda: not library.opened)
+        assert target.bytes.all()
+
+    def test_a_peer_that_sends_from_too_many_allocations_is_closed(
+        self, there, receiver, registered, other, library, monkeypatch, caplog
+    ):
+        _, target, grant = registered
+        monkeypatch.setattr("transfer.transports.cuda.ipc.MAX_OPEN", 0)
+        with caplog.at_level(logging.WARNING):
+            send = {"endpoint": receiver.listen().hex(), "key": grant.key.hex(), "address": target.address}
+            other.tell(do="send", nbytes=MIB, **send)
+            wait_for(lambda: "sends from more than 0 allocations" in caplog.text)
+        assert library.calls["cuIpcOpenMemHandle_v2"] == 0 and not target.bytes.any()
+
+    @pytest.mark.parametrize("kind", ["of the host", "of another device"])
+    def test_memory_there_that_is_not_of_one_device_is_unavailable(
+        self, kind, sender, there, receiver, registered, library
+    ):
+        second = Buffer(4096) if kind == "of the host" else DeviceBuffer(4096)
+        library.devices[second.address] = 1
+        there.register(second.address, 4096)
+        with pytest.raises(Unavailable, match="the peer's memory is not that of one device"):
+            sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+
+    @pytest.mark.parametrize("kind", ["of the host", "not to be shared", "beyond one allocation"])
+    def test_memory_here_that_cannot_be_shared_is_unavailable(
+        self, kind, memory, sender, receiver, registered, library
+    ):
+        """The driver does not share that of torch's expandable segments."""
+        second = Buffer(8192)
+        library.unshareable = kind == "not to be shared"
+        if kind == "beyond one allocation":
+            library.allocate(second.address, 4096)
+        if not library.unshareable:
+            memory.register(second.address, 8192)
+        with pytest.raises(Unavailable, match="registered here is not device memory that can be shared"):
+            sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+
+    def test_an_order_names_the_allocations_of_its_pieces_only(self, memory, registered, peer, monkeypatch):
+        source, _, grant = registered
+        second = DeviceBuffer(4096)
+        memory.register(second.address, 4096)
+        named = []
+        encode = lambda w: (named.append(set(w)), encode_windows(w))[1]  # noqa: E731
+        monkeypatch.setattr("transfer.transports.cuda.ipc.encode_windows", encode)
+        assert write(peer, source, grant).ok
+        assert named == [{Allocation(0, source.address, MIB)}]
+
+    def test_more_allocations_than_an_order_names_are_unavailable(
+        self, memory, sender, receiver, registered, monkeypatch
+    ):
+        second = DeviceBuffer(4096)
+        memory.register(second.address, 4096)
+        monkeypatch.setattr("transfer.transports.cuda.ipc.MAX_WINDOWS", 1)
+        with pytest.raises(Unavailable, match="1 pieces"):
+            sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+
+    def test_the_copy_is_made_by_the_device_of_the_destination(self, sender, receiver, registered, library):
+        source, target, grant = registered
+        library.devices[target.address] = 1
+        assert write(sender.connect(receiver.listen(), deadline_s=DEADLINE_S), source, grant).ok
+        assert list(receiver._copiers) == [1]
+
+    def test_a_peer_whose_device_cannot_read_ours_is_unavailable(self, sender, other, memory, library, caplog):
+        endpoint, _ = other.offer(4096)
+        source = DeviceBuffer(4096)
+        memory.register(source.address, 4096)
+        sender.connect(endpoint, deadline_s=DEADLINE_S).close()
+        library._allocated[source.address] = 1 << 41, 1  # a handle that nobody can open
+        fresh = SimulatedCudaIpc(memory)
+        with fresh, pytest.raises(Unavailable, match="the peer's device cannot read ours"):
+            fresh.connect(endpoint, deadline_s=DEADLINE_S)
+
+    @pytest.mark.parametrize(
+        "forge",
+        [
+            lambda windows: {},
+            lambda windows: {Allocation(0, one.address, one.nbytes + 1): handle for one, handle in windows.items()},
+            lambda windows: {Allocation(0, one.address, one.nbytes - 1): handle for one, handle in windows.items()},
+            lambda windows: {Allocation(0, one.address - 64, one.nbytes): handle for one, handle in windows.items()},
+            lambda windows: {Allocation(0, one.address + 64, one.nbytes): handle for one, handle in windows.items()},
+            lambda windows: {
+                Allocation(0, one.address - 64, one.nbytes + 64): handle for one, handle in windows.items()
+            },
+        ],
+    )
+    def test_a_window_that_is_not_what_was_opened_is_not_read(self, registered, peer, monkeypatch, library, forge):
+        source, target, grant = registered
+        copied = library.calls["cuMemcpyAsync"]
+        with monkeypatch.context() as patch:
+            patch.setattr("transfer.transports.cuda.ipc.encode_windows", lambda windows: encode_windows(forge(windows)))
+            assert write(peer, source, grant).cause is Cause.SOURCE
+        assert library.calls["cuMemcpyAsync"] == copied and not target.bytes.any()
+        assert write(peer, source, grant).ok, "the connection goes on"
+
+    def test_memory_allocated_again_at_the_same_address_is_shared_anew(self, memory, sender, other, library):
+        endpoint, grant = other.offer(4096)
+        source = DeviceBuffer(4096, seed=1)
+        region = memory.register(source.address, 4096)
+        peer = sender.connect(endpoint, deadline_s=DEADLINE_S)
+        assert write(peer, source, grant).ok
+        for allocated_again in (False, True):
+            shared = library.calls["cuIpcGetMemHandle"]
+            if allocated_again:
+                memory.unregister(region)
+                library.allocate(source.address, 4096)
+                memory.register(source.address, 4096)
+            assert write(peer, source, grant).ok
+            assert library.calls["cuIpcGetMemHandle"] == shared + allocated_again
+        assert other.digest(grant) == digest(source)
+
+    def test_a_driver_that_fails_in_the_middle_is_waited_for_before_the_answer(self, registered, peer, library):
+        source, target, grant = registered
+        sizes = np.full(4, 1000)
+        places = np.arange(4) * 2000
+        waited = library.calls["cuStreamSynchronize"]
+        library.fail["cuMemcpyAsync"] = 2
+        scattered = source.address + places, target.address + places, sizes
+        outcome = outcome_of(peer.write(grant, *scattered, deadline_s=DEADLINE_S))
+        assert outcome.cause is Cause.SOURCE
+        assert library.calls["cuStreamSynchronize"] == waited + 1
+        assert not any(library._queues.values()), "nothing is under way any more"
+        del library.fail["cuMemcpyAsync"]
+        assert write(peer, source, grant).ok
+
+    def test_a_device_that_fails_while_copying_is_an_outcome(self, sender, receiver, registered, peer, library, caplog):
+        """And over: what the device has not done by then it must not do later, when the memory may be another's."""
+        source, target, grant = registered
+        library.fail["cuStreamSynchronize"] = 0
+        with caplog.at_level(logging.WARNING):
+            assert write(peer, source, grant).cause is Cause.SOURCE
+            said = "cuda_ipc: a peer's memory cannot be read: cuStreamSynchronize: CUDA_ERROR_STAND_IN (719)"
+            wait_for(lambda: said in caplog.text)
+        del library.fail["cuStreamSynchronize"]
+        waited = library.calls["cuStreamSynchronize"]
+        sender.connect(receiver.listen(), deadline_s=DEADLINE_S)  # has the device copy again, a byte
+        assert library.calls["cuStreamSynchronize"] == waited + 1
+        assert not target.bytes.any()
+
+    @pytest.mark.parametrize(
+        "order, complaint",
+        [
+            (array("B", b"\0" * 300), "header begins with"),
+            (probe([8], [1], bytes(1025 * 80)), "82000 bytes attached"),
+            (probe([8], [2]), "a probe of something else than a byte"),
+            (probe([8, 9], [1, 1]), "a probe of something else"),
+            (probe([8], [1], bytes(79)), "windows of 79 bytes"),
+            (probe([8], [1], bytes(80)), "0 or 0 as its address or size"),
+        ],
+    )
+    def test_bytes_that_no_sender_sends_end_the_connection(
+        self, sender, receiver, registered, peer, monkeypatch, caplog, order, complaint
+    ):
+        source, target, grant = registered
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr("transfer.transports.pull.PullEncoder.encode", lambda *_: Vector.over(order))
+            assert write(peer, source, grant).cause is Cause.PEER_LOST
+            wait_for(lambda: complaint in caplog.text) and not target.bytes.any()
+        assert write(sender.connect(receiver.listen(), deadline_s=DEADLINE_S), source, grant).ok
 
 
 HANDLES = st.binary(min_size=HANDLE_NBYTES, max_size=HANDLE_NBYTES)

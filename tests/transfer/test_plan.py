@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated.ranks import TOKENS, Instance, Model, heads_of, instances, make_rank, models, tp_sizes
+from simulated.ranks import (
+    SMALL,
+    TOKENS,
+    Instance,
+    Model,
+    heads_of,
+    instances,
+    make_rank,
+    models,
+    tp_sizes,
+    whole_ranks,
+)
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import SegmentLayout
@@ -17,6 +28,8 @@ from transfer.plan.layout import LayoutError, RankLayout, Section, Table
 from transfer.plan.pairing import Copies, Pairing, Route, pair_sections, routes
 
 ONE = Shard(0, 1, 0, 1)
+SINGLE = make_rank(Model(layers=1, heads=1, k_dim=2, v_dim=2, itemsize=2), range(1), range(1), 4, 4)
+"""Of one layer and head."""
 
 
 @st.composite
@@ -122,8 +135,7 @@ def test_the_ranges_of_blocks_are_their_bytes_and_no_others(pair, data):
 
 
 def test_a_block_named_twice_is_granted_once():
-    rank = make_instance(Model(layers=2, heads=2, k_dim=2, v_dim=2, itemsize=2), 1).ranks[0]
-    for twice, once in zip(rank.ranges([2, 0, 2]), rank.ranges([0, 2]), strict=True):
+    for twice, once in zip(SMALL.ranges([2, 0, 2]), SMALL.ranges([0, 2]), strict=True):
         assert twice.tolist() == once.tolist()
 
 
@@ -139,11 +151,7 @@ def test_every_source_rank_has_a_route_and_two_ranks_have_one_at_most(pair):
 
 
 def make_instance(model: Model, tp: int, block_tokens: int = 4, order: str = "LBHN", num_blocks: int = 4) -> Instance:
-    ranks = [
-        make_rank(model, range(model.layers), heads_of(model, rank, tp), block_tokens, num_blocks, order, 0, 0)
-        for rank in range(tp)
-    ]
-    return Instance(model, ranks, list(range(num_blocks)))
+    return Instance(model, whole_ranks(model, tp, block_tokens, num_blocks, order), list(range(num_blocks)))
 
 
 @pytest.mark.parametrize("heads, tp", [(1, 8), (2, 8), (4, 8), (1, 3)])
@@ -188,19 +196,20 @@ def test_pieces_that_follow_each_other_on_both_sides_are_one(order, source_table
     assert len(copy_all(source, destination).nbytes) == pieces
 
 
-def test_blocks_in_another_order_of_elements_are_refused_with_both_sides_values():
+@pytest.mark.parametrize(
+    "source, destination, problem",
+    [
+        ((4, 0), (4, 2), r"pieces would have 2 bytes.*SegmentLayout.*SegmentLayout"),
+        ((4, 4), (2, 2), r"blocks of 4 tokens.*blocks of 2 tokens"),
+    ],
+    ids=["another order of elements", "a group of tokens cut in two"],
+)
+def test_blocks_that_do_not_fit_are_refused_with_both_sides_values(source, destination, problem):
+    """Each side has so many tokens in a block, and in a group within it."""
     model = Model(layers=1, heads=1, k_dim=32, v_dim=32, itemsize=2)
-    source, destination = (make_rank(model, range(1), range(1), 4, 2, "LBHN", group, 0) for group in (0, 2))
-    with pytest.raises(LayoutError, match=r"pieces would have 2 bytes.*SegmentLayout.*SegmentLayout"):
-        Pairing(source, destination, ONE)
-
-
-def test_a_group_of_tokens_cut_in_two_by_the_other_sides_blocks_is_refused():
-    model = Model(layers=1, heads=1, k_dim=32, v_dim=32, itemsize=2)
-    source = make_rank(model, range(1), range(1), 4, 2, "LBHN", 4, 0)
-    destination = make_rank(model, range(1), range(1), 2, 2, "LBHN", 2, 0)
-    with pytest.raises(LayoutError, match=r"blocks of 4 tokens.*blocks of 2 tokens"):
-        Pairing(source, destination, ONE)
+    sides = [make_rank(model, range(1), range(1), tokens, 2, group=group) for tokens, group in (source, destination)]
+    with pytest.raises(LayoutError, match=problem):
+        Pairing(*sides, ONE)
 
 
 @pytest.mark.parametrize("field, value", [("layers", 3), ("heads", 4), ("k_dim", 8), ("v_dim", 0), ("itemsize", 1)])
@@ -212,18 +221,18 @@ def test_another_model_is_refused_with_both_sides_values(field, value):
     assert one[0].describe() in str(refused.value) and other[0].describe() in str(refused.value)
 
 
-def test_a_layer_that_no_source_has_is_refused():
-    model = Model(layers=4, heads=2, k_dim=2, v_dim=2, itemsize=2)
-    half = make_rank(model, range(2), range(2), 4, 4, "LBHN", 0, 0)
-    with pytest.raises(LayoutError, match="no source rank has layer 2, KV head 0"):
-        routes_of([half], make_instance(model, 1).ranks)
-
-
-def test_source_ranks_that_overlap_in_part_are_refused():
-    model = Model(layers=1, heads=3, k_dim=2, v_dim=2, itemsize=2)
-    overlapping = [make_rank(model, range(1), heads, 4, 4, "LBHN", 0, 0) for heads in (range(2), range(1, 3))]
-    with pytest.raises(LayoutError, match="overlap in part"):
-        routes_of(overlapping, make_instance(model, 1).ranks)
+@pytest.mark.parametrize(
+    "layers, heads, problem",
+    [
+        (range(2), [range(3)], "no source rank has layer 2, KV head 0"),
+        (range(4), [range(2), range(1, 3)], "overlap in part"),
+    ],
+)
+def test_sources_that_lack_a_layer_or_overlap_in_part_are_refused(layers, heads, problem):
+    model = Model(layers=4, heads=3, k_dim=2, v_dim=2, itemsize=2)
+    sources = [make_rank(model, layers, mine, 4, 4) for mine in heads]
+    with pytest.raises(LayoutError, match=problem):
+        routes_of(sources, make_instance(model, 1).ranks)
 
 
 @pytest.mark.parametrize(
@@ -238,28 +247,17 @@ def test_source_ranks_that_overlap_in_part_are_refused():
     ],
 )
 def test_tokens_and_blocks_that_are_not_there_are_refused(first, stop, source_table, destination_table, problem):
-    model = Model(layers=1, heads=1, k_dim=2, v_dim=2, itemsize=2)
-    rank = make_instance(model, 1).ranks[0]
-    pairing = Pairing(rank, rank, ONE)
+    pairing = Pairing(SINGLE, SINGLE, ONE)
     with pytest.raises(LayoutError, match=problem):
         pairing.copies(pairing.layers, first, stop, source_table, destination_table)
 
 
 @pytest.mark.parametrize("block_tokens", [(33, 32), (5000, 4999), (1 << 21, 3 << 20)])
 def test_block_sizes_that_meet_too_rarely_are_refused(block_tokens):
-    model = Model(layers=1, heads=1, k_dim=2, v_dim=2, itemsize=2)
-    rank = make_rank(model, range(1), range(1), 4, 2, "LBHN", 0, 0)
+    segments = [[SegmentLayout(at, ((tokens, 8),), ((2, 2),)) for at in (0, 4)] for tokens in block_tokens]
     sides = [
-        replace(
-            rank,
-            blocks=replace(
-                rank.blocks,
-                block_tokens=tokens,
-                k=SegmentLayout(0, ((tokens, 8),), ((2, 2),)),
-                v=SegmentLayout(4, ((tokens, 8),), ((2, 2),)),
-            ),
-        )
-        for tokens in block_tokens
+        replace(SINGLE, blocks=replace(SINGLE.blocks, block_tokens=tokens, k=k, v=v))
+        for tokens, (k, v) in zip(block_tokens, segments, strict=True)
     ]
     with pytest.raises(LayoutError, match="too little in common"):
         Pairing(*sides, ONE)
@@ -267,8 +265,7 @@ def test_block_sizes_that_meet_too_rarely_are_refused(block_tokens):
 
 @pytest.mark.parametrize("page_tokens", [0, 2, 6])
 def test_pages_that_cut_what_is_moved_together_are_refused(page_tokens):
-    rank = make_instance(Model(layers=1, heads=1, k_dim=2, v_dim=2, itemsize=2), 1).ranks[0]
-    pairing = Pairing(rank, rank, ONE)
+    pairing = Pairing(SINGLE, SINGLE, ONE)
     with pytest.raises(LayoutError, match=f"pages of {page_tokens} tokens"):
         pairing.source_pages(pairing.layers, 0, 8, [0, 1], page_tokens)
 
@@ -314,15 +311,13 @@ def changed(rank: Section, **fields: object) -> None:
     ],
 )
 def test_an_impossible_layout_is_refused(fields):
-    rank = make_instance(Model(layers=2, heads=2, k_dim=2, v_dim=2, itemsize=2), 1).ranks[0]
-    changed(rank)
+    changed(SMALL)
     with pytest.raises(LayoutError):
-        changed(rank, **fields)
+        changed(SMALL, **fields)
 
 
 def test_elements_that_share_bytes_cannot_be_granted():
-    rank = make_instance(Model(layers=2, heads=2, k_dim=2, v_dim=2, itemsize=2), 1).ranks[0]
-    overlapping = replace(rank, blocks=replace(rank.blocks, head_stride=2))
+    overlapping = replace(SMALL, blocks=replace(SMALL.blocks, head_stride=2))
     with pytest.raises(LayoutError, match="share bytes"):
         overlapping.ranges([0])
 
@@ -340,7 +335,7 @@ GROUPS = {"full": Model(layers=4, heads=4, k_dim=2, v_dim=2, itemsize=2), "slidi
 
 def rows(num_rows: int, nbytes: int = 8, name: str = "aux") -> Section:
     """A table of aux rows, every rank's own."""
-    row = make_rank(Model(1, 1, nbytes, 0, 1), range(1), range(1), 1, num_rows, "LBHN", 0, 0)
+    row = make_rank(Model(1, 1, nbytes, 0, 1), range(1), range(1), 1, num_rows)
     return replace(row, name=name, is_whole=True)
 
 

@@ -1,8 +1,10 @@
-"""The `cma` transport does what every transport must; and what only it can get wrong."""
+"""The transports of host memory do what every transport must; and what only `cma` can get wrong."""
 
 import ctypes
 import mmap
 import time
+
+import pytest
 
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.memory import MIB, Buffer, int64
@@ -11,12 +13,26 @@ from transfer.transports import cma
 from transfer.transports.base import Cause
 from transfer.transports.cma import CmaTransport
 from transfer.transports.memory import Memory
+from transfer.transports.shm import ShmTransport
+from transfer.transports.tcp import TcpTransport
 
 PROT_NONE, PROT_READ = 0, 1
 
 
 class TestCma(TransportConformance):
     transport = CmaTransport
+
+
+class TestShm(TransportConformance):
+    transport = ShmTransport
+
+
+class TestTcp(TransportConformance):
+    transport = TcpTransport
+
+    @pytest.fixture
+    def options(self):
+        return {"lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
 
 
 def test_a_batch_of_which_a_slice_failed_is_never_ok(monkeypatch):
