@@ -166,7 +166,7 @@ class World:
     def open(self, transfer: str, at_s: float, *, chunks: Iterable[int] = (TOKENS,), step_s: float = 0.1) -> float:
         """All producer ranks compute a request: each chunk layer by layer. Returns when they are through."""
         for name in self.producers:
-            self.call(at_s, name, self._open(transfer))
+            self.call(at_s, name, self._open, transfer)
         return self._prefill(transfer, at_s, chunks, step_s)
 
     def _prefill(self, transfer: str, at_s: float, chunks: Iterable[int], step_s: float) -> float:
@@ -175,9 +175,9 @@ class World:
             for layer in range(LAYERS):
                 at_s += step_s
                 for name in self.producers:
-                    self.call(at_s, name, self._compute(transfer, run, layer, stop))
+                    self.call(at_s, name, self._compute, transfer, run, layer, stop)
         for name in self.producers:
-            self.call(at_s, name, self._finish(transfer, run))
+            self.call(at_s, name, self._finish, transfer, run)
         return at_s
 
     def preempt(self, transfer: str, at_s: float, *, chunks: Iterable[int] = (TOKENS,), step_s: float = 0.1) -> None:
@@ -195,69 +195,46 @@ class World:
 
         self.at(at_s, preempt)
 
-    def _open(self, transfer: str) -> Callable[[Rank], None]:
-        def begin(rank: Rank) -> None:
-            rank.opened[transfer] = self.now_s
-            rank.side.open(transfer, self.now_s)
+    def _open(self, rank: Rank, transfer: str) -> None:
+        rank.opened[transfer] = self.now_s
+        rank.side.open(transfer, self.now_s)
 
-        return begin
+    def _compute(self, rank: Rank, transfer: str, run: int, layer: int, stop: int) -> None:
+        if transfer in rank.side.held and run == self._runs[transfer]:
+            rank.computed.setdefault(transfer, set()).update((layer, token) for token in range(stop))
+            rank.side.computed(transfer, layer, stop, self.now_s)
 
-    def _compute(self, transfer: str, run: int, layer: int, stop: int) -> Callable[[Rank], None]:
-        def compute(rank: Rank) -> None:
-            if transfer in rank.side.held and run == self._runs[transfer]:
-                rank.computed.setdefault(transfer, set()).update((layer, token) for token in range(stop))
-                rank.side.computed(transfer, layer, stop, self.now_s)
-
-        return compute
-
-    def _finish(self, transfer: str, run: int) -> Callable[[Rank], None]:
-        def finish(rank: Rank) -> None:
-            if transfer in rank.side.held and run == self._runs[transfer]:
-                rank.finished[transfer] = self.now_s
-                rank.side.finished(transfer, TOKENS, self.now_s)
-
-        return finish
+    def _finish(self, rank: Rank, transfer: str, run: int) -> None:
+        if transfer in rank.side.held and run == self._runs[transfer]:
+            rank.finished[transfer] = self.now_s
+            rank.side.finished(transfer, TOKENS, self.now_s)
 
     def fetch(
-        self,
-        transfer: str,
-        announce_s: float,
-        grant_s: float,
-        *,
-        computed: bool,
-        first_token: int = 0,
+        self, transfer: str, announce_s: float, grant_s: float, *, computed: bool, first_token: int = 0
     ) -> None:
         """All consumer ranks ask for a transfer, of the producers' processes of that moment."""
         for number, name in enumerate(self.consumers):
-            self.call(announce_s, name, self._announce(transfer, number, computed))
-            self.call(grant_s, name, self._grant(transfer, first_token))
+            self.call(announce_s, name, self._announce, transfer, number, computed)
+            self.call(grant_s, name, self._grant, transfer, first_token)
 
-    def _announce(self, transfer: str, number: int, computed: bool) -> Callable[[Rank], None]:
-        def announce(rank: Rank) -> None:
-            sources = [
-                Source(
-                    self.ranks[f"P{source}"].peer,
-                    [layers],
-                    sum(source in part for part in self.parts),
-                )
-                for source, layers in self.parts[number].items()
-            ]
-            rank.opened[transfer] = self.now_s
-            rank.side.announce(transfer, sources, self.now_s, computed=computed)
+    def _announce(self, rank: Rank, transfer: str, number: int, computed: bool) -> None:
+        sources = [
+            Source(self.ranks[f"P{source}"].peer, [layers], sum(source in part for part in self.parts))
+            for source, layers in self.parts[number].items()
+        ]
+        rank.opened[transfer] = self.now_s
+        rank.side.announce(transfer, sources, self.now_s, computed=computed)
 
-        return announce
-
-    def _grant(self, transfer: str, first_token: int) -> Callable[[Rank], None]:
-        def grant(rank: Rank) -> None:
-            if transfer in rank.side.held and rank.side.grant(transfer, first_token, TOKENS, [0], KEY, self.now_s):
-                rank.granted[transfer] = rank.side._grants
-
-        return grant
+    def _grant(self, rank: Rank, transfer: str, first_token: int) -> None:
+        if transfer in rank.side.held and rank.side.grant(transfer, first_token, TOKENS, [0], KEY, self.now_s):
+            rank.granted[transfer] = rank.side._grants
 
     def cancel(self, name: str, transfer: str, at_s: float) -> None:
-        self.call(
-            at_s, name, lambda rank: transfer in rank.side.held and rank.side.cancel(transfer, "abort", self.now_s)
-        )
+        self.call(at_s, name, self._cancel, transfer)
+
+    def _cancel(self, rank: Rank, transfer: str) -> None:
+        if transfer in rank.side.held:
+            rank.side.cancel(transfer, "abort", self.now_s)
 
     def crash(self, name: str, at_s: float, *, back_s: float | None = 0.0) -> None:
         """The process dies, and has another life so many seconds later, or none."""
@@ -279,9 +256,9 @@ class World:
         for other in self.consumers:
             self._in(self.ranks[other], lambda rank: rank.side.lost(peer, self.now_s))
 
-    def call(self, at_s: float, name: str, call: Callable[[Rank], Any]) -> None:
+    def call(self, at_s: float, name: str, call: Callable[..., Any], *args: Any) -> None:
         """Do something in a rank, in the life that it has then."""
-        self.at(at_s, lambda: self._in(self.ranks[name], call))
+        self.at(at_s, lambda: self._in(self.ranks[name], lambda rank: call(rank, *args)))
 
     def lives(self, rank: Rank) -> bool:
         """Whether this is the present life of a rank, and not dead."""
@@ -319,12 +296,8 @@ class World:
             case Write():
                 self._write(rank, order)
             case Verify():
-                right = self._is_right(rank, order.landed)
-                self._later(
-                    0.01,
-                    rank,
-                    lambda r: r.side.verified(order.peer, order.transfer.name, order.landed, right, self.now_s),
-                )
+                checked = order.peer, order.transfer.name, order.landed, self._is_right(rank, order.landed)
+                self._later(0.01, rank, lambda r: r.side.verified(*checked, self.now_s))
             case Revoke():
                 self._later(self.faults.revoke_s, rank, lambda r: self._revoke(r, order.transfer.name))
             case Failed():
