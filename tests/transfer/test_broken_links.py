@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 from simulated.fuzz import framed
@@ -44,6 +45,16 @@ def loop():
     thread.close()
 
 
+@asynccontextmanager
+async def link_to(serve):
+    """A connection to a listener that serves it so."""
+    listener = await listen(("", 0), "rank", NOBODY, serve)
+    link = await connect(("", listener.port), "rank", NOBODY, deadline_s=30)
+    yield link
+    link.close()
+    listener.close()
+
+
 @pytest.fixture
 def silent():
     with deaf() as address:
@@ -53,7 +64,7 @@ def silent():
 def test_a_listener_that_never_answers_is_given_up_at_the_deadline(loop, silent):
     for ask in (connect(silent, "rank", NOBODY, deadline_s=0.2), look_up(silent, NOBODY, deadline_s=0.2)):
         with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
-            loop.run(ask, 20)
+            loop.run(ask, 60)
 
 
 def test_a_listener_that_answers_a_byte_at_a_time_is_given_up_at_the_deadline(loop):
@@ -70,7 +81,7 @@ def test_a_listener_that_answers_a_byte_at_a_time_is_given_up_at_the_deadline(lo
             with pytest.raises(Unavailable):
                 await connect(("", port), "rank", NOBODY, deadline_s=0.3)
 
-    loop.run(ask(), 20)
+    loop.run(ask(), 60)
 
 
 def test_a_directory_that_answers_with_anything_is_not_believed(loop):
@@ -84,12 +95,12 @@ def test_a_directory_that_answers_with_anything_is_not_believed(loop):
         listener = await listen(("", 0), PURPOSE, NOBODY, serve)
         try:
             with pytest.raises(Unavailable):
-                await look_up(("", listener.port), NOBODY, deadline_s=10)
+                await look_up(("", listener.port), NOBODY, deadline_s=30)
         finally:
             listener.close()
 
     for answer in answers:
-        loop.run(ask(answer), 20)
+        loop.run(ask(answer), 60)
 
 
 def test_what_a_peer_does_not_read_is_bounded_and_holds_nobody_up(loop):
@@ -101,37 +112,31 @@ def test_what_a_peer_does_not_read_is_bounded_and_holds_nobody_up(loop):
                 link.send(bytes(MAX_MESSAGE_NBYTES))
                 unread.append(link._writer.transport.get_write_buffer_size())
 
-        listener = await listen(("", 0), "rank", NOBODY, serve)
-        link = await connect(("", listener.port), "rank", NOBODY, deadline_s=10)
-        while len(unread) < 20:
-            await asyncio.sleep(0.01)
-        link.close()
-        listener.close()
+        async with link_to(serve):
+            while len(unread) < 20:
+                await asyncio.sleep(0.01)
         return max(unread)
 
-    assert loop.run(run(), 20) <= transfer.control.connection._MAX_UNSENT_NBYTES + MAX_MESSAGE_NBYTES + 4
+    assert loop.run(run(), 60) <= transfer.control.connection._MAX_UNSENT_NBYTES + MAX_MESSAGE_NBYTES + 4
 
 
 def test_a_frame_too_large_is_not_read(loop):
     async def run() -> None:
         async def serve(link) -> None:
             link._writer.write((MAX_MESSAGE_NBYTES + 1).to_bytes(4, "little"))
-            await link.receive(10)
+            await link.receive(30)
 
-        listener = await listen(("", 0), "rank", NOBODY, serve)
-        link = await connect(("", listener.port), "rank", NOBODY, deadline_s=10)
-        with pytest.raises(Unavailable, match=f"at most {MAX_MESSAGE_NBYTES} are read"):
-            await link.receive(10)
-        link.close()
-        listener.close()
+        async with link_to(serve) as link:
+            with pytest.raises(Unavailable, match=f"at most {MAX_MESSAGE_NBYTES} are read"):
+                await link.receive(30)
 
-    loop.run(run(), 20)
+    loop.run(run(), 60)
 
 
 @pytest.mark.parametrize(
     "said",
-    [b"\x05\x00\x00", (5).to_bytes(4, "little") + b"half", (1 << 20).to_bytes(4, "little")],
-    ids=["half a length", "half a frame", "a large frame that has no place"],
+    [b"\x05\x00\x00", (5).to_bytes(4, "little") + b"part", (1 << 20).to_bytes(4, "little")],
+    ids=["part of a length", "part of a frame", "a large frame that has no place"],
 )
 def test_a_frame_has_its_time_from_its_first_byte_on(loop, monkeypatch, said):
     """And no earlier: a connection may be silent between frames."""
@@ -147,17 +152,14 @@ def test_a_frame_has_its_time_from_its_first_byte_on(loop, monkeypatch, said):
                 await link.receive()
             given_up.set()
 
-        listener = await listen(("", 0), "rank", NOBODY, serve)
-        link = await connect(("", listener.port), "rank", NOBODY, deadline_s=10)
-        await asyncio.sleep(0.3)
-        assert not given_up.is_set()
-        link._writer.write(said)
-        await asyncio.wait_for(given_up.wait(), 10)
-        assert await asyncio.wait_for(link._reader.read(), 10) == b""
-        link.close()
-        listener.close()
+        async with link_to(serve) as link:
+            await asyncio.sleep(0.3)
+            assert not given_up.is_set()
+            link._writer.write(said)
+            await asyncio.wait_for(given_up.wait(), 30)
+            assert await asyncio.wait_for(link._reader.read(), 30) == b""
 
-    loop.run(run(), 30)
+    loop.run(run(), 60)
 
 
 def test_a_silent_prefill_instance_costs_a_request_its_own_deadline_at_most(make_pair, silent):
@@ -196,7 +198,7 @@ def test_requests_that_name_another_life_ask_the_directory_once_for_all_of_them(
 
     monkeypatch.setattr(transfer.fetching, "look_up", slow)
     for number in range(20):
-        where = Where(pair.prefill.where.host, pair.prefill.where.port, f"life {number}")
+        where = replace(pair.prefill.where, engine_id=f"life {number}")
         pair.decode.announce(f"another life {number}", where, computed=True)
     wait_for(lambda: ended.extend(node.take_fetched()) or len(ended) == 20)
     assert all("is gone: 'engine' answers there" in one.cause for one in ended)
@@ -209,9 +211,7 @@ def test_stale_parameters_of_one_request_do_not_disturb_another(pair):
     link_of = pair.decode.ranks[0].node._fetching._links
     wait_for(lambda: link_of)
     links = dict(link_of)
-    pair.decode.announce(
-        "stale", Where(pair.prefill.where.host, pair.prefill.where.port, "an earlier life"), computed=True
-    )
+    pair.decode.announce("stale", replace(pair.prefill.where, engine_id="an earlier life"), computed=True)
     (ended,) = pair.decode.fetched()
     assert (ended.name, ended.ending) == ("stale", Ending.FAILED)
     assert link_of == links and all(link.alive for link in links.values())
@@ -308,7 +308,7 @@ def test_a_task_that_loses_a_cancellation_is_cancelled_again():
         await asyncio.sleep(0)
         return task
 
-    task = thread.run(begin(), 20)
+    task = thread.run(begin(), 60)
     thread.close()
     assert lost and task.cancelled() and thread.loop.is_closed()
 
@@ -324,11 +324,11 @@ def test_a_connection_that_comes_while_the_loop_is_closed_is_closed_and_says_not
             await asyncio.sleep(0)
         for task in listener._tasks:
             task.cancel()  # before it has begun
-        assert await asyncio.wait_for(reader.read(), 20) == b""
+        assert await asyncio.wait_for(reader.read(), 30) == b""
         writer.close()
         listener.close()
 
-    loop.run(run(), 30)
+    loop.run(run(), 60)
     assert said == []
 
 
