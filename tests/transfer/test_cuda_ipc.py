@@ -244,7 +244,8 @@ class TestDevices(TransportFixtures):
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
             patch.setattr("transfer.transports.pull.PullEncoder.encode", lambda *_: Vector.over(order))
             assert write(peer, source, grant).cause is Cause.PEER_LOST
-            wait_for(lambda: complaint in caplog.text) and not target.bytes.any()
+            wait_for(lambda: complaint in caplog.text)
+            assert not target.bytes.any()
         assert write(sender.connect(receiver.listen(), deadline_s=DEADLINE_S), source, grant).ok
 
 
