@@ -22,7 +22,7 @@ from store_client.base import Bytes, Position, Put, Space, Store
 
 PAGE_NBYTES = 65536
 SHARD = Shard(0, 4, 0, 2)
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 MakeStore = Callable[[], Store]
 

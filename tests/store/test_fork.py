@@ -16,7 +16,7 @@ from store_client import EmbeddedStore, Put
 from store_client.testing import chain, get_page, page_bytes, parents_of, put_chain, put_pages
 
 FORKS = 200
-CHILD_LIMIT_S = 60
+CHILD_LIMIT_S = 120
 
 
 def in_child(act: Callable[[], bool]) -> int:
@@ -96,7 +96,7 @@ def test_a_child_that_ends_like_any_program_does_not_hang(pool, store):
             child = os.fork()
             if child == 0:
                 import signal
-                signal.alarm(60)
+                signal.alarm(120)
                 sys.exit(0)
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             if status: os._exit(7)

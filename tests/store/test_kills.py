@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from long_form import LONG
+from simulated.waiting import wait_for
 from store.audit import audit
 from store.pools import as_root, mounted, space_in
 from store.workers import CAPACITIES, CHAINS, PATIENT, keys_of, page_of, space_of
 
 from store_client import EmbeddedStore, Put
+from store_client.embedded import pool_users
 from store_client.testing import chain, get_pages, page_bytes, put_chain
 
 WORKERS = Path(__file__).with_name("workers.py")
@@ -35,6 +37,7 @@ class Crew:
     """Workers forked from a server process that has everything imported; one of each role at a time."""
 
     def __init__(self, pool: Path, roles: list[str]) -> None:
+        self._pool, self._others = pool, len(pool_users(pool) or [])
         self._server = start_workers("serve", pool)
         self._roles, self._seed = roles, 0
         self._running = [self._start(role) for role in roles]
@@ -57,6 +60,7 @@ class Crew:
                 os.killpg(worker, signal.SIGKILL)
         self._server.kill()
         self._server.wait()
+        wait_for(lambda: (users := pool_users(self._pool)) is not None and len(users) <= self._others)
 
 
 def check_pages(store: EmbeddedStore, chains: Iterable[int]) -> int:
@@ -108,7 +112,6 @@ def kill_at_random(pool: Path, roles: list[str], kills: int, report: Path) -> No
                 pages += check_pages(store, range(CHAINS) if rng.random() < 0.1 else rng.sample(range(CHAINS), 3))
         finally:
             crew.stop()
-        time.sleep(0.2)
         ballast.unlink(missing_ok=True)
         audit(store)
         assert pages > 0, "the checks had something to read"
