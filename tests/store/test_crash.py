@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lock_holder import stopped_holder
 from store.audit import audit
-from store.pools import inside, run, running
+from store.pools import inside, run
 
 from store_client import EmbeddedStore, Put
 from store_client.embedded.ledger import Reservation
@@ -38,13 +39,7 @@ def test_many_processes_under_eviction_never_read_a_wrong_byte(pool, monkeypatch
 def test_a_stopped_lock_holder_stalls_puts_only_until_their_deadline(pool, store, space):
     keys = chain("a", 3)
     put_chain(space, keys[:2])
-    hold = """
-        with store._handle._pool.writer.locked(time.monotonic() + 60):
-            print('locked', flush=True)
-            sys.stdin.read()
-    """
-    with running(hold, pool) as holder:
-        holder.send_signal(signal.SIGSTOP)
+    with stopped_holder(pool):
         pages = [page_bytes(key) for key in keys]
         assert put_pages(space, keys, pages, parents=parents_of(keys), deadline_s=0.2) == [Put.FAILED] * 3
         assert store.stats().failures == {"busy": 3}
