@@ -220,7 +220,7 @@ def test_pages_that_arrived_before_a_hang_are_kept(faults, storage, monkeypatch)
         return [False] * len(names)
 
     faults.lose_reads = hang_at_the_second
-    storage._kv._load_deadline_s = 3.0  # without a page
+    storage._kv._load_deadline_s = 5.0  # without a page
     found = storage.batch_get_v1(NAMES * 2, slots(WHOLE * 2))
     assert found == [True] * 16 + [False] * 8
     faults.release()
