@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from transfer.transports.cuda import copier
 from transfer.transports.cuda import driver as cuda
 
 triton = pytest.importorskip("triton")
@@ -42,7 +43,7 @@ def test_the_arguments_of_each_function(header: str, name: str) -> None:
         (cuda._MEMORY_TYPE, "CU_POINTER_ATTRIBUTE_MEMORY_TYPE"),
         (cuda._DEVICE_ORDINAL, "CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL"),
         (cuda._TYPE_DEVICE, "CU_MEMORYTYPE_DEVICE"),
-        (cuda._NON_BLOCKING, "CU_STREAM_NON_BLOCKING"),
+        (copier._NON_BLOCKING, "CU_STREAM_NON_BLOCKING"),
         (cuda._LAZY_PEER_ACCESS, "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS"),
         (cuda._PORTABLE, "CU_MEMHOSTALLOC_PORTABLE"),
     ],
