@@ -20,9 +20,9 @@ import pytest
 PACKAGES = ("mooncake_connector", "store_client", "transfer", "vllm_plugin", "sglang_backend")
 WAYS = {
     "from a request to a stored page, and back": (
-        "test_reuse.py::test_another_engine_loads_what_the_first_one_computed[v1]", "harness", "Engine"),
+        "test_reuse.py::test_another_engine_loads_what_the_first_one_computed[v1]", "harness", "Engine", "check"),
     "from one layer to the other instance": (
-        "test_pd.py::test_decode_goes_on_with_what_prefill_computed[layer-concurrent-v1]", "pd", "Pair"),
+        "test_pd.py::test_decode_goes_on_with_what_prefill_computed[layer-concurrent-v1]", "pd", "Pair", "ask"),
 }  # fmt: skip
 
 
@@ -51,12 +51,12 @@ class Recorder:
         setattr(kind, name, recorded)
 
 
-def files_of(test: str, module: str, kind: str) -> list[str]:
+def files_of(test: str, module: str, kind: str, method: str) -> list[str]:
     recorder = Recorder()
 
     class Plugin:
         def pytest_collection_finish(self, session: pytest.Session) -> None:
-            recorder.during(getattr(sys.modules[module], kind), "ask")
+            recorder.during(getattr(sys.modules[module], kind), method)
 
         def pytest_runtest_setup(self, item: pytest.Item) -> None:
             threading.setprofile(recorder)
