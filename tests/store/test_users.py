@@ -21,14 +21,22 @@ SECRETS = [
 
 @pytest.fixture
 def user(pool: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the pool open."""
-    code = """
-        with EmbeddedStore(sys.argv[1], 1 << 20):
-            print("open", flush=True)
-            sys.stdin.read()
-    """
-    with running(code, pool, *SECRETS, opened=False) as process:
-        yield process
+    """Another process that has the pool open; its program is in a file, since long command lines are cut."""
+    script = pool.with_name("user.py")
+    script.write_text(
+        "import sys\n"
+        "from store_client import EmbeddedStore\n"
+        "with EmbeddedStore(sys.argv[1], 1 << 20):\n"
+        "    print('open', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = [sys.executable, str(script), str(pool), *SECRETS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "open\n"
+            yield process
+        finally:
+            process.kill()
 
 
 def owner_file(pool: Path) -> Path:
