@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mooncake_connector.log import get_logger, log_once
@@ -50,10 +50,9 @@ class Driver(ABC):
             call(*args, now_s())
         except Exception as error:
             log_once(f"transfer.call:{type(error).__name__}", "a call failed: %r", error, logger=logger, exc_info=True)
-        self.dispatch()
+        self._dispatch()
 
-    def dispatch(self) -> None:
-        """Carry out what the protocol ordered; after each of its calls."""
+    def _dispatch(self) -> None:
         while orders := self._protocol.take():
             for order in orders:
                 try:
@@ -85,7 +84,7 @@ class Driver(ABC):
         delay_s = self._protocol.tick(now_s())
         self._timer = None if delay_s is None else self._loop.call_later(delay_s, self._tick)
         if delay_s is not None:
-            self.dispatch()
+            self._dispatch()
 
     def _send(self, peer: str, message: AnyMessage) -> None:
         link = self._links.get(peer)
@@ -107,10 +106,11 @@ class Driver(ABC):
                 raise
             self.tell(self._protocol.receive, peer, message)
 
-    def _start(self, work: asyncio.Task[None]) -> None:
-        """Keep a task from being collected."""
-        self._tasks.add(work)
-        work.add_done_callback(self._tasks.discard)
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run it in the loop, and keep it from being collected."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def _log(transfer: Transfer) -> None:

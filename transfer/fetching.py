@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,13 +14,13 @@ from mooncake_connector.log import get_logger, log_once
 from transfer.control.connection import Access, Gone, Link, connect
 from transfer.control.directory import Address, InstanceCard, RankCard, look_up
 from transfer.driver import RANK_PURPOSE, Driver, look, now_s, peer_name
-from transfer.integrity import wrong_pages
+from transfer.integrity import page_checksums
 from transfer.plan.layout import RankLayout, Table
 from transfer.plan.pairing import Pairings, Route, pair_sections, routes
 from transfer.protocol.consumer import Consumer, Incoming, Source, Where
 from transfer.protocol.messages import Introduction, Landed, encode
 from transfer.protocol.orders import Ended, Failed, Order, Revoke, Timing, Verify
-from transfer.transports.base import GRANT_KEY_NBYTES, TransferError, Unavailable
+from transfer.transports.base import TransferError, Unavailable
 from transfer.transports.cuda.copier import Staging
 from transfer.transports.memory import Memory
 
@@ -50,7 +50,7 @@ class _Remote:
 
     engine_id: str
     origins: list[_Origin]
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    is_lost: bool = False
     """Its connections are over, or are those of a later look-up."""
     asked: asyncio.Task[InstanceCard] | None = None
     """Whose directory answers there now."""
@@ -88,17 +88,16 @@ class Fetching(Driver):
         """A request that will want this transfer; `home` is the directory of this rank's own instance."""
         self.consumer.announce(transfer, now_s)
         if transfer.ending is None:
-            self._start(self._loop.create_task(self._seek(transfer, home)))
+            self._start(self._seek(transfer, home))
 
     def grant(self, transfer: Incoming, tables: Sequence[Table], now_s: float) -> None:
         """Fetch into the blocks of these tables, one of each section; nothing if it has ended already."""
-        key = bytes(GRANT_KEY_NBYTES)
         if transfer.ending is None:
             try:
                 transfer.memory = self._memory.grant(*self._layout.ranges(tables))
-                key = transfer.memory.key
             except (TransferError, ValueError) as error:
                 self.consumer.fail(transfer, str(error), now_s)
+        key = b"" if transfer.memory is None else transfer.memory.key
         self.consumer.grant(transfer, tables, key, now_s)
 
     async def _seek(self, transfer: Incoming, home: Address) -> None:
@@ -106,7 +105,7 @@ class Fetching(Driver):
         patience_s = self._timing.deadline_s + self._timing.retry_s
         try:
             remote = await asyncio.wait_for(self._remote(transfer.where, home), patience_s)
-            if remote.lost.is_set():
+            if remote.is_lost:
                 raise Unavailable("the prefill instance was lost just now")
             sources = remote.origins
         except asyncio.TimeoutError:  # the protocol has ended it
@@ -171,7 +170,7 @@ class Fetching(Driver):
         for origin, link in zip(origins, links, strict=True):
             assert isinstance(link, Link)
             self._links[origin.peer] = link
-            self._start(self._loop.create_task(self._keep(address, remote, origin, link)))
+            self._start(self._keep(address, remote, origin, link))
         return remote
 
     async def _of_own(self, home: Address) -> InstanceCard:
@@ -206,63 +205,62 @@ class Fetching(Driver):
 
     async def _visit(self, origin: _Origin) -> Link:
         """A connection on which this rank has introduced itself. Raises Unavailable, Gone."""
-        card, route = origin.card, origin.route
+        card = origin.card
         link = await connect(
             (card.host, card.port), RANK_PURPOSE, self._access, deadline_s=_CONNECT_S, expected=card.instance
         )
-        introduction = Introduction(
-            layout=self._layout,
-            parts=list(route.parts),
-            endpoints=self._endpoints,
-        )
-        link.send(encode(introduction))
+        parts = list(origin.route.parts)
+        link.send(encode(Introduction(layout=self._layout, parts=parts, endpoints=self._endpoints)))
         return link
 
     async def _keep(self, address: Address, remote: _Remote, origin: _Origin, link: Link | None) -> None:
+        """Talk with a rank, and connect again where the connection ends while there is anything to say."""
+        tried_s = -_RECONNECT_S
         try:
-            await self._keep_talking(address, remote, origin, link)
+            while True:
+                if link is not None:
+                    await self._talk(origin.peer, link)
+                # All go when one does: this one stays while any rank of the instance has to be told anything.
+                if remote.is_lost or not self.consumer.needs(address, [other.peer for other in remote.origins]):
+                    return
+                # One that takes connections and closes them is not asked again and again.
+                await asyncio.sleep(tried_s + _RECONNECT_S - now_s())
+                tried_s, link = now_s(), await self._visit_again(remote, origin)
+        except Gone:
+            self.tell(self.consumer.lost, origin.peer)
         finally:
             self._forget(address, remote)
 
-    async def _keep_talking(self, address: Address, remote: _Remote, origin: _Origin, link: Link | None) -> None:
-        """Talk with a rank, and connect again where the connection ends while there is anything to say."""
-        tried_s = -_RECONNECT_S
-        while not remote.lost.is_set():
-            if link is not None:
-                try:
-                    await self._converse(origin.peer, link)
-                except TransferError:
-                    pass
-                finally:
-                    link.close()
-                if self._links.get(origin.peer) is link:
-                    del self._links[origin.peer]
-            is_wanted = any(transfer.where.address == address for transfer in self.consumer.open)
-            is_owed = any(self.consumer.owes(other.peer) for other in remote.origins)  # all go when one does
-            if remote.lost.is_set() or not (is_wanted or is_owed):
-                break
-            # One that takes connections and closes them is not asked again and again.
-            await asyncio.sleep(tried_s + _RECONNECT_S - now_s())
-            if remote.lost.is_set():
-                break
-            tried_s, link = now_s(), None
-            try:
-                link = await self._visit(origin)
-            except Gone:
-                self.tell(self.consumer.lost, origin.peer)
-                break
-            except Unavailable:
-                continue
-            if remote.lost.is_set():  # the instance was asked again meanwhile, over connections of its own
-                link.close()
-            else:
-                self._links[origin.peer] = link
+    async def _talk(self, peer: str, link: Link) -> None:
+        try:
+            await self._converse(peer, link)
+        except TransferError:
+            pass
+        finally:
+            link.close()
+        if self._links.get(peer) is link:
+            del self._links[peer]
+
+    async def _visit_again(self, remote: _Remote, origin: _Origin) -> Link | None:
+        """None where it cannot be reached for now, or is lost. Raises Gone."""
+        try:
+            link = None if remote.is_lost else await self._visit(origin)
+        except Gone:
+            raise
+        except Unavailable:
+            return None
+        if link is not None and remote.is_lost:  # asked again meanwhile, over connections of its own
+            link.close()
+            return None
+        if link is not None:
+            self._links[origin.peer] = link
+        return link
 
     def _forget(self, address: Address, remote: _Remote) -> None:
         """Ask the directory again before the next transfer."""
-        if remote.lost.is_set():  # whose connections are over: those to its ranks are others now
+        if remote.is_lost:  # whose connections are over: those to its ranks are others now
             return
-        remote.lost.set()
+        remote.is_lost = True
         for origin in remote.origins:
             link = self._links.get(origin.peer)
             if link is not None:
@@ -275,13 +273,13 @@ class Fetching(Driver):
 
     def _carry_out(self, order: Order) -> None:
         if isinstance(order, Verify):
-            self._start(self._loop.create_task(self._verify(order)))
+            self._start(self._verify(order))
         elif isinstance(order, Revoke):
-            self._start(self._loop.create_task(self._revoke(order.transfer)))
+            self._start(self._revoke(order.transfer))
 
     async def _verify(self, order: Verify) -> None:
         transfer = order.transfer
-        origin = transfer.source(order.peer)
+        origin = transfer.sessions[order.peer].source
         assert isinstance(origin, _Origin)
         right, nbytes = False, 0
         try:
@@ -297,28 +295,24 @@ class Fetching(Driver):
 
     async def _revoke(self, transfer: Incoming) -> None:
         """Until nothing can write to the blocks any more: what the engine put there before would be overwritten."""
-        while not await self._is_revoked(transfer):
-            await asyncio.sleep(_REVOKE_AGAIN_S)
-        self.tell(self.consumer.revoked, transfer)
-
-    async def _is_revoked(self, transfer: Incoming) -> bool:
-        try:
-            if transfer.memory is not None:  # a transport may be in the middle of a step
+        assert transfer.memory is not None
+        while True:
+            try:  # a transport may be in the middle of a step
                 wait = await self._loop.run_in_executor(self._executor, self._memory.begin_revoke, transfer.memory)
                 if wait is not None:  # for a transport that fetches by itself: not in the thread that others need
                     await self._loop.run_in_executor(None, wait)
-        except Exception as error:
-            log_once("transfer.revoke", "a transfer keeps its blocks for now: %s", error, logger=logger)
-            return False
-        return True
+                break
+            except Exception as error:
+                log_once("transfer.revoke", "a transfer keeps its blocks for now: %s", error, logger=logger)
+            await asyncio.sleep(_REVOKE_AGAIN_S)
+        self.tell(self.consumer.revoked, transfer)
 
 
 def _check(
     origin: _Origin, landed: Landed, tables: Sequence[Table], page_tokens: int, staging: Staging | None
 ) -> tuple[bool, int]:
     """Whether a batch has the bytes that were sent, and how many. Raises TransferError for a batch that cannot be."""
-    layers = range(landed.first_layer, landed.first_layer + landed.num_layers)
     _, pairing = origin.pairings[landed.section]
     block_ids, page_tokens = tables[landed.section].block_ids, pairing.checksum_tokens(page_tokens)
-    pages = pairing.destination_pages(layers, landed.first_token, landed.stop_token, block_ids, page_tokens)
-    return not wrong_pages(pages, landed.checksums, staging), int(np.sum(pages.nbytes))
+    pages = pairing.destination_pages(landed.part.layers, landed.first_token, landed.stop_token, block_ids, page_tokens)
+    return page_checksums(pages, staging) == landed.checksums, int(np.sum(pages.nbytes))

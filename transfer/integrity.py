@@ -6,7 +6,6 @@ Reads raw memory; the caller holds the blocks.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -28,17 +27,6 @@ def page_checksums(runs: PageRuns, staging: Staging | None = None) -> list[int]:
             digest.update((ctypes.c_char * nbytes).from_address(address))
         found.append(digest.intdigest())
     return found
-
-
-def wrong_pages(runs: PageRuns, checksums: Sequence[int], staging: Staging | None = None) -> list[int]:
-    """Numbers of the pages whose bytes are not those that the other side took these checksums of.
-
-    All are wrong where there is not one checksum for each page; without pages, surplus checksums make number 0 wrong.
-    """
-    own = page_checksums(runs, staging)
-    if len(own) != len(checksums):
-        return list(range(len(own))) or [0]
-    return [number for number, (one, other) in enumerate(zip(own, checksums, strict=True)) if one != other]
 
 
 def _staged_checksums(runs: PageRuns, staging: Staging) -> list[int]:

@@ -15,12 +15,12 @@ from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.control.connection import Link
 from transfer.driver import Driver, look, peer_name
 from transfer.integrity import page_checksums
-from transfer.plan.granularity import Bounds, Granularity
+from transfer.plan.granularity import Bounds, Divider, Granularity
 from transfer.plan.layout import RankLayout, Table
 from transfer.plan.pairing import Pairing, Pairings, pair_sections
 from transfer.protocol.messages import Granted, Introduction, MessageError, decode
 from transfer.protocol.orders import Abandon, Ended, Failed, Order, Timing, Write
-from transfer.protocol.producer import Outgoing, Producer, Shape
+from transfer.protocol.producer import Outgoing, Producer
 from transfer.transports.base import Completion, Grant, Outcome, Peer, TransferError, Unavailable
 from transfer.transports.cuda.copier import Staging
 from transfer.transports.registry import Transports
@@ -83,7 +83,7 @@ class Serving(Driver):
         staging: Staging | None,
         report: Callable[[Failed | Ended], None],
     ) -> None:
-        self.producer = Producer(self._shapes_of, timing)
+        self.producer = Producer(self._divide, timing)
         super().__init__(self.producer, loop, report)
         self._timing = timing
         self._layout, self._transports, self._executor, self._pairing = layout, transports, executor, pairing
@@ -102,12 +102,14 @@ class Serving(Driver):
 
     async def serve(self, link: Link) -> None:
         """Talk with one consumer's rank until the connection ends."""
-        peer = peer_name(link.terms.instance)
+        peer = peer_name(link.peer)
         try:
             message = decode(await link.receive(_INTRODUCTION_S, _MAX_INTRODUCTION_NBYTES))
             if not isinstance(message, Introduction):
                 raise MessageError(f"{type(message).__name__} before an introduction")
-            pairings = await self._loop.run_in_executor(self._pairing, self._pair, message)
+            pairings = await self._loop.run_in_executor(
+                self._pairing, pair_sections, self._layout, message.layout, message.parts
+            )
             link.known()
             visitor = self._meet(peer, link, message, pairings)
         except Unavailable:
@@ -125,9 +127,6 @@ class Serving(Driver):
                 del self._links[peer]
                 # Writes go on meanwhile: the consumer connects again, unless it is gone.
                 self._loop.call_later(self._timing.lease_s, self._forget, peer, visitor)
-
-    def _pair(self, message: Introduction) -> Pairings:
-        return pair_sections(self._layout, message.layout, message.parts)
 
     def _meet(self, peer: str, link: Link, message: Introduction, pairings: Pairings) -> _Visitor:
         before = self._visitors.get(peer)
@@ -157,31 +156,30 @@ class Serving(Driver):
         connect = partial(self._transports.connect, endpoints, deadline_s=_CONNECT_S)
         return await self._loop.run_in_executor(None, connect)
 
-    def _shapes_of(self, peer: str, granted: Granted) -> list[Shape]:
+    def _divide(self, peer: str, granted: Granted) -> list[Divider]:
         visitor = self._visitors.get(peer)
         if visitor is None:
             raise TransferError("the consumer has no connection")
         visitor.layout.check_tables(granted.tables)
         return [
-            self._shape(number, own, pairing, granted.tables[number])
+            self._divider(number, own, pairing, granted.tables[number])
             for number, (own, pairing) in visitor.pairings.items()
         ]
 
-    def _shape(self, number: int, own: int, pairing: Pairing, table: Table) -> Shape:
+    def _divider(self, number: int, own: int, pairing: Pairing, table: Table) -> Divider:
         section = self._layout.sections[own]
-        if section.is_whole:
-            return Shape(Granularity.FULL, pairing.layers, pairing.unit, 1, number, own, is_whole=True)
-        tokens = max(1, len(table.tokens))
-        layer_nbytes = tokens * section.shard.num_heads * (section.k_dim + section.v_dim) * section.itemsize
-        min_layers = -(-_MIN_BATCH_NBYTES // layer_nbytes)
-        granularity = self._bounds.choose(table.stop_token)
-        return Shape(granularity, pairing.layers, pairing.unit, min_layers, number, own)
+        granularity = Granularity.FULL if section.is_whole else self._bounds.choose(table.stop_token)
+        row_nbytes = section.shard.num_heads * (section.k_dim + section.v_dim) * section.itemsize
+        min_layers = -(-_MIN_BATCH_NBYTES // (max(1, len(table.tokens)) * row_nbytes))
+        return Divider(
+            granularity, pairing.layers, table.tokens, pairing.unit, min_layers, number, own, is_whole=section.is_whole
+        )
 
     # Writes
 
     def _carry_out(self, order: Order) -> None:
         if isinstance(order, Write):
-            self._start(self._loop.create_task(self._write(order, order.transfer.block_tables)))
+            self._start(self._write(order, order.transfer.block_tables))
         elif isinstance(order, Abandon):
             for (peer, transfer, _), completion in tuple(self._completions.items()):
                 if peer == order.peer and transfer is order.transfer:
@@ -256,9 +254,8 @@ def _send(
     if own >= len(block_tables):
         raise TransferError(f"{len(block_tables)} block tables: there is none of section number {own}")
     block_ids, blocks = block_tables[own], granted.tables[batch.section].block_ids
-    layers = range(batch.first_layer, batch.first_layer + batch.num_layers)
     tokens = (batch.first_token, batch.stop_token)
-    copies = pairing.copies(layers, *tokens, block_ids, blocks)
+    copies = pairing.copies(batch.layers, *tokens, block_ids, blocks)
     section = visitor.layout.sections[batch.section]
     ranges = section.ranges(section.holding(blocks, *tokens))
     completion = peer.write(
@@ -266,7 +263,7 @@ def _send(
     )
     try:
         checksums = page_checksums(
-            pairing.source_pages(layers, *tokens, block_ids, pairing.checksum_tokens(page_tokens)), staging
+            pairing.source_pages(batch.layers, *tokens, block_ids, pairing.checksum_tokens(page_tokens)), staging
         )
     except BaseException:
         completion.cancel()

@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from transfer.control.connection import Access, LoopThread
 from transfer.control.directory import Address, RankCard
@@ -36,9 +35,6 @@ _START_S = 60.0
 """Engines start where every core may be busy, with compilers for one."""
 _NUM_THREADS = MAX_VISITORS + 4
 """Each consumer is connected to in a thread of its own, which may take seconds and must not hold up the others."""
-
-
-_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +76,7 @@ class Node:
         device: int | None = None,
     ) -> None:
         _require_one_that_serves(options, device)
-        self._failed: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[Outgoing | Incoming] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[Failed | Ended] = queue.SimpleQueue()
         self._is_closed = False
         # A process of its own to its peers, as one after a restart is: also where this one had a node before.
         identity = replace(access.identity, instance=secrets.token_bytes(INSTANCE_NBYTES))
@@ -105,11 +100,11 @@ class Node:
             endpoints = self._transports.listen()
             self._serving = Serving(
                 options.timing, layout, self._transports, options.bounds, options.page_tokens,
-                loop, self._executors[0], self._executors[2], for_sums, self._report,
+                loop, self._executors[0], self._executors[2], for_sums, self._reports.put,
             )  # fmt: skip
             self._fetching = Fetching(
                 options.timing, layout, memory, endpoints, access, options.page_tokens,
-                loop, self._executors[1], for_checks, self._report,
+                loop, self._executors[1], for_checks, self._reports.put,
             )  # fmt: skip
             host = options.hosts[0] if options.hosts else ""
             self._listener: Listener = self._thread.run(
@@ -143,7 +138,7 @@ class Node:
         self._tell(self._serving, self._serving.producer.awaited, transfer)
 
     def finished(self, transfer: Outgoing, num_tokens: int) -> None:
-        """Prefill is over; the blocks stay as they are until the transfer is among `take_ended`."""
+        """Prefill is over; the blocks stay as they are until `take_ended` says that the transfer has."""
         self._tell(self._serving, self._serving.producer.finished, transfer, num_tokens)
 
     # Fetching
@@ -165,19 +160,21 @@ class Node:
     # Both
 
     def cancel(self, transfer: Outgoing | Incoming, cause: str) -> None:
-        """The engine does not want it any more; blocks are the engine's when it is among `take_ended`."""
+        """The engine does not want it any more; blocks are the engine's when it has ended."""
         if isinstance(transfer, Outgoing):
             self._tell(self._serving, self._serving.producer.cancel, transfer, cause)
         else:
             self._tell(self._fetching, self._fetching.consumer.cancel, transfer, cause)
 
-    def take_failed(self) -> list[Incoming]:
-        """Announced transfers of which nothing will come, before their grant; they end when granted or cancelled."""
-        return _drain(self._failed)
+    def take_ended(self) -> list[Failed | Ended]:
+        """What became of transfers since the last call.
 
-    def take_ended(self) -> list[Outgoing | Incoming]:
-        """Transfers that ended since the last call: each once, after it was finished, granted or cancelled."""
-        return _drain(self._ended)
+        Each has one `Ended`, after it was finished, granted or cancelled; before its grant it may have a `Failed`.
+        """
+        found = []
+        while not self._reports.empty():
+            found.append(self._reports.get())
+        return found
 
     def close(self, cause: str = "the instance is closed") -> None:
         """Fail every transfer; when it returns, no thread of the node reads or writes the engine's memory any more.
@@ -192,10 +189,8 @@ class Node:
 
     def take_over(self, former: Node) -> None:
         """Go on with what a closed node has still to say, and is still to be told, of its transfers."""
-        for failed in former.take_failed():
-            self._failed.put(failed)
-        for ended in former.take_ended():
-            self._ended.put(ended)
+        for report in former.take_ended():
+            self._reports.put(report)
 
     def _tell(self, driver: Driver, call: Callable[..., object], *args: object) -> None:
         """In the loop, whose the transfers are; once that is over, they are the engine's thread's."""
@@ -203,12 +198,6 @@ class Node:
             driver.tell(call, *args)
         else:
             self._thread.post(driver.tell, call, *args)
-
-    def _report(self, order: Failed | Ended) -> None:
-        if isinstance(order, Failed):
-            self._failed.put(order.transfer)
-        else:
-            self._ended.put(order.transfer)
 
     def _stop(self) -> None:
         self._thread.close()
@@ -233,10 +222,3 @@ def _require_one_that_serves(options: NodeOptions, device: int | None) -> None:
             f"add {' or '.join(fitting)}"
             + (f", or set transfer_hosts for {' or '.join(needing_hosts)}" if needing_hosts else "")
         )
-
-
-def _drain(transfers: queue.SimpleQueue[_Kind]) -> list[_Kind]:
-    found = []
-    while not transfers.empty():
-        found.append(transfers.get())
-    return found

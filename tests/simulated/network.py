@@ -12,13 +12,14 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from simulated.sides import NamedConsumer, NamedProducer
 
-from transfer.plan.granularity import Granularity
+from transfer.plan.granularity import Batch, Divider, Granularity
 from transfer.protocol.consumer import Source
-from transfer.protocol.messages import AnyMessage, Landed, decode, encode
+from transfer.protocol.messages import AnyMessage, Granted, Landed, decode, encode
 from transfer.protocol.orders import (
     Abandon,
     Ended,
@@ -32,7 +33,6 @@ from transfer.protocol.orders import (
     Verify,
     Write,
 )
-from transfer.protocol.producer import Shape
 from transfer.transports.base import TransferError
 
 LAYERS, TOKENS, UNIT = 4, 24, 4
@@ -147,7 +147,7 @@ class World:
         self._lives += 1
         side: Protocol
         if name[0] == "P":
-            side = NamedProducer(lambda peer, granted: self.shape(name, peer), self.timing)
+            side = NamedProducer(lambda peer, granted: self.divide(name, peer, granted), self.timing)
         else:
             side = NamedConsumer(self.timing)
         self._down.discard(name)
@@ -155,11 +155,11 @@ class World:
         self.history.append(self.ranks[name])
         self.log.append(f"{self.now_s:8.2f} {name} starts as {self.ranks[name].peer}")
 
-    def shape(self, producer: str, consumer: str) -> Shape:
+    def divide(self, producer: str, consumer: str, granted: Granted) -> list[Divider]:
         layers = self.parts[int(consumer[1:].split(".")[0])].get(int(producer[1:]))
         if layers is None:
             raise TransferError("no route between these ranks")
-        return Shape(self.granularity, layers, UNIT)
+        return [Divider(self.granularity, layers, granted.tables[0].tokens, UNIT)] if layers else []
 
     # What engines do
 
@@ -341,7 +341,7 @@ class World:
             else:
                 assert name not in target.released, "written to after its release"
                 computed = rank.computed.get(name, set())
-                for layer, token in cells(order.batch):
+                for layer, token in places(order.batch):
                     value = name if (layer, token) in computed else STALE
                     value = WRONG if number in self.faults.wrong_writes else value
                     target.memory[name, order.granted.grant, layer, token] = value
@@ -350,8 +350,8 @@ class World:
         self._later(self.faults.write_s.get(number, 0.02), rank, land)
 
     def _is_right(self, rank: Rank, landed: Landed) -> bool:
-        places = [(landed.transfer, landed.grant, layer, token) for layer, token in cells(landed)]
-        return all(rank.memory.get(place, WRONG) != WRONG for place in places)
+        found = [(landed.transfer, landed.grant, layer, token) for layer, token in places(landed.part)]
+        return all(rank.memory.get(place, WRONG) != WRONG for place in found)
 
     def _revoke(self, rank: Rank, transfer: str) -> None:
         rank.granted.pop(transfer, None)
@@ -367,8 +367,6 @@ class World:
         rank.released[transfer.name] = (transfer.ending, transfer.cause, self.now_s)
 
 
-def cells(part: Any) -> Iterable[tuple[int, int]]:
+def places(batch: Batch) -> Iterable[tuple[int, int]]:
     """Layers and tokens of a batch."""
-    for layer in range(part.first_layer, part.first_layer + part.num_layers):
-        for token in range(part.first_token, part.stop_token):
-            yield layer, token
+    return product(batch.layers, range(batch.first_token, batch.stop_token))

@@ -20,7 +20,7 @@ from transfer.control.directory import THIS_HOST, Address, Directory
 from transfer.control.handshake import Identity
 from transfer.plan.layout import RankLayout, Section, Table
 from transfer.protocol.consumer import Incoming, Where
-from transfer.protocol.orders import Ending, Transfer
+from transfer.protocol.orders import Ending, Failed, Transfer
 from transfer.protocol.producer import Outgoing
 from transfer.serving import Computed
 from transfer.session import Node, NodeOptions
@@ -85,10 +85,11 @@ class NamedNode(Node):
         return taken
 
     def _take(self) -> None:
-        for failed in self.take_failed():
-            super().cancel(failed, "nothing will come")
-        for ended in self.take_ended():
-            (self._sent if isinstance(ended, Outgoing) else self._fetched).append(ended)
+        for report in self.take_ended():
+            if isinstance(report, Failed):
+                super().cancel(report.transfer, "nothing will come")
+            else:
+                (self._sent if isinstance(report.transfer, Outgoing) else self._fetched).append(report.transfer)
 
 
 class Part:

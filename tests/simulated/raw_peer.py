@@ -34,7 +34,7 @@ def deaf() -> Iterator[tuple[str, int]]:
 
 def greet(connection: socket.socket, purpose: str, identity: Identity) -> None:
     """Pass the handshake."""
-    shake(connection, Client(identity, purpose, bytes(16)), time.monotonic() + 120)
+    shake(connection, Client(identity, purpose), time.monotonic() + 120)
     connection.settimeout(120)
 
 

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from simulated.ranks import SMALL
 
-from transfer.plan.granularity import Granularity
+from transfer.plan.granularity import Divider, Granularity
 from transfer.plan.layout import RankLayout, Table
 from transfer.protocol.consumer import Consumer, Incoming, Source
 from transfer.protocol.messages import Announce, AnyMessage, Close, Granted, Introduction, Landed, Report, State, Status
 from transfer.protocol.orders import Ended, Ending, Protocol, Send, Timing
-from transfer.protocol.producer import Outgoing, Producer, Shape
+from transfer.protocol.producer import Divide, Outgoing, Producer
 from transfer.transports.base import TransferError
 
 KEY = b"k" * 16
@@ -23,17 +23,17 @@ LAYERS = range(2)
 SMALL_RANK = RankLayout((SMALL,))
 
 
-def shape(peer: str, granted: Granted) -> Shape:
+def divide(peer: str, granted: Granted) -> list[Divider]:
     if peer == "stranger":
         raise TransferError("blocks of 3 tokens here, of 4 there")
-    return Shape(Granularity.LAYER, LAYERS, 4)
+    return [Divider(Granularity.LAYER, LAYERS, granted.tables[0].tokens, 4)]
 
 
 class NamedProducer(Producer):
     """Told of transfers by name: each is one record, from its opening on."""
 
-    def __init__(self, shape_of: Callable[[str, Granted], Shape] = shape, timing: Timing | None = None) -> None:
-        super().__init__(lambda *args: [found] if (found := shape_of(*args)).layers else [], timing)
+    def __init__(self, divide: Divide = divide, timing: Timing | None = None) -> None:
+        super().__init__(divide, timing)
         self.records: dict[str, Outgoing] = {}
 
     def open(self, transfer: str, now_s: float) -> None:

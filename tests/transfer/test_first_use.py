@@ -11,7 +11,7 @@ CALLS = {
     "transports.local": "partial(module.decode_endpoint, encode(module.LocalEndpoint('boot', '0' * 32, bytes(16))))",
     "transports.network": "partial(module.decode_endpoint, encode(module.NetworkEndpoint([('::1', 1)], bytes(16))))",
     "control.directory": "partial(module.decode_card, encode(module.InstanceCard('e', [card(module)])))",
-    "control.handshake": "partial(greet, module, module.Client(module.Identity(), 'x', bytes(16)).start())",
+    "control.handshake": "partial(greet, module, module.Client(module.Identity(), 'x').start())",
 }
 PROGRAM = """
 import importlib, sys, threading

@@ -57,13 +57,13 @@ SECRET = b"sixteen bytes or more"
 
 def handshake() -> tuple[bytes, bytes, bytes, bytes]:
     """What both sides said in one that succeeded."""
-    client, server = Client(Identity(SECRET), "test", bytes(16)), Server(Identity(SECRET), "test")
+    client, server = Client(Identity(SECRET), "test"), Server(Identity(SECRET), "test")
     hello = client.start()
     challenge = server.receive(hello)
     proof = client.receive(challenge)
     welcome = server.receive(proof)
     client.receive(welcome)
-    assert client.terms and server.terms
+    assert client.peer and server.peer
     return hello, challenge, proof, welcome
 
 
@@ -80,16 +80,16 @@ def a_server(data: bytes) -> None:
     with suppress(HandshakeError):
         for part in (data[: len(data) // 2], data[len(data) // 2 :]):
             assert len(server.receive(part)) < 2048
-    assert server.terms is None
+    assert server.peer is None
 
 
 def a_client(data: bytes) -> None:
-    client = Client(Identity(SECRET), "test", bytes(16))
+    client = Client(Identity(SECRET), "test")
     client.start()
     with suppress(HandshakeError):
         for part in (data[: len(data) // 2], data[len(data) // 2 :]):
             assert len(client.receive(part)) < 2048
-    assert client.terms is None
+    assert client.peer is None
 
 
 def messages(data: bytes) -> bool:
@@ -220,7 +220,7 @@ class Rogue:
                 connection, _ = self.listener.accept()
                 with connection, suppress(OSError):
                     server = Server(Identity(SECRET, instance=b"i" * 16), "tcp")
-                    while server.terms is None:
+                    while server.peer is None:
                         connection.sendall(server.receive(connection.recv(1024)))
                     connection.recv(64)
                     connection.sendall(self.says)

@@ -31,7 +31,7 @@ def test_every_layer_and_token_is_in_one_batch_and_none_before_it_is_computed(da
                 assert batch.first_token % unit == 0 and (
                     batch.stop_token % unit == 0 or batch.stop_token == tokens.stop
                 )
-                assert batch.cells > 0
+                assert batch.places > 0
                 written[
                     batch.first_layer : batch.first_layer + batch.num_layers, batch.first_token : batch.stop_token
                 ] += 1

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from transfer.control.handshake import (
     MAX_FRAME_NBYTES,
+    VERSION,
     Challenge,
     Client,
     HandshakeError,
@@ -23,7 +24,6 @@ from transfer.control.handshake import (
 from transfer.transports.base import TransferError
 
 SECRET = b"sixteen bytes or more"
-SESSION = b"s" * 16
 
 
 def frame(message):
@@ -32,7 +32,7 @@ def frame(message):
 
 
 def pair(client_identity=None, server_identity=None, **options):
-    client = Client(client_identity or Identity(SECRET), "test", SESSION, **options)
+    client = Client(client_identity or Identity(SECRET), "test", **options)
     return client, Server(server_identity or Identity(SECRET), "test")
 
 
@@ -40,7 +40,7 @@ def run(client, server):
     """Both sides until they agree; every byte that went either way."""
     to_server, to_client = client.start(), b""
     sent = [to_server]
-    while client.terms is None:
+    while client.peer is None:
         to_client = server.receive(to_server)
         assert to_client, "nobody has anything to say"
         to_server = client.receive(to_client)
@@ -51,20 +51,18 @@ def run(client, server):
 def test_two_sides_with_one_secret_agree():
     client, server = pair()
     run(client, server)
-    assert client.terms.instance == server.identity.instance
-    assert server.terms.instance == client.identity.instance
-    assert client.terms.session == server.terms.session == SESSION
-    assert client.terms.version == server.terms.version
+    assert client.peer == server.identity.instance
+    assert server.peer == client.identity.instance
 
 
 @given(st.lists(st.integers(1, 40), min_size=1))
 def test_frames_may_arrive_in_any_cut(cuts):
     client, server = pair()
     to_server = client.start()
-    while client.terms is None:
+    while client.peer is None:
         to_client = b"".join(feed(server, to_server, cuts))
         to_server = b"".join(feed(client, to_client, cuts))
-    assert server.terms
+    assert server.peer
 
 
 def feed(side, data, cuts):
@@ -78,11 +76,11 @@ def feed(side, data, cuts):
 @pytest.mark.parametrize(
     "client, refusal",
     [
-        (Client(Identity(b"another sixteen bytes"), "test", SESSION), "wrong secret"),
-        (Client(Identity(), "test", SESSION), "wrong secret"),
-        (Client(Identity(SECRET, b"\x01"), "test", SESSION), "digest 01 does not match none"),
-        (Client(Identity(SECRET), "cma", SESSION), "'cma': 'test' is served here"),
-        (Client(Identity(SECRET), "test", SESSION, expected=b"e" * 16), "restarted"),
+        (Client(Identity(b"another sixteen bytes"), "test"), "wrong secret"),
+        (Client(Identity(), "test"), "wrong secret"),
+        (Client(Identity(SECRET, b"\x01"), "test"), "digest 01 does not match none"),
+        (Client(Identity(SECRET), "cma"), "'cma': 'test' is served here"),
+        (Client(Identity(SECRET), "test", expected=b"e" * 16), "restarted"),
     ],
     ids=["another secret", "no secret", "another configuration", "another purpose", "another life of the server"],
 )
@@ -90,15 +88,15 @@ def test_a_client_that_does_not_fit_is_told_what_differs(client, refusal):
     server = Server(Identity(SECRET), "test")
     with pytest.raises(HandshakeError, match=refusal):
         run(client, server)
-    assert server.terms is None and client.terms is None
+    assert server.peer is None and client.peer is None
 
 
 def test_a_server_with_another_secret_is_not_believed():
     client, _ = pair()
-    client.receive(frame(Challenge(2, b"n" * 32, b"i" * 16)))
+    client.receive(frame(Challenge(VERSION, b"n" * 32, b"i" * 16)))
     with pytest.raises(HandshakeError, match="the peer has another secret"):
         client.receive(frame(Welcome(b"m" * 32)))
-    assert client.terms is None
+    assert client.peer is None
 
 
 def test_a_recorded_handshake_opens_nothing():
@@ -129,22 +127,22 @@ def test_a_byte_changed_in_any_frame_lets_nobody_in(which, at, change):
             if number == which:
                 said[at % len(said)] ^= change
             said = bytearray(side.receive(bytes(said)))
-    assert server.terms is None
+    assert server.peer is None
 
 
 def test_versions_without_overlap_are_refused_by_either_side():
     server = Server(Identity(SECRET), "test")
-    with pytest.raises(HandshakeError, match=r"versions 7\.\.9 asked for: this side speaks 2\.\.2"):
-        server.receive(frame(Hello(7, 9, b"n" * 32, b"i" * 16, b"", "test", SESSION)))
+    with pytest.raises(HandshakeError, match=r"versions 7\.\.9 asked for: this side speaks 3\.\.3"):
+        server.receive(frame(Hello(7, 9, b"n" * 32, b"i" * 16, b"", "test")))
     client, _ = pair()
-    with pytest.raises(HandshakeError, match="wants version 3"):
-        client.receive(frame(Challenge(3, b"n" * 32, b"i" * 16)))
+    with pytest.raises(HandshakeError, match="wants version 4"):
+        client.receive(frame(Challenge(4, b"n" * 32, b"i" * 16)))
 
 
 def test_a_newer_client_and_this_server_speak_the_older_version():
     server = Server(Identity(SECRET), "test")
-    answer = server.receive(frame(Hello(2, 9, b"n" * 32, b"i" * 16, b"", "test", SESSION)))
-    assert msgspec.msgpack.decode(answer[4:], type=Challenge).version == 2
+    answer = server.receive(frame(Hello(3, 9, b"n" * 32, b"i" * 16, b"", "test")))
+    assert msgspec.msgpack.decode(answer[4:], type=Challenge).version == 3
 
 
 def test_a_refusal_reaches_the_client():
@@ -162,7 +160,7 @@ def test_an_oversized_frame_is_refused_before_it_is_read():
 
 def test_a_truncated_frame_gets_nowhere():
     client, server = pair()
-    assert server.receive(client.start()[:-1]) == b"" and server.terms is None
+    assert server.receive(client.start()[:-1]) == b"" and server.peer is None
 
 
 values = st.recursive(
@@ -170,7 +168,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
     max_leaves=8,
 )
-names = ("oldest_version", "version", "nonce", "instance", "compatibility", "purpose", "session", "mac", "reason")
+names = ("oldest_version", "version", "nonce", "instance", "compatibility", "purpose", "mac", "reason")
 
 
 @given(
@@ -179,10 +177,10 @@ names = ("oldest_version", "version", "nonce", "instance", "compatibility", "pur
 )
 def test_no_message_of_wrong_types_gets_through(tag, fields):
     data = msgspec.msgpack.encode({"type": tag, **fields})
-    for side in (Server(Identity(SECRET), "test"), Client(Identity(SECRET), "test", SESSION)):
+    for side in (Server(Identity(SECRET), "test"), Client(Identity(SECRET), "test")):
         with suppress(HandshakeError):
             side.receive(len(data).to_bytes(4, "little") + data)
-        assert side.terms is None
+        assert side.peer is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1"])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from simulated.ranks import SPAN, Model, make_rank
+from simulated.sides import landed
 
 from mooncake_connector.kv.geometry import Shard
-from transfer.integrity import page_checksums, wrong_pages
-from transfer.plan.layout import Section
+from transfer.fetching import _check
+from transfer.integrity import page_checksums
+from transfer.plan.layout import Section, Table
 from transfer.plan.pairing import Pairing
 
 MODEL = Model(layers=2, heads=4, k_dim=3, v_dim=3, itemsize=2)
@@ -46,37 +49,34 @@ def copy(source: Side, destination: Side, pairing: Pairing) -> None:
 def test_what_was_copied_has_the_checksums_of_its_source_and_before_that_it_has_not(sides):
     source, destination, pairing = sides
     sent = page_checksums(pairing.source_pages(range(2), 0, TOKENS, source.table, PAGE))
-    landed = pairing.destination_pages(range(2), 0, TOKENS, destination.table, PAGE)
+    arrived = pairing.destination_pages(range(2), 0, TOKENS, destination.table, PAGE)
     assert len(sent) == 3
-    assert wrong_pages(landed, sent) == [0, 1, 2]
+    assert all(one != other for one, other in zip(sent, page_checksums(arrived), strict=True))
     copy(*sides)
-    assert wrong_pages(landed, sent) == []
+    assert page_checksums(arrived) == sent
 
 
 def test_one_changed_byte_makes_its_page_wrong_and_no_other(sides):
     source, destination, pairing = sides
     copy(*sides)
     sent = page_checksums(pairing.source_pages(range(2), 0, TOKENS, source.table, PAGE))
-    landed = pairing.destination_pages(range(2), 0, TOKENS, destination.table, PAGE)
+    arrived = pairing.destination_pages(range(2), 0, TOKENS, destination.table, PAGE)
     for page in range(3):
-        for run in range(landed.bounds[page], landed.bounds[page + 1]):
-            for place in (landed.addresses[run], landed.addresses[run] + landed.nbytes[run] - 1):
+        for run in range(arrived.bounds[page], arrived.bounds[page + 1]):
+            for place in (arrived.addresses[run], arrived.addresses[run] + arrived.nbytes[run] - 1):
                 offset = int(place) - destination.memory.ctypes.data
                 destination.memory[offset] ^= 1
-                assert wrong_pages(landed, sent) == [page]
+                wrong = [one != other for one, other in zip(sent, page_checksums(arrived), strict=True)]
+                assert wrong == [number == page for number in range(3)]
                 destination.memory[offset] ^= 1
 
 
-@pytest.mark.parametrize("count", [0, 2, 4])
+@pytest.mark.parametrize("count", [0, 2, 3, 4])
 def test_another_number_of_checksums_proves_nothing(sides, count):
     source, destination, pairing = sides
     copy(*sides)
     sent = page_checksums(pairing.source_pages(range(2), 0, TOKENS, source.table, PAGE))
-    landed = pairing.destination_pages(range(2), 0, TOKENS, destination.table, PAGE)
-    assert wrong_pages(landed, (sent * 2)[:count]) == [0, 1, 2]
-
-
-def test_checksums_for_no_page_at_all_are_wrong(sides):
-    _, destination, pairing = sides
-    empty = pairing.destination_pages(range(2), 0, 0, destination.table, PAGE)
-    assert wrong_pages(empty, []) == [] and wrong_pages(empty, [1]) != []
+    batch = landed(num_layers=2, stop_token=TOKENS, checksums=(sent * 2)[:count])
+    origin = SimpleNamespace(pairings={0: (0, pairing)})
+    right, nbytes = _check(origin, batch, [Table(0, TOKENS, destination.table)], PAGE, None)
+    assert right is (count == 3) and nbytes > 0

@@ -60,7 +60,7 @@ class Listening:
     def greeted(self):
         """A connection after its handshake, and after the ring where there is one."""
         with self.dial() as connection:
-            shake(connection, Client(self.identity, self.kind.name, bytes(16)), time.monotonic() + 30)
+            shake(connection, Client(self.identity, self.kind.name), time.monotonic() + 30)
             connection.settimeout(30)
             if self.kind is shm.ShmTransport:
                 ring = shm._Ring()
@@ -228,7 +228,7 @@ def test_a_defect_costs_one_connection_and_is_logged(monkeypatch, caplog):
 def test_a_ring_that_could_shrink_is_refused():
     listening = Listening(shm.ShmTransport)
     with listening.transport, listening.dial() as connection:
-        shake(connection, Client(listening.identity, "shm", bytes(16)), time.monotonic() + 30)
+        shake(connection, Client(listening.identity, "shm"), time.monotonic() + 30)
         connection.settimeout(30)
         file = os.memfd_create("ring", os.MFD_ALLOW_SEALING)
         os.ftruncate(file, shm.SLOT_NBYTES * shm.NUM_SLOTS)

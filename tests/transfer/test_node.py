@@ -16,6 +16,7 @@ from simulated.waiting import wait_for
 
 import transfer.fetching
 import transfer.serving
+from transfer.integrity import page_checksums
 from transfer.plan.granularity import Bounds, Granularity
 from transfer.plan.layout import Table
 from transfer.protocol.consumer import Where
@@ -270,9 +271,8 @@ def test_connections_that_break_when_all_has_arrived_do_not_leave_prefill_with_i
 def test_closing_returns_when_no_thread_reads_the_engine_s_memory(make, monkeypatch, side):
     """The engine unmaps it next."""
     prefill, decode = make
-    of_side = {"prefill": (transfer.serving, "page_checksums"), "decode": (transfer.fetching, "wrong_pages")}
-    module, name = of_side[side]
-    hashed, hashing, inside = getattr(module, name), threading.Event(), []
+    module = {"prefill": transfer.serving, "decode": transfer.fetching}[side]
+    hashed, hashing, inside = page_checksums, threading.Event(), []
 
     def hash_slowly(*args):
         inside.append(args)
@@ -283,7 +283,7 @@ def test_closing_returns_when_no_thread_reads_the_engine_s_memory(make, monkeypa
         finally:
             inside.pop()
 
-    monkeypatch.setattr(module, name, hash_slowly)
+    monkeypatch.setattr(module, "page_checksums", hash_slowly)
     p, d = prefill(), decode()
     p.prefill("t")
     d.fetch("t", p.where, computed=True)

@@ -65,12 +65,12 @@ def test_a_thousand_pending_handshakes_disturb_no_request_and_lock_nobody_out(ma
 @pytest.mark.parametrize("purpose", [PURPOSE, RANK_PURPOSE])
 def test_slow_handshakes_are_given_up_after_a_time_and_others_served_then(make_pair, monkeypatch, purpose, caplog):
     """Also one that goes on byte by byte."""
-    monkeypatch.setattr(transfer.control.listener, "_STRANGER_S", 0.3)
+    monkeypatch.setattr(transfer.control.listener, "_HANDSHAKE_S", 0.3)
     pair = make_pair()
     with ExitStack() as stack:
         slow = [stack.enter_context(dial(pair.ports[purpose])) for _ in range(pending.MAX_FROM_ONE)]
         with pytest.raises(OSError):
-            for byte in Client(Identity(), purpose, bytes(16)).start():
+            for byte in Client(Identity(), purpose).start():
                 slow[-1].sendall(bytes([byte]))
                 time.sleep(0.1)
         assert all(is_closed(connection) for connection in slow)
@@ -85,7 +85,7 @@ def test_beyond_a_number_of_them_the_oldest_goes_and_is_logged_once(
 ):
     """Those that have not even begun with TLS count."""
     monkeypatch.setattr(pending, "MAX_FROM_ONE", 4)
-    monkeypatch.setattr(transfer.control.listener, "_STRANGER_S", 600.0)
+    monkeypatch.setattr(transfer.control.listener, "_HANDSHAKE_S", 600.0)
     pair = make_pair(**over(kind, tmp_path))
     with ExitStack() as stack:
         connections = [stack.enter_context(dial(pair.ports[purpose], tcp=kind == "tls")) for _ in range(8)]

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated.network import places
 from simulated.sides import (
     KEY,
     LAYERS,
@@ -27,7 +28,6 @@ from simulated.sides import (
 )
 
 from transfer.plan.layout import LayoutError, Table
-from transfer.protocol.consumer import Source
 from transfer.protocol.messages import State
 from transfer.protocol.orders import Ended, Ending, Revoke, Verify, Write
 
@@ -69,7 +69,6 @@ def test_when_prefill_is_over_nothing_more_is_computed(again):
 
 
 WRONG_AT_THE_CONSUMER = {
-    "sources twice": lambda c: c.found(c.records["t"], [Source("P0", [LAYERS], 1)], 1.0),
     "grant twice": lambda c: c.grant("t", 0, 8, [5], KEY, 1.0),
     "verified from no peer": lambda c: c.verified("P7", "t", landed(), True, 1.0),
     "verified of no batch": lambda c: c.verified("P0", "t", landed(batch=1), True, 1.0),
@@ -93,15 +92,6 @@ def test_a_call_that_cannot_be_meant_is_an_error_and_changes_nothing_at_the_cons
 def test_tokens_that_cannot_be_are_an_error(first, stop):
     with pytest.raises(LayoutError, match=f"tokens {first}..{stop - 1}"):
         Table(first, stop, [5])
-
-
-@pytest.mark.parametrize("key", [KEY[1:], KEY * 2])
-def test_a_key_that_no_producer_would_accept_is_an_error_and_grants_nothing(key):
-    consumer = make_consumer(has_grant=False)
-    with pytest.raises(ValueError, match=f"a key of {len(key)} bytes"):
-        consumer.grant("t", 0, 8, [5], key, 1.0)
-    assert consumer.take() == []
-    assert consumer.grant("t", 0, 8, [5], KEY, 2.0)
 
 
 def test_a_check_has_one_result():
@@ -223,7 +213,7 @@ to_consumer = st.one_of(
 )
 def test_no_message_makes_a_consumer_raise_end_twice_or_call_done_what_is_not_there(steps, rights):
     consumer, now_s, checks = make_consumer(has_grant=False), 0.0, 0
-    right_cells: Counter[tuple[int, int]] = Counter()
+    arrived: Counter[tuple[int, int]] = Counter()
     endings: list[Ending] = []
 
     def obey() -> None:
@@ -233,14 +223,9 @@ def test_no_message_makes_a_consumer_raise_end_twice_or_call_done_what_is_not_th
                 if isinstance(order, Verify):
                     checks += 1
                     right = rights[checks % len(rights)]
-                    part = order.landed
                     if right:
-                        right_cells.update(
-                            (layer, token)
-                            for layer in range(part.first_layer, part.first_layer + part.num_layers)
-                            for token in range(part.first_token, part.stop_token)
-                        )
-                    consumer.verified(order.peer, order.transfer.name, part, right, now_s)
+                        arrived.update(places(order.landed.part))
+                    consumer.verified(order.peer, order.transfer.name, order.landed, right, now_s)
                 elif isinstance(order, Revoke):
                     consumer.revoked(order.transfer.name, now_s)
                 elif isinstance(order, Ended):
@@ -263,6 +248,6 @@ def test_no_message_makes_a_consumer_raise_end_twice_or_call_done_what_is_not_th
     obey()
     assert len(endings) == 1
     if endings == [Ending.DONE]:
-        assert right_cells == Counter({(layer, token): 1 for layer in LAYERS for token in range(8)})
+        assert arrived == Counter({(layer, token): 1 for layer in LAYERS for token in range(8)})
     consumer.tick(now_s + 300.0)
     assert consumer.tick(now_s + 300.0) is None

@@ -98,11 +98,11 @@ def test_a_wrong_secret_is_refused_and_logged(deployment, purpose, caplog):
 
 
 def test_a_handshake_that_was_recorded_opens_nothing_and_is_logged(deployment, purpose, caplog):
-    client = Client(Identity(SECRET), purpose, bytes(16))
+    client = Client(Identity(SECRET), purpose)
     recorded = []
     with dial(deployment.ports[purpose], tcp=True) as connection:
         said = client.start()
-        while client.terms is None:
+        while client.peer is None:
             recorded.append(said)
             connection.sendall(said)
             said = client.receive(connection.recv(MAX_FRAME_NBYTES))
@@ -136,7 +136,7 @@ def test_a_frame_too_large_is_refused_before_the_secret_is_asked_for_and_logged(
 
 
 def test_a_handshake_that_is_cut_off_costs_nothing(deployment, purpose):
-    hello = Client(Identity(SECRET), purpose, bytes(16)).start()
+    hello = Client(Identity(SECRET), purpose).start()
     for length in (0, 1, 4, 5, len(hello) - 1, len(hello)):
         with dial(deployment.ports[purpose], tcp=True) as connection:
             connection.sendall(hello[:length])
@@ -144,7 +144,7 @@ def test_a_handshake_that_is_cut_off_costs_nothing(deployment, purpose):
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(data=st.binary(max_size=300) | damaged([Client(Identity(SECRET), "rank", bytes(16)).start()]))
+@given(data=st.binary(max_size=300) | damaged([Client(Identity(SECRET), "rank").start()]))
 def test_one_that_says_anything_gets_nowhere(deployment, purpose, data):
     with dial(deployment.ports[purpose], tcp=True) as connection:
         connection.sendall(data)

@@ -29,7 +29,7 @@ from simulated.raw_peer import deaf
 from simulated.waiting import wait_for
 
 from transfer.protocol.consumer import Incoming
-from transfer.protocol.orders import Ending
+from transfer.protocol.orders import Ended, Ending
 from transfer.protocol.producer import Outgoing
 
 NUM_TOKENS = len(PROMPT)
@@ -173,8 +173,8 @@ def test_late_and_repeated_endings_never_reach_the_scheduler(pair: MakePair) -> 
     name = both.ask(PROMPT, 3, computed=1 + 2)
     (transfer,) = {one.transfer for step in both.decode.metadata for one in step.pd.announced.values()}
     for ending in (Ending.DONE, Ending.FAILED):
-        node_of(both.decode)._ended.put(Incoming(transfer, name, ending=ending))
-        node_of(both.prefill)._ended.put(Outgoing(transfer, "r0", ending=ending))
+        node_of(both.decode)._reports.put(Ended(Incoming(transfer, name, ending=ending)))
+        node_of(both.prefill)._reports.put(Ended(Outgoing(transfer, "r0", ending=ending)))
     both.ask([1, *PROMPT], 3, computed=1 + 2)
 
 
@@ -209,8 +209,9 @@ def test_a_transfer_that_failed_while_its_request_waited_for_blocks_fails_it_as_
     both.decode.step()
     name = both.decode.add(PROMPT, 3, params=decode_params(both.prefill, "x") | {"remote_engine_id": "gone"})
     run_all(both.decode, until=lambda: both.decode.workers[0].pd._transfers)
-    wait_for(lambda: not node_of(both.decode)._failed.empty())  # without a step, in which the other request would go on
-    run_all(both.decode, until=lambda: node_of(both.decode)._failed.empty())
+    reports = node_of(both.decode)._reports
+    wait_for(lambda: not reports.empty())  # without a step, in which the other request would go on
+    run_all(both.decode, until=reports.empty)
     assert not jobs(both.decode)
     both.finish(busy)
     assert both.decode.reasons[name] == "error"

@@ -10,6 +10,7 @@ import pytest
 from mooncake_connector.kv.geometry import Shard
 from transfer.plan.granularity import Bounds
 from transfer.plan.layout import Table
+from transfer.protocol import orders
 from transfer.protocol.consumer import Where
 from transfer.protocol.orders import Ending, Transfer
 from vllm_plugin.messages import Announcement, Ended, PDStep, StepMetadata, WorkerReport
@@ -24,8 +25,7 @@ class Node:
         self.told: list[tuple[str, str]] = []
         self.known: dict[str, Any] = {}
         """By name, the last one that it was told of."""
-        self.failed: list[Any] = []
-        self.ended: list[Any] = []
+        self.reports: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         return lambda transfer, *args: self._tell(name, transfer)
@@ -34,17 +34,13 @@ class Node:
         self.told.append((verb, transfer.name))
         self.known[transfer.name] = transfer
 
-    def take_failed(self) -> list[Any]:
-        taken, self.failed = self.failed, []
-        return taken
-
     def take_ended(self) -> list[Any]:
-        taken, self.ended = self.ended, []
+        taken, self.reports = self.reports, []
         return taken
 
     def ends(self, name: str, ending: Ending) -> None:
         self.known[name].ending = ending
-        self.ended.append(self.known[name])
+        self.reports.append(orders.Ended(self.known[name]))
 
 
 @pytest.fixture
@@ -80,7 +76,7 @@ def test_an_id_used_again_while_the_first_request_is_not_over(worker: PDWorker, 
         worker.start(step(cancelled={"chat": "the request ended"}, unreported={"chat"}))
     worker.start(step(announced={"other": announcement("other")}))
     assert ended(worker) == Ended()
-    node.failed = [node.known["refused"], node.known["other"]]
+    node.reports = [orders.Failed(node.known[name]) for name in ("refused", "other")]
     node.ends("refused", Ending.FAILED)
     assert ended(worker) == Ended(report=WorkerReport(failed_transfers={"other"}))
 
@@ -101,7 +97,7 @@ def test_a_request_that_is_dropped_after_its_transfer_ended_leaves_the_next_one_
 ) -> None:
     worker.start(step(announced={"first": announcement("same")}))
     first = node.known["same"]
-    node.failed = [first]
+    node.reports = [orders.Failed(first)]
     assert ended(worker) == Ended(report=WorkerReport(failed_transfers={"first"}))
     gone = {"cancelled": {"first": "the request ended"}, "unreported": {"first"}}
     worker.start(step(announced={"retry": announcement("same")}, **gone))

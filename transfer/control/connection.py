@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import secrets
 import socket
 import threading
 from collections.abc import Callable, Coroutine
@@ -26,11 +25,9 @@ from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.control.handshake import (
     AGAIN_S,
     MAX_FRAME_NBYTES,
-    SESSION_NBYTES,
     AnotherInstance,
     Client,
     Identity,
-    Terms,
     is_here,
     require_secret,
 )
@@ -54,7 +51,8 @@ _NOBODY_THERE = (
     "nobody listens there: the instance is gone, or it is another user's or in another container or network namespace; "
     "those are reached with transfer_hosts and secret_file set on both sides"
 )
-_STOP_S = 5.0
+_STOP_S = 60.0
+"""The engine's thread takes over what belonged to a loop that has ended: so it is waited for on the busiest machine."""
 _CANCEL_S = 0.1
 """A task that has not ended for so long is cancelled again."""
 
@@ -126,6 +124,7 @@ class Link:
     """One connection whose other side is known. Belongs to its event loop.
 
     Args:
+        peer: the other side's instance.
         large: places for large frames that are being taken in, shared with other connections.
         known: called when the peer has said what it wants; until then it may have to go for others.
     """
@@ -134,12 +133,12 @@ class Link:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        terms: Terms,
+        peer: bytes,
         leftover: bytes,
         large: asyncio.Semaphore | None = None,
         known: Callable[[], None] = lambda: None,
     ) -> None:
-        self.terms, self.known = terms, known
+        self.peer, self.known = peer, known
         self._reader, self._writer = reader, writer
         self._leftover = leftover
         self._large = large or asyncio.Semaphore(1)
@@ -212,7 +211,7 @@ async def connect(
         Unavailable: everything else that stands in the way, within `deadline_s`.
     """
     try:
-        client = partial(Client, access.identity, purpose, secrets.token_bytes(SESSION_NBYTES), expected)
+        client = partial(Client, access.identity, purpose, expected)
         return await asyncio.wait_for(_connect(address, client, access), deadline_s)
     except (ConnectionRefusedError, AnotherInstance) as error:
         raise Gone(_failure(error, address)) from error
@@ -257,9 +256,9 @@ async def _open(address: tuple[str, int], access: Access) -> tuple[asyncio.Strea
 async def _shake(client: Client, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Link:
     try:
         writer.write(client.start())
-        while client.terms is None:
+        while client.peer is None:
             writer.write(client.receive(await some(reader)))
-        return Link(reader, writer, client.terms, client.leftover)
+        return Link(reader, writer, client.peer, client.leftover)
     except BaseException:
         writer.transport.abort()
         raise

@@ -3,7 +3,7 @@
 Sans-I/O: `Client` and `Server` take bytes and return bytes; `shake` drives a client over a blocking socket, `insist`
 tries again where that was dropped. There are four frames, each a length (uint32, little endian) and a MessagePack map:
 
-    client -> Hello      versions, nonce, instance, compatibility, purpose, session
+    client -> Hello      versions, nonce, instance, compatibility, purpose
     server -> Challenge  version, nonce, instance
     client -> Proof      HMAC-SHA256(secret, "client" || SHA256(Hello || Challenge))
     server -> Welcome    HMAC-SHA256(secret, "server" || SHA256(Hello || Challenge || Proof)), or a Refusal at any point
@@ -18,28 +18,30 @@ import hashlib
 import hmac
 import ipaddress
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from transfer.transports.base import INSTANCE_NBYTES, TransferError, Unavailable
 
-OLDEST_VERSION = 2
-VERSION = 2
+if TYPE_CHECKING:
+    from transfer.transports.channel import Channel
+
+OLDEST_VERSION = 3
+VERSION = 3
 MIN_SECRET_NBYTES = 16
 MAX_FRAME_NBYTES = 1024
-SESSION_NBYTES = 16
 AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Pauses before further attempts where the other side hung up in the handshake, as one does that others crowd."""
 
 _NONCE_NBYTES = 32
 _Nonce = Annotated[bytes, Meta(min_length=_NONCE_NBYTES, max_length=_NONCE_NBYTES)]
 _Instance = Annotated[bytes, Meta(min_length=INSTANCE_NBYTES, max_length=INSTANCE_NBYTES)]
-_Session = Annotated[bytes, Meta(min_length=SESSION_NBYTES, max_length=SESSION_NBYTES)]
 _Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _Version = Annotated[int, Meta(ge=0, le=65535)]
 
@@ -61,7 +63,6 @@ class Hello(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     instance: _Instance
     compatibility: Annotated[bytes, Meta(max_length=64)]
     purpose: Annotated[str, Meta(max_length=32)]
-    session: _Session
 
 
 class Challenge(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
@@ -116,15 +117,9 @@ class Identity:
             raise ValueError(f"instance must have {INSTANCE_NBYTES} bytes, compatibility at most 64")
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a finished handshake agreed on."""
-
-    version: int
-    instance: bytes
-    """The other side's."""
-    purpose: str
-    session: bytes
+def _framed(frame: Hello | Challenge | Proof | Welcome | Refusal) -> bytes:
+    body = msgspec.msgpack.encode(frame)
+    return len(body).to_bytes(4, "little") + body
 
 
 class _Side:
@@ -132,8 +127,8 @@ class _Side:
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
-        self.terms: Terms | None = None
-        """Set once the handshake is over and right."""
+        self.peer: bytes | None = None
+        """The other side's instance, once the handshake is over and right."""
         self._buffer = bytearray()
         self._transcript = hashlib.sha256()
 
@@ -143,8 +138,7 @@ class _Side:
         return bytes(self._buffer)
 
     def _encode(self, frame: Hello | Challenge | Proof | Welcome | Refusal) -> bytes:
-        body = msgspec.msgpack.encode(frame)
-        data = len(body).to_bytes(4, "little") + body
+        data = _framed(frame)
         self._transcript.update(data)
         return data
 
@@ -178,10 +172,10 @@ class _Side:
 class Client(_Side):
     """The side that connects."""
 
-    def __init__(self, identity: Identity, purpose: str, session: bytes, expected: bytes | None = None) -> None:
+    def __init__(self, identity: Identity, purpose: str, expected: bytes | None = None) -> None:
         """`expected`: the instance that must answer, where it is known."""
         super().__init__(identity)
-        self._purpose, self._session, self._expected = purpose, session, expected
+        self._purpose, self._expected = purpose, expected
         self._challenge: Challenge | None = None
 
     def start(self) -> bytes:
@@ -189,7 +183,7 @@ class Client(_Side):
         return self._encode(
             Hello(
                 OLDEST_VERSION, VERSION, secrets.token_bytes(_NONCE_NBYTES), self.identity.instance,
-                self.identity.compatibility, self._purpose, self._session,
+                self.identity.compatibility, self._purpose,
             )
         )  # fmt: skip
 
@@ -212,7 +206,7 @@ class Client(_Side):
         if welcome is not None:
             if not hmac.compare_digest(welcome.mac, self._mac(b"server")):
                 raise HandshakeError("the peer has another secret")
-            self.terms = Terms(self._challenge.version, self._challenge.instance, self._purpose, self._session)
+            self.peer = self._challenge.instance
         return answer
 
 
@@ -223,7 +217,6 @@ class Server(_Side):
         super().__init__(identity)
         self._purpose = purpose
         self._hello: Hello | None = None
-        self._version = 0
 
     def receive(self, data: bytes) -> bytes:
         """Take bytes, give bytes to send. Raises HandshakeError; `refusal` makes the bytes that tell the client."""
@@ -233,15 +226,15 @@ class Server(_Side):
             hello = self._decode(Hello)
             if hello is None:
                 return b""
-            self._version = min(VERSION, hello.version)
-            if self._version < max(OLDEST_VERSION, hello.oldest_version):
+            version = min(VERSION, hello.version)
+            if version < max(OLDEST_VERSION, hello.oldest_version):
                 raise HandshakeError(
                     f"versions {hello.oldest_version}..{hello.version} asked for: "
                     f"this side speaks {OLDEST_VERSION}..{VERSION}"
                 )
             self._enter()
             self._hello = hello
-            answer = self._encode(Challenge(self._version, secrets.token_bytes(_NONCE_NBYTES), self.identity.instance))
+            answer = self._encode(Challenge(version, secrets.token_bytes(_NONCE_NBYTES), self.identity.instance))
         proof = self._decode(Proof)
         if proof is None:
             return answer
@@ -249,7 +242,7 @@ class Server(_Side):
             raise HandshakeError("wrong secret")
         self._enter()
         self._check_fit(self._hello)
-        self.terms = Terms(self._version, self._hello.instance, self._hello.purpose, self._hello.session)
+        self.peer = self._hello.instance
         return answer + self._encode(Welcome(self._mac(b"server")))
 
     def _check_fit(self, hello: Hello) -> None:
@@ -264,19 +257,10 @@ class Server(_Side):
     @staticmethod
     def refusal(error: HandshakeError) -> bytes:
         """What tells the client why."""
-        body = msgspec.msgpack.encode(Refusal(str(error)[:512]))
-        return len(body).to_bytes(4, "little") + body
+        return _framed(Refusal(str(error)[:512]))
 
 
-class Blocking(Protocol):
-    """What `shake` needs of a socket."""
-
-    def settimeout(self, seconds: float | None, /) -> None: ...
-    def sendall(self, data: bytes, /) -> None: ...
-    def recv(self, nbytes: int, /) -> bytes: ...
-
-
-def shake(connection: Blocking, client: Client, deadline_at: float) -> Terms:
+def shake(connection: socket.socket | Channel, client: Client, deadline_at: float) -> None:
     """Run the client's side over a blocking socket, until the deadline at the latest.
 
     Raises:
@@ -286,7 +270,7 @@ def shake(connection: Blocking, client: Client, deadline_at: float) -> Terms:
     try:
         _set_timeout(connection, deadline_at)
         connection.sendall(client.start())
-        while client.terms is None:
+        while client.peer is None:
             _set_timeout(connection, deadline_at)
             data = connection.recv(MAX_FRAME_NBYTES)
             if not data:
@@ -300,7 +284,6 @@ def shake(connection: Blocking, client: Client, deadline_at: float) -> Terms:
         raise Unavailable(f"the handshake broke off: {error}") from error
     if client.leftover:
         raise Unavailable("the peer sent bytes out of turn after the handshake")
-    return client.terms
 
 
 def insist(attempt: Callable[[], _Result], deadline_at: float) -> _Result:
@@ -320,7 +303,7 @@ def insist(attempt: Callable[[], _Result], deadline_at: float) -> _Result:
     return attempt()
 
 
-def _set_timeout(connection: Blocking, deadline_at: float) -> None:
+def _set_timeout(connection: socket.socket | Channel, deadline_at: float) -> None:
     left = deadline_at - time.monotonic()
     if left <= 0:
         raise TimeoutError("timed out")

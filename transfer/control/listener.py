@@ -17,7 +17,7 @@ from transfer.transports.unix import OtherUser, check_user, credentials, listen_
 
 MAX_LINKS = 256
 """Connections of peers that have said what they want."""
-_STRANGER_S = 5.0
+_HANDSHAKE_S = 5.0
 """A connection without a handshake is closed after so long."""
 _BACKLOG = 128
 _ACCEPT_AGAIN_S = 0.05
@@ -131,9 +131,9 @@ class Listener:
 
     async def _shake(self, connection: socket.socket, host: str) -> Link | None:
         try:
-            return await asyncio.wait_for(self._greet(connection, host), _STRANGER_S)
+            return await asyncio.wait_for(self._greet(connection, host), _HANDSHAKE_S)
         except (OSError, asyncio.TimeoutError) as error:
-            self._log_refusal(host, str(error) or f"no handshake within {_STRANGER_S:g} s")
+            self._log_refusal(host, str(error) or f"no handshake within {_HANDSHAKE_S:g} s")
             return None
 
     async def _greet(self, connection: socket.socket, host: str) -> Link | None:
@@ -145,10 +145,10 @@ class Listener:
         try:
             if not self._is_local:
                 tune(writer)
-            while server.terms is None:
+            while server.peer is None:
                 writer.write(server.receive(await some(reader)))
                 await writer.drain()
-            return Link(reader, writer, server.terms, server.leftover, self._large, self._known)
+            return Link(reader, writer, server.peer, server.leftover, self._large, self._known)
         except HandshakeError as error:
             self._log_refusal(host, str(error))
             with contextlib.suppress(OSError):

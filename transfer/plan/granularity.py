@@ -60,7 +60,11 @@ class Batch:
     """The consumer's number of it."""
 
     @property
-    def cells(self) -> int:
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def places(self) -> int:
         """Layers times tokens."""
         return self.num_layers * (self.stop_token - self.first_token)
 
@@ -70,10 +74,14 @@ class Divider:
 
     Args:
         layers: numbers in the model; not empty.
-        tokens: of the request; `tokens.start` is a multiple of `unit`.
-        unit: batches end at multiples of so many tokens, or at the end.
+        tokens: of the request; maybe none.
+        unit: batches begin and end at multiples of so many tokens, or end at the end.
         min_layers: with LAYER, wait for so many layers, so that a batch is worth a system call.
-        section: the consumer's number of it.
+        section, own: the consumer's and the producer's number of it.
+        is_whole: it is sent when prefill is over.
+
+    Raises:
+        TransferError: the first token is no multiple of `unit`.
     """
 
     def __init__(
@@ -84,8 +92,13 @@ class Divider:
         unit: int,
         min_layers: int = 1,
         section: int = 0,
+        own: int = 0,
+        *,
+        is_whole: bool = False,
     ) -> None:
-        self._section = section
+        if tokens and tokens.start % unit:
+            raise TransferError(f"tokens from {tokens.start} on are wanted where {unit} are moved together")
+        self.own, self._section, self._is_whole = own, section, is_whole
         self._granularity, self._layers, self._tokens = granularity, layers, tokens
         self._unit = unit
         self._min_layers = min_layers if granularity is Granularity.LAYER else len(layers)
@@ -94,6 +107,13 @@ class Divider:
 
     def computed(self, layer: int, stop_token: int) -> list[Batch]:
         """Batches that may travel now that all layers up to `layer` have the KV of tokens before `stop_token`."""
+        return [] if self._is_whole else self._divide(layer, stop_token)
+
+    def finished(self, num_tokens: int) -> list[Batch]:
+        """What is left, now that prefill is over and the request has so many tokens."""
+        return self._divide(self._layers.stop - 1, self._tokens.stop if self._is_whole else num_tokens)
+
+    def _divide(self, layer: int, stop_token: int) -> list[Batch]:
         stop = self._rounded(stop_token)
         first = self._layers.start
         found: list[Batch] = []
@@ -108,10 +128,6 @@ class Divider:
                 self._sent.update(dict.fromkeys(range(first, first + count), stop))
             first += count
         return found
-
-    @property
-    def stop_token(self) -> int:
-        return self._tokens.stop
 
     @property
     def complete(self) -> bool:

@@ -5,24 +5,16 @@ One rank of the decode instance. What it and one rank of the prefill instance sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from transfer.plan.granularity import Batch
 from transfer.plan.layout import Table
-from transfer.protocol.messages import (
-    Announce,
-    AnyMessage,
-    Close,
-    Granted,
-    Landed,
-    Report,
-    State,
-    Status,
-)
+from transfer.protocol.messages import Announce, AnyMessage, Close, Granted, Landed, Report, State, Status
 from transfer.protocol.orders import Ending, Failed, Protocol, Revoke, Timing, Transfer, Verify
-from transfer.transports.base import GRANT_KEY_NBYTES, Grant
+from transfer.transports.base import Grant
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +50,10 @@ class Source:
 
 @dataclass(slots=True)
 class _Got:
-    """A batch that landed; `right` is None while it is being checked."""
+    """A batch that landed, and what it has; `right` is None while it is being checked."""
 
     landed: Landed
+    part: Batch
     right: bool | None = None
 
 
@@ -92,8 +85,9 @@ class Incoming(Transfer):
 
     where: Where = Where("", 0)
     computed: bool = False
-    sessions: dict[str, _Session] | None = None
-    """None until its sources are known."""
+    is_found: bool = False
+    """Its sources are known, or that there are none."""
+    sessions: dict[str, _Session] = field(default_factory=dict)
     deadline_s: float = 0.0
     grant: int = 0
     tables: Sequence[Table] = ()
@@ -101,10 +95,6 @@ class Incoming(Transfer):
     key: bytes = b""
     memory: Grant | None = None
     """The transport's grant of the blocks; the driver's."""
-
-    def source(self, peer: str) -> Source:
-        assert self.sessions is not None
-        return self.sessions[peer].source
 
 
 class Consumer(Protocol):
@@ -122,7 +112,7 @@ class Consumer(Protocol):
         """
         transfer.started_s, transfer.deadline_s = now_s, now_s + self._timing.deadline_s
         known = self._transfers.get(transfer.name)
-        if known is not None and not (known.is_over and known.sessions is not None):
+        if known is not None and not (known.is_over and known.is_found):
             self._end(transfer, Ending.FAILED, f"transfer {transfer.name!r} is under way", now_s)
         elif self._closed:
             self._end(transfer, Ending.FAILED, self._closed, now_s)
@@ -131,8 +121,7 @@ class Consumer(Protocol):
 
     def found(self, transfer: Incoming, sources: Sequence[Source], now_s: float) -> None:
         """The ranks that have the transfer, if any; they are also told where it has ended meanwhile."""
-        if transfer.sessions is not None:
-            raise ValueError(f"transfer {transfer.name!r} has its sources already")
+        transfer.is_found = True
         transfer.sessions = {source.peer: _Session(source, now_s, now_s) for source in sources}
         if not sources:
             self.fail(transfer, "no rank of the prefill instance has anything for this one", now_s)
@@ -152,11 +141,8 @@ class Consumer(Protocol):
     def grant(self, transfer: Incoming, tables: Sequence[Table], key: bytes, now_s: float) -> bool:
         """Let the producers write into the blocks of these tables, one of each section.
 
-        False where the transfer has ended: nothing was granted. Raises ValueError where it has a grant, or for a key
-        that cannot be.
+        False where the transfer has ended: nothing was granted. Raises ValueError where it has a grant.
         """
-        if len(key) != GRANT_KEY_NBYTES:
-            raise ValueError(f"transfer {transfer.name!r}: a key of {len(key)} bytes")
         if transfer.grant:
             raise ValueError(f"transfer {transfer.name!r} is granted already")
         self.allocated(transfer, tables, now_s)
@@ -169,7 +155,7 @@ class Consumer(Protocol):
 
     def _begin(self, transfer: Incoming, now_s: float) -> None:
         """Say what can be said, now that the sources or the blocks are known."""
-        if transfer.sessions is None:
+        if not transfer.is_found:
             return
         for session in transfer.sessions.values():
             session.heard_s = session.send_s = now_s
@@ -193,7 +179,7 @@ class Consumer(Protocol):
         """A `Verify` is over. Raises ValueError where none was ordered."""
         if transfer.ending is not None:
             return
-        session = (transfer.sessions or {}).get(peer)
+        session = transfer.sessions.get(peer)
         got = None if session is None else session.batches.get(landed.batch)
         if session is None or got is None or got.right is not None or got.landed != landed:
             raise ValueError(f"transfer {transfer.name!r}: no check of batch {landed.batch} from {peer} is under way")
@@ -215,7 +201,7 @@ class Consumer(Protocol):
         for transfer in list(self._transfers.values()):
             self._expire(transfer, now_s)
             self._repeat(transfer, now_s)
-            told = transfer.sessions is not None and all(session.closed for session in transfer.sessions.values())
+            told = transfer.is_found and all(session.closed for session in transfer.sessions.values())
             if transfer.is_over and (told or now_s >= transfer.ended_s + self._timing.lease_s):
                 del self._transfers[transfer.name]
         return self._timing.retry_s / 2 if self._transfers else None
@@ -229,11 +215,6 @@ class Consumer(Protocol):
         self._transfers.clear()
 
     @property
-    def open(self) -> list[Incoming]:
-        """Transfers that have not ended."""
-        return [transfer for transfer in self._transfers.values() if transfer.ending is None]
-
-    @property
     def held(self) -> list[str]:
         """Transfers that are not over."""
         return [name for name, transfer in self._transfers.items() if not transfer.is_over]
@@ -244,7 +225,7 @@ class Consumer(Protocol):
         if not isinstance(message, Landed | Status):
             return
         transfer = self._transfers.get(message.transfer)
-        session = None if transfer is None else (transfer.sessions or {}).get(peer)
+        session = None if transfer is None else transfer.sessions.get(peer)
         if transfer is None or session is None or message.grant not in (0, transfer.grant):
             if not (isinstance(message, Status) and message.state is State.CLOSED):
                 fields = {"destinations": 0, "done": False, "cause": "the transfer is not known here, or not any more"}
@@ -271,25 +252,28 @@ class Consumer(Protocol):
                 self._report(transfer, session, now_s)  # what was said before got lost
             return
         inside = message.section < len(transfer.tables)
-        layers = session.source.layers[message.section] if inside else range(0)
-        tokens = transfer.tables[message.section].tokens if inside else range(0)
-        inside = layers.start <= message.first_layer < message.first_layer + message.num_layers <= layers.stop
-        inside = inside and tokens.start <= message.first_token < message.stop_token <= tokens.stop
+        if inside:
+            layers, tokens = session.source.layers[message.section], transfer.tables[message.section].tokens
+            inside = layers.start <= message.first_layer < message.first_layer + message.num_layers <= layers.stop
+            inside = inside and tokens.start <= message.first_token < message.stop_token <= tokens.stop
         if not inside or message.batch >= session.places:
             self._end(transfer, Ending.FAILED, f"a batch is not in what was granted: {message}"[:512], now_s)
             return
-        session.batches[message.batch] = _Got(message)
+        session.batches[message.batch] = _Got(message, message.part)
         self._orders.append(Verify(session.source.peer, transfer, message))
 
-    def owes(self, peer: str) -> bool:
-        """Whether the peer has not confirmed the end of a transfer: it holds blocks for it."""
-        sessions = [(transfer.sessions or {}).get(peer) for transfer in self._transfers.values()]
-        return any(session is not None and not session.closed for session in sessions)
+    def needs(self, address: tuple[str, int], peers: Collection[str]) -> bool:
+        """Whether a transfer of the instance there has not ended, or one of its ranks has not confirmed the end."""
+        return any(
+            (transfer.ending is None and transfer.where.address == address)
+            or any(peer in peers and not session.closed for peer, session in transfer.sessions.items())
+            for transfer in self._transfers.values()
+        )
 
     def lost(self, peer: str, now_s: float) -> None:
         """The peer's process is gone for certain; what was begun with it fails."""
         for transfer in list(self._transfers.values()):
-            session = (transfer.sessions or {}).get(peer)
+            session = transfer.sessions.get(peer)
             if session is not None:
                 session.closed = True
                 self._end(transfer, Ending.FAILED, "the producer is gone", now_s)
@@ -298,11 +282,11 @@ class Consumer(Protocol):
 
     def _check_complete(self, transfer: Incoming, session: _Session, now_s: float) -> None:
         """Whether everything has landed, each layer and token in one batch."""
-        batches = [got.landed for got in session.batches.values() if got.right]
-        places = sum(batch.num_layers * (batch.stop_token - batch.first_token) for batch in batches)
+        batches = [got.part for got in session.batches.values() if got.right]
+        places = sum(batch.places for batch in batches)
         if places < session.places:
             return
-        by_section: dict[int, list[Landed]] = {}
+        by_section: dict[int, list[Batch]] = {}
         for batch in batches:
             by_section.setdefault(batch.section, []).append(batch)
         layers = session.source.layers
@@ -320,7 +304,7 @@ class Consumer(Protocol):
         if transfer.ending is not None:
             return
         transfer.ending, transfer.cause, transfer.ended_s = ending, cause[:512], now_s
-        for session in (transfer.sessions or {}).values():
+        for session in transfer.sessions.values():
             session.send_s = now_s + self._timing.retry_s
             if not session.closed:
                 self._close(transfer, session)
@@ -334,10 +318,10 @@ class Consumer(Protocol):
     def _expire(self, transfer: Incoming, now_s: float) -> None:
         if transfer.ending is None and now_s >= transfer.deadline_s:
             cause = "not complete by its deadline"
-            if transfer.sessions is None:
+            if not transfer.is_found:
                 cause = "the prefill instance did not answer by the deadline"
             self._end(transfer, Ending.EXPIRED, cause, now_s)
-        for session in (transfer.sessions or {}).values():
+        for session in transfer.sessions.values():
             if transfer.grant and not session.done and now_s >= session.heard_s + self._timing.lease_s:
                 cause = f"the producer said nothing for {self._timing.lease_s:g} s"
                 self._end(transfer, Ending.FAILED, cause, now_s)
@@ -345,7 +329,7 @@ class Consumer(Protocol):
     # What the consumer says
 
     def _repeat(self, transfer: Incoming, now_s: float) -> None:
-        for session in (transfer.sessions or {}).values():
+        for session in transfer.sessions.values():
             if now_s < session.send_s or (transfer.ending is not None and session.closed):
                 continue
             session.send_s = now_s + self._timing.retry_s
@@ -361,16 +345,9 @@ class Consumer(Protocol):
                 session.send_s = now_s + self._timing.heartbeat_s
 
     def _grant(self, transfer: Incoming, session: _Session) -> None:
-        self._send(
-            session.source.peer,
-            Granted,
-            transfer.name,
-            grant=transfer.grant,
-            destinations=session.source.destinations,
-            computed=transfer.computed,
-            tables=list(transfer.tables),
-            key=transfer.key,
-        )
+        fields = {"destinations": session.source.destinations, "computed": transfer.computed, "key": transfer.key}
+        tables = list(transfer.tables)
+        self._send(session.source.peer, Granted, transfer.name, grant=transfer.grant, tables=tables, **fields)
 
     def _report(self, transfer: Incoming, session: _Session, now_s: float) -> None:
         again = session.again()
@@ -384,7 +361,7 @@ class Consumer(Protocol):
         self._send(session.source.peer, Close, transfer.name, grant=transfer.grant, **fields)
 
 
-def _overlap(layers: range, batches: Sequence[Landed]) -> bool:
+def _overlap(layers: range, batches: Sequence[Batch]) -> bool:
     """Whether batches of a section have a layer and token in common."""
     cuts = sorted({cut for batch in batches for cut in (batch.first_token, batch.stop_token)})
     column = {cut: number for number, cut in enumerate(cuts)}

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mooncake_connector.kv.geometry import Shard
+from transfer.plan.granularity import Batch
 from transfer.plan.layout import MAX_SECTIONS, RankLayout, Table
 from transfer.transports.base import GRANT_KEY_NBYTES, TransferError
 
@@ -106,6 +107,11 @@ class Landed(Message, frozen=True, kw_only=True):
     stop_token: Count
     checksums: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=_MAX_PAGES)]
     section: Annotated[int, Meta(ge=0, lt=MAX_SECTIONS)] = 0
+
+    @property
+    def part(self) -> Batch:
+        """What the batch has."""
+        return Batch(self.first_layer, self.num_layers, self.first_token, self.stop_token, self.section)
 
 
 class Status(Message, frozen=True, kw_only=True):

@@ -95,7 +95,6 @@ class Write:
     transfer: Outgoing
     granted: Granted
     number: int
-    attempt: int
     batch: Batch
 
 

@@ -6,10 +6,10 @@ One rank of the prefill instance. What it and one rank of the decode instance sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from transfer.plan.granularity import Batch, Divider, Granularity
+from transfer.plan.granularity import Batch, Divider
 from transfer.protocol.messages import Announce, AnyMessage, Close, Granted, Landed, Report, State, Status
 from transfer.protocol.orders import Abandon, Ending, Protocol, Timing, Transfer, Write
 from transfer.transports.base import TransferError
@@ -17,29 +17,9 @@ from transfer.transports.base import TransferError
 _MAX_AWAITED = 4096
 """Transfers that consumers ask for and the engine has not named yet."""
 _MAX_REPEATED = 32
-_ALL_LAYERS = 1 << 30
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How a section of one session is divided: see `transfer.plan.granularity.Divider`.
-
-    Args:
-        section, own: the consumer's and this rank's number of the section.
-        is_whole: it is sent when prefill is over.
-    """
-
-    granularity: Granularity
-    layers: range
-    unit: int
-    min_layers: int = 1
-    section: int = 0
-    own: int = 0
-    is_whole: bool = False
-
-
-ShapesOf: TypeAlias = Callable[[str, Granted], Sequence[Shape]]
-"""What is sent in the session of (peer, what it granted). Raises TransferError where the layouts cannot be mapped."""
+Divide: TypeAlias = Callable[[str, Granted], list[Divider]]
+"""How each section is sent of which (peer, what it granted) gets anything. Raises TransferError where it cannot be."""
 
 
 @dataclass(slots=True)
@@ -52,9 +32,9 @@ class _Sent:
 
 
 class _Progress(NamedTuple):
-    """All layers of a section up to this one have the KV of the tokens before `stop_token`; None: of all sections."""
+    """All layers of a section up to this one have the KV of the tokens before `stop_token`."""
 
-    section: int | None
+    section: int
     layer: int
     stop_token: int
 
@@ -65,7 +45,7 @@ class _Session:
     heard_s: float
     send_s: float
     granted: Granted | None = None
-    dividers: list[tuple[Shape, Divider]] = field(default_factory=list)
+    dividers: list[Divider] = field(default_factory=list)
     sent: list[_Sent] = field(default_factory=list)
     verified: int = 0
     writing: set[int] = field(default_factory=set)
@@ -73,6 +53,11 @@ class _Session:
     state: State = State.OPEN
     ending: Ending | None = None
     cause: str = ""
+
+    @property
+    def grant(self) -> int:
+        """Its number, 0 while there is none."""
+        return 0 if self.granted is None else self.granted.grant
 
     @property
     def unheard(self) -> list[int]:
@@ -95,6 +80,8 @@ class Outgoing(Transfer):
     run: int = 0
     """How often its prefill was begun again."""
     finished_s: float | None = None
+    num_tokens: int = 0
+    """That it has KV of, once it is finished."""
     transports: set[str] = field(default_factory=set)
 
     @property
@@ -109,9 +96,9 @@ class Outgoing(Transfer):
 class Producer(Protocol):
     """Serves transfers: the engine calls `open`, then `computed` and `finished`, or `cancel`. See also `Protocol`."""
 
-    def __init__(self, shapes_of: ShapesOf, timing: Timing | None = None) -> None:
+    def __init__(self, divide: Divide, timing: Timing | None = None) -> None:
         super().__init__(timing or Timing())
-        self._shapes_of = shapes_of
+        self._divide = divide
         self._transfers: dict[str, Outgoing] = {}
 
     def open(self, transfer: Outgoing, now_s: float) -> None:
@@ -141,12 +128,9 @@ class Producer(Protocol):
         """
         if transfer.finished_s is not None:
             raise ValueError(f"transfer {transfer.name!r} is finished already")
-        if run == transfer.run:
-            self._compute(transfer, _Progress(section, layer, stop_token))
-
-    def _compute(self, transfer: Outgoing, made: _Progress) -> None:
-        if transfer.ending is not None:
+        if run != transfer.run or transfer.ending is not None:
             return
+        made = _Progress(section, layer, stop_token)
         transfer.progress = [
             before
             for before in transfer.progress
@@ -160,10 +144,9 @@ class Producer(Protocol):
         """Prefill is over, with the KV of so many tokens; the lease begins."""
         if transfer.finished_s is not None:
             raise ValueError(f"transfer {transfer.name!r} is finished already")
-        transfer.finished_s, transfer.spoken = now_s, True
-        self._compute(transfer, _Progress(None, _ALL_LAYERS, num_tokens))
+        transfer.finished_s, transfer.num_tokens, transfer.spoken = now_s, num_tokens, True
         for session in transfer.sessions.values():
-            self._check_enough(transfer, session)
+            self._complete(transfer, session)
         self._settle(transfer, now_s)
 
     def awaited(self, transfer: Outgoing, now_s: float) -> None:
@@ -191,13 +174,7 @@ class Producer(Protocol):
         self._end(transfer, Ending.CANCELLED, cause, now_s)
 
     def written(
-        self,
-        peer: str,
-        transfer: Outgoing,
-        number: int,
-        checksums: Sequence[int],
-        error: str | None,
-        now_s: float,
+        self, peer: str, transfer: Outgoing, number: int, checksums: Sequence[int], error: str | None, now_s: float
     ) -> None:
         """A `Write` is over: with one checksum for each page, or with what went wrong.
 
@@ -280,7 +257,7 @@ class Producer(Protocol):
             if session.granted is None:
                 session.granted = message
                 self._start(transfer, session)
-            elif session.granted.grant != message.grant:
+            elif session.grant != message.grant:
                 fields = {"state": State.FAILED, "cause": "the transfer was granted before", "grant": message.grant}
                 self._send(session.peer, Status, transfer.name, **fields)
                 return
@@ -289,7 +266,7 @@ class Producer(Protocol):
     def _report(self, transfer: Outgoing, session: _Session, message: Report) -> None:
         if session.state is not State.OPEN:
             self._say_status(transfer, session, message.grant)
-        elif session.granted is not None and message.grant == session.granted.grant:
+        elif message.grant == session.grant != 0:
             session.verified = max(session.verified, message.verified)
             for number in message.again:
                 sent = session.sent[number] if number < len(session.sent) else None
@@ -298,7 +275,7 @@ class Producer(Protocol):
                     self._write(transfer, session, number)
 
     def _close(self, transfer: Outgoing, session: _Session, message: Close) -> None:
-        if session.state is State.OPEN and session.granted is not None and session.granted.grant != message.grant:
+        if session.state is State.OPEN and session.grant not in (0, message.grant):
             return
         if session.ending is None:
             session.ending, session.cause = (Ending.DONE if message.done else Ending.CANCELLED), message.cause
@@ -315,46 +292,38 @@ class Producer(Protocol):
         if not transfer.opened or granted is None or session.state is not State.OPEN:
             return
         try:
-            shapes = self._shapes_of(session.peer, granted)
+            session.dividers = self._divide(session.peer, granted)
         except TransferError as error:
             self._fail(transfer, session, Ending.FAILED, str(error))
             return
-        for shape in shapes:
-            tokens = granted.tables[shape.section].tokens
-            if not tokens:
-                continue
-            if tokens.start % shape.unit:
-                cause = f"tokens from {tokens.start} on are wanted where {shape.unit} are moved together"
-                self._fail(transfer, session, Ending.FAILED, cause)
-                return
-            divider = Divider(shape.granularity, shape.layers, tokens, shape.unit, shape.min_layers, shape.section)
-            session.dividers.append((shape, divider))
         for made in transfer.progress:
             self._advance(transfer, session, made)
-        self._check_enough(transfer, session)
+        if transfer.finished_s is not None:
+            self._complete(transfer, session)
 
     def _advance(self, transfer: Outgoing, session: _Session, made: _Progress) -> None:
-        if session.state is not State.OPEN:
-            return
-        for shape, divider in session.dividers:
-            stop_token = made.stop_token
-            if shape.is_whole and made.section is None:
-                stop_token = divider.stop_token
-            elif shape.is_whole or made.section not in (None, shape.own):
-                continue
-            for batch in divider.computed(made.layer, stop_token):
-                session.sent.append(_Sent(batch))
-                self._write(transfer, session, len(session.sent) - 1)
+        if session.state is State.OPEN:
+            for divider in session.dividers:
+                if divider.own == made.section:
+                    self._send_batches(transfer, session, divider.computed(made.layer, made.stop_token))
+
+    def _complete(self, transfer: Outgoing, session: _Session) -> None:
+        """Send what is left; the session fails where more is wanted than was computed."""
+        if session.state is State.OPEN:
+            for divider in session.dividers:
+                self._send_batches(transfer, session, divider.finished(transfer.num_tokens))
+            if not all(divider.complete for divider in session.dividers):
+                self._fail(transfer, session, Ending.FAILED, "fewer tokens were computed than are wanted")
+
+    def _send_batches(self, transfer: Outgoing, session: _Session, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            session.sent.append(_Sent(batch))
+            self._write(transfer, session, len(session.sent) - 1)
 
     def _write(self, transfer: Outgoing, session: _Session, number: int) -> None:
         assert session.granted is not None
         session.writing.add(number)
-        sent = session.sent[number]
-        self._orders.append(Write(session.peer, transfer, session.granted, number, sent.attempt, sent.batch))
-
-    def _check_enough(self, transfer: Outgoing, session: _Session) -> None:
-        if transfer.finished_s is not None and not all(divider.complete for _, divider in session.dividers):
-            self._fail(transfer, session, Ending.FAILED, "fewer tokens were computed than are wanted")
+        self._orders.append(Write(session.peer, transfer, session.granted, number, session.sent[number].batch))
 
     def _fail(self, transfer: Outgoing, session: _Session, ending: Ending, cause: str) -> None:
         if session.state is not State.OPEN:
@@ -419,24 +388,11 @@ class Producer(Protocol):
             session.send_s = now_s + self._timing.retry_s
 
     def _say_status(self, transfer: Outgoing, session: _Session, grant: int | None = None) -> None:
-        if grant is None:
-            grant = 0 if session.granted is None else session.granted.grant
+        grant = session.grant if grant is None else grant
         self._send(session.peer, Status, transfer.name, grant=grant, state=session.state, cause=session.cause)
 
     def _say_landed(self, transfer: Outgoing, session: _Session, number: int) -> None:
         sent = session.sent[number]
-        assert session.granted is not None and sent.checksums is not None
-        self._send(
-            session.peer,
-            Landed,
-            transfer.name,
-            grant=session.granted.grant,
-            batch=number,
-            attempt=sent.attempt,
-            first_layer=sent.batch.first_layer,
-            num_layers=sent.batch.num_layers,
-            first_token=sent.batch.first_token,
-            stop_token=sent.batch.stop_token,
-            checksums=list(sent.checksums),
-            section=sent.batch.section,
-        )
+        assert sent.checksums is not None
+        fields = {"batch": number, "attempt": sent.attempt, "checksums": list(sent.checksums), **asdict(sent.batch)}
+        self._send(session.peer, Landed, transfer.name, grant=session.grant, **fields)

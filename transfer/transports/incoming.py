@@ -68,7 +68,7 @@ class Connection(ABC):
     @property
     def is_pending(self) -> bool:
         """Whether nobody knows yet who is at the other end."""
-        return self._server.terms is None
+        return self._server.peer is None
 
     @abstractmethod
     def execute(self, order: CopyOrder, columns: list[Numbers], held: Revocable) -> bool:
@@ -142,7 +142,7 @@ class Connection(ABC):
         except HandshakeError as error:
             self._say(self._server.refusal(error))
             raise
-        if self._server.terms is not None:
+        if self._server.peer is not None:
             if self._server.leftover:
                 raise WireError("bytes out of turn after the handshake")
             self.welcome()

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from transfer.control.handshake import Terms, insist
+from transfer.control.handshake import insist
 from transfer.transports.base import INSTANCE_NBYTES, Capabilities, Unavailable
 from transfer.transports.channel import Channel
 from transfer.transports.sockets import SocketTransport
@@ -57,23 +57,24 @@ class LocalTransport(SocketTransport):
         endpoint = LocalEndpoint(boot_id(), secrets.token_hex(16), self.identity.instance)
         return [listen_at(endpoint.address, _BACKLOG)], msgspec.msgpack.encode(endpoint)
 
-    def _reach(self, endpoint: bytes, deadline_at: float) -> tuple[list[Stream], Terms]:
+    def _reach(self, endpoint: bytes, deadline_at: float) -> tuple[list[Stream], bytes]:
         there = decode_endpoint(endpoint)
         if there.boot != boot_id():
             raise Unavailable("the peer is on another host")
         try:
-            channel, terms = insist(partial(self._dial, there, deadline_at), deadline_at)
+            channel = insist(partial(self._dial, there, deadline_at), deadline_at)
         except ConnectionRefusedError:
             raise Unavailable("nobody listens there: the peer is gone, or in another network namespace") from None
-        return [Stream(channel, self.name)], terms
+        return [Stream(channel, self.name)], there.instance
 
-    def _dial(self, there: LocalEndpoint, deadline_at: float) -> tuple[Channel, Terms]:
+    def _dial(self, there: LocalEndpoint, deadline_at: float) -> Channel:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(max(0.001, deadline_at - time.monotonic()))
             reach(connection, there.address, deadline_at)
             channel = Channel(connection)
-            return channel, self._shake(channel, there.instance, deadline_at)
+            self._shake(channel, there.instance, deadline_at)
+            return channel
         except BaseException:
             connection.close()
             raise

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from transfer.control.handshake import Identity, Terms, insist, is_loopback, require_secret
+from transfer.control.handshake import Identity, insist, is_loopback, require_secret
 from transfer.transports.base import INSTANCE_NBYTES, Capabilities, TransferError, TransportOptions, Unavailable
 from transfer.transports.channel import Channel
 from transfer.transports.memory import Memory
@@ -101,26 +101,25 @@ class NetworkTransport(SocketTransport):
         addresses = [listener.getsockname()[:2] for listener in listeners]
         return listeners, msgspec.msgpack.encode(NetworkEndpoint(addresses, self.identity.instance))
 
-    def _reach(self, endpoint: bytes, deadline_at: float) -> tuple[list[Stream], Terms]:
+    def _reach(self, endpoint: bytes, deadline_at: float) -> tuple[list[Stream], bytes]:
         there = decode_endpoint(endpoint)
         streams: list[Stream] = []
-        terms: Terms | None = None
         failures: list[str] = []
         paths = self._paths(there.addresses)
         for tried, (source, target) in enumerate(paths):
             left = max(0.0, deadline_at - time.monotonic())
             share = left / (len(paths) - tried)
-            until = time.monotonic() + (share if terms is None else min(share, FURTHER_PATH_S))
+            until = time.monotonic() + (min(share, FURTHER_PATH_S) if streams else share)
             try:
                 require_secret(target[0], self.identity, on_loopback=False)
                 for number in range(self._num_streams or (1 if is_loopback(target[0]) else 2)):
-                    channel, terms = insist(partial(self._dial, source, target, there.instance, until), until)
+                    channel = insist(partial(self._dial, source, target, there.instance, until), until)
                     streams.append(Stream(channel, f"{source}->{target[0]}#{number}"))
             except (OSError, TransferError) as error:
                 failures.append(f"{target[0]}:{target[1]}: {error}")
-        if terms is None:
+        if not streams:
             raise Unavailable("; ".join(failures)[:1000])
-        return streams, terms
+        return streams, there.instance
 
     def _paths(self, addresses: list[tuple[str, int]]) -> list[tuple[str, tuple[str, int]]]:
         """Own and peer's address of each path; the shorter list is gone through again."""
@@ -128,9 +127,7 @@ class NetworkTransport(SocketTransport):
         hosts, n = self._hosts, len(addresses)
         return [(hosts[i % len(hosts)], addresses[i % n]) for i in range(count)]
 
-    def _dial(
-        self, source: str, target: tuple[str, int], instance: bytes, deadline_at: float
-    ) -> tuple[Channel, Terms]:
+    def _dial(self, source: str, target: tuple[str, int], instance: bytes, deadline_at: float) -> Channel:
         left = max(0.001, deadline_at - time.monotonic())
         connection = socket.create_connection(target, timeout=left, source_address=(source, 0))
         channel = Channel(connection)
@@ -142,7 +139,8 @@ class NetworkTransport(SocketTransport):
                 connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_NBYTES)
             if self._contexts:
                 channel = TlsChannel.connected(connection, self._contexts[0])
-            return channel, self._shake(channel, instance, deadline_at)
+            self._shake(channel, instance, deadline_at)
+            return channel
         except BaseException:
             channel.close()
             raise

@@ -20,7 +20,6 @@ from collections.abc import Callable
 import numpy as np
 
 from mooncake_connector.log import get_logger, log_once
-from transfer.control.handshake import Terms
 from transfer.transports.base import OK, Cause, Completion, Grant, Int64, Outcome, Peer
 from transfer.transports.memory import Memory
 from transfer.transports.stream import PayloadEncoder, Slice, Stream, WriteRequest
@@ -50,14 +49,14 @@ class SendingPeer(Peer):
     def __init__(
         self,
         transport: str,
-        terms: Terms,
+        instance: bytes,
         memory: Memory,
         streams: list[Stream],
         encoder: PayloadEncoder,
         on_close: Callable[[SendingPeer], None],
     ) -> None:
         self.transport = transport
-        self.instance = terms.instance
+        self.instance = instance
         self._memory, self._encoder, self._on_close = memory, encoder, on_close
         self._numbers = itertools.count(1)
         self._streams = {stream.descriptor: stream for stream in streams}

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 import threading
 import time
 from abc import abstractmethod
 
-from transfer.control.handshake import SESSION_NBYTES, Client, Identity, Server, Terms, shake
+from transfer.control.handshake import Client, Identity, Server, shake
 from transfer.transports.base import TransferError, Transport, TransportOptions, Unavailable
 from transfer.transports.channel import Channel
 from transfer.transports.incoming import Connection
@@ -46,8 +45,8 @@ class SocketTransport(Transport):
         """An accepted socket, made ready. Raises TransferError to refuse it."""
 
     @abstractmethod
-    def _reach(self, endpoint: bytes, deadline_at: float) -> tuple[list[Stream], Terms]:
-        """One or more streams to who listens there, past their handshakes. Raises Unavailable or OSError."""
+    def _reach(self, endpoint: bytes, deadline_at: float) -> tuple[list[Stream], bytes]:
+        """Streams to who listens there, past their handshakes, and its instance. Raises Unavailable, OSError."""
 
     @abstractmethod
     def _connection(self, channel: Channel, server: Server) -> Connection:
@@ -88,11 +87,11 @@ class SocketTransport(Transport):
         streams: list[Stream] = []
         encoder: PayloadEncoder | None = None
         try:
-            streams, terms = self._reach(endpoint, deadline_at)
+            streams, instance = self._reach(endpoint, deadline_at)
             encoder = self._prepare(streams[0].channel, deadline_at)
             for stream in streams:
                 stream.channel.setblocking(False)
-            peer = SendingPeer(self.name, terms, self.memory, streams, encoder, self._forget)
+            peer = SendingPeer(self.name, instance, self.memory, streams, encoder, self._forget)
         except BaseException as error:
             for stream in streams:
                 stream.channel.close()
@@ -114,10 +113,9 @@ class SocketTransport(Transport):
     def _accept(self, accepted: socket.socket) -> Connection:
         return self._connection(self._admit(accepted), Server(self.identity, self.name))
 
-    def _shake(self, channel: Channel, instance: bytes, deadline_at: float) -> Terms:
+    def _shake(self, channel: Channel, instance: bytes, deadline_at: float) -> None:
         """Raises Unavailable, OSError; see `handshake.insist`."""
-        client = Client(self.identity, self.name, secrets.token_bytes(SESSION_NBYTES), instance)
-        return shake(channel, client, deadline_at)
+        shake(channel, Client(self.identity, self.name, instance), deadline_at)
 
     def _forget(self, peer: SendingPeer) -> None:
         with self._lock:

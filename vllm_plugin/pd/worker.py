@@ -18,7 +18,7 @@ from transfer.control.directory import Address
 from transfer.plan.granularity import Bounds, Granularity
 from transfer.plan.layout import RankLayout, Section, Table
 from transfer.protocol.consumer import Incoming
-from transfer.protocol.orders import Ending
+from transfer.protocol.orders import Ending, Failed
 from transfer.protocol.producer import Outgoing
 from transfer.serving import Computed
 from transfer.session import Node
@@ -183,11 +183,12 @@ class PDWorker:
 
     def collect(self, ended: Ended) -> None:
         """Enter transfers that ended since the last call, and announced ones of which nothing will come."""
-        for failed in self._node.take_failed():
-            if self._transfers.get(failed.request) is failed:
-                ended.report.failed_transfers.add(failed.request)
-        for transfer in self._node.take_ended():
-            self._end(transfer, ended)
+        for report in self._node.take_ended():
+            transfer = report.transfer
+            if not isinstance(report, Failed):
+                self._end(transfer, ended)
+            elif self._transfers.get(transfer.request) is transfer:
+                ended.report.failed_transfers.add(transfer.request)
 
     def fills(self, req_id: str) -> bool:
         """Whether blocks of a request may still be written to by a transfer."""

@@ -113,8 +113,7 @@ class Sender(_End):
 def _runs(batch: Batch, tokens: int, layer_nbytes: int) -> list[tuple[int, int]]:
     """Where the KV of a batch lies, one run for each layer."""
     first, stop = batch.first_token * layer_nbytes // tokens, batch.stop_token * layer_nbytes // tokens
-    layers = range(batch.first_layer, batch.first_layer + batch.num_layers)
-    return [(layer * layer_nbytes + first, layer * layer_nbytes + stop) for layer in layers]
+    return [(layer * layer_nbytes + first, layer * layer_nbytes + stop) for layer in batch.layers]
 
 
 def main(order: dict[str, Any]) -> None:

@@ -39,9 +39,8 @@ def register() -> None:
             faults.hold((order.batch.num_layers, order.batch.first_token, order.batch.stop_token) == whole)
         if faults.is_on("falsify"):
             batch = order.batch
-            layers = range(batch.first_layer, batch.first_layer + batch.num_layers)
             tables = block_tables[0], order.granted.tables[0].block_ids
-            copies = visitor.pairings[0][1].copies(layers, batch.first_token, batch.stop_token, *tables)
+            copies = visitor.pairings[0][1].copies(batch.layers, batch.first_token, batch.stop_token, *tables)
             for address, nbytes in zip(copies.source.tolist(), copies.nbytes.tolist(), strict=True):
                 _elements(address, nbytes)[:] = _elements(address, nbytes)[::-1].copy()
             faults.note("falsify")
@@ -51,11 +50,9 @@ def register() -> None:
 
     def faulty_check(origin: Any, landed: Any, tables: Any, page_tokens: int, *rest: Any) -> Any:
         if faults.is_on("corrupt") or faults.take("corrupt-once"):
-            layers = range(landed.first_layer, landed.first_layer + landed.num_layers)
-            pairing = origin.pairings[0][1]
-            pages = pairing.destination_pages(
-                layers, landed.first_token, landed.stop_token, tables[0].block_ids, pairing.checksum_tokens(page_tokens)
-            )
+            pairing, part = origin.pairings[0][1], landed.part
+            table = tables[0].block_ids, pairing.checksum_tokens(page_tokens)
+            pages = pairing.destination_pages(part.layers, part.first_token, part.stop_token, *table)
             _bytes(int(pages.addresses[0]), 1)[0] ^= 1
             faults.note("corrupt")
         return check(origin, landed, tables, page_tokens, *rest)
