@@ -128,7 +128,10 @@ class Fetching(Driver):
             remote.asked.add_done_callback(look)
         card = await asyncio.shield(remote.asked)
         if card.engine_id != remote.engine_id:  # it restarted since it was asked
-            self._forget(where.address, remote)
+            if not remote.is_lost:
+                self._forget(where.address, remote)
+                for origin in remote.origins:  # what was begun with the earlier life fails now, not at its lease
+                    self.tell(self.consumer.lost, origin.peer)
             remote = await self._known(where.address, home)
         if where.engine_id != remote.engine_id:
             raise Unavailable(f"prefill instance {where.engine_id!r} is gone: {remote.engine_id!r} answers there")

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 from simulated.fuzz import framed
-from simulated.pair import Pair
+from simulated.nodes import Instances
+from simulated.pair import P_TABLE, Pair
 from simulated.raw_peer import deaf, dial, greet
 from simulated.sides import introduction
 from simulated.waiting import wait_for
@@ -216,6 +217,21 @@ def test_stale_parameters_of_one_request_do_not_disturb_another(pair):
     assert (ended.name, ended.ending) == ("stale", Ending.FAILED)
     assert link_of == links and all(link.alive for link in links.values())
     pair.end("under way")
+
+
+def test_what_an_instance_began_fails_when_another_life_answers_at_its_address(make_pair):
+    """Not when the lease ends: here it would be longer than anybody waits."""
+    pair = make_pair(NodeOptions(page_tokens=16, timing=Timing(lease_s=600.0, deadline_s=600.0)))
+    pair.begin("under way")
+    wait_for(lambda: pair.decode.ranks[0].node._fetching._links)
+    pair.prefill.directory.close()  # its ranks still take connections, and say nothing
+    later = Instances(1, P_TABLE, engine_id="later", port=pair.prefill.where.port)
+    try:
+        pair.decode.announce("of the later life", later.where, computed=False)
+        (ended,) = pair.decode.fetched()
+        assert (ended.name, ended.ending, ended.cause) == ("under way", Ending.FAILED, "the producer is gone")
+    finally:
+        later.close()
 
 
 def test_a_prefill_instance_that_closes_every_connection_is_not_stormed(make_pair, monkeypatch):
