@@ -182,8 +182,6 @@ class Peer(ABC):
 
     transport: str
     """Name of the transport that reaches it."""
-    instance: bytes
-    """Which life of the peer this is: 16 random bytes, drawn when its process began."""
 
     @property
     @abstractmethod

@@ -57,7 +57,7 @@ class LocalTransport(SocketTransport):
         endpoint = LocalEndpoint(boot_id(), secrets.token_hex(16), self.identity.instance)
         return [listen_at(endpoint.address, _BACKLOG)], msgspec.msgpack.encode(endpoint)
 
-    def _reach(self, endpoint: bytes, deadline_at: float) -> tuple[list[Stream], bytes]:
+    def _reach(self, endpoint: bytes, deadline_at: float) -> list[Stream]:
         there = decode_endpoint(endpoint)
         if there.boot != boot_id():
             raise Unavailable("the peer is on another host")
@@ -65,7 +65,7 @@ class LocalTransport(SocketTransport):
             channel = insist(partial(self._dial, there, deadline_at), deadline_at)
         except ConnectionRefusedError:
             raise Unavailable("nobody listens there: the peer is gone, or in another network namespace") from None
-        return [Stream(channel, self.name)], there.instance
+        return [Stream(channel, self.name)]
 
     def _dial(self, there: LocalEndpoint, deadline_at: float) -> Channel:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -101,7 +101,7 @@ class NetworkTransport(SocketTransport):
         addresses = [listener.getsockname()[:2] for listener in listeners]
         return listeners, msgspec.msgpack.encode(NetworkEndpoint(addresses, self.identity.instance))
 
-    def _reach(self, endpoint: bytes, deadline_at: float) -> tuple[list[Stream], bytes]:
+    def _reach(self, endpoint: bytes, deadline_at: float) -> list[Stream]:
         there = decode_endpoint(endpoint)
         streams: list[Stream] = []
         failures: list[str] = []
@@ -119,7 +119,7 @@ class NetworkTransport(SocketTransport):
                 failures.append(f"{target[0]}:{target[1]}: {error}")
         if not streams:
             raise Unavailable("; ".join(failures)[:1000])
-        return streams, there.instance
+        return streams
 
     def _paths(self, addresses: list[tuple[str, int]]) -> list[tuple[str, tuple[str, int]]]:
         """Own and peer's address of each path; the shorter list is gone through again."""

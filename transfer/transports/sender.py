@@ -49,14 +49,12 @@ class SendingPeer(Peer):
     def __init__(
         self,
         transport: str,
-        instance: bytes,
         memory: Memory,
         streams: list[Stream],
         encoder: PayloadEncoder,
         on_close: Callable[[SendingPeer], None],
     ) -> None:
         self.transport = transport
-        self.instance = instance
         self._memory, self._encoder, self._on_close = memory, encoder, on_close
         self._numbers = itertools.count(1)
         self._streams = {stream.descriptor: stream for stream in streams}

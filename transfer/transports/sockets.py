@@ -45,8 +45,8 @@ class SocketTransport(Transport):
         """An accepted socket, made ready. Raises TransferError to refuse it."""
 
     @abstractmethod
-    def _reach(self, endpoint: bytes, deadline_at: float) -> tuple[list[Stream], bytes]:
-        """Streams to who listens there, past their handshakes, and its instance. Raises Unavailable, OSError."""
+    def _reach(self, endpoint: bytes, deadline_at: float) -> list[Stream]:
+        """One or more streams to who listens there, past their handshakes. Raises Unavailable or OSError."""
 
     @abstractmethod
     def _connection(self, channel: Channel, server: Server) -> Connection:
@@ -87,11 +87,11 @@ class SocketTransport(Transport):
         streams: list[Stream] = []
         encoder: PayloadEncoder | None = None
         try:
-            streams, instance = self._reach(endpoint, deadline_at)
+            streams = self._reach(endpoint, deadline_at)
             encoder = self._prepare(streams[0].channel, deadline_at)
             for stream in streams:
                 stream.channel.setblocking(False)
-            peer = SendingPeer(self.name, instance, self.memory, streams, encoder, self._forget)
+            peer = SendingPeer(self.name, self.memory, streams, encoder, self._forget)
         except BaseException as error:
             for stream in streams:
                 stream.channel.close()
