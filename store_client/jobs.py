@@ -20,6 +20,8 @@ from store_client.sharded import ConsumePart, ShardView
 _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
 """So many bytes are moved between two looks at the clock, but at least so many pages: they are lost when a job is given
 up meanwhile, and each move costs the store a transaction, about 1 ms a write."""
+_MOST_DEADLINES = 10
+"""A load that goes on page by page ends after so many of its deadlines: others wait for the same thread."""
 _LOCK_WAIT_S = 0.5
 """Longest wait for the store's lock, which is held for microseconds: longer means that its holder is stopped. (Beside
 eight busy processes a core a holder was seen to wait 0.15 s for its turn.)"""
@@ -56,7 +58,7 @@ class Job(ABC):
     fence: Callable[[], None] | None = None
     pages: int = 0
     cause: str = ""
-    begun: bool = False
+    begun_s: float = 0.0
     given_up: bool = False
     submitted_s: float = field(default_factory=time.monotonic)
     since_s: float = field(default_factory=time.monotonic)
@@ -70,8 +72,18 @@ class Job(ABC):
 
     @property
     def left_s(self) -> float:
-        """Seconds until the deadline: of a save since it was submitted, of a load since the last page arrived."""
-        return self.since_s + self.deadline_s - time.monotonic()
+        """Seconds until the deadline: of a save since it was submitted, of a load since the last page arrived.
+
+        Of a load that was begun also until it has taken too long in all.
+        """
+        late_s = self.since_s + self.deadline_s
+        if self.begun:
+            late_s = min(late_s, self.begun_s + _MOST_DEADLINES * self.deadline_s)
+        return late_s - time.monotonic()
+
+    @property
+    def begun(self) -> bool:
+        return self.begun_s > 0
 
     @property
     def seconds(self) -> float:
@@ -95,7 +107,7 @@ class Job(ABC):
 
         Returns why it ends, which is empty where all pages were moved; None where to call again in a moment.
         """
-        self.begun = True
+        self.begun_s = self.begun_s or time.monotonic()
         if self.given_up:
             raise GivenUp
         view = self.view()

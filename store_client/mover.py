@@ -71,7 +71,7 @@ class Mover(Generic[J]):
         except RuntimeError as error:  # no thread can be started
             self._fail(job, error)
 
-    def collect(self) -> list[J]:
+    def take_ended(self) -> list[J]:
         """Jobs that ended or expired since the last call, each exactly once. Waits for nothing."""
         over = [job for job in self.pending if job.over.is_set() or self._expire(job, wait=False)]
         if over:

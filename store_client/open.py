@@ -18,6 +18,8 @@ from store_client.embedded import EmbeddedStore
 from store_client.sharded import ShardView
 
 _RETRY_S = 10.0
+_MOST_VIEWS = 256
+"""So many are kept: an instance goes on in a new namespace whenever its weights change."""
 
 logger = get_logger(__name__)
 
@@ -80,6 +82,8 @@ class BackgroundStore:
         name = (namespace.digest, shard)
         view = self._views.get(name)
         if view is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
             try:
                 view = self._views[name] = ShardView(self._store, namespace, shard, unit_nbytes)
             except Exception as error:

@@ -26,7 +26,7 @@ class RefusingWorker:
     def step_computed(self, metadata: StepMetadata) -> None:
         self._saves.update({job.job_id: SaveResult(1, 0) for job in metadata.saves})
 
-    def collect(self, ended: Ended) -> None:
+    def take_ended(self, ended: Ended) -> None:
         for refused in (ended.arrived, ended.refused, ended.report.failed_loads):
             refused |= self._loads
         ended.report.saves.update(self._saves)

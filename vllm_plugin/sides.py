@@ -151,7 +151,7 @@ class WorkerSide:
         """
         ended = Ended(self._arrived, self._failed_blocks, self._report)
         for part in self.parts:
-            part.collect(ended)
+            part.take_ended(ended)
         whole = {req_id for req_id in self._arrived if not any(part.fills(req_id) for part in self.parts)}
         self._arrived -= whole
         return KVConnectorTransferResults(ended.sent, whole, ended.refused)

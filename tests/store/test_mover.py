@@ -121,12 +121,28 @@ class TestLoadsThatGrow:
         mover.submit(job)
         for number in range(2, len(KEYS)):
             wait_for(lambda number=number: job.pages == number)
-            assert memory.holds(number) and mover.collect() == []
+            assert memory.holds(number) and mover.take_ended() == []
             clock.ahead_s += 0.9 * DEADLINE_S
             space.land(KEYS[number : number + 1])
         assert over(job)
-        assert mover.collect() == [job] and mover.collect() == []
+        assert mover.take_ended() == [job] and mover.take_ended() == []
         assert (job.pages, job.cause) == (len(KEYS), "") and memory.holds(len(KEYS))
+
+    def test_a_load_whose_pages_trickle_in_ends_after_ten_of_its_deadlines(self, mover, space, view, clock):
+        keys = chain("many", 20)
+        space.expected = set(keys)
+        job = load(view, Memory(), keys=keys, copy=lambda number, part, page: None)
+        mover.submit(job)
+        wait_for(lambda: job.begun)
+        for number in range(12):
+            space.land(keys[number : number + 1])
+            wait_for(lambda number=number: job.pages == number + 1)
+            assert mover.take_ended() == []
+            clock.ahead_s += 0.8 * DEADLINE_S
+        space.land(keys[12:13])
+        wait_for(lambda: job.pages == 13)
+        clock.ahead_s += 0.8 * DEADLINE_S
+        assert over(job) and (job.pages, job.cause) == (13, "deadline")
 
     @pytest.mark.parametrize("landed", [0, 3], ids=["never delivers", "stalls"])
     @pytest.mark.parametrize("noticed_by", ["engine", "thread"])
@@ -139,12 +155,12 @@ class TestLoadsThatGrow:
         space.land(KEYS[:landed])
         wait_for(lambda: job.begun and job.pages == landed)
         clock.ahead_s += 0.9 * DEADLINE_S
-        assert mover.collect() == [] and not job.over.is_set()
+        assert mover.take_ended() == [] and not job.over.is_set()
         clock.ahead_s += 0.2 * DEADLINE_S
         if noticed_by == "thread":
             assert over(job)
         else:
-            wait_for(lambda: mover.collect() == [job])
+            wait_for(lambda: mover.take_ended() == [job])
         assert (job.pages, job.cause) == (landed, "deadline")
         space.land(KEYS)
         other = load(view, Memory())
@@ -195,7 +211,7 @@ class TestLoadsThatGrow:
         space.let_read()
         space.wait_for_read()
         clock.ahead_s += 0.9 * DEADLINE_S
-        assert mover.collect() == []
+        assert mover.take_ended() == []
         space.let_read(1000)
         assert over(moves) and over(waits)
         assert moves.cause == waits.cause == "" and waits.pages == len(KEYS)
@@ -211,12 +227,12 @@ class TestEnds:
         mover.submit(hangs)
         mover.submit(queued)
         space.wait_for_read()
-        assert mover.collect() == [] and not mover.hangs
+        assert mover.take_ended() == [] and not mover.hangs
         clock.ahead_s += 1.1 * DEADLINE_S
-        assert mover.collect() == [hangs, queued] and mover.hangs
+        assert mover.take_ended() == [hangs, queued] and mover.hangs
         space.let_read(1000)
         wait_for(lambda: not mover.hangs)
-        assert mover.stop(PATIENCE_S) and mover.collect() == []
+        assert mover.stop(PATIENCE_S) and mover.take_ended() == []
         for job in (hangs, queued):
             assert (job.pages, job.cause) == (0, "deadline") and job.seconds > DEADLINE_S
         assert memory.holds(0)
@@ -229,12 +245,12 @@ class TestEnds:
         mover.submit(second)
         for number in range(len(KEYS)):
             space.wait_for_read()
-            assert first.pages == number and mover.collect() == []
+            assert first.pages == number and mover.take_ended() == []
             clock.ahead_s += 0.9 * DEADLINE_S
             space.let_read()
         space.let_read(1000)
         assert over(second)
-        assert mover.collect() == [first, second] and first.cause == second.cause == ""
+        assert mover.take_ended() == [first, second] and first.cause == second.cause == ""
 
     def test_the_deadline_of_a_save_counts_from_its_submission(self, mover, space, view, memory, clock):
         def copy(number: int, page: Bytes) -> None:
@@ -288,7 +304,7 @@ class TestEnds:
         for job in jobs:
             mover.submit(job)
         assert over(jobs[-1])
-        assert order == list(range(20)) and mover.collect() == jobs
+        assert order == list(range(20)) and mover.take_ended() == jobs
 
     def test_stop_drops_what_has_not_begun_and_a_stopped_mover_starts_again(self, mover, space, view, memory):
         space.land(KEYS)
@@ -319,7 +335,7 @@ class TestEnds:
         monkeypatch.setattr("threading.Thread.start", start)
         job = load(view, memory)
         mover.submit(job)
-        assert mover.collect() == [job] and job.cause == "error"
+        assert mover.take_ended() == [job] and job.cause == "error"
 
 
 class TestPauses:

@@ -59,6 +59,15 @@ def test_a_store_that_opens_late_is_used_from_then_on(pool, monkeypatch):
     assert view.contains(chain("a", 1)) == [False]
 
 
+def test_views_of_former_namespaces_do_not_pile_up(pool):
+    background = BackgroundStore(lambda: small(pool))
+    background.wait(PATIENCE_S)
+    for number in range(2 * store_client.open._MOST_VIEWS):
+        assert background.view(namespace(str(number)), SHARD, 8192) is not None
+    assert len(background._views) <= store_client.open._MOST_VIEWS
+    background.close()
+
+
 def test_where_what_comes_first_fails_nothing_is_opened(caplog):
     def fail() -> None:
         raise ValueError("no weights here")

@@ -288,7 +288,7 @@ class Engine:
             while True:
                 held = node._serving.producer.held or node._serving._completions or node._fetching.consumer.held
                 ended = Ended()
-                pd_worker.collect(ended)
+                pd_worker.take_ended(ended)
                 assert ended == Ended(), f"reported with nobody waiting: {ended}"
                 if not held and not pd_worker._transfers:
                     break

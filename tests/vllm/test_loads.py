@@ -232,7 +232,7 @@ def test_tokens_of_a_local_hit_are_not_written(start: Start, monkeypatch: pytest
 
 @every_runner
 def test_a_load_always_ends_at_its_deadline(start: Start, faults) -> None:
-    """Trap 6. Cure: `Mover.collect` gives up what is queued or hangs in the pool; vLLM has no deadline of its own.
+    """Trap 6. Cure: `Mover.take_ended` gives up what is queued or hangs in the pool; vLLM has no deadline of its own.
 
     The read goes on later, when the blocks belong to others: it must not write any of them.
     """

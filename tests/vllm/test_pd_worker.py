@@ -65,7 +65,7 @@ def announcement(transfer: str) -> Announcement:
 
 def ended(worker: PDWorker) -> Ended:
     ended = Ended()
-    worker.collect(ended)
+    worker.take_ended(ended)
     return ended
 
 

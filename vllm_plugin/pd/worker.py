@@ -181,7 +181,7 @@ class PDWorker:
 
     # What became of them
 
-    def collect(self, ended: Ended) -> None:
+    def take_ended(self, ended: Ended) -> None:
         """Enter transfers that ended since the last call, and announced ones of which nothing will come."""
         for report in self._node.take_ended():
             transfer = report.transfer

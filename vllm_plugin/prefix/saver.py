@@ -222,9 +222,9 @@ class Saver:
                 return list(numbers[:count])
         return list(numbers)
 
-    def collect(self) -> list[BlockSave]:
+    def take_ended(self) -> list[BlockSave]:
         """Saves that ended or expired since the last call, each exactly once."""
-        over = self._mover.collect()
+        over = self._mover.take_ended()
         for save in over:
             save.let_go()
         return over

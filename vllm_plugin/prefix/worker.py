@@ -98,16 +98,16 @@ class PrefixWorker:
             assert metadata.namespace is not None
             self._saver.submit(jobs, metadata.namespace)
 
-    def collect(self, ended: Ended) -> None:
+    def take_ended(self, ended: Ended) -> None:
         """Enter loads and saves that ended since the last call."""
-        for save in self._saver.collect():
+        for save in self._saver.take_ended():
             self._count("save", save)
             self._stats.add("saved_pages", save.stored)
             self._stats.add("save_bytes", save.stored * self._memory.fmt.nbytes)
             if save.lost:
                 self._stats.add("overtaken_pages", len(save.lost))
             ended.report.saves[save.plan.job_id] = save.result()
-        for load in self._loads.collect():
+        for load in self._loads.take_ended():
             req_id = load.plan.req_id
             self._loading.discard(req_id)
             ended.arrived.add(req_id)
