@@ -35,11 +35,11 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once, set_log_level
+from sglang_backend import own_settings
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_format
 from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
 from sglang_backend.metrics import Metrics
 from sglang_backend.plugin import hooked
-from sglang_backend.settings import own_settings
 from sglang_backend.stored_pool import Movers, StoredPool
 from store_client.open import BackgroundStore, open_in_background
 from store_client.sharded import ShardView

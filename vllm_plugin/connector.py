@@ -32,7 +32,6 @@ from transfer.transports.registry import check_configured
 from vllm_plugin.geometry import Unsupported, read_geometry
 from vllm_plugin.kv_memory import KVMemory
 from vllm_plugin.messages import StepMetadata, WorkerReport
-from vllm_plugin.pd.options import compatibility
 from vllm_plugin.sides import SchedulerSide, WorkerSide
 from vllm_plugin.stats import ConnectorPromMetrics, ConnectorStats
 
@@ -74,7 +73,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             if role is KVConnectorRole.WORKER:
                 self._worker = WorkerSide(config, None, None)
             return
-        access = Access.configured(config, compatibility(geometry))
+        access = Access.configured(config, geometry.compatibility())
         if role is KVConnectorRole.SCHEDULER:
             _replace_policy(transfer, config.transfer_failure)
             self._scheduler = SchedulerSide(vllm_config, geometry, config, str(transfer.engine_id), access)

@@ -5,6 +5,7 @@ Reads vLLM's configuration only; it neither touches memory nor the pool.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,15 @@ from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
 from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.namespace import canonical_json
 from mooncake_connector.kv.page import PageFormat
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_TRANSFER_FORMAT = 2
+"""Raised whenever the same bytes of a transfer would mean something else."""
 
 
 class Unsupported(Exception):
@@ -67,6 +72,13 @@ class Geometry:
         """Every distinct shard: a page is a hit where all of them are."""
         ranks = [(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
         return list(dict.fromkeys(self.shard(pp, tp) for pp, tp in ranks))
+
+    def compatibility(self) -> bytes:
+        """Digest of what must be equal for KV to mean the same. The weights are part of each transfer's name."""
+        fields = ("num_layers", "num_kv_heads", "k_dim", "v_dim", "itemsize", "kv_dtype", "is_mla")
+        described = {name: getattr(self, name) for name in fields}
+        described |= {"engine": "vllm", "format": _TRANSFER_FORMAT}
+        return hashlib.sha256(canonical_json(described).encode()).digest()
 
     def page_format(self, shard: Shard, page_tokens: int) -> PageFormat:
         return PageFormat(shard.num_layers, page_tokens, shard.num_heads, self.k_dim, self.v_dim, self.itemsize)

@@ -60,3 +60,9 @@ class KVMemory:
         self.record = recorder(device)
         self.sleeps = device.type != "cpu" and engine.model_config.enable_sleep_mode
         self.tensors, self.blocks = tensors, blocks
+
+    @property
+    def storages(self) -> list[tuple[int, int]]:
+        """`(address, nbytes)` of what the tensors lie in, each once."""
+        storages = [tensor.untyped_storage() for tensor in self.tensors]
+        return sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})

@@ -1,21 +1,36 @@
-"""How the key chain names a request's tokens: where it starts, and what stands for an image.
+"""How the key chain names a request's tokens: where it starts, and what stands for an adapter or an image.
 
 Two requests share a page if and only if their names agree up to its end.
 """
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from mooncake_connector.errors import ModelIdentityError
+from mooncake_connector.kv.identity.fingerprint import default_cache_dir
+from mooncake_connector.kv.identity.model import LORA_FILES, files_digest
 from mooncake_connector.kv.keys import adapter_root_digest, content_tokens, root_digest
+from mooncake_connector.log import get_logger, log_once
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
-    from vllm_plugin.adapters import AdapterKeys
+_FIRST_WAIT_S = 0.05
+"""How long the first request with an adapter waits for its digest; a large one is named from a later request on."""
+
+Signature = tuple[tuple[str, int, int, int], ...]
+
+logger = get_logger(__name__)
 
 
 def chain_root(request: Request, adapters: AdapterKeys) -> bytes | None:
@@ -43,3 +58,59 @@ def named_tokens(request: Request, start: int, stop: int) -> list[int] | npt.NDA
         first, last = max(offset, start), min(offset + length, stop)
         named[first - start : last - start] = content_tokens(identifier, last - first, start=first - offset)
     return named
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    signature: Signature
+    digest: Future[str]
+
+
+class AdapterKeys:
+    """Who a LoRA adapter is: a digest of its files, made once in the background and kept while it serves.
+
+    The scheduler asks for every request with an adapter, so it reads file times only. What the engine holds in memory
+    is what the files said when it loaded them: an adapter whose files change under a running engine has no name any
+    more.
+    """
+
+    def __init__(self) -> None:
+        self._adapters: dict[tuple[int, str], _Adapter] = {}
+        self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mooncake-connector-adapter")
+
+    def key(self, request: LoRARequest) -> str | None:
+        """Digest of the adapter's files, or None: not known yet, not readable, or changed since it was loaded."""
+        name = (request.lora_int_id, request.lora_path)
+        try:
+            signature = _signature(request.lora_path)
+            adapter = self._adapters.get(name)
+            timeout_s = 0.0
+            if adapter is None or (request.load_inplace and adapter.signature != signature):
+                digest = self._hasher.submit(_digest, request.lora_path, signature)
+                adapter = self._adapters[name] = _Adapter(signature, digest)
+                timeout_s = _FIRST_WAIT_S
+            if adapter.signature != signature:
+                raise ModelIdentityError(f"the files in {request.lora_path} changed while the adapter is in use")
+            return adapter.digest.result(timeout_s)
+        except NotYet:
+            return None
+        except (ModelIdentityError, OSError) as error:
+            log_once(f"lora:{request.lora_path}", "requests with this adapter are not cached: %s", error, logger=logger)
+            return None
+
+    def close(self) -> None:
+        self._hasher.shutdown(wait=False, cancel_futures=True)
+
+
+def _signature(path: str) -> Signature:
+    """Name, inode, size and time of every file of the folder."""
+    with os.scandir(path) as entries:
+        stats = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+    return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
+
+
+def _digest(path: str, signature: Signature) -> str:
+    digest = files_digest(Path(path), LORA_FILES, cache_dir=default_cache_dir())
+    if _signature(path) != signature:
+        raise ModelIdentityError(f"the files in {path} changed while they were read")
+    return digest

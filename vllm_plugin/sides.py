@@ -18,8 +18,7 @@ from vllm_plugin.messages import Ended, StepMetadata, WorkerReport
 from vllm_plugin.pd.scheduler import PDScheduler
 from vllm_plugin.pd.worker import PDWorker, open_worker
 from vllm_plugin.prefix.scheduler import PrefixScheduler
-from vllm_plugin.prefix.worker import PrefixWorker
-from vllm_plugin.refusal import RefusingWorker
+from vllm_plugin.prefix.worker import PrefixWorker, RefusingWorker
 from vllm_plugin.stats import ConnectorStats
 
 if TYPE_CHECKING:

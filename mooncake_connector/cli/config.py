@@ -15,11 +15,11 @@ from mooncake_connector.config.schema import Config, Setting, load_settings
 from mooncake_connector.config.values import shown
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes
-from sglang_backend.settings import own_settings as of_sglang
+from sglang_backend import own_settings as of_sglang
 from store_client.embedded.folder import choose_default
 from transfer.transports.registry import check_configured
 from vllm_plugin import CONNECTOR
-from vllm_plugin.doctor_config import own_settings as of_vllm
+from vllm_plugin.doctor import own_settings as of_vllm
 
 _VLLM = "--kv-transfer-config"
 _EXTRA = "kv_connector_extra_config"

@@ -87,8 +87,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     load_deadline_s: Annotated[
         float,
         _field(
-            "A load that gets no further for this many seconds, or takes ten times as long in all, is given up, and the "
-            "rest of its tokens are computed.",
+            "A load that gets no further for this many seconds, or takes ten times as long in all, is given up, and "
+            "the rest of its tokens are computed.",
             "a number above 0, at most 600",
             gt=0,
             le=600,

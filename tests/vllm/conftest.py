@@ -52,7 +52,7 @@ def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine all of this lasts longer than an engine cares to wait."""
     for name in (
         "store_client.jobs._LOCK_WAIT_S",
-        "vllm_plugin.adapters._FIRST_WAIT_S",
+        "vllm_plugin.naming._FIRST_WAIT_S",
         "vllm_plugin.prefix.save_planner._COLLECT_S",
         "vllm_plugin.prefix.scheduler._LOOKUP_HANGS_S",
     ):

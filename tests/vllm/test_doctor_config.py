@@ -12,7 +12,7 @@ from vllm.plugins import load_general_plugins
 import mooncake_connector.cli.doctor
 from mooncake_connector.checks import Status
 from mooncake_connector.cli.main import app
-from vllm_plugin import doctor_config
+from vllm_plugin import doctor
 
 OURS = {"kv_connector": "MooncakeKVConnector", "kv_role": "kv_both"}
 EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
@@ -30,7 +30,7 @@ def multi(*children: Any, **more: Any) -> dict[str, Any]:
 
 def found(given: Any) -> list[tuple[Status, str]]:
     text = given if isinstance(given, str) else json.dumps(given)
-    return [(check.status, check.detail) for check in doctor_config.check(text)]
+    return [(check.status, check.detail) for check in doctor.check_config(text)]
 
 
 def test_what_the_doctor_itself_advises_is_fine() -> None:

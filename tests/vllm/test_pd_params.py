@@ -14,8 +14,8 @@ from pd import PD_ONLY, PROMPT, port_of, prefill_params, run_all
 from mooncake_connector.config.schema import load_config
 from mooncake_connector.kv.namespace import Namespace
 from transfer.protocol.messages import MAX_NAME_LENGTH
-from vllm_plugin.pd.options import make_options
 from vllm_plugin.pd.params import DecodeRequest, PrefillRequest, answer_params, parse_params, transfer_name
+from vllm_plugin.pd.worker import make_options
 
 LEG = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": 9}
 

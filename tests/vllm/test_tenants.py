@@ -17,8 +17,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from mooncake_connector.kv.keys import page_keys
-from vllm_plugin.adapters import AdapterKeys
-from vllm_plugin.naming import chain_root, named_tokens
+from vllm_plugin.naming import AdapterKeys, chain_root, named_tokens
 
 
 @pytest.mark.parametrize("salts", [("a", None), (None, "a"), ("a", "b")])
@@ -82,8 +81,8 @@ def test_a_large_adapter_is_hashed_without_the_scheduler_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr("vllm_plugin.adapters._FIRST_WAIT_S", 0.05)
-    monkeypatch.setattr("vllm_plugin.adapters.files_digest", lambda *args, **kwargs: str(go_on.wait(60)))
+    monkeypatch.setattr("vllm_plugin.naming._FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr("vllm_plugin.naming.files_digest", lambda *args, **kwargs: str(go_on.wait(60)))
     lora = LoRARequest("a", 1, str(adapter(tmp_path / "a", b"weights")))
     keys = AdapterKeys()
     assert keys.key(lora) is None

@@ -19,11 +19,10 @@ from mooncake_connector.sizes import human_nbytes
 from store_client.base import Lookup, Store
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
-from vllm_plugin.adapters import AdapterKeys
 from vllm_plugin.geometry import Geometry
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
-from vllm_plugin.naming import chain_root
+from vllm_plugin.naming import AdapterKeys, chain_root
 from vllm_plugin.prefix.announced import AnnouncedPages
 from vllm_plugin.prefix.save_planner import SavePlanner
 from vllm_plugin.prefix.tracked import Offer, Tracked

@@ -20,7 +20,7 @@ from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from vllm_plugin.device_order import Wait
 from vllm_plugin.kv_memory import KVMemory
-from vllm_plugin.messages import Ended, LoadJob, StepMetadata
+from vllm_plugin.messages import Ended, LoadJob, SaveResult, StepMetadata
 from vllm_plugin.prefix.saver import Saver
 from vllm_plugin.stats import ConnectorStats
 
@@ -143,3 +143,40 @@ class PrefixWorker:
         first = job.first_token + (pages * page_tokens if pages else job.skip_tokens)
         stop = job.first_token + len(job.keys) * page_tokens
         return set(job.block_ids[first // block_tokens : -(-stop // block_tokens)])
+
+
+class RefusingWorker:
+    """In place of :class:`PrefixWorker` where only the worker knows that this instance's KV cannot be used.
+
+    The scheduler sees a simplified description of the KV cache (one spec a group where the worker has one a layer), so
+    it may plan loads and saves all the same. Each of them ends here at once, as failed: a load that nobody answers
+    would keep its request waiting for ever.
+    """
+
+    def __init__(self) -> None:
+        self._loads: set[str] = set()
+        self._saves: dict[int, SaveResult] = {}
+
+    def before_step(self, metadata: StepMetadata) -> None:
+        """No save reads a block."""
+
+    def start(self, metadata: StepMetadata) -> None:
+        self._loads.update(job.req_id for job in metadata.loads)
+
+    def step_computed(self, metadata: StepMetadata) -> None:
+        self._saves.update({job.job_id: SaveResult(1, 0) for job in metadata.saves})
+
+    def take_ended(self, ended: Ended) -> None:
+        for refused in (ended.arrived, ended.refused, ended.report.failed_loads):
+            refused |= self._loads
+        ended.report.saves.update(self._saves)
+        self._loads, self._saves = set(), {}
+
+    def fills(self, req_id: str) -> bool:
+        return False
+
+    def stop(self, cause: str) -> None:
+        """Nothing is held."""
+
+    def close(self) -> None:
+        """Nothing was opened."""
