@@ -215,7 +215,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         if values is None or len(values) != len(keys):
             return False
         names = _names(keys)
-        return all(self._kv.save_from(names, lambda i, page: pages.save_flat(values[i], page), None))
+        return all(self._kv.save(names, lambda i, page: pages.save_flat(values[i], page), None))
 
     @contained(nothing)
     def clear(self) -> None:
@@ -273,7 +273,9 @@ class MooncakeConnectorStorage(HiCacheStorage):
     def _load(self, stored: StoredPool | None, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
         def load() -> list[bool] | None:
             slots = _first_slots(stored, keys, indices)
-            return stored.load(_names(keys), slots) if stored is not None and slots is not None else None
+            if stored is None or slots is None:
+                return None
+            return stored.load(_names(keys), lambda i, part, page: stored.pages.load(slots[i], part, page))
 
         return contained(nothing)(load)() or [False] * len(keys)
 
@@ -292,7 +294,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             parent = _names(before[-1:])[0] if before else None
             if stored is not self._kv and parent is not None and not stored.contains([parent])[0]:
                 parent = None  # states are kept here and there: no state before is no reason to be evicted
-            return stored.save(_names(keys), slots, parent)
+            return stored.save(_names(keys), lambda i, page: stored.pages.save(slots[i], page), parent)
 
         return contained(nothing)(save)() or [False] * len(keys)
 
@@ -302,7 +304,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             return [self._no_flat_pages()] * len(keys)
 
         def load() -> list[bool]:
-            return kv.load_into(_names(keys), lambda i, part, page: pages.load_flat(targets[i], part, page))
+            return kv.load(_names(keys), lambda i, part, page: pages.load_flat(targets[i], part, page))
 
         return contained(lambda: [False] * len(keys))(load)()
 

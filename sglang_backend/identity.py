@@ -28,9 +28,10 @@ from mooncake_connector.kv.identity.checkpoint import (
     plain_values,
     quantization_while_loading,
     rope_in_force,
+    weights_digest,
 )
 from mooncake_connector.kv.identity.fingerprint import default_cache_dir
-from mooncake_connector.kv.identity.model import LORA_FILES, files_digest, model_digest
+from mooncake_connector.kv.identity.model import LORA_FILES, files_digest
 from mooncake_connector.kv.namespace import Namespace, canonical_json
 from mooncake_connector.kv.page import PageFormat
 from mooncake_connector.log import get_logger
@@ -203,14 +204,13 @@ def _namespace(
     quantization = quantization_while_loading(model.hf_config, args.quantization)
     own = dict(own)
     if args.speculative_draft_model_path:
-        draft = checkpoint_path(args.speculative_draft_model_path, args.speculative_draft_model_revision)
-        own["draft"] = model_digest(draft, cache_dir=default_cache_dir())
+        own["draft"] = weights_digest(args.speculative_draft_model_path, args.speculative_draft_model_revision)
     if args.quantization_param_path:
         scales = Path(args.quantization_param_path)
         own["kv_scales"] = files_digest(scales.parent, (scales.name,))
     return Namespace(
         model_name=str(args.model_path),
-        model_digest=config.model_id or _digest(args),
+        model_digest=config.model_id or weights_digest(args.model_path, args.revision, args.load_format),
         kv_dtype=str(pool.dtype).removeprefix("torch."),
         num_layers=model.num_hidden_layers,
         num_kv_heads=1 if is_mla else model.get_total_num_kv_heads(),
@@ -230,12 +230,6 @@ def _overrides(hf_overrides: dict[str, Any], own: dict[str, Any]) -> str:
     if hf_overrides:
         overrides["hf_overrides"] = plain_values(hf_overrides)
     return canonical_json(overrides) if overrides else ""
-
-
-def _digest(args: Any) -> str:
-    if args.load_format == "dummy":
-        return f"dummy-{uuid.uuid4().hex}"  # weights made up at start: nobody else has them
-    return model_digest(checkpoint_path(args.model_path, args.revision), cache_dir=default_cache_dir())
 
 
 def _adapters(args: Any) -> str:

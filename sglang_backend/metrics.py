@@ -34,23 +34,8 @@ class Metrics:
         self._lock = threading.Lock()
         self._since = StorageMetrics()
 
-    def loaded(self, pages: int, page_nbytes: int, seconds: float) -> None:
-        self._moved("load", pages, page_nbytes, seconds)
-
-    def saved(self, pages: int, page_nbytes: int, seconds: float) -> None:
-        self._moved("save", pages, page_nbytes, seconds)
-
-    def failed(self, operation: str, cause: str) -> None:
-        if self._enabled:
-            _counters()["failures"].labels(operation, cause).inc()
-
-    def drain(self) -> StorageMetrics:
-        """What was moved since the last call."""
-        with self._lock:
-            since, self._since = self._since, StorageMetrics()
-        return since
-
-    def _moved(self, operation: str, pages: int, page_nbytes: int, seconds: float) -> None:
+    def moved(self, operation: str, pages: int, page_nbytes: int, seconds: float) -> None:
+        """Count pages that were loaded (`operation` "load") or saved ("save")."""
         if not self._enabled or pages == 0:
             return
         counters, nbytes = _counters(), pages * page_nbytes
@@ -64,3 +49,13 @@ class Metrics:
             else:
                 self._since.backup_pgs.append(pages)
                 self._since.backup_bandwidth.append(nbytes / _GIB / max(seconds, 1e-9))
+
+    def failed(self, operation: str, cause: str) -> None:
+        if self._enabled:
+            _counters()["failures"].labels(operation, cause).inc()
+
+    def drain(self) -> StorageMetrics:
+        """What was moved since the last call."""
+        with self._lock:
+            since, self._since = self._since, StorageMetrics()
+        return since

@@ -106,26 +106,24 @@ class StoredPool:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._look_up(lambda view: view.contains(keys), [False] * len(keys))
 
-    def load(self, keys: Sequence[bytes], slots: Sequence[int]) -> list[bool]:
-        """Copy page i to the slots from `slots[i]` on; for each whether it arrived. Stops at the first that did not."""
-        return self.load_into(keys, lambda i, part, page: self.pages.load(slots[i], part, page))
+    def load(self, keys: Sequence[bytes], copy: ConsumePart) -> list[bool]:
+        """For each page whether it arrived; stops at the first that did not.
 
-    def save(self, keys: Sequence[bytes], slots: Sequence[int], parent: bytes | None) -> list[bool]:
-        """Store the pages at `slots`, a chain that follows `parent`; for each whether the store has it now."""
-        return self.save_from(keys, lambda i, page: self.pages.save(slots[i], page), parent)
-
-    def load_into(self, keys: Sequence[bytes], copy: ConsumePart) -> list[bool]:
-        """As `load`; `copy` takes page i out of the stored page of a part."""
+        `copy` takes page i out of the stored page of a part.
+        """
         job = Load(keys=keys, view=self._view, deadline_s=self._load_deadline_s, copy=copy)
         if view := self._run("load", self._movers.loads, job):
-            self._metrics.loaded(job.pages, view.nbytes, job.seconds)
+            self._metrics.moved("load", job.pages, view.nbytes, job.seconds)
         return [number < job.pages for number in range(len(keys))]
 
-    def save_from(self, keys: Sequence[bytes], copy: Callable[[int, Bytes], None], parent: bytes | None) -> list[bool]:
-        """As `save`; `copy` writes page i into the page of this rank's shard."""
+    def save(self, keys: Sequence[bytes], copy: Callable[[int, Bytes], None], parent: bytes | None) -> list[bool]:
+        """Store a chain of pages that follows `parent`; for each whether the store has it now.
+
+        `copy` writes page i into the page of this rank's shard.
+        """
         job = Save(keys=keys, view=self._view, deadline_s=self._save_deadline_s, copy=copy, parent=parent)
         if view := self._run("save", self._movers.saves, job):
-            self._metrics.saved(job.stored, view.nbytes, job.seconds)
+            self._metrics.moved("save", job.stored, view.nbytes, job.seconds)
         return [number in job.present for number in range(len(keys))]
 
     def _run(self, what: str, mover: Mover[J], job: J) -> ShardView | None:

@@ -120,18 +120,15 @@ class Job(ABC):
             fence()
         return self.move(view)
 
-    def end(self, cause: str) -> None:
-        """Called by the thread when it is done; changes nothing where the job was given up meanwhile."""
-        self._end(cause, given_up=False, wait=True)
-
     def give_up(self, cause: str, *, wait: bool = True) -> bool:
         """Called by the engine: True where this ends the job, which touches no memory from now on.
 
         A page that is being moved is waited for, which takes no longer than a copy, or else the answer is False.
         """
-        return self._end(cause, given_up=True, wait=wait)
+        return self.end(cause, given_up=True, wait=wait)
 
-    def _end(self, cause: str, *, given_up: bool, wait: bool) -> bool:
+    def end(self, cause: str, *, given_up: bool = False, wait: bool = True) -> bool:
+        """Called by the thread when it is done; changes nothing where the job was given up meanwhile."""
         if not self._lock.acquire(blocking=wait):
             return False
         try:

@@ -111,9 +111,16 @@ class BackgroundStore:
 
     def _keep_trying(self, open: Callable[[], Store]) -> None:
         while not self._closed.is_set():
-            self._store = store = _attempt(open)
-            self._tried.set()
-            if store is None:
+            try:
+                self._store = store = open()
+            except Exception as error:
+                log_once(
+                    f"pool.open:{kind_of(str(error))}",
+                    "no prefix reuse until the pool opens: %s (next try in %d s)",
+                    *(error, _RETRY_S),
+                    logger=logger,
+                )
+                self._tried.set()
                 self._closed.wait(_RETRY_S)
                 continue
             if self._closed.is_set():
@@ -121,17 +128,3 @@ class BackgroundStore:
             elif self._then is not None:
                 self._then(store)
             return
-
-
-def _attempt(open: Callable[[], Store]) -> Store | None:
-    try:
-        return open()
-    except Exception as error:
-        log_once(
-            f"pool.open:{kind_of(str(error))}",
-            "no prefix reuse until the pool opens: %s (next try in %d s)",
-            error,
-            _RETRY_S,
-            logger=logger,
-        )
-        return None

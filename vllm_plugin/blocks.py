@@ -60,7 +60,8 @@ class KVBlocks:
             pack(self._fmt, self.layout, block_ids, first_token, page)
             return
         first_token, touched = self._touched(block_ids, first_token)
-        self._pack_staged(self._stage(self._tensors, touched), range(len(touched)), first_token, page)
+        staged = self._stage(self._tensors, touched)
+        pack(self._fmt, self._layout_of(staged), range(len(touched)), first_token, page)
 
     def copy(self, block_ids: Sequence[int]) -> BlockCopies:
         """Copy whole blocks beside the KV cache; on a device in the order of what the calling thread queues there."""
@@ -101,12 +102,6 @@ class KVBlocks:
         index = torch.tensor(list(block_ids), device=self._tensors[0].device)
         return [tensor.index_select(0, index).cpu() for tensor in tensors]
 
-    def _pack_staged(
-        self, staged: Sequence[torch.Tensor], rows: Sequence[int], first_token: int, page: npt.NDArray[np.uint8]
-    ) -> None:
-        """Pack tokens of some rows of copies in host memory into a canonical page."""
-        pack(self._fmt, self._layout_of(staged), rows, first_token, page)
-
     def _layout_of(self, tensors: Sequence[torch.Tensor]) -> BlockLayout:
         first = tensors[0]
         order = self._order or beside_order(self._fmt, int(first.shape[2]), first.stride(2))
@@ -137,7 +132,7 @@ class BlockCopies:
         staged = self._tensors
         if blocks._on_device:
             staged, rows = blocks._stage(staged, rows), range(len(rows))
-        blocks._pack_staged(staged, rows, first_token, page)
+        pack(blocks._fmt, blocks._layout_of(staged), rows, first_token, page)
 
 
 def beside_order(fmt: PageFormat, block_tokens: int, token_stride: int) -> BlockOrder:

@@ -151,7 +151,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
-            self._scheduler.prefix.bind(kv_cache_manager)
+            self._scheduler.prefix.saves.bind(kv_cache_manager)
             self._scheduler.pd.bind(kv_cache_manager)
 
     @contained(nothing)

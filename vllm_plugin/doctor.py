@@ -68,7 +68,7 @@ def run(transfer_config: str | None = None) -> Iterator[Check]:
 def own_settings(text: str) -> Mapping[str, Any] | None:
     """`kv_connector_extra_config` of our connector, wherever it stands; None where the JSON does not say so much."""
     try:
-        found = [part for part in _parts(json.loads(text)) if part.get("kv_connector") == CONNECTOR]
+        found = [part for part in parts(json.loads(text)) if part.get("kv_connector") == CONNECTOR]
     except (ValueError, RecursionError):
         return None
     extra = found[0].get("kv_connector_extra_config") if found else None
@@ -105,12 +105,6 @@ def check_config(text: str) -> Iterator[Check]:
         return
     for odd in (*_odd_policy(given, config), *_odd_order(given), *_overridden(extra, config, others)):
         yield warning(_NAME, odd)
-
-
-def _parts(given: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(given, Mapping):
-        names = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
-        yield from parts(*map(given.get, names))
 
 
 def _wrong(given: Mapping[str, Any], where: str) -> Iterator[str]:
@@ -170,7 +164,7 @@ def _wrong_children(children: Any, where: str) -> Iterator[str]:
 
 
 def _wrong_together(given: Mapping[str, Any]) -> Iterator[str]:
-    names = [part.get("kv_connector") for part in _parts(given)]
+    names = [part.get("kv_connector") for part in parts(given)]
     times = names.count(CONNECTOR)
     if times > 1:
         yield f"{CONNECTOR} is listed {times} times: list it once; it serves both the pool and transfers"
@@ -198,14 +192,14 @@ def _odd_policy(given: Mapping[str, Any], config: Config) -> Iterator[str]:
         if policy != ours:
             yield (
                 f"kv_load_failure_policy of the {_MULTI} is {policy!r}, and vLLM reads no other: a request whose page "
-                f'is lost {"fails" if policy == "fail" else "is computed"}, whatever transfer_failure ({ours!r}) says'
+                f"is lost {'fails' if policy == 'fail' else 'is computed'}, whatever transfer_failure ({ours!r}) says"
             )
     elif policy != ours and "kv_load_failure_policy" in given:
         yield f"kv_load_failure_policy is {policy!r}, but transfer_failure ({ours!r}) takes its place"
 
 
 def _odd_order(given: Mapping[str, Any]) -> Iterator[str]:
-    names = [part.get("kv_connector") for part in _parts(given)]
+    names = [part.get("kv_connector") for part in parts(given)]
     if given["kv_connector"] == _MULTI and names.index(CONNECTOR) > 1:
         yield f"{names[1]} comes before {CONNECTOR}: the first that has some of a prompt loads it; put ours first"
 

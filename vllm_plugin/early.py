@@ -18,6 +18,7 @@ from mooncake_connector.errors import ConfigError
 from transfer.transports.registry import check_configured
 
 _MARK = "_mooncake_connector_checks"
+_FIELDS = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
 
 
 class SettingsError(ConfigError, argparse.ArgumentTypeError):
@@ -30,7 +31,7 @@ def watch(name: str, module: str) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     def check(transfer: Any) -> None:
-        for part in parts(transfer.kv_connector, transfer.kv_connector_module_path, transfer.kv_connector_extra_config):
+        for part in parts({field: getattr(transfer, field) for field in _FIELDS}):
             if part.get("kv_connector") == name and part.get("kv_connector_module_path") in (None, module):
                 check_extra(part.get("kv_connector_extra_config"))
 
@@ -38,14 +39,16 @@ def watch(name: str, module: str) -> None:
     _before_the_end(KVConnectorFactory, "get_connector_class", check)
 
 
-def parts(name: str | None, module: str | None, extra: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+def parts(given: Any) -> Iterator[Mapping[str, Any]]:
     """The configuration of one connector, and of those within it if it is a MultiConnector."""
-    yield {"kv_connector": name, "kv_connector_module_path": module, "kv_connector_extra_config": extra}
-    children = extra.get("connectors") if name == "MultiConnector" and isinstance(extra, Mapping) else None
-    for child in children if isinstance(children, list) else ():
-        if isinstance(child, Mapping):
-            inner = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
-            yield from parts(*map(child.get, inner))
+    if not isinstance(given, Mapping):
+        return
+    yield given
+    extra = given.get("kv_connector_extra_config")
+    if given.get("kv_connector") == "MultiConnector" and isinstance(extra, Mapping):
+        children = extra.get("connectors")
+        for child in children if isinstance(children, list) else ():
+            yield from parts(child)
 
 
 def check_extra(extra: Any) -> None:

@@ -5,23 +5,20 @@ Everything that changes KV bytes enters it, or the chain root of a request (`nam
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.identity.checkpoint import (
-    checkpoint_path,
     plain_values,
     quantization_while_loading,
     rope_in_force,
+    weights_digest,
 )
-from mooncake_connector.kv.identity.fingerprint import default_cache_dir
-from mooncake_connector.kv.identity.model import model_digest
 from mooncake_connector.kv.namespace import Namespace, canonical_json
 from vllm_plugin.geometry import Geometry
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 
 def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Config) -> Namespace:
@@ -34,7 +31,8 @@ def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Conf
     hf = model.hf_text_config
     return Namespace(
         model_name=str(model.model),
-        model_digest=config.model_id or _digest(model, vllm_config),
+        model_digest=config.model_id
+        or weights_digest(model.model, model.revision, vllm_config.load_config.load_format),
         kv_dtype=geometry.kv_dtype,
         num_layers=geometry.num_layers,
         num_kv_heads=geometry.num_kv_heads,
@@ -48,12 +46,6 @@ def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Conf
     )
 
 
-def _digest(model: ModelConfig, vllm_config: VllmConfig) -> str:
-    if vllm_config.load_config.load_format == "dummy":
-        return f"dummy-{uuid.uuid4().hex}"  # weights made up at start: nobody else has them
-    return model_digest(checkpoint_path(model.model, model.revision), cache_dir=default_cache_dir())
-
-
 def _overrides(vllm_config: VllmConfig, geometry: Geometry) -> str:
     """Settings of the engine that change KV bytes and are not in the model's files."""
     overrides: dict[str, Any] = {}
@@ -65,5 +57,5 @@ def _overrides(vllm_config: VllmConfig, geometry: Geometry) -> str:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.draft_model_config is not None:  # its layers are part of the page
         draft = speculative.draft_model_config
-        overrides["draft"] = [str(speculative.method), model_digest(checkpoint_path(draft.model, draft.revision))]
+        overrides["draft"] = [str(speculative.method), weights_digest(draft.model, draft.revision)]
     return canonical_json(overrides) if overrides else ""

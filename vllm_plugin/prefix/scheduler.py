@@ -31,7 +31,7 @@ from vllm_plugin.stats import ConnectorStats
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -92,9 +92,6 @@ class PrefixScheduler:
 
         self._store = open_in_background(config, identify, tell_sizes)
         self._store.wait(_IDENTITY_WAIT_S)
-
-    def bind(self, manager: KVCacheManager) -> None:
-        self.saves.bind(manager)
 
     # Lookup and load
 

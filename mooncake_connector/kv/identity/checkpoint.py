@@ -6,10 +6,13 @@ Configurations are transformers' objects, read by attribute, so that no engine a
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
 from mooncake_connector.errors import ModelIdentityError
+from mooncake_connector.kv.identity.fingerprint import default_cache_dir
+from mooncake_connector.kv.identity.model import model_digest
 from mooncake_connector.kv.namespace import canonical_json
 
 
@@ -30,6 +33,16 @@ def checkpoint_path(name: str, revision: str | None) -> Path:
             f"the files of model {name!r} are neither a local path nor in the hub's cache ({error}), so the model "
             "cannot be told from others: set `model_id` to a name that changes whenever the weights do"
         ) from None
+
+
+def weights_digest(name: str, revision: str | None, load_format: str = "auto") -> str:
+    """Digest of what an engine loads; weights that it makes up at start ("dummy") nobody else has.
+
+    Raises ModelIdentityError as `checkpoint_path` and `model_digest` do.
+    """
+    if load_format == "dummy":
+        return f"dummy-{uuid.uuid4().hex}"
+    return model_digest(checkpoint_path(name, revision), cache_dir=default_cache_dir())
 
 
 def rope_in_force(text_config: Any, max_model_len: int) -> str:
