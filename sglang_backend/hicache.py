@@ -250,15 +250,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     def _stored(self, pages: HostPages, shard: Shard, other: dict[str, Any] | None = None) -> StoredPool:
         view = partial(self._view, shard, pages.unit_nbytes, other)
-        return StoredPool(
-            pages,
-            view,
-            self._movers,
-            self._metrics,
-            lookup_wait_s=self._config.lookup_wait_s,
-            load_deadline_s=self._config.load_deadline_s,
-            save_deadline_s=self._config.save_deadline_s,
-        )
+        return StoredPool(pages, view, self._movers, self._metrics, self._config)
 
     def _view(self, shard: Shard, unit_nbytes: int, other: dict[str, Any] | None) -> ShardView | None:
         """The pages of the model's own pool, or of another pool of the instance; None while there is no store."""

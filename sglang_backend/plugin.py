@@ -58,7 +58,7 @@ def install() -> None:
             sglang.__version__, BACKEND, "; ".join(found), KNOWN_VERSION,
         )  # fmt: skip
         return
-    if not version_is_known():
+    if sglang.__version__.partition("+")[0] != KNOWN_VERSION:  # "+cu130" and the like do not matter
         logger.error(
             "the backend %r is offered, but untested with SGLang %s: this mooncake-connector was tested with SGLang %s",
             BACKEND, sglang.__version__, KNOWN_VERSION,
@@ -70,11 +70,6 @@ def install() -> None:
             HookRegistry.register(target.path, target.hook, target.type)
     if takes_over():
         _take_over()
-
-
-def version_is_known() -> bool:
-    """Whether this SGLang is of the version that the hooks were written for; "+cu130" and the like do not matter."""
-    return sglang.__version__.partition("+")[0] == KNOWN_VERSION
 
 
 def misfits() -> list[str]:

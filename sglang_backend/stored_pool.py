@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from mooncake_connector.config.schema import Config
 from mooncake_connector.log import get_logger, log_once
 from sglang_backend.host_pages import HostPages
 from sglang_backend.metrics import Metrics
@@ -59,17 +60,11 @@ class StoredPool:
         view: Callable[[], ShardView | None],
         movers: Movers,
         metrics: Metrics,
-        *,
-        lookup_wait_s: float,
-        load_deadline_s: float,
-        save_deadline_s: float,
+        config: Config,
     ) -> None:
         self.pages = pages
-        self._view = view
-        self._movers = movers
-        self._metrics = metrics
-        self._load_deadline_s, self._save_deadline_s = load_deadline_s, save_deadline_s
-        self._lookup_wait_s, self._impatient_until_s = lookup_wait_s, 0.0
+        self._view, self._movers, self._metrics, self._config = view, movers, metrics, config
+        self._impatient_until_s = 0.0
 
     @property
     def view(self) -> ShardView | None:
@@ -86,7 +81,7 @@ class StoredPool:
     def _prefix(self, view: ShardView, keys: Sequence[bytes]) -> int:
         asked_s = time.monotonic()
         may_wait = asked_s >= self._impatient_until_s and threading.current_thread() is not threading.main_thread()
-        wait_s = self._lookup_wait_s if may_wait else 0.0
+        wait_s = self._config.lookup_wait_s if may_wait else 0.0
         found = view.lookup_within(keys, wait_s)
         now_s = time.monotonic()
         if found.pending and wait_s:
@@ -111,7 +106,7 @@ class StoredPool:
 
         `copy` takes page i out of the stored page of a part.
         """
-        job = Load(keys=keys, view=self._view, deadline_s=self._load_deadline_s, copy=copy)
+        job = Load(keys=keys, view=self._view, deadline_s=self._config.load_deadline_s, copy=copy)
         if view := self._run("load", self._movers.loads, job):
             self._metrics.moved("load", job.pages, view.nbytes, job.seconds)
         return [number < job.pages for number in range(len(keys))]
@@ -121,7 +116,7 @@ class StoredPool:
 
         `copy` writes page i into the page of this rank's shard.
         """
-        job = Save(keys=keys, view=self._view, deadline_s=self._save_deadline_s, copy=copy, parent=parent)
+        job = Save(keys=keys, view=self._view, deadline_s=self._config.save_deadline_s, copy=copy, parent=parent)
         if view := self._run("save", self._movers.saves, job):
             self._metrics.moved("save", job.stored, view.nbytes, job.seconds)
         return [number in job.present for number in range(len(keys))]

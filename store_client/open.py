@@ -111,6 +111,7 @@ class BackgroundStore:
 
     def _keep_trying(self, open: Callable[[], Store]) -> None:
         while not self._closed.is_set():
+            store = None
             try:
                 self._store = store = open()
             except Exception as error:
@@ -120,7 +121,8 @@ class BackgroundStore:
                     *(error, _RETRY_S),
                     logger=logger,
                 )
-                self._tried.set()
+            self._tried.set()
+            if store is None:
                 self._closed.wait(_RETRY_S)
                 continue
             if self._closed.is_set():

@@ -141,10 +141,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
     stalled: bool = False
     failed_transfers: set[str] = field(default_factory=set)
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.saves or self.failed_loads or self.stalled or self.failed_transfers)
-
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
         saves = dict(self.saves)

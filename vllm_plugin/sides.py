@@ -161,13 +161,11 @@ class WorkerSide:
 
     def take_report(self) -> WorkerReport | None:
         """Saves that ended and loads that failed since the last step; None where there is nothing to say."""
-        if self._report.is_empty:
-            return None
         report, self._report = self._report, WorkerReport()
-        return report
+        return None if report == WorkerReport() else report
 
     def close(self) -> None:
         """Finish what runs, drop the rest, release the node and the pool; idempotent."""
         if self.pd is not None:
-            self.pd.close()
+            self.pd.stop("the instance is closed")
         self.prefix.close()

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from host_pools import PAGES, axes, mamba, mha, model, slots
@@ -50,6 +51,10 @@ def load(storage: Any) -> list[bool]:
     found = storage.batch_get_v1(NAMES, slots(WHOLE))
     check(storage, found)
     return found
+
+
+def set_deadline(storage: Any, **deadline_s: float) -> None:
+    storage._kv._config = msgspec.structs.replace(storage._kv._config, **deadline_s)
 
 
 def end_pauses(storage: Any) -> None:
@@ -181,9 +186,9 @@ def test_a_store_that_raises_is_left_alone_for_a_while(faults, storage, call: st
 
 def test_a_load_that_hangs_is_given_up_and_touches_the_memory_no_more(faults, storage) -> None:
     faults.hold_reads()
-    storage._kv._load_deadline_s = 0.05
+    set_deadline(storage, load_deadline_s=0.05)
     assert load(storage) == [False] * PAGES
-    storage._kv._load_deadline_s = 40.0
+    set_deadline(storage, load_deadline_s=40.0)
     end_pauses(storage)
     faults.calls.clear()
     assert storage.batch_exists(NAMES) == 0 and load(storage) == [False] * PAGES
@@ -196,9 +201,9 @@ def test_a_load_that_hangs_is_given_up_and_touches_the_memory_no_more(faults, st
 def test_a_save_that_hangs_is_given_up_and_stores_nothing(faults, storage) -> None:
     faults.hold_writes()
     fresh = keys(PAGES, "fresh")
-    storage._kv._save_deadline_s = 0.05
+    set_deadline(storage, save_deadline_s=0.05)
     assert storage.batch_set_v1(fresh, slots(WHOLE)) == [False] * PAGES
-    storage._kv._save_deadline_s = 40.0
+    set_deadline(storage, save_deadline_s=40.0)
     assert load(storage) == [True] * PAGES, "loads go on"
     faults.release()
     assert storage._movers.saves.stop(30)
@@ -220,7 +225,7 @@ def test_pages_that_arrived_before_a_hang_are_kept(faults, storage, monkeypatch)
         return [False] * len(names)
 
     faults.lose_reads = hang_at_the_second
-    storage._kv._load_deadline_s = 5.0  # without a page
+    set_deadline(storage, load_deadline_s=5.0)  # without a page
     found = storage.batch_get_v1(NAMES * 2, slots(WHOLE * 2))
     assert found == [True] * 16 + [False] * 8
     faults.release()

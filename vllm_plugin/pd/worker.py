@@ -238,9 +238,6 @@ class PDWorker:
         self._transfers = former._transfers
         self._node.take_over(former._node)
 
-    def close(self) -> None:
-        self.stop("the instance is closed")
-
 
 @contained(nothing)
 def _count(stats: ConnectorStats, transfer: Outgoing | Incoming) -> None:
