@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 
 
-class Status(str, enum.Enum):
+class Verdict(str, enum.Enum):
     """`WARNING`: it will work, but not as one may expect. `FAILED`: it will not."""
 
     OK = "ok"
@@ -27,20 +27,20 @@ class Check:
     """One thing that was looked at; `detail` says what was seen and, unless it is fine, what to do."""
 
     name: str
-    status: Status
+    status: Verdict
     detail: str
 
 
 def ok(name: str, detail: str) -> Check:
-    return Check(name, Status.OK, detail)
+    return Check(name, Verdict.OK, detail)
 
 
 def warning(name: str, detail: str) -> Check:
-    return Check(name, Status.WARNING, detail)
+    return Check(name, Verdict.WARNING, detail)
 
 
 def failed(name: str, detail: str) -> Check:
-    return Check(name, Status.FAILED, detail)
+    return Check(name, Verdict.FAILED, detail)
 
 
 def not_imported(engine: str, module: str, error: Exception) -> Check:

@@ -37,7 +37,7 @@ def run() -> Iterator[Check]:
     whitelist = [name.strip() for name in os.environ.get(_WHITELIST, "").split(",") if name.strip()]
     entry = checks.entry_point(_GROUP, BACKEND, "sglang_backend:register", whitelist or None, _WHITELIST)
     yield entry
-    if misfits or entry.status is checks.Status.FAILED:
+    if misfits or entry.status is checks.Verdict.FAILED:
         return
     load_plugins()
     yield _hooks(plugin.hooked(), len(plugin.TARGETS))

@@ -52,7 +52,7 @@ def run(transfer_config: str | None = None) -> Iterator[Check]:
     chosen = None if whitelist is None else whitelist.split(",")
     entry = checks.entry_point(_GROUP, "mooncake_connector", "vllm_plugin:register", chosen, _WHITELIST)
     yield entry
-    if entry.status is checks.Status.FAILED:
+    if entry.status is checks.Verdict.FAILED:
         return
     try:
         load_general_plugins()

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mooncake_connector.checks import Check, Status, failed, ok, warning
+from mooncake_connector.checks import Check, Verdict, failed, ok, warning
 from mooncake_connector.cli import columns as columns_
 from mooncake_connector.cli.doctor_transfers import transfer_checks
 from mooncake_connector.cli.output import EXIT_FAILED, Json, command_group, print_json, styled, width
@@ -45,7 +45,7 @@ TransferConfig = Annotated[
 
 _DETAIL_COLUMN = 22
 _NARROW = 60
-_COLOURS = {Status.OK: typer.colors.GREEN, Status.WARNING: typer.colors.YELLOW, Status.FAILED: typer.colors.RED}
+_COLOURS = {Verdict.OK: typer.colors.GREEN, Verdict.WARNING: typer.colors.YELLOW, Verdict.FAILED: typer.colors.RED}
 
 
 @app.command()
@@ -77,7 +77,7 @@ def _examine(
         found.append(check)
         if not as_json:
             _print(check)
-    healthy = all(check.status is not Status.FAILED for check in found)
+    healthy = all(check.status is not Verdict.FAILED for check in found)
     if as_json:
         print_json({"engine": engine, "ok": healthy, "checks": [dataclasses.asdict(check) for check in found]})
     elif healthy:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from mooncake_connector import checks
-from mooncake_connector.checks import Status
+from mooncake_connector.checks import Verdict
 
 GROUP, NAME, VALUE = "some.group", "mooncake_connector", "some_plugin:register"
 
@@ -21,14 +21,14 @@ class TestImportAndVersion:
         with pytest.raises(ModuleNotFoundError) as caught:
             importlib.import_module(missing)
         check = checks.not_imported("Engine", "no_such_engine", caught.value)
-        assert check.status is Status.FAILED
+        assert check.status is Verdict.FAILED
         if missing == "no_such_engine":
             assert check.detail.startswith(f"not installed in {sys.prefix};")
         else:
             assert missing in check.detail and "not installed" not in check.detail
 
     @pytest.mark.parametrize(
-        "seen, status", [("1.2.3", Status.OK), ("1.2.3+cpu", Status.OK), ("1.2.30", Status.WARNING)]
+        "seen, status", [("1.2.3", Verdict.OK), ("1.2.3+cpu", Verdict.OK), ("1.2.30", Verdict.WARNING)]
     )
     def test_another_version_is_a_warning_that_names_both(self, seen, status):
         check = checks.version("Engine", seen, "1.2.3")
@@ -59,8 +59,8 @@ class TestEntryPoint:
 
     def test_the_declared_one_is_fine(self, declare):
         declare(VALUE)
-        assert self.look().status is Status.OK
-        assert self.look(["another", NAME]).status is Status.OK
+        assert self.look().status is Verdict.OK
+        assert self.look(["another", NAME]).status is Verdict.OK
 
     @pytest.mark.parametrize(
         "values, chosen, loads, told",
@@ -76,7 +76,7 @@ class TestEntryPoint:
     def test_whatever_keeps_the_engine_from_loading_it_is_told(self, declare, values, chosen, loads, told):
         declare(*values, loads=loads)
         check = self.look(chosen)
-        assert check.status is Status.FAILED and told in check.detail
+        assert check.status is Verdict.FAILED and told in check.detail
 
 
 class Base(abc.ABC):
@@ -127,7 +127,7 @@ class Unknown(Fits):
 class TestInterface:
     def test_a_class_that_fits_is_fine(self):
         check = checks.interface("connector", Fits)
-        assert (check.name, check.status) == ("connector", Status.OK) and check.detail.endswith(".Fits")
+        assert (check.name, check.status) == ("connector", Verdict.OK) and check.detail.endswith(".Fits")
 
     @pytest.mark.parametrize(
         "ours, told",
@@ -140,7 +140,7 @@ class TestInterface:
     )
     def test_one_that_does_not_is_told_with_the_method(self, ours, told):
         check = checks.interface("connector", ours)
-        assert check.status is Status.FAILED and told in check.detail and ours.__name__ in check.detail
+        assert check.status is Verdict.FAILED and told in check.detail and ours.__name__ in check.detail
 
     def test_what_is_ours_alone_may_be_named(self):
-        assert checks.interface("connector", Unknown, beside=["save_all"]).status is Status.OK
+        assert checks.interface("connector", Unknown, beside=["save_all"]).status is Verdict.OK

@@ -14,7 +14,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
-from mooncake_connector.checks import Check, Status
+from mooncake_connector.checks import Check, Verdict
 from sglang_backend import BACKEND, doctor, plugin
 from sglang_backend.hicache import MooncakeConnectorStorage
 
@@ -37,7 +37,7 @@ def found() -> dict[str, Check]:
 
 def only_failure(name: str) -> str:
     """Detail of the one check that failed, which is `name`."""
-    failures = [check for check in found().values() if check.status is Status.FAILED]
+    failures = [check for check in found().values() if check.status is Verdict.FAILED]
     assert [check.name for check in failures] == [name]
     return failures[0].detail
 
@@ -45,7 +45,7 @@ def only_failure(name: str) -> str:
 def test_here_everything_is_fine():
     checks = found()
     assert list(checks) == ["SGLang", "plugin", "hooks", "name", "backend", "take-over"]
-    assert {check.status for check in checks.values()} == {Status.OK}
+    assert {check.status for check in checks.values()} == {Verdict.OK}
     assert sglang.__version__ in checks["SGLang"].detail and checks["take-over"].detail.startswith("off:")
 
 
@@ -66,7 +66,7 @@ def test_sglang_missing_is_told_and_nothing_else_looked_at(monkeypatch):
 def test_another_version_is_a_warning(monkeypatch):
     monkeypatch.setattr(sglang, "__version__", "0.6.1")
     check = found()["SGLang"]
-    assert check.status is Status.WARNING and "0.6.1" in check.detail and plugin.KNOWN_VERSION in check.detail
+    assert check.status is Verdict.WARNING and "0.6.1" in check.detail and plugin.KNOWN_VERSION in check.detail
 
 
 def test_a_sglang_without_a_hook_registry_is_told(monkeypatch):
@@ -88,7 +88,7 @@ def test_a_whitelist_without_us_is_told(monkeypatch):
 
 def test_a_whitelist_with_us_is_fine(monkeypatch):
     monkeypatch.setenv("SGLANG_PLUGINS", f"another, {BACKEND}")
-    assert found()["plugin"].status is Status.OK
+    assert found()["plugin"].status is Verdict.OK
 
 
 def test_hooks_that_were_not_applied_are_told(monkeypatch):

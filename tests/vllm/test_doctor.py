@@ -11,7 +11,7 @@ import vllm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from mooncake_connector.checks import Check, Status
+from mooncake_connector.checks import Check, Verdict
 from vllm_plugin import CONNECTOR, doctor
 from vllm_plugin.connector import MooncakeKVConnector
 
@@ -29,7 +29,7 @@ def found() -> dict[str, Check]:
 
 def only_failure(name: str) -> str:
     """Detail of the one check that failed, which is `name`."""
-    failures = [check for check in found().values() if check.status is Status.FAILED]
+    failures = [check for check in found().values() if check.status is Verdict.FAILED]
     assert [check.name for check in failures] == [name]
     return failures[0].detail
 
@@ -41,8 +41,8 @@ def test_here_everything_is_fine():
     version = checks.pop("vLLM")
     assert vllm.__version__ in version.detail
     number = vllm.__version__.partition("+")[0]
-    assert version.status is (Status.WARNING if number in doctor.PARTLY_KNOWN else Status.OK)
-    assert {check.status for check in checks.values()} == {Status.OK}
+    assert version.status is (Verdict.WARNING if number in doctor.PARTLY_KNOWN else Verdict.OK)
+    assert {check.status for check in checks.values()} == {Verdict.OK}
 
 
 def test_how_to_start_is_what_vllm_takes():
@@ -62,7 +62,7 @@ def test_vllm_missing_is_told_and_nothing_else_looked_at(monkeypatch):
 def test_another_version_is_a_warning_that_says_what_is_tested(monkeypatch, version):
     monkeypatch.setattr(vllm, "__version__", version)
     check = found()["vLLM"]
-    assert check.status is Status.WARNING and version in check.detail and doctor.KNOWN_VERSION in check.detail
+    assert check.status is Verdict.WARNING and version in check.detail and doctor.KNOWN_VERSION in check.detail
     assert ("its interface and its scheduler alone" in check.detail) is (version == "0.33.0")
 
 
@@ -74,7 +74,7 @@ def test_a_whitelist_without_us_is_told(monkeypatch, whitelist):
 
 def test_a_whitelist_with_us_is_fine(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "another,mooncake_connector")
-    assert found()["plugin"].status is Status.OK
+    assert found()["plugin"].status is Verdict.OK
 
 
 def test_a_connector_that_the_factory_does_not_know_is_told(monkeypatch):

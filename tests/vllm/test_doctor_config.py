@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from vllm.plugins import load_general_plugins
 
 import mooncake_connector.cli.doctor
-from mooncake_connector.checks import Status
+from mooncake_connector.checks import Verdict
 from mooncake_connector.cli.main import app
 from vllm_plugin import doctor
 
@@ -28,13 +28,13 @@ def multi(*children: Any, **more: Any) -> dict[str, Any]:
     return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra, **more}
 
 
-def found(given: Any) -> list[tuple[Status, str]]:
+def found(given: Any) -> list[tuple[Verdict, str]]:
     text = given if isinstance(given, str) else json.dumps(given)
     return [(check.status, check.detail) for check in doctor.check_config(text)]
 
 
 def test_what_the_doctor_itself_advises_is_fine() -> None:
-    assert found(OURS) == [(Status.OK, "kv_connector = MooncakeKVConnector, kv_role = kv_both")]
+    assert found(OURS) == [(Verdict.OK, "kv_connector = MooncakeKVConnector, kv_role = kv_both")]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_the_doctor_itself_advises_is_fine() -> None:
 )  # fmt: skip
 def test_each_mistake_is_named_with_what_is_allowed(given: Any, said: list[str]) -> None:
     ((status, detail),) = found(given)
-    assert status is Status.FAILED
+    assert status is Verdict.FAILED
     assert all(words in detail for words in said), detail
 
 
@@ -86,14 +86,14 @@ def test_all_mistakes_are_told_at_once() -> None:
 )
 def test_what_works_otherwise_than_one_may_think_is_a_warning(given: Any, said: str) -> None:
     (first, _), (second, detail) = found(given)
-    assert (first, second) == (Status.OK, Status.WARNING) and said in detail
+    assert (first, second) == (Verdict.OK, Verdict.WARNING) and said in detail
 
 
 def test_what_the_environment_says_otherwise_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_CONNECTOR_PAGE_TOKENS", "32")
     given = OURS | {"kv_connector_extra_config": {"page_tokens": 128}}
     assert found(given)[1] == (
-        Status.WARNING,
+        Verdict.WARNING,
         "page_tokens is 128 here and '32' in MOONCAKE_CONNECTOR_PAGE_TOKENS: the JSON wins",
     )
     monkeypatch.setenv("MOONCAKE_CONNECTOR_PAGE_TOKENS", "128")
