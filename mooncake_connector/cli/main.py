@@ -39,6 +39,7 @@ or beside an installed SGLang:
 Then:
   mooncake-connector doctor vllm   # will vLLM use the pool? or: doctor sglang
   mooncake-connector store stats   # what is in the pool, how often it hits
+  mooncake-connector size DIR      # what the model in DIR takes, how many tokens the pool holds
 
 Every command takes --help. Settings come from the environment (MOONCAKE_CONNECTOR_POOL, ...) and the file that
 MOONCAKE_CONNECTOR_CONFIG names.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -21,9 +22,12 @@ _GIB = 1 << 30
 
 def _typed_nbytes(text: str) -> int:
     try:
-        return parse_nbytes(text)
+        nbytes = parse_nbytes(text)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: {error}") from None
+    if not nbytes:
+        raise typer.BadParameter(f"{text!r}: expected more than nothing")
+    return nbytes
 
 
 def size(
@@ -91,5 +95,8 @@ def _pool(config: Config) -> tuple[int, str]:
             return stats.capacity_nbytes, f", {stats.location}"
     except PoolError:
         folder = config.pool or choose_default(None)[0]
-        room = free_nbytes(folder if folder.exists() else folder.parent)
+        if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+            raise
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        room = free_nbytes(there)
         return min(room // 4, MAX_DEFAULT_CAPACITY_NBYTES), f", as an engine would make it in {folder}"

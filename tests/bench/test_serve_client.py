@@ -188,6 +188,18 @@ def test_the_deadline_counts_from_the_first_attempt_to_connect(monkeypatch):
     assert len(tried) < 1000
 
 
+def test_nothing_is_sent_after_the_deadline(server, stand_in, monkeypatch):
+    """A name may be looked up for longer; a server is not to work for an answer that nobody waits for."""
+    resolved, lookup, before = threading.Event(), socket.getaddrinfo, set(threading.enumerate())
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: resolved.wait(LIMIT_S) and lookup(*given, **more))
+    with pytest.raises(RequestFailed, match="in time"):
+        server.stream(BODY, 0.2)
+    (left,) = set(threading.enumerate()) - before
+    resolved.set()
+    left.join(LIMIT_S)
+    assert not left.is_alive() and stand_in.behaviour.asked == []
+
+
 def test_a_handshake_that_never_ends_ends_at_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RequestFailed, match="in time"):
         parse_url(f"https://127.0.0.1:{silent.getsockname()[1]}", None).stream(BODY, 0.3)

@@ -82,6 +82,9 @@ def test_other_names_of_the_same_fields(tmp_path: Path) -> None:
         ({**QWEN, "num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({**QWEN, "head_dim": "128"}, "head_dim is '128'"),
         ({**QWEN, "dtype": "int4"}, "dtype 'int4' is not known"),
+        ({**QWEN, "attention_chunk_size": 8192}, "attention_chunk_size"),
+        ({**QWEN, "attn_config": {"kv_n_heads": 8}}, "attn_config is not understood"),
+        ({"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 4}, "it has no head_dim"),
         ({"num_hidden_layers": 3}, "it has no num_attention_heads or n_head"),
         ([], "holds no object"),
     ],
@@ -89,10 +92,42 @@ def test_other_names_of_the_same_fields(tmp_path: Path) -> None:
 def test_what_is_not_served_is_refused_with_the_reason(tmp_path: Path, config: object, words: str) -> None:
     done = CliRunner().invoke(app, ["size", str(written(tmp_path, config))])
     assert done.exit_code == 1
-    assert str(tmp_path / "config.json") in done.stderr and words in done.stderr
+    assert words in done.stderr and ("dtype" in words or str(tmp_path / "config.json") in done.stderr)
 
 
-@pytest.mark.parametrize("arguments", [["--kv-dtype", "int4"], ["--capacity", "much"], ["--tp", "none"]])
+@pytest.mark.parametrize(
+    ("config", "kv_heads"),
+    [
+        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 8}, 8),
+        ({"n_head_kv": 8}, 8),
+        ({"num_attention_groups": 4}, 4),
+        ({}, 32),
+    ],
+)
+def test_kv_heads_are_found_as_engines_find_them(tmp_path: Path, config: dict[str, Any], kv_heads: int) -> None:
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 32, "head_dim": 64}
+    assert read_shape(written(tmp_path, config)).num_kv_heads == kv_heads
+
+
+def test_float32_is_served_in_16_bits_and_an_unknown_dtype_needs_a_name(tmp_path: Path) -> None:
+    assert read_shape(written(tmp_path, {**QWEN, "torch_dtype": "float32"})).dtype == "bfloat16"
+    folder = written(tmp_path, {**QWEN, "torch_dtype": "float8_e4m3fn"})
+    done = CliRunner().invoke(app, ["size", str(folder), "--kv-dtype", "fp8", "--json"])
+    assert json.loads(done.stdout)["token_nbytes"] == 48 * 4 * 256
+
+
+def test_a_pool_is_only_foretold_where_an_engine_would_make_it(tmp_path: Path) -> None:
+    folder = written(tmp_path, QWEN)
+    for pool, told in ((tmp_path / "a" / "b" / "c", 0), (tmp_path, 1)):  # the second holds the model
+        done = CliRunner().invoke(app, ["size", str(folder)], env={"MOONCAKE_CONNECTOR_POOL": str(pool)})
+        assert done.exit_code == told and ("is not a pool" in done.stderr) == bool(told)
+        assert ("in 0 B" in done.stdout) is False
+
+
+WRONG = [["--kv-dtype", "int4"], ["--capacity", "much"], ["--capacity", "0"], ["--tp", "none"]]
+
+
+@pytest.mark.parametrize("arguments", WRONG)
 def test_wrong_usage_is_told(tmp_path: Path, arguments: list[str]) -> None:
     done = CliRunner().invoke(app, ["size", str(written(tmp_path, QWEN)), *arguments])
     assert done.exit_code == 2 and arguments[0] in done.stderr

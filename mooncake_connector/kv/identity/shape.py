@@ -15,15 +15,23 @@ ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1,
 """Bytes of an element by the name of a KV dtype."""
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
-_KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads")
+_KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv", "num_attention_groups")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
-_STATE = ("mamba_d_state", "ssm_cfg", "hybrid_override_pattern", "full_attention_interval", "linear_num_key_heads")
-"""Fields of models that keep a state beside KV."""
+_STATE = (
+    "mamba_d_state", "ssm_cfg", "hybrid_override_pattern", "full_attention_interval", "linear_num_key_heads",
+    "linear_attn_config", "attn_type_list", "attention_chunk_size",
+)  # fmt: skip
+"""Fields of models that keep a state beside KV, or only a part of it."""
+_UNCLEAR = ("attn_config", "block_configs")
+"""Fields that describe the heads in ways of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Layers, KV heads (1 for MLA), elements of K and V a token and head (V: 0 for MLA), and the model's dtype."""
+    """Layers, KV heads (1 for MLA), elements of K and V a token and head (V: 0 for MLA), and the model's dtype.
+
+    A model in float32 counts as bfloat16, in which engines serve it unless told otherwise.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -32,8 +40,14 @@ class ModelShape:
     dtype: str
 
     def page_format(self, page_tokens: int, kv_dtype: str | None = None) -> PageFormat:
-        """A page of all layers and heads; `kv_dtype` is a key of ITEMSIZES, None for the model's own."""
-        itemsize = ITEMSIZES[kv_dtype or self.dtype]
+        """A page of all layers and heads; `kv_dtype` is a key of ITEMSIZES, None for the model's own.
+
+        Raises ModelIdentityError where the model's own is not known.
+        """
+        itemsize = ITEMSIZES.get(kv_dtype or self.dtype)
+        if itemsize is None:
+            known = "|".join(ITEMSIZES)
+            raise ModelIdentityError(f"dtype {self.dtype!r} is not known: name the KV cache's with --kv-dtype {known}")
         return PageFormat(self.num_layers, page_tokens, self.num_kv_heads, self.k_dim, self.v_dim, itemsize)
 
 
@@ -62,26 +76,30 @@ def read_shape(model: Path) -> ModelShape:
 def _shape(config: Mapping[str, Any]) -> ModelShape:
     _check_served(config)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    if dtype not in ITEMSIZES:
-        raise ValueError(f"dtype {dtype!r} is not known: name the KV cache's with --kv-dtype {'|'.join(ITEMSIZES)}")
+    dtype = "bfloat16" if dtype == "float32" else dtype
     layers = _number(config, _LAYERS)
     if config.get("kv_lora_rank"):
         latent, rope = _number(config, ("kv_lora_rank",)), _number(config, ("qk_rope_head_dim",))
         return ModelShape(layers, 1, latent + rope, 0, dtype)
     heads = _number(config, _HEADS)
-    kv_heads = 1 if config.get("multi_query") is True else _number(config, _KV_HEADS, heads)
+    one_head = config.get("multi_query") is True and not config.get("new_decoder_architecture")
+    kv_heads = 1 if one_head else _number(config, _KV_HEADS, heads)
     head_dim = _number(config, ("head_dim",), 0) or _number(config, _HIDDEN) // heads
+    if not head_dim:
+        raise ValueError(f"it has no head_dim, and fewer elements ({' or '.join(_HIDDEN)}) than attention heads")
     return ModelShape(layers, kv_heads, head_dim, _number(config, ("v_head_dim",), head_dim), dtype)
 
 
 def _check_served(config: Mapping[str, Any]) -> None:
     kinds = config.get("layer_types")
-    other = sorted({str(kind) for kind in kinds} - {"full_attention"}) if isinstance(kinds, list) else []
+    other = sorted({str(kind) for kind in kinds} - {"full_attention", "attention"}) if isinstance(kinds, list) else []
     windows = config.get("sliding_window") and config.get("use_sliding_window", True) and kinds is None
     state = [name for name in _STATE if config.get(name)]
     if other or windows or state:
         what = ", ".join(other or (["sliding_window"] if windows else state))
         raise ValueError(f"the model has {what}: only models with full attention in every layer (or MLA) are stored")
+    if unclear := [name for name in _UNCLEAR if config.get(name)]:
+        raise ValueError(f"its {unclear[0]} is not understood: `store ls` shows what its pages take once it has run")
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str], default: int | None = None) -> int:

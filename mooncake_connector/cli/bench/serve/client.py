@@ -77,6 +77,7 @@ class Server:
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
         content = None if body is None else json.dumps(body)
+        until_s = time.monotonic() + limit_s
         connected: list[socket.socket] = []
         ended: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
 
@@ -86,6 +87,8 @@ class Server:
                 with contextlib.closing(kind(self.host, self.port, timeout=limit_s)) as connection:
                     connection.connect()
                     connected.append(connection.sock)
+                    if time.monotonic() >= until_s:  # nobody waits for the answer any more
+                        return
                     connection.request(method, self.path + path, content, headers)
                     with connection.getresponse() as reply:
                         ended.put(read(reply))
