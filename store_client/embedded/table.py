@@ -209,7 +209,7 @@ class Table:
         self._words: U64 = column("<u8", num_buckets(max_pages) * CELLS)
         self.cells = Cells(self._words)
         self.access: U64 = column("<u8", max_pages)
-        """`clock.now_ns()` of the last read or put of the page: a hint."""
+        """`now_ns()` of the last read or put of the page: a hint."""
         self.space: U64 = column("<u8", max_pages)
         self.parent: U32 = column("<u4", max_pages)
         self.depth: U32 = column("<u4", max_pages)
