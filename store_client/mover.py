@@ -148,13 +148,14 @@ class Mover(Generic[J]):
                 if job is None:
                     break
                 turn = [job, *waiting]
-            waiting = [job for job in turn if not self._advance(job)]
+            waiting = [job for job in turn if not self._advance(job, turn)]
         for job in waiting:
             job.end("stopped")
 
-    def _advance(self, job: J) -> bool:
-        """Go on with a job; False where it waits for pages that are on their way."""
+    def _advance(self, job: J, turn: Collection[J]) -> bool:
+        """Go on with a job of those whose turn it is; False where it waits for pages that are on their way."""
         self._catch_up(job)
+        started_s, had = time.monotonic(), job.pages
         self._running = job
         try:
             cause = "paused" if self.paused else job.run()
@@ -167,6 +168,10 @@ class Mover(Generic[J]):
             self._fail(job, error)
         finally:
             self._moved_s = max(self._moved_s, job.since_s)
+            if job.pages > had:  # what the others wait for may have landed meanwhile, and is yet to be looked at
+                for other in turn:
+                    if other is not job and other.begun and not other.over.is_set():
+                        other.since_s += time.monotonic() - started_s
             self._running = None
         return True
 

@@ -212,6 +212,10 @@ class TestLoadsThatGrow:
         space.wait_for_read()
         clock.ahead_s += 0.9 * DEADLINE_S
         assert mover.take_ended() == []
+        for _ in KEYS[1:]:
+            space.let_read()
+            space.wait_for_read()
+        assert mover.take_ended() == [moves]  # while the thread reads the first page of the other one
         space.let_read(1000)
         assert over(moves) and over(waits)
         assert moves.cause == waits.cause == "" and waits.pages == len(KEYS)
