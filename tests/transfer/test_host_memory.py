@@ -3,18 +3,20 @@
 import ctypes
 import mmap
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
-from transfer.transports import cma
+from transfer.transports import cma, local
 from transfer.transports.base import Cause
 from transfer.transports.cma import CmaTransport
 from transfer.transports.memory import Memory
 from transfer.transports.shm import ShmTransport
 from transfer.transports.tcp import TcpTransport
+from transfer.transports.wire import CopyStatus
 
 PROT_NONE, PROT_READ = 0, 1
 
@@ -61,3 +63,21 @@ def test_a_batch_of_which_a_slice_failed_is_never_ok(monkeypatch):
         finally:
             protect(address, MIB, PROT_READ)
     assert outcome.cause is Cause.SOURCE
+
+
+def test_a_peer_that_answers_byte_by_byte_has_until_the_deadline_and_no_longer(monkeypatch):
+    now_s, timeout_s = 0.0, float("inf")
+
+    class Slow:
+        def settimeout(self, seconds):
+            nonlocal timeout_s
+            timeout_s = seconds
+
+        def recv(self, nbytes):
+            nonlocal now_s
+            now_s += 0.9 * timeout_s
+            return b"\0"
+
+    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: now_s))
+    assert local.take_answer(Slow(), 10.0, "our memory") is CopyStatus.OK
+    assert now_s < 10.1

@@ -101,9 +101,9 @@ def probe(channel: Channel, order: array[int], deadline_at: float, what: str) ->
 
 def take_answer(channel: Channel, deadline_at: float, what: str) -> CopyStatus:
     """Wait for the receiver's answer. Raises Unavailable, OSError."""
-    channel.settimeout(max(0.001, deadline_at - time.monotonic()))
     data = b""
     while len(data) < ANSWER_NBYTES:
+        channel.settimeout(max(0.001, deadline_at - time.monotonic()))
         more = channel.recv(ANSWER_NBYTES - len(data))
         if not more:
             raise Unavailable(f"the peer closed the connection when asked to read {what}")
