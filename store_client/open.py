@@ -115,12 +115,8 @@ class BackgroundStore:
             try:
                 self._store = store = open()
             except Exception as error:
-                log_once(
-                    f"pool.open:{kind_of(str(error))}",
-                    "no prefix reuse until the pool opens: %s (next try in %d s)",
-                    *(error, _RETRY_S),
-                    logger=logger,
-                )
+                said = "no prefix reuse until the pool opens: %s (next try in %d s)"
+                log_once(f"pool.open:{kind_of(str(error))}", said, error, _RETRY_S, logger=logger)
             self._tried.set()
             if store is None:
                 self._closed.wait(_RETRY_S)
