@@ -105,8 +105,10 @@ class EmbeddedStore(Store):
     def _namespaces(pool: Pool) -> list[SpaceInfo]:
         table = pool.table
         live = table.live_slots()
-        space, granules, access = table.space[live], table.granules[live], table.access[live]
-        created = table.created(live)
+        granules, created = table.granules[live], table.created(live)
+        there = (granules > 0) & (created > 0)  # not gone since
+        live, granules, created = live[there], granules[there], created[there]
+        space, access = table.space[live], table.access[live]
         now, now_used_ns = time.time(), now_ns()
         infos = []
         for number, (namespace, shard) in sorted(pool.spaces.all().items()):

@@ -347,5 +347,6 @@ class Table:
         return live[beyond], listed
 
     def live_slots(self) -> Slots:
-        """Slots that hold a page."""
-        return np.flatnonzero(self.granules)
+        """Slots that hold a page. NumPy searches a copy: it goes over what it searches twice, and raises where another
+        process changed it in between."""
+        return np.flatnonzero(self.granules != 0)
