@@ -27,13 +27,14 @@ def run() -> Iterator[Check]:
         yield checks.not_imported("SGLang", "sglang", error)
         return
     try:
-        from sglang_backend import plugin
+        from sglang_backend import plugin, targets
+        from sglang_backend.pd import offer
     except Exception as error:
         yield failed("hooks", f"SGLang {sglang.__version__} cannot be hooked: {type(error).__name__}: {error}")
         return
-    yield checks.version("SGLang", sglang.__version__, plugin.KNOWN_VERSION)
-    misfits = plugin.misfits()
-    yield from (failed("hooks", f"{found}; install sglang=={plugin.KNOWN_VERSION}") for found in misfits)
+    yield checks.version("SGLang", sglang.__version__, targets.KNOWN_VERSION)
+    misfits = targets.misfits((*plugin.TARGETS, *offer.TARGETS))
+    yield from (failed("hooks", f"{found}; install sglang=={targets.KNOWN_VERSION}") for found in misfits)
     whitelist = [name.strip() for name in os.environ.get(_WHITELIST, "").split(",") if name.strip()]
     entry = checks.entry_point(_GROUP, BACKEND, "sglang_backend:register", whitelist or None, _WHITELIST)
     yield entry

@@ -1,4 +1,5 @@
-"""The hooks that give SGLang a storage backend of our own name, and the take-over of the name `mooncake`.
+"""The hooks that give SGLang a storage backend of our own name, and the take-over of the name `mooncake`. Those of the
+transfer backend are in `pd/offer.py`.
 
 SGLang's factory registers a class under any name, but decides by lists of known names who is constructed, what the
 command line accepts, and who reads and writes the host pool without a copy. Each hook adds our name to one of these.
@@ -9,26 +10,24 @@ version this package knows; where one differs none is placed, since half of them
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
-import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sglang
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 
 from mooncake_connector.config.schema import environ_name, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger
 from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE
+from sglang_backend.pd import offer
+from sglang_backend.targets import KNOWN_VERSION, Target, in_force, misfits, place
 
 logger = get_logger(__name__)
 
-KNOWN_VERSION = "0.5.23"
 TAKEN_OVER = "mooncake"
 """The in-tree backend whose name is ours after a take-over."""
 
@@ -38,61 +37,40 @@ _CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A function of SGLang that we hook (or, without `hook`, call), and its parameters in the version we know."""
-
-    path: str
-    parameters: tuple[str, ...]
-    hook: Callable[..., Any] | None = None
-    type: HookType = HookType.AROUND
-
-
 def install() -> None:
-    """Register the backend and its hooks, or say in one error why not. SGLang applies the hooks after this returns."""
-    found = misfits()
+    """Offer both backends of our name, or say in one error each why not. SGLang applies hooks after this returns."""
+    _offer("storage backend", TARGETS, _offer_storage)
+    _offer("transfer backend", offer.TARGETS, offer.install)
+
+
+def _offer(what: str, targets: Sequence[Target], install: Callable[[bool], None]) -> None:
+    found = misfits(targets)
     if found:
         logger.error(
-            "SGLang %s does not work with this mooncake-connector; the backend %r is NOT offered: %s; install "
+            "SGLang %s does not work with this mooncake-connector; the %s %r is NOT offered: %s; install "
             "sglang==%s, or a mooncake-connector for this SGLang",
-            sglang.__version__, BACKEND, "; ".join(found), KNOWN_VERSION,
+            sglang.__version__, what, BACKEND, "; ".join(found), KNOWN_VERSION,
         )  # fmt: skip
         return
     if sglang.__version__.partition("+")[0] != KNOWN_VERSION:  # "+cu130" and the like do not matter
         logger.error(
-            "the backend %r is offered, but untested with SGLang %s: this mooncake-connector was tested with SGLang %s",
-            BACKEND, sglang.__version__, KNOWN_VERSION,
+            "the %s %r is offered, but untested with SGLang %s: this mooncake-connector was tested with SGLang %s",
+            what, BACKEND, sglang.__version__, KNOWN_VERSION,
         )  # fmt: skip
+    place(targets)
+    install(takes_over())
+
+
+def _offer_storage(take_over: bool) -> None:
     if BACKEND not in StorageBackendFactory._registry:
         StorageBackendFactory.register_backend(BACKEND, BACKEND_MODULE, BACKEND_CLASS)
-    for target in TARGETS:
-        if target.hook is not None and not _registered(target):
-            HookRegistry.register(target.path, target.hook, target.type)
-    if takes_over():
+    if take_over:
         _take_over()
-
-
-def misfits() -> list[str]:
-    """One phrase for each target that is missing here or has other parameters; it imports what the targets are in."""
-    return [found for target in TARGETS if (found := misfit(target))]
-
-
-def misfit(target: Target) -> str | None:
-    """What is wrong with `target` in this SGLang, or None."""
-    try:
-        parameters = tuple(inspect.signature(pkgutil.resolve_name(target.path)).parameters)
-    except Exception as error:
-        return f"{target.path} cannot be found ({error})"
-    if parameters == target.parameters:
-        return None
-    return f"{target.path} has the parameters ({', '.join(parameters)}) instead of ({', '.join(target.parameters)})"
 
 
 def hooked() -> bool:
     """Whether all hooks are in force in this process: the backend then hears of weights changed at run time."""
-    return all(
-        _registered(target) and target.path in HookRegistry._patched for target in TARGETS if target.hook is not None
-    )
+    return in_force(TARGETS)
 
 
 def takes_over() -> bool:
@@ -108,10 +86,6 @@ def is_ours(backend: Any) -> bool:
     """Whether a storage backend is ours, by whatever name it was made, and inside SGLang's failure injector too."""
     inner = getattr(backend, "_backend", backend)
     return any((base.__module__, base.__name__) == (BACKEND_MODULE, BACKEND_CLASS) for base in type(inner).__mro__)
-
-
-def _registered(target: Target) -> bool:
-    return any(hook is target.hook for _, hook, _ in HookRegistry._hooks.get(target.path, ()))
 
 
 def _take_over() -> None:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from mooncake_connector.config.schema import Config
 from transfer.control.connection import Access, LoopThread
 from transfer.control.directory import Address, RankCard
 from transfer.control.listener import Listener, listen
 from transfer.driver import RANK_PURPOSE, Driver
 from transfer.fetching import Fetching
-from transfer.plan.granularity import Bounds
+from transfer.plan.granularity import Bounds, Granularity
 from transfer.plan.layout import RankLayout, Table
 from transfer.protocol.consumer import Incoming
 from transfer.protocol.orders import Ended, Failed, Timing
@@ -52,6 +53,24 @@ class NodeOptions:
     page_tokens: int = 64
     bounds: Bounds = field(default_factory=Bounds)
     timing: Timing = field(default_factory=Timing)
+
+    @classmethod
+    def configured(cls, config: Config) -> NodeOptions:
+        """As the configuration of an instance says."""
+        fixed = None if config.granularity == "auto" else Granularity(config.granularity)
+        lease_s, deadline_s = config.transfer_lease_s, config.transfer_deadline_s
+        return cls(
+            transports=config.transports,
+            hosts=config.transfer_hosts,
+            page_tokens=int(config.page_tokens),
+            bounds=Bounds(config.granularity_chunk_tokens, config.granularity_layer_tokens, fixed),
+            timing=Timing(
+                lease_s=lease_s,
+                heartbeat_s=min(Timing().heartbeat_s, lease_s / 6),
+                deadline_s=deadline_s,
+                hold_s=max(Timing().hold_s, lease_s, deadline_s),
+            ),
+        )
 
 
 class Node:

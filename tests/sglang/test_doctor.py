@@ -17,6 +17,7 @@ from sglang.srt.server_args import ServerArgs
 from mooncake_connector.checks import Check, Verdict
 from sglang_backend import BACKEND, doctor, plugin
 from sglang_backend.hicache import MooncakeConnectorStorage
+from sglang_backend.targets import KNOWN_VERSION
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +67,7 @@ def test_sglang_missing_is_told_and_nothing_else_looked_at(monkeypatch):
 def test_another_version_is_a_warning(monkeypatch):
     monkeypatch.setattr(sglang, "__version__", "0.6.1")
     check = found()["SGLang"]
-    assert check.status is Verdict.WARNING and "0.6.1" in check.detail and plugin.KNOWN_VERSION in check.detail
+    assert check.status is Verdict.WARNING and "0.6.1" in check.detail and KNOWN_VERSION in check.detail
 
 
 def test_a_sglang_without_a_hook_registry_is_told(monkeypatch):

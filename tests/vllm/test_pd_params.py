@@ -14,8 +14,8 @@ from pd import PD_ONLY, PROMPT, port_of, prefill_params, run_all
 from mooncake_connector.config.schema import load_config
 from mooncake_connector.kv.namespace import Namespace
 from transfer.protocol.messages import MAX_NAME_LENGTH
+from transfer.session import NodeOptions
 from vllm_plugin.pd.params import DecodeRequest, PrefillRequest, answer_params, parse_params, transfer_name
-from vllm_plugin.pd.worker import make_options
 
 LEG = {"do_remote_prefill": True, "transfer_id": "x", "remote_host": "127.0.0.1", "remote_port": 9}
 
@@ -148,11 +148,11 @@ def test_where_clients_send_us_makes_few_lines_in_the_log(start: Start, caplog: 
 def test_instances_may_have_different_leases() -> None:
     """Each keeps the other's with its own heartbeats, which have to come several times in any but the shortest."""
     for lease_s in (5.0, 30.0, 3600.0):
-        assert 4 * make_options(load_config({"transfer_lease_s": lease_s}, {})).timing.heartbeat_s <= 5
-    assert 4 * make_options(load_config({"transfer_lease_s": 1.0}, {})).timing.heartbeat_s <= 1
+        assert 4 * NodeOptions.configured(load_config({"transfer_lease_s": lease_s}, {})).timing.heartbeat_s <= 5
+    assert 4 * NodeOptions.configured(load_config({"transfer_lease_s": 1.0}, {})).timing.heartbeat_s <= 1
 
 
 def test_a_prefill_instance_holds_kv_for_as_long_as_it_is_told_to() -> None:
     for settings_s in ({"transfer_lease_s": 600.0}, {"transfer_deadline_s": 600.0}):
-        assert make_options(load_config(settings_s, {})).timing.hold_s >= 600
-    assert make_options(load_config({}, {})).timing.hold_s == 300
+        assert NodeOptions.configured(load_config(settings_s, {})).timing.hold_s >= 600
+    assert NodeOptions.configured(load_config({}, {})).timing.hold_s == 300

@@ -18,7 +18,7 @@ from transfer.control.directory import Address
 from transfer.plan.granularity import Bounds, Granularity
 from transfer.plan.layout import RankLayout, Section, Table
 from transfer.protocol.consumer import Incoming
-from transfer.protocol.orders import Ending, Failed, Timing
+from transfer.protocol.orders import Ending, Failed
 from transfer.protocol.producer import Outgoing
 from transfer.serving import Computed
 from transfer.session import Node, NodeOptions
@@ -29,23 +29,6 @@ from vllm_plugin.messages import Announcement, Ended, StepMetadata
 from vllm_plugin.stats import ConnectorStats
 
 logger = get_logger(__name__)
-
-
-def make_options(config: Config) -> NodeOptions:
-    fixed = None if config.granularity == "auto" else Granularity(config.granularity)
-    lease_s, deadline_s = config.transfer_lease_s, config.transfer_deadline_s
-    return NodeOptions(
-        transports=config.transports,
-        hosts=config.transfer_hosts,
-        page_tokens=int(config.page_tokens),
-        bounds=Bounds(config.granularity_chunk_tokens, config.granularity_layer_tokens, fixed),
-        timing=Timing(
-            lease_s=lease_s,
-            heartbeat_s=min(Timing().heartbeat_s, lease_s / 6),
-            deadline_s=deadline_s,
-            hold_s=max(Timing().hold_s, lease_s, deadline_s),
-        ),
-    )
 
 
 def open_worker(memory: KVMemory, config: Config, access: Access, stats: ConnectorStats) -> PDWorker | None:
@@ -65,7 +48,7 @@ def open_worker(memory: KVMemory, config: Config, access: Access, stats: Connect
         itemsize=geometry.itemsize,
         blocks=blocks.layout,
     )
-    options = make_options(config)
+    options = NodeOptions.configured(config)
     try:
         node = Node(RankLayout((section,)), memory.storages, access, options, device.index)
     except (TransferError, ValueError, OSError) as error:

@@ -1,0 +1,241 @@
+"""SGLang's KV manager of one rank, on a `transfer` node: what SGLang's sender and receiver of each request stand on.
+
+SGLang's own classes keep the state of requests (`request_status`, `failure_records`), talk to its bootstrap server and
+answer its scheduler; they are kept as they are. Their sockets, heartbeats and messages between ranks are not used: the
+ranks of the other side are found through the prefill instance's directory, of which the bootstrap server's row says
+where it listens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_server_args
+
+from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.errors import ModelIdentityError
+from mooncake_connector.kv.identity.checkpoint import weights_digest
+from mooncake_connector.kv.namespace import canonical_json
+from mooncake_connector.log import get_logger, kind_of, log_once
+from sglang_backend.pd.layout import Place, RankMemory
+from transfer.control.connection import Access
+from transfer.control.directory import THIS_HOST, Address, Directory, RankCard
+from transfer.protocol.consumer import Incoming
+from transfer.protocol.orders import Ended, Ending, Failed
+from transfer.protocol.producer import Outgoing
+from transfer.session import Node, NodeOptions
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.base.conn import KVArgs
+
+_FORMAT = 1
+"""Of what both sides make of SGLang's memory: sections, their names and tables."""
+_NUM_ASKING = 8
+"""Threads that ask bootstrap servers, which may not answer for seconds."""
+_PATIENCE_S = 0.2
+"""The scheduler waits so long for a bootstrap server it meets first; then it asks again."""
+
+logger = get_logger(__name__)
+
+
+class Party(Protocol):
+    """The sender or the receiver of one request."""
+
+    def settled(self, report: Failed | Ended) -> None:
+        """Its transfer has ended, or nothing will come of it."""
+
+
+class MooncakeConnectorKVManager(CommonKVManager):
+    """See the module.
+
+    Raises:
+        ConfigError, TransferError, ValueError: SGLang cannot start like this; each says what to change.
+    """
+
+    def __init__(
+        self,
+        args: KVArgs,
+        disaggregation_mode: DisaggregationMode,
+        server_args: Any,
+        is_mla_backend: bool | None = False,
+    ) -> None:
+        _refuse_what_is_not_served()
+        self._parties: dict[Outgoing | Incoming, Party] = {}
+        self._asking = ThreadPoolExecutor(_NUM_ASKING, thread_name_prefix="mooncake-connector-bootstrap")
+        self._infos: dict[str, Future[bool]] = {}
+        self.refused: dict[str, str] = {}
+        """Why a prefill instance, by its bootstrap address, cannot be used by this one."""
+        self._is_started = False
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.server_socket.close(linger=0)  # nothing is read from it
+        if disaggregation_mode == DisaggregationMode.DECODE:
+            self._start()
+
+    def register_to_bootstrap(self) -> None:
+        """Have the row of this rank say where the instance's directory is."""
+        self._start()
+        host, port = self.home
+        self.local_ip, self.rank_port = host or THIS_HOST, port
+        super().register_to_bootstrap()
+
+    def _start(self) -> None:
+        """Open the node of this rank, and on the first rank the directory of them all."""
+        if self._is_started:
+            return
+        self._is_started = True
+        config = load_config()
+        parallel = get_parallel()
+        model = ModelConfig.from_server_args(get_server_args())
+        place = Place(
+            tp_rank=self.kv_args.engine_rank % self.attn_tp_size,
+            tp_size=self.attn_tp_size,
+            num_layers=max(model.num_hidden_layers, 1),
+            first_layer=0,
+            num_heads=1 if self.is_mla_backend else model.get_total_num_kv_heads(),
+            is_mla=bool(self.is_mla_backend),
+        )
+        self.memory = RankMemory(self.kv_args, place)
+        access = Access.configured(config, self._compatibility(config, model))
+        self.node = Node(self.memory.layout, self.memory.regions, access, NodeOptions.configured(config))
+        self._directory: Directory | None = None
+        cards = self._of_all(msgspec.msgpack.encode(self.node.card))
+        numbers = [number for number, (dp_rank, _) in enumerate(cards) if dp_rank == self.attn_dp_rank]
+        ranks = [msgspec.msgpack.decode(cards[number][1], type=RankCard) for number in numbers]
+        is_first = ranks[0].instance == self.node.card.instance
+        if is_first:
+            port = config.transfer_port + self.attn_dp_rank if config.transfer_port else 0
+            engine_id = self.node.card.instance.hex()
+            self._directory = Directory(engine_id, ranks, len(ranks), (ranks[0].host, port), access)
+        ports = self._of_all(self._directory.port if self._directory is not None else 0)
+        port = next(port for dp_rank, port in ports if dp_rank == self.attn_dp_rank and port)
+        self.home: Address = ranks[0].host or THIS_HOST, port
+        if parallel.tp_rank == 0:
+            seen = f"{self.home[0]}, port" if ranks[0].host else "this host only (Unix sockets of this user), number"
+            logger.info(
+                "SGLang %s hands KV over by mooncake-connector; its directory: %s %d; sections: %s",
+                self.disaggregation_mode.value, seen, port,
+                "; ".join(section.describe() for section in self.memory.layout.sections),
+            )  # fmt: skip
+
+    def _of_all(self, mine: Any) -> list[tuple[int, Any]]:
+        """What every rank gives, with its data-parallel rank."""
+        pair, world = (self.attn_dp_rank, mine), get_parallel().world_group
+        return [pair] if world.world_size == 1 else world.all_gather_object(pair)
+
+    def _compatibility(self, config: Config, model: ModelConfig) -> bytes:
+        """Digest of what must be equal for KV to mean the same: the weights, above all."""
+        args = get_server_args()
+        digest = config.model_id or ""
+        if not digest:
+            mine = ""
+            if get_parallel().world_group.rank_in_group == 0:
+                try:
+                    mine = weights_digest(args.model_path, args.revision, "auto")
+                except ModelIdentityError as error:
+                    logger.warning("prefill and decode are not compared by their weights: %s", error)
+            digest = self._of_all(mine)[0][1]
+        described = {
+            "engine": "sglang", "format": _FORMAT, "model": digest, "architecture": str(model.hf_config.architectures),
+            "kv_dtype": str(self.kv_cache_dtype_str), "kv_layout": str(self.kv_layout),
+            "swa_layout": str(self.kv_args.swa_kv_cache_layout),
+        }  # fmt: skip
+        return hashlib.sha256(canonical_json(described).encode()).digest()
+
+    # Requests
+
+    def watch(self, transfer: Outgoing | Incoming, party: Party) -> None:
+        self._parties[transfer] = party
+
+    def collect(self) -> None:
+        """Tell senders and receivers what became of their transfers since the last call."""
+        for report in self.node.take_ended():
+            transfer = report.transfer
+            if isinstance(report, Ended):
+                party = self._parties.pop(transfer, None)
+                _say(transfer)
+            else:
+                party = self._parties.get(transfer)
+            if party is not None:
+                party.settled(report)
+
+    def ask(self, find: Any) -> Future[Any]:
+        """Have `find` called in a thread that may wait for a bootstrap server."""
+        return self._asking.submit(find)
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """As SGLang's, but it never holds the scheduler up for long, and never ends it over another instance."""
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        asked = self._infos.get(bootstrap_addr)
+        if asked is None:
+            asked = self._infos[bootstrap_addr] = self.ask(partial(self._find_info, bootstrap_addr))
+        try:
+            found = asked.result(_PATIENCE_S)
+        except TimeoutError:
+            return False
+        del self._infos[bootstrap_addr]
+        return found
+
+    def _find_info(self, bootstrap_addr: str) -> bool:
+        try:
+            found = super().try_ensure_parallel_info(bootstrap_addr)
+        except Exception as error:  # page sizes, dtypes or ranks that do not fit
+            reason = str(error) or repr(error)
+            self.refused[bootstrap_addr] = reason
+            log_once(f"pd.refused:{kind_of(reason)}", "prefill instance %s: %s", bootstrap_addr, reason, logger=logger)
+            return False
+        if found:
+            self.refused.pop(bootstrap_addr, None)
+        return found
+
+    def forget(self, bootstrap_addr: str) -> None:
+        """Ask its bootstrap server again before the next request: the instance may be another by then."""
+        self.prefill_info_table.pop(bootstrap_addr, None)
+
+    def teardown(self) -> None:
+        self.node.close()
+        if self._directory is not None:
+            self._directory.close()
+
+
+class MooncakeConnectorKVBootstrapServer(CommonKVBootstrapServer):
+    """SGLang's own: whoever reaches its port learns where directories are, which take no stranger in."""
+
+
+def _say(transfer: Outgoing | Incoming) -> None:
+    if transfer.ending in (Ending.FAILED, Ending.EXPIRED):
+        kind = "send" if isinstance(transfer, Outgoing) else "fetch"
+        said = "a transfer failed after %.3f s: %s (logged once per cause)"
+        log_once(f"pd.{kind}:{kind_of(transfer.cause)}", said, transfer.seconds, transfer.cause, logger=logger)
+
+
+def _refuse_what_is_not_served() -> None:
+    """Raises ValueError for settings with which KV would be read or written in ways that are not known here."""
+    parallel, disagg = get_parallel(), get_disagg()
+    device = str(get_device().device)
+    wrong = {
+        f"--device {device}: KV in the memory of a device is not handed over yet": device != "cpu",
+        "--pp-size above 1": parallel.pp_size > 1,
+        "attention context parallelism": parallel.attn_cp_size > 1,
+        "decode context parallelism (--dcp-size)": parallel.attn_dcp_size > 1,
+        "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
+        "--disaggregation-decode-allocation-policy prefill_complete":
+            disagg.disaggregation_decode_allocation_policy == "prefill_complete",
+        "--disaggregation-enable-kv-checksum (pages have checksums here)": disagg.disaggregation_enable_kv_checksum,
+        "--enable-pd-role-switch": disagg.enable_pd_role_switch,
+        "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
+    }  # fmt: skip
+    found = [setting for setting, is_set in wrong.items() if is_set]
+    if found:
+        raise ValueError(
+            f"--disaggregation-transfer-backend mooncake_connector does not work with {'; '.join(found)}: unset it, or "
+            "choose another backend"
+        )

@@ -1,0 +1,57 @@
+"""Functions of SGLang that hooks rest on, each compared with what it was in the version that this package knows."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+KNOWN_VERSION = "0.5.23"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A function of SGLang that we hook (or, without `hook`, call), and its parameters in the version we know."""
+
+    path: str
+    parameters: tuple[str, ...]
+    hook: Callable[..., Any] | None = None
+    type: HookType = HookType.AROUND
+
+
+def misfits(targets: Sequence[Target]) -> list[str]:
+    """One phrase for each target that is missing here or has other parameters; it imports what the targets are in."""
+    return [found for target in targets if (found := misfit(target))]
+
+
+def misfit(target: Target) -> str | None:
+    """What is wrong with `target` in this SGLang, or None."""
+    try:
+        parameters = tuple(inspect.signature(pkgutil.resolve_name(target.path)).parameters)
+    except Exception as error:
+        return f"{target.path} cannot be found ({error})"
+    if parameters == target.parameters:
+        return None
+    return f"{target.path} has the parameters ({', '.join(parameters)}) instead of ({', '.join(target.parameters)})"
+
+
+def place(targets: Sequence[Target]) -> None:
+    """Register the hooks, each once in a process. SGLang applies them after the plugin has returned."""
+    for target in targets:
+        if target.hook is not None and not _registered(target):
+            HookRegistry.register(target.path, target.hook, target.type)
+
+
+def in_force(targets: Sequence[Target]) -> bool:
+    """Whether all hooks are in force in this process."""
+    return all(
+        _registered(target) and target.path in HookRegistry._patched for target in targets if target.hook is not None
+    )
+
+
+def _registered(target: Target) -> bool:
+    return any(hook is target.hook for _, hook, _ in HookRegistry._hooks.get(target.path, ()))
