@@ -9,12 +9,14 @@ where it listens.
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
@@ -70,9 +72,7 @@ class MooncakeConnectorKVManager(CommonKVManager):
         _refuse_what_is_not_served()
         self._parties: dict[Outgoing | Incoming, Party] = {}
         self._asking = ThreadPoolExecutor(_NUM_ASKING, thread_name_prefix="mooncake-connector-bootstrap")
-        self._infos: dict[str, Future[bool]] = {}
-        self.refused: dict[str, str] = {}
-        """Why a prefill instance, by its bootstrap address, cannot be used by this one."""
+        self._asked: dict[str, Future[Any]] = {}
         self._is_started = False
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # nothing is read from it
@@ -166,41 +166,41 @@ class MooncakeConnectorKVManager(CommonKVManager):
             if party is not None:
                 party.settled(report)
 
-    def ask(self, find: Any) -> Future[Any]:
-        """Have `find` called in a thread that may wait for a bootstrap server."""
-        return self._asking.submit(find)
+    def unwatch(self, transfer: Outgoing | Incoming) -> None:
+        self._parties.pop(transfer, None)
+
+    def ask(self, what: str, find: Callable[[], Any]) -> Future[Any]:
+        """Have `find` called in a thread that may wait for a bootstrap server; who asks for the same waits with it."""
+        asked = self._asked.get(what)
+        if asked is None:
+            asked = self._asked[what] = self._asking.submit(find)
+            asked.add_done_callback(lambda _: self._asked.pop(what, None))
+        return asked
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """As SGLang's, but it never holds the scheduler up for long, and never ends it over another instance."""
-        if bootstrap_addr in self.prefill_info_table:
-            return True
-        asked = self._infos.get(bootstrap_addr)
-        if asked is None:
-            asked = self._infos[bootstrap_addr] = self.ask(partial(self._find_info, bootstrap_addr))
-        try:
-            found = asked.result(_PATIENCE_S)
-        except TimeoutError:
-            return False
-        del self._infos[bootstrap_addr]
-        return found
+        if bootstrap_addr not in self.prefill_info_table:
+            wait([self.ask(bootstrap_addr, partial(self._find_info, bootstrap_addr))], _PATIENCE_S)
+        return bootstrap_addr in self.prefill_info_table
 
-    def _find_info(self, bootstrap_addr: str) -> bool:
+    def _find_info(self, bootstrap_addr: str) -> None:
+        """In a thread of ours. Requests for an instance that does not fit fail at once: it will not fit later."""
         try:
-            found = super().try_ensure_parallel_info(bootstrap_addr)
+            super().try_ensure_parallel_info(bootstrap_addr)
         except Exception as error:  # page sizes, dtypes or ranks that do not fit
             reason = str(error) or repr(error)
-            self.refused[bootstrap_addr] = reason
             log_once(f"pd.refused:{kind_of(reason)}", "prefill instance %s: %s", bootstrap_addr, reason, logger=logger)
-            return False
-        if found:
-            self.refused.pop(bootstrap_addr, None)
-        return found
+            for room in list(self.addr_to_rooms_tracker.get(bootstrap_addr, ())):
+                if self.request_status.get(room) == KVPoll.Bootstrapping:
+                    self.record_failure(room, reason)
+                    self.update_status(room, KVPoll.Failed)
 
     def forget(self, bootstrap_addr: str) -> None:
         """Ask its bootstrap server again before the next request: the instance may be another by then."""
         self.prefill_info_table.pop(bootstrap_addr, None)
 
     def teardown(self) -> None:
+        self._asking.shutdown(wait=False, cancel_futures=True)
         self.node.close()
         if self._directory is not None:
             self._directory.close()

@@ -28,6 +28,8 @@ from transfer.transports.base import TransferError
 _REVOKED_WITHIN_S = 15.0
 """A transport gives memory back within about ten seconds, whatever its peer does."""
 _POLL_S = 0.001
+_ANSWERED_WITHIN_S = 30.0
+"""By a bootstrap server, which may say a byte now and then for ever."""
 
 logger = get_logger(__name__)
 
@@ -37,11 +39,49 @@ def transfer_name(room: int) -> str:
     return f"sglang:{room}"
 
 
-class MooncakeConnectorKVSender(CommonKVSender):
-    """Gives a request's KV away. Prefill does not wait for the decode instance: the KV is held for a lease."""
+class _Party:
+    """What a sender and a receiver share.
+
+    SGLang's tables have one entry a room. So a request whose room is in use by another one fails at once, and leaves
+    that one's entries alone; and why a request failed is kept with the request until SGLang asks for it.
+    """
 
     kv_mgr: MooncakeConnectorKVManager
+    bootstrap_room: int
     conclude_state: int | None
+    _owns_bootstrap_room: bool
+    _transfer: Outgoing | Incoming | None
+    _cause = ""
+
+    def _refuse_room(self) -> None:
+        self._owns_bootstrap_room = False
+        self.conclude_state = KVPoll.Failed
+        self._cause = f"bootstrap_room {self.bootstrap_room} is in use by another request here: it must be new for each"
+
+    def _fail(self, cause: str) -> None:
+        self._cause = self._cause or cause
+        self._cancel(cause)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+
+    def _cancel(self, cause: str) -> None:
+        if self._transfer is not None and not self._transfer.is_over:
+            self.kv_mgr.node.cancel(self._transfer, cause)
+
+    def _forget(self) -> None:
+        """SGLang has its pages back, and takes the room for free: what the transfer says from now on is of nobody."""
+        if self._transfer is not None:
+            self.kv_mgr.unwatch(self._transfer)
+
+    def failure_exception(self) -> None:
+        if self._cause:
+            self.kv_mgr.record_failure(self.bootstrap_room, self._cause)
+        super().failure_exception()  # type: ignore[misc]
+
+
+class MooncakeConnectorKVSender(_Party, CommonKVSender):
+    """Gives a request's KV away. Prefill does not wait for the decode instance: the KV is held for a lease."""
+
+    _transfer: Outgoing
     _transfer_start_time: float | None
 
     def __init__(
@@ -51,10 +91,14 @@ class MooncakeConnectorKVSender(CommonKVSender):
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
+        is_taken = bootstrap_room in mgr.request_status
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._pages: list[int] = []
+        self._is_sent = False
         self._transfer = Outgoing(transfer_name(bootstrap_room))
-        if mgr.check_status(bootstrap_room) != KVPoll.Failed:
+        if is_taken:
+            self._refuse_room()
+        elif mgr.check_status(bootstrap_room) != KVPoll.Failed:
             mgr.watch(self._transfer, self)
             mgr.node.open(self._transfer)
             mgr.update_status(bootstrap_room, KVPoll.WaitingForInput)
@@ -66,25 +110,21 @@ class MooncakeConnectorKVSender(CommonKVSender):
         num_kv_tokens: int | None = None,
         indices_event: object | None = None,
     ) -> None:
-        """The KV of further pages is there; with the last ones also state and the aux row."""
-        if self.conclude_state is not None:
+        """The KV of further pages is there; with the last ones, which may be none, also state and the aux row."""
+        if self.conclude_state is not None or self._is_sent:
             return
         if self._transfer_start_time is None:
             self._transfer_start_time = time.perf_counter()
         self._pages.extend(kv_indices.tolist())
         self._record_transfer_indices(kv_indices, state_indices)
-        is_last = len(self._pages) == self.num_kv_indices
+        self._is_sent = len(self._pages) >= self.num_kv_indices
         manager = self.kv_mgr
-        try:
-            tables = manager.memory.tables(self._pages, self.aux_index, state_indices if is_last else None)
-        except TransferError as error:
-            self._fail(str(error))
-            return
+        tables = manager.memory.tables(self._pages, self.aux_index, state_indices if self._is_sent else None)
         stop = len(self._pages) * manager.memory.page_tokens
         computed = Computed([table.block_ids for table in tables], stop)
         for section in manager.memory.kv:
             manager.node.computed(manager.memory.last_layer(section), [(self._transfer, computed)], section)
-        if is_last:
+        if self._is_sent:
             manager.node.awaited(self._transfer)
             manager.node.finished(self._transfer, stop)
             manager.update_status(self.bootstrap_room, KVPoll.Transferring)
@@ -96,53 +136,57 @@ class MooncakeConnectorKVSender(CommonKVSender):
         else:
             self._fail(self._transfer.cause)
 
-    def _fail(self, cause: str) -> None:
-        self.kv_mgr.record_failure(self.bootstrap_room, cause)
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-
     def _poll_with_status(self, check_status: Any) -> int:
         self.kv_mgr.collect()
         return super()._poll_with_status(check_status)
 
     def abort(self) -> None:
-        """At once: what is still read from the pages by then counts for nothing."""
-        super().abort()
-        self._cancel("aborted")
+        """At once: what is still read from the pages by then counts for nothing. SGLang may not ask for it again."""
+        if self.conclude_state is None:
+            self._cause = "Aborted by AbortReq."
+            self.conclude_state = KVPoll.Failed
+            self.clear()
 
     def clear(self) -> None:
         self._cancel("the request ended")
-        super().clear()
+        self._forget()
+        if self._owns_bootstrap_room:
+            self._owns_bootstrap_room = False
+            super().clear()
 
-    def _cancel(self, cause: str) -> None:
-        if not self._transfer.is_over:
-            self.kv_mgr.node.cancel(self._transfer, cause)
 
-
-class MooncakeConnectorKVReceiver(CommonKVReceiver):
+class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
     """Fetches a request's KV."""
-
-    kv_mgr: MooncakeConnectorKVManager
-    conclude_state: int | None
 
     def __init__(
         self, mgr: MooncakeConnectorKVManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:
+        is_taken = bootstrap_room in mgr.request_status
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._transfer: Incoming | None = None
-        self._is_granted = False
+        self._is_granted = self._is_aborted = False
         self._asked: Future[Address] | None = None
+        self._answered_until_s = 0.0
+        if is_taken:
+            self._refuse_room()
 
     def init(self, prefill_dp_rank: int) -> None:
         """Find the directory of the prefill instance, anew for each request: that may have been started again."""
         if self.conclude_state is None:
             self.prefill_dp_rank = prefill_dp_rank
-            self._asked = self.kv_mgr.ask(partial(self._find, prefill_dp_rank))
+            self._answered_until_s = time.monotonic() + _ANSWERED_WITHIN_S
+            what = f"{self.bootstrap_addr} {prefill_dp_rank}"
+            self._asked = self.kv_mgr.ask(what, partial(self._find, prefill_dp_rank))
 
     def _find(self, prefill_dp_rank: int) -> Address:
         row = self._get_bootstrap_info_from_server(prefill_dp_rank, 0, 0, 0)
-        if row is None:
-            raise TransferError(f"the bootstrap server at {self.bootstrap_addr} does not say where its ranks are")
-        return str(row["rank_ip"]), int(row["rank_port"])
+        try:
+            return str(row["rank_ip"]), int(row["rank_port"])
+        except (LookupError, TypeError, ValueError):
+            said = "nothing" if row is None else repr(row)[:200]
+            raise TransferError(
+                f"the bootstrap server at {self.bootstrap_addr} does not say where its ranks are, but {said}"
+            ) from None
 
     def _announce(self) -> None:
         """Once the directory is known: from now on prefill's lease does not run out."""
@@ -178,7 +222,6 @@ class MooncakeConnectorKVReceiver(CommonKVReceiver):
             tables = manager.memory.tables(pages, aux_index, state_indices, decode_prefix_len or 0)
         except TransferError as error:
             self._fail(str(error))
-            manager.node.cancel(self._transfer, str(error))
             return
         self._is_granted = True
         self.init_time = time.time()
@@ -188,23 +231,22 @@ class MooncakeConnectorKVReceiver(CommonKVReceiver):
 
     def settled(self, report: Failed | Ended) -> None:
         assert self._transfer is not None
-        if isinstance(report, Failed):
-            self.kv_mgr.node.cancel(self._transfer, self._transfer.cause)
-        if self._transfer.ending is Ending.DONE:
+        if self._transfer.ending is Ending.DONE and not self._is_aborted:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         else:
             self._fail(self._transfer.cause)
 
     def _fail(self, cause: str) -> None:
-        if self.bootstrap_room not in self.kv_mgr.failure_records:
-            self.kv_mgr.record_failure(self.bootstrap_room, cause)
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        super()._fail(cause)
         self.kv_mgr.forget(self.bootstrap_addr)
 
     def _poll(self) -> int:
         if self.conclude_state is None:
             if self._asked is not None and self._asked.done():
                 self._announce()
+            elif self._asked is not None and time.monotonic() > self._answered_until_s:
+                self._asked = None
+                self._fail(f"the bootstrap server at {self.bootstrap_addr} did not answer")
             self.kv_mgr.collect()
         return super()._poll()
 
@@ -216,10 +258,14 @@ class MooncakeConnectorKVReceiver(CommonKVReceiver):
         """Pages that SGLang gave come free when the poll says `Failed`, and not before."""
         if self.conclude_state is not None:
             return
-        cause = self.kv_mgr.refused.get(self.bootstrap_addr, "Aborted by AbortReq.")
-        self.kv_mgr.record_failure(self.bootstrap_room, cause)
-        if self._transfer is not None:
-            self.kv_mgr.node.cancel(self._transfer, cause)
+        self._is_aborted = True
+        is_known = self._asked is not None or self._transfer is not None
+        self._cause = self._cause or (
+            "Aborted by AbortReq."
+            if is_known
+            else f"aborted before the bootstrap server at {self.bootstrap_addr} said what its instance is"
+        )
+        self._cancel(self._cause)
         if not self._is_granted:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
             self.conclude_state = KVPoll.Failed
@@ -228,10 +274,12 @@ class MooncakeConnectorKVReceiver(CommonKVReceiver):
         """SGLang takes the pages back, also where only another rank has failed."""
         transfer = self._transfer
         if transfer is not None and not transfer.is_over:
-            self.kv_mgr.node.cancel(transfer, "the request ended")
+            self._cancel("the request ended")
             deadline_s = time.monotonic() + _REVOKED_WITHIN_S
             while self._is_granted and not transfer.is_over and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
             if self._is_granted and not transfer.is_over:
                 log_once("pd.revoke", "pages of a request are taken back while they may be written to", logger=logger)
+        self._forget()
         super()._clear()
+        self._owns_bootstrap_room = False
