@@ -223,7 +223,8 @@ class _Request:
         return state
 
     def until(self, *states: int) -> int:
-        wait_for(lambda: self.poll() in states)
+        """Poll until it is in one of these states, or at an end."""
+        wait_for(lambda: self.poll() in (*states, KVPoll.Failed, KVPoll.Success))
         return self.poll()
 
     def abort(self) -> None:
@@ -251,6 +252,7 @@ class Prefill(_Request):
         self.instance, self.room, self.pages, self.aux = instance, room, list(pages), aux
         self.parties = [MooncakeConnectorKVSender(manager, address, room) for manager in instance.managers]
         self.expected = (KVPoll.Failed, KVPoll.Bootstrapping, KVPoll.WaitingForInput)
+        self.sent = 0
 
     def admit(self) -> None:
         """Out of the bootstrap queue."""
@@ -260,17 +262,17 @@ class Prefill(_Request):
             sender.init(len(self.pages), self.aux)
 
     def compute(self, *counts: int) -> None:
-        """In chunks of so many pages, of which the last one says the rest."""
+        """The next chunks, of so many pages; without any, all that is left."""
         for rank in self.instance.ranks:
             rank.aux.output_ids[self.aux] = self.room
             rank.aux.bootstrap_room[self.aux] = self.room
-        at = 0
-        for count in counts or (len(self.pages),):
+        for count in counts or (len(self.pages) - self.sent,):
+            chunk = np.array(self.pages[self.sent : self.sent + count], dtype=np.int32)
+            self.sent += count
             for sender in self.parties:
-                assert sender.should_send_kv_chunk(count, at + count == len(self.pages))
-                sender.send(np.array(self.pages[at : at + count], dtype=np.int32), None, count * PAGE)
-            at += count
-        if at == len(self.pages):  # now in the queue of what is under way
+                assert sender.should_send_kv_chunk(count, self.sent == len(self.pages))
+                sender.send(chunk, None, count * PAGE)
+        if self.sent == len(self.pages):  # now in the queue of what is under way
             self.expected = (KVPoll.Failed, KVPoll.WaitingForInput, KVPoll.Transferring, KVPoll.Success)
 
     def run(self, *counts: int) -> None:
@@ -298,7 +300,7 @@ class Decode(_Request):
 
     def allocate(self) -> None:
         """Out of the queue of those that wait for pages."""
-        assert self.until(KVPoll.WaitingForInput, KVPoll.Failed) == KVPoll.WaitingForInput, self.failed()
+        assert self.until(KVPoll.WaitingForInput) == KVPoll.WaitingForInput, self.failed()
         for receiver in self.parties:
             pages = np.array(self.pages[self.prefix :], dtype=np.int32)
             receiver.send_metadata(pages, self.aux, None, decode_prefix_len=self.prefix * PAGE)
