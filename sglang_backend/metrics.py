@@ -1,12 +1,19 @@
-"""What the backend counts: through SGLang's storage metrics, and as counters of its own on the same `/metrics`."""
+"""What both backends count, on SGLang's `/metrics`; the storage backend also through SGLang's storage metrics."""
 
 from __future__ import annotations
 
 import threading
 from functools import cache
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter
 from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from transfer.protocol.orders import Ending
+from transfer.protocol.producer import Outgoing
+
+if TYPE_CHECKING:
+    from transfer.protocol.consumer import Incoming
 
 _GIB = 1 << 30
 
@@ -19,6 +26,14 @@ def _counters() -> dict[str, Counter]:
         "bytes": Counter("mooncake_connector_bytes_total", "Bytes moved from or to the pool", ["operation"]),
         "seconds": Counter("mooncake_connector_seconds_total", "Seconds spent moving pages", ["operation"]),
         "failures": Counter("mooncake_connector_failures_total", "Operations that failed", ["operation", "cause"]),
+        "transfers": Counter(
+            "mooncake_connector_transfers_total", "Requests' KV sent or fetched, well or not", ["operation"]
+        ),
+        "transfer_bytes": Counter("mooncake_connector_transfer_bytes_total", "KV sent or fetched", ["operation"]),
+        "transfer_seconds": Counter(
+            "mooncake_connector_transfer_seconds_total", "Seconds from a request's beginning to its end", ["operation"]
+        ),
+        "transport_bytes": Counter("mooncake_connector_transport_bytes_total", "KV sent, by transport", ["transport"]),
     }
 
 
@@ -59,3 +74,31 @@ class Metrics:
         with self._lock:
             since, self._since = self._since, StorageMetrics()
         return since
+
+
+class TransferMetrics:
+    """Counts of one rank of a prefill ("send") or a decode instance ("fetch").
+
+    Args:
+        enabled: whether SGLang has metrics (`--enable-metrics`); nothing is counted otherwise.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+
+    def ended(self, transfer: Outgoing | Incoming) -> None:
+        if not self._enabled:
+            return
+        counters = _counters()
+        operation = "send" if isinstance(transfer, Outgoing) else "fetch"
+        counters["transfers"].labels(operation).inc()
+        counters["transfer_bytes"].labels(operation).inc(transfer.nbytes)
+        counters["transfer_seconds"].labels(operation).inc(transfer.seconds)
+        if transfer.transport:
+            counters["transport_bytes"].labels(transfer.transport).inc(transfer.nbytes)
+        if transfer.ending in (Ending.FAILED, Ending.EXPIRED):
+            self.failed(operation, transfer.ending.value)
+
+    def failed(self, operation: str, cause: str) -> None:
+        if self._enabled:
+            _counters()["failures"].labels(operation, cause).inc()

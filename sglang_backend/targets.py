@@ -15,12 +15,18 @@ KNOWN_VERSION = "0.5.23"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A function of SGLang that we hook (or, without `hook`, call), and its parameters in the version we know."""
+    """A function of SGLang that we hook (or, without `hook`, call), and what it was in the version we know.
+
+    Args:
+        parameters: None for what is no function, and only has to be there.
+        names: of attributes and functions that its code uses, and that we rest on.
+    """
 
     path: str
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...] | None = None
     hook: Callable[..., Any] | None = None
     type: HookType = HookType.AROUND
+    names: tuple[str, ...] = ()
 
 
 def misfits(targets: Sequence[Target]) -> list[str]:
@@ -31,12 +37,17 @@ def misfits(targets: Sequence[Target]) -> list[str]:
 def misfit(target: Target) -> str | None:
     """What is wrong with `target` in this SGLang, or None."""
     try:
-        parameters = tuple(inspect.signature(pkgutil.resolve_name(target.path)).parameters)
+        found = pkgutil.resolve_name(target.path)
+        if target.parameters is None:
+            return None
+        parameters = tuple(inspect.signature(found).parameters)
     except Exception as error:
         return f"{target.path} cannot be found ({error})"
-    if parameters == target.parameters:
-        return None
-    return f"{target.path} has the parameters ({', '.join(parameters)}) instead of ({', '.join(target.parameters)})"
+    if parameters != target.parameters:
+        return f"{target.path} has the parameters ({', '.join(parameters)}) instead of ({', '.join(target.parameters)})"
+    known = getattr(getattr(inspect.unwrap(found), "__code__", None), "co_names", ())
+    missing = [name for name in target.names if name not in known]
+    return f"{target.path} does without {', '.join(missing)}" if missing else None
 
 
 def place(targets: Sequence[Target]) -> None:

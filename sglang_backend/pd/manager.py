@@ -20,13 +20,14 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_server_args
+from sglang.srt.runtime_context import get_device, get_disagg, get_observability, get_parallel, get_server_args
 
 from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.kv.identity.checkpoint import weights_digest
 from mooncake_connector.kv.namespace import canonical_json
 from mooncake_connector.log import get_logger, kind_of, log_once
+from sglang_backend.metrics import TransferMetrics
 from sglang_backend.pd.layout import Place, RankMemory
 from transfer.control.connection import Access
 from transfer.control.directory import THIS_HOST, Address, Directory, RankCard
@@ -73,6 +74,7 @@ class MooncakeConnectorKVManager(CommonKVManager):
         self._parties: dict[Outgoing | Incoming, Party] = {}
         self._asking = ThreadPoolExecutor(_NUM_ASKING, thread_name_prefix="mooncake-connector-bootstrap")
         self._asked: dict[str, Future[Any]] = {}
+        self.metrics = TransferMetrics(enabled=get_observability().enable_metrics)
         self._is_started = False
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # nothing is read from it
@@ -160,6 +162,7 @@ class MooncakeConnectorKVManager(CommonKVManager):
             transfer = report.transfer
             if isinstance(report, Ended):
                 party = self._parties.pop(transfer, None)
+                self.metrics.ended(transfer)
                 _say(transfer)
             else:
                 party = self._parties.get(transfer)
@@ -190,6 +193,7 @@ class MooncakeConnectorKVManager(CommonKVManager):
         except Exception as error:  # page sizes, dtypes or ranks that do not fit
             reason = str(error) or repr(error)
             log_once(f"pd.refused:{kind_of(reason)}", "prefill instance %s: %s", bootstrap_addr, reason, logger=logger)
+            self.metrics.failed("fetch", "refused")
             for room in list(self.addr_to_rooms_tracker.get(bootstrap_addr, ())):
                 if self.request_status.get(room) == KVPoll.Bootstrapping:
                     self.record_failure(room, reason)

@@ -195,12 +195,16 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         try:
             where = Where(*asked.result(0))
         except Exception as error:
-            self._fail(str(error) or repr(error))
+            self._fail_unfound(str(error) or repr(error))
             return
         self._transfer = Incoming(transfer_name(self.bootstrap_room), where=where)
         self.kv_mgr.watch(self._transfer, self)
         self.kv_mgr.node.announce(self._transfer, self.kv_mgr.home)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+
+    def _fail_unfound(self, cause: str) -> None:
+        self.kv_mgr.metrics.failed("fetch", "bootstrap")
+        self._fail(cause)
 
     def send_metadata(
         self,
@@ -246,7 +250,7 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
                 self._announce()
             elif self._asked is not None and time.monotonic() > self._answered_until_s:
                 self._asked = None
-                self._fail(f"the bootstrap server at {self.bootstrap_addr} did not answer")
+                self._fail_unfound(f"the bootstrap server at {self.bootstrap_addr} did not answer")
             self.kv_mgr.collect()
         return super()._poll()
 

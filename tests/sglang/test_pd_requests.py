@@ -86,13 +86,17 @@ class Case:
         self.decode = Decode(pair.decode, pair.address, self.room, D_PAGES)
         self._left = {
             "prefill": [self.prefill.admit, lambda: self.prefill.compute(1), self.prefill.compute],
-            "decode": [lambda: self.decode.bootstrap(pair.address), self._allocate],
+            "decode": [self._find, self._allocate],
         }
         sides = ("prefill", "decode", "prefill", "decode", "prefill")
         for side in sides[: self.MOMENTS.index(moment)]:
             self._left[side].pop(0)()
         if moment == "arrived":
             wait_for(lambda: all(receiver._transfer.is_over for receiver in self.decode.parties))
+
+    def _find(self) -> None:
+        self.decode.bootstrap(self.pair.address)
+        self.decode.until(KVPoll.WaitingForInput)
 
     def _allocate(self) -> None:
         if self.decode.until(KVPoll.WaitingForInput) == KVPoll.WaitingForInput:
