@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mooncake_connector.config.schema import Config
+from transfer.device_order import Wait
 from vllm_plugin.blocks import KVBlocks, probe_cpu_order, register_tensors
-from vllm_plugin.device_order import Wait, recorder
 from vllm_plugin.geometry import Geometry
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class KVMemory:
         self.blocks: KVBlocks | None = None
         """None before the engine has registered blocks that are understood, and while it has taken them away."""
         self.record: Callable[[], Wait | None] = lambda: None
-        """See :func:`vllm_plugin.device_order.recorder`."""
+        """See `recorder`."""
         self.sleeps = False
         """Whether the memory may be gone between two steps. A read of it would be the end of the process."""
 
@@ -66,3 +66,25 @@ class KVMemory:
         """`(address, nbytes)` of what the tensors lie in, each once."""
         storages = [tensor.untyped_storage() for tensor in self.tensors]
         return sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
+
+
+def recorder(device: torch.device) -> Callable[[], Wait | None]:
+    """Gives what waits until the work queued on the device so far is done; None where that is the processor.
+
+    Whoever waits has the device as its thread's current one from then on. A new thread has the first device, and would
+    take memory there with its first call.
+    """
+
+    def record() -> Wait | None:
+        if device.type == "cpu":
+            return None
+        event = torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.Event(device)
+        event.record()
+
+        def wait() -> None:
+            torch.accelerator.set_device_index(device)
+            event.synchronize()
+
+        return wait
+
+    return record

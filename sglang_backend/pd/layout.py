@@ -32,6 +32,7 @@ class Place:
     Args:
         num_layers, num_heads: of the whole model; MLA has one head, which each rank has.
         first_layer: the number of this rank's first layer.
+        has_aux: it knows the first token; in a pipeline only the last rank does.
     """
 
     tp_rank: int
@@ -40,6 +41,7 @@ class Place:
     first_layer: int
     num_heads: int
     is_mla: bool
+    has_aux: bool = True
 
     @property
     def heads(self) -> range:
@@ -63,11 +65,14 @@ class _Buffers:
 class RankMemory:
     """The sections of one rank, the memory that they are in, and the tables of a request's pages.
 
+    Args:
+        aux_addresses: of the aux buffers, where these are not SGLang's own.
+
     Raises:
         LayoutError: buffers that cannot be described.
     """
 
-    def __init__(self, args: KVArgs, place: Place) -> None:
+    def __init__(self, args: KVArgs, place: Place, aux_addresses: Sequence[int] | None = None) -> None:
         self.page_tokens = args.page_size
         kv = _kv_sections(args, place)
         self.num_kv = len(kv)
@@ -81,8 +86,9 @@ class RankMemory:
                 state.append(_rows(f"{kind.value} {number} of {buffers.item_nbytes}", buffers, place))
                 self._state_of.append(number)
         self._covers_tokens = any(kind.value not in _WHOLE_SEQUENCE for kind in args.state_types)
-        aux_buffers = _alike(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
-        aux = [_rows(f"aux of {buffers.item_nbytes}", buffers, None) for buffers in aux_buffers]
+        at = args.aux_data_ptrs if aux_addresses is None else aux_addresses
+        of_rows = _alike(at, args.aux_data_lens, args.aux_item_lens) if place.has_aux else []
+        aux = [_rows(f"aux of {buffers.item_nbytes}", buffers, None) for buffers in of_rows]
         self._num_aux = len(aux)
         self.layout = RankLayout((*kv, *state, *aux))
         state_memory = [pair for ptrs, lens in zip(args.state_data_ptrs, args.state_data_lens, strict=True)
@@ -90,7 +96,7 @@ class RankMemory:
         self.regions = _apart([
             *zip(args.kv_data_ptrs, args.kv_data_lens, strict=True),
             *state_memory,
-            *zip(args.aux_data_ptrs, args.aux_data_lens, strict=True),
+            *zip(at, args.aux_data_lens, strict=True),
         ])  # fmt: skip
 
     @property

@@ -9,12 +9,15 @@ where it listens.
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
@@ -28,9 +31,11 @@ from mooncake_connector.kv.identity.checkpoint import weights_digest
 from mooncake_connector.kv.namespace import canonical_json
 from mooncake_connector.log import get_logger, kind_of, log_once
 from sglang_backend.metrics import TransferMetrics
+from sglang_backend.pd.aux_rows import AuxRows
 from sglang_backend.pd.layout import Place, RankMemory
 from transfer.control.connection import Access
 from transfer.control.directory import THIS_HOST, Address, Directory, RankCard
+from transfer.device_order import DeviceOrder, Wait
 from transfer.protocol.consumer import Incoming
 from transfer.protocol.orders import Ended, Ending, Failed
 from transfer.protocol.producer import Outgoing
@@ -43,6 +48,7 @@ _FORMAT = 1
 """Of what both sides make of SGLang's memory: sections, their names and tables."""
 _NUM_ASKING = 8
 """Threads that ask bootstrap servers, which may not answer for seconds."""
+_COLLECT_S = 0.005
 _PATIENCE_S = 0.2
 """The scheduler waits so long for a bootstrap server it meets first; then it asks again."""
 
@@ -70,16 +76,18 @@ class MooncakeConnectorKVManager(CommonKVManager):
         server_args: Any,
         is_mla_backend: bool | None = False,
     ) -> None:
-        _refuse_what_is_not_served()
+        _refuse_what_is_not_served(disaggregation_mode)
         self._parties: dict[Outgoing | Incoming, Party] = {}
         self._asking = ThreadPoolExecutor(_NUM_ASKING, thread_name_prefix="mooncake-connector-bootstrap")
         self._asked: dict[str, Future[Any]] = {}
         self.metrics = TransferMetrics(enabled=get_observability().enable_metrics)
-        self._is_started = False
+        self._is_started = self._is_closed = False
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # nothing is read from it
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._start()
+        if self.pp_rank > 0:  # SGLang polls on the first rank of a pipeline only, which hears of the others' outcomes
+            threading.Thread(target=self._collect_always, name="mooncake-connector-collect", daemon=True).start()
 
     def register_to_bootstrap(self) -> None:
         """Have the row of this rank say where the instance's directory is."""
@@ -100,13 +108,23 @@ class MooncakeConnectorKVManager(CommonKVManager):
             tp_rank=self.kv_args.engine_rank % self.attn_tp_size,
             tp_size=self.attn_tp_size,
             num_layers=max(model.num_hidden_layers, 1),
-            first_layer=0,
+            first_layer=self.kv_args.prefill_start_layer if self.pp_size > 1 else 0,
             num_heads=1 if self.is_mla_backend else model.get_total_num_kv_heads(),
             is_mla=bool(self.is_mla_backend),
+            has_aux=self.pp_rank == self.pp_size - 1,
         )
-        self.memory = RankMemory(self.kv_args, place)
+        device = torch.device(get_device().device)
+        self.aux: AuxRows | None = None
+        """Where KV is on a device."""
+        if device.type != "cpu":
+            device = torch.device(device.type, get_device().gpu_id)
+            buffers = self.kv_args.aux_data_ptrs, self.kv_args.aux_data_lens, self.kv_args.aux_item_lens
+            self.aux = AuxRows(*buffers, device)
+        self.memory = RankMemory(self.kv_args, place, None if self.aux is None else self.aux.addresses)
+        self.order = DeviceOrder(partial(_record, device))
         access = Access.configured(config, self._compatibility(config, model))
-        self.node = Node(self.memory.layout, self.memory.regions, access, NodeOptions.configured(config))
+        options, number = NodeOptions.configured(config), None if device.type == "cpu" else device.index
+        self.node = Node(self.memory.layout, self.memory.regions, access, options, number)
         self._directory: Directory | None = None
         cards = self._of_all(msgspec.msgpack.encode(self.node.card))
         numbers = [number for number, (dp_rank, _) in enumerate(cards) if dp_rank == self.attn_dp_rank]
@@ -180,6 +198,11 @@ class MooncakeConnectorKVManager(CommonKVManager):
             asked.add_done_callback(lambda _: self._asked.pop(what, None))
         return asked
 
+    def _collect_always(self) -> None:
+        while not self._is_closed:
+            self.collect()
+            time.sleep(_COLLECT_S)
+
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """As SGLang's, but it never holds the scheduler up for long, and never ends it over another instance."""
         if bootstrap_addr not in self.prefill_info_table:
@@ -204,7 +227,9 @@ class MooncakeConnectorKVManager(CommonKVManager):
         self.prefill_info_table.pop(bootstrap_addr, None)
 
     def teardown(self) -> None:
+        self._is_closed = True
         self._asking.shutdown(wait=False, cancel_futures=True)
+        self.order.close()
         self.node.close()
         if self._directory is not None:
             self._directory.close()
@@ -214,6 +239,18 @@ class MooncakeConnectorKVBootstrapServer(CommonKVBootstrapServer):
     """SGLang's own: whoever reaches its port learns where directories are, which take no stranger in."""
 
 
+def _record(device: torch.device) -> Wait | None:
+    """What waits until the device has done all that was queued on any of its streams; None for the processor."""
+    if device.type == "cpu":
+        return None
+
+    def wait() -> None:
+        torch.cuda.set_device(device)
+        torch.cuda.synchronize(device)
+
+    return wait
+
+
 def _say(transfer: Outgoing | Incoming) -> None:
     if transfer.ending in (Ending.FAILED, Ending.EXPIRED):
         kind = "send" if isinstance(transfer, Outgoing) else "fetch"
@@ -221,13 +258,15 @@ def _say(transfer: Outgoing | Incoming) -> None:
         log_once(f"pd.{kind}:{kind_of(transfer.cause)}", said, transfer.seconds, transfer.cause, logger=logger)
 
 
-def _refuse_what_is_not_served() -> None:
+def _refuse_what_is_not_served(mode: DisaggregationMode) -> None:
     """Raises ValueError for settings with which KV would be read or written in ways that are not known here."""
     parallel, disagg = get_parallel(), get_disagg()
     device = str(get_device().device)
     wrong = {
-        f"--device {device}: KV in the memory of a device is not handed over yet": device != "cpu",
-        "--pp-size above 1": parallel.pp_size > 1,
+        f"--device {device}: KV is handed over in the memory of the host or of CUDA devices":
+            torch.device(device).type not in ("cpu", "cuda"),
+        "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": bool(envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get()),
+        "--pp-size above 1 on a decode instance": mode == DisaggregationMode.DECODE and parallel.pp_size > 1,
         "attention context parallelism": parallel.attn_cp_size > 1,
         "decode context parallelism (--dcp-size)": parallel.attn_dcp_size > 1,
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,

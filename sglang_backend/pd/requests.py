@@ -122,12 +122,20 @@ class MooncakeConnectorKVSender(_Party, CommonKVSender):
         tables = manager.memory.tables(self._pages, self.aux_index, state_indices if self._is_sent else None)
         stop = len(self._pages) * manager.memory.page_tokens
         computed = Computed([table.block_ids for table in tables], stop)
-        for section in manager.memory.kv:
-            manager.node.computed(manager.memory.last_layer(section), [(self._transfer, computed)], section)
         if self._is_sent:
+            if manager.aux is not None and self.aux_index is not None:
+                manager.aux.take(self.aux_index)
             manager.node.awaited(self._transfer)
-            manager.node.finished(self._transfer, stop)
             manager.update_status(self.bootstrap_room, KVPoll.Transferring)
+        manager.order.then(partial(self._sent, computed, is_last=self._is_sent))
+
+    def _sent(self, computed: Computed, *, is_last: bool) -> None:
+        """The device has computed it."""
+        node, memory = self.kv_mgr.node, self.kv_mgr.memory
+        for section in memory.kv:
+            node.computed(memory.last_layer(section), [(self._transfer, computed)], section)
+        if is_last:
+            node.finished(self._transfer, computed.stop_token)
 
     def settled(self, report: Failed | Ended) -> None:
         """Told once, when the decode instance has it all, or will not."""
@@ -165,6 +173,7 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._transfer: Incoming | None = None
         self._is_granted = self._is_aborted = False
+        self._aux_index: int | None = None
         self._asked: Future[Address] | None = None
         self._answered_until_s = 0.0
         if is_taken:
@@ -230,12 +239,15 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         self._is_granted = True
         self.init_time = time.time()
         manager.node.allocated(self._transfer, tables)
-        manager.node.grant(self._transfer, tables)
+        manager.order.then(partial(manager.node.grant, self._transfer, tables))  # what writes to the pages still, has
+        self._aux_index = aux_index
         manager.update_status(self.bootstrap_room, KVPoll.Transferring)
 
     def settled(self, report: Failed | Ended) -> None:
         assert self._transfer is not None
         if self._transfer.ending is Ending.DONE and not self._is_aborted:
+            if self.kv_mgr.aux is not None and self._aux_index is not None:
+                self.kv_mgr.aux.give(self._aux_index)
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         else:
             self._fail(self._transfer.cause)

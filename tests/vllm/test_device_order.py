@@ -14,7 +14,7 @@ from pd import PROMPT as PD_PROMPT
 from pd import MakePair
 
 import vllm_plugin.kv_memory
-from vllm_plugin.device_order import recorder
+from vllm_plugin.kv_memory import recorder
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.control.connection import Access
 from transfer.control.directory import Address
+from transfer.device_order import DeviceOrder
 from transfer.plan.granularity import Bounds, Granularity
 from transfer.plan.layout import RankLayout, Section, Table
 from transfer.protocol.consumer import Incoming
@@ -23,7 +24,6 @@ from transfer.protocol.producer import Outgoing
 from transfer.serving import Computed
 from transfer.session import Node, NodeOptions
 from transfer.transports.base import TransferError
-from vllm_plugin.device_order import DeviceOrder
 from vllm_plugin.kv_memory import KVMemory
 from vllm_plugin.messages import Announcement, Ended, StepMetadata
 from vllm_plugin.stats import ConnectorStats

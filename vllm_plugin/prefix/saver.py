@@ -18,8 +18,8 @@ from store_client.base import Bytes
 from store_client.jobs import GivenUp, Overtaken, Save
 from store_client.mover import Mover
 from store_client.sharded import ShardView
+from transfer.device_order import Wait
 from vllm_plugin.blocks import BlockCopies, KVBlocks
-from vllm_plugin.device_order import Wait
 from vllm_plugin.kv_memory import KVMemory
 from vllm_plugin.messages import SaveJob, SaveResult, StepMetadata
 

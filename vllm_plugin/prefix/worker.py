@@ -18,7 +18,7 @@ from store_client.jobs import Job, Load
 from store_client.mover import Mover
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
-from vllm_plugin.device_order import Wait
+from transfer.device_order import Wait
 from vllm_plugin.kv_memory import KVMemory
 from vllm_plugin.messages import Ended, LoadJob, SaveResult, StepMetadata
 from vllm_plugin.prefix.saver import Saver

@@ -9,36 +9,12 @@ import queue
 import threading
 from collections.abc import Callable
 
-import torch
-
 from mooncake_connector.log import get_logger, log_once
 
 logger = get_logger(__name__)
 
 Wait = Callable[[], None]
 _STOP_S = 5.0
-
-
-def recorder(device: torch.device) -> Callable[[], Wait | None]:
-    """Gives what waits until the work queued on the device so far is done; None where that is the processor.
-
-    Whoever waits has the device as its thread's current one from then on. A new thread has the first device, and would
-    take memory there with its first call.
-    """
-
-    def record() -> Wait | None:
-        if device.type == "cpu":
-            return None
-        event = torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.Event(device)
-        event.record()
-
-        def wait() -> None:
-            torch.accelerator.set_device_index(device)
-            event.synchronize()
-
-        return wait
-
-    return record
 
 
 class DeviceOrder:
