@@ -1,0 +1,191 @@
+"""Several ranks, and peers that are not there, are not themselves, do not fit, do not answer, or go away."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pd_cases import D_PAGES, P_PAGES, Case, hand_over, tidied
+from pd_instances import DECODE, PREFILL, Decode, Instance, Pair, Prefill, free_port, running, start_bootstrap
+from sglang.srt.disaggregation.base.conn import KVPoll
+from simulated.waiting import wait_for
+
+from sglang_backend.pd.requests import MooncakeConnectorKVReceiver
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settings() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, running(patch, transfer_lease_s=20):
+        yield
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def why(request: Prefill | Decode) -> str:
+    """It fails; the reason that SGLang's log and the client get."""
+    assert request.until() == KVPoll.Failed
+    return request.failed()[0].failure_reason
+
+
+class TestSeveralRanks:
+    @pytest.fixture(scope="class", params=[(1, 2), (2, 1), (2, 2), (4, 2)], ids=lambda tp: f"{tp[0]} to {tp[1]}")
+    def ranks(self, request: pytest.FixtureRequest) -> Iterator[Pair]:
+        made = Pair(*request.param)
+        yield made
+        made.close()
+
+    @pytest.mark.parametrize("prefix", [0, 2])
+    def test_heads_go_where_they_belong(self, ranks, prefix):
+        with tidied(ranks):
+            hand_over(ranks, 1, 3, prefix=prefix)
+
+    @pytest.mark.parametrize("side", ["prefill", "decode"])
+    @pytest.mark.parametrize("moment", ["found", "allocated", "computed"])
+    def test_one_rank_fails_and_all_end(self, ranks, side, moment):
+        with tidied(ranks):
+            case = Case(ranks, moment)
+            getattr(case, side).parties[0].abort()
+            assert getattr(case, side).until() == KVPoll.Failed
+            getattr(case, side).failed()
+            case.reuse()
+            other = "decode" if side == "prefill" else "prefill"
+            if case.finish(other) == KVPoll.Failed:
+                getattr(case, other).failed()
+            getattr(case, other).clear()
+            if side == "decode":
+                case.check_reused()
+
+
+class TestTheBootstrapServer:
+    def test_nobody_listens(self, pair):
+        address = f"127.0.0.1:{free_port()}"
+        decode = Decode(pair.decode, address, pair.room(), D_PAGES)
+        assert not pair.decode.managers[0].try_ensure_parallel_info(address)
+        assert decode.poll() == KVPoll.Bootstrapping
+        decode.abort()  # as SGLang does after some attempts
+        assert address in why(decode)
+
+    def test_it_hangs_and_others_are_served(self, pair):
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            hung = [Decode(pair.decode, address, pair.room(), D_PAGES) for _ in range(20)]
+            for decode in hung:
+                assert not pair.decode.managers[0].try_ensure_parallel_info(address)
+                decode.parties[0].init(0)
+            hand_over(pair)
+            assert {decode.poll() for decode in hung} <= {KVPoll.Bootstrapping, KVPoll.Failed}
+        assert all("does not say where its ranks are" in why(decode) for decode in hung)
+
+    def test_it_says_a_byte_now_and_then(self, pair, monkeypatch):
+        monkeypatch.setattr("sglang_backend.pd.requests._ANSWERED_WITHIN_S", -1.0)
+        monkeypatch.setattr(pair.decode.managers[0], "ask", lambda what, find: _Never())
+        decode = Decode(pair.decode, pair.address, pair.room(), D_PAGES)
+        decode.parties[0].init(0)
+        assert "did not answer" in why(decode)
+
+    @pytest.mark.parametrize(
+        "row",
+        [None, [], {}, {"rank_ip": "127.0.0.1"}, {"rank_port": 1}, {"rank_ip": "127.0.0.1", "rank_port": "many"},
+         {"rank_ip": None, "rank_port": None}, "nonsense"],
+        ids=str,
+    )  # fmt: skip
+    def test_it_answers_with_nonsense(self, pair, monkeypatch, row):
+        assert pair.address in self.fails_with(pair, monkeypatch, row)
+
+    @pytest.mark.parametrize("port", [-1, 0, 1 << 16, 1 << 40])
+    @pytest.mark.parametrize("host", ["127.0.0.1", "", "nobody.invalid", "192.0.2.1"])
+    def test_it_names_a_place_that_is_none_of_ours(self, pair, monkeypatch, host, port):
+        assert self.fails_with(pair, monkeypatch, {"rank_ip": host, "rank_port": port})
+
+    def test_it_names_a_port_where_nobody_listens(self, pair, monkeypatch):
+        assert self.fails_with(pair, monkeypatch, {"rank_ip": "127.0.0.1", "rank_port": free_port()})
+
+    def test_it_names_a_port_where_another_program_answers(self, pair, monkeypatch):
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            row = {"rank_ip": "127.0.0.1", "rank_port": other.getsockname()[1]}
+            assert self.fails_with(pair, monkeypatch, row)
+
+    def test_it_names_an_instance_of_another_model(self, pair, monkeypatch):
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_MODEL_ID", "another")
+        other = Instance(DECODE)
+        host, port = other.managers[0].home
+        assert self.fails_with(pair, monkeypatch, {"rank_ip": host, "rank_port": port})
+        other.close()
+
+    def fails_with(self, pair: Pair, monkeypatch: pytest.MonkeyPatch, row: Any) -> str:
+        with tidied(pair), monkeypatch.context() as patch:
+            patch.setattr(MooncakeConnectorKVReceiver, "_get_bootstrap_info_from_server", lambda *_: row)
+            decode = Decode(pair.decode, pair.address, pair.room(), D_PAGES)
+            decode.bootstrap(pair.address)
+            return why(decode)
+
+    def test_a_prefill_instance_that_does_not_fit_fails_its_requests_with_both_values(self, pair):
+        other = Pair.__new__(Pair)
+        other.port = free_port()
+        other.bootstrap = start_bootstrap(other.port)
+        other.prefill = Instance(PREFILL, 1, other.port, page=8)
+        other.address = f"127.0.0.1:{other.port}"
+        decode = Decode(pair.decode, other.address, pair.room(), D_PAGES)
+        wait_for(lambda: pair.decode.managers[0].try_ensure_parallel_info(other.address) or decode.poll() == 0)
+        reason = why(decode)
+        assert "page_size=8" in reason and "page_size=4" in reason
+        hand_over(pair)
+        other.prefill.close()
+        other.bootstrap.close()
+
+
+class _Never:
+    def done(self) -> bool:
+        return False
+
+
+class TestWhoNeverComes:
+    def test_decode(self, monkeypatch):
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSFER_LEASE_S", "1")
+        pair = Pair()
+        prefill = Prefill(pair.prefill, pair.address, 1, P_PAGES)
+        prefill.run(2, 2)
+        assert "no consumer asked for it for 1 s" in why(prefill)
+        pair.close()
+
+    def test_prefill(self, monkeypatch):
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSFER_DEADLINE_S", "2")
+        pair = Pair()
+        decode = Decode(pair.decode, pair.address, 1, D_PAGES)
+        decode.run(pair.address)
+        assert "deadline" in why(decode)
+        pair.close()
+
+
+@pytest.mark.parametrize("moment", ["found", "computing", "allocated"])
+def test_a_prefill_instance_goes_away_and_another_one_takes_its_place(moment):
+    pair = Pair()
+    case = Case(pair, moment)
+    pair.prefill.close()
+    assert why(case.decode)
+    case.reuse()
+    case.prefill.abort()
+    case.check_reused()
+    pair.prefill = Instance(PREFILL, 1, pair.port)
+    hand_over(pair)
+    pair.close()
+
+
+def test_a_decode_instance_goes_away_and_another_one_takes_its_place():
+    pair = Pair()
+    case = Case(pair, "allocated")
+    pair.decode.close()
+    case.go_on("prefill")
+    assert why(case.prefill)
+    pair.decode = Instance(DECODE)
+    hand_over(pair)
+    pair.close()
