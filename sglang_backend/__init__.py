@@ -9,6 +9,8 @@ from typing import Any
 
 from mooncake_connector.log import get_logger
 
+KNOWN_VERSION = "0.5.23"
+"""Of SGLang, with which this package is tested."""
 BACKEND = "mooncake_connector"
 """The name in `--hicache-storage-backend`."""
 BACKEND_MODULE = "sglang_backend.hicache"

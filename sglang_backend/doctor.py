@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from mooncake_connector import checks, quick_start
 from mooncake_connector.checks import Check, failed, ok
 from mooncake_connector.config.schema import environ_name
-from sglang_backend import BACKEND
+from sglang_backend import BACKEND, KNOWN_VERSION
 
 START = quick_start.SGLANG
 
@@ -32,10 +32,10 @@ def run() -> Iterator[Check]:
     except Exception as error:
         yield failed("hooks", f"SGLang {sglang.__version__} cannot be hooked: {type(error).__name__}: {error}")
         return
-    yield checks.version("SGLang", sglang.__version__, targets.KNOWN_VERSION)
+    yield checks.version("SGLang", sglang.__version__, KNOWN_VERSION)
     misfits = {what: targets.misfits(of) for what, of in (("hooks", plugin.TARGETS), ("PD hooks", offer.TARGETS))}
     for what, found in misfits.items():
-        yield from (failed(what, f"{misfit}; install sglang=={targets.KNOWN_VERSION}") for misfit in found)
+        yield from (failed(what, f"{misfit}; install sglang=={KNOWN_VERSION}") for misfit in found)
     whitelist = [name.strip() for name in os.environ.get(_WHITELIST, "").split(",") if name.strip()]
     entry = checks.entry_point(_GROUP, BACKEND, "sglang_backend:register", whitelist or None, _WHITELIST)
     yield entry

@@ -22,9 +22,9 @@ from mooncake_connector.config.schema import environ_name, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger
-from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE
+from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, KNOWN_VERSION
 from sglang_backend.pd import offer
-from sglang_backend.targets import KNOWN_VERSION, Target, in_force, misfits, place
+from sglang_backend.targets import Target, in_force, misfits, place
 
 logger = get_logger(__name__)
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-KNOWN_VERSION = "0.5.23"
-
 
 @dataclass(frozen=True, slots=True)
 class Target:

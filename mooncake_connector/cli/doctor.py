@@ -76,7 +76,7 @@ def _examine(
     for check in itertools.chain(_engine_checks(doctor.run(*given)), _own_checks(transfers, settings)):
         found.append(check)
         if not as_json:
-            _print(check)
+            print_check(check)
     healthy = all(check.status is not Verdict.FAILED for check in found)
     if as_json:
         print_json({"engine": engine, "ok": healthy, "checks": [dataclasses.asdict(check) for check in found]})
@@ -86,7 +86,7 @@ def _examine(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _print(check: Check) -> None:
+def print_check(check: Check) -> None:
     """One line, folded between words where the terminal is narrower."""
     status = styled(f"{check.status.value:8}", sys.stdout, fg=_COLOURS[check.status])
     beside = " " * _DETAIL_COLUMN
@@ -125,12 +125,12 @@ def _own_checks(transfers: bool, engine_json: Mapping[str, Any] | None) -> Itera
     }
     yield ok("configuration", ", ".join(f"{name} = {value}" for name, value in changed.items()) or "defaults")
     if config.prefix_reuse:
-        yield from _pool_checks(config)
+        yield from pool_checks(config)
     if transfers:
         yield from transfer_checks(config)
 
 
-def _pool_checks(config: Config) -> Iterator[Check]:
+def pool_checks(config: Config) -> Iterator[Check]:
     """The folder that an engine would use, looked at as far as possible without making anything."""
     folder = config.pool
     try:

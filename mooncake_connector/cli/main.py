@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mooncake_connector import __version__, quick_start
-from mooncake_connector.cli import config, doctor, size, store
+from mooncake_connector.cli import config, doctor, size, store, up
 from mooncake_connector.cli.bench import commands as bench
 from mooncake_connector.cli.output import (
     EXIT_FAILED,
@@ -69,6 +69,7 @@ app.add_typer(doctor.app, name="doctor")
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.command()(size.size)
+app.command()(up.up)
 
 
 def _print_version(wanted: bool) -> None:

@@ -39,7 +39,7 @@ def read_config_file(path: Path) -> dict[Any, tuple[Any, int | None]]:
     if suffix not in _TOML | _YAML:
         raise ConfigError(f"configuration file {path} has suffix {suffix!r}: expected .toml, .yaml or .yml")
     try:
-        text = _read(path)
+        text = read_text(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(
@@ -52,7 +52,8 @@ def read_config_file(path: Path) -> dict[Any, tuple[Any, int | None]]:
         raise ConfigError(f"configuration file {path} is not valid {kind}: {error}") from None
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Raises OSError, and ValueError for what is no small text file."""
     # A pipe would block without O_NONBLOCK until somebody writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
@@ -128,31 +129,42 @@ class _Loader(yaml.SafeLoader):
 
 
 def _yaml(text: str) -> dict[Any, tuple[Any, int | None]]:
-    try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
-    except yaml.reader.ReaderError as error:
-        raise ValueError(f"character #x{error.character:04x} (line {_line(text, error.position)})") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise (_at(mark, error.problem or error.context or "") if mark else ValueError(str(error))) from None
+    loader, root = parse_yaml(text)
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
         found = "a list" if isinstance(root, yaml.SequenceNode) else "text"
         raise ValueError(f"it holds {found}: expected keys with values")
-    content: dict[Any, tuple[Any, int | None]] = {}
-    for key_node, value_node in root.value:
-        key = _construct(loader, key_node, "a key")
+    return {key: (value_of(loader, node, str(key)[:80]), line) for key, (node, line) in entries(loader, root).items()}
+
+
+def parse_yaml(text: str) -> tuple[yaml.SafeLoader, yaml.Node | None]:
+    """The tree of a document, with what makes values of its nodes. Raises ValueError."""
+    try:
+        loader = _Loader(text)
+        return loader, loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        raise ValueError(f"character #x{error.character:04x} (line {_line(text, error.position)})") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise (_at(mark, error.problem or error.context or "") if mark else ValueError(str(error))) from None
+
+
+def entries(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, tuple[yaml.Node, int]]:
+    """The value's node and the line of each key. Raises ValueError."""
+    found: dict[Any, tuple[yaml.Node, int]] = {}
+    for key_node, value_node in node.value:
+        key = value_of(loader, key_node, "a key")
         if not isinstance(key, str | int | float | bool | None):
             raise _at(key_node.start_mark, "a key is no text")
-        if key in content:
+        if key in found:
             raise _at(key_node.start_mark, f"the key {str(key)[:80]!r} is there twice")
-        content[key] = _construct(loader, value_node, str(key)[:80]), key_node.start_mark.line + 1
-    return content
+        found[key] = value_node, key_node.start_mark.line + 1
+    return found
 
 
-def _construct(loader: _Loader, node: yaml.Node, what: str) -> Any:
+def value_of(loader: yaml.SafeLoader, node: yaml.Node, what: str) -> Any:
+    """Raises ValueError."""
     try:
         return loader.construct_object(node, deep=True)
     except Exception as error:  # its constructors raise what the text happens to make them trip over

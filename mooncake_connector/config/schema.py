@@ -287,14 +287,14 @@ def load_settings(
     if file_name:
         for name, (value, line) in read_config_file(Path(file_name)).items():
             where = f"file {file_name}" + (f", line {line}" if line else "")
-            given[name] = _checked(name, value, where)
+            given[name] = checked(name, value, where)
     given |= _from_environ(environ)
     if engine_json is not None:
         if not isinstance(engine_json, Mapping):
             raise ConfigError(f"the engine's JSON holds {shown(engine_json)}: expected keys with values")
-        given |= {name: _checked(name, value, "the engine's JSON") for name, value in engine_json.items()}
+        given |= {name: checked(name, value, "the engine's JSON") for name, value in engine_json.items()}
     settings = [given.get(name) or Setting(name, field.default, "default") for name, field in _FIELDS.items()]
-    _check_together(settings)
+    check_together(settings)
     return settings
 
 
@@ -322,20 +322,21 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Setting]:
         if not ours:
             known = [environ_name(field) for field in _FIELDS]
             raise ConfigError(
-                f"environment variable {variable[:_LONGEST_NAME]} is unknown{_suggestion(variable, known)}"
+                f"environment variable {variable[:_LONGEST_NAME]} is unknown{suggestion(variable, known)}"
             )
         source = f"environment variable {variable}"
         given[name] = Setting(name, _convert(name, environ[variable], source, strict=False), source)
     return given
 
 
-def _checked(name: Any, value: Any, where: str) -> Setting:
+def checked(name: Any, value: Any, where: str) -> Setting:
+    """One setting, written at `where`, by its name. Raises ConfigError."""
     if name not in _FIELDS:
-        raise ConfigError(f"unknown configuration key {shown(name)} in {where}{_suggestion(str(name), list(_FIELDS))}")
+        raise ConfigError(f"unknown configuration key {shown(name)} in {where}{suggestion(str(name), list(_FIELDS))}")
     return Setting(name, _convert(name, value, f"{name} in {where}", strict=True), where)
 
 
-def _check_together(settings: list[Setting]) -> None:
+def check_together(settings: list[Setting]) -> None:
     """What must hold between fields, whichever sources they come from. Raises ConfigError."""
     found = {setting.name: setting for setting in settings}
     value = {setting.name: setting.value for setting in settings}
@@ -368,7 +369,8 @@ def _check_together(settings: list[Setting]) -> None:
         )
 
 
-def _suggestion(name: str, known: list[str]) -> str:
+def suggestion(name: str, known: list[str]) -> str:
+    """What a message about an unknown name ends with."""
     close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
     return f"{hint}; known are {', '.join(known)}"

@@ -74,7 +74,7 @@ class TestWhatAPersonSees:
 
     def test_each_line_is_there_before_the_next_check_begins(self, monkeypatch):
         printed = []
-        monkeypatch.setattr(mooncake_connector.cli.doctor, "_print", printed.append)
+        monkeypatch.setattr(mooncake_connector.cli.doctor, "print_check", printed.append)
 
         def run():
             yield ok("vLLM", "1.0")

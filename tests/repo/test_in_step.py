@@ -11,6 +11,7 @@ import mooncake_connector
 from mooncake_connector import quick_start
 from mooncake_connector.config.docs import render
 from mooncake_connector.config.schema import Config
+from mooncake_connector.deploy import docs as deploy_docs
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -29,6 +30,14 @@ def test_the_generator_prints_the_page():
     command = [sys.executable, "-m", "mooncake_connector.config.docs"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8").stdout
     assert printed == render()
+
+
+def test_the_deployment_page_and_schema_are_what_the_schema_generates():
+    docs = REPOSITORY / "docs"
+    page = (docs / "deployment.md").read_text("utf-8")
+    assert page == deploy_docs.render(), "run: python -m mooncake_connector.deploy.docs > docs/deployment.md"
+    schema = (docs / "deployment.schema.json").read_text("utf-8")
+    assert schema == deploy_docs.schema_text(), "run: mooncake-connector up --schema > docs/deployment.schema.json"
 
 
 def test_the_package_has_the_version_of_the_distribution():

@@ -15,9 +15,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
 from mooncake_connector.checks import Check, Verdict
-from sglang_backend import BACKEND, doctor, plugin
+from sglang_backend import BACKEND, KNOWN_VERSION, doctor, plugin
 from sglang_backend.hicache import MooncakeConnectorStorage
-from sglang_backend.targets import KNOWN_VERSION
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,9 +25,9 @@ from sglang.srt.server_args import ServerArgs
 
 import sglang_backend
 from mooncake_connector.checks import Verdict
-from sglang_backend import BACKEND, doctor, plugin
+from sglang_backend import BACKEND, KNOWN_VERSION, doctor, plugin
 from sglang_backend.pd import offer
-from sglang_backend.targets import KNOWN_VERSION, Target, in_force, misfit
+from sglang_backend.targets import Target, in_force, misfit
 
 OPTION = "--disaggregation-transfer-backend"
 KINDS = ["manager", "sender", "receiver", "bootstrap_server"]

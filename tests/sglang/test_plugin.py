@@ -29,9 +29,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 import sglang_backend
-from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, identity, plugin
+from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, KNOWN_VERSION, identity, plugin
 from sglang_backend.hicache import MooncakeConnectorStorage
-from sglang_backend.targets import KNOWN_VERSION
 
 DYNAMIC = {"backend_name": BACKEND, "module_path": BACKEND_MODULE, "class_name": BACKEND_CLASS}
 OPTION = "--hicache-storage-backend"

@@ -1,0 +1,121 @@
+"""Reads a deployment file; what is wrong in it is named with its line, its key, the value and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import yaml
+
+from mooncake_connector.config.file import entries, parse_yaml, read_text, value_of
+from mooncake_connector.config.schema import Config, Setting, check_together, checked, suggestion
+from mooncake_connector.config.values import shown
+from mooncake_connector.deploy.schema import Deployment, decode, meta_of
+from mooncake_connector.errors import ConfigError
+from mooncake_connector.log import printable
+
+_ROUTER_OF = {"vllm-router": "vllm", "sglang-router": "sglang"}
+
+
+def read_deployment(path: Path) -> Deployment:
+    """Raises ConfigError, whose message begins with the file and, where there is one, the line."""
+    name = printable(str(path))
+    try:
+        return _Reader(name).read(read_text(path))
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{name} is no deployment file: {error}") from None
+
+
+class _Reader:
+    """One file on its way from YAML nodes to values."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lines: dict[str, int] = {}
+        """Of each key by its full name, such as "prefill.count"."""
+
+    def read(self, text: str) -> Deployment:
+        self._loader, root = parse_yaml(text)
+        if root is None:
+            raise ValueError("it is empty: expected engine and model at least")
+        found: Deployment = self._struct(root, Deployment, "", 1)
+        self._check_together(found)
+        return found
+
+    def _struct(self, node: yaml.Node, kind: type[msgspec.Struct], place: str, line: int) -> Any:
+        """`place` is what the names of its keys begin with, "" or "prefill."."""
+        if not isinstance(node, yaml.MappingNode):
+            raise self._error(line, f"{place.rstrip('.') or 'the file'} holds no keys with values")
+        fields = {field.name: field for field in msgspec.structs.fields(kind)}
+        values: dict[str, Any] = {}
+        for key, (value_node, at) in entries(self._loader, node).items():
+            if key not in fields:
+                raise self._error(at, f"unknown key {shown(f'{place}{key}')}{suggestion(str(key), list(fields))}")
+            self._lines[f"{place}{key}"] = at
+            values[key] = self._value(value_node, fields[key], f"{place}{key}", at)
+        for name, field in fields.items():
+            if field.required and name not in values:
+                raise self._error(line, f"{place}{name} is missing: expected {_allowed(field)}")
+        return kind(**values)
+
+    def _value(self, node: yaml.Node, field: msgspec.structs.FieldInfo, name: str, line: int) -> Any:
+        kind = get_args(field.type)[0]
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            return self._struct(node, kind, f"{name}.", line)
+        value = value_of(self._loader, node, name)
+        if name == "connector":
+            return self._settings(node, value, line)
+        try:
+            return msgspec.convert(value, field.type, dec_hook=decode)
+        except (msgspec.ValidationError, ValueError, OverflowError, RecursionError):
+            raise self._error(line, f"{name} is {shown(value)}: expected {_allowed(field)}") from None
+
+    def _settings(self, node: yaml.Node, values: Any, line: int) -> Mapping[str, Any]:
+        if not isinstance(node, yaml.MappingNode):
+            raise self._error(line, f"connector is {shown(values)}: expected settings of mooncake-connector")
+        given: dict[str, Setting] = {}
+        for key, (_, at) in entries(self._loader, node).items():
+            if key == "transfer_port":
+                raise self._error(at, "connector.transfer_port is set by `up` for each instance: leave it out")
+            given[key] = checked(key, values[key], f"{self._name}, line {at}")
+        defaults = msgspec.structs.fields(Config)
+        check_together([given.get(one.name) or Setting(one.name, one.default, "default") for one in defaults])
+        return {**values}
+
+    def _check_together(self, found: Deployment) -> None:
+        for role in ("prefill", "decode"):
+            instances = getattr(found, role)
+            needed = instances.count * instances.tp
+            if instances.devices and len(instances.devices) != needed:
+                line = self._lines[f"{role}.devices"]
+                raise self._error(
+                    line,
+                    f"{role}.devices has {len(instances.devices)} GPUs: expected {needed}, which is count "
+                    f"({instances.count}) times tp ({instances.tp})",
+                )
+        router = found.router
+        engine = _ROUTER_OF.get(router.kind, found.engine)
+        if engine != found.engine:
+            raise self._error(
+                self._lines["router.kind"],
+                f"router.kind is '{router.kind}', which serves {engine} alone, and engine is '{found.engine}': "
+                f"expected {found.engine}-router, builtin or none",
+            )
+        for name, ours in (("order", True), ("policy", True), ("flags", False)):
+            if f"router.{name}" in self._lines and ours is not (router.kind == "builtin"):
+                kinds = "builtin" if ours else "vllm-router or sglang-router"
+                raise self._error(
+                    self._lines[f"router.{name}"],
+                    f"router.{name} is for a router.kind of {kinds}, and that is '{router.kind}': leave it out",
+                )
+
+    def _error(self, line: int, problem: str) -> ConfigError:
+        return ConfigError(f"{self._name}, line {line}: {printable(problem)}")
+
+
+def _allowed(field: msgspec.structs.FieldInfo) -> str:
+    return str((meta_of(field).extra or {})["allowed"])

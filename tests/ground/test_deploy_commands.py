@@ -1,0 +1,135 @@
+"""What a deployment file comes to: a command and an environment for each process, and `--print` for a shell."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mooncake_connector.cli.main import app
+from mooncake_connector.config.schema import load_config
+from mooncake_connector.deploy.commands import Command, commands, typed
+from mooncake_connector.deploy.file import read_deployment
+
+
+def made(tmp_path: Path, text: str) -> dict[str, Command]:
+    file = tmp_path / "d.yaml"
+    file.write_text(text)
+    return {one.name: one for one in commands(read_deployment(file), file)}
+
+
+def options(command: Command) -> dict[str, str]:
+    words = command.arguments
+    return {word: words[at + 1] for at, word in enumerate(words[:-1]) if word.startswith("--")}
+
+
+def test_vllm_gets_roles_and_ports_that_follow_each_other(tmp_path):
+    run = made(tmp_path, "engine: vllm\nmodel: ./m\nprefill: {count: 2}\ndecode: {tp: 2}")
+    assert list(run) == ["prefill-0", "prefill-1", "decode-0", "router"]
+    second, decode = options(run["prefill-1"]), options(run["decode-0"])
+    assert run["prefill-1"].arguments[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    assert second["--model"] == str(tmp_path / "m") and second["--port"] == "8101"
+    assert json.loads(second["--kv-transfer-config"])["kv_role"] == "kv_producer"
+    assert json.loads(decode["--kv-transfer-config"])["kv_role"] == "kv_consumer"
+    assert decode["--tensor-parallel-size"] == "2" and "--tensor-parallel-size" not in second
+    assert run["decode-0"].url == "http://127.0.0.1:8200"
+    assert run["prefill-0"].env == {} and run["prefill-0"].listens == (("127.0.0.1", 8100),)
+
+
+def test_in_the_concurrent_order_the_router_knows_where_prefill_instances_are_asked(tmp_path):
+    run = made(tmp_path, "engine: vllm\nmodel: owner/m\nprefill: {count: 2}\nrouter: {order: concurrent}")
+    assert [run[f"prefill-{n}"].env["MOONCAKE_CONNECTOR_TRANSFER_PORT"] for n in (0, 1)] == ["18100", "18101"]
+    assert "http://127.0.0.1:8101,18101" in run["router"].arguments
+    assert "MOONCAKE_CONNECTOR_TRANSFER_PORT" not in run["decode-0"].env
+    assert options(run["decode-0"])["--model"] == "owner/m"
+
+
+def test_sglang_gets_modes_and_bootstrap_ports(tmp_path):
+    run = made(tmp_path, "engine: sglang\nmodel: /m\nprefill: {port: 9000}\nconnector: {page_tokens: 32}")
+    prefill, decode = options(run["prefill-0"]), options(run["decode-0"])
+    assert prefill["--disaggregation-mode"] == "prefill" and prefill["--disaggregation-bootstrap-port"] == "19000"
+    assert decode["--disaggregation-mode"] == "decode" and "--disaggregation-bootstrap-port" not in decode
+    assert prefill["--disaggregation-transfer-backend"] == "mooncake_connector" and prefill["--page-size"] == "32"
+    assert run["prefill-0"].listens == (("127.0.0.1", 9000), ("127.0.0.1", 19000))
+    assert "http://127.0.0.1:9000,19000" in run["router"].arguments
+
+
+def test_settings_arrive_as_they_were_written(tmp_path):
+    text = """\
+engine: vllm
+model: /m
+connector:
+  capacity: 8GiB
+  transports: [cma, tcp]
+  prefix_reuse: false
+  model_id: null
+  load_deadline_s: 2.5
+  transfer_hosts: []
+"""
+    config = load_config(None, dict(made(tmp_path, text)["decode-0"].env))
+    assert config.capacity == 8 << 30 and config.transports == ("cma", "tcp") and config.prefix_reuse is False
+    assert config.model_id is None and config.load_deadline_s == 2.5 and config.transfer_hosts == ()
+
+
+def test_the_role_wins_over_both_and_gpus_are_dealt_out(tmp_path):
+    text = """\
+engine: vllm
+model: /m
+flags: --a 1
+env: {X: both, Y: both}
+prefill: {count: 2, tp: 2, devices: [4, 5, 6, 7], env: {X: mine}, flags: --a 2}
+"""
+    run = made(tmp_path, text)
+    assert run["prefill-1"].arguments[-4:] == ("--a", "1", "--a", "2")
+    assert run["prefill-1"].env == {"CUDA_VISIBLE_DEVICES": "6,7", "X": "mine", "Y": "both"}
+    assert run["decode-0"].env == {"X": "both", "Y": "both"}
+
+
+@pytest.mark.parametrize(
+    "engine, words",
+    [
+        ("vllm", "--kv-connector nixl --policy round_robin --prefill http://127.0.0.1:8100 none "),
+        ("sglang", "launch --host 127.0.0.1 --port 8000 --pd-disaggregation --prefill http://127.0.0.1:8100 18100 "),
+    ],
+)
+def test_the_routers_of_others_get_what_they_need(tmp_path, engine, words):
+    text = f"engine: {engine}\nmodel: /m\nrouter: {{kind: {engine}-router, flags: --policy x}}"
+    router = made(tmp_path, text)["router"]
+    assert words + "--decode http://127.0.0.1:8200 --policy x" in " ".join(router.arguments)
+
+
+def test_without_a_router_only_instances_are_run(tmp_path):
+    assert list(made(tmp_path, "engine: vllm\nmodel: /m\nrouter: {kind: none}")) == ["prefill-0", "decode-0"]
+
+
+def test_an_address_that_stands_for_all_is_reached_at_home(tmp_path):
+    run = made(tmp_path, "engine: vllm\nmodel: /m\nhost: 0.0.0.0\nrouter: {host: '::'}")
+    assert run["decode-0"].url == "http://127.0.0.1:8200" and run["router"].url == "http://[::1]:8000"
+
+
+def test_a_shell_reads_what_is_printed_as_it_is_run():
+    arguments = ("printenv", "--null", "it's", "$HOME", "A")
+    program = "import os, sys, json; print(json.dumps([sys.argv[1:], os.environ['A']]))"
+    command = Command("x", "decode", (sys.executable, "-c", program, *arguments), {"A": "b 'c' $d\n"}, "", ())
+    run = subprocess.run(["sh", "-c", typed(command)], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout) == [list(arguments), "b 'c' $d\n"]
+
+
+def test_print_prints_each_command(tmp_path):
+    file = tmp_path / "d.yaml"
+    file.write_text("engine: vllm\nmodel: /m\nconnector: {capacity: 1GiB}\n")
+    printed = CliRunner().invoke(app, ["up", str(file), "--print"])
+    assert printed.exit_code == 0
+    blocks = printed.stdout.strip().split("\n\n")
+    assert [block.splitlines()[0] for block in blocks] == [
+        "# prefill-0, http://127.0.0.1:8100",
+        "# decode-0, http://127.0.0.1:8200",
+        "# router, http://127.0.0.1:8000",
+    ]
+    words = shlex.split(blocks[0].partition("\n")[2])
+    assert words[0] == "MOONCAKE_CONNECTOR_CAPACITY=1GiB" and words[1] == sys.executable

@@ -1,0 +1,144 @@
+"""A deployment file: what it may hold, and that what is wrong in it is named with line, key, value and what to do."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from mooncake_connector.cli.main import app
+from mooncake_connector.config.schema import Config
+from mooncake_connector.deploy import docs
+from mooncake_connector.deploy.file import read_deployment
+from mooncake_connector.deploy.schema import Deployment, Instances, Router
+from mooncake_connector.errors import ConfigError
+
+SMALL = "engine: vllm\nmodel: /models/m\n"
+WHOLE = """\
+engine: vllm
+model: ./m
+flags: --max-model-len 4096 --served-model-name 'my model'
+env: {OMP_NUM_THREADS: 1, NAME: text}
+host: 0.0.0.0
+prefill: {count: 2, port: 9100, tp: 2, devices: [0, 1, 2, 3], flags: --x, env: {A: 1.5}}
+decode: {}
+connector:
+  capacity: 8GiB
+  transports: [cma, tcp]
+  model_id: null
+router: {kind: vllm-router, port: 9000, flags: --policy x}
+logs: /tmp/logs
+start_at_once: 1
+start_deadline_s: 60
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text: str) -> Deployment:
+        path = tmp_path / "d.yaml"
+        path.write_text(text)
+        return read_deployment(path)
+
+    return read
+
+
+def test_engine_and_model_are_enough(read):
+    assert read(SMALL) == Deployment(engine="vllm", model="/models/m")
+
+
+def test_everything_can_be_said(read):
+    found = read(WHOLE)
+    assert found.flags == ("--max-model-len", "4096", "--served-model-name", "my model")
+    assert found.env == {"OMP_NUM_THREADS": "1", "NAME": "text"}
+    assert found.prefill == Instances(count=2, port=9100, tp=2, devices=(0, 1, 2, 3), flags=("--x",), env={"A": "1.5"})
+    assert found.decode == Instances()
+    assert found.connector == {"capacity": "8GiB", "transports": ["cma", "tcp"], "model_id": None}
+    assert found.router == Router(kind="vllm-router", port=9000, flags=("--policy", "x"))
+    assert (found.host, found.logs, found.start_at_once, found.start_deadline_s) == ("0.0.0.0", "/tmp/logs", 1, 60.0)
+
+
+@pytest.mark.parametrize(
+    "more, line, words",
+    [
+        ("prefil: {}", 3, "unknown key 'prefil' (did you mean prefill?); known are engine, model"),
+        ("prefill:\n  count: two", 4, "prefill.count is 'two': expected an integer from 1 to 64"),
+        ("prefill:\n  count: 0", 4, "prefill.count is 0: expected an integer from 1 to 64"),
+        ("decode:\n  tpp: 2", 4, "unknown key 'decode.tpp' (did you mean tp?)"),
+        ("decode: 2", 3, "decode holds no keys with values"),
+        ("decode: {port: 60000}", 3, "decode.port is 60000: expected an integer from 1 to 55535; null"),
+        ("decode: {tp: true}", 3, "decode.tp is True: expected"),
+        ("flags: '--x \"'", 3, "flags is '--x \"': expected text as in a shell"),
+        ("flags: [--x]", 3, "flags is ['--x']: expected text as in a shell"),
+        ("env: {A: [1]}", 3, "env is {'A': [1]}: expected names with text or numbers"),
+        ("env: {'A=B': x}", 3, "expected names with text or numbers"),
+        ("host: localhost", 3, "host is 'localhost': expected a literal IP address"),
+        ("router:\n  kind: nginx", 4, 'router.kind is \'nginx\': expected "builtin", "vllm-router"'),
+        ("router:\n  kind: sglang-router", 4, "which serves sglang alone, and engine is 'vllm': expected vllm-router"),
+        ("router:\n  kind: none\n  policy: least_loaded", 5, "router.policy is for a router.kind of builtin"),
+        ("router:\n  flags: --x", 4, "router.flags is for a router.kind of vllm-router or sglang-router"),
+        ("prefill:\n  devices: [0, 1]", 4, "prefill.devices has 2 GPUs: expected 1, which is count (1) times tp (1)"),
+        ("start_deadline_s: 0", 3, "start_deadline_s is 0: expected a number above 0"),
+        ("connector: 5", 3, "connector is 5: expected settings of mooncake-connector"),
+        ("connector:\n  capacty: 8GiB", 4, "unknown configuration key 'capacty'"),
+        ("connector:\n\n  page_tokens: 63", 5, "is 63: expected a power of two from 16 to 1024"),
+        ("connector:\n  transfer_port: 1", 4, "connector.transfer_port is set by `up`"),
+        ("connector:\n  transfer_hosts: [192.0.2.7]", 4, "set secret_file to a file with the same secret"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(read, more, line, words):
+    with pytest.raises(ConfigError) as caught:
+        read(SMALL + more)
+    message = str(caught.value)
+    assert f"d.yaml, line {line}" in message and words in message, message
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "it is empty: expected engine and model at least"),
+        ("model: m", "line 1: engine is missing: expected \"vllm\" or \"sglang\""),
+        ("- a", "the file holds no keys with values"),
+        ("a: [", "is no deployment file: "),
+        (SMALL + "model: n", "the key 'model' is there twice (line 3"),
+        ("a: &x 1", "anchors and aliases"),
+    ],
+)  # fmt: skip
+def test_what_is_no_deployment_is_refused(read, text, words):
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    assert words in str(caught.value), caught.value
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
+        read_deployment(tmp_path / "d.yaml")
+
+
+def test_a_value_that_may_be_a_secret_is_not_repeated(read):
+    with pytest.raises(ConfigError) as caught:
+        read(SMALL + "connector: {secret_file: hunter2-hunter2-hunter2}")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_command_prints_a_json_schema_that_knows_every_key():
+    printed = CliRunner().invoke(app, ["up", "--schema"])
+    assert printed.exit_code == 0 and printed.stdout == docs.schema_text()
+    found = json.loads(printed.stdout)
+
+    def agrees(part, kind, leave_out=()):
+        names = [field.name for field in msgspec.structs.fields(kind) if field.name not in leave_out]
+        return list(part["properties"]) == names and part["additionalProperties"] is False
+
+    inner = found["properties"]
+    assert agrees(found, Deployment) and agrees(inner["router"], Router)
+    assert agrees(inner["prefill"], Instances) and agrees(inner["decode"], Instances)
+    assert agrees(inner["connector"], Config, ["transfer_port"])
+    assert found["required"] == ["engine", "model"]
+
+
+def test_the_example_of_the_page_is_a_deployment(read):
+    example = docs.render().partition("```yaml\n")[2].partition("```")[0]
+    assert read(example).engine == "vllm"
