@@ -1,8 +1,8 @@
 """A plugin for SGLang that lets HiCache run on a CPU; for tests alone, and inert where there is a GPU.
 
 The folder of this file is put on a server's PYTHONPATH; its `.dist-info` makes it a plugin. What it replaces is CUDA
-itself: the copy kernels between device and host pools, page-locked memory, NCCL. The pools, their layouts and the
-choice of a kernel stay SGLang's.
+itself: the copy kernels between device and host pools, page-locked memory, events, NCCL. The pools, their layouts and
+the choice of a kernel stay SGLang's.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def register() -> None:
     pynccl.NCCLLibrary = _no_nccl  # else found, and asked for the GPUs of the ranks
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30  # of 10 GiB, which a small machine with two engines has not free
     common._cuda_host_register = lambda buffer, granularity=None: None
+    torch.cuda.Event, torch.cuda.current_stream = _Event, lambda device=None: None  # SGLang's own Mooncake sender
     for module in (mha, mla):
         for name, kernel in KERNELS.items():
             setattr(module, name, kernel)
@@ -34,6 +35,16 @@ def register() -> None:
 
 def _no_nccl(path: str | None = None) -> Any:
     raise RuntimeError("no GPU to speak NCCL with")
+
+
+class _Event:
+    """Of a stream on which everything is done at once."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 def _forget_pinning() -> None:

@@ -1,6 +1,6 @@
 """`make bench NAME=...`: this project beside its peers, on this machine.
 
-    python -m bench.peers store|hicache|transfer|pd|serve [--peer NAME]... [--json FILE] [--quick]
+    python -m bench.peers store|hicache|transfer|pd|pd-sglang|serve [--peer NAME]... [--json FILE] [--quick]
 
 The rows go to stdout, how far it is to stderr. docs/benchmarks.md says what is measured, and has the figures.
 """
@@ -30,6 +30,8 @@ LEGENDS = {
     "of each; rounds alternate.",
     "pd": "limit: the decode instance alone; peer: vLLM's NixlConnector between two servers of its own, prefill first, "
     "the better of its num_threads 4 (its default) and 0. Medians; rounds alternate.",
+    "pd-sglang": "limit: one SGLang server; peer: SGLang's in-tree Mooncake backend over TCP between two servers of "
+    "its own. Medians; rounds alternate.",
 }
 
 
@@ -68,6 +70,15 @@ def pd(given: argparse.Namespace) -> Comparison:
     return pd.run(engine, given.peer_python if given.peer else None, pd.QUICK if given.quick else pd.PDScale(), say)
 
 
+def pd_sglang(given: argparse.Namespace) -> Comparison:
+    from bench.peers import pd_sglang
+
+    if given.model is None or not (given.model / "config.json").is_file():
+        raise BenchError("pd-sglang needs --model DIR, a checkpoint with its config.json")
+    scale = pd_sglang.QUICK if given.quick else pd_sglang.Scale()
+    return pd_sglang.run(given.sglang_python, given.model, given.peer_python if given.peer else None, scale, say)
+
+
 def serve(given: argparse.Namespace) -> None:
     """Prints as `mooncake-connector bench serve` does."""
     from bench.peers import plot, serve
@@ -99,6 +110,7 @@ BENCHES: dict[str, tuple[Callable[[argparse.Namespace], Comparison | None], tupl
     "hicache": (hicache, ("mooncake", "file")),
     "transfer": (transfer, ("mooncake", "nixl")),
     "pd": (pd, ("nixl",)),
+    "pd-sglang": (pd_sglang, ("mooncake",)),
     "serve": (serve, tuple(CONNECTORS)),
 }
 
@@ -125,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--folder", type=Path, default=default_folder(), help="of the temporary pools")
         one.add_argument("--vllm-python", type=Path, metavar="PATH", help="Python with vLLM and this project")
         one.add_argument("--sglang-python", type=Path, default=Path(sys.executable), metavar="PATH")
-        one.add_argument("--model", type=Path, metavar="DIR", help="checkpoint that vLLM serves")
+        one.add_argument("--model", type=Path, metavar="DIR", help="checkpoint that the engine serves")
         if name == "serve":
             one.add_argument("--dtype", default="auto", help="float32 is the fastest on CPUs without AVX-512 or AMX")
             one.add_argument("--plot", type=Path, metavar="FILE.png", help="also write a picture")
