@@ -107,7 +107,7 @@ class MooncakeConnectorKVManager(CommonKVManager):
         place = Place(
             tp_rank=self.kv_args.engine_rank % self.attn_tp_size,
             tp_size=self.attn_tp_size,
-            num_layers=max(model.num_hidden_layers, 1),
+            num_layers=max(model.num_attention_layers, 1),
             first_layer=self.kv_args.prefill_start_layer if self.pp_size > 1 else 0,
             num_heads=1 if self.is_mla_backend else model.get_total_num_kv_heads(),
             is_mla=bool(self.is_mla_backend),

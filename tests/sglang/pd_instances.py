@@ -80,7 +80,7 @@ def running(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Iterator[None]:
     for name, value in {"model_id": "m", **settings}.items():
         monkeypatch.setenv(f"MOONCAKE_CONNECTOR_{name.upper()}", str(value))
     described = SimpleNamespace(
-        num_hidden_layers=LAYERS,
+        num_attention_layers=LAYERS,
         get_total_num_kv_heads=lambda: HEADS,
         hf_config=SimpleNamespace(architectures=["Tiny"]),
     )
