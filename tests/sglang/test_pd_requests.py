@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ from long_form import LONG
 from pd_cases import P_PAGES, Case, hand_over, tidied
 from pd_instances import Decode, Pair, Prefill, check, running
 from sglang.srt.disaggregation.base.conn import KVPoll
+from simulated.waiting import wait_for
+
+from transfer.transports import cma
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +143,65 @@ def test_nothing_grows_over_many_requests_of_all_endings(tidy):
             request.until()
             request.failed()
             request.clear()
+
+
+class HeldCopy:
+    """The first copy into the decode instance's pages is under way, and stays so until `end`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self._ended = threading.Event(), threading.Event()
+        read_process = cma.read_process
+
+        def held(*args: object) -> int:
+            self.begun.set()
+            assert self._ended.wait(120)
+            return read_process(*args)
+
+        monkeypatch.setattr(cma, "read_process", held)
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+class TestACopyUnderWay:
+    @pytest.fixture
+    def case(self, tidy: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+        case = Case(tidy, "allocated")
+        self.copy = HeldCopy(monkeypatch)
+        case.go_on("prefill")
+        assert self.copy.begun.wait(120)
+        yield case
+        self.copy.end()
+        monkeypatch.undo()
+        assert case.prefill.until() == KVPoll.Failed
+        case.prefill.failed()
+        case.check_reused()
+
+    def test_an_abort_is_told_when_nothing_writes_any_more(self, case):
+        case.decode.abort()
+        assert {case.decode.poll() for _ in range(50)} == {KVPoll.Transferring}
+        self.copy.end()
+        assert case.decode.until() == KVPoll.Failed
+        case.reuse()
+        case.decode.failed()
+
+    def test_a_failure_of_another_rank_is_waited_for(self, case):
+        given_up = threading.Thread(target=case.decode.failed)
+        given_up.start()
+        wait_for(lambda: case.decode.parties[0].conclude_state == KVPoll.Failed)
+        given_up.join(0.2)
+        assert given_up.is_alive()
+        self.copy.end()
+        given_up.join(120)
+        case.reuse()
+
+
+def test_nothing_is_written_after_success(tidy):
+    case = Case(tidy, "allocated")
+    case.go_on("prefill")
+    assert case.decode.until() == KVPoll.Success
+    case.reuse()
+    case.decode.clear()
+    assert case.prefill.until() == KVPoll.Success
+    case.prefill.clear()
+    case.check_reused()
