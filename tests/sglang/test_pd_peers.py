@@ -158,7 +158,7 @@ class TestWhoNeverComes:
         pair.close()
 
     def test_prefill(self, monkeypatch):
-        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSFER_DEADLINE_S", "2")
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_TRANSFER_DEADLINE_S", "5")
         pair = Pair()
         decode = Decode(pair.decode, pair.address, 1, D_PAGES)
         decode.run(pair.address)

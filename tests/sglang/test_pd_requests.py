@@ -9,9 +9,11 @@ import pytest
 from long_form import LONG
 from pd_cases import P_PAGES, Case, hand_over, tidied
 from pd_instances import Decode, Pair, Prefill, check, running
+from prometheus_client import REGISTRY
 from sglang.srt.disaggregation.base.conn import KVPoll
 from simulated.waiting import wait_for
 
+from sglang_backend.metrics import TransferMetrics
 from transfer.transports import cma
 
 
@@ -194,6 +196,20 @@ class TestACopyUnderWay:
         self.copy.end()
         given_up.join(120)
         case.reuse()
+
+
+def test_a_hand_over_is_counted_on_both_sides(tidy, monkeypatch):
+    for manager in (*tidy.prefill.managers, *tidy.decode.managers):
+        monkeypatch.setattr(manager, "metrics", TransferMetrics(enabled=True))
+
+    def counted(what: str) -> list[float]:
+        names = [(f"mooncake_connector_{what}_total", {"operation": operation}) for operation in ("send", "fetch")]
+        return [REGISTRY.get_sample_value(*name) or 0.0 for name in names]
+
+    before = counted("transfers"), counted("transfer_bytes")
+    hand_over(tidy)
+    sent, fetched = (after - value for after, value in zip(counted("transfer_bytes"), before[1], strict=True))
+    assert counted("transfers") == [value + 1 for value in before[0]] and sent == fetched > 0
 
 
 def test_nothing_is_written_after_success(tidy):
