@@ -51,6 +51,11 @@ _NUM_ASKING = 8
 _COLLECT_S = 0.005
 _PATIENCE_S = 0.2
 """The scheduler waits so long for a bootstrap server it meets first; then it asks again."""
+_GIVE_WAY_S = 0.001
+_IDLE_PASS_S = 0.002
+"""A pass of the scheduler's loop that is over sooner has computed nothing."""
+_GONE_S = 0.1
+"""A room that does not ask for so long has ended; another one waits from then on."""
 
 logger = get_logger(__name__)
 
@@ -78,6 +83,7 @@ class MooncakeConnectorKVManager(CommonKVManager):
     ) -> None:
         _refuse_what_is_not_served(disaggregation_mode)
         self._parties: dict[Outgoing | Incoming, Party] = {}
+        self._waiting_room, self._waited_s = -1, 0.0
         self._asking = ThreadPoolExecutor(_NUM_ASKING, thread_name_prefix="mooncake-connector-bootstrap")
         self._asked: dict[str, Future[Any]] = {}
         self.metrics = TransferMetrics(enabled=get_observability().enable_metrics)
@@ -186,6 +192,19 @@ class MooncakeConnectorKVManager(CommonKVManager):
                 party = self._parties.get(transfer)
             if party is not None:
                 party.settled(report)
+
+    def give_way(self, room: int) -> None:
+        """Leave the processor to who computes, while the scheduler has nothing to do but to ask.
+
+        SGLang's loop does not wait for transfers: a decode instance would take a whole core from the prefill instance
+        beside it, and the interpreter from its own threads that receive. In each pass one room waits, for all.
+        """
+        now_s = time.monotonic()
+        if room != self._waiting_room and now_s - self._waited_s < _GONE_S:
+            return
+        if room == self._waiting_room and now_s - self._waited_s < _IDLE_PASS_S:
+            time.sleep(_GIVE_WAY_S)
+        self._waiting_room, self._waited_s = room, time.monotonic()
 
     def unwatch(self, transfer: Outgoing | Incoming) -> None:
         self._parties.pop(transfer, None)

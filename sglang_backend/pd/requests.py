@@ -145,6 +145,7 @@ class MooncakeConnectorKVSender(_Party, CommonKVSender):
             self._fail(self._transfer.cause)
 
     def _poll_with_status(self, check_status: Any) -> int:
+        self.kv_mgr.give_way(self.bootstrap_room)
         self.kv_mgr.collect()
         return super()._poll_with_status(check_status)
 
@@ -263,6 +264,7 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
             elif self._asked is not None and time.monotonic() > self._answered_until_s:
                 self._asked = None
                 self._fail_unfound(f"the bootstrap server at {self.bootstrap_addr} did not answer")
+            self.kv_mgr.give_way(self.bootstrap_room)
             self.kv_mgr.collect()
         return super()._poll()
 
