@@ -25,11 +25,12 @@ PEER_ENV := .venvs/peers
 BUILT := .cache/wheel/.built
 
 .PHONY: bench-store bench-hicache bench-transfer bench-pd bench-pd-sglang bench-serve bench-unnamed
-.PHONY: help setup dev vllm vllm-next sglang models system-packages wheel demo demo-engines test test-fast test-long test-gpu bench lint clean
+.PHONY: help setup dev vllm vllm-next sglang models system-packages wheel demo demo-pd demo-engines test test-fast test-long test-gpu bench lint clean
 
 help:
 	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
 	@echo 'make demo          a prompt asked before and after a restart of a real vLLM server (about 4 minutes with all installs)'
+	@echo 'make demo-pd       one file: vLLM prefills in one instance and decodes in another (about 4 minutes with all installs)'
 	@echo 'make demo-engines  SGLang answers from what vLLM computed (SGLang is 10 GB; about 10 minutes with all installs)'
 	@echo 'make test-fast     the tests that need no engine (about 2 minutes on 2 cores)'
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
@@ -50,6 +51,9 @@ models: .cache/models/.made
 
 demo: vllm
 	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo.py
+
+demo-pd: vllm
+	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo_pd.py
 
 demo-engines: vllm sglang
 	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo_engines.py

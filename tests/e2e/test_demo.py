@@ -29,3 +29,19 @@ def test_demo_ends_with_a_hit_and_the_same_text(name: str) -> None:
     assert match, last
     assert int(match[1]) >= 1500
     assert demo.returncode == 0
+
+
+def test_one_file_brings_up_prefill_decode_and_router() -> None:
+    demo = subprocess.run(
+        [sys.executable, str(HERE / "demo_pd.py")],
+        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=900,
+    )
+    print(demo.stdout)
+    last = demo.stdout.rstrip().splitlines()[-1]
+    match = re.fullmatch(r"demo-pd: OK fetched_tokens=(\d+)", last)
+    assert match, last
+    assert int(match[1]) >= 500
+    assert demo.returncode == 0
