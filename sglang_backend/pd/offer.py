@@ -12,6 +12,7 @@ from typing import Any
 from mooncake_connector.config.schema import environ_name
 from mooncake_connector.log import get_logger
 from sglang_backend import BACKEND
+from sglang_backend.pd.samples import with_own_rooms
 from sglang_backend.targets import Target
 
 logger = get_logger(__name__)
@@ -83,12 +84,23 @@ def _start_engine(start: Callable[..., None], *, gpu_id: int) -> None:
         start(gpu_id=gpu_id)
 
 
+def _is_chosen() -> bool:
+    from sglang.srt.runtime_context import get_disagg
+
+    return get_disagg().disaggregation_transfer_backend in (BACKEND, *_taken_over)
+
+
 def _of_common(method: str, parameters: str = "", uses: str = "") -> Target:
     return Target(f"{_CONN}.{method}", ("self", *parameters.split()), names=tuple(uses.split()))
 
 
 TARGETS = (
     Target(f"{_UTILS}.get_kv_class", ("transfer_backend", "class_type"), _give_class),
+    Target(
+        "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
+        ("self", "recv_req", "mm_input_error"),
+        with_own_rooms(_is_chosen),
+    ),
     Target(f"{_UTILS}.TransferBackend._value2member_map_"),
     Target(f"{_CHOICES}.DISAGG_TRANSFER_BACKEND_CHOICES"),
     Target(f"{_CHOICES}.add_disagg_transfer_backend_choices", ("iterable",)),
