@@ -22,10 +22,11 @@ VLLM := .venvs/vllm
 SGLANG := .venvs/sglang
 VLLM_NEXT := .cache/vllm-0.33
 PEER_ENV := .venvs/peers
+ROUTERS := .venvs/routers
 BUILT := .cache/wheel/.built
 
 .PHONY: bench-store bench-hicache bench-transfer bench-pd bench-pd-sglang bench-serve bench-unnamed
-.PHONY: help setup dev vllm vllm-next sglang models system-packages wheel demo demo-pd demo-engines test test-fast test-long test-gpu bench lint clean
+.PHONY: help setup dev vllm vllm-next sglang routers models system-packages wheel demo demo-pd demo-engines test test-fast test-long test-gpu bench lint clean
 
 help:
 	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
@@ -41,11 +42,12 @@ help:
 	@echo 'make wheel         the wheel, in .cache/wheel'
 	@echo 'make clean         remove everything that was made'
 
-setup: dev vllm vllm-next sglang
+setup: dev vllm vllm-next sglang routers
 dev: $(DEV)/.tools $(DEV)/.mooncake $(DEV)/.wheel
 vllm: system-packages $(VLLM)/.engine $(VLLM)/.tests $(VLLM)/.wheel .cache/models/.made
 vllm-next: $(VLLM_NEXT)/.made
 sglang: system-packages $(SGLANG)/.engine $(SGLANG)/.tests $(SGLANG)/.mooncake $(SGLANG)/.wheel
+routers: $(ROUTERS)/.installed
 wheel: $(BUILT)
 models: .cache/models/.made
 
@@ -59,7 +61,7 @@ demo-engines: vllm sglang
 	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo_engines.py
 
 test: setup
-	@$(DEV)/bin/python tests/tools/run.py e2e lint transfer store slow vllm vllm-0.33 sglang pd
+	@$(DEV)/bin/python tests/tools/run.py e2e lint transfer store slow vllm vllm-0.33 sglang sglang-pd pd
 
 test-fast: $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py transfer store
@@ -148,7 +150,7 @@ $(PEER_ENV)/.installed: $(REQUIREMENTS)/peers.txt | $(VLLM)/.engine
 $(SGLANG)/bin/python:
 	$(PYTHON) -m venv $(SGLANG)
 
-$(addprefix $(SGLANG)/.,engine tests mooncake wheel): private CONSTRAINTS := $(SGLANG_CONSTRAINTS)
+$(addprefix $(SGLANG)/.,engine tests mooncake wheel) $(ROUTERS)/.installed: private CONSTRAINTS := $(SGLANG_CONSTRAINTS)
 
 $(SGLANG)/.engine: $(REQUIREMENTS)/sglang.txt $(SGLANG_CONSTRAINTS) | $(SGLANG)/bin/python
 	@echo 'installing SGLang (10 GB, some minutes)'
@@ -158,6 +160,12 @@ $(SGLANG)/.engine: $(REQUIREMENTS)/sglang.txt $(SGLANG_CONSTRAINTS) | $(SGLANG)/
 $(SGLANG)/.tests: $(REQUIREMENTS)/sglang-test.txt $(SGLANG_CONSTRAINTS) | $(SGLANG)/.engine
 	@$(SGLANG)/bin/python $(PIP_INSTALL) -r $<
 	@touch $@
+
+# Where it cannot be had there is no stamp, so that the next call tries again.
+$(ROUTERS)/.installed: $(REQUIREMENTS)/routers.txt $(SGLANG_CONSTRAINTS)
+	@$(PYTHON) -m venv $(ROUTERS)
+	@if $(ROUTERS)/bin/python $(PIP_INSTALL) -r $<; then touch $@; \
+		else echo 'NOT INSTALLED: sglang-router; what is tested behind it will be skipped' >&2; fi
 
 # The same version is built again and again: the first call brings its code, the second what it depends on.
 $(DEV)/.wheel $(VLLM)/.wheel $(SGLANG)/.wheel: %/.wheel: $(BUILT)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 __all__ = ["ENVIRONMENTS", "ServerDied", "ServerProcess", "free_port", "pool_folder", "running", "small_environment"]
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2] / ".venvs"  # one for each engine
@@ -110,6 +112,32 @@ class ServerProcess:
             return
         self._note_complaints()
         self._end_group()
+
+    def pause(self) -> None:
+        """SIGSTOP to every process of the server."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self.pid, signal.SIGCONT)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def restart(self) -> None:
+        """Start again after `kill`, on the same ports."""
+        self.start()
+        self.wait_until_ready()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of the server."""
+        parent = psutil.Process(self.pid)
+        return [parent, *parent.children(recursive=True)]
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")

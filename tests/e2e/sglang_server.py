@@ -1,4 +1,4 @@
-"""A real SGLang server with HiCache on the CPU, and a client of its native API."""
+"""A real SGLang server on the CPU, with HiCache or one side of a PD pair, and a client of its APIs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import Any, Literal
 from e2e.client import CANDIDATES, Answer, HttpClient, Prompt, ServerError
 from e2e.process import ENVIRONMENTS, ServerProcess, free_port, small_environment
 
-__all__ = ["DYNAMIC", "SGLangAnswer", "SGLangServer", "Way"]
+__all__ = ["DYNAMIC", "STAND_INS", "SGLangAnswer", "SGLangClient", "SGLangServer", "Way"]
 
 STAND_INS = Path(__file__).resolve().parents[1] / "stand_ins"
 PAGE_TOKENS = 64
 ADMIN_KEY = "admin of the tests"
 
-Way = Literal["plain", "no storage", "name", "dynamic", "takeover", "file"]
-"""How the third level gets in: `plain` has no cache at all, `no storage` only HiCache's two levels."""
+Way = Literal["plain", "radix", "no storage", "name", "dynamic", "takeover", "file"]
+"""How the third level gets in: `plain` has no cache at all, `radix` SGLang's own, `no storage` HiCache's two levels."""
+Role = Literal["prefill", "decode"]
 
 DYNAMIC = {
     "backend_name": "mooncake_connector",
@@ -38,74 +39,8 @@ class SGLangAnswer(Answer):
     from_storage: int
 
 
-class SGLangServer(ServerProcess, HttpClient):
-    """One SGLang server and its client.
-
-    `pool` is the folder of our pool, or of SGLang's own `file` backend. Prompts of one page already are looked up in
-    the storage (SGLang's own threshold is 256 tokens), and the scheduler waits for what it reads from there. Like
-    vLLM's in `e2e.server` it computes in float32, unless `args` say otherwise.
-    """
-
-    def __init__(
-        self,
-        model: Path,
-        *,
-        log: Path,
-        pool: Path | None = None,
-        way: Way = "name",
-        layout: str = "page_first",
-        io_backend: str = "kernel",
-        write_policy: str = "write_through",
-        prefetch_policy: str = "wait_complete",
-        max_total_tokens: int = 8192,
-        extra_config: dict[str, object] | None = None,
-        args: Sequence[str] = (),
-        env: dict[str, str] | None = None,
-    ) -> None:
-        self.model, self.pool = model, pool
-        port = free_port()
-        command = [
-            *(str(ENVIRONMENTS / "sglang" / "bin" / "python"), "-m", "sglang.launch_server"),
-            *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--page-size", str(PAGE_TOKENS)),
-            *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
-            *("--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", str(max_total_tokens)),
-            "--sleep-on-idle",
-            *("--enable-cache-report", "--enable-metrics", "--admin-api-key", ADMIN_KEY),
-        ]
-        environment = {
-            **small_environment(),
-            "PYTHONPATH": str(STAND_INS),
-            "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin would take the cores from each other where there are few
-            "TORCH_EXTENSIONS_DIR": str(ENVIRONMENTS.parent / ".cache" / "torch_extensions"),
-        }
-        if way == "plain":
-            command += ["--disable-radix-cache"]
-        else:
-            command += ["--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-mem-layout", layout]
-            command += ["--hicache-io-backend", io_backend, "--hicache-write-policy", write_policy]
-        if way in _BACKEND_OF:
-            config = {
-                "prefetch_threshold": PAGE_TOKENS,
-                **(DYNAMIC if way == "dynamic" else {}),
-                **(extra_config or {}),
-            }
-            command += ["--hicache-storage-backend", _BACKEND_OF[way]]
-            command += ["--hicache-storage-prefetch-policy", prefetch_policy]
-            command += ["--hicache-storage-backend-extra-config", json.dumps(config)]
-        if way == "takeover":
-            environment["MOONCAKE_CONNECTOR_SGLANG_TAKEOVER"] = "1"
-        if pool is not None:
-            environment["MOONCAKE_CONNECTOR_POOL"] = str(pool)
-            environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(pool)
-        ServerProcess.__init__(
-            self,
-            [*command, *args],
-            port=port,
-            env={**environment, **(env or {})},
-            log=log,
-            is_complaint=_Complaint(),
-        )
-        HttpClient.__init__(self, "127.0.0.1", port)
+class SGLangClient(HttpClient):
+    """A client of SGLang, or of a router before it."""
 
     def ask(
         self,
@@ -121,15 +56,16 @@ class SGLangServer(ServerProcess, HttpClient):
 
         `fields` are further ones of SGLang's request, such as `extra_key`.
         """
-        body = {
-            **({"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}),
-            "sampling_params": {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": ignore_eos},
-            "return_logprob": True,
-            "top_logprobs_num": CANDIDATES,
-            "stream": True,
+        body = self.body(
+            prompt,
+            max_tokens,
+            ignore_eos=ignore_eos,
+            return_logprob=True,
+            top_logprobs_num=CANDIDATES,
+            stream=True,
             **({} if cache_salt is None else {"cache_salt": cache_salt}),
             **fields,
-        }
+        )
         started = time.monotonic()
         first, text, last = None, "", None
         for last in self._events(self._send("POST", "/generate", body)):
@@ -152,6 +88,118 @@ class SGLangServer(ServerProcess, HttpClient):
             from_storage=(meta.get("cached_tokens_details") or {}).get("storage", 0),
         )
 
+    def ask_whole(self, prompt: Prompt, *, max_tokens: int, **fields: Any) -> tuple[int, ...]:
+        """The tokens of a greedy answer that is not streamed."""
+        return tuple(self.post(self.body(prompt, max_tokens, **fields))["output_ids"])
+
+    def body(
+        self, prompt: Prompt, max_tokens: int, *, ignore_eos: bool = True, n: int = 1, **fields: Any
+    ) -> dict[str, Any]:
+        """A greedy request of the native API."""
+        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": ignore_eos, "n": n}
+        asked = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+        return {**asked, "sampling_params": sampling, **fields}
+
+    def chat(self, text: str, *, max_tokens: int) -> tuple[str, list[float]]:
+        """The greedy answer in a chat that is not streamed, and the log-probability of each of its tokens."""
+        body = {
+            "model": "default",
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": True,
+        }
+        choice = self.post(body, "/v1/chat/completions")["choices"][0]
+        return choice["message"]["content"], [token["logprob"] for token in choice["logprobs"]["content"]]
+
+    def post(self, body: Any, path: str = "/generate") -> Any:
+        """The answer to a request that is not streamed."""
+        return json.loads(self._read(self._send("POST", path, body)))
+
+    def leave(self, prompt: Prompt, *, after_s: float, max_tokens: int) -> None:
+        """Send a request whose answer is streamed, and close its connection `after_s` seconds later."""
+        connection = self._send("POST", "/generate", self.body(prompt, max_tokens, stream=True))
+        try:
+            time.sleep(after_s)
+        finally:
+            connection.close()
+
+
+class SGLangServer(ServerProcess, SGLangClient):
+    """One SGLang server and its client.
+
+    `pool` is the folder of our pool, or of SGLang's own `file` backend. Prompts of one page already are looked up in
+    the storage (SGLang's own threshold is 256 tokens), and the scheduler waits for what it reads from there. Like
+    vLLM's in `e2e.server` it computes in float32, unless `args` say otherwise. With a `role` it is that side of a PD
+    pair; a prefill instance has a bootstrap server at `bootstrap_port`.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        log: Path,
+        pool: Path | None = None,
+        way: Way = "name",
+        role: Role | None = None,
+        layout: str = "page_first",
+        io_backend: str = "kernel",
+        write_policy: str = "write_through",
+        prefetch_policy: str = "wait_complete",
+        max_total_tokens: int = 8192,
+        extra_config: dict[str, object] | None = None,
+        args: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self.model, self.pool = model, pool
+        port, self.bootstrap_port = free_port(), free_port()
+        command = [
+            *(str(ENVIRONMENTS / "sglang" / "bin" / "python"), "-m", "sglang.launch_server"),
+            *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--page-size", str(PAGE_TOKENS)),
+            *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
+            *("--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", str(max_total_tokens)),
+            "--sleep-on-idle",
+            *("--enable-cache-report", "--enable-metrics", "--admin-api-key", ADMIN_KEY),
+        ]
+        environment = {
+            **small_environment(),
+            "PYTHONPATH": str(STAND_INS),
+            "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin would take the cores from each other where there are few
+            "TORCH_EXTENSIONS_DIR": str(ENVIRONMENTS.parent / ".cache" / "torch_extensions"),
+        }
+        if way == "plain":
+            command += ["--disable-radix-cache"]
+        elif way != "radix":
+            command += ["--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-mem-layout", layout]
+            command += ["--hicache-io-backend", io_backend, "--hicache-write-policy", write_policy]
+        if way in _BACKEND_OF:
+            config = {
+                "prefetch_threshold": PAGE_TOKENS,
+                **(DYNAMIC if way == "dynamic" else {}),
+                **(extra_config or {}),
+            }
+            command += ["--hicache-storage-backend", _BACKEND_OF[way]]
+            command += ["--hicache-storage-prefetch-policy", prefetch_policy]
+            command += ["--hicache-storage-backend-extra-config", json.dumps(config)]
+        if role is not None:
+            command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake_connector"]
+            command += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
+        if way == "takeover":
+            environment["MOONCAKE_CONNECTOR_SGLANG_TAKEOVER"] = "1"
+        if pool is not None:
+            environment["MOONCAKE_CONNECTOR_POOL"] = str(pool)
+            environment["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(pool)
+        ServerProcess.__init__(
+            self,
+            [*command, *args],
+            port=port,
+            env={**environment, **(env or {})},
+            log=log,
+            is_complaint=_Complaint(),
+        )
+        SGLangClient.__init__(self, "127.0.0.1", port)
+
     def compute(self, prompt: Sequence[int], **tenant: str | None) -> None:
         """With nothing of the prompt in the server's own cache."""
         self.flush()
@@ -164,9 +212,13 @@ class SGLangServer(ServerProcess, HttpClient):
         connection = self._send("POST", "/generate", {"rid": rid, "input_ids": prompt, "sampling_params": sampling})
         try:
             time.sleep(after_s)
-            self._read(self._send("POST", "/abort_request", {"rid": rid}, _AUTHORIZED))
+            self.abort(rid)
         finally:
             connection.close()
+
+    def abort(self, rid: str) -> None:
+        """End a request by its `rid`."""
+        self._read(self._send("POST", "/abort_request", {"rid": rid}, _AUTHORIZED))
 
     def flush(self) -> None:
         """Empty the first two levels; waits until no request is under way."""

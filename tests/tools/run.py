@@ -79,9 +79,20 @@ STAGES = {
         needs=VLLM_NEXT / ".made",
     ),
     "sglang": Stage([pytest(SGLANG, "tests/sglang")], limit_s=1800),
-    "e2e": Stage([pytest(VLLM, "-v", "tests/e2e", "--ignore=tests/e2e/pd")], limit_s=4500),
+    "e2e": Stage(
+        [pytest(VLLM, "-v", "tests/e2e", "--ignore=tests/e2e/pd", "--ignore=tests/e2e/pd_sglang")], limit_s=4500
+    ),
+    # What happens to such a pair (kills, aborts, strangers) takes minutes more, and is in the long form.
+    "sglang-pd": Stage([pytest(VLLM, "-v", "tests/e2e/pd_sglang/test_answers.py")], limit_s=2400),
     "pd": Stage([pytest(VLLM, "-v", "tests/e2e/pd")], limit_s=4500),
-    "long": Stage([pytest(DEV, "-v", "-m", "long"), pytest(VLLM, "-v", "-m", "long", "tests/e2e")], limit_s=14400),
+    "long": Stage(
+        [
+            pytest(DEV, "-v", "-m", "long"),
+            pytest(VLLM, "-v", "-m", "long", "tests/e2e", "--ignore=tests/e2e/pd_sglang"),
+            pytest(VLLM, "-v", "tests/e2e/pd_sglang"),
+        ],
+        limit_s=14400,
+    ),
 }
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from e2e.client import Client, Prompt
 from e2e.pages import wait_for
+from e2e.pd.faulty import PLUGIN, Faulty
 from e2e.process import ServerProcess, free_port, small_environment
 from e2e.server import KV_TRANSFER, ONE_CORE, Server
 
@@ -21,7 +18,6 @@ __all__ = ["PREFIX", "Instance", "PDClient", "Proxy"]
 
 PREFIX = "vllm:mooncake_connector_"
 PROXY = Path(__file__).parent / "proxy.py"
-FAULTS = Path(__file__).parent / "faults"
 
 
 class PDClient(Client):
@@ -59,7 +55,7 @@ class PDClient(Client):
         self._timeout_s = seconds
 
 
-class Instance(Server, PDClient):
+class Instance(Server, PDClient, Faulty):
     """A vLLM server that hands requests over and takes them.
 
     `config` is the connector's part of the configuration. Where it has no `prefix_reuse`, the pool is left out. The
@@ -82,68 +78,32 @@ class Instance(Server, PDClient):
         self.transfer_host, self.transfer_port = transfer_host or "127.0.0.1", free_port()
         address = {"transfer_hosts": [transfer_host]} if transfer_host else {}
         settings = {"prefix_reuse": False, "transfer_port": self.transfer_port, **address, **config}
-        self.faults = log.with_suffix(".faults")
-        self.faults.mkdir(parents=True, exist_ok=True)
-        super().__init__(
+        Faulty.__init__(self, log)
+        Server.__init__(
+            self,
             model,
             log=log,
             pool=pool,
             args=args,
             env={
                 **ONE_CORE,
-                "PYTHONPATH": str(FAULTS),
-                "PD_FAULTS": str(self.faults),
+                "PYTHONPATH": str(PLUGIN),
+                **self.fault_variables,
                 **(env or {}),
             },
             kv_transfer={**KV_TRANSFER, "kv_connector_extra_config": settings},
             launcher=launcher,
             host=host,
         )
-        self.heal()
 
     @property
     def directory(self) -> str:
         """Where the instance's ranks can be asked for."""
         return f"{self.transfer_host}:{self.transfer_port}"
 
-    def fault(self, kind: str) -> None:
-        """Begin a fault of this instance; `faults/pd_faults.py` has the kinds."""
-        (self.faults / kind).touch()
-
-    def heal(self) -> None:
-        """End all faults, and forget what was seen of them."""
-        for file in self.faults.iterdir():
-            file.unlink()
-
-    def saw(self, event: str) -> bool:
-        """Whether a fault has had its effect since `heal`."""
-        return (self.faults / f"{event}.seen").exists()
-
-    def batches(self) -> list[tuple[int, ...]]:
-        """(first layer, number of layers, first token, stop token) of each batch sent since `heal`."""
-        file = self.faults / "batches.sent"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [tuple(map(int, line.split())) for line in lines]
-
     def figure(self, name: str, **labels: str) -> float:
         """Sum of one of the connector's own counters."""
         return self.metric(f"{PREFIX}{name}_total", **labels)
-
-    def pause(self) -> None:
-        """SIGSTOP to every process of the server."""
-        os.killpg(self._pid, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        os.killpg(self._pid, signal.SIGCONT)
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def restart(self) -> None:
-        """Start again after `kill`, on the same ports."""
-        self.start()
-        self.wait_until_ready()
 
     def holds_no_block(self) -> None:
         """After one more small request no request has a block of the KV cache."""
@@ -154,18 +114,8 @@ class Instance(Server, PDClient):
 
         wait_for(is_free, f"no block held in {self.log.stem}", deadline_s=60)
 
-    def processes(self) -> list[psutil.Process]:
-        """Every process of the server."""
-        parent = psutil.Process(self._pid)
-        return [parent, *parent.children(recursive=True)]
-
     def _count(self, state: str) -> float:
         return self.metric(f"vllm:num_requests_{state}")
-
-    @property
-    def _pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
 
 class Proxy(ServerProcess, PDClient):

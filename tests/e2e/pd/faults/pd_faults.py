@@ -1,4 +1,4 @@
-"""A plugin of vLLM that lets a test spoil or stop the transfers of one server while it runs.
+"""A plugin of vLLM and SGLang that lets a test spoil or stop the transfers of one server while it runs.
 
 A fault is on while a file of its name is in the folder `PD_FAULTS`; `NAME.seen` appears beside it once it has had its
 effect. `batches.sent` has one line for each batch: first layer, number of layers, first token, stop token.
@@ -9,6 +9,7 @@ effect. `batches.sent` has one line for each batch: first layer, number of layer
 | hold | prefill | the first batch goes out, unless it is all there is; others wait |
 | corrupt | decode | every batch has one wrong byte when it has landed |
 | corrupt-once | decode | the first batch alone |
+| fail | SGLang | with the probability in the file, what SGLang's scheduler is told of a transfer is that it failed |
 """
 
 from __future__ import annotations
@@ -25,8 +26,28 @@ HOLD_LIMIT_S = 300.0
 SLEEP_MS = 10
 
 
-def register() -> None:
+def register_vllm() -> None:
     _spare_the_cores()
+    register()
+
+
+def register_sglang() -> None:
+    """SGLang has the last fault itself, for the whole life of a server."""
+    from sglang.srt.disaggregation import utils
+    from sglang.srt.environ import envs
+
+    faults = _Faults(Path(os.environ["PD_FAULTS"]))
+    poll = utils._poll_with_failure_injection
+
+    def faulty_poll(pollers: Any) -> Any:
+        with envs.SGLANG_TEST_DISAGG_FAILURE_PROB.override(faults.value("fail")):
+            return poll(pollers)
+
+    utils._poll_with_failure_injection = faulty_poll
+    register()
+
+
+def register() -> None:
     import transfer.fetching as fetching
     import transfer.serving as serving
 
@@ -37,21 +58,22 @@ def register() -> None:
         if faults.is_on("hold"):
             whole = (len(visitor.pairings[0][1].layers), 0, order.granted.tables[0].stop_token)
             faults.hold((order.batch.num_layers, order.batch.first_token, order.batch.stop_token) == whole)
-        if faults.is_on("falsify"):
-            batch = order.batch
-            tables = block_tables[0], order.granted.tables[0].block_ids
-            copies = visitor.pairings[0][1].copies(batch.layers, batch.first_token, batch.stop_token, *tables)
+        batch = order.batch
+        if faults.is_on("falsify") and not visitor.layout.sections[batch.section].is_whole:
+            own, pairing = visitor.pairings[batch.section]
+            tables = block_tables[own], order.granted.tables[batch.section].block_ids
+            copies = pairing.copies(batch.layers, batch.first_token, batch.stop_token, *tables)
             for address, nbytes in zip(copies.source.tolist(), copies.nbytes.tolist(), strict=True):
                 _elements(address, nbytes)[:] = _elements(address, nbytes)[::-1].copy()
             faults.note("falsify")
         sent = send(visitor, peer, order, block_tables, *rest)
-        faults.record(order.batch)
+        faults.record(batch)
         return sent
 
     def faulty_check(origin: Any, landed: Any, tables: Any, page_tokens: int, *rest: Any) -> Any:
         if faults.is_on("corrupt") or faults.take("corrupt-once"):
-            pairing, part = origin.pairings[0][1], landed.part
-            table = tables[0].block_ids, pairing.checksum_tokens(page_tokens)
+            pairing, part = origin.pairings[landed.section][1], landed.part
+            table = tables[landed.section].block_ids, pairing.checksum_tokens(page_tokens)
             pages = pairing.destination_pages(part.layers, part.first_token, part.stop_token, *table)
             _bytes(int(pages.addresses[0]), 1)[0] ^= 1
             faults.note("corrupt")
@@ -91,6 +113,13 @@ class _Faults:
 
     def is_on(self, kind: str) -> bool:
         return (self._folder / kind).exists()
+
+    def value(self, kind: str) -> float:
+        """The number in its file, 0 while it is off."""
+        try:
+            return float((self._folder / kind).read_text())
+        except (FileNotFoundError, ValueError):
+            return 0.0
 
     def take(self, kind: str) -> bool:
         """Whether it is on; from now on it is not."""
