@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -24,12 +26,33 @@ _REFRESH_S = 1.0
 _STYLES = {State.READY: "green", State.STARTING: "cyan", State.WAITING: "dim", State.STOPPED: "dim"}
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich's own ends the program."""
+        _silence()
+
+
+@contextlib.contextmanager
+def _or_silent() -> Iterator[None]:
+    """A deployment goes on, and is stopped to the end, also where its words cannot be written any more."""
+    try:
+        yield
+    except OSError:
+        _silence()
+
+
+def _silence() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
 class Board:
     """Lines on stdout; a table below them that stays live where stdout is a terminal."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = _Console(highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if sys.stdout.isatty() else None
         self._shown_s = 0.0
 
@@ -40,19 +63,22 @@ class Board:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._live is not None:
-            self._live.stop()
+            with _or_silent():
+                self._live.stop()
 
     def say(self, text: str) -> None:
         """Each line at once, also into a pipe."""
-        for line in text.splitlines():
-            self._console.print(Text(printable(line)), soft_wrap=True)
-        sys.stdout.flush()
+        with _or_silent():
+            for line in text.splitlines():
+                self._console.print(Text(printable(line)), soft_wrap=True)
+            sys.stdout.flush()
 
     def show(self, processes: Sequence[Process]) -> None:
         now = time.monotonic()
         if self._live is not None and now - self._shown_s >= _REFRESH_S:
             self._shown_s = now
-            self._live.update(table(processes), refresh=True)
+            with _or_silent():
+                self._live.update(table(processes), refresh=True)
 
 
 def table(processes: Sequence[Process]) -> Table:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mooncake_connector import checks
 from mooncake_connector.checks import Check, failed, ok, warning
-from mooncake_connector.deploy.commands import Command, installed, is_name_on_the_hub
+from mooncake_connector.deploy.commands import ANY, Command, installed, is_name_on_the_hub
 from mooncake_connector.deploy.schema import Deployment, folder_of, is_folder
 from mooncake_connector.sizes import human_nbytes
 
@@ -48,7 +48,10 @@ def ports_check(commands: Sequence[Command]) -> Check:
     wrong, owners = [], dict[tuple[str, int], str]()
     for command in commands:
         for host, port in command.listens:
-            if (other := owners.setdefault((host, port), command.name)) != command.name:
+            others = (name for (at, one), name in owners.items() if one == port and (at == host or {at, host} & {*ANY}))
+            other = next(others, None)
+            owners.setdefault((host, port), command.name)
+            if other not in (None, command.name):
                 wrong.append(f"{port} is for {other} and for {command.name}")
             elif reason := _why_taken(host, port):
                 wrong.append(f"{port} at {host}, for {command.name}: {reason}")

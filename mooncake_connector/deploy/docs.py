@@ -91,7 +91,8 @@ _USE = """\
 uvicorn, which both engines bring along. It sends a request to instances that answer `/health`, and to another one as
 long as nothing was answered. A client that leaves takes its request away from both instances. Where no prefill instance
 is left, vLLM's decode instances compute prompts themselves; SGLang's cannot, so the answer is 503. It has no
-authentication of its own; an `Authorization` header is passed on.
+authentication of its own; an `Authorization` header is passed on. Before SGLang it refuses `n` above 1, all of which
+SGLang would give one `bootstrap_room`.
 
 `vllm-router` and `sglang-router` are packages of others (`pip install vllm-router`), which are started with `--prefill`
 and `--decode` and what they need for this connector.

@@ -12,7 +12,7 @@ import yaml
 from mooncake_connector.config.file import entries, parse_yaml, read_text, value_of
 from mooncake_connector.config.schema import Config, Setting, check_together, checked, suggestion
 from mooncake_connector.config.values import shown
-from mooncake_connector.deploy.schema import Deployment, decode, meta_of
+from mooncake_connector.deploy.schema import MAX_PORT, Deployment, Environment, decode, meta_of
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import printable
 
@@ -72,7 +72,8 @@ class _Reader:
         try:
             return msgspec.convert(value, field.type, dec_hook=decode)
         except (msgspec.ValidationError, ValueError, OverflowError, RecursionError):
-            raise self._error(line, f"{name} is {shown(value)}: expected {_allowed(field)}") from None
+            given = "not shown here" if kind is Environment else shown(value)  # tokens and passwords are in it
+            raise self._error(line, f"{name} is {given}: expected {_allowed(field)}") from None
 
     def _settings(self, node: yaml.Node, values: Any, line: int) -> Mapping[str, Any]:
         if not isinstance(node, yaml.MappingNode):
@@ -96,6 +97,13 @@ class _Reader:
                     line,
                     f"{role}.devices has {len(instances.devices)} GPUs: expected {needed}, which is count "
                     f"({instances.count}) times tp ({instances.tp})",
+                )
+            last = (instances.port or 0) + instances.count - 1
+            if instances.port and last > MAX_PORT:
+                raise self._error(
+                    self._lines[f"{role}.port"],
+                    f"{role}.port is {instances.port} and {role}.count is {instances.count}, which makes {last} the "
+                    f"last port: expected at most {MAX_PORT}",
                 )
         router = found.router
         engine = _ROUTER_OF.get(router.kind, found.engine)

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import resource
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
@@ -28,7 +29,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY_NBYTES = 64 << 20
 HEALTH_EVERY_S, HEALTH_LIMIT_S = 1.0, 20.0
 CONNECT_LIMIT_S, ANSWER_LIMIT_S = 5.0, 3600.0
-_PASSED_ON = ("authorization", "x-request-id", "traceparent")
+_PASSED_ON = (b"authorization", b"x-request-id", b"traceparent")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -99,7 +100,7 @@ class Request:
 
     path: str
     body: Body
-    headers: dict[str, str]
+    headers: dict[bytes, bytes]
     send: Send
     has_begun: bool = False
     """Whether the client has got anything."""
@@ -140,14 +141,15 @@ class Proxy:
         if path == "/health":
             well = self._decodes.healthy and (self._prefills.healthy or not self._needs_prefill)
             raise Answered(200 if well else 503, b"")
-        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
-        passed = {name: headers[name] for name in _PASSED_ON if name in headers}
+        passed = {name: value for name, value in scope["headers"] if name in _PASSED_ON}
         if path == "/v1/models" and method == "GET":
             request = Request(path, {}, passed, send)
             work = self._decoded(request, None)
         elif path in PATHS and method == "POST":
-            passed.setdefault("x-request-id", uuid.uuid4().hex)
-            request = Request(path, await read_body(receive), passed, send)
+            passed.setdefault(b"x-request-id", uuid.uuid4().hex.encode())
+            body = await read_body(receive)
+            body.pop("kv_transfer_params", None)  # whom an instance asks for KV is not for a client to say
+            request = Request(path, body, passed, send)
             work = self._serve(request)
         else:
             raise Answered(404, problem(f"{method} {path}: expected POST of {', '.join(PATHS)}, or GET of /v1/models"))
@@ -189,6 +191,8 @@ class Proxy:
 
     async def _paired(self, request: Request) -> None:
         """SGLang: the same to both at once; where prefill does not answer, all begins anew with another one."""
+        if (n := request.body.get("n")) not in (None, 1):  # SGLang gives all `n` the one room of their prompt
+            raise Answered(400, problem(f"n is {n!r}: expected 1 in SGLang's PD; send a request for each answer"))
         tried: list[Instance] = []
         while prefill := self._prefills.choose(tried):
             tried.append(prefill)
@@ -222,8 +226,7 @@ class Proxy:
 
     async def _asked(self, prefill: Instance, request: Request, body: Body) -> Body:
         """What a prefill instance answered. Raises NoAnswer, and Answered where it refuses the request."""
-        post = self._client.post(prefill.url + request.path, json=body, headers=request.headers)
-        found = await self._answer_of(prefill, post)
+        found = await self._answer_of(prefill, self._client.send(self._made(prefill, request, body)))
         if 400 <= found.status_code < 500:
             raise Answered(found.status_code, found.content)
         if found.status_code != 200:
@@ -247,9 +250,7 @@ class Proxy:
         raise Answered(503, problem("no decode instance answers"))
 
     async def _passed_on(self, decode: Instance, request: Request, body: Body | None) -> None:
-        method = "GET" if body is None else "POST"
-        asked = self._client.build_request(method, decode.url + request.path, json=body, headers=request.headers)
-        found = await self._answer_of(decode, self._client.send(asked, stream=True))
+        found = await self._answer_of(decode, self._client.send(self._made(decode, request, body), stream=True))
         try:
             if found.status_code == 503:
                 raise NoAnswer
@@ -263,6 +264,14 @@ class Proxy:
             await request.send({"type": "http.response.body", "body": b""})
         finally:
             await found.aclose()
+
+    def _made(self, one: Instance, request: Request, body: Body | None) -> Any:
+        """httpx's own JSON refuses what a client's may hold: NaN, and halves of surrogate pairs."""
+        url = one.url + request.path
+        if body is None:
+            return self._client.build_request("GET", url, headers=request.headers)
+        headers = {**request.headers, b"content-type": b"application/json"}
+        return self._client.build_request("POST", url, content=json.dumps(body), headers=headers)
 
     async def _answer_of(self, one: Instance, answering: Awaitable[Any]) -> Any:
         """Raises NoAnswer where the connection breaks, or the instance stops to answer /health meanwhile."""
@@ -352,7 +361,8 @@ def instance(text: str) -> Instance:
 async def serve(arguments: argparse.Namespace) -> None:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     timeout = httpx.Timeout(ANSWER_LIMIT_S, connect=CONNECT_LIMIT_S)
-    async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client:
+    plain = {"accept-encoding": "identity"}  # what decode answers is passed on as it is
+    async with httpx.AsyncClient(limits=limits, timeout=timeout, headers=plain, trust_env=False) as client:
         groups = [Group(of, arguments.policy == "least-loaded") for of in (arguments.prefill, arguments.decode)]
         proxy = Proxy(arguments.engine, *groups, concurrent=arguments.order == "concurrent", client=client)
         looking = asyncio.create_task(proxy.look())
@@ -375,6 +385,8 @@ def main() -> None:
     parser.add_argument("--decode", type=instance, action="append", required=True)
     parser.add_argument("--order", choices=("sequential", "concurrent"), default="sequential")
     parser.add_argument("--policy", choices=("round-robin", "least-loaded"), default="round-robin")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a request takes three, and 1024 are usual
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(parser.parse_args()))
 

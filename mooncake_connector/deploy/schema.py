@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +17,7 @@ PREFILL_PORT, DECODE_PORT = 8100, 8200
 PEER_PORT_OFFSET = 10_000
 """What is added to the port of a prefill instance for the one at which decode instances find it."""
 MAX_INSTANCES = 64
-_MAX_PORT = 65535 - PEER_PORT_OFFSET
+MAX_PORT = 65535 - PEER_PORT_OFFSET
 
 
 def _field(description: str, allowed: str, **bounds: Any) -> Meta:
@@ -42,12 +43,12 @@ class Instances(msgspec.Struct, frozen=True, kw_only=True):
         int, _field("How many there are.", f"an integer from 1 to {MAX_INSTANCES}", ge=1, le=MAX_INSTANCES)
     ] = 1
     port: Annotated[
-        Annotated[int, Meta(ge=1, le=_MAX_PORT)] | None,
+        Annotated[int, Meta(ge=1, le=MAX_PORT)] | None,
         _field(
             f"HTTP port of the first; the others have those that follow. Unset: {PREFILL_PORT} for prefill, "
             f"{DECODE_PORT} for decode. At a prefill instance's port plus {PEER_PORT_OFFSET} decode instances find it: "
             "SGLang's bootstrap port, or `transfer_port` in vLLM with a router of the concurrent order.",
-            f"an integer from 1 to {_MAX_PORT}; null for the default",
+            f"an integer from 1 to {MAX_PORT}; null for the default",
         ),
     ] = None
     tp: Annotated[int, _field("Tensor parallel size of each.", "an integer from 1 to 64", ge=1, le=64)] = 1
@@ -191,7 +192,7 @@ def decode(wanted: type, value: Any) -> Any:
 
 def folder_of(text: str, file: Path) -> Path:
     """`text` as a path, from the folder of the deployment file on."""
-    return (file.parent / Path(text).expanduser()).absolute()
+    return (file.parent / os.path.expanduser(text)).absolute()  # `~nobody` stays, and no such folder is found
 
 
 def is_folder(model: str) -> bool:

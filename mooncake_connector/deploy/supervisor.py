@@ -74,6 +74,7 @@ class Process:
     def start(self) -> None:
         """In a session of its own, so that a Ctrl-C in a terminal reaches `up` alone."""
         command = [sys.executable, "-I", keeper.__file__, str(STOP_S), *self.command.arguments]
+        self.log.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
         with open(self.log, "ab") as log:
             self.keeper = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
@@ -105,9 +106,12 @@ class Process:
             self.keeper.send_signal(number)
 
     def last_lines(self) -> list[str]:
-        with open(self.log, "rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - (64 << 10)))
-            return log.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+        try:
+            with open(self.log, "rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - (64 << 10)))
+                return log.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+        except OSError as error:
+            return [f"it cannot be read: {error.strerror}"]
 
     def _has_answered(self) -> bool:
         answer = self.watch.latest

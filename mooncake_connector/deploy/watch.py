@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
 import urllib.error
@@ -93,8 +95,7 @@ def figures_in(text: str, names: Mapping[str, tuple[str, ...]]) -> Figures:
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name and name != "#":
-            try:
-                sums[name] = sums.get(name, 0.0) + float(line.rpartition(" ")[2])
-            except ValueError:
-                continue
+            with contextlib.suppress(ValueError):
+                value = float(line.rpartition(" ")[2])
+                sums[name] = sums.get(name, 0.0) + (value if math.isfinite(value) else 0.0)
     return Figures(**{key: int(sum(sums.get(one, 0.0) for one in of)) for key, of in names.items()})

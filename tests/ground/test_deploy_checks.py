@@ -42,6 +42,13 @@ def test_a_port_that_two_processes_want_is_named():
     assert found.status is Verdict.FAILED and "31999 is for prefill-0 and for decode-0" in found.detail
 
 
+def test_an_address_that_stands_for_all_takes_the_port_of_one():
+    everywhere = Command("router", "router", ("x",), {}, "", (("0.0.0.0", 31999),))
+    for both in ([listening("decode-0", 31999), everywhere], [everywhere, listening("decode-0", 31999)]):
+        found = checks.ports_check(both)
+        assert found.status is Verdict.FAILED and f"31999 is for {both[0].name} and for {both[1].name}" in found.detail
+
+
 def test_a_folder_with_a_model_is_fine(model):
     found = checks.model_check("./m", model.parent / "d.yaml")
     assert found.status is Verdict.OK and "1.0 KiB of weights" in found.detail

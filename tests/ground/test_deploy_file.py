@@ -12,7 +12,7 @@ from mooncake_connector.cli.main import app
 from mooncake_connector.config.schema import Config
 from mooncake_connector.deploy import docs
 from mooncake_connector.deploy.file import read_deployment
-from mooncake_connector.deploy.schema import Deployment, Instances, Router
+from mooncake_connector.deploy.schema import Deployment, Instances, Router, folder_of
 from mooncake_connector.errors import ConfigError
 
 SMALL = "engine: vllm\nmodel: /models/m\n"
@@ -72,7 +72,7 @@ def test_everything_can_be_said(read):
         ("decode: {tp: true}", 3, "decode.tp is True: expected"),
         ("flags: '--x \"'", 3, "flags is '--x \"': expected text as in a shell"),
         ("flags: [--x]", 3, "flags is ['--x']: expected text as in a shell"),
-        ("env: {A: [1]}", 3, "env is {'A': [1]}: expected names with text or numbers"),
+        ("env: {A: [1]}", 3, "env is not shown here: expected names with text or numbers"),
         ("env: {'A=B': x}", 3, "expected names with text or numbers"),
         ("host: localhost", 3, "host is 'localhost': expected a literal IP address"),
         ("router:\n  kind: nginx", 4, 'router.kind is \'nginx\': expected "builtin", "vllm-router"'),
@@ -80,6 +80,7 @@ def test_everything_can_be_said(read):
         ("router:\n  kind: none\n  policy: least_loaded", 5, "router.policy is for a router.kind of builtin"),
         ("router:\n  flags: --x", 4, "router.flags is for a router.kind of vllm-router or sglang-router"),
         ("prefill:\n  devices: [0, 1]", 4, "prefill.devices has 2 GPUs: expected 1, which is count (1) times tp (1)"),
+        ("prefill:\n  port: 55535\n  count: 2", 4, "which makes 55536 the last port: expected at most 55535"),
         ("start_deadline_s: 0", 3, "start_deadline_s is 0: expected a number above 0"),
         ("connector: 5", 3, "connector is 5: expected settings of mooncake-connector"),
         ("connector:\n  capacty: 8GiB", 4, "unknown configuration key 'capacty'"),
@@ -121,6 +122,15 @@ def test_a_value_that_may_be_a_secret_is_not_repeated(read):
     with pytest.raises(ConfigError) as caught:
         read(SMALL + "connector: {secret_file: hunter2-hunter2-hunter2}")
     assert "hunter2" not in str(caught.value)
+    with pytest.raises(ConfigError, match="env is not shown here: expected names with text or numbers") as caught:
+        read(SMALL + "decode: {env: {TOKEN: hunter2, DEBUG: true}}")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_home_of_nobody_is_a_folder_that_is_not_there(read, tmp_path):
+    assert folder_of(read("engine: vllm\nmodel: ~nobody-of-this-name/m").model, tmp_path / "d") == (
+        tmp_path / "~nobody-of-this-name" / "m"
+    )
 
 
 def test_the_command_prints_a_json_schema_that_knows_every_key():

@@ -251,6 +251,37 @@ def test_figures_are_summed_over_labels():
     )
 
 
+def test_a_metric_that_is_no_number_counts_nothing():
+    found = watch.figures_in("vllm:num_requests_running NaN\nvllm:num_requests_waiting +Inf\n", watch._OF_VLLM)
+    assert found.running == found.waiting == 0
+
+
+@pytest.mark.parametrize("way", ["the reader has left", "the disk is full"])
+def test_it_goes_on_where_its_words_cannot_be_written(way):
+    program = "from mooncake_connector.cli.up_board import Board\nwith Board('vllm') as board:\n"
+    program += "    board.say('x')\n    board.say('y')\nopen(2, 'w').write('done')"
+    if way == "the disk is full":
+        out = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read, out = os.pipe()
+        os.close(read)
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
+    os.close(out)
+    assert (run.returncode, run.stderr) == (0, "done")
+
+
+def test_logs_that_somebody_has_removed_are_begun_anew(tmp_path):
+    from mooncake_connector.deploy.commands import Command
+    from mooncake_connector.deploy.supervisor import Process
+
+    process = Process(Command("x", "decode", ("echo", "words"), {}, "", ()), tmp_path / "gone" / "x.log", None)  # type: ignore[arg-type]
+    assert process.last_lines() == ["it cannot be read: No such file or directory"]
+    process.start()
+    process.keeper.communicate(timeout=LIMIT_S)
+    assert process.last_lines() == ["words"]
+
+
 def test_the_table_has_a_row_for_each_process():
     from mooncake_connector.cli import up_board
     from mooncake_connector.deploy.commands import Command

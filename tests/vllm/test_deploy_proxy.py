@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 
 LIMIT_S = 60.0
+QUICK = "import mooncake_connector.deploy.proxy as p; p.HEALTH_EVERY_S = 0.2; p.main()"
+FEW_FILES = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (40, r.getrlimit(r.RLIMIT_NOFILE)[1])); "
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1, 2], "anything": {"else": None}}
 BODY = {"model": "m", "prompt": "a b", "max_tokens": 7, "min_tokens": 2, "stream_options": {"x": 1}}
 
@@ -32,6 +34,15 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline_s, f"not within {LIMIT_S:g} s: {what}"
         time.sleep(0.01)
+
+
+def free_port() -> int:
+    """Below those that Linux hands out to whoever asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32768)
+        with suppress(OSError):
+            socket.create_server(("127.0.0.1", port)).close()
+            return port
 
 
 @dataclass
@@ -47,6 +58,8 @@ class Engine:
     headers: list[dict[str, str]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     left: int = 0
+    looks: int = 0
+    """How often it was asked for its health."""
 
     def __post_init__(self) -> None:
         self.waits.set()
@@ -57,6 +70,7 @@ class Engine:
 
             def do_GET(self) -> None:
                 if self.path == "/health":
+                    engine.looks += 1
                     self.answer(200 if engine.healthy else 500, {})
                 else:
                     self.answer(200, {"data": [{"id": engine.name}]})
@@ -119,16 +133,18 @@ class Engine:
 class Proxied:
     """The proxy with two instances of each role; peer ports are 1 and 2."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, few_files: bool = False) -> None:
         self.prefills, self.decodes = ([Engine(f"{role}{n}") for n in (0, 1)] for role in "pd")
-        self.port = random.SystemRandom().randrange(10000, 32768)
-        command = [sys.executable, "-m", "mooncake_connector.deploy.proxy", "--port", str(self.port), *arguments]
+        self.port = free_port()
+        command = [sys.executable, "-c", (FEW_FILES if few_files else "") + QUICK, "--port", str(self.port), *arguments]
         for number, one in enumerate(self.prefills, 1):
             command += ["--prefill", f"{one.url},{number}"]
         for one in self.decodes:
             command += ["--decode", one.url]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         wait_until(self.is_well, "the proxy")
+        # Who is asked a second time is known to be healthy.
+        wait_until(lambda: all(one.looks > 1 for one in (*self.prefills, *self.decodes)), "a look at all instances")
 
     def is_well(self) -> bool:
         with suppress(OSError):
@@ -173,8 +189,8 @@ class Proxied:
 def proxied() -> Iterator[Callable[..., Proxied]]:
     made: list[Proxied] = []
 
-    def make(*arguments: str) -> Proxied:
-        made.append(Proxied(*arguments))
+    def make(*arguments: str, few_files: bool = False) -> Proxied:
+        made.append(Proxied(*arguments, few_files=few_files))
         return made[-1]
 
     yield make
@@ -390,3 +406,35 @@ def test_models_are_those_of_decode_and_the_rest_is_refused(proxied):
     assert proxy.get("/v1/nothing")[0] == 404
     assert proxy.ask(b"{")[0] == 400 and proxy.ask(b"[]")[0] == 400
     assert proxy.sent(proxy.prefills) == []
+
+
+def test_what_a_client_may_write_arrives(proxied):
+    """In JSON and in headers; but not whom to ask for KV."""
+    proxy = proxied(*VLLM)
+    body = b'{"prompt": "\\ud800", "x": NaN, "kv_transfer_params": {"remote_host": "x"}}'
+    assert proxy.ask(body, Authorization="\xe9")[0] == 200
+    (prefill,), (decode,) = proxy.sent(proxy.prefills), proxy.sent(proxy.decodes)
+    assert prefill["prompt"] == decode["prompt"] == "\ud800" and decode["x"] != decode["x"]
+    assert decode["kv_transfer_params"] == PARAMS and "remote_host" not in prefill["kv_transfer_params"]
+    (headers,) = (one.headers[0] for one in proxy.decodes if one.headers)
+    assert headers["authorization"] == "\xe9" and headers["accept-encoding"] == "identity"
+
+
+def test_sglang_refuses_several_answers_to_one_prompt(proxied):
+    proxy = proxied(*SGLANG)
+    status, answer = proxy.ask({**BODY, "n": 2})
+    assert status == 400 and "n is 2: expected 1" in answer["error"]["message"]
+    assert proxy.sent(proxy.decodes) == [] and proxy.ask({**BODY, "n": 1})[0] == 200
+
+
+def test_more_requests_than_files_are_usually_allowed(proxied):
+    proxy = proxied(*VLLM, few_files=True)
+    for one in proxy.decodes:
+        one.waits.clear()
+    held = [proxy.open("POST", "/v1/completions", BODY) for _ in range(30)]
+    wait_until(lambda: len(proxy.sent(proxy.decodes)) == 30, "all requests at decode")
+    for one in proxy.decodes:
+        one.waits.set()
+    assert {connection.getresponse().status for connection in held} == {200}
+    for connection in held:
+        connection.close()
