@@ -35,7 +35,7 @@ def test_an_instance_that_does_not_fit_is_refused(
         args=[*COMMON, *(("--page-size", "32") if difference == "pages" else ())],
     )
     question = asked["several"]
-    with running(stranger), ThreadPoolExecutor(2) as threads:
+    with running(stranger), ThreadPoolExecutor(4) as threads:  # prefill waits a lease for the stranger
         failure = Both(threads, pair.prefill, stranger, question.prompt, 4).failure()
         assert CAUSES[difference] in failure, failure
         both = Both(threads, *pair.instances, question.prompt, len(question.answer))
