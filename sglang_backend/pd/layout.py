@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import BlockLayout, SegmentLayout
-from transfer.plan.layout import LayoutError, RankLayout, Section, Table
+from transfer.plan.layout import MAX_TABLE_BLOCKS, LayoutError, RankLayout, Section, Table
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -31,17 +31,13 @@ class Place:
 
     Args:
         num_layers, num_heads: of the whole model; MLA has one head, which each rank has.
-        first_layer: the number of this rank's first layer.
-        has_aux: it knows the first token; in a pipeline only the last rank does.
     """
 
     tp_rank: int
     tp_size: int
     num_layers: int
-    first_layer: int
     num_heads: int
     is_mla: bool
-    has_aux: bool = True
 
     @property
     def heads(self) -> range:
@@ -85,9 +81,9 @@ class RankMemory:
             for buffers in _alike(*of_tensors):
                 state.append(_rows(f"{kind.value} {number} of {buffers.item_nbytes}", buffers, place))
                 self._state_of.append(number)
-        self._covers_tokens = any(kind.value not in _WHOLE_SEQUENCE for kind in args.state_types)
+        self.covers_tokens = any(kind.value not in _WHOLE_SEQUENCE for kind in args.state_types)
         at = args.aux_data_ptrs if aux_addresses is None else aux_addresses
-        of_rows = _alike(at, args.aux_data_lens, args.aux_item_lens) if place.has_aux else []
+        of_rows = _alike(at, args.aux_data_lens, args.aux_item_lens)
         aux = [_rows(f"aux of {buffers.item_nbytes}", buffers, None) for buffers in of_rows]
         self._num_aux = len(aux)
         self.layout = RankLayout((*kv, *state, *aux))
@@ -121,14 +117,16 @@ class RankMemory:
             state: indices of each component, None for those without.
 
         Raises:
-            LayoutError: `first_token` does not begin a page, or state that covers tokens is wanted from there on: the
-                other side does not know where that begins.
+            LayoutError: `first_token` does not begin a page; there are more pages than a message takes; or state that
+                covers tokens is wanted from there on: the other side does not know where that begins.
         """
         if first_token % self.page_tokens:
             raise LayoutError(f"a prefix of {first_token} tokens, which pages of {self.page_tokens} do not end at")
-        if first_token and self._covers_tokens:
+        if first_token and self.covers_tokens:
             raise LayoutError("the decode instance has a prefix, and the model's state covers tokens")
         whole = [0] * (first_token // self.page_tokens) + list(pages)
+        if len(whole) > MAX_TABLE_BLOCKS:
+            raise LayoutError(f"{len(whole)} pages of a request: at most {MAX_TABLE_BLOCKS}; take larger pages")
         kv = Table(first_token, len(whole) * self.page_tokens, whole)
         rows = [_row_table(_component(state, number)) for number in self._state_of]
         return [*[kv] * self.num_kv, *rows, *[_row_table([] if aux_index is None else [aux_index])] * self._num_aux]
@@ -174,9 +172,7 @@ def _pages(name: str, buffers: _Buffers, place: Place, page_tokens: int) -> Sect
         name=name,
         model_layers=place.num_layers,
         model_heads=1 if place.is_mla else place.num_heads,
-        shard=Shard(
-            place.first_layer, place.first_layer + len(buffers.addresses), heads.start, heads.stop
-        ),
+        shard=Shard(0, len(buffers.addresses), heads.start, heads.stop),
         k_dim=head_nbytes // unit,
         v_dim=0,
         itemsize=unit,

@@ -9,7 +9,6 @@ where it listens.
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -23,7 +22,15 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_disagg, get_observability, get_parallel, get_server_args
+from sglang.srt.runtime_context import (
+    get_device,
+    get_disagg,
+    get_exec,
+    get_memory,
+    get_observability,
+    get_parallel,
+    get_server_args,
+)
 
 from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.errors import ModelIdentityError
@@ -48,7 +55,6 @@ _FORMAT = 1
 """Of what both sides make of SGLang's memory: sections, their names and tables."""
 _NUM_ASKING = 8
 """Threads that ask bootstrap servers, which may not answer for seconds."""
-_COLLECT_S = 0.005
 _PATIENCE_S = 0.2
 """The scheduler waits so long for a bootstrap server it meets first; then it asks again."""
 _GIVE_WAY_S = 0.001
@@ -81,19 +87,17 @@ class MooncakeConnectorKVManager(CommonKVManager):
         server_args: Any,
         is_mla_backend: bool | None = False,
     ) -> None:
-        _refuse_what_is_not_served(disaggregation_mode)
+        _refuse_what_is_not_served()
         self._parties: dict[Outgoing | Incoming, Party] = {}
         self._waiting_room, self._waited_s = -1, 0.0
         self._asking = ThreadPoolExecutor(_NUM_ASKING, thread_name_prefix="mooncake-connector-bootstrap")
         self._asked: dict[str, Future[Any]] = {}
         self.metrics = TransferMetrics(enabled=get_observability().enable_metrics)
-        self._is_started = self._is_closed = False
+        self._is_started = False
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # nothing is read from it
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._start()
-        if self.pp_rank > 0:  # SGLang polls on the first rank of a pipeline only, which hears of the others' outcomes
-            threading.Thread(target=self._collect_always, name="mooncake-connector-collect", daemon=True).start()
 
     def register_to_bootstrap(self) -> None:
         """Have the row of this rank say where the instance's directory is."""
@@ -114,10 +118,8 @@ class MooncakeConnectorKVManager(CommonKVManager):
             tp_rank=self.kv_args.engine_rank % self.attn_tp_size,
             tp_size=self.attn_tp_size,
             num_layers=max(model.num_attention_layers, 1),
-            first_layer=self.kv_args.prefill_start_layer if self.pp_size > 1 else 0,
             num_heads=1 if self.is_mla_backend else model.get_total_num_kv_heads(),
             is_mla=bool(self.is_mla_backend),
-            has_aux=self.pp_rank == self.pp_size - 1,
         )
         device = torch.device(get_device().device)
         self.aux: AuxRows | None = None
@@ -127,6 +129,11 @@ class MooncakeConnectorKVManager(CommonKVManager):
             buffers = self.kv_args.aux_data_ptrs, self.kv_args.aux_data_lens, self.kv_args.aux_item_lens
             self.aux = AuxRows(*buffers, device)
         self.memory = RankMemory(self.kv_args, place, None if self.aux is None else self.aux.addresses)
+        if self.memory.covers_tokens and get_disagg().disaggregation_decode_enable_radix_cache:
+            raise ValueError(
+                "--disaggregation-decode-enable-radix-cache does not work with this model: both sides would count its "
+                "state from different tokens; unset it"
+            )
         self.order = DeviceOrder(partial(_record, device))
         access = Access.configured(config, self._compatibility(config, model))
         options, number = NodeOptions.configured(config), None if device.type == "cpu" else device.index
@@ -137,7 +144,7 @@ class MooncakeConnectorKVManager(CommonKVManager):
         ranks = [msgspec.msgpack.decode(cards[number][1], type=RankCard) for number in numbers]
         is_first = ranks[0].instance == self.node.card.instance
         if is_first:
-            port = config.transfer_port + self.attn_dp_rank if config.transfer_port else 0
+            port = config.transfer_port + max(self.attn_dp_rank, self.system_dp_rank) if config.transfer_port else 0
             engine_id = self.node.card.instance.hex()
             self._directory = Directory(engine_id, ranks, len(ranks), (ranks[0].host, port), access)
         ports = self._of_all(self._directory.port if self._directory is not None else 0)
@@ -217,11 +224,6 @@ class MooncakeConnectorKVManager(CommonKVManager):
             asked.add_done_callback(lambda _: self._asked.pop(what, None))
         return asked
 
-    def _collect_always(self) -> None:
-        while not self._is_closed:
-            self.collect()
-            time.sleep(_COLLECT_S)
-
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """As SGLang's, but it never holds the scheduler up for long, and never ends it over another instance."""
         if bootstrap_addr not in self.prefill_info_table:
@@ -246,7 +248,6 @@ class MooncakeConnectorKVManager(CommonKVManager):
         self.prefill_info_table.pop(bootstrap_addr, None)
 
     def teardown(self) -> None:
-        self._is_closed = True
         self._asking.shutdown(wait=False, cancel_futures=True)
         self.order.close()
         self.node.close()
@@ -277,7 +278,7 @@ def _say(transfer: Outgoing | Incoming) -> None:
         log_once(f"pd.{kind}:{kind_of(transfer.cause)}", said, transfer.seconds, transfer.cause, logger=logger)
 
 
-def _refuse_what_is_not_served(mode: DisaggregationMode) -> None:
+def _refuse_what_is_not_served() -> None:
     """Raises ValueError for settings with which KV would be read or written in ways that are not known here."""
     parallel, disagg = get_parallel(), get_disagg()
     device = str(get_device().device)
@@ -285,13 +286,16 @@ def _refuse_what_is_not_served(mode: DisaggregationMode) -> None:
         f"--device {device}: KV is handed over in the memory of the host or of CUDA devices":
             torch.device(device).type not in ("cpu", "cuda"),
         "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": bool(envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get()),
-        "--pp-size above 1 on a decode instance": mode == DisaggregationMode.DECODE and parallel.pp_size > 1,
+        "--pp-size above 1": parallel.pp_size > 1,
         "attention context parallelism": parallel.attn_cp_size > 1,
         "decode context parallelism (--dcp-size)": parallel.attn_dcp_size > 1,
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,
         "--disaggregation-decode-allocation-policy prefill_complete":
             disagg.disaggregation_decode_allocation_policy == "prefill_complete",
         "--disaggregation-enable-kv-checksum (pages have checksums here)": disagg.disaggregation_enable_kv_checksum,
+        "--enable-unified-memory": get_memory().enable_unified_memory,
+        "--enable-hisparse": get_memory().enable_hisparse,
+        "--enable-memory-saver on a device": device != "cpu" and get_exec().features.enable_memory_saver,
         "--enable-pd-role-switch": disagg.enable_pd_role_switch,
         "SGLANG_DISAGG_STAGING_BUFFER": envs.SGLANG_DISAGG_STAGING_BUFFER.get(),
     }  # fmt: skip

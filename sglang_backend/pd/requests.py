@@ -7,6 +7,7 @@ write to them any more.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -73,7 +74,7 @@ class _Party:
             self.kv_mgr.unwatch(self._transfer)
 
     def failure_exception(self) -> None:
-        if self._cause:
+        if self._cause and self.bootstrap_room not in self.kv_mgr.failure_records:
             self.kv_mgr.record_failure(self.bootstrap_room, self._cause)
         super().failure_exception()  # type: ignore[misc]
 
@@ -119,7 +120,11 @@ class MooncakeConnectorKVSender(_Party, CommonKVSender):
         self._record_transfer_indices(kv_indices, state_indices)
         self._is_sent = len(self._pages) >= self.num_kv_indices
         manager = self.kv_mgr
-        tables = manager.memory.tables(self._pages, self.aux_index, state_indices if self._is_sent else None)
+        try:
+            tables = manager.memory.tables(self._pages, self.aux_index, state_indices if self._is_sent else None)
+        except TransferError as error:
+            self._fail(str(error))
+            return
         stop = len(self._pages) * manager.memory.page_tokens
         computed = Computed([table.block_ids for table in tables], stop)
         if self._is_sent:
@@ -177,6 +182,9 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         self._aux_index: int | None = None
         self._asked: Future[Address] | None = None
         self._answered_until_s = 0.0
+        self._unfound = ""
+        self._announcing = threading.Lock()
+        self._is_ended = False
         if is_taken:
             self._refuse_room()
 
@@ -187,6 +195,7 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
             self._answered_until_s = time.monotonic() + _ANSWERED_WITHIN_S
             what = f"{self.bootstrap_addr} {prefill_dp_rank}"
             self._asked = self.kv_mgr.ask(what, partial(self._find, prefill_dp_rank))
+            self._asked.add_done_callback(self._announce)
 
     def _find(self, prefill_dp_rank: int) -> Address:
         row = self._get_bootstrap_info_from_server(prefill_dp_rank, 0, 0, 0)
@@ -198,19 +207,26 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
                 f"the bootstrap server at {self.bootstrap_addr} does not say where its ranks are, but {said}"
             ) from None
 
-    def _announce(self) -> None:
-        """Once the directory is known: from now on prefill's lease does not run out."""
-        assert self._asked is not None
-        asked, self._asked = self._asked, None
+    def _announce(self, asked: Future[Address]) -> None:
+        """Once the directory is known, in whichever thread learns it: from now on prefill's lease does not run out.
+
+        SGLang does not poll while it is paused, or while requests that it retracted wait for pages.
+        """
         try:
             where = Where(*asked.result(0))
         except Exception as error:
-            self._fail_unfound(str(error) or repr(error))
+            self._unfound = str(error) or repr(error)
             return
-        self._transfer = Incoming(transfer_name(self.bootstrap_room), where=where)
-        self.kv_mgr.watch(self._transfer, self)
-        self.kv_mgr.node.announce(self._transfer, self.kv_mgr.home)
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+        with self._announcing:
+            if not self._is_ended:
+                self._transfer = Incoming(transfer_name(self.bootstrap_room), where=where)
+                self.kv_mgr.watch(self._transfer, self)
+                self.kv_mgr.node.announce(self._transfer, self.kv_mgr.home)
+
+    def _cancel(self, cause: str) -> None:
+        with self._announcing:
+            self._is_ended = True
+        super()._cancel(cause)
 
     def _fail_unfound(self, cause: str) -> None:
         self.kv_mgr.metrics.failed("fetch", "bootstrap")
@@ -245,28 +261,41 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         manager.update_status(self.bootstrap_room, KVPoll.Transferring)
 
     def settled(self, report: Failed | Ended) -> None:
-        assert self._transfer is not None
-        if self._transfer.ending is Ending.DONE and not self._is_aborted:
+        with self._announcing:
+            transfer = self._transfer
+        assert transfer is not None
+        if transfer.ending is Ending.DONE and not self._is_aborted:
             if self.kv_mgr.aux is not None and self._aux_index is not None:
                 self.kv_mgr.aux.give(self._aux_index)
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         else:
-            self._fail(self._transfer.cause)
+            self._fail(transfer.cause)
 
     def _fail(self, cause: str) -> None:
         super()._fail(cause)
-        self.kv_mgr.forget(self.bootstrap_addr)
+        if not self._is_aborted:
+            self.kv_mgr.forget(self.bootstrap_addr)
 
     def _poll(self) -> int:
         if self.conclude_state is None:
-            if self._asked is not None and self._asked.done():
-                self._announce()
-            elif self._asked is not None and time.monotonic() > self._answered_until_s:
-                self._asked = None
-                self._fail_unfound(f"the bootstrap server at {self.bootstrap_addr} did not answer")
+            if self._asked is not None:
+                self._look_for_answer()
             self.kv_mgr.give_way(self.bootstrap_room)
             self.kv_mgr.collect()
         return super()._poll()
+
+    def _look_for_answer(self) -> None:
+        with self._announcing:
+            is_announced = self._transfer is not None
+        if is_announced:
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+        elif self._unfound:
+            self._fail_unfound(self._unfound)
+        elif time.monotonic() > self._answered_until_s:
+            self._fail_unfound(f"the bootstrap server at {self.bootstrap_addr} did not answer")
+        else:
+            return
+        self._asked = None
 
     def _check_waiting_timeout(self) -> int | None:
         """Never: a transfer has a deadline of its own."""
@@ -290,13 +319,13 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
 
     def _clear(self) -> None:
         """SGLang takes the pages back, also where only another rank has failed."""
+        self._cancel("the request ended")
         transfer = self._transfer
-        if transfer is not None and not transfer.is_over:
-            self._cancel("the request ended")
+        if transfer is not None and self._is_granted:
             deadline_s = time.monotonic() + _REVOKED_WITHIN_S
-            while self._is_granted and not transfer.is_over and time.monotonic() < deadline_s:
+            while not transfer.is_over and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
-            if self._is_granted and not transfer.is_over:
+            if not transfer.is_over:
                 log_once("pd.revoke", "pages of a request are taken back while they may be written to", logger=logger)
         self._forget()
         super()._clear()

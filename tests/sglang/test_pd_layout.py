@@ -33,7 +33,7 @@ def _server() -> Iterator[None]:
 
 
 def place(rank: int = 0, tp: int = 1, heads: int = HEADS, *, is_mla: bool = False) -> Place:
-    return Place(rank, tp, LAYERS, 0, 1 if is_mla else heads, is_mla)
+    return Place(rank, tp, LAYERS, 1 if is_mla else heads, is_mla)
 
 
 def heads_of(heads: int, tp: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ class TestTheBootstrapServer:
 
     def test_it_says_a_byte_now_and_then(self, pair, monkeypatch):
         monkeypatch.setattr("sglang_backend.pd.requests._ANSWERED_WITHIN_S", -1.0)
-        monkeypatch.setattr(pair.decode.managers[0], "ask", lambda what, find: _Never())
+        monkeypatch.setattr(pair.decode.managers[0], "ask", lambda what, find: Future())
         decode = Decode(pair.decode, pair.address, pair.room(), D_PAGES)
         decode.parties[0].init(0)
         assert "did not answer" in why(decode)
@@ -141,11 +142,6 @@ class TestTheBootstrapServer:
         hand_over(pair)
         other.prefill.close()
         other.bootstrap.close()
-
-
-class _Never:
-    def done(self) -> bool:
-        return False
 
 
 class TestWhoNeverComes:

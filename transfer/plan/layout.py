@@ -24,6 +24,8 @@ from transfer.transports.base import MAX_PIECE_NBYTES, Int64, TransferError
 MAX_BLOCK_ELEMENTS = 1 << 24
 """Elements of a block, all heads, K and V: far beyond any engine's."""
 MAX_SECTIONS = 64
+MAX_TABLE_BLOCKS = 1 << 18
+"""Blocks of a request that a message names, one section's."""
 _MAX_NAME_LENGTH = 64
 _MAX_AXES = 16
 """Strides that a segment's tokens or elements may be nested in: beyond what any order needs."""
@@ -43,7 +45,7 @@ class Table:
 
     first_token: Annotated[int, Meta(le=1 << 40)]
     stop_token: Annotated[int, Meta(le=1 << 40)]
-    block_ids: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 32)]], Meta(max_length=1 << 18)]
+    block_ids: Annotated[list[Annotated[int, Meta(ge=0, le=1 << 32)]], Meta(max_length=MAX_TABLE_BLOCKS)]
 
     def __post_init__(self) -> None:
         if not 0 <= self.first_token <= self.stop_token:
