@@ -47,6 +47,8 @@ class Command:
     listens: tuple[tuple[str, int], ...]
     peer_port: int = 0
     """Of a prefill instance: where decode instances look for it; 0 where nobody has to know."""
+    peer_host: str = ""
+    """The address there, where it is not that of this machine's own processes."""
 
 
 def commands(deployment: Deployment, file: Path) -> list[Command]:
@@ -84,12 +86,14 @@ def _instance(deployment: Deployment, role: str, number: int, model: str) -> Com
     instances: Instances = getattr(deployment, role)
     port = (instances.port or (PREFILL_PORT if role == "prefill" else DECODE_PORT)) + number
     settings = dict(deployment.connector)
+    peer_host = ""
     peer_port = port + PEER_PORT_OFFSET if role == "prefill" else 0
     listens = [(deployment.host, port)]
     if deployment.engine == "vllm":
         arguments = _vllm(deployment, role, instances, port, model)
         if deployment.router.order == "concurrent" and peer_port:
             settings["transfer_port"] = peer_port
+            peer_host = next(iter(settings.get("transfer_hosts", ())), "")
             listens += [(host, peer_port) for host in settings.get("transfer_hosts", ())[:1]]
         else:
             peer_port = 0
@@ -108,6 +112,7 @@ def _instance(deployment: Deployment, role: str, number: int, model: str) -> Com
         url_of(deployment.host, port),
         tuple(listens),
         peer_port,
+        peer_host,
     )
 
 
@@ -148,7 +153,9 @@ def _router(deployment: Deployment, prefills: list[Command], decodes: list[Comma
         before = (sys.executable, "-m", "mooncake_connector.deploy.proxy", "--engine", deployment.engine)
         order = ("--order", router.order) if deployment.engine == "vllm" else ()
         arguments = [*before, *listens, *order, "--policy", router.policy.replace("_", "-")]
-        arguments += [word for one in prefills for word in ("--prefill", f"{one.url},{one.peer_port}")]
+        arguments += [
+            word for one in prefills for word in ("--prefill", f"{one.url},{one.peer_port},{one.peer_host}".rstrip(","))
+        ]
     else:
         arguments = [installed(router.kind) or router.kind]
         if router.kind == "vllm-router":

@@ -1,9 +1,10 @@
 """The built-in router: an OpenAI-compatible proxy before prefill and decode instances of one engine.
 
-    python -m mooncake_connector.deploy.proxy --engine vllm --port 8000 --prefill URL,PORT ... --decode URL ...
+    python -m mooncake_connector.deploy.proxy --engine vllm --port 8000 --prefill URL,PORT[,HOST] ... --decode URL ...
 
 PORT is where decode instances find the prefill instance: SGLang's bootstrap port, or vLLM's `transfer_port`, which only
-the concurrent order needs. What the engines are sent is in docs/disaggregation.md. It needs httpx and uvicorn.
+the concurrent order needs, as it does HOST, the first of vLLM's `transfer_hosts` where these are set. What
+the engines are sent is in docs/disaggregation.md. It needs httpx and uvicorn.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Instance:
 
     url: str
     peer_port: int = 0
+    peer_host: str = ""
     healthy: bool = False
     load: int = 0
 
@@ -178,7 +180,7 @@ class Proxy:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": transfer_id,
-            "remote_host": prefill.host,
+            "remote_host": prefill.peer_host,
             "remote_port": prefill.peer_port,
         }
         body = prefill_body(request.body, {"transfer_id": transfer_id})
@@ -354,8 +356,9 @@ def problem(message: str) -> bytes:
 
 
 def instance(text: str) -> Instance:
-    url, _, port = text.partition(",")
-    return Instance(url.rstrip("/"), int(port or 0))
+    url, _, peer = text.partition(",")
+    port, _, host = peer.partition(",")
+    return Instance(url.rstrip("/"), int(port or 0), host or "127.0.0.1")
 
 
 async def serve(arguments: argparse.Namespace) -> None:

@@ -49,6 +49,13 @@ def test_in_the_concurrent_order_the_router_knows_where_prefill_instances_are_as
     assert options(run["decode-0"])["--model"] == "owner/m"
 
 
+def test_in_the_concurrent_order_the_router_knows_the_address_as_well(tmp_path):
+    (tmp_path / "secret").write_text("as long as it has to be")
+    text = f"connector: {{transfer_hosts: [192.0.2.7, 192.0.2.8], secret_file: {tmp_path / 'secret'}}}"
+    run = made(tmp_path, f"engine: vllm\nmodel: owner/m\nrouter: {{order: concurrent}}\n{text}")
+    assert "http://127.0.0.1:8100,18100,192.0.2.7" in run["router"].arguments
+
+
 def test_sglang_gets_modes_and_bootstrap_ports(tmp_path):
     run = made(tmp_path, "engine: sglang\nmodel: /m\nprefill: {port: 9000}\nconnector: {page_tokens: 32}")
     prefill, decode = options(run["prefill-0"]), options(run["decode-0"])

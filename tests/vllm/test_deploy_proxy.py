@@ -138,7 +138,7 @@ class Proxied:
         self.port = free_port()
         command = [sys.executable, "-c", (FEW_FILES if few_files else "") + QUICK, "--port", str(self.port), *arguments]
         for number, one in enumerate(self.prefills, 1):
-            command += ["--prefill", f"{one.url},{number}"]
+            command += ["--prefill", f"{one.url},{number}" + (",192.0.2.7" if CONCURRENT[-1] in arguments else "")]
         for one in self.decodes:
             command += ["--decode", one.url]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -229,7 +229,7 @@ def test_both_at_once_know_each_other_by_name_and_port(proxied):
     port = 1 if proxy.prefills[0].bodies else 2
     assert decode["kv_transfer_params"] == {
         "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": name,
-        "remote_host": "127.0.0.1", "remote_port": port,
+        "remote_host": "192.0.2.7", "remote_port": port,
     }  # fmt: skip
     wait_until(lambda: sum(one.left for one in proxy.prefills) == 1, "prefill to be left, whom nobody wants")
 
