@@ -192,17 +192,18 @@ class Proxy:
                 await ended(prefilling)  # nobody wants it any more
 
     async def _paired(self, request: Request) -> None:
-        """SGLang: the same to both at once; where prefill does not answer, all begins anew with another one."""
+        """SGLang: the same to both at once; where one does not answer, all begins anew in another room."""
         if (n := request.body.get("n")) not in (None, 1):  # SGLang gives all `n` the one room of their prompt
             raise Answered(400, problem(f"n is {n!r}: expected 1 in SGLang's PD; send a request for each answer"))
         tried: list[Instance] = []
         while prefill := self._prefills.choose(tried):
-            tried.append(prefill)
+            if (decode := self._decodes.choose(tried)) is None:
+                raise Answered(503, problem("no decode instance answers"))
             rid = uuid.uuid4().hex
             body = paired_body(request.body, prefill.host, prefill.peer_port, rid)
-            with busy(prefill):
+            with busy(prefill, decode):
                 prefilling = asyncio.create_task(self._asked(prefill, request, body))
-                decoding = asyncio.create_task(self._decoded(request, body))
+                decoding = asyncio.create_task(self._passed_on(decode, request, body))
                 try:
                     await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
                     if prefilling.done() and not request.has_begun:
@@ -210,19 +211,18 @@ class Proxy:
                     await decoding
                     return
                 except NoAnswer:
-                    continue
+                    by_decode = decoding.done() and isinstance(decoding.exception(), NoAnswer)
+                    tried.append(decode if by_decode else prefill)
                 finally:
                     is_answered = decoding.done() and not decoding.cancelled() and decoding.exception() is None
                     await ended(prefilling, decoding)
                     if not is_answered:
-                        await self._abort(prefill, rid)
-        raise Answered(
-            503, problem("no prefill instance answers, and SGLang's decode instances do not compute prompts")
-        )
+                        await self._abort(rid, prefill, decode)
+        raise Answered(503, problem("no prefill instance answers, and SGLang's decode instances compute no prompts"))
 
-    async def _abort(self, prefill: Instance, rid: str) -> None:
+    async def _abort(self, rid: str, *asked: Instance) -> None:
         """SGLang does not always notice that a client has left."""
-        for one in (prefill, *self._decodes.instances):
+        for one in asked:
             with contextlib.suppress(httpx.HTTPError):
                 await asyncio.shield(self._client.post(f"{one.url}/abort_request", json={"rid": rid}, timeout=2))
 
