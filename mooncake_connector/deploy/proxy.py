@@ -193,8 +193,6 @@ class Proxy:
 
     async def _paired(self, request: Request) -> None:
         """SGLang: the same to both at once; where one does not answer, all begins anew in another room."""
-        if (n := request.body.get("n")) not in (None, 1):  # SGLang gives all `n` the one room of their prompt
-            raise Answered(400, problem(f"n is {n!r}: expected 1 in SGLang's PD; send a request for each answer"))
         tried: list[Instance] = []
         while prefill := self._prefills.choose(tried):
             if (decode := self._decodes.choose(tried)) is None:

@@ -428,12 +428,6 @@ def test_what_a_client_may_write_arrives(proxied):
     assert headers["authorization"] == "\xe9" and headers["accept-encoding"] == "identity"
 
 
-def test_sglang_refuses_several_answers_to_one_prompt(proxied):
-    proxy = proxied(*SGLANG)
-    status, answer = proxy.ask({**BODY, "n": 2})
-    assert status == 400 and "n is 2: expected 1" in answer["error"]["message"]
-    assert proxy.sent(proxy.decodes) == [] and proxy.ask({**BODY, "n": 1})[0] == 200
-
 
 def test_more_requests_than_files_are_usually_allowed(proxied):
     proxy = proxied(*VLLM, few_files=True)
