@@ -71,6 +71,7 @@ class Up:
                 [sys.executable, "-c", QUICK, "up", str(self.file)],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONPATH": path, "MARK": self.mark}, start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # ignored where the tests run by nohup
             )  # fmt: skip
 
     def text(self) -> str:
@@ -278,7 +279,8 @@ def test_logs_that_somebody_has_removed_are_begun_anew(tmp_path):
     process = Process(Command("x", "decode", ("echo", "words"), {}, "", ()), tmp_path / "gone" / "x.log", None)  # type: ignore[arg-type]
     assert process.last_lines() == ["it cannot be read: No such file or directory"]
     process.start()
-    process.keeper.communicate(timeout=LIMIT_S)
+    assert process.keeper.wait(LIMIT_S) == 0  # its stdin stays open: at the end of that it would stop at once
+    process.keeper.stdin.close()
     assert process.last_lines() == ["words"]
 
 
