@@ -10,10 +10,10 @@ from prometheus_client import Counter
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from transfer.protocol.orders import Ending
-from transfer.protocol.producer import Outgoing
+from transfer.protocol.outgoing import Outgoing
 
 if TYPE_CHECKING:
-    from transfer.protocol.consumer import Incoming
+    from transfer.protocol.incoming import Incoming
 
 _GIB = 1 << 30
 

@@ -17,7 +17,8 @@ from transfer.driver import RANK_PURPOSE, Driver, look, now_s, peer_name
 from transfer.integrity import page_checksums
 from transfer.plan.layout import RankLayout, Table
 from transfer.plan.pairing import Pairings, Route, pair_sections, routes
-from transfer.protocol.consumer import Consumer, Incoming, Source, Where
+from transfer.protocol.consumer import Consumer
+from transfer.protocol.incoming import Incoming, Source, Where
 from transfer.protocol.messages import Introduction, Landed, encode
 from transfer.protocol.orders import Ended, Failed, Order, Revoke, Timing, Verify
 from transfer.transports.base import TransferError, Unavailable

@@ -20,7 +20,8 @@ from transfer.plan.layout import RankLayout, Table
 from transfer.plan.pairing import Pairing, Pairings, pair_sections
 from transfer.protocol.messages import Granted, Introduction, MessageError, decode
 from transfer.protocol.orders import Abandon, Ended, Failed, Order, Timing, Write
-from transfer.protocol.producer import Outgoing, Producer
+from transfer.protocol.outgoing import Outgoing
+from transfer.protocol.producer import Producer
 from transfer.transports.base import Completion, Grant, Outcome, Peer, TransferError, Unavailable
 from transfer.transports.cuda.copier import Staging
 from transfer.transports.registry import Transports
@@ -73,6 +74,7 @@ class Serving(Driver):
     def __init__(
         self,
         timing: Timing,
+        names_return: bool,
         layout: RankLayout,
         transports: Transports,
         bounds: Bounds,
@@ -83,7 +85,7 @@ class Serving(Driver):
         staging: Staging | None,
         report: Callable[[Failed | Ended], None],
     ) -> None:
-        self.producer = Producer(self._divide, timing)
+        self.producer = Producer(self._divide, timing, names_return=names_return)
         super().__init__(self.producer, loop, report)
         self._timing = timing
         self._layout, self._transports, self._executor, self._pairing = layout, transports, executor, pairing

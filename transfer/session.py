@@ -22,9 +22,9 @@ from transfer.driver import RANK_PURPOSE, Driver
 from transfer.fetching import Fetching
 from transfer.plan.granularity import Bounds, Granularity
 from transfer.plan.layout import RankLayout, Table
-from transfer.protocol.consumer import Incoming
+from transfer.protocol.incoming import Incoming
 from transfer.protocol.orders import Ended, Failed, Timing
-from transfer.protocol.producer import Outgoing
+from transfer.protocol.outgoing import Outgoing
 from transfer.serving import MAX_VISITORS, Computed, Serving
 from transfer.transports.base import INSTANCE_NBYTES, TransferError, TransportOptions
 from transfer.transports.cuda.copier import Staging
@@ -46,6 +46,7 @@ class NodeOptions:
         hosts: literal addresses, one for each network, which need a secret; control connections use the first. Without
             any, peers are processes of this user on this host, and nothing listens on a port.
         page_tokens: tokens that share a checksum; rounded up to what moves together.
+        names_return: the engine computes a request again under its old name, as soon as that transfer is over.
     """
 
     transports: Sequence[str] = field(default_factory=names)
@@ -53,6 +54,7 @@ class NodeOptions:
     page_tokens: int = 64
     bounds: Bounds = field(default_factory=Bounds)
     timing: Timing = field(default_factory=Timing)
+    names_return: bool = False
 
     @classmethod
     def configured(cls, config: Config) -> NodeOptions:
@@ -118,7 +120,7 @@ class Node:
         try:
             endpoints = self._transports.listen()
             self._serving = Serving(
-                options.timing, layout, self._transports, options.bounds, options.page_tokens,
+                options.timing, options.names_return, layout, self._transports, options.bounds, options.page_tokens,
                 loop, self._executors[0], self._executors[2], for_sums, self._reports.put,
             )  # fmt: skip
             self._fetching = Fetching(

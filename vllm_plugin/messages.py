@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from mooncake_connector.kv.namespace import Namespace
 from transfer.control.directory import Address
 from transfer.plan.layout import Table
-from transfer.protocol.consumer import Where
+from transfer.protocol.incoming import Where
 from transfer.serving import Computed
 
 

@@ -31,6 +31,8 @@ class Place:
 
     Args:
         num_layers, num_heads: of the whole model; MLA has one head, which each rank has.
+        stage, num_stages: of the pipeline.
+        first_layer: the number of the stage's first one.
     """
 
     tp_rank: int
@@ -38,6 +40,9 @@ class Place:
     num_layers: int
     num_heads: int
     is_mla: bool
+    stage: int = 0
+    num_stages: int = 1
+    first_layer: int = 0
 
     @property
     def heads(self) -> range:
@@ -47,6 +52,11 @@ class Place:
         count = max(1, self.num_heads // self.tp_size)
         first = self.tp_rank * self.num_heads // self.tp_size
         return range(first, first + count)
+
+    @property
+    def has_aux(self) -> bool:
+        """Every stage fills a request's aux row in; the last one's is handed over."""
+        return self.stage == self.num_stages - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,7 @@ class RankMemory:
                 self._state_of.append(number)
         self.covers_tokens = any(kind.value not in _WHOLE_SEQUENCE for kind in args.state_types)
         at = args.aux_data_ptrs if aux_addresses is None else aux_addresses
-        of_rows = _alike(at, args.aux_data_lens, args.aux_item_lens)
+        of_rows = _alike(at, args.aux_data_lens, args.aux_item_lens) if place.has_aux else []
         aux = [_rows(f"aux of {buffers.item_nbytes}", buffers, None) for buffers in of_rows]
         self._num_aux = len(aux)
         self.layout = RankLayout((*kv, *state, *aux))
@@ -149,7 +159,10 @@ def _kv_sections(args: KVArgs, place: Place) -> list[Section]:
         ptrs, lens, items = args.kv_data_ptrs[part], args.kv_data_lens[part], args.kv_item_lens[part]
         middle = len(ptrs) if place.is_mla else len(ptrs) // 2
         for name, half in (("k", slice(0, middle)), ("v", slice(middle, None))):
-            for number, buffers in enumerate(_alike(ptrs[half], lens[half], items[half])):
+            alike = _alike(ptrs[half], lens[half], items[half])
+            if place.num_stages > 1 and len(alike) > 1:
+                raise LayoutError("layers of different sizes in a pipeline: nothing says which layer a buffer is of")
+            for number, buffers in enumerate(alike):
                 named = f"{prefix}{name}" if not number else f"{prefix}{name} {number}"
                 if prefix:
                     sections.append(_rows(named, buffers, place, is_whole=False, tokens=args.page_size))
@@ -172,7 +185,7 @@ def _pages(name: str, buffers: _Buffers, place: Place, page_tokens: int) -> Sect
         name=name,
         model_layers=place.num_layers,
         model_heads=1 if place.is_mla else place.num_heads,
-        shard=Shard(0, len(buffers.addresses), heads.start, heads.stop),
+        shard=Shard(place.first_layer, place.first_layer + len(buffers.addresses), heads.start, heads.stop),
         k_dim=head_nbytes // unit,
         v_dim=0,
         itemsize=unit,

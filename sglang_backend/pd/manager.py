@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,14 +38,15 @@ from mooncake_connector.kv.identity.checkpoint import weights_digest
 from mooncake_connector.kv.namespace import canonical_json
 from mooncake_connector.log import get_logger, kind_of, log_once
 from sglang_backend.metrics import TransferMetrics
+from sglang_backend.pd.asking import Asking
 from sglang_backend.pd.aux_rows import AuxRows
 from sglang_backend.pd.layout import Place, RankMemory
 from transfer.control.connection import Access
 from transfer.control.directory import THIS_HOST, Address, Directory, RankCard
 from transfer.device_order import DeviceOrder, Wait
-from transfer.protocol.consumer import Incoming
+from transfer.protocol.incoming import Incoming
 from transfer.protocol.orders import Ended, Ending, Failed
-from transfer.protocol.producer import Outgoing
+from transfer.protocol.outgoing import Outgoing
 from transfer.session import Node, NodeOptions
 
 if TYPE_CHECKING:
@@ -53,10 +54,9 @@ if TYPE_CHECKING:
 
 _FORMAT = 1
 """Of what both sides make of SGLang's memory: sections, their names and tables."""
-_NUM_ASKING = 8
-"""Threads that ask bootstrap servers, which may not answer for seconds."""
-_PATIENCE_S = 0.2
-"""The scheduler waits so long for a bootstrap server it meets first; then it asks again."""
+_PATIENCE_S, _IMPATIENT_S = 0.2, 5.0
+"""The scheduler waits so long for a bootstrap server it meets first, and asks again later. Where it has waited for
+nothing it does not wait for any for a while: requests may name as many as they like."""
 _GIVE_WAY_S = 0.001
 _IDLE_PASS_S = 0.002
 """A pass of the scheduler's loop that is over sooner has computed nothing."""
@@ -87,11 +87,10 @@ class MooncakeConnectorKVManager(CommonKVManager):
         server_args: Any,
         is_mla_backend: bool | None = False,
     ) -> None:
-        _refuse_what_is_not_served()
+        _refuse_what_is_not_served(args, disaggregation_mode)
         self._parties: dict[Outgoing | Incoming, Party] = {}
-        self._waiting_room, self._waited_s = -1, 0.0
-        self._asking = ThreadPoolExecutor(_NUM_ASKING, thread_name_prefix="mooncake-connector-bootstrap")
-        self._asked: dict[str, Future[Any]] = {}
+        self._waiting_room, self._waited_s, self._patient_from_s = -1, 0.0, 0.0
+        self.asking = Asking()
         self.metrics = TransferMetrics(enabled=get_observability().enable_metrics)
         self._is_started = False
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
@@ -120,6 +119,9 @@ class MooncakeConnectorKVManager(CommonKVManager):
             num_layers=max(model.num_attention_layers, 1),
             num_heads=1 if self.is_mla_backend else model.get_total_num_kv_heads(),
             is_mla=bool(self.is_mla_backend),
+            stage=self.pp_rank,
+            num_stages=self.pp_size,
+            first_layer=self.kv_args.prefill_start_layer if self.pp_size > 1 else 0,
         )
         device = torch.device(get_device().device)
         self.aux: AuxRows | None = None
@@ -136,7 +138,8 @@ class MooncakeConnectorKVManager(CommonKVManager):
             )
         self.order = DeviceOrder(partial(_record, device))
         access = Access.configured(config, self._compatibility(config, model))
-        options, number = NodeOptions.configured(config), None if device.type == "cpu" else device.index
+        options = replace(NodeOptions.configured(config), names_return=True)  # rooms, after a request was retracted
+        number = None if device.type == "cpu" else device.index
         self.node = Node(self.memory.layout, self.memory.regions, access, options, number)
         self._directory: Directory | None = None
         cards = self._of_all(msgspec.msgpack.encode(self.node.card))
@@ -216,18 +219,13 @@ class MooncakeConnectorKVManager(CommonKVManager):
     def unwatch(self, transfer: Outgoing | Incoming) -> None:
         self._parties.pop(transfer, None)
 
-    def ask(self, what: str, find: Callable[[], Any]) -> Future[Any]:
-        """Have `find` called in a thread that may wait for a bootstrap server; who asks for the same waits with it."""
-        asked = self._asked.get(what)
-        if asked is None:
-            asked = self._asked[what] = self._asking.submit(find)
-            asked.add_done_callback(lambda _: self._asked.pop(what, None))
-        return asked
-
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """As SGLang's, but it never holds the scheduler up for long, and never ends it over another instance."""
         if bootstrap_addr not in self.prefill_info_table:
-            wait([self.ask(bootstrap_addr, partial(self._find_info, bootstrap_addr))], _PATIENCE_S)
+            find = partial(self._find_info, bootstrap_addr)
+            asked, now_s = self.asking.ask(bootstrap_addr, bootstrap_addr, find), time.monotonic()
+            if now_s >= self._patient_from_s and wait([asked], _PATIENCE_S).not_done:
+                self._patient_from_s = now_s + _IMPATIENT_S
         return bootstrap_addr in self.prefill_info_table
 
     def _find_info(self, bootstrap_addr: str) -> None:
@@ -248,7 +246,7 @@ class MooncakeConnectorKVManager(CommonKVManager):
         self.prefill_info_table.pop(bootstrap_addr, None)
 
     def teardown(self) -> None:
-        self._asking.shutdown(wait=False, cancel_futures=True)
+        self.asking.close()
         self.order.close()
         self.node.close()
         if self._directory is not None:
@@ -278,7 +276,7 @@ def _say(transfer: Outgoing | Incoming) -> None:
         log_once(f"pd.{kind}:{kind_of(transfer.cause)}", said, transfer.seconds, transfer.cause, logger=logger)
 
 
-def _refuse_what_is_not_served() -> None:
+def _refuse_what_is_not_served(args: KVArgs, mode: DisaggregationMode) -> None:
     """Raises ValueError for settings with which KV would be read or written in ways that are not known here."""
     parallel, disagg = get_parallel(), get_disagg()
     device = str(get_device().device)
@@ -286,7 +284,10 @@ def _refuse_what_is_not_served() -> None:
         f"--device {device}: KV is handed over in the memory of the host or of CUDA devices":
             torch.device(device).type not in ("cpu", "cuda"),
         "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": bool(envs.SGLANG_MOONCAKE_CUSTOM_MEM_POOL.get()),
-        "--pp-size above 1": parallel.pp_size > 1,
+        "--pp-size above 1 on a decode instance: its stages do not compare which transfers failed":
+            parallel.pp_size > 1 and mode == DisaggregationMode.DECODE,
+        "--pp-size above 1 for a model with state beside its KV, or with a draft model":
+            parallel.pp_size > 1 and bool(args.state_types or args.num_draft_entries),
         "attention context parallelism": parallel.attn_cp_size > 1,
         "decode context parallelism (--dcp-size)": parallel.attn_dcp_size > 1,
         "--enable-kv-cache-sharding": parallel.enable_kv_cache_sharding,

@@ -12,6 +12,7 @@ from typing import Any
 from mooncake_connector.config.schema import environ_name
 from mooncake_connector.log import get_logger
 from sglang_backend import BACKEND
+from sglang_backend.pd.pause import exchanging_first
 from sglang_backend.pd.samples import with_own_rooms
 from sglang_backend.targets import Target
 
@@ -21,6 +22,8 @@ TAKEN_OVER = "mooncake"
 _CHOICES = "sglang.srt.arg_groups.choices"
 _UTILS = "sglang.srt.disaggregation.utils"
 _CONN = "sglang.srt.disaggregation.common.conn"
+_PREFILL = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
+_CHUNK_STEP = ("checkpoint_disagg_prefill", "tmp_end_idx")
 _taken_over: list[str] = []
 
 
@@ -101,6 +104,14 @@ TARGETS = (
         ("self", "recv_req", "mm_input_error"),
         with_own_rooms(_is_chosen),
     ),
+    Target(
+        "sglang.srt.managers.scheduler.Scheduler.pause_generation",
+        ("self", "recv_req"),
+        exchanging_first(_is_chosen),
+        names=("mode", "chunked_req", "enable_overlap", "last_batch", "disaggregation_mode", "tmp_end_idx"),
+    ),
+    Target(f"{_PREFILL}.checkpoint_disagg_prefill", ("self", "req"), names=("checkpoint_kv_cache",)),
+    Target(f"{_PREFILL}.process_prefill_chunk", ("self", "last_batch", "running_batch"), names=_CHUNK_STEP),
     Target(f"{_UTILS}.TransferBackend._value2member_map_"),
     Target(f"{_CHOICES}.DISAGG_TRANSFER_BACKEND_CHOICES"),
     Target(f"{_CHOICES}.add_disagg_transfer_backend_choices", ("iterable",)),

@@ -20,9 +20,9 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSend
 from mooncake_connector.log import get_logger, log_once
 from sglang_backend.pd.manager import MooncakeConnectorKVManager
 from transfer.control.directory import Address
-from transfer.protocol.consumer import Incoming, Where
+from transfer.protocol.incoming import Incoming, Where
 from transfer.protocol.orders import Ended, Ending, Failed
-from transfer.protocol.producer import Outgoing
+from transfer.protocol.outgoing import Outgoing
 from transfer.serving import Computed
 from transfer.transports.base import TransferError
 
@@ -38,6 +38,13 @@ logger = get_logger(__name__)
 def transfer_name(room: int) -> str:
     """What both sides call the transfer of a request."""
     return f"sglang:{room}"
+
+
+def _is_taken(manager: MooncakeConnectorKVManager, room: int | None) -> bool:
+    """Whether another request has the room; SGLang may not have asked since that one ended."""
+    if room in manager.request_status:
+        manager.collect()
+    return room in manager.request_status
 
 
 class _Party:
@@ -92,7 +99,7 @@ class MooncakeConnectorKVSender(_Party, CommonKVSender):
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
-        is_taken = bootstrap_room in mgr.request_status
+        is_taken = _is_taken(mgr, bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._pages: list[int] = []
         self._is_sent = False
@@ -143,11 +150,17 @@ class MooncakeConnectorKVSender(_Party, CommonKVSender):
             node.finished(self._transfer, computed.stop_token)
 
     def settled(self, report: Failed | Ended) -> None:
-        """Told once, when the decode instance has it all, or will not."""
+        """Told once, when the decode instance has it all, or will not.
+
+        The room is free from now on: a decode instance that computes a request again asks under its room, maybe before
+        SGLang asks here what became of it.
+        """
         if self._transfer.ending is Ending.DONE:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         else:
             self._fail(self._transfer.cause)
+        super()._poll_with_status(self.kv_mgr.check_status)
+        self.clear()
 
     def _poll_with_status(self, check_status: Any) -> int:
         self.kv_mgr.give_way(self.bootstrap_room)
@@ -175,7 +188,7 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
     def __init__(
         self, mgr: MooncakeConnectorKVManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:
-        is_taken = bootstrap_room in mgr.request_status
+        is_taken = _is_taken(mgr, bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._transfer: Incoming | None = None
         self._is_granted = self._is_aborted = False
@@ -193,8 +206,8 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         if self.conclude_state is None:
             self.prefill_dp_rank = prefill_dp_rank
             self._answered_until_s = time.monotonic() + _ANSWERED_WITHIN_S
-            what = f"{self.bootstrap_addr} {prefill_dp_rank}"
-            self._asked = self.kv_mgr.ask(what, partial(self._find, prefill_dp_rank))
+            find = partial(self._find, prefill_dp_rank)
+            self._asked = self.kv_mgr.asking.ask(self.bootstrap_addr, f"{self.bootstrap_addr} {prefill_dp_rank}", find)
             self._asked.add_done_callback(self._announce)
 
     def _find(self, prefill_dp_rank: int) -> Address:
@@ -217,11 +230,16 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         except Exception as error:
             self._unfound = str(error) or repr(error)
             return
+        transfer = Incoming(transfer_name(self.bootstrap_room), where=where)
         with self._announcing:
+            if self._is_ended and time.monotonic() > self._answered_until_s:
+                return  # prefill has given up as well
             if not self._is_ended:
-                self._transfer = Incoming(transfer_name(self.bootstrap_room), where=where)
-                self.kv_mgr.watch(self._transfer, self)
-                self.kv_mgr.node.announce(self._transfer, self.kv_mgr.home)
+                self._transfer = transfer
+                self.kv_mgr.watch(transfer, self)
+            self.kv_mgr.node.announce(transfer, self.kv_mgr.home)
+            if self._is_ended:  # or the prefill instance would hold the KV for a lease
+                self.kv_mgr.node.cancel(transfer, self._cause or "the request ended")
 
     def _cancel(self, cause: str) -> None:
         with self._announcing:

@@ -43,16 +43,20 @@ _thread = threading.local()
 
 
 class _Group:
-    """The world of some ranks, each in a thread."""
+    """The world of some ranks, each in a thread: `pp` stages of `tp` ranks."""
 
-    def __init__(self, size: int) -> None:
-        self.world_size = size
-        self._given: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size)
+    def __init__(self, tp: int, pp: int = 1) -> None:
+        self.tp, self.pp, self.world_size = tp, pp, tp * pp
+        self._given: list[Any] = [None] * self.world_size
+        self._barrier = threading.Barrier(self.world_size)
 
     @property
     def rank_in_group(self) -> int:
         return _thread.rank
+
+    def broadcast_object(self, mine: Any, src: int) -> Any:
+        """What the rank of stage `src` gives to those below it; every rank of the world calls it."""
+        return self.all_gather_object(mine)[src * self.tp + _thread.rank % self.tp]
 
     def all_gather_object(self, mine: Any) -> list[Any]:
         self._given[_thread.rank] = mine
@@ -68,8 +72,8 @@ class _Parallel:
     def __getattr__(self, name: str) -> Any:
         rank, group = getattr(_thread, "rank", 0), getattr(_thread, "group", _Group(1))
         own = {
-            "attn_tp_size": group.world_size, "attn_tp_rank": rank, "tp_rank": rank, "attn_cp_rank": 0,
-            "attn_dp_rank": 0, "world_group": group, "pp_group": None,
+            "attn_tp_size": group.tp, "attn_tp_rank": rank % group.tp, "tp_rank": rank % group.tp, "attn_cp_rank": 0,
+            "attn_dp_rank": 0, "pp_size": group.pp, "world_group": group, "pp_group": group,
         }  # fmt: skip
         return own[name] if name in own else getattr(get_parallel(), name)
 
@@ -121,14 +125,17 @@ def kv_args(
 class Rank:
     """One rank: its pool, its aux rows, its manager."""
 
-    def __init__(self, mode: DisaggregationMode, rank: int, heads: int, page: int) -> None:
-        self.pool, self.aux = mha_pool(heads, page=page), metadata()
-        args = kv_args(self.pool, self.aux, rank)
+    def __init__(self, mode: DisaggregationMode, rank: int, group: _Group, page: int) -> None:
+        stage, num_layers = rank // group.tp, LAYERS // group.pp
+        self.layers = range(stage * num_layers, (stage + 1) * num_layers)
+        self.pool, self.aux = mha_pool(HEADS // group.tp, num_layers, page=page), metadata()
+        args = kv_args(self.pool, self.aux, rank % group.tp)
+        args.pp_rank, args.prefill_start_layer = stage, self.layers.start
         self.manager = MooncakeConnectorKVManager(args, mode, None, False)
 
     @property
     def kv(self) -> list[torch.Tensor]:
-        """Of each layer K and V, as `[page, token, head, dim]`, to be read and written."""
+        """Of each of its layers K and V, as `[page, token, head, dim]`, to be read and written."""
         of_layers = [*self.pool.k_buffer, *self.pool.v_buffer]
         return [each.view(-1, self.pool.page_size, *each.shape[1:]) for each in of_layers]
 
@@ -143,17 +150,24 @@ class Rank:
 class Instance:
     """The ranks of a prefill or of a decode instance."""
 
-    def __init__(self, mode: DisaggregationMode, tp: int = 1, port: int = 0, page: int = PAGE) -> None:
-        self.mode, group = mode, _Group(tp)
+    def __init__(self, mode: DisaggregationMode, tp: int = 1, port: int = 0, page: int = PAGE, pp: int = 1) -> None:
+        self.mode, group = mode, _Group(tp, pp)
 
         def make(rank: int) -> Rank:
             _thread.rank, _thread.group = rank, group
-            return Rank(mode, rank, HEADS // tp, page)
+            return Rank(mode, rank, group, page)
 
-        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(tp) as ranks:
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(group.world_size) as ranks:
             if mode is PREFILL:
                 patch.setattr(conn, "get_disagg", _with_port(conn.get_disagg(), port))
-            self.ranks = list(ranks.map(make, range(tp)))
+            self.ranks = list(ranks.map(make, range(group.world_size)))
+        self.stages = [self.ranks[first : first + tp] for first in range(0, group.world_size, tp)]
+
+    def buffer(self, number: int) -> list[torch.Tensor]:
+        """Of the model's layers K, then V: buffer `number`, by the ranks that have its heads."""
+        kind, layer = divmod(number, LAYERS)
+        having = [rank for rank in self.ranks if layer in rank.layers]
+        return [rank.kv[kind * len(rank.layers) + layer - rank.layers.start] for rank in having]
 
     @property
     def managers(self) -> list[MooncakeConnectorKVManager]:
@@ -177,10 +191,10 @@ def _with_port(disagg: Any, port: int) -> Callable[[], Any]:
 class Pair:
     """A prefill and a decode instance, and the bootstrap server between them."""
 
-    def __init__(self, prefill_tp: int = 1, decode_tp: int = 1, page: int = PAGE) -> None:
+    def __init__(self, prefill_tp: int = 1, decode_tp: int = 1, page: int = PAGE, prefill_pp: int = 1) -> None:
         self.port = free_port()
         self.bootstrap = start_bootstrap(self.port)
-        self.prefill = Instance(PREFILL, prefill_tp, self.port, page)
+        self.prefill = Instance(PREFILL, prefill_tp, self.port, page, prefill_pp)
         self.decode = Instance(DECODE, decode_tp)
         self.address = f"127.0.0.1:{self.port}"
         self._rooms = 0
@@ -218,7 +232,9 @@ class _Request:
     """States that the queue it is in expects; SGLang raises for others."""
 
     def poll(self) -> int:
-        state = min(int(party.poll()) for party in self.parties)
+        return self.check(min(int(party.poll()) for party in self.parties))
+
+    def check(self, state: int) -> int:
         assert state in self.expected, f"{type(self).__name__} in state {state}"
         return state
 
@@ -253,6 +269,18 @@ class Prefill(_Request):
         self.parties = [MooncakeConnectorKVSender(manager, address, room) for manager in instance.managers]
         self.expected = (KVPoll.Failed, KVPoll.Bootstrapping, KVPoll.WaitingForInput)
         self.sent = 0
+
+    def poll(self) -> int:
+        """In a pipeline the first stage says for all when a request begins; it is over when every stage says so."""
+        tp = len(self.instance.stages[0])
+        if KVPoll.Transferring not in self.expected and len(self.instance.stages) > 1:
+            states = [int(party.poll_pp_consensus()) for party in self.parties[:tp]]
+        else:
+            by_rank = [int(party.poll()) for party in self.parties]
+            states = [min(by_rank[first : first + tp]) for first in range(0, len(by_rank), tp)]
+            under_way = [state for state in states if state not in (KVPoll.Failed, KVPoll.Success)]
+            states = under_way or states
+        return self.check(min(states))
 
     def admit(self) -> None:
         """Out of the bootstrap queue."""
@@ -314,8 +342,8 @@ class Decode(_Request):
 def check(prefill: Prefill, decode: Decode) -> None:
     """Decode's pages hold what prefill's do, by layer and head, and its aux row as well."""
     for number in range(2 * LAYERS):
-        sources = [rank.kv[number][prefill.pages[decode.prefix :]] for rank in prefill.instance.ranks]
-        taken = [rank.kv[number][decode.pages[decode.prefix :]] for rank in decode.instance.ranks]
+        sources = [each[prefill.pages[decode.prefix :]] for each in prefill.instance.buffer(number)]
+        taken = [each[decode.pages[decode.prefix :]] for each in decode.instance.buffer(number)]
         assert torch.equal(torch.cat(sources, dim=2), torch.cat(taken, dim=2)), f"layer buffer {number}"
     for rank in decode.instance.ranks:
         assert rank.aux.bootstrap_room[decode.aux, 0] == prefill.room

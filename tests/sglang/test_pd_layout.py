@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -41,8 +42,8 @@ def heads_of(heads: int, tp: int) -> int:
     return max(1, heads // tp)
 
 
-def mla_pool(page: int = PAGE) -> MLATokenToKVPool:
-    return MLATokenToKVPool(PAGES * page, page, torch.bfloat16, 16, 4, LAYERS, "cpu", False)
+def mla_pool(layers: int = LAYERS) -> MLATokenToKVPool:
+    return MLATokenToKVPool(PAGES * PAGE, PAGE, torch.bfloat16, 16, 4, layers, "cpu", False)
 
 
 def swa_pool(heads: int = HEADS) -> SWAKVPool:
@@ -138,11 +139,17 @@ class TestMemory:
 
 
 class Rank:
-    """A rank of a random instance, with memory that is its own."""
+    """A rank of a random instance, with memory that is its own; `stage` is (number, how many, first layer)."""
 
-    def __init__(self, pool: KVCache, rank: int, tp: int, heads: int, *, is_mla: bool) -> None:
+    def __init__(
+        self, pool: KVCache, rank: int, tp: int, heads: int, *, is_mla: bool, stage: tuple[int, int, int] = (0, 1, 0)
+    ) -> None:
         self.pool, self.aux = pool, metadata()
-        self.memory = RankMemory(kv_args(pool, self.aux, rank), place(rank, tp, heads, is_mla=is_mla))
+        number, num_stages, self.first_layer = stage
+        at = replace(
+            place(rank, tp, heads, is_mla=is_mla), stage=number, num_stages=num_stages, first_layer=self.first_layer
+        )
+        self.memory = RankMemory(kv_args(pool, self.aux, rank), at)
 
 
 def hand_over(
@@ -165,22 +172,29 @@ def hand_over(
 
 
 pages = st.permutations(range(1, PAGES)).map(lambda order: order[:4])
+stages = st.sampled_from([[4], [2, 2], [1, 3], [3, 1], [2, 1, 1], [1, 1, 1, 1]])
+"""How many layers each stage of a pipeline has."""
 tps = st.sampled_from([1, 2, 4, 8])
+kinds = st.sampled_from(["mha", "mla", "swa"])
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from([1, 2, 4]), tps, tps, pages, pages, st.integers(0, 3), st.sampled_from(["mha", "mla", "swa"]))
+@given(st.sampled_from([1, 2, 4]), tps, tps, stages, pages, pages, st.integers(0, 3), kinds)
 def test_copied_by_the_plans_every_byte_is_where_decode_expects_it(
-    heads, source_tp, destination_tp, source_pages, destination_pages, prefix, kind
+    heads, source_tp, destination_tp, source_stages, source_pages, destination_pages, prefix, kind
 ):
     if kind == "swa":  # its state goes to as many ranks, and as a whole
-        destination_tp, prefix = source_tp, 0
+        destination_tp, source_stages, prefix = source_tp, [LAYERS], 0
     is_mla = kind == "mla"
 
-    def rank(number: int, tp: int) -> Rank:
-        mine = heads_of(heads, tp)
-        made = {"mla": mla_pool, "swa": lambda: swa_pool(mine), "mha": lambda: mha_pool(mine, LAYERS)}[kind]()
-        return Rank(made, number, tp, heads, is_mla=is_mla)
+    def instance(tp: int, stages: list[int]) -> list[Rank]:
+        first, mine, ranks = 0, heads_of(heads, tp), []
+        for number, count in enumerate(stages):
+            for rank in range(tp):
+                pool = mla_pool(count) if is_mla else swa_pool(mine) if kind == "swa" else mha_pool(mine, count)
+                ranks.append(Rank(pool, rank, tp, heads, is_mla=is_mla, stage=(number, len(stages), first)))
+            first += count
+        return ranks
 
     # The whole model's KV, of which ranks have heads: replicas have the same.
     full = [torch.randn(4, PAGE, 1 if is_mla else heads, 1) for _ in range(2 * LAYERS)]
@@ -189,13 +203,19 @@ def test_copied_by_the_plans_every_byte_is_where_decode_expects_it(
         first = 0 if is_mla else number * heads // tp
         return full[layer][:, :, first : first + (1 if is_mla else heads_of(heads, tp))]
 
-    sources = [rank(number, source_tp) for number in range(source_tp)]
-    destinations = [rank(number, destination_tp) for number in range(destination_tp)]
+    sources, destinations = instance(source_tp, source_stages), instance(destination_tp, [LAYERS])
+    num_parts = 1 if is_mla else 2  # K of all layers, then V
+    all_layers = len(tensors(destinations[0].pool)) // num_parts
     for number, each in enumerate(sources):
-        for layer, tensor in enumerate(tensors(each.pool)):
+        found = tensors(each.pool)
+        for at, tensor in enumerate(found):
+            of_part, own = divmod(at, len(found) // num_parts)
+            layer = of_part * all_layers + each.first_layer + own
             by_page = tensor.view(-1, PAGE, *tensor.shape[1:])
-            by_page[source_pages] = part(number, source_tp, layer).to(tensor.dtype).expand(4, *by_page.shape[1:])
-        each.aux.output_ids[3] = 77
+            wanted = part(number % source_tp, source_tp, layer).to(tensor.dtype)
+            by_page[source_pages] = wanted.expand(4, *by_page.shape[1:])
+        is_last_stage = number >= len(sources) - source_tp
+        each.aux.output_ids[3] = 77 if is_last_stage else 66
         if kind == "swa":
             randomise(*state_tensors(each.pool))
     state = ([[5, 9]], [[4, 2]]) if kind == "swa" else (None, None)
@@ -257,6 +277,15 @@ class TestRefusals:
     def test_a_prefix_and_state_that_covers_tokens(self):
         with pytest.raises(LayoutError, match="state covers tokens"):
             Rank(swa_pool(), 0, 1, HEADS, is_mla=False).memory.tables([1], 0, [[1]], PAGE)
+
+    def test_layers_of_different_sizes_in_a_pipeline(self):
+        pool, wider = mha_pool(layers=1), mha_pool(heads=2 * HEADS, layers=1)
+        args, more = kv_args(pool, metadata()), kv_args(wider, metadata())
+        for name in ("kv_data_ptrs", "kv_data_lens", "kv_item_lens"):
+            k, v = getattr(args, name)
+            setattr(args, name, [k, getattr(more, name)[0], v, getattr(more, name)[1]])
+        with pytest.raises(LayoutError, match="layers of different sizes in a pipeline"):
+            RankMemory(args, replace(place(), num_stages=2))
 
     def test_heads_that_a_page_does_not_have(self):
         with pytest.raises(LayoutError, match=r"pages of .* bytes for 4 tokens of 3 KV heads"):

@@ -6,9 +6,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from sglang_backend.metrics import TransferMetrics
-from transfer.protocol.consumer import Incoming
+from transfer.protocol.incoming import Incoming
 from transfer.protocol.orders import Ending
-from transfer.protocol.producer import Outgoing
+from transfer.protocol.outgoing import Outgoing
 
 COUNTED = [
     ("transfers_total", {"operation": "send"}),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import pd_instances
 import pytest
 from pd_cases import D_PAGES, P_PAGES, Case, hand_over, tidied
 from pd_instances import DECODE, PREFILL, Decode, Instance, Pair, Prefill, free_port, running, start_bootstrap
@@ -36,9 +40,16 @@ def why(request: Prefill | Decode) -> str:
 
 
 class TestSeveralRanks:
-    @pytest.fixture(scope="class", params=[(1, 2), (2, 1), (2, 2), (4, 2)], ids=lambda tp: f"{tp[0]} to {tp[1]}")
+    SHAPES: ClassVar[dict[str, tuple[int, int, int]]] = {
+        "1 to 2": (1, 2, 1), "2 to 1": (2, 1, 1), "2 to 2": (2, 2, 1), "4 to 2": (4, 2, 1),
+        "2 stages to 1": (1, 1, 2), "2 stages to 2": (1, 2, 2), "2 stages of 2 to 1": (2, 1, 2),
+    }  # fmt: skip
+    """TP of prefill and of decode, PP of prefill."""
+
+    @pytest.fixture(scope="class", params=SHAPES)
     def ranks(self, request: pytest.FixtureRequest) -> Iterator[Pair]:
-        made = Pair(*request.param)
+        prefill_tp, decode_tp, prefill_pp = self.SHAPES[request.param]
+        made = Pair(prefill_tp, decode_tp, prefill_pp=prefill_pp)
         yield made
         made.close()
 
@@ -62,6 +73,20 @@ class TestSeveralRanks:
             getattr(case, other).clear()
             if side == "decode":
                 case.check_reused()
+
+
+class TestPipelinesThatAreRefused:
+    def test_on_a_decode_instance(self):
+        with pytest.raises(ValueError, match=r"--pp-size above 1 on a decode instance.*unset it"):
+            Instance(DECODE, pp=2)
+
+    @pytest.mark.parametrize("described", [{"state_types": ["swa"]}, {"num_draft_entries": 2}], ids=str)
+    def test_with_memory_of_which_nothing_says_what_layer_it_is_of(self, monkeypatch, described):
+        monkeypatch.setattr(pd_instances, "kv_args", lambda *_: SimpleNamespace(
+            **{"state_types": [], "num_draft_entries": 0, **described}
+        ))  # fmt: skip
+        with pytest.raises(ValueError, match="with state beside its KV, or with a draft model"):
+            Instance(PREFILL, pp=2)
 
 
 class TestTheBootstrapServer:
@@ -88,10 +113,56 @@ class TestTheBootstrapServer:
 
     def test_it_says_a_byte_now_and_then(self, pair, monkeypatch):
         monkeypatch.setattr("sglang_backend.pd.requests._ANSWERED_WITHIN_S", -1.0)
-        monkeypatch.setattr(pair.decode.managers[0], "ask", lambda what, find: Future())
+        monkeypatch.setattr(pair.decode.managers[0].asking, "ask", lambda address, what, find: Future())
         decode = Decode(pair.decode, pair.address, pair.room(), D_PAGES)
         decode.parties[0].init(0)
         assert "did not answer" in why(decode)
+
+    def test_servers_that_never_answer_are_so_many_and_cost_the_scheduler_one_wait(self, pair, monkeypatch):
+        hand_over(pair)
+        manager, waits = pair.decode.managers[0], []
+        monkeypatch.setattr(manager, "_patient_from_s", 0.0)
+        monkeypatch.setattr(
+            "sglang_backend.pd.manager.wait", lambda asked, limit_s: waits.append(asked) or wait(asked, 0)
+        )
+        is_over = threading.Event()
+        monkeypatch.setattr(type(manager), "_find_info", lambda self, address: is_over.wait(60) and None)
+        try:
+            assert not any(manager.try_ensure_parallel_info(f"127.0.0.3:{port}") for port in range(1, 65))
+            assert len(waits) == 1
+            refused = manager.asking.ask("127.0.0.3:65", "65", lambda: None)
+            assert "64 others have not answered" in str(refused.exception(0))
+            hand_over(pair)  # its bootstrap server has answered before
+        finally:
+            is_over.set()
+
+    def test_a_host_says_a_byte_now_and_then_to_many_and_others_are_served(self, pair):
+        with socket.create_server(("127.0.0.2", 0)) as slow:
+            address = f"127.0.0.2:{slow.getsockname()[1]}"
+            is_over = threading.Event()
+
+            def trickle() -> None:
+                taken = []
+                while not is_over.wait(0.2):
+                    slow.setblocking(False)
+                    with suppress(BlockingIOError):
+                        taken.append(slow.accept()[0])
+                    for each in taken:
+                        with suppress(OSError):
+                            each.sendall(b"HTTP/1.1 200 OK" if each is taken[-1] else b"x")
+
+            trickling = threading.Thread(target=trickle)
+            trickling.start()
+            held = [Decode(pair.decode, address, pair.room(), D_PAGES) for _ in range(20)]
+            for rank, decode in enumerate(held):
+                decode.parties[0].init(rank)
+            hand_over(pair)
+            assert {decode.poll() for decode in held} == {KVPoll.Bootstrapping}
+            for decode in held:
+                decode.abort()
+                assert "Aborted" in why(decode)
+            is_over.set()
+            trickling.join()
 
     @pytest.mark.parametrize(
         "row",
@@ -158,7 +229,7 @@ class TestWhoNeverComes:
         pair = Pair()
         decode = Decode(pair.decode, pair.address, 1, D_PAGES)
         decode.run(pair.address)
-        assert "deadline" in why(decode)
+        assert "nothing arrived for 5 s" in why(decode)
         pair.close()
 
 

@@ -14,6 +14,8 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from simulated.waiting import wait_for
 
 from sglang_backend.metrics import TransferMetrics
+from sglang_backend.pd.requests import MooncakeConnectorKVReceiver
+from transfer.control.directory import Address
 from transfer.transports import cma
 
 
@@ -104,16 +106,54 @@ def test_given_up_though_healthy(tidy, side, moment):
         case.decode.clear() if ended == KVPoll.Success else case.decode.failed()
 
 
-def test_a_room_is_used_again_after_each_end(tidy):
-    case = Case(tidy, "allocated")
+def test_aborted_at_decode_while_it_asks_where_prefill_is(tidy, monkeypatch):
+    asked, may_answer = MooncakeConnectorKVReceiver._find, threading.Event()
+
+    def find(receiver: MooncakeConnectorKVReceiver, prefill_dp_rank: int) -> Address:
+        assert may_answer.wait(120)
+        return asked(receiver, prefill_dp_rank)
+
+    monkeypatch.setattr(MooncakeConnectorKVReceiver, "_find", find)
+    case = Case(tidy, "admitted")
+    case.prefill.compute()
+    case.decode.bootstrap(tidy.address)
     case.decode.abort()
-    assert case.decode.until() == case.finish("prefill") == KVPoll.Failed
-    case.decode.failed(), case.prefill.failed()
+    assert case.decode.until() == KVPoll.Failed
+    case.decode.failed()
+    may_answer.set()
+    assert case.prefill.until() == KVPoll.Failed
+    assert "Aborted" in case.prefill.failed()[0].failure_reason
+
+
+@pytest.mark.parametrize("moment", [*Case.MOMENTS[2:], None])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_room_is_used_again_after_each_end(tidy, side, moment):
+    """As after `pause_generation` of the decode instance in mode `retract`: its requests are computed again."""
+    case = Case(tidy, moment or "made")
+    if moment:
+        getattr(case, side).abort()
+    case.end()
+    for _ in range(2):
+        again = Case(tidy, room=case.room)
+        assert again.end() == (KVPoll.Success, KVPoll.Success)
+        check(again.prefill, again.decode)
+
+
+def test_a_room_is_used_again_where_the_prefill_instance_was_not_asked_since(tidy):
+    """As where both instances are paused, and the decode instance is the first to go on."""
+    case = Case(tidy)
+    case.go_on("prefill")
+    assert case.finish("decode") == KVPoll.Success
+    case.decode.clear()
+    wait_for(lambda: not any(manager.node._reports.empty() for manager in tidy.prefill.managers))
     again = Case(tidy, room=case.room)
-    assert again.end() in ((KVPoll.Success, KVPoll.Success), (KVPoll.Failed, KVPoll.Failed))
+    assert case.prefill.poll() == KVPoll.Success
+    case.prefill.clear()
+    assert again.end() == (KVPoll.Success, KVPoll.Success)
+    check(again.prefill, again.decode)
 
 
-@pytest.mark.parametrize("moment", Case.MOMENTS)
+@pytest.mark.parametrize("moment", Case.MOMENTS[:-2])
 def test_the_same_room_twice_at_once_fails_the_second_alone(tidy, moment):
     first = Case(tidy, moment)
     prefill = Prefill(tidy.prefill, tidy.address, first.room, P_PAGES)

@@ -49,8 +49,9 @@ def check(world: World, first_token: int = 0) -> None:
 def _check_time(world: World, rank: Rank, transfer: str, at_s: float) -> None:
     """No block is held beyond the limits, plus what a write and a revocation take."""
     own_s = max([world.faults.revoke_s, *world.faults.write_s.values()]) + 2 * world.timing.retry_s
-    if rank.name[0] == "D":
-        assert rank.failed.get(transfer, at_s) <= rank.opened[transfer] + world.timing.deadline_s + own_s
+    if rank.name[0] == "D":  # waiting for blocks, then for prefill
+        limit_s = world.timing.hold_s + 2 * world.timing.deadline_s + own_s
+        assert rank.failed.get(transfer, at_s) <= rank.opened[transfer] + limit_s
     elif transfer in rank.finished:
         assert at_s <= rank.finished[transfer] + world.timing.hold_s + own_s
 
@@ -62,5 +63,5 @@ def _check_content(world: World, rank: Rank, transfer: str, first_token: int) ->
         for layer in layers
         for token in range(first_token, TOKENS)
     ]
-    have = {(at[2], at[3]) for at, value in rank.memory.items() if at[0] == transfer and value == transfer}
+    have = {at[1:] for at, value in rank.memory.items() if at[0] == transfer and value == transfer}
     assert set(places) <= have, f"{rank.name} calls {transfer} done without all of it"

@@ -18,8 +18,8 @@ from typing import Any
 from simulated.sides import NamedConsumer, NamedProducer
 
 from transfer.plan.granularity import Batch, Divider, Granularity
-from transfer.protocol.consumer import Source
-from transfer.protocol.messages import AnyMessage, Granted, Landed, decode, encode
+from transfer.protocol.incoming import Source
+from transfer.protocol.messages import AnyMessage, Granted, decode, encode
 from transfer.protocol.orders import (
     Abandon,
     Ended,
@@ -82,9 +82,9 @@ class Rank:
     computed: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
     """Transfer -> the (layer, token) whose KV is in the blocks."""
     granted: dict[str, int] = field(default_factory=dict)
-    """Transfer -> its grant, until revoked."""
-    memory: dict[tuple[str, int, int, int], str] = field(default_factory=dict)
-    """(transfer, grant, layer, token) -> the bytes."""
+    """Transfer -> its number, until the grant is revoked."""
+    memory: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    """(transfer, layer, token) -> the bytes."""
     ticking: bool = False
 
 
@@ -198,6 +198,8 @@ class World:
     def _open(self, rank: Rank, transfer: str) -> None:
         rank.opened[transfer] = self.now_s
         rank.side.open(transfer, self.now_s)
+        if transfer not in rank.side.held:
+            rank.side.cancel(transfer, "refused", self.now_s)
 
     def _compute(self, rank: Rank, transfer: str, run: int, layer: int, stop: int) -> None:
         if transfer in rank.side.held and run == self._runs[transfer]:
@@ -227,7 +229,7 @@ class World:
 
     def _grant(self, rank: Rank, transfer: str, first_token: int) -> None:
         if transfer in rank.side.held and rank.side.grant(transfer, first_token, TOKENS, [0], KEY, self.now_s):
-            rank.granted[transfer] = rank.side._grants
+            rank.granted[transfer] = rank.side.records[transfer].number
 
     def cancel(self, name: str, transfer: str, at_s: float) -> None:
         self.call(at_s, name, self._cancel, transfer)
@@ -296,12 +298,12 @@ class World:
             case Write():
                 self._write(rank, order)
             case Verify():
-                checked = order.peer, order.transfer.name, order.landed, self._is_right(rank, order.landed)
+                checked = order.peer, order.transfer.request, order.landed, self._is_right(rank, order)
                 self._later(0.01, rank, lambda r: r.side.verified(*checked, self.now_s))
             case Revoke():
-                self._later(self.faults.revoke_s, rank, lambda r: self._revoke(r, order.transfer.name))
+                self._later(self.faults.revoke_s, rank, lambda r: self._revoke(r, order.transfer.request))
             case Failed():
-                rank.failed[order.transfer.name] = self.now_s
+                rank.failed[order.transfer.request] = self.now_s
             case Ended():
                 self._release(rank, order)
             case Abandon():
@@ -329,28 +331,29 @@ class World:
     def _write(self, rank: Rank, order: Write) -> None:
         number = self.writes
         self.writes += 1
-        target, name = self._process(order.peer), order.transfer.name
+        target, name = self._process(order.peer), order.transfer.request
 
         def land(rank: Rank) -> None:
             assert name in rank.opened and name not in rank.released, "source read after its release"
             error = None
             if number in self.faults.failed_writes:
                 error = "connection lost"
-            elif not self.lives(target) or target.granted.get(name) != order.granted.grant:
+            elif not self.lives(target) or order.granted.number not in target.granted.values():
                 error = "refused"
             else:
-                assert name not in target.released, "written to after its release"
+                into = next(each for each, number in target.granted.items() if number == order.granted.number)
+                assert into not in target.released, "written to after its release"
                 computed = rank.computed.get(name, set())
                 for layer, token in places(order.batch):
                     value = name if (layer, token) in computed else STALE
                     value = WRONG if number in self.faults.wrong_writes else value
-                    target.memory[name, order.granted.grant, layer, token] = value
+                    target.memory[into, layer, token] = value
             rank.side.written(order.peer, name, order.number, [number], error, self.now_s)
 
         self._later(self.faults.write_s.get(number, 0.02), rank, land)
 
-    def _is_right(self, rank: Rank, landed: Landed) -> bool:
-        found = [(landed.transfer, landed.grant, layer, token) for layer, token in places(landed.part)]
+    def _is_right(self, rank: Rank, order: Verify) -> bool:
+        found = [(order.transfer.request, layer, token) for layer, token in places(order.landed.part)]
         return all(rank.memory.get(place, WRONG) != WRONG for place in found)
 
     def _revoke(self, rank: Rank, transfer: str) -> None:
@@ -358,13 +361,13 @@ class World:
         rank.side.revoked(transfer, self.now_s)
 
     def _release(self, rank: Rank, order: Ended) -> None:
-        transfer = order.transfer
-        assert transfer.name in rank.opened, "released what was never begun"
-        assert transfer.name not in rank.released, "released twice"
+        transfer, name = order.transfer, order.transfer.request
+        assert name in rank.opened, "released what was never begun"
+        assert name not in rank.released, "released twice"
         assert transfer.ending is not None
         if rank.name[0] == "D":
-            assert transfer.name not in rank.granted, "released before nothing could write to it"
-        rank.released[transfer.name] = (transfer.ending, transfer.cause, self.now_s)
+            assert name not in rank.granted, "released before nothing could write to it"
+        rank.released[name] = (transfer.ending, transfer.cause, self.now_s)
 
 
 def places(batch: Batch) -> Iterable[tuple[int, int]]:

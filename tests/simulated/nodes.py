@@ -19,9 +19,9 @@ from transfer.control.connection import Access
 from transfer.control.directory import THIS_HOST, Address, Directory
 from transfer.control.handshake import Identity
 from transfer.plan.layout import RankLayout, Section, Table
-from transfer.protocol.consumer import Incoming, Where
+from transfer.protocol.incoming import Incoming, Where
 from transfer.protocol.orders import Ending, Failed, Transfer
-from transfer.protocol.producer import Outgoing
+from transfer.protocol.outgoing import Outgoing
 from transfer.serving import Computed
 from transfer.session import Node, NodeOptions
 

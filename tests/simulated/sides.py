@@ -12,10 +12,12 @@ from simulated.ranks import SMALL
 
 from transfer.plan.granularity import Divider, Granularity
 from transfer.plan.layout import RankLayout, Table
-from transfer.protocol.consumer import Consumer, Incoming, Source
+from transfer.protocol.consumer import Consumer
+from transfer.protocol.incoming import Incoming, Source
 from transfer.protocol.messages import Announce, AnyMessage, Close, Granted, Introduction, Landed, Report, State, Status
 from transfer.protocol.orders import Ended, Ending, Protocol, Send, Timing
-from transfer.protocol.producer import Divide, Outgoing, Producer
+from transfer.protocol.outgoing import Outgoing
+from transfer.protocol.producer import Divide, Producer
 from transfer.transports.base import TransferError
 
 KEY = b"k" * 16
@@ -29,15 +31,20 @@ def divide(peer: str, granted: Granted) -> list[Divider]:
     return [Divider(Granularity.LAYER, LAYERS, granted.tables[0].tokens, 4)]
 
 
+def name_of(request: str) -> str:
+    """What both sides call the transfer of a request; "t" and "t/2" have one name."""
+    return request.partition("/")[0]
+
+
 class NamedProducer(Producer):
-    """Told of transfers by name: each is one record, from its opening on."""
+    """Told of transfers by request: each is one record, from its opening on."""
 
     def __init__(self, divide: Divide = divide, timing: Timing | None = None) -> None:
-        super().__init__(divide, timing)
+        super().__init__(divide, timing, names_return=True)
         self.records: dict[str, Outgoing] = {}
 
     def open(self, transfer: str, now_s: float) -> None:
-        self.records[transfer] = Outgoing(transfer)
+        self.records[transfer] = Outgoing(name_of(transfer), transfer)
         super().open(self.records[transfer], now_s)
 
     def computed(self, transfer: str, layer: int, stop_token: int, now_s: float, *, run: int | None = None) -> None:
@@ -53,19 +60,23 @@ class NamedProducer(Producer):
     def cancel(self, transfer: str, cause: str, now_s: float) -> None:
         super().cancel(self.records[transfer], cause, now_s)
 
+    @property
+    def held(self) -> list[str]:
+        return [record.request for record in self._transfers.values() if record.opened and not record.is_over]
+
     def written(self, peer: str, transfer: str, *args: Any) -> None:
         super().written(peer, self.records[transfer], *args)
 
 
 class NamedConsumer(Consumer):
-    """Told of transfers by name, and of their sources with it."""
+    """Told of transfers by request, and of their sources with it."""
 
     def __init__(self, timing: Timing | None = None) -> None:
         super().__init__(timing)
         self.records: dict[str, Incoming] = {}
 
     def announce(self, transfer: str, sources: Sequence[Source], now_s: float, *, computed: bool) -> None:
-        record = self.records[transfer] = Incoming(transfer, computed=computed)
+        record = self.records[transfer] = Incoming(name_of(transfer), transfer, computed=computed)
         super().announce(record, now_s)
         super().found(record, sources, now_s)
 
@@ -74,6 +85,10 @@ class NamedConsumer(Consumer):
 
     def cancel(self, transfer: str, cause: str, now_s: float) -> None:
         super().cancel(self.records[transfer], cause, now_s)
+
+    @property
+    def held(self) -> list[str]:
+        return [record.request for record in self._transfers.values() if not record.is_over]
 
     def verified(self, peer: str, transfer: str, *args: Any) -> None:
         super().verified(peer, self.records[transfer], *args)
@@ -121,33 +136,33 @@ def land(consumer: NamedConsumer, part: Landed | None = None, peer: str = "P0", 
 
 
 def announce(**changes: object) -> Announce:
-    fields = {"transfer": "t", "grant": 0, "destinations": 1, "computed": False}
+    fields = {"transfer": "t", "number": 1, "destinations": 1, "computed": False}
     return Announce(**{**fields, **changes})
 
 
 def granted(**changes: object) -> Granted:
     table = {"first_token": 0, "stop_token": 8, "block_ids": [5]}
     table = {name: changes.pop(name, value) for name, value in table.items()}
-    fields = {"transfer": "t", "grant": 1, "destinations": 1, "computed": False, "key": KEY}
+    fields = {"transfer": "t", "number": 1, "destinations": 1, "computed": False, "key": KEY}
     return Granted(**{**fields, "tables": [Table(**table)], **changes})
 
 
 def report(**changes: object) -> Report:
-    return Report(**{"transfer": "t", "grant": 1, "verified": 0, "again": [], **changes})
+    return Report(**{"transfer": "t", "number": 1, "verified": 0, "again": [], **changes})
 
 
 def close(**changes: object) -> Close:
-    fields = {"transfer": "t", "grant": 1, "destinations": 1, "done": True, "cause": ""}
+    fields = {"transfer": "t", "number": 1, "destinations": 1, "done": True, "cause": ""}
     return Close(**{**fields, **changes})
 
 
 def landed(**changes: object) -> Landed:
-    fields = {"transfer": "t", "grant": 1, "batch": 0, "attempt": 0, "checksums": [1]}
+    fields = {"transfer": "t", "number": 1, "batch": 0, "attempt": 0, "checksums": [1]}
     return Landed(**{**fields, "first_layer": 0, "num_layers": 2, "first_token": 0, "stop_token": 8, **changes})
 
 
 def status(**changes: object) -> Status:
-    fields = {"transfer": "t", "grant": 1, "state": State.OPEN, "cause": ""}
+    fields = {"transfer": "t", "number": 1, "state": State.OPEN, "has_grant": True, "cause": ""}
     return Status(**{**fields, **changes})
 
 

@@ -25,7 +25,7 @@ from transfer.control.directory import PURPOSE, look_up
 from transfer.control.handshake import Identity
 from transfer.control.listener import listen
 from transfer.driver import RANK_PURPOSE
-from transfer.protocol.consumer import Where
+from transfer.protocol.incoming import Where
 from transfer.protocol.messages import MAX_MESSAGE_NBYTES, encode
 from transfer.protocol.orders import Ending, Timing
 from transfer.session import NodeOptions
@@ -235,7 +235,7 @@ def test_what_an_instance_began_fails_when_another_life_answers_at_its_address(m
 
 
 def test_a_prefill_instance_that_closes_every_connection_is_not_stormed(make_pair, monkeypatch):
-    pair, visits = make_pair(NodeOptions(page_tokens=16, timing=Timing(deadline_s=4.0))), []
+    pair, visits = make_pair(NodeOptions(page_tokens=16, timing=Timing(deadline_s=4.0, hold_s=4.0))), []
 
     def refuse(*_: object) -> None:
         visits.append(None)

@@ -132,17 +132,17 @@ def test_a_byte_changed_in_any_frame_lets_nobody_in(which, at, change):
 
 def test_versions_without_overlap_are_refused_by_either_side():
     server = Server(Identity(SECRET), "test")
-    with pytest.raises(HandshakeError, match=r"versions 7\.\.9 asked for: this side speaks 3\.\.3"):
+    with pytest.raises(HandshakeError, match=rf"versions 7\.\.9 asked for: this side speaks {VERSION}\.\.{VERSION}"):
         server.receive(frame(Hello(7, 9, b"n" * 32, b"i" * 16, b"", "test")))
     client, _ = pair()
-    with pytest.raises(HandshakeError, match="wants version 4"):
-        client.receive(frame(Challenge(4, b"n" * 32, b"i" * 16)))
+    with pytest.raises(HandshakeError, match=f"wants version {VERSION + 1}"):
+        client.receive(frame(Challenge(VERSION + 1, b"n" * 32, b"i" * 16)))
 
 
 def test_a_newer_client_and_this_server_speak_the_older_version():
     server = Server(Identity(SECRET), "test")
-    answer = server.receive(frame(Hello(3, 9, b"n" * 32, b"i" * 16, b"", "test")))
-    assert msgspec.msgpack.decode(answer[4:], type=Challenge).version == 3
+    answer = server.receive(frame(Hello(VERSION, 9, b"n" * 32, b"i" * 16, b"", "test")))
+    assert msgspec.msgpack.decode(answer[4:], type=Challenge).version == VERSION
 
 
 def test_a_refusal_reaches_the_client():

@@ -26,7 +26,7 @@ from transfer.protocol.messages import (
     encode,
 )
 
-HEAD = {"transfer": "request-1", "grant": 5}
+HEAD = {"transfer": "request-1", "number": 5}
 RANK = RankLayout((SMALL, replace(SMALL, name="sliding")))
 MESSAGES: list[AnyMessage] = [
     Announce(**HEAD, destinations=2, computed=True),
@@ -36,7 +36,7 @@ MESSAGES: list[AnyMessage] = [
     Landed(
         **HEAD, batch=3, attempt=1, first_layer=0, num_layers=2, first_token=0, stop_token=64, checksums=[(1 << 64) - 1]
     ),
-    Status(**HEAD, state=State.OPEN, cause=""),
+    Status(**HEAD, state=State.OPEN, has_grant=False, cause=""),
     Introduction(
         layout=RANK,
         parts=[Shard(0, 2, 1, 2), None],
@@ -66,11 +66,11 @@ _, GRANTED, REPORT, _, LANDED, STATUS, INTRODUCTION = MESSAGES
     "message, fields",
     [
         (STATUS, {"type": "Unknown"}),
-        (STATUS, {"grant": -1}),
-        (STATUS, {"grant": 1 << 41}),
-        (STATUS, {"grant": "7"}),
-        (STATUS, {"grant": 7.0}),
-        (STATUS, {"grant": None}),
+        (STATUS, {"number": 0}),
+        (STATUS, {"number": 1 << 41}),
+        (STATUS, {"number": "7"}),
+        (STATUS, {"number": 7.0}),
+        (STATUS, {"number": None}),
         (STATUS, {"transfer": "x" * 257}),
         (STATUS, {"transfer": b"bytes"}),
         (STATUS, {"surplus": 1}),

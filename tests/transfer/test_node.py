@@ -19,7 +19,7 @@ import transfer.serving
 from transfer.integrity import page_checksums
 from transfer.plan.granularity import Bounds, Granularity
 from transfer.plan.layout import Table
-from transfer.protocol.consumer import Where
+from transfer.protocol.incoming import Where
 from transfer.protocol.messages import Close
 from transfer.protocol.orders import Ending, Timing
 from transfer.session import NodeOptions

@@ -11,7 +11,7 @@ import pytest
 from simulated.nodes import endings
 from simulated.waiting import wait_for
 
-from transfer.protocol.consumer import Where
+from transfer.protocol.incoming import Where
 from transfer.protocol.orders import Ending, Timing
 from transfer.session import NodeOptions
 

@@ -86,7 +86,32 @@ def test_a_consumer_gives_up_at_its_deadline_where_prefill_never_comes():
     world.fetch("t", 1.0, 2.0, computed=False)
     over(world)
     assert endings(world, "t") == {"D0": Ending.EXPIRED}
-    assert 1.0 + TIMING.deadline_s <= released_s(world, "D0") <= 1.0 + TIMING.deadline_s + TIMING.retry_s
+    assert 2.0 + TIMING.deadline_s <= released_s(world, "D0") <= 2.0 + TIMING.deadline_s + TIMING.retry_s
+
+
+def test_a_consumer_may_wait_for_blocks_as_long_as_the_producer_holds_its_own():
+    world = World(ONE_TO_ONE)
+    world.open("t", 1.0)
+    world.fetch("t", 2.0, 2.0 + TIMING.hold_s - 10.0, computed=True)
+    over(world)
+    assert endings(world, "t") == everywhere(world, Ending.DONE)
+
+
+def test_a_consumer_that_never_gets_blocks_gives_up():
+    world = World(ONE_TO_ONE)
+    world.fetch("t", 1.0, 1900.0, computed=False)
+    over(world)
+    assert endings(world, "t") == {"D0": Ending.EXPIRED} and "no blocks" in cause(world, "D0")
+    assert 1.0 + TIMING.hold_s <= released_s(world, "D0") <= 1.0 + TIMING.hold_s + TIMING.retry_s
+
+
+def test_a_transfer_that_goes_on_may_take_longer_than_the_deadline():
+    world = World(ONE_TO_ONE)
+    world.fetch("t", 1.0, 1.1, computed=False)
+    through_s = world.open("t", 1.2, chunks=range(4, TOKENS + 1, 4), step_s=15.0)
+    assert through_s > 1.1 + 2 * TIMING.deadline_s
+    over(world)
+    assert endings(world, "t") == everywhere(world, Ending.DONE)
 
 
 def test_a_transfer_that_the_producer_should_know_and_does_not_fails_at_once():
@@ -196,7 +221,7 @@ def test_what_the_consumer_has_already_does_not_travel():
     world.fetch("t", 2.0, 2.1, computed=True, first_token=16)
     over(world, first_token=16)
     assert endings(world, "t") == everywhere(world, Ending.DONE)
-    assert {at[3] for at in world.ranks["D0"].memory} == set(range(16, TOKENS))
+    assert {at[2] for at in world.ranks["D0"].memory} == set(range(16, TOKENS))
 
 
 @pytest.mark.parametrize("first_token, ending", [(2, Ending.FAILED), (TOKENS, Ending.DONE)])

@@ -18,7 +18,8 @@ from simulated.sides import (
 )
 
 from transfer.plan.layout import Table
-from transfer.protocol.consumer import Consumer, Incoming, Source
+from transfer.protocol.consumer import Consumer
+from transfer.protocol.incoming import Incoming, Source
 from transfer.protocol.messages import Close, Granted, Report, State
 from transfer.protocol.orders import Ended, Ending, Failed, Revoke, Send, Timing, Verify
 
@@ -81,9 +82,20 @@ def test_one_peer_session_that_is_done_does_not_make_the_transfer_done():
     assert orders(consumer, Revoke) == [Revoke(consumer.records["t"])]
 
 
-def test_the_silence_of_a_producer_counts_from_the_grant():
+def test_a_producer_that_is_silent_from_the_start_is_given_up_before_there_are_blocks():
     consumer = NamedConsumer()
     consumer.announce("t", [Source("P0", [LAYERS], 1)], 1000.0, computed=True)
+    consumer.tick(1029.9)
+    assert consumer.held == ["t"]
+    consumer.tick(1030.0)
+    (failed,) = orders(consumer, Failed)
+    assert "said nothing for 30 s" in failed.transfer.cause
+
+
+def test_the_silence_of_a_producer_counts_from_the_grant_too():
+    consumer = NamedConsumer()
+    consumer.announce("t", [Source("P0", [LAYERS], 1)], 1000.0, computed=True)
+    consumer.receive("P0", status(has_grant=False), 1025.0)
     consumer.tick(1049.0)
     assert consumer.held == ["t"]
     consumer.grant("t", 0, 8, [5], KEY, 1050.0)
@@ -91,6 +103,23 @@ def test_the_silence_of_a_producer_counts_from_the_grant():
     assert consumer.held == ["t"] and orders(consumer, Revoke) == []
     consumer.tick(1080.0)
     assert orders(consumer, Revoke) == [Revoke(consumer.records["t"])]
+
+
+def test_nothing_is_said_of_a_name_whose_earlier_transfer_found_nobody():
+    """That one may be open at the producer, which would take this one for it."""
+    consumer = NamedConsumer()
+    consumer.announce("t", [], 0.0, computed=False)
+    consumer.cancel("t", "failed", 0.1)
+    consumer.tick(1.0)
+    consumer.take()
+    consumer.announce("t/2", [Source("P0", [LAYERS], 1)], 2.0, computed=False)
+    for now_s in (2.0, 10.0, 29.0):
+        consumer.tick(now_s)
+    assert orders(consumer, Send) == [] and consumer.held == ["t/2"]
+    consumer.tick(30.2)
+    consumer.tick(31.0)
+    (failed,) = orders(consumer, Failed)
+    assert "earlier transfer of this name" in failed.transfer.cause
 
 
 def test_a_producer_that_has_sent_all_may_fall_silent_while_others_send():
@@ -103,14 +132,14 @@ def test_a_producer_that_has_sent_all_may_fall_silent_while_others_send():
 
 def test_nothing_is_read_from_a_transfer_that_has_no_grant():
     consumer = make_consumer(has_grant=False)
-    consumer.receive("P0", landed(grant=0), 1.0)
+    consumer.receive("P0", landed(), 1.0)
     assert orders(consumer, Verify, Ended) == []
 
 
-@pytest.mark.parametrize("message", [landed(transfer="gone"), status(transfer="gone"), landed(grant=7)])
+@pytest.mark.parametrize("message", [landed(transfer="gone"), status(transfer="gone"), landed(number=7)])
 def test_a_producer_that_serves_what_is_not_wanted_is_told_to_stop(message):
     (answer,) = answers(make_consumer(), message, "P0")
-    assert isinstance(answer, Close) and not answer.done and answer.grant == message.grant
+    assert isinstance(answer, Close) and not answer.done and answer.number == message.number
 
 
 def test_what_is_over_on_both_sides_is_not_spoken_of():

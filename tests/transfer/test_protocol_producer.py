@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import pytest
-from simulated.sides import announce, answers, close, ended, granted, make_producer, open_producer, orders, report
+from simulated.sides import (
+    announce,
+    answers,
+    close,
+    divide,
+    ended,
+    granted,
+    make_producer,
+    open_producer,
+    orders,
+    report,
+)
 
 from transfer.plan.granularity import Batch
 from transfer.protocol.messages import Landed, State
 from transfer.protocol.orders import Abandon, Ended, Ending, Send, Write
-from transfer.protocol.producer import Outgoing, Producer
+from transfer.protocol.outgoing import Outgoing
+from transfer.protocol.producer import Producer
 
 
 def test_what_was_closed_before_the_engine_named_it_is_released_when_it_has_computed_it():
     producer = make_producer()
-    producer.receive("D0", close(grant=0, done=False, cause="client gone"), 0.0)
+    producer.receive("D0", close(done=False, cause="client gone"), 0.0)
     producer.take()
     producer.open("t", 1.0)
     assert ended(producer) == []
@@ -25,7 +37,7 @@ def test_what_was_closed_before_the_engine_named_it_is_released_when_it_has_comp
 @pytest.mark.parametrize("message", [report(), announce(computed=True), granted(computed=True)])
 def test_what_the_producer_should_know_and_does_not_is_refused_at_once(message):
     (answer,) = answers(make_producer(), message)
-    assert (answer.state, answer.grant) == (State.FAILED, message.grant) and "not known" in answer.cause
+    assert (answer.state, answer.number) == (State.FAILED, message.number) and "not known" in answer.cause
 
 
 def test_blocks_are_released_when_every_rank_is_through_and_not_before():
@@ -54,8 +66,8 @@ def test_a_peer_session_that_failed_is_said_to_have_until_the_consumer_knows_and
     assert said == [(at_s, State.FAILED) for at_s in (0.5, 1.5, 2.5)]
     (answer,) = answers(producer, close(done=False))
     assert answer.state is State.CLOSED
-    (answer,) = answers(producer, close(done=False, grant=2))
-    assert (answer.state, answer.grant) == (State.CLOSED, 2)
+    (answer,) = answers(producer, close(done=False, number=2))
+    assert (answer.state, answer.number) == (State.CLOSED, 2)
     for now_s in range(3, 40):
         producer.tick(float(now_s))
     assert orders(producer, Send) == []
@@ -110,16 +122,20 @@ def test_a_late_grant_gets_at_once_all_that_was_computed():
     assert [write.batch for write in orders(producer, Write)] == [Batch(0, 2, 0, 4), Batch(0, 1, 4, 8)]
 
 
-def test_a_second_grant_for_one_transfer_is_refused_and_the_first_goes_on():
+def test_a_later_grant_waits_until_the_first_transfer_is_over():
     producer = open_producer("D0")
-    (message,) = answers(producer, granted(grant=2))
-    assert (message.state, message.grant) == (State.FAILED, 2)
+    assert answers(producer, granted(number=2)) == []
     producer.finished("t", 8, 1.0)
-    assert [write.granted.grant for write in orders(producer, Write)] == [1]
+    assert [write.granted.number for write in orders(producer, Write)] == [1]
+    producer.written("D0", "t", 0, [1], None, 1.0)
+    assert answers(producer, granted(number=2)) == []
+    producer.receive("D0", close(), 2.0)
+    (message,) = answers(producer, granted(number=2))
+    assert (message.state, message.number) == (State.OPEN, 2)
 
 
-@pytest.mark.parametrize("message", [report(grant=2, again=[0]), report(again=[1]), close(grant=2)])
-def test_a_report_or_close_of_another_grant_or_batch_changes_nothing(message):
+@pytest.mark.parametrize("message", [report(number=2, again=[0]), report(again=[1]), close(number=2)])
+def test_a_report_or_close_of_another_transfer_or_batch_changes_nothing(message):
     producer = open_producer("D0")
     producer.finished("t", 8, 1.0)
     producer.written("D0", "t", 0, [1], None, 1.0)
@@ -253,6 +269,23 @@ def test_a_second_request_of_one_name_fails_when_it_is_finished_and_leaves_the_f
     Producer.finished(producer, second, 8, 2.0)
     assert [(over.transfer, over.transfer.ending) for over in orders(producer, Ended)] == [(second, Ending.FAILED)]
     assert producer.held == ["t"]
+
+
+def test_a_name_is_refused_for_a_lease_where_names_do_not_return():
+    producer = Producer(divide)
+    first, second = Outgoing("t"), Outgoing("t")
+    producer.open(first, 0.0)
+    producer.finished(first, 8, 0.0)
+    producer.receive("D0", announce(), 0.5)
+    producer.receive("D0", close(), 0.5)
+    (answer,) = answers(producer, announce(number=2))
+    assert answer.state is State.FAILED and "is over" in answer.cause
+    producer.open(second, 2.0)
+    assert second.ending is Ending.FAILED
+    producer.tick(31.0)
+    third = Outgoing("t")
+    producer.open(third, 31.0)
+    assert third.ending is None
 
 
 def test_what_ended_before_is_not_ended_again_by_preemption():

@@ -17,6 +17,7 @@ from causes import forget_causes
 from faults import Faults, faulty_opening
 from harness import Engine
 from pd import Pair
+from proxied import LIMIT_S, Proxied
 from settings import Setup
 
 import store_client.open
@@ -109,3 +110,17 @@ def start(base_config: Any, pool: Path, faults: Faults, runner: dict[str, bool])
     faults.release()
     for engine in engines:
         engine.shut_down()
+
+
+@pytest.fixture
+def proxied() -> Iterator[Callable[..., Proxied]]:
+    made: list[Proxied] = []
+
+    def make(*arguments: str, before: str = "") -> Proxied:
+        made.append(Proxied(*arguments, before=before))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.process.terminate()
+        assert one.process.wait(LIMIT_S) in (0, -15)

@@ -28,9 +28,9 @@ from pd import (
 from simulated.raw_peer import deaf
 from simulated.waiting import wait_for
 
-from transfer.protocol.consumer import Incoming
+from transfer.protocol.incoming import Incoming
 from transfer.protocol.orders import Ended, Ending
-from transfer.protocol.producer import Outgoing
+from transfer.protocol.outgoing import Outgoing
 
 NUM_TOKENS = len(PROMPT)
 

@@ -150,7 +150,7 @@ def granted(both: Pair) -> bool:
     """Whether the decode instance's node was told of blocks."""
     node = node_of(both.decode)
     node._thread.run(asyncio.sleep(0), 10)
-    return any(transfer.grant for transfer in list(node._fetching.consumer._transfers.values()))
+    return any(transfer.is_granted for transfer in list(node._fetching.consumer._transfers.values()))
 
 
 def fetching(both: Pair) -> bool:

@@ -46,6 +46,17 @@ def test_a_request_that_is_refused_takes_nothing_from_one_of_the_same_answer(pai
 
 
 @every_runner
+def test_several_prompts_of_one_answer_leave_the_first_its_transfer(pair: MakePair) -> None:
+    """A router may hand a request with several prompts on with what prefill answered: with the first one's answer."""
+    both = pair()
+    answer = both.handed_over(PROMPT)
+    first = both.decode.add(PROMPT, 3, params=answer)
+    second = both.decode.add([1, *PROMPT], 3, params=answer)
+    both.finish(first, computed=1 + 2)
+    both.decode.check_answer(second, len(PROMPT) + 1 + 2)
+
+
+@every_runner
 def test_a_request_that_is_refused_twice_keeps_nobody_waiting(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such requests have the client's own id; the prefill instance does not answer."""
     monkeypatch.setattr(transfer.fetching, "_CONNECT_S", 0.3)

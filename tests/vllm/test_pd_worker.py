@@ -11,7 +11,7 @@ from mooncake_connector.kv.geometry import Shard
 from transfer.plan.granularity import Bounds
 from transfer.plan.layout import Table
 from transfer.protocol import orders
-from transfer.protocol.consumer import Where
+from transfer.protocol.incoming import Where
 from transfer.protocol.orders import Ending, Transfer
 from vllm_plugin.messages import Announcement, Ended, PDStep, StepMetadata, WorkerReport
 from vllm_plugin.pd.worker import PDWorker

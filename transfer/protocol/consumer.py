@@ -6,95 +6,14 @@ One rank of the decode instance. What it and one rank of the prefill instance sa
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from transfer.plan.granularity import Batch
 from transfer.plan.layout import Table
+from transfer.protocol.incoming import Got, Incoming, Session, Source
 from transfer.protocol.messages import Announce, AnyMessage, Close, Granted, Landed, Report, State, Status
-from transfer.protocol.orders import Ending, Failed, Protocol, Revoke, Timing, Transfer, Verify
-from transfer.transports.base import Grant
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """The directory of a prefill instance.
-
-    Args:
-        engine_id: which life of it has the KV; "" where the request does not say.
-    """
-
-    host: str
-    port: int
-    engine_id: str = ""
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self.host, self.port
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A rank of the prefill instance that has a route to this rank (`transfer.plan.pairing.routes`).
-
-    Args:
-        layers: what it sends of each section; all empty where it only has to be told that the transfer is over.
-        destinations: how many ranks of this rank's instance have a route from it.
-    """
-
-    peer: str
-    layers: Sequence[range]
-    destinations: int
-
-
-@dataclass(slots=True)
-class _Got:
-    """A batch that landed, and what it has; `right` is None while it is being checked."""
-
-    landed: Landed
-    part: Batch
-    right: bool | None = None
-
-
-@dataclass(slots=True)
-class _Session:
-    source: Source
-    send_s: float
-    heard_s: float
-    accepted: bool = False
-    """The producer has the grant."""
-    batches: dict[int, _Got] = field(default_factory=dict)
-    verified: int = 0
-    places: int = 0
-    """Layers times tokens that are granted, of all sections."""
-    done: bool = False
-    closed: bool = False
-    """The producer knows that we are through."""
-
-    def again(self) -> list[int]:
-        return [number for number, got in self.batches.items() if got.right is False]
-
-
-@dataclass(slots=True, eq=False)
-class Incoming(Transfer):
-    """A transfer whose KV another instance has or computes.
-
-    `computed`: the request was at the producer first, which must know the transfer.
-    """
-
-    where: Where = Where("", 0)
-    computed: bool = False
-    is_found: bool = False
-    """Its sources are known, or that there are none."""
-    sessions: dict[str, _Session] = field(default_factory=dict)
-    deadline_s: float = 0.0
-    grant: int = 0
-    tables: Sequence[Table] = ()
-    """What was granted of each of this rank's sections."""
-    key: bytes = b""
-    memory: Grant | None = None
-    """The transport's grant of the blocks; the driver's."""
+from transfer.protocol.orders import Ending, Failed, Protocol, Revoke, Timing, Verify
 
 
 class Consumer(Protocol):
@@ -102,27 +21,32 @@ class Consumer(Protocol):
 
     def __init__(self, timing: Timing | None = None) -> None:
         super().__init__(timing or Timing())
-        self._transfers: dict[str, Incoming] = {}
-        self._grants = 0
+        self._transfers: dict[int, Incoming] = {}
+        """By their numbers."""
+        self._latest: dict[str, Incoming] = {}
+        """The last of each name."""
+        self._count = 0
 
     def announce(self, transfer: Incoming, now_s: float) -> None:
         """A request that wants this transfer, maybe without blocks yet; `found` or `fail` says more.
 
-        It fails where the sources of another one of that name are looked for, or it is not over.
+        It fails where another one of that name is not over.
         """
         transfer.started_s, transfer.deadline_s = now_s, now_s + self._timing.deadline_s
-        known = self._transfers.get(transfer.name)
-        if known is not None and not (known.is_over and known.is_found):
+        known = self._latest.get(transfer.name)
+        if known is not None and not known.is_over:
             self._end(transfer, Ending.FAILED, f"transfer {transfer.name!r} is under way", now_s)
         elif self._closed:
             self._end(transfer, Ending.FAILED, self._closed, now_s)
         else:
-            self._transfers[transfer.name] = transfer
+            self._count += 1
+            transfer.number, transfer.earlier = self._count, known
+            self._transfers[transfer.number] = self._latest[transfer.name] = transfer
 
     def found(self, transfer: Incoming, sources: Sequence[Source], now_s: float) -> None:
         """The ranks that have the transfer, if any; they are also told where it has ended meanwhile."""
         transfer.is_found = True
-        transfer.sessions = {source.peer: _Session(source, now_s, now_s) for source in sources}
+        transfer.sessions = {source.peer: Session(source, now_s, now_s) for source in sources}
         if not sources:
             self.fail(transfer, "no rank of the prefill instance has anything for this one", now_s)
         self._begin(transfer, now_s)
@@ -135,7 +59,7 @@ class Consumer(Protocol):
         """The engine has blocks for it, and waits for its end; nothing may be written to them before `grant`."""
         if not transfer.is_over:
             transfer.spoken, transfer.tables = True, tables
-            if transfer.ending is not None and not transfer.grant:
+            if transfer.ending is not None and not transfer.is_granted:
                 self._give_ended(transfer, now_s)
 
     def grant(self, transfer: Incoming, tables: Sequence[Table], key: bytes, now_s: float) -> bool:
@@ -143,13 +67,12 @@ class Consumer(Protocol):
 
         False where the transfer has ended: nothing was granted. Raises ValueError where it has a grant.
         """
-        if transfer.grant:
+        if transfer.is_granted:
             raise ValueError(f"transfer {transfer.name!r} is granted already")
         self.allocated(transfer, tables, now_s)
         if transfer.ending is not None:
             return False
-        self._grants += 1
-        transfer.grant, transfer.key = self._grants, key
+        transfer.is_granted, transfer.key = True, key
         self._begin(transfer, now_s)
         return True
 
@@ -157,9 +80,10 @@ class Consumer(Protocol):
         """Say what can be said, now that the sources or the blocks are known."""
         if not transfer.is_found:
             return
+        transfer.deadline_s = now_s + (self._timing.deadline_s if transfer.is_granted else self._timing.hold_s)
         for session in transfer.sessions.values():
             session.heard_s = session.send_s = now_s
-            if transfer.grant:
+            if transfer.is_granted:
                 layers = session.source.layers
                 pairs = zip(layers, transfer.tables, strict=True)
                 session.places = sum(len(of_section) * len(table.tokens) for of_section, table in pairs)
@@ -172,7 +96,7 @@ class Consumer(Protocol):
         transfer.spoken = True
         if transfer.ending is None:
             self._end(transfer, Ending.CANCELLED, cause, now_s)
-        elif not transfer.grant:
+        elif not transfer.is_granted:
             self._give_ended(transfer, now_s)
 
     def verified(self, peer: str, transfer: Incoming, landed: Landed, right: bool, now_s: float) -> None:
@@ -184,6 +108,8 @@ class Consumer(Protocol):
         if session is None or got is None or got.right is not None or got.landed != landed:
             raise ValueError(f"transfer {transfer.name!r}: no check of batch {landed.batch} from {peer} is under way")
         got.right = right
+        if right:
+            transfer.deadline_s = now_s + self._timing.deadline_s
         if not right and landed.attempt:
             self._end(transfer, Ending.FAILED, f"batch {landed.batch} came with wrong bytes twice", now_s)
             return
@@ -201,51 +127,67 @@ class Consumer(Protocol):
         for transfer in list(self._transfers.values()):
             self._expire(transfer, now_s)
             self._repeat(transfer, now_s)
-            told = transfer.is_found and all(session.closed for session in transfer.sessions.values())
+            told = transfer.sessions and all(session.closed for session in transfer.sessions.values())
             if transfer.is_over and (told or now_s >= transfer.ended_s + self._timing.lease_s):
-                del self._transfers[transfer.name]
+                self._forget(transfer)
         return self._timing.retry_s / 2 if self._transfers else None
+
+    def _forget(self, transfer: Incoming) -> None:
+        transfer.earlier = None
+        del self._transfers[transfer.number]
+        if self._latest.get(transfer.name) is transfer:
+            del self._latest[transfer.name]
 
     def close(self, cause: str, now_s: float) -> None:
         self._closed = cause
         for transfer in self._transfers.values():
             self._end(transfer, Ending.FAILED, cause, now_s)
-            if transfer.grant:
+            if transfer.is_granted:
                 self._give_ended(transfer, now_s)
         self._transfers.clear()
+        self._latest.clear()
 
     @property
     def held(self) -> list[str]:
         """Transfers that are not over."""
-        return [name for name, transfer in self._transfers.items() if not transfer.is_over]
+        return [transfer.name for transfer in self._transfers.values() if not transfer.is_over]
 
     # What producers say
 
     def receive(self, peer: str, message: AnyMessage, now_s: float) -> None:
         if not isinstance(message, Landed | Status):
             return
-        transfer = self._transfers.get(message.transfer)
+        transfer = self._transfers.get(message.number)
         session = None if transfer is None else transfer.sessions.get(peer)
-        if transfer is None or session is None or message.grant not in (0, transfer.grant):
+        if transfer is None or session is None or transfer.name != message.transfer:
             if not (isinstance(message, Status) and message.state is State.CLOSED):
                 fields = {"destinations": 0, "done": False, "cause": "the transfer is not known here, or not any more"}
-                self._send(peer, Close, message.transfer, grant=message.grant, **fields)
+                self._send(peer, Close, message.transfer, number=message.number, **fields)
             return
         session.heard_s = now_s
-        session.accepted = session.accepted or message.grant != 0
+        session.accepted = session.accepted or isinstance(message, Landed) or message.has_grant
         if isinstance(message, Status):
             self._status(transfer, session, message, now_s)
-        elif transfer.ending is None and message.grant:
+        elif transfer.ending is None and transfer.is_granted:
             self._landed(transfer, session, message, now_s)
 
-    def _status(self, transfer: Incoming, session: _Session, message: Status, now_s: float) -> None:
+    def _status(self, transfer: Incoming, session: Session, message: Status, now_s: float) -> None:
         if transfer.ending is not None:
-            session.closed = session.closed or message.state is State.CLOSED
+            if message.state is State.CLOSED:
+                session.closed = True
+                self._go_on(self._latest.get(transfer.name), session.source.peer, now_s)
         elif message.state is not State.OPEN:
             cause = f"the producer gave up: {message.cause or message.state.value}"
             self._end(transfer, Ending.FAILED, cause, now_s)
 
-    def _landed(self, transfer: Incoming, session: _Session, message: Landed, now_s: float) -> None:
+    def _go_on(self, later: Incoming | None, peer: str, now_s: float) -> None:
+        """The producer knows now that an earlier transfer of the name is over."""
+        session = None if later is None or later.ending is not None else later.sessions.get(peer)
+        if later is not None and session is not None:
+            session.heard_s = session.send_s = now_s
+            self._repeat(later, now_s)
+
+    def _landed(self, transfer: Incoming, session: Session, message: Landed, now_s: float) -> None:
         got = session.batches.get(message.batch)
         if got is not None and not (got.right is False and message.attempt > got.landed.attempt):
             if got.right is not None:
@@ -259,7 +201,7 @@ class Consumer(Protocol):
         if not inside or message.batch >= session.places:
             self._end(transfer, Ending.FAILED, f"a batch is not in what was granted: {message}"[:512], now_s)
             return
-        session.batches[message.batch] = _Got(message, message.part)
+        session.batches[message.batch] = Got(message, message.part)
         self._orders.append(Verify(session.source.peer, transfer, message))
 
     def needs(self, address: tuple[str, int], peers: Collection[str]) -> bool:
@@ -280,7 +222,7 @@ class Consumer(Protocol):
 
     # How a transfer ends
 
-    def _check_complete(self, transfer: Incoming, session: _Session, now_s: float) -> None:
+    def _check_complete(self, transfer: Incoming, session: Session, now_s: float) -> None:
         """Whether everything has landed, each layer and token in one batch."""
         batches = [got.part for got in session.batches.values() if got.right]
         places = sum(batch.places for batch in batches)
@@ -308,7 +250,7 @@ class Consumer(Protocol):
             session.send_s = now_s + self._timing.retry_s
             if not session.closed:
                 self._close(transfer, session)
-        if transfer.grant:
+        if transfer.is_granted:
             self._orders.append(Revoke(transfer))
         elif transfer.spoken:
             self._give_ended(transfer, now_s)
@@ -317,12 +259,20 @@ class Consumer(Protocol):
 
     def _expire(self, transfer: Incoming, now_s: float) -> None:
         if transfer.ending is None and now_s >= transfer.deadline_s:
-            cause = "not complete by its deadline"
+            cause = f"nothing arrived for {self._timing.deadline_s:g} s"
+            if not transfer.is_granted:
+                cause = f"no blocks were granted for {self._timing.hold_s:g} s"
             if not transfer.is_found:
                 cause = "the prefill instance did not answer by the deadline"
             self._end(transfer, Ending.EXPIRED, cause, now_s)
+        earlier = transfer.earlier
+        if earlier is not None and earlier.number not in self._transfers and transfer.is_found:
+            if transfer.ending is None and not all(earlier.is_known_by(peer) for peer in transfer.sessions):
+                cause = "the producer did not say that it knows the end of an earlier transfer of this name"
+                self._end(transfer, Ending.FAILED, cause, now_s)
+            transfer.earlier = None
         for session in transfer.sessions.values():
-            if transfer.grant and not session.done and now_s >= session.heard_s + self._timing.lease_s:
+            if not session.done and now_s >= session.heard_s + self._timing.lease_s:
                 cause = f"the producer said nothing for {self._timing.lease_s:g} s"
                 self._end(transfer, Ending.FAILED, cause, now_s)
 
@@ -332,33 +282,35 @@ class Consumer(Protocol):
         for session in transfer.sessions.values():
             if now_s < session.send_s or (transfer.ending is not None and session.closed):
                 continue
+            if transfer.ending is None and transfer.earlier and not transfer.earlier.is_known_by(session.source.peer):
+                continue  # it might take this one for that
             session.send_s = now_s + self._timing.retry_s
             if transfer.ending is not None:
                 self._close(transfer, session)
-            elif transfer.grant and any(session.source.layers) and not session.accepted:
+            elif transfer.is_granted and any(session.source.layers) and not session.accepted:
                 self._grant(transfer, session)
-            elif transfer.grant and any(session.source.layers):
+            elif transfer.is_granted and any(session.source.layers):
                 self._report(transfer, session, now_s)
             else:
                 fields = {"destinations": session.source.destinations, "computed": transfer.computed}
-                self._send(session.source.peer, Announce, transfer.name, grant=transfer.grant, **fields)
+                self._send(session.source.peer, Announce, transfer.name, number=transfer.number, **fields)
                 session.send_s = now_s + self._timing.heartbeat_s
 
-    def _grant(self, transfer: Incoming, session: _Session) -> None:
+    def _grant(self, transfer: Incoming, session: Session) -> None:
         fields = {"destinations": session.source.destinations, "computed": transfer.computed, "key": transfer.key}
         tables = list(transfer.tables)
-        self._send(session.source.peer, Granted, transfer.name, grant=transfer.grant, tables=tables, **fields)
+        self._send(session.source.peer, Granted, transfer.name, number=transfer.number, tables=tables, **fields)
 
-    def _report(self, transfer: Incoming, session: _Session, now_s: float) -> None:
+    def _report(self, transfer: Incoming, session: Session, now_s: float) -> None:
         again = session.again()
         session.send_s = now_s + (self._timing.retry_s if again else self._timing.heartbeat_s)
         fields = {"verified": session.verified, "again": again}
-        self._send(session.source.peer, Report, transfer.name, grant=transfer.grant, **fields)
+        self._send(session.source.peer, Report, transfer.name, number=transfer.number, **fields)
 
-    def _close(self, transfer: Incoming, session: _Session) -> None:
+    def _close(self, transfer: Incoming, session: Session) -> None:
         done = transfer.ending is Ending.DONE
         fields = {"destinations": session.source.destinations, "done": done, "cause": transfer.cause}
-        self._send(session.source.peer, Close, transfer.name, grant=transfer.grant, **fields)
+        self._send(session.source.peer, Close, transfer.name, number=transfer.number, **fields)
 
 
 def _overlap(layers: range, batches: Sequence[Batch]) -> bool:

@@ -47,11 +47,11 @@ class State(enum.Enum):
 class Message(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """What all messages about a transfer have.
 
-    `grant` numbers what the consumer has granted, ascending and never 0; 0 stands for no grant yet.
+    `number` is what the consumer counts its transfers by, from 1, so of two of one name the greater is the later.
     """
 
     transfer: TransferId
-    grant: Count = 0
+    number: Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class Announce(Message, frozen=True, kw_only=True):
@@ -115,9 +115,10 @@ class Landed(Message, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """Producer: how I stand. Repeated, it says that I am alive."""
+    """Producer: how I stand, and whether I know what was granted. Repeated, it says that I am alive."""
 
     state: State
+    has_grant: bool
     cause: Text
 
 

@@ -17,8 +17,8 @@ from transfer.protocol.messages import AnyMessage, Granted, Landed, TransferMess
 
 if TYPE_CHECKING:
     from transfer.plan.granularity import Batch
-    from transfer.protocol.consumer import Incoming
-    from transfer.protocol.producer import Outgoing
+    from transfer.protocol.incoming import Incoming
+    from transfer.protocol.outgoing import Outgoing
 
 
 class Ending(enum.Enum):
@@ -43,9 +43,10 @@ class Timing:
     retry_s: float = 1.0
     """What has not been answered is said again."""
     deadline_s: float = 120.0
-    """For the consumer, from the announcement of a transfer to its ending."""
+    """For the consumer, until the producer ranks are found, and from the grant on while nothing arrives."""
     hold_s: float = 300.0
-    """For the producer, from the end of prefill to the release of its blocks, whatever heartbeats come."""
+    """For the producer, from the end of prefill to the release of its blocks, whatever heartbeats come. For the
+    consumer, until it has blocks."""
 
 
 @dataclass(slots=True, eq=False)

@@ -6,12 +6,13 @@ One rank of the prefill instance. What it and one rank of the decode instance sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, TypeAlias
+from dataclasses import asdict
+from typing import TypeAlias
 
 from transfer.plan.granularity import Batch, Divider
 from transfer.protocol.messages import Announce, AnyMessage, Close, Granted, Landed, Report, State, Status
-from transfer.protocol.orders import Abandon, Ending, Protocol, Timing, Transfer, Write
+from transfer.protocol.orders import Abandon, Ending, Protocol, Timing, Write
+from transfer.protocol.outgoing import Outgoing, Progress, Sent, Session
 from transfer.transports.base import TransferError
 
 _MAX_AWAITED = 4096
@@ -22,98 +23,30 @@ Divide: TypeAlias = Callable[[str, Granted], list[Divider]]
 """How each section is sent of which (peer, what it granted) gets anything. Raises TransferError where it cannot be."""
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A batch; `checksums` is None while it is being written."""
-
-    batch: Batch
-    attempt: int = 0
-    checksums: Sequence[int] | None = None
-
-
-class _Progress(NamedTuple):
-    """All layers of a section up to this one have the KV of the tokens before `stop_token`."""
-
-    section: int
-    layer: int
-    stop_token: int
-
-
-@dataclass(slots=True)
-class _Session:
-    peer: str
-    heard_s: float
-    send_s: float
-    granted: Granted | None = None
-    dividers: list[Divider] = field(default_factory=list)
-    sent: list[_Sent] = field(default_factory=list)
-    verified: int = 0
-    writing: set[int] = field(default_factory=set)
-    """Batches that a write reads."""
-    state: State = State.OPEN
-    ending: Ending | None = None
-    cause: str = ""
-
-    @property
-    def grant(self) -> int:
-        """Its number, 0 while there is none."""
-        return 0 if self.granted is None else self.granted.grant
-
-    @property
-    def unheard(self) -> list[int]:
-        """Batches that landed and that the consumer has not confirmed."""
-        return [n for n in range(self.verified, len(self.sent)) if self.sent[n].checksums is not None]
-
-
-@dataclass(slots=True, eq=False)
-class Outgoing(Transfer):
-    """A transfer whose KV is computed here, or that consumers ask for before the engine names it."""
-
-    block_tables: Sequence[Sequence[int]] = ()
-    """Of each of this rank's sections, as they are now."""
-    opened: bool = False
-    heard_s: float = 0.0
-    sessions: dict[str, _Session] = field(default_factory=dict)
-    expected: int = 0
-    """Sessions that there will be; 0 while unknown."""
-    progress: list[_Progress] = field(default_factory=list)
-    run: int = 0
-    """How often its prefill was begun again."""
-    finished_s: float | None = None
-    num_tokens: int = 0
-    """That it has KV of, once it is finished."""
-    transports: set[str] = field(default_factory=set)
-
-    @property
-    def transport(self) -> str:
-        return "+".join(sorted(self.transports))
-
-    def wanted_by(self, peer: str) -> bool:
-        """Whether what is being written to the peer is of use."""
-        return self.sessions[peer].state is State.OPEN
-
-
 class Producer(Protocol):
     """Serves transfers: the engine calls `open`, then `computed` and `finished`, or `cancel`. See also `Protocol`."""
 
-    def __init__(self, divide: Divide, timing: Timing | None = None) -> None:
+    def __init__(self, divide: Divide, timing: Timing | None = None, *, names_return: bool = False) -> None:
         super().__init__(timing or Timing())
-        self._divide = divide
+        self._divide, self._names_return = divide, names_return
         self._transfers: dict[str, Outgoing] = {}
 
     def open(self, transfer: Outgoing, now_s: float) -> None:
         """A request begins whose KV a consumer will want.
 
-        It fails where another one has the name; that may return once the earlier transfer has been forgotten.
+        It fails where another one has the name, unless names return and that is over with each consumer rank heard.
         """
         known = self._transfers.get(transfer.name)
         transfer.opened, transfer.started_s, transfer.heard_s = True, now_s, now_s
-        if self._closed or (known is not None and known.opened):
+        if self._closed or (known is not None and known.opened and not self._frees(known)):
             transfer.ending = Ending.FAILED
             transfer.cause = self._closed or f"transfer {transfer.name!r} is or was open here"
             return
-        if known is not None:  # what its consumers said before
+        if known is not None and known.opened:
+            transfer.former = known.numbers
+        elif known is not None:  # what its consumers said before
             transfer.heard_s, transfer.sessions, transfer.expected = known.heard_s, known.sessions, known.expected
+            transfer.former = known.former
         self._transfers[transfer.name] = transfer
         for session in transfer.sessions.values():
             self._start(transfer, session)
@@ -130,7 +63,7 @@ class Producer(Protocol):
             raise ValueError(f"transfer {transfer.name!r} is finished already")
         if run != transfer.run or transfer.ending is not None:
             return
-        made = _Progress(section, layer, stop_token)
+        made = Progress(section, layer, stop_token)
         transfer.progress = [
             before
             for before in transfer.progress
@@ -220,17 +153,13 @@ class Producer(Protocol):
     def receive(self, peer: str, message: AnyMessage, now_s: float) -> None:
         if not isinstance(message, Announce | Granted | Report | Close):
             return
-        transfer = self._transfers.get(message.transfer)
+        transfer = self._meant(peer, message)
         if transfer is None:
-            refusal = self._refusal(message)
-            if refusal is not None:
-                state = State.CLOSED if isinstance(message, Close) else State.FAILED
-                self._send(peer, Status, message.transfer, state=state, cause=refusal, grant=message.grant)
-                return
-            transfer = self._transfers[message.transfer] = Outgoing(message.transfer)
+            return
         session = transfer.sessions.get(peer)
         if session is None:
-            session = transfer.sessions[peer] = _Session(peer, now_s, now_s + self._timing.heartbeat_s)
+            due_s = now_s + self._timing.heartbeat_s
+            session = transfer.sessions[peer] = Session(peer, message.number, now_s, due_s)
             if transfer.ending is not None:
                 cause = f"the transfer is over: {transfer.cause or transfer.ending.value}"
                 self._fail(transfer, session, transfer.ending, cause)
@@ -245,6 +174,37 @@ class Producer(Protocol):
             self._ask(transfer, session, message)
         self._settle(transfer, now_s)
 
+    def _meant(self, peer: str, message: Announce | Granted | Report | Close) -> Outgoing | None:
+        """The transfer that it is about, which may be a new one; None where it is answered, or comes too early."""
+        transfer = self._transfers.get(message.transfer)
+        known = 0 if transfer is None else transfer.last_number(peer)
+        if transfer is not None and message.number <= known:
+            if peer in transfer.sessions and message.number == known:
+                return transfer
+            self._refuse(peer, message, "the consumer has asked for it again since")
+            return None
+        if transfer is not None and peer not in transfer.sessions:
+            return transfer
+        # For the consumer, what it asked for before is over.
+        if transfer is not None and not transfer.opened:
+            transfer.former[peer] = transfer.sessions.pop(peer).number
+            return transfer
+        if transfer is not None and not transfer.is_over:
+            return None  # it is said again, when this one is over
+        refusal = self._refusal(message)
+        if transfer is not None and not self._frees(transfer):
+            refusal = f"the transfer is over: {transfer.cause or transfer.ending}"
+        if refusal is not None:
+            self._refuse(peer, message, refusal)
+            return None
+        former = {} if transfer is None else transfer.numbers
+        transfer = self._transfers[message.transfer] = Outgoing(message.transfer, former=former)
+        return transfer
+
+    def _frees(self, earlier: Outgoing) -> bool:
+        """Whether another transfer may have its name already."""
+        return self._names_return and earlier.may_be_followed
+
     def _refusal(self, message: Announce | Granted | Report | Close) -> str | None:
         """Why an unknown transfer is not waited for, if it is not."""
         if isinstance(message, Report) or (isinstance(message, Announce | Granted) and message.computed):
@@ -252,21 +212,21 @@ class Producer(Protocol):
         awaited = sum(not transfer.opened for transfer in self._transfers.values())
         return "too many transfers are awaited" if awaited >= _MAX_AWAITED else None
 
-    def _ask(self, transfer: Outgoing, session: _Session, message: Announce | Granted) -> None:
-        if isinstance(message, Granted) and session.state is State.OPEN:
-            if session.granted is None:
-                session.granted = message
-                self._start(transfer, session)
-            elif session.grant != message.grant:
-                fields = {"state": State.FAILED, "cause": "the transfer was granted before", "grant": message.grant}
-                self._send(session.peer, Status, transfer.name, **fields)
-                return
-        self._say_status(transfer, session, message.grant)
+    def _refuse(self, peer: str, message: Announce | Granted | Report | Close, cause: str) -> None:
+        """Say so, and change nothing."""
+        fields = {"state": State.CLOSED if isinstance(message, Close) else State.FAILED, "cause": cause}
+        self._send(peer, Status, message.transfer, number=message.number, has_grant=False, **fields)
 
-    def _report(self, transfer: Outgoing, session: _Session, message: Report) -> None:
+    def _ask(self, transfer: Outgoing, session: Session, message: Announce | Granted) -> None:
+        if isinstance(message, Granted) and session.state is State.OPEN and session.granted is None:
+            session.granted = message
+            self._start(transfer, session)
+        self._say_status(transfer, session)
+
+    def _report(self, transfer: Outgoing, session: Session, message: Report) -> None:
         if session.state is not State.OPEN:
-            self._say_status(transfer, session, message.grant)
-        elif message.grant == session.grant != 0:
+            self._say_status(transfer, session)
+        else:
             session.verified = max(session.verified, message.verified)
             for number in message.again:
                 sent = session.sent[number] if number < len(session.sent) else None
@@ -274,19 +234,17 @@ class Producer(Protocol):
                     sent.attempt, sent.checksums = 1, None
                     self._write(transfer, session, number)
 
-    def _close(self, transfer: Outgoing, session: _Session, message: Close) -> None:
-        if session.state is State.OPEN and session.grant not in (0, message.grant):
-            return
+    def _close(self, transfer: Outgoing, session: Session, message: Close) -> None:
         if session.ending is None:
             session.ending, session.cause = (Ending.DONE if message.done else Ending.CANCELLED), message.cause
         session.state = State.CLOSED
         if session.writing:
             self._orders.append(Abandon(session.peer, transfer))
-        self._say_status(transfer, session, message.grant)
+        self._say_status(transfer, session)
 
     # What happens to a session
 
-    def _start(self, transfer: Outgoing, session: _Session) -> None:
+    def _start(self, transfer: Outgoing, session: Session) -> None:
         """Send what has been computed, once both the engine and the consumer have named the transfer."""
         granted = session.granted
         if not transfer.opened or granted is None or session.state is not State.OPEN:
@@ -301,13 +259,13 @@ class Producer(Protocol):
         if transfer.finished_s is not None:
             self._complete(transfer, session)
 
-    def _advance(self, transfer: Outgoing, session: _Session, made: _Progress) -> None:
+    def _advance(self, transfer: Outgoing, session: Session, made: Progress) -> None:
         if session.state is State.OPEN:
             for divider in session.dividers:
                 if divider.own == made.section:
                     self._send_batches(transfer, session, divider.computed(made.layer, made.stop_token))
 
-    def _complete(self, transfer: Outgoing, session: _Session) -> None:
+    def _complete(self, transfer: Outgoing, session: Session) -> None:
         """Send what is left; the session fails where more is wanted than was computed."""
         if session.state is State.OPEN:
             for divider in session.dividers:
@@ -315,17 +273,17 @@ class Producer(Protocol):
             if not all(divider.complete for divider in session.dividers):
                 self._fail(transfer, session, Ending.FAILED, "fewer tokens were computed than are wanted")
 
-    def _send_batches(self, transfer: Outgoing, session: _Session, batches: Sequence[Batch]) -> None:
+    def _send_batches(self, transfer: Outgoing, session: Session, batches: Sequence[Batch]) -> None:
         for batch in batches:
-            session.sent.append(_Sent(batch))
+            session.sent.append(Sent(batch))
             self._write(transfer, session, len(session.sent) - 1)
 
-    def _write(self, transfer: Outgoing, session: _Session, number: int) -> None:
+    def _write(self, transfer: Outgoing, session: Session, number: int) -> None:
         assert session.granted is not None
         session.writing.add(number)
         self._orders.append(Write(session.peer, transfer, session.granted, number, session.sent[number].batch))
 
-    def _fail(self, transfer: Outgoing, session: _Session, ending: Ending, cause: str) -> None:
+    def _fail(self, transfer: Outgoing, session: Session, ending: Ending, cause: str) -> None:
         if session.state is not State.OPEN:
             return
         session.state, session.ending, session.cause = State.FAILED, ending, cause[:512]
@@ -376,7 +334,7 @@ class Producer(Protocol):
 
     # What the producer says
 
-    def _repeat(self, transfer: Outgoing, session: _Session, now_s: float) -> None:
+    def _repeat(self, transfer: Outgoing, session: Session, now_s: float) -> None:
         session.send_s = now_s + self._timing.heartbeat_s
         if session.state is State.CLOSED or now_s >= session.heard_s + self._timing.lease_s:
             return
@@ -387,12 +345,12 @@ class Producer(Protocol):
         if unheard or session.state is State.FAILED:
             session.send_s = now_s + self._timing.retry_s
 
-    def _say_status(self, transfer: Outgoing, session: _Session, grant: int | None = None) -> None:
-        grant = session.grant if grant is None else grant
-        self._send(session.peer, Status, transfer.name, grant=grant, state=session.state, cause=session.cause)
+    def _say_status(self, transfer: Outgoing, session: Session) -> None:
+        fields = {"state": session.state, "cause": session.cause, "has_grant": session.granted is not None}
+        self._send(session.peer, Status, transfer.name, number=session.number, **fields)
 
-    def _say_landed(self, transfer: Outgoing, session: _Session, number: int) -> None:
+    def _say_landed(self, transfer: Outgoing, session: Session, number: int) -> None:
         sent = session.sent[number]
         assert sent.checksums is not None
         fields = {"batch": number, "attempt": sent.attempt, "checksums": list(sent.checksums), **asdict(sent.batch)}
-        self._send(session.peer, Landed, transfer.name, grant=session.grant, **fields)
+        self._send(session.peer, Landed, transfer.name, number=session.number, **fields)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from transfer.protocol.consumer import Where
+from transfer.protocol.incoming import Where
 from transfer.protocol.messages import MAX_NAME_LENGTH
 
 _MAX_TRANSFER_ID = 200

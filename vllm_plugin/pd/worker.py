@@ -18,9 +18,9 @@ from transfer.control.directory import Address
 from transfer.device_order import DeviceOrder
 from transfer.plan.granularity import Bounds, Granularity
 from transfer.plan.layout import RankLayout, Section, Table
-from transfer.protocol.consumer import Incoming
+from transfer.protocol.incoming import Incoming
 from transfer.protocol.orders import Ending, Failed
-from transfer.protocol.producer import Outgoing
+from transfer.protocol.outgoing import Outgoing
 from transfer.serving import Computed
 from transfer.session import Node, NodeOptions
 from transfer.transports.base import TransferError
