@@ -35,7 +35,7 @@ help:
 	@echo 'make demo-engines  SGLang answers from what vLLM computed (SGLang is 10 GB; about 10 minutes with all installs)'
 	@echo 'make test-fast     the tests that need no engine (about 2 minutes on 2 cores)'
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
-	@echo 'make test          lint, every test, the demos (30 to 50 minutes on 2 cores, installs included)'
+	@echo 'make test          lint, every test, the demos (35 to 50 minutes on 2 cores, installs not included)'
 	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'
 	@echo 'make bench         NAME=store|hicache|transfer|pd|pd-sglang|serve PEERS="..." JSON=FILE: this project beside its peers (docs/benchmarks.md)'
 	@echo 'make lint          ruff and mypy'
@@ -61,7 +61,7 @@ demo-engines: vllm sglang
 	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo_engines.py
 
 test: setup
-	@$(DEV)/bin/python tests/tools/run.py e2e lint transfer store slow vllm vllm-0.33 sglang sglang-pd pd
+	@$(DEV)/bin/python tests/tools/run.py e2e pd vllm slow store vllm-0.33 transfer sglang-pd sglang lint
 
 test-fast: $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py transfer store
@@ -165,7 +165,7 @@ $(SGLANG)/.tests: $(REQUIREMENTS)/sglang-test.txt $(SGLANG_CONSTRAINTS) | $(SGLA
 $(ROUTERS)/.installed: $(REQUIREMENTS)/routers.txt $(SGLANG_CONSTRAINTS)
 	@$(PYTHON) -m venv $(ROUTERS)
 	@if $(ROUTERS)/bin/python $(PIP_INSTALL) -r $<; then touch $@; \
-		else echo 'NOT INSTALLED: sglang-router; what is tested behind it will be skipped' >&2; fi
+		else echo 'NOT INSTALLED: sglang-router and vllm-router; what is tested behind it will be skipped' >&2; fi
 
 # The same version is built again and again: the first call brings its code, the second what it depends on.
 $(DEV)/.wheel $(VLLM)/.wheel $(SGLANG)/.wheel: %/.wheel: $(BUILT)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from mooncake_connector.checks import Check, Verdict, entry_point, failed
+from mooncake_connector.checks import Check, Verdict, entry_point
 from mooncake_connector.cli.doctor import pool_checks, print_check
 from mooncake_connector.cli.doctor_transfers import transfer_checks
 from mooncake_connector.cli.output import EXIT_FAILED, print_error, typed_path
@@ -20,9 +20,9 @@ from mooncake_connector.config.schema import load_config
 from mooncake_connector.deploy import checks, docs
 from mooncake_connector.deploy.commands import Command, commands, typed
 from mooncake_connector.deploy.file import read_deployment
+from mooncake_connector.deploy.render import compose, kubernetes
 from mooncake_connector.deploy.schema import Deployment, folder_of
 from mooncake_connector.deploy.supervisor import Supervisor
-from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import printable
 from sglang_backend import KNOWN_VERSION as SGLANG_VERSION
 from vllm_plugin.doctor import KNOWN_VERSION as VLLM_VERSION
@@ -31,6 +31,7 @@ _PLUGINS = {
     "vllm": ("vllm.general_plugins", "vllm_plugin:register", "VLLM_PLUGINS"),
     "sglang": ("sglang.srt.plugins", "sglang_backend:register", "SGLANG_PLUGINS"),
 }
+_FORMS = {"compose": compose.render, "k8s": kubernetes.render, "rbg": kubernetes.render_group}
 _TICK_S = 0.2
 _KNOWN = {"vllm": VLLM_VERSION, "sglang": SGLANG_VERSION}
 
@@ -41,6 +42,9 @@ def up(
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Only check; exit code 1 where something fails.")] = False,
     print_: Annotated[bool, typer.Option("--print", help="Only print the commands, for a shell.")] = False,
+    render: Annotated[
+        str | None, typer.Option("--render", metavar="|".join(_FORMS), help="Only print it as files of another system.")
+    ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Only print the JSON Schema of FILE, for editors.")] = False,
 ) -> None:
     """Run prefill and decode instances and a router, as FILE says, until Ctrl-C.
@@ -55,9 +59,14 @@ def up(
         return
     if file is None:
         raise typer.BadParameter("name the deployment file", param_hint="FILE")
-    if check and print_:
-        raise typer.BadParameter("give one of --check and --print")
-    deployment = read_deployment(file)
+    if check + print_ + (render is not None) > 1:
+        raise typer.BadParameter("give one of --check, --print and --render")
+    if render is not None and render not in _FORMS:
+        raise typer.BadParameter(f"{render!r}: expected one of {', '.join(_FORMS)}", param_hint="--render")
+    deployment = read_deployment(file, for_containers=render is not None)
+    if render is not None:
+        typer.echo(_FORMS[render](deployment, file, _KNOWN[deployment.engine]), nl=False)
+        return
     run = commands(deployment, file)
     if print_:
         for command in run:
@@ -85,6 +94,7 @@ def _run(deployment: Deployment, file: Path, run: Sequence[Command]) -> None:
             logs=folder_of(deployment.logs, file),
             start_at_once=deployment.start_at_once,
             start_deadline_s=deployment.start_deadline_s,
+            silence_deadline_s=deployment.silence_deadline_s,
             say=board.say,
         )
         try:
@@ -132,15 +142,9 @@ def deployment_checks(deployment: Deployment, file: Path, run: Sequence[Command]
 
 
 def _settings_checks(deployment: Deployment, run: Sequence[Command]) -> Iterator[Check]:
-    """The settings in force, which the environment of `up` and of each role may change; the pool; transfers."""
-    configs = []
-    for role in ("prefill", "decode"):
-        command = next(one for one in run if one.role == role)
-        try:
-            configs.append(load_config(None, {**os.environ, **command.env}))
-        except ConfigError as error:
-            yield failed(role, str(error))
-            return
-    if deployment.engine == "vllm" and configs[0].prefix_reuse:
-        yield from pool_checks(configs[0])
-    yield from transfer_checks(configs[0])
+    """The pool and transfers, with the settings in force at a prefill instance."""
+    prefill = next(one for one in run if one.role == "prefill")
+    config = load_config(None, {**os.environ, **prefill.env})
+    if deployment.engine == "vllm" and config.prefix_reuse:
+        yield from pool_checks(config)
+    yield from transfer_checks(config)

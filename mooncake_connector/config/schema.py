@@ -218,8 +218,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     transfer_deadline_s: Annotated[
         float,
         _field(
-            "The decode instance gives up a transfer that takes longer than this many seconds, waiting for prefill "
-            "included.",
+            "The decode instance gives up a transfer of which nothing arrives for this many seconds once it has "
+            "blocks, waiting for prefill included.",
             "a number above 0, at most 3600",
             gt=0,
             le=3600,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mooncake_connector.config.schema import environ_name
+from mooncake_connector.config.schema import Config, environ_name, load_config
 from mooncake_connector.deploy.schema import (
     DECODE_PORT,
     PEER_PORT_OFFSET,
@@ -25,6 +26,12 @@ from mooncake_connector.deploy.schema import (
 
 ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Where a process that listens everywhere is reached from here."""
+
+
+PROMETHEUS_PORT = 29000
+"""At which sglang-router and vllm-router have their metrics."""
+_VLLM = ("vllm.entrypoints.openai.api_server", "--model")  # the `vllm` command of the CPU build does not start
+_SGLANG = ("sglang.launch_server", "--model-path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +56,29 @@ class Command:
     """Of a prefill instance: where decode instances look for it; 0 where nobody has to know."""
     peer_host: str = ""
     """The address there, where it is not that of this machine's own processes."""
+    ready_path: str = "/health"
+    """What answers with success once it can do its work; `/health` is asked after that."""
 
 
-def commands(deployment: Deployment, file: Path) -> list[Command]:
-    """Instances first, the router last. `file` is the deployment file, from whose folder on paths are read."""
+def commands(
+    deployment: Deployment, file: Path, *, hosts: str = "", environ: Mapping[str, str] = os.environ
+) -> list[Command]:
+    """Instances first, the router last.
+
+    Args:
+        file: the deployment file, from whose folder on paths are read.
+        hosts: names of the hosts of instances, with {role} and {number}, where each has one of its own. All of a role
+            have the same ports then.
+        environ: what processes inherit.
+    """
     model = str(folder_of(deployment.model, file)) if is_folder(deployment.model) else deployment.model
-    prefills = [_instance(deployment, "prefill", number, model) for number in range(deployment.prefill.count)]
-    decodes = [_instance(deployment, "decode", number, model) for number in range(deployment.decode.count)]
+    prefills, decodes = (
+        [
+            _instance(deployment, role, number, model, hosts.format(role=role, number=number), environ)
+            for number in range(getattr(deployment, role).count)
+        ]
+        for role in ("prefill", "decode")
+    )
     return [*prefills, *decodes, *_router(deployment, prefills, decodes)]
 
 
@@ -65,7 +88,7 @@ def typed(command: Command) -> str:
     lines = [" ".join([*words, shlex.quote(command.arguments[0])])]
     for argument in command.arguments[1:]:
         if argument.startswith("--"):
-            lines.append(f"    {argument}")
+            lines.append(f"    {shlex.quote(argument)}")
         else:
             lines[-1] += f" {shlex.quote(argument)}"
     return " \\\n".join(lines)
@@ -82,77 +105,73 @@ def _text(value: Any) -> str:
     return ",".join(value) if isinstance(value, list) else str(value)
 
 
-def _instance(deployment: Deployment, role: str, number: int, model: str) -> Command:
+def _instance(
+    deployment: Deployment, role: str, number: int, model: str, own_host: str, environ: Mapping[str, str]
+) -> Command:
     instances: Instances = getattr(deployment, role)
-    port = (instances.port or (PREFILL_PORT if role == "prefill" else DECODE_PORT)) + number
-    settings = dict(deployment.connector)
-    peer_host = ""
-    peer_port = port + PEER_PORT_OFFSET if role == "prefill" else 0
-    listens = [(deployment.host, port)]
-    if deployment.engine == "vllm":
-        arguments = _vllm(deployment, role, instances, port, model)
-        if deployment.router.order == "concurrent" and peer_port:
-            settings["transfer_port"] = peer_port
-            peer_host = next(iter(settings.get("transfer_hosts", ())), "")
-            listens += [(host, peer_port) for host in settings.get("transfer_hosts", ())[:1]]
-        else:
-            peer_port = 0
-    else:
-        arguments = _sglang(deployment, role, instances, port, model, peer_port)
-        listens += [(deployment.host, peer_port)] if peer_port else []
-    env = settings_environ(settings)
-    if instances.devices:
-        mine = instances.devices[number * instances.tp : (number + 1) * instances.tp]
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
+    port = (instances.port or (PREFILL_PORT if role == "prefill" else DECODE_PORT)) + (0 if own_host else number)
+    is_vllm = deployment.engine == "vllm"
+    is_looked_for = role == "prefill" and (not is_vllm or deployment.router.order == "concurrent")
+    peer_port = port + PEER_PORT_OFFSET if is_looked_for else 0
+    env = _environ(deployment, instances, number, {"transfer_port": peer_port} if is_vllm and peer_port else {})
+    config = load_config(None, {**environ, **env})
+    peer_hosts = config.transfer_hosts[:1] if is_vllm else (deployment.host,)
+    arguments = [*_VLLM] if is_vllm else [*_SGLANG]
+    arguments += [model, "--host", deployment.host, "--port", str(port)]
+    if instances.tp > 1:
+        arguments += ["--tensor-parallel-size" if is_vllm else "--tp-size", str(instances.tp)]
+    if instances.pp > 1:
+        arguments += ["--pipeline-parallel-size" if is_vllm else "--pp-size", str(instances.pp)]
+    arguments += _vllm(role, config) if is_vllm else _sglang(role, config, peer_port)
     return Command(
         f"{role}-{number}",
         role,
         (sys.executable, "-m", *arguments, *deployment.flags, *instances.flags),
-        {**env, **deployment.env, **instances.env},
-        url_of(deployment.host, port),
-        tuple(listens),
+        env,
+        url_of(own_host or deployment.host, port),
+        ((deployment.host, port), *((host, peer_port) for host in peer_hosts if peer_port)),
         peer_port,
-        peer_host,
+        own_host or next(iter(peer_hosts), "") if is_vllm and peer_port else "",
     )
 
 
-def _vllm(deployment: Deployment, role: str, instances: Instances, port: int, model: str) -> list[str]:
+def _environ(deployment: Deployment, instances: Instances, number: int, more: Mapping[str, Any]) -> dict[str, str]:
+    """What is added for one instance; `more` are settings of its own."""
+    env = settings_environ({**deployment.connector, **more})
+    if instances.devices:
+        mine = instances.devices[number * instances.num_ranks : (number + 1) * instances.num_ranks]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
+    return {**env, **deployment.env, **instances.env}
+
+
+def _vllm(role: str, config: Config) -> tuple[str, ...]:
     transfer = {
         "kv_connector": "MooncakeKVConnector",
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
-        "kv_load_failure_policy": deployment.connector.get("transfer_failure", "recompute"),
+        "kv_load_failure_policy": config.transfer_failure,
     }
-    return [
-        "vllm.entrypoints.openai.api_server",  # the `vllm` command of the CPU build does not start
-        *("--model", model, "--host", deployment.host, "--port", str(port)),
-        *(("--tensor-parallel-size", str(instances.tp)) if instances.tp > 1 else ()),
-        *("--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))),
-    ]
+    return "--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))
 
 
-def _sglang(
-    deployment: Deployment, role: str, instances: Instances, port: int, model: str, bootstrap_port: int
-) -> list[str]:
-    return [
-        "sglang.launch_server",
-        *("--model-path", model, "--host", deployment.host, "--port", str(port)),
-        *(("--tp-size", str(instances.tp)) if instances.tp > 1 else ()),
-        *("--page-size", str(deployment.connector.get("page_tokens", 64)), "--enable-metrics"),
+def _sglang(role: str, config: Config, bootstrap_port: int) -> tuple[str, ...]:
+    return (
+        *("--page-size", str(config.page_tokens), "--enable-metrics"),
         *("--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake_connector"),
         *(("--disaggregation-bootstrap-port", str(bootstrap_port)) if bootstrap_port else ()),
-    ]
+    )
 
 
 def _router(deployment: Deployment, prefills: list[Command], decodes: list[Command]) -> Iterator[Command]:
     router = deployment.router
     if router.kind == "none":
         return
-    listens = ("--host", router.host, "--port", str(router.port))
+    listens, ports = ("--host", router.host, "--port", str(router.port)), [router.port]
     targets = [argument for one in decodes for argument in ("--decode", one.url)]
     if router.kind == "builtin":
         before = (sys.executable, "-m", "mooncake_connector.deploy.proxy", "--engine", deployment.engine)
         order = ("--order", router.order) if deployment.engine == "vllm" else ()
         arguments = [*before, *listens, *order, "--policy", router.policy.replace("_", "-")]
+        arguments += ["--silence-deadline-s", f"{deployment.silence_deadline_s:g}"]
         arguments += [
             word for one in prefills for word in ("--prefill", f"{one.url},{one.peer_port},{one.peer_host}".rstrip(","))
         ]
@@ -163,16 +182,26 @@ def _router(deployment: Deployment, prefills: list[Command], decodes: list[Comma
             arguments += [*listens, "--vllm-pd-disaggregation", "--kv-connector", "nixl", "--policy", "round_robin"]
         else:
             arguments += ["launch", *listens, "--pd-disaggregation"]
-        ports = [str(one.peer_port) if deployment.engine == "sglang" else "none" for one in prefills]
-        arguments += [word for one, port in zip(prefills, ports, strict=True) for word in ("--prefill", one.url, port)]
+        arguments += ["--prometheus-host", router.host]  # theirs is 0.0.0.0
+        ports.append(_prometheus_port(router.flags))
+        for one in prefills:
+            arguments += ["--prefill", one.url, str(one.peer_port) if deployment.engine == "sglang" else "none"]
     yield Command(
         "router",
         "router",
         (*arguments, *targets, *router.flags),
         {},
         url_of(router.host, router.port),
-        ((router.host, router.port),),
+        tuple((router.host, port) for port in ports),
+        # sglang-router answers /health before it has taken its instances in.
+        ready_path="/readiness" if router.kind == "sglang-router" else "/health",
     )
+
+
+def _prometheus_port(flags: tuple[str, ...]) -> int:
+    """Where a router of others has its metrics; without that port it does not start."""
+    given = re.findall(r"--prometheus-port[= ](\d{1,5})\b", " ".join(flags))
+    return int(given[-1]) if given else PROMETHEUS_PORT
 
 
 def installed(program: str) -> str | None:

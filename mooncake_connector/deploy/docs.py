@@ -21,7 +21,11 @@ _OF: dict[Any, dict[str, Any]] = {
     Path: {"type": "string"},
     Address: {"type": "string"},
     Arguments: {"type": "string"},
-    Environment: {"type": "object", "additionalProperties": {"type": ["string", "number"]}},
+    Environment: {
+        "type": "object",
+        "propertyNames": {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
+        "additionalProperties": {"type": ["string", "number"]},
+    },
     Nbytes: {"type": ["integer", "string"]},
     PageTokens: {"enum": [16, 32, 64, 128, 256, 512, 1024]},
     Transports: {**_TEXTS, "minItems": 1, "uniqueItems": True},
@@ -75,27 +79,78 @@ _USE = """\
 - It looks at everything first, and starts nothing where something fails: the engine and its version, our plugin in it,
   the model, ports, memory, room for the pool, what transfers need (secret, certificates, permission for `cma`), the
   router's package, the folder for logs. `--check` does only that; exit code 1 means that something fails.
-- `--print` prints each command as a person would type it.
+- `--print` prints each command as a person would type it, values of `env` included as they are: what nobody may read
+  (a token of the hub, say) belongs into the environment of `up`, which every process inherits and nothing prints.
+  `--render` prints a [file for Compose or Kubernetes](#compose-and-kubernetes), which has nothing of the environment of
+  `up`: for that, name such a variable in `env`, with any value that is not empty.
 - Then the instances are started, and when all of them answer, the router. When it answers too, its URL is printed, and
   a `curl` to try. On a terminal a table stays live: state, requests under way, waiting and done, hit rate (prompt
   tokens that an instance did not compute, from whatever cache or instance they came), and KV sent and fetched between
   instances. Elsewhere there is a line for each thing that happens.
-- Each process has a log in the folder `logs`.
+- Each process has a log in the folder `logs`. It grows without bound; it is only ever appended to, so `logrotate` with
+  `copytruncate` may cut it.
 - An instance that ends before it was ready ends everything, with the end of its log. Later a process that ends is
-  restarted after 2, 4 and 8 seconds; after the fourth time within ten minutes it is given up. Others go on, unless it
-  was the router or the last one of a role that is needed: decode, and in SGLang prefill.
+  restarted after 2, 4 and 8 seconds; after the fourth time it is given up. One that answered for ten minutes begins to
+  count anew; a restart that hangs until `start_deadline_s` counts too. Others go on, unless it was the router or the
+  last one of a role that is needed: decode, and in SGLang prefill. An instance that runs but does not answer `/health`
+  for `silence_deadline_s` is killed, and counts as one that has ended.
 - Ctrl-C or SIGTERM stops everything, a second one at once. No process stays, also where `up` itself is killed.
 
 ### Routers
 `builtin` answers `/v1/completions`, `/v1/chat/completions`, `/v1/models` and `/health`, and streams. It needs httpx and
 uvicorn, which both engines bring along. It sends a request to instances that answer `/health`, and to another one as
-long as nothing was answered. A client that leaves takes its request away from both instances. Where no prefill instance
-is left, vLLM's decode instances compute prompts themselves; SGLang's cannot, so the answer is 503. It has no
-authentication of its own; an `Authorization` header is passed on. Before SGLang it refuses `n` above 1, all of which
-SGLang would give one `bootstrap_room`.
+long as nothing was answered; after three failures in a row (10 s each for `/health`) an instance is asked nothing until
+it is well again. An answer that has begun cannot be asked for again: where its instance dies, or is silent for
+`silence_deadline_s`, the client's connection is closed without the end of the answer. A client that leaves takes its
+request away from both instances. Where no prefill instance is left, vLLM's decode instances compute prompts themselves;
+SGLang's cannot, so the answer is what the last one answered, or 503 where none did. An answer that takes longer than an
+hour to begin, or between two pieces, is given up (504 where nothing came) and not asked for again.
 
-`vllm-router` and `sglang-router` are packages of others (`pip install vllm-router`), which are started with `--prefill`
-and `--decode` and what they need for this connector.
+It has no authentication of its own; an `Authorization` header is passed on, also with `/abort_request`, by which
+SGLang's instances hear that a client has left. With `--admin-api-key` they take that only from clients that use that
+key: for all others a request whose client has left may be computed to its end. The same holds for several samples of a
+prompt (`n` above 1), which SGLang names itself.
+
+Several prompts in one request of vLLM's sequential order are computed by the decode instance: prefill answers with the
+parameters of the first alone. In the concurrent order, and in SGLang, each is handed over.
+
+`vllm-router` and `sglang-router` are packages of others, which are started with `--prefill` and `--decode` and what
+they need for this connector. They are looked for beside the Python that runs `mooncake-connector`, then on the PATH: an
+environment of their own will do (`python -m venv routers && routers/bin/pip install sglang-router`, and
+`PATH=$PATH:$PWD/routers/bin mooncake-connector up ...`). They look at their instances once a minute, and may ask one
+that was restarted only minutes later; `--health-check-interval-secs` in `router.flags` changes that.
+
+Run with real engines, on the CPU: vLLM 1P1D with `builtin`, vLLM 2P1D with `builtin` in both orders and with
+`vllm-router`, SGLang 1P1D with `builtin` and with `sglang-router`.
+
+### Compose and Kubernetes
+`--render` prints the same deployment for other systems, with the commands of `up`, and starts nothing. Its first lines
+say what to do before: build the image (the engine's own and the wheel), make the Secret.
+
+- `--render compose`, for one host: a container for each process. All of them share network, /dev/shm and processes with
+  a container `pod`, so ports, pool and transports are those of `up`, and `devices` chooses GPUs. Compose restarts what
+  ends, but nothing for being unhealthy; after a reboot `docker compose up -d` starts all of it again.
+- `--render k8s`: a StatefulSet and a headless Service for each role, whose pods the router is told by name, a
+  Deployment for the router, and a Service for clients.
+- `--render rbg`: the same as a RoleBasedGroup (`workloads.x-k8s.io/v1alpha2`), and that Service.
+
+In pods `transports` is `tcp`, `transfer_hosts` the pod's address, `secret_file` a file of the Secret, and all
+instances of a role have the port of the first; what the file says of these, and `devices`, is for this machine alone,
+as are `logs` and `start_at_once`. In all containers `capacity` is 4 GiB where it is not set, and `/dev/shm` has room
+for it and 2 GiB for each engine. Startup probes give an instance `start_deadline_s`, and liveness probes end one that
+has not answered for `silence_deadline_s`, in steps of 20 s; a router that is not `builtin` starts when all instances
+answer. A pod that comes back has another address: routers look its name up again, and the decode instances ask anew for
+each request.
+
+Values of variables and flags whose names end in `key`, `token`, `secret`, `password`, `passwd`, `passphrase`, `pass`,
+`pwd` or `credential`, in the plural or with a number as well, are not printed: they are taken from the Secret, or from
+the environment of `docker compose`, by the names that the first lines say. A name with two values stands for the first;
+the other's has the role at its end, as in `API_KEY_DECODE`. All else in `env` and `flags` is printed as it is, numbers
+of `tokens` too.
+
+**KV on GPUs does not travel between pods yet** (see [disaggregation.md](disaggregation.md#limits)): there vLLM's decode
+pods compute every prompt, and SGLang's requests fail. For GPUs of one host there is `--render compose`. What is
+printed is validated against published schemas in the tests; no cluster and no Docker has run it yet.
 
 ### SGLang and the pool
 SGLang instances hand KV over without the pool. For the pool as well, add to `prefill.flags`:

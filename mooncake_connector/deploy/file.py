@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -12,18 +13,19 @@ import yaml
 from mooncake_connector.config.file import entries, parse_yaml, read_text, value_of
 from mooncake_connector.config.schema import Config, Setting, check_together, checked, suggestion
 from mooncake_connector.config.values import shown
-from mooncake_connector.deploy.schema import MAX_PORT, Deployment, Environment, decode, meta_of
+from mooncake_connector.deploy.flags import problem_with
+from mooncake_connector.deploy.schema import MAX_PORT, Deployment, Environment, decode, is_variable, meta_of
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import printable
 
 _ROUTER_OF = {"vllm-router": "vllm", "sglang-router": "sglang"}
 
 
-def read_deployment(path: Path) -> Deployment:
+def read_deployment(path: Path, *, for_containers: bool = False) -> Deployment:
     """Raises ConfigError, whose message begins with the file and, where there is one, the line."""
     name = printable(str(path))
     try:
-        return _Reader(name).read(read_text(path))
+        return _Reader(name, for_containers).read(read_text(path))
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
@@ -33,8 +35,8 @@ def read_deployment(path: Path) -> Deployment:
 class _Reader:
     """One file on its way from YAML nodes to values."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, for_containers: bool) -> None:
+        self._name, self._for_containers = name, for_containers
         self._lines: dict[str, int] = {}
         """Of each key by its full name, such as "prefill.count"."""
 
@@ -69,11 +71,25 @@ class _Reader:
         value = value_of(self._loader, node, name)
         if name == "connector":
             return self._settings(node, value, line)
+        if kind is Environment and isinstance(node, yaml.MappingNode):
+            self._check_variables(node, value, name, field)
         try:
             return msgspec.convert(value, field.type, dec_hook=decode)
         except (msgspec.ValidationError, ValueError, OverflowError, RecursionError):
             given = "not shown here" if kind is Environment else shown(value)  # tokens and passwords are in it
             raise self._error(line, f"{name} is {given}: expected {_allowed(field)}") from None
+
+    def _check_variables(
+        self, node: yaml.MappingNode, values: Mapping[Any, Any], name: str, field: msgspec.structs.FieldInfo
+    ) -> None:
+        """Of each by itself, so that the one that is wrong is named."""
+        for key, (_, line) in entries(self._loader, node).items():
+            value = values[key]
+            if not is_variable(key):
+                raise self._error(line, f"{name} has {shown(key)}: expected {_allowed(field)}")
+            if type(value) not in (str, int, float):
+                given = shown(value) if value is None or isinstance(value, bool) else "not shown here"
+                raise self._error(line, f"{name}.{key} is {given}: expected text or a number; put others in quotes")
 
     def _settings(self, node: yaml.Node, values: Any, line: int) -> Mapping[str, Any]:
         if not isinstance(node, yaml.MappingNode):
@@ -83,20 +99,30 @@ class _Reader:
             if key == "transfer_port":
                 raise self._error(at, "connector.transfer_port is set by `up` for each instance: leave it out")
             given[key] = checked(key, values[key], f"{self._name}, line {at}")
+            if self._for_containers:
+                self._check_rendered(key, values[key], at)
         defaults = msgspec.structs.fields(Config)
         check_together([given.get(one.name) or Setting(one.name, one.default, "default") for one in defaults])
         return {**values}
 
+    def _check_rendered(self, key: str, value: Any, line: int) -> None:
+        """What a container would not find where this machine has it."""
+        if key == "pool" and value is not None and not os.path.normpath(value).startswith("/dev/shm/"):
+            problem = f"connector.pool is {shown(value)}: expected a folder below /dev/shm, which containers share"
+            raise self._error(line, problem)
+        if key.startswith("tls_") and value is not None:
+            raise self._error(line, f"connector.{key} is not rendered: leave it out, and add certificates afterwards")
+
     def _check_together(self, found: Deployment) -> None:
         for role in ("prefill", "decode"):
             instances = getattr(found, role)
-            needed = instances.count * instances.tp
+            needed = instances.count * instances.num_ranks
             if instances.devices and len(instances.devices) != needed:
                 line = self._lines[f"{role}.devices"]
                 raise self._error(
                     line,
                     f"{role}.devices has {len(instances.devices)} GPUs: expected {needed}, which is count "
-                    f"({instances.count}) times tp ({instances.tp})",
+                    f"({instances.count}) times tp ({instances.tp}) times pp ({instances.pp})",
                 )
             last = (instances.port or 0) + instances.count - 1
             if instances.port and last > MAX_PORT:
@@ -105,6 +131,16 @@ class _Reader:
                     f"{role}.port is {instances.port} and {role}.count is {instances.count}, which makes {last} the "
                     f"last port: expected at most {MAX_PORT}",
                 )
+        if found.engine == "sglang" and found.decode.pp > 1:
+            raise self._error(
+                self._lines["decode.pp"],
+                f"decode.pp is {found.decode.pp}, and engine is 'sglang', whose decode instances are no pipelines: "
+                "expected 1",
+            )
+        places = {"flags": found.flags, "prefill.flags": found.prefill.flags, "decode.flags": found.decode.flags}
+        for name, flags in {**places, "router.flags": found.router.flags}.items():
+            if problem := problem_with(flags, "router" if name == "router.flags" else found.engine):
+                raise self._error(self._lines[name], f"{name} {problem}")
         router = found.router
         engine = _ROUTER_OF.get(router.kind, found.engine)
         if engine != found.engine:

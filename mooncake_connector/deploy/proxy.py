@@ -13,87 +13,35 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import resource
-import sys
+import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
 
-from mooncake_connector.deploy.bodies import Body, paired_body, prefill_body
+from mooncake_connector.deploy.asgi import (
+    Answered,
+    Message,
+    Receive,
+    Send,
+    ended,
+    problem,
+    read_body,
+    reply,
+    unless_gone,
+)
+from mooncake_connector.deploy.bodies import Body, address_of, paired_body, prefill_body, prompts_of
+from mooncake_connector.deploy.fleet import HEALTH_LIMIT_S, Group, Instance, NoAnswer, busy, instance, look, unless_lost
+from mooncake_connector.deploy.schema import SILENCE_DEADLINE_S
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
-MAX_BODY_NBYTES = 64 << 20
-HEALTH_EVERY_S, HEALTH_LIMIT_S = 1.0, 20.0
 CONNECT_LIMIT_S, ANSWER_LIMIT_S = 5.0, 3600.0
+_ABORT_LIMIT_S = 2.0
 _PASSED_ON = (b"authorization", b"x-request-id", b"traceparent")
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-
-class NoAnswer(Exception):
-    """An instance did not answer, so another may be asked."""
-
-
-class Answered(Exception):
-    """What the client is told instead of an answer."""
-
-    def __init__(self, status: int, content: bytes) -> None:
-        self.status, self.content = status, content
-
-
-@dataclass(slots=True)
-class Instance:
-    """`load` counts requests under way."""
-
-    url: str
-    peer_port: int = 0
-    peer_host: str = ""
-    healthy: bool = False
-    load: int = 0
-
-    @property
-    def host(self) -> str:
-        return urlsplit(self.url).hostname or ""
-
-
-@dataclass(slots=True)
-class Group:
-    """The instances of one role."""
-
-    instances: Sequence[Instance]
-    by_load: bool
-    _turn: int = 0
-
-    def choose(self, tried: Sequence[Instance]) -> Instance | None:
-        """The next healthy one that was not tried; None where there is none."""
-        self._turn += 1
-        order = [self.instances[(self._turn + at) % len(self.instances)] for at in range(len(self.instances))]
-        left = [one for one in order if one.healthy and one not in tried]
-        return min(left, key=lambda one: one.load if self.by_load else 0, default=None)
-
-    @property
-    def healthy(self) -> bool:
-        return any(one.healthy for one in self.instances)
-
-
-@contextlib.contextmanager
-def busy(*instances: Instance | None) -> Iterator[None]:
-    for one in instances:
-        if one is not None:
-            one.load += 1
-    try:
-        yield
-    finally:
-        for one in instances:
-            if one is not None:
-                one.load -= 1
 
 
 @dataclass(slots=True)
@@ -106,13 +54,19 @@ class Request:
     send: Send
     has_begun: bool = False
     """Whether the client has got anything."""
+    is_answered: bool = False
+    """Whether the client gets the end of what it asked for, and no error."""
+    waits_since_s: float = math.inf
+    """Since when the next piece of an answer that has begun is waited for."""
 
 
 class Proxy:
-    """An ASGI application."""
+    """An ASGI application. An answer that has begun and then is silent for `silence_s` ends there."""
 
-    def __init__(self, engine: str, prefills: Group, decodes: Group, *, concurrent: bool, client: Any) -> None:
-        self._prefills, self._decodes, self._client = prefills, decodes, client
+    def __init__(
+        self, engine: str, prefills: Group, decodes: Group, *, concurrent: bool, silence_s: float, client: Any
+    ) -> None:
+        self._prefills, self._decodes, self._client, self._silence_s = prefills, decodes, client, silence_s
         self._serve = {"vllm": self._concurrent if concurrent else self._sequential, "sglang": self._paired}[engine]
         self._needs_prefill = engine == "sglang"
 
@@ -124,26 +78,13 @@ class Proxy:
         except Answered as answer:
             await reply(send, answer.status, answer.content)
 
-    async def look(self) -> None:
-        """Ask every instance how it does, for ever."""
-
-        async def ask(one: Instance) -> None:
-            while True:
-                try:
-                    found = await self._client.get(f"{one.url}/health", timeout=HEALTH_LIMIT_S)
-                    one.healthy = found.status_code == 200
-                except httpx.HTTPError:
-                    one.healthy = False
-                await asyncio.sleep(HEALTH_EVERY_S)
-
-        await asyncio.gather(*(ask(one) for one in (*self._prefills.instances, *self._decodes.instances)))
-
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         if path == "/health":
             well = self._decodes.healthy and (self._prefills.healthy or not self._needs_prefill)
             raise Answered(200 if well else 503, b"")
-        passed = {name: value for name, value in scope["headers"] if name in _PASSED_ON}
+        # uvicorn leaves spaces at the end of a value, and httpx sends none that has them.
+        passed = {name: value.strip() for name, value in scope["headers"] if name in _PASSED_ON}
         if path == "/v1/models" and method == "GET":
             request = Request(path, {}, passed, send)
             work = self._decoded(request, None)
@@ -155,13 +96,23 @@ class Proxy:
             work = self._serve(request)
         else:
             raise Answered(404, problem(f"{method} {path}: expected POST of {', '.join(PATHS)}, or GET of /v1/models"))
-        await unless_gone(work, receive)
+        try:
+            await unless_gone(work, receive)
+        except Answered:
+            if not request.has_begun:
+                raise
+            # The client has a part of another answer. Without its end uvicorn closes the connection.
 
     async def _sequential(self, request: Request) -> None:
-        """vLLM: prefill, and then decode with what prefill answered. Without prefill, decode computes everything."""
+        """vLLM: prefill, and then decode with what prefill answered. Without prefill, decode computes everything.
+
+        So it does where a request has several prompts: vLLM answers with the parameters of the first alone, and the
+        others would keep blocks of the prefill instance until their leases end.
+        """
         tried: list[Instance] = []
         params = None
-        while params is None and (prefill := self._prefills.choose(tried)):
+        prompts = prompts_of(request.body)
+        while (prompts is None or len(prompts) == 1) and (prefill := self._prefills.choose(tried)):
             tried.append(prefill)
             with contextlib.suppress(NoAnswer), busy(prefill):
                 params = (await self._asked(prefill, request, prefill_body(request.body, {}))).get("kv_transfer_params")
@@ -180,7 +131,7 @@ class Proxy:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": transfer_id,
-            "remote_host": prefill.peer_host,
+            "remote_host": await address_of(prefill.peer_host),
             "remote_port": prefill.peer_port,
         }
         body = prefill_body(request.body, {"transfer_id": transfer_id})
@@ -194,11 +145,11 @@ class Proxy:
     async def _paired(self, request: Request) -> None:
         """SGLang: the same to both at once; where one does not answer, all begins anew in another room."""
         tried: list[Instance] = []
-        while prefill := self._prefills.choose(tried):
+        last: Answered | None = None
+        while not request.has_begun and (prefill := self._prefills.choose(tried)):
             if (decode := self._decodes.choose(tried)) is None:
-                raise Answered(503, problem("no decode instance answers"))
-            rid = uuid.uuid4().hex
-            body = paired_body(request.body, prefill.host, prefill.peer_port, rid)
+                raise last or Answered(503, problem("no decode instance answers"))
+            body = paired_body(request.body, prefill.host, prefill.peer_port)
             with busy(prefill, decode):
                 prefilling = asyncio.create_task(self._asked(prefill, request, body))
                 decoding = asyncio.create_task(self._passed_on(decode, request, body))
@@ -208,29 +159,43 @@ class Proxy:
                         prefilling.result()
                     await decoding
                     return
-                except NoAnswer:
+                except NoAnswer as error:
                     by_decode = decoding.done() and isinstance(decoding.exception(), NoAnswer)
                     tried.append(decode if by_decode else prefill)
+                    last = error.answer or last
                 finally:
-                    is_answered = decoding.done() and not decoding.cancelled() and decoding.exception() is None
-                    await ended(prefilling, decoding)
-                    if not is_answered:
-                        await self._abort(rid, prefill, decode)
-        raise Answered(503, problem("no prefill instance answers, and SGLang's decode instances compute no prompts"))
+                    try:
+                        await ended(prefilling, decoding)
+                    finally:
+                        if not request.is_answered:
+                            await self._abort(request, body["rid"], prefill, decode)
+        why = "no prefill instance answers, and SGLang's decode instances compute no prompts"
+        raise last or Answered(503, problem(why))
 
-    async def _abort(self, rid: str, *asked: Instance) -> None:
-        """SGLang does not always notice that a client has left."""
-        for one in asked:
-            with contextlib.suppress(httpx.HTTPError):
-                await asyncio.shield(self._client.post(f"{one.url}/abort_request", json={"rid": rid}, timeout=2))
+    async def _abort(self, request: Request, rids: str | list[str], *asked: Instance) -> None:
+        """SGLang does not always notice that a client has left, and never that its other instance has refused."""
+        named = [rids] if isinstance(rids, str) else rids
+        await asyncio.shield(
+            asyncio.gather(
+                *(
+                    self._client.post(
+                        f"{one.url}/abort_request", json={"rid": rid}, headers=request.headers, timeout=_ABORT_LIMIT_S
+                    )
+                    for one in asked
+                    for rid in named
+                ),
+                return_exceptions=True,
+            )
+        )
 
     async def _asked(self, prefill: Instance, request: Request, body: Body) -> Body:
         """What a prefill instance answered. Raises NoAnswer, and Answered where it refuses the request."""
-        found = await self._answer_of(prefill, self._client.send(self._made(prefill, request, body)))
+        asking = self._client.send(self._made(prefill, request, body))
+        found = await unless_lost(prefill, asking, lambda: "" if prefill.healthy else "/health")
         if 400 <= found.status_code < 500:
             raise Answered(found.status_code, found.content)
         if found.status_code != 200:
-            raise NoAnswer
+            raise NoAnswer(Answered(found.status_code, found.content))
         if body.get("stream"):
             return {}
         try:
@@ -242,28 +207,45 @@ class Proxy:
     async def _decoded(self, request: Request, body: Body | None) -> None:
         """Pass on what a decode instance answers, as it comes; without a body it is asked by GET."""
         tried: list[Instance] = []
-        while decode := self._decodes.choose(tried):
+        last = Answered(503, problem("no decode instance answers"))
+        takes_turn = body is not None
+        while not request.has_begun and (decode := self._decodes.choose(tried, takes_turn=takes_turn)):
             tried.append(decode)
-            with contextlib.suppress(NoAnswer), busy(decode):
-                await self._passed_on(decode, request, body)
+            try:
+                with busy(decode):
+                    await self._passed_on(decode, request, body)
                 return
-        raise Answered(503, problem("no decode instance answers"))
+            except NoAnswer as error:
+                last = error.answer or last
+        raise last
 
     async def _passed_on(self, decode: Instance, request: Request, body: Body | None) -> None:
-        found = await self._answer_of(decode, self._client.send(self._made(decode, request, body), stream=True))
+        await unless_lost(decode, self._copied(decode, request, body), lambda: self._why_lost(decode, request))
+
+    async def _copied(self, decode: Instance, request: Request, body: Body | None) -> None:
+        found = await self._client.send(self._made(decode, request, body), stream=True)
         try:
             if found.status_code == 503:
-                raise NoAnswer
-            kind = found.headers.get("content-type", "application/json").encode()
-            request.has_begun = True
-            await request.send(
-                {"type": "http.response.start", "status": found.status_code, "headers": [(b"content-type", kind)]}
-            )
-            async for piece in found.aiter_raw():  # an error in it leaves nothing but to cut the client's connection
+                raise NoAnswer(Answered(503, await found.aread()))
+            async for piece in found.aiter_raw():
+                request.waits_since_s = math.inf  # a client may take its time
+                await self._begin(found, request)
                 await request.send({"type": "http.response.body", "body": piece, "more_body": True})
+                request.waits_since_s = time.monotonic()
+            await self._begin(found, request)
+            request.is_answered = found.status_code == 200
             await request.send({"type": "http.response.body", "body": b""})
         finally:
             await found.aclose()
+
+    async def _begin(self, found: Any, request: Request) -> None:
+        """With the first piece: engines send the headers of a stream before they have computed anything."""
+        if not request.has_begun:
+            request.has_begun = True
+            kind = found.headers.get("content-type", "application/json").encode()
+            await request.send(
+                {"type": "http.response.start", "status": found.status_code, "headers": [(b"content-type", kind)]}
+            )
 
     def _made(self, one: Instance, request: Request, body: Body | None) -> Any:
         """httpx's own JSON refuses what a client's may hold: NaN, and halves of surrogate pairs."""
@@ -273,90 +255,14 @@ class Proxy:
         headers = {**request.headers, b"content-type": b"application/json"}
         return self._client.build_request("POST", url, content=json.dumps(body), headers=headers)
 
-    async def _answer_of(self, one: Instance, answering: Awaitable[Any]) -> Any:
-        """Raises NoAnswer where the connection breaks, or the instance stops to answer /health meanwhile."""
-        task = asyncio.ensure_future(answering)
-        try:
-            while not task.done() and one.healthy:
-                await asyncio.wait((task,), timeout=HEALTH_EVERY_S)
-            if task.done():
-                return task.result()
-            reason = "/health"
-        except httpx.TransportError as error:
-            one.healthy, reason = False, repr(error)  # until it says otherwise
-        finally:
-            await ended(task)
-        print(f"{one.url} does not answer: {reason}", file=sys.stderr, flush=True)
-        raise NoAnswer
-
-
-async def read_body(receive: Receive) -> Body:
-    data = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Answered(499, b"")
-        data += message.get("body", b"")
-        if len(data) > MAX_BODY_NBYTES:
-            raise Answered(413, problem(f"the request has more than {MAX_BODY_NBYTES} bytes"))
-        if not message.get("more_body"):
-            break
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise Answered(400, problem(f"the request is no JSON: {error}")) from None
-    if not isinstance(body, dict):
-        raise Answered(400, problem("the request is no JSON object"))
-    return body
-
-
-async def unless_gone(work: Awaitable[None], receive: Receive) -> None:
-    """Do the work until the client leaves; then cancel it, which closes the connections to the instances."""
-
-    async def leaving() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(leaving())
-    try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
-    finally:
-        await ended(working, gone)
-
-
-async def ended(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel them, once each: a second time would interrupt what closes their connections."""
-    for task in tasks:
-        task.cancel()
-    again: asyncio.CancelledError | None = None
-    while left := [task for task in tasks if not task.done()]:
-        try:
-            await asyncio.wait(left)
-        except asyncio.CancelledError as error:
-            again = error
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()  # seen
-    if again is not None:
-        raise again
-
-
-async def reply(send: Send, status: int, content: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})
-
-
-def problem(message: str) -> bytes:
-    return json.dumps({"error": {"message": message, "type": "mooncake_connector"}}).encode()
-
-
-def instance(text: str) -> Instance:
-    url, _, peer = text.partition(",")
-    port, _, host = peer.partition(",")
-    return Instance(url.rstrip("/"), int(port or 0), host or "127.0.0.1")
+    def _why_lost(self, decode: Instance, request: Request) -> str:
+        """An instance that is too busy to answer /health may still go on with what it has begun."""
+        if not request.has_begun:
+            return "" if decode.healthy else "/health"
+        silent_s = time.monotonic() - request.waits_since_s
+        if silent_s > self._silence_s:
+            return f"silent for {self._silence_s:g} s in the middle of an answer"
+        return "/health, in the middle of an answer" if not decode.healthy and silent_s > HEALTH_LIMIT_S else ""
 
 
 async def serve(arguments: argparse.Namespace) -> None:
@@ -365,8 +271,9 @@ async def serve(arguments: argparse.Namespace) -> None:
     plain = {"accept-encoding": "identity"}  # what decode answers is passed on as it is
     async with httpx.AsyncClient(limits=limits, timeout=timeout, headers=plain, trust_env=False) as client:
         groups = [Group(of, arguments.policy == "least-loaded") for of in (arguments.prefill, arguments.decode)]
-        proxy = Proxy(arguments.engine, *groups, concurrent=arguments.order == "concurrent", client=client)
-        looking = asyncio.create_task(proxy.look())
+        concurrent, silence_s = arguments.order == "concurrent", arguments.silence_deadline_s
+        proxy = Proxy(arguments.engine, *groups, concurrent=concurrent, silence_s=silence_s, client=client)
+        looking = asyncio.create_task(look(client, (*arguments.prefill, *arguments.decode)))
         config = uvicorn.Config(
             proxy, host=arguments.host, port=arguments.port, log_level="warning", lifespan="off",
             timeout_graceful_shutdown=5,
@@ -386,6 +293,7 @@ def main() -> None:
     parser.add_argument("--decode", type=instance, action="append", required=True)
     parser.add_argument("--order", choices=("sequential", "concurrent"), default="sequential")
     parser.add_argument("--policy", choices=("round-robin", "least-loaded"), default="round-robin")
+    parser.add_argument("--silence-deadline-s", type=float, default=SILENCE_DEADLINE_S)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a request takes three, and 1024 are usual
     with contextlib.suppress(KeyboardInterrupt):

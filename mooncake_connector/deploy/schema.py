@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,10 @@ PREFILL_PORT, DECODE_PORT = 8100, 8200
 PEER_PORT_OFFSET = 10_000
 """What is added to the port of a prefill instance for the one at which decode instances find it."""
 MAX_INSTANCES = 64
+SILENCE_DEADLINE_S = 300.0
 MAX_PORT = 65535 - PEER_PORT_OFFSET
+_SHELL = "text as in a shell, without comments and without flags that other keys of this file stand for"
+_VARIABLES = "names of letters, digits and _, with text or numbers"
 
 
 def _field(description: str, allowed: str, **bounds: Any) -> Meta:
@@ -52,24 +56,37 @@ class Instances(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     tp: Annotated[int, _field("Tensor parallel size of each.", "an integer from 1 to 64", ge=1, le=64)] = 1
+    pp: Annotated[
+        int,
+        _field(
+            "Pipeline parallel size of each. SGLang's decode instances are no pipelines.",
+            "an integer from 1 to 64; 1 for decode in SGLang",
+            ge=1,
+            le=64,
+        ),
+    ] = 1
     devices: Annotated[
         tuple[Annotated[int, Meta(ge=0)], ...],
         _field(
-            "GPUs, as in `CUDA_VISIBLE_DEVICES`: the first `tp` of them are for the first instance, and so on. Unset: "
-            "every instance sees what `up` sees, which only works where there is one GPU for each, or none at all.",
-            "a list of `count` times `tp` integers from 0, or an empty one",
+            "GPUs, as in `CUDA_VISIBLE_DEVICES`: the first `tp` times `pp` of them are for the first instance, and "
+            "so on. Unset: every instance sees what `up` sees, which only works where there is one GPU for each, or "
+            "none at all.",
+            "a list of `count` times `tp` times `pp` integers from 0, or an empty one",
         ),
     ] = ()
     flags: Annotated[
         Arguments,
-        _field("Further flags of the engine for this role, after those for both.", "text as in a shell"),
+        _field("Further flags of the engine for this role, after those for both.", _SHELL),
     ] = Arguments()
     env: Annotated[
         Environment,
-        _field(
-            "Variables of the environment for this role; they win over those for both.", "names with text or numbers"
-        ),
+        _field("Variables of the environment for this role; they win over those for both.", _VARIABLES),
     ] = Environment()
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one instance, each of which has a GPU."""
+        return self.tp * self.pp
 
 
 class Router(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +96,7 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
         Literal["builtin", "vllm-router", "sglang-router", "none"],
         _field(
             "`builtin` is a small proxy that comes with this package. `vllm-router` and `sglang-router` are the "
-            "packages of these names, each for its engine, to be installed beside it. With `none` the instances run "
+            "packages of these names, each for its engine, beside it or on the PATH. With `none` the instances run "
             "for a router of yours.",
             '"builtin", "vllm-router", "sglang-router" or "none"',
         ),
@@ -104,9 +121,52 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
             '"round_robin" or "least_loaded"',
         ),
     ] = "round_robin"
-    flags: Annotated[Arguments, _field("Further flags of `vllm-router` or `sglang-router`.", "text as in a shell")] = (
-        Arguments()
-    )
+    flags: Annotated[
+        Arguments,
+        _field(
+            "Further flags of `vllm-router` or `sglang-router`. Their metrics are at port 29000: for a second one on a "
+            "machine give `--prometheus-port`.",
+            _SHELL,
+        ),
+    ] = Arguments()
+
+
+class Render(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--render` has to know besides; a run on this machine does not look at it."""
+
+    name: Annotated[
+        str,
+        _field(
+            "What the names of all objects begin with, and what the Secret is called.",
+            "a lower-case letter, then up to 39 letters, digits or hyphens, no hyphen at the end",
+            pattern=r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$",
+        ),
+    ] = "llm"
+    image: Annotated[
+        Annotated[str, Meta(pattern=r"^[\w./:@-]{1,512}$")] | None,
+        _field(
+            "The image, which holds the engine, mooncake-connector, and the router's package where there is one. "
+            "Unset: `mooncake-connector-ENGINE:VERSION`; the first lines of what is rendered say how to build it.",
+            "the name of an image; null for the default",
+        ),
+    ] = None
+    gpus: Annotated[
+        bool,
+        _field(
+            "Whether instances have GPUs: with `k8s` and `rbg`, `tp` times `pp` of `nvidia.com/gpu` each; with "
+            "`compose` all GPUs of the host, of which `devices` chooses.",
+            "true or false",
+        ),
+    ] = True
+    claim: Annotated[
+        Annotated[str, Meta(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")] | None,
+        _field(
+            "For `k8s` and `rbg`: a PersistentVolumeClaim that has the model's folder, by its last name, or takes what "
+            "is downloaded where `model` is a name on the hub. Unset: the folder of each node, and a download for each "
+            "pod.",
+            "the name of a claim; null for none",
+        ),
+    ] = None
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,11 +187,11 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     ]
     flags: Annotated[
         Arguments,
-        _field("Further flags of the engine, such as `--max-model-len 8192`, for both roles.", "text as in a shell"),
+        _field("Further flags of the engine, such as `--max-model-len 8192`, for both roles.", _SHELL),
     ] = Arguments()
     env: Annotated[
         Environment,
-        _field("Variables of the environment for both roles, added to that of `up`.", "names with text or numbers"),
+        _field("Variables of the environment for both roles, added to that of `up`.", _VARIABLES),
     ] = Environment()
     host: Annotated[
         Address, _field("Address at which the instances listen.", "a literal IP address; 0.0.0.0 for all of IPv4")
@@ -147,6 +207,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = {}
     router: Annotated[Router, _field("What stands before the instances.", "the keys below")] = Router()
+    render: Annotated[Render, _field("What `--render` has to know besides.", "the keys below")] = Render()
     logs: Annotated[
         str,
         _field(
@@ -172,6 +233,17 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
             le=86400,
         ),
     ] = 900.0
+    silence_deadline_s: Annotated[
+        float,
+        _field(
+            "An instance that was ready and has not answered `/health` for so many seconds is killed, and restarted "
+            "like one that has died; the same for a router. An answer in which `builtin` has got nothing from its "
+            "decode instance for so long is cut off there.",
+            "a number from 10 to 86400",
+            ge=10,
+            le=86400,
+        ),
+    ] = SILENCE_DEADLINE_S
 
 
 def decode(wanted: type, value: Any) -> Any:
@@ -181,18 +253,27 @@ def decode(wanted: type, value: Any) -> Any:
     if wanted is Arguments:
         if not isinstance(value, str) or "\0" in value:
             raise ValueError("expected text")
-        return Arguments(shlex.split(value))
+        words = shlex.split(value)
+        if any(word.startswith("#") for word in words):
+            raise ValueError("a comment, which would become arguments")
+        return Arguments(words)
     if wanted is Environment:
         texts = msgspec.convert(value, dict[str, str | int | float])
-        if any(not name or "=" in name or "\0" in f"{name}{text}" for name, text in texts.items()):
-            raise ValueError("a name that no variable can have")
+        if not all(map(is_variable, texts)) or "\0" in "".join(map(str, texts.values())):
+            raise ValueError("a name that no variable can have, or a value")
         return Environment({name: str(text) for name, text in texts.items()})
     return decode_setting(wanted, value, strict=True)
 
 
+def is_variable(name: object) -> bool:
+    """Whether a shell takes it as a variable's name."""
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is not None
+
+
 def folder_of(text: str, file: Path) -> Path:
     """`text` as a path, from the folder of the deployment file on."""
-    return (file.parent / os.path.expanduser(text)).absolute()  # `~nobody` stays, and no such folder is found
+    # Without `..`, which Kubernetes refuses. `~nobody` stays, and no such folder is found.
+    return Path(os.path.abspath(file.parent / os.path.expanduser(text)))
 
 
 def is_folder(model: str) -> bool:

@@ -12,17 +12,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from mooncake_connector.deploy import keeper
 from mooncake_connector.deploy.commands import Command
 from mooncake_connector.deploy.watch import Figures, Watch
 
-MAX_RESTARTS, WINDOW_S = 3, 600.0
-"""So many restarts of a process within so many seconds; the next death gives it up."""
+MAX_RESTARTS, WELL_S = 3, 600.0
+"""So many restarts of a process; the next death gives it up, unless it answered for so many seconds in between."""
 BACKOFF_S = 2.0
-"""Before the first restart within the window; twice as long before each further one."""
+"""Before the first restart; twice as long before each further one."""
 STOP_S = 20.0
 """For a process to end by itself when it is told to, before it is killed."""
 _SILENT_S = 30.0
@@ -30,18 +30,19 @@ _LAST_LINES = 15
 
 
 class State(str, enum.Enum):
-    """`SILENT`: it runs, and has not answered /health for a while."""
+    """`SILENT`: it runs, and has not answered /health for a while; `ENDING`: it was killed for that."""
 
     WAITING = "waiting"
     STARTING = "starting"
     READY = "ready"
     SILENT = "no answer"
+    ENDING = "is ended"
     RESTARTING = "to be restarted"
     GIVEN_UP = "given up"
     STOPPED = "stopped"
 
 
-RUNNING = (State.STARTING, State.READY, State.SILENT)
+RUNNING = (State.STARTING, State.READY, State.SILENT, State.ENDING)
 
 
 @dataclass(slots=True)
@@ -55,9 +56,12 @@ class Process:
     since_s: float = 0.0
     keeper: subprocess.Popen[bytes] | None = None
     was_ready: bool = False
-    deaths_s: list[float] = field(default_factory=list)
+    deaths: int = 0
+    """Since it was well for the last time."""
     lives: int = 0
     _started_s: float = 0.0
+    _answered_s: float = 0.0
+    """When this life answered for the first time; before that, when it began, as `_heard_s`."""
     _heard_s: float = 0.0
 
     @property
@@ -81,25 +85,41 @@ class Process:
                 env={**os.environ, **self.command.env}, start_new_session=True,
             )  # fmt: skip
         self.lives += 1
-        self._started_s = self._heard_s = time.monotonic()
+        self._started_s = self._answered_s = self._heard_s = time.monotonic()
         self.enter(State.STARTING)
 
     def has_ended(self) -> bool:
         return self.keeper is not None and self.keeper.poll() is not None
 
     def listen(self) -> None:
-        """Take note of what it last answered."""
-        answer, now = self.watch.latest, time.monotonic()
-        if self._has_answered():
-            self._heard_s = answer.asked_s
-            if self.state is not State.READY:
-                self.was_ready = True
-                self.enter(State.READY)
-        elif self.state is State.READY and now - self._heard_s > _SILENT_S:
+        """Take note of what it last answered. A router that lacks instances says so, and is none the worse."""
+        answer = self.watch.latest
+        is_router = self.command.role == "router" and self.state is not State.STARTING
+        if self._has_answered() or (is_router and answer.status):
+            self._heard_s = max(self._heard_s, answer.asked_s)
+        if self._has_answered() and self.state is not State.READY:
+            self.was_ready = True
+            if self.state is State.STARTING:
+                self._answered_s = self._heard_s
+            self.enter(State.READY)
+        elif self.state is State.READY and self.silent_s > _SILENT_S:
             self.enter(State.SILENT)
 
-    def is_late(self, deadline_s: float) -> bool:
-        return self.state is State.STARTING and time.monotonic() - self._started_s > deadline_s
+    @property
+    def silent_s(self) -> float:
+        """How long ago it last answered, or was started."""
+        return time.monotonic() - self._heard_s
+
+    @property
+    def was_well(self) -> bool:
+        """Whether its last life answered for long enough to forget the deaths before."""
+        return self._heard_s - self._answered_s >= WELL_S
+
+    def end(self) -> None:
+        """Kill it, even where it has been stopped, its keeper included."""
+        self.tell(signal.SIGCONT)
+        self.tell(signal.SIGINT)
+        self.enter(State.ENDING)
 
     def tell(self, number: signal.Signals) -> None:
         if self.keeper is not None and self.keeper.poll() is None:
@@ -136,18 +156,20 @@ class Supervisor:
         logs: Path,
         start_at_once: int | None,
         start_deadline_s: float,
+        silence_deadline_s: float,
         say: Callable[[str], None],
     ) -> None:
         keeper.become_reaper()
         logs.mkdir(parents=True, exist_ok=True)
-        self._needed, self._at_once, self._deadline_s, self._say = needed, start_at_once, start_deadline_s, say
+        self._needed, self._at_once, self._say = needed, start_at_once, say
+        self._start_deadline_s, self._silence_deadline_s = start_deadline_s, silence_deadline_s
         self.failure: str | None = None
         """Why it makes no sense to go on."""
         self.processes: list[Process] = []
         for command in commands:
             log = logs / f"{command.name}.log"
             log.write_bytes(b"")
-            watch = Watch(command.url, engine if command.role != "router" else None)
+            watch = Watch(command.url, engine if command.role != "router" else None, command.ready_path)
             self.processes.append(Process(command, log, watch))
 
     @property
@@ -191,31 +213,35 @@ class Supervisor:
 
     def _is_due(self, process: Process) -> bool:
         if process.state is State.RESTARTING:
-            return time.monotonic() >= process.since_s + BACKOFF_S * 2 ** (len(process.deaths_s) - 1)
+            return time.monotonic() >= process.since_s + BACKOFF_S * 2 ** (process.deaths - 1)
         return process.state is State.WAITING
 
     def _start(self, process: Process) -> None:
         process.start()
-        again = f" again (restart {len(process.deaths_s)} of {MAX_RESTARTS})" if process.deaths_s else ""
+        again = f" again (restart {process.deaths} of {MAX_RESTARTS})" if process.deaths else ""
         self._say(f"{process.name} is started{again}, its log is {process.log}")
 
     def _look_at(self, process: Process) -> None:
         if process.has_ended():
             self._died(process)
             return
+        if process.state is State.ENDING:
+            return
         before, since_s = process.state, process.since_s
         process.listen()
         if process.state is not before:
             after = f" after {process.since_s - since_s:.0f} s" if before is State.STARTING else ""
             self._say(f"{process.name} {'is ready' if process.state is State.READY else 'does not answer'}{after}")
-        elif process.is_late(self._deadline_s):
-            self._say(f"{process.name} has not answered /health within {self._deadline_s:g} s: it is ended")
-            process.tell(signal.SIGINT)
-            process.enter(State.SILENT)  # until it has ended
+        is_starting = process.state is State.STARTING
+        deadline_s = self._start_deadline_s if is_starting else self._silence_deadline_s
+        if process.silent_s > deadline_s:
+            asked = process.command.ready_path if is_starting else "/health"
+            self._say(f"{process.name} has not answered {asked} within {deadline_s:g} s: it is ended")
+            process.end()
 
     def _died(self, process: Process) -> None:
         assert process.keeper is not None and process.keeper.stdin is not None
-        status, now = process.keeper.returncode, time.monotonic()
+        status = process.keeper.returncode
         process.keeper.stdin.close()
         if status < 0:  # the keeper itself was killed, and what it kept has fallen to us
             keeper.sweep({one.keeper.pid for one in self.processes if one.keeper and one.keeper.returncode is None})
@@ -224,9 +250,10 @@ class Supervisor:
             lines = "\n".join(f"    {line}" for line in process.last_lines())
             self._give_up(process, f"{ended} before it was ready; the end of {process.log}:\n{lines}")
             return
-        process.deaths_s = [one for one in process.deaths_s if now - one < WINDOW_S] + [now]
-        if len(process.deaths_s) > MAX_RESTARTS:
-            self._give_up(process, f"{ended}, {MAX_RESTARTS + 1} times within {WINDOW_S:.0f} s; see {process.log}")
+        process.deaths = 1 if process.was_well else process.deaths + 1
+        if process.deaths > MAX_RESTARTS:
+            times = f"{process.deaths} times and never was well for {WELL_S:.0f} s in between"
+            self._give_up(process, f"{ended}, {times}; see {process.log}")
             return
         process.enter(State.RESTARTING)
         self._say(f"{ended}, and will be restarted; see {process.log}")

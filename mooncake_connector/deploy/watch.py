@@ -1,9 +1,13 @@
-"""Asks a process of a deployment how it does: `/health`, and the figures of `/metrics` that people want to see."""
+"""Asks a process of a deployment how it does: `/health`, and the figures of `/metrics` that people want to see.
+
+`python -m mooncake_connector.deploy.watch LIMIT_S URL...` waits until each answers /health; status 1: one does not.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 import time
 import urllib.error
@@ -48,21 +52,29 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a process said when it was asked at `asked_s`; no figures where it has none."""
+    """What a process said when it was asked at `asked_s`: the HTTP status of /health, 0 for none; maybe figures."""
 
     asked_s: float
-    healthy: bool
+    status: int
     figures: Figures | None
+
+    @property
+    def healthy(self) -> bool:
+        return self.status == 200
 
 
 class Watch:
-    """Asks one process again and again, in a thread of its own, until `close`."""
+    """Asks one process again and again, in a thread of its own, until `close`.
 
-    def __init__(self, url: str, engine: str | None) -> None:
-        self._url = url
+    Args:
+        ready_path: what is asked until it has answered with success once; `/health` is after that.
+    """
+
+    def __init__(self, url: str, engine: str | None, ready_path: str = "/health") -> None:
+        self._url, self._path = url, ready_path
         self._names = {"vllm": _OF_VLLM, "sglang": _OF_SGLANG}.get(engine or "")
         self._closed = threading.Event()
-        self.latest = Answer(0.0, False, None)
+        self.latest = Answer(0.0, 0, None)
         threading.Thread(target=self._ask, name=f"watch {url}", daemon=True).start()
 
     def close(self) -> None:
@@ -71,11 +83,25 @@ class Watch:
     def _ask(self) -> None:
         while not self._closed.is_set():
             asked_s = time.monotonic()
-            healthy = read(f"{self._url}/health") is not None
-            text = read(f"{self._url}/metrics") if healthy and self._names else None
+            status = status_of(f"{self._url}{self._path}")
+            if status == 200:
+                self._path = "/health"
+            text = read(f"{self._url}/metrics") if status == 200 and self._names else None
             figures = figures_in(text, self._names) if text and self._names else None
-            self.latest = Answer(asked_s, healthy, figures)
+            self.latest = Answer(asked_s, status, figures)
             self._closed.wait(POLL_S)
+
+
+def status_of(url: str) -> int:
+    """The HTTP status of an answer; 0 where there is none."""
+    try:
+        with _OPENER.open(url, timeout=_PATIENCE_S) as reply:
+            reply.read()
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except Exception:
+        return 0
 
 
 def read(url: str) -> str | None:
@@ -99,3 +125,18 @@ def figures_in(text: str, names: Mapping[str, tuple[str, ...]]) -> Figures:
                 value = float(line.rpartition(" ")[2])
                 sums[name] = sums.get(name, 0.0) + (value if math.isfinite(value) else 0.0)
     return Figures(**{key: int(sum(sums.get(one, 0.0) for one in of)) for key, of in names.items()})
+
+
+def wait_for(urls: list[str], limit_s: float) -> bool:
+    """Whether each has answered /health within the limit; each is asked at least once."""
+    until_s = time.monotonic() + limit_s
+    while left := [url for url in urls if read(f"{url}/health") is None]:
+        if time.monotonic() > until_s:
+            print(f"no answer from {' '.join(left)} within {limit_s:g} s", file=sys.stderr)
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(not wait_for(sys.argv[2:], float(sys.argv[1])))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.process import pool_folder, running
+from e2e.process import assert_no_complaints, pool_folder, running
 from e2e.questions import Examiner, Question
 from e2e.server import ONE_CORE, Server
 from models import checkpoint
@@ -113,7 +113,7 @@ def shared(
 
     def stop() -> None:
         stack.close()
-        assert not server.complaints(), "the server logged errors:\n" + "\n".join(server.complaints()[:20])
+        assert_no_complaints([server])
 
     stops["shared"] = stop
     stack.enter_context(running(server))
@@ -146,5 +146,4 @@ def start(pool: Path, logs: Path, request: pytest.FixtureRequest) -> Iterator[St
             return stack.enter_context(running(server))
 
         yield start
-    complaints = [complaint for server in servers for complaint in server.complaints()]
-    assert not complaints, "the servers logged errors:\n" + "\n".join(complaints[:20])
+    assert_no_complaints(servers)

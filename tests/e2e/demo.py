@@ -58,7 +58,7 @@ def main() -> int:
 
 def live(model: Path, pool: Path, which: str, *, wait_for_save: bool) -> Life:
     """Start a server on `pool`, ask it the question, stop it."""
-    args = ["--max-model-len", "4096", "--dtype", "bfloat16"]
+    args = ["--max-model-len", "4096"]
     server = Server(model, log=LOGS / f"demo-{which}.log", pool=pool, args=args)
     with contextlib.ExitStack() as stack:
         with step(f"start the {which} server"):

@@ -38,8 +38,7 @@ def main() -> int:
 
 
 def vllm_computes(model: Path, pool: Path) -> Answer:
-    args = ["--max-model-len", "4096", "--dtype", "bfloat16"]
-    server = Server(model, log=LOGS / "demo-engines-vllm.log", pool=pool, args=args)
+    server = Server(model, log=LOGS / "demo-engines-vllm.log", pool=pool, args=["--max-model-len", "4096"])
     with contextlib.ExitStack() as stack:
         with step("start vLLM"):
             stack.enter_context(running(server))
@@ -54,7 +53,7 @@ def vllm_computes(model: Path, pool: Path) -> Answer:
 
 
 def sglang_answers(model: Path, pool: Path) -> tuple[SGLangAnswer, SGLangAnswer]:
-    server = SGLangServer(model, log=LOGS / "demo-engines-sglang.log", pool=pool, args=["--dtype", "bfloat16"])
+    server = SGLangServer(model, log=LOGS / "demo-engines-sglang.log", pool=pool)
     with contextlib.ExitStack() as stack:
         with step("start SGLang"):
             stack.enter_context(running(server))

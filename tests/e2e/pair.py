@@ -14,7 +14,7 @@ import numpy.typing as npt
 from e2e.agreement import elements
 from e2e.client import Answer
 from e2e.pages import PAGE_TOKENS, Pages
-from e2e.process import pool_folder
+from e2e.process import assert_no_complaints, pool_folder
 from e2e.questions import draw_tokens
 from e2e.server import Server
 from e2e.sglang_server import SGLangServer
@@ -120,8 +120,7 @@ def paired(model: Path, logs: Path) -> Iterator[Pair]:
         finally:
             for server in servers:
                 server.stop()
-    complaints = [complaint for server in servers for complaint in server.complaints()]
-    assert not complaints, "the servers logged errors:\n" + "\n".join(complaints[:20])
+    assert_no_complaints(servers)
 
 
 def prompts(model: Path) -> Iterator[tuple[int, ...]]:

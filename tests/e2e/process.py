@@ -12,15 +12,27 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 
-__all__ = ["ENVIRONMENTS", "ServerDied", "ServerProcess", "free_port", "pool_folder", "running", "small_environment"]
+__all__ = [
+    "ENVIRONMENTS",
+    "FORKS",
+    "ServerDied",
+    "ServerProcess",
+    "assert_no_complaints",
+    "free_port",
+    "pool_folder",
+    "running",
+    "small_environment",
+]
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2] / ".venvs"  # one for each engine
+FORKS = Path(__file__).parent / "forks"
+"""What has to be on the PYTHONPATH of a server that is to fork its processes, which halves its start."""
 
 START_DEADLINE_S = 600.0
 STOP_DEADLINE_S = 30.0
@@ -173,6 +185,12 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+
+
+def assert_no_complaints(servers: Iterable[ServerProcess]) -> None:
+    """What has stopped has logged no error."""
+    complaints = [complaint for server in servers for complaint in server.complaints()]
+    assert not complaints, "the servers logged errors:\n" + "\n".join(complaints[:20])
 
 
 AnyServer = TypeVar("AnyServer", bound=ServerProcess)

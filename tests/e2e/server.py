@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from e2e.client import Client
-from e2e.process import ENVIRONMENTS, ServerProcess, free_port, small_environment
+from e2e.process import ENVIRONMENTS, FORKS, ServerProcess, free_port, small_environment
 
 __all__ = ["KV_TRANSFER", "ONE_CORE", "Server"]
 
 # What the README tells a person to pass to vLLM, word for word.
 KV_TRANSFER = {"kv_connector": "MooncakeKVConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
-ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""For a server that others run beside: one thread for each rank, wherever there is a core.
+ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FORKS)}
+"""For a server that others run beside: one thread for each rank, wherever there is a core, and a quick start.
 
 On few cores, threads that wait for each other after every operation of every layer wait for all the others as well.
 """

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from e2e.client import CANDIDATES, Answer, HttpClient, Prompt, ServerError
-from e2e.process import ENVIRONMENTS, ServerProcess, free_port, small_environment
+from e2e.process import ENVIRONMENTS, FORKS, ServerProcess, free_port, small_environment
 
-__all__ = ["DYNAMIC", "STAND_INS", "SGLangAnswer", "SGLangClient", "SGLangServer", "Way"]
+__all__ = ["DYNAMIC", "ONE_CORE", "STAND_INS", "SGLangAnswer", "SGLangClient", "SGLangServer", "Way"]
 
 STAND_INS = Path(__file__).resolve().parents[1] / "stand_ins"
+ONE_CORE = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{STAND_INS}:{FORKS}"}
+"""For a server that others run beside, as that of vLLM."""
 PAGE_TOKENS = 64
 ADMIN_KEY = "admin of the tests"
 
@@ -47,23 +49,19 @@ class SGLangClient(HttpClient):
         prompt: Prompt,
         *,
         max_tokens: int = 8,
-        cache_salt: str | None = None,
-        ignore_eos: bool = True,
         on_text: Callable[[str], None] | None = None,
-        **fields: object,
+        **fields: Any,
     ) -> SGLangAnswer:
         """Stream a greedy completion of `prompt` (a text, or token ids) and measure it.
 
-        `fields` are further ones of SGLang's request, such as `extra_key`.
+        `fields` are further ones of `body` or of SGLang's request, such as `cache_salt`.
         """
         body = self.body(
             prompt,
             max_tokens,
-            ignore_eos=ignore_eos,
             return_logprob=True,
             top_logprobs_num=CANDIDATES,
             stream=True,
-            **({} if cache_salt is None else {"cache_salt": cache_salt}),
             **fields,
         )
         started = time.monotonic()
@@ -159,7 +157,7 @@ class SGLangServer(ServerProcess, SGLangClient):
             *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--page-size", str(PAGE_TOKENS)),
             *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
             *("--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", str(max_total_tokens)),
-            "--sleep-on-idle",
+            *("--sleep-on-idle", "--skip-server-warmup"),
             *("--enable-cache-report", "--enable-metrics", "--admin-api-key", ADMIN_KEY),
         ]
         environment = {
@@ -220,9 +218,9 @@ class SGLangServer(ServerProcess, SGLangClient):
         """End a request by its `rid`."""
         self._read(self._send("POST", "/abort_request", {"rid": rid}, _AUTHORIZED))
 
-    def flush(self) -> None:
+    def flush(self, *, within_s: int = 30) -> None:
         """Empty the first two levels; waits until no request is under way."""
-        self._read(self._send("POST", "/flush_cache?timeout=30", headers=_AUTHORIZED))
+        self._read(self._send("POST", f"/flush_cache?timeout={within_s}", headers=_AUTHORIZED))
 
     def admin(self, method: str, path: str = "", body: Any = None, *, key: str | None = ADMIN_KEY) -> tuple[int, str]:
         """(status, text) of a call of SGLang's API below /hicache/storage-backend, with `key` as the admin's."""

@@ -13,8 +13,8 @@ import pytest
 HERE = Path(__file__).resolve().parent
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-engines"])
-def test_demo_ends_with_a_hit_and_the_same_text(name: str) -> None:
+def last_line(name: str) -> str:
+    """What a demo ends with, which has to succeed."""
     demo = subprocess.run(
         [sys.executable, str(HERE / f"{name.replace('-', '_')}.py")],
         env={**os.environ, "PYTHONPATH": str(HERE.parent)},
@@ -23,25 +23,21 @@ def test_demo_ends_with_a_hit_and_the_same_text(name: str) -> None:
         timeout=900,
     )
     print(demo.stdout)
-    last = demo.stdout.rstrip().splitlines()[-1]
+    assert demo.returncode == 0
+    return demo.stdout.rstrip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-engines"])
+def test_demo_ends_with_a_hit_and_the_same_text(name: str) -> None:
+    last = last_line(name)
     number = r"\d+\.\d{3}"
     match = re.fullmatch(rf"{name}: OK hit_tokens=(\d+) ttft_cold_s={number} ttft_warm_s={number} same_text=yes", last)
     assert match, last
     assert int(match[1]) >= 1500
-    assert demo.returncode == 0
 
 
 def test_one_file_brings_up_prefill_decode_and_router() -> None:
-    demo = subprocess.run(
-        [sys.executable, str(HERE / "demo_pd.py")],
-        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=900,
-    )
-    print(demo.stdout)
-    last = demo.stdout.rstrip().splitlines()[-1]
+    last = last_line("demo-pd")
     match = re.fullmatch(r"demo-pd: OK fetched_tokens=(\d+)", last)
     assert match, last
     assert int(match[1]) >= 500
-    assert demo.returncode == 0

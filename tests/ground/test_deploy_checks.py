@@ -126,12 +126,16 @@ def test_check_shows_everything_and_fails_where_something_fails(model, pool):
     assert lines["pool"].startswith("ok") and not pool.exists() and not (model.parent / "mooncake-logs").exists()
 
 
-def test_a_setting_of_the_environment_that_does_not_fit_is_found(model, monkeypatch):
+@pytest.mark.parametrize("place", ["of up", "of the file"])
+def test_a_setting_of_the_environment_that_does_not_fit_is_found(model, monkeypatch, place):
     file = model.parent / "d.yaml"
     file.write_text("engine: vllm\nmodel: ./m\n")
-    monkeypatch.setenv("MOONCAKE_CONNECTOR_PAGE_TOKENS", "63")
+    if place == "of up":
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_PAGE_TOKENS", "63")
+    else:
+        file.write_text("engine: vllm\nmodel: ./m\ndecode: {env: {MOONCAKE_CONNECTOR_PAGE_TOKENS: 63}}\n")
     result = CliRunner().invoke(app, ["up", str(file), "--check"])
-    assert result.exit_code == 1 and "MOONCAKE_CONNECTOR_PAGE_TOKENS is '63'" in result.stdout
+    assert result.exit_code == 1 and "MOONCAKE_CONNECTOR_PAGE_TOKENS is '63'" in result.output
 
 
 def test_every_port_of_a_deployment_is_looked_at(model):

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from mooncake_connector.cli.main import app
@@ -66,6 +68,13 @@ def test_sglang_gets_modes_and_bootstrap_ports(tmp_path):
     assert "http://127.0.0.1:9000,19000" in run["router"].arguments
 
 
+def test_sglang_gets_pages_as_the_environment_of_an_instance_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOONCAKE_CONNECTOR_PAGE_TOKENS", "32")
+    text = "engine: sglang\nmodel: /m\ndecode: {env: {MOONCAKE_CONNECTOR_PAGE_TOKENS: 128}}"
+    run = made(tmp_path, text)
+    assert [options(run[name])["--page-size"] for name in ("prefill-0", "decode-0")] == ["32", "128"]
+
+
 def test_settings_arrive_as_they_were_written(tmp_path):
     text = """\
 engine: vllm
@@ -97,17 +106,35 @@ prefill: {count: 2, tp: 2, devices: [4, 5, 6, 7], env: {X: mine}, flags: --a 2}
     assert run["decode-0"].env == {"X": "both", "Y": "both"}
 
 
+@pytest.mark.parametrize("engine, tp, pp", [
+    ("vllm", "--tensor-parallel-size", "--pipeline-parallel-size"), ("sglang", "--tp-size", "--pp-size"),
+])  # fmt: skip
+def test_stages_of_a_pipeline_have_gpus_of_their_own(tmp_path, engine, tp, pp):
+    text = f"engine: {engine}\nmodel: /m\nprefill: {{count: 2, tp: 2, pp: 2, devices: [0, 1, 2, 3, 4, 5, 6, 7]}}"
+    run = made(tmp_path, text)
+    assert run["prefill-1"].env["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert options(run["prefill-1"])[tp] == options(run["prefill-1"])[pp] == "2"
+    assert pp not in run["decode-0"].arguments
+
+
 @pytest.mark.parametrize(
-    "engine, words",
+    "engine, peer, words",
     [
-        ("vllm", "--kv-connector nixl --policy round_robin --prefill http://127.0.0.1:8100 none "),
-        ("sglang", "launch --host 127.0.0.1 --port 8000 --pd-disaggregation --prefill http://127.0.0.1:8100 18100 "),
+        ("vllm", "none", "--kv-connector nixl --policy round_robin --prometheus-host 127.0.0.1 --prefill http"),
+        ("sglang", "18100", "--port 8000 --pd-disaggregation --prometheus-host 127.0.0.1 --prefill http"),
     ],
 )
-def test_the_routers_of_others_get_what_they_need(tmp_path, engine, words):
+def test_the_routers_of_others_get_what_they_need(tmp_path, engine, peer, words):
     text = f"engine: {engine}\nmodel: /m\nrouter: {{kind: {engine}-router, flags: --policy x}}"
     router = made(tmp_path, text)["router"]
-    assert words + "--decode http://127.0.0.1:8200 --policy x" in " ".join(router.arguments)
+    line = " ".join(router.arguments)
+    assert words in line and line.endswith(f":8100 {peer} --decode http://127.0.0.1:8200 --policy x")
+    assert router.listens == (("127.0.0.1", 8000), ("127.0.0.1", 29000))
+
+
+def test_the_metrics_of_a_router_may_have_another_port(tmp_path):
+    text = "engine: sglang\nmodel: /m\nrouter: {kind: sglang-router, flags: --prometheus-port 29001}"
+    assert made(tmp_path, text)["router"].listens == (("127.0.0.1", 8000), ("127.0.0.1", 29001))
 
 
 def test_without_a_router_only_instances_are_run(tmp_path):
@@ -125,6 +152,26 @@ def test_a_shell_reads_what_is_printed_as_it_is_run():
     command = Command("x", "decode", (sys.executable, "-c", program, *arguments), {"A": "b 'c' $d\n"}, "", ())
     run = subprocess.run(["sh", "-c", typed(command)], capture_output=True, text=True, check=True)
     assert json.loads(run.stdout) == [list(arguments), "b 'c' $d\n"]
+
+
+@given(
+    words=st.lists(
+        st.builds(
+            "{}{}".format,
+            st.sampled_from(["", "-", "--x", "--x=", "--hf-overrides="]),
+            st.one_of(
+                st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=9),
+                st.text(" \\\"'$;`~#*\n{}", max_size=9),
+            ),
+        )
+    )
+)
+@settings(max_examples=60, deadline=None)
+@example(words=['--hf-overrides={"a":["X Y"]}', "--x=/a$HOME;touch", "--x=`id`"])
+def test_a_shell_splits_what_is_printed_into_the_words_that_are_run(words):
+    command = Command("x", "decode", ("printf", "%s\\0", *words, "end"), {}, "", ())
+    printed = subprocess.run(["sh", "-c", typed(command)], capture_output=True, check=True).stdout
+    assert printed.decode().split("\0") == [*words, "end", ""]
 
 
 def test_print_prints_each_command(tmp_path):

@@ -72,14 +72,33 @@ def test_everything_can_be_said(read):
         ("decode: {tp: true}", 3, "decode.tp is True: expected"),
         ("flags: '--x \"'", 3, "flags is '--x \"': expected text as in a shell"),
         ("flags: [--x]", 3, "flags is ['--x']: expected text as in a shell"),
-        ("env: {A: [1]}", 3, "env is not shown here: expected names with text or numbers"),
-        ("env: {'A=B': x}", 3, "expected names with text or numbers"),
+        ("env: x", 3, "env is not shown here: expected names of letters, digits and _, with text or numbers"),
+        ("env:\n  A: x\n  'A=B': x", 5, "env has 'A=B': expected names of letters, digits and _, with text or numbers"),
+        ("env: {1: x}", 3, "env has 1: expected names of letters"),
+        ("decode:\n  env:\n    A: x\n    B: true", 6, "decode.env.B is True: expected text or a number; put others"),
+        ("env: {A: [hunter2]}", 3, "env.A is not shown here: expected text or a number; put others in quotes"),
+        ("flags: |\n  --x 1  # why", 3, "expected text as in a shell, without comments"),
+        ("flags: --port 1", 3, "flags has --port, which `up` sets itself: leave it out, and set prefill.port or"),
+        ("flags: --kv_transfer_config.kv_role=x", 3, "which `up` sets itself: leave it out, and set connector"),
+        ("decode:\n  tp: 2\n  flags: -tp 2", 5, "decode.flags has -tp, which `up` sets itself: leave it out, and set"),
+        ("prefill: {flags: --ssl-keyfile=k}", 3, "prefill.flags has --ssl-keyfile, and `up` asks /health over http"),
+        ("router: {kind: vllm-router, flags: --port 1}", 3, "router.flags has --port, which `up` sets itself"),
         ("host: localhost", 3, "host is 'localhost': expected a literal IP address"),
         ("router:\n  kind: nginx", 4, 'router.kind is \'nginx\': expected "builtin", "vllm-router"'),
         ("router:\n  kind: sglang-router", 4, "which serves sglang alone, and engine is 'vllm': expected vllm-router"),
         ("router:\n  kind: none\n  policy: least_loaded", 5, "router.policy is for a router.kind of builtin"),
         ("router:\n  flags: --x", 4, "router.flags is for a router.kind of vllm-router or sglang-router"),
-        ("prefill:\n  devices: [0, 1]", 4, "prefill.devices has 2 GPUs: expected 1, which is count (1) times tp (1)"),
+        (
+            "prefill:\n  devices: [0, 1]",
+            4,
+            "prefill.devices has 2 GPUs: expected 1, which is count (1) times tp (1) times pp",
+        ),
+        ("prefill:\n  pp: 2\n  devices: [0]", 5, "expected 2, which is count (1) times tp (1) times pp (2)"),
+        (
+            "prefill: {flags: -pp 2}",
+            3,
+            "prefill.flags has -pp, which `up` sets itself: leave it out, and set prefill.pp",
+        ),
         ("prefill:\n  port: 55535\n  count: 2", 4, "which makes 55536 the last port: expected at most 55535"),
         ("start_deadline_s: 0", 3, "start_deadline_s is 0: expected a number above 0"),
         ("connector: 5", 3, "connector is 5: expected settings of mooncake-connector"),
@@ -122,9 +141,36 @@ def test_a_value_that_may_be_a_secret_is_not_repeated(read):
     with pytest.raises(ConfigError) as caught:
         read(SMALL + "connector: {secret_file: hunter2-hunter2-hunter2}")
     assert "hunter2" not in str(caught.value)
-    with pytest.raises(ConfigError, match="env is not shown here: expected names with text or numbers") as caught:
+    with pytest.raises(ConfigError, match=r"decode\.env\.DEBUG is True: expected text or a number") as caught:
         read(SMALL + "decode: {env: {TOKEN: hunter2, DEBUG: true}}")
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("engine, flags", [
+    ("vllm", "--host 1 --port 1 --model x --kv-transfer-config {} --ssl-certfile x"),
+    ("vllm", "--tensor-parallel-size 2 -tp=2 -pp 2 --pipeline-parallel-size 2"),
+    ("sglang", "--host 1 --port 1 --model x --model-path x --page-size 1 --ssl-keyfile x"),
+    ("sglang", "--tensor-parallel-size 2 --tp-size 2 --tp 2 --pp-size 2 --pp 2"),
+    ("sglang", "--disaggregation-mode null --disaggregation-transfer-backend nixl --disaggregation-bootstrap-port 1"),
+])  # fmt: skip
+def test_every_flag_that_is_set_already_is_refused(read, engine, flags):
+    for flag in [word for word in flags.split() if word.startswith("-")]:
+        with pytest.raises(ConfigError, match=f"line 3: flags has {flag.partition('=')[0]}, "):
+            read(f"engine: {engine}\nmodel: /m\nflags: {flag} x\n")
+
+
+def test_a_decode_instance_of_sglang_is_no_pipeline(read):
+    pipelines = "model: /m\nprefill: {pp: 2}\ndecode:\n  pp: 2\n"
+    assert read(f"engine: vllm\n{pipelines}").decode.pp == 2
+    with pytest.raises(
+        ConfigError, match=r"line 5: decode\.pp is 2, and engine is 'sglang', whose decode .* expected 1"
+    ):
+        read(f"engine: sglang\n{pipelines}")
+
+
+def test_flags_that_only_look_like_those_are_taken(read):
+    flags = "--portal 1 --disaggregation-decode-polling-interval 1 --x=--port -t p#1"
+    assert read(f"engine: sglang\nmodel: /m\nflags: {flags}\n").flags == tuple(flags.split())
 
 
 def test_a_home_of_nobody_is_a_folder_that_is_not_there(read, tmp_path):

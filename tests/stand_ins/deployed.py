@@ -1,9 +1,9 @@
 """A stand-in for an engine's server below `mooncake-connector up`: it answers /health and /metrics, and dies on demand.
 
-    deployed.py --port N [--fails STATUS] [--child] [--deaf]
+    deployed.py --port N [--fails STATUS] [--child] [--deaf] [--silent]
 
 POST /die/STATUS ends it. With `--child` it has a process in a session of its own that ignores SIGTERM, and that one has
-another; with `--deaf` it ignores SIGTERM itself.
+another; with `--deaf` it ignores SIGTERM itself; with `--silent` it never listens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 METRICS = """\
 # HELP vllm:num_requests_running x
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--fails", type=int)
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--deaf", action="store_true")
+    parser.add_argument("--silent", action="store_true")
     arguments, _ = parser.parse_known_args()
     if arguments.fails:
         print("the reason why it fails", flush=True)
@@ -66,6 +68,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if arguments.child:
         subprocess.Popen([sys.executable, "-c", ORPHANS, "1", ORPHANS], start_new_session=True)
+    if arguments.silent:
+        time.sleep(600)
     http.server.ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler).serve_forever()
 
 

@@ -5,217 +5,43 @@ It is here because httpx and uvicorn come with an engine; no engine is started.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
-import http.server
 import json
-import random
-import select
-import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from ipaddress import ip_address
+from itertools import chain
 
 import pytest
+import yaml
+from proxied import BODY, CONCURRENT, LIMIT_S, PARAMS, SGLANG, VLLM, every_way, free_port, wait_until
 
-LIMIT_S = 60.0
-QUICK = "import mooncake_connector.deploy.proxy as p; p.HEALTH_EVERY_S = 0.2; p.main()"
-FEW_FILES = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (40, r.getrlimit(r.RLIMIT_NOFILE)[1])); "
-PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1, 2], "anything": {"else": None}}
-BODY = {"model": "m", "prompt": "a b", "max_tokens": 7, "min_tokens": 2, "stream_options": {"x": 1}}
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not within {LIMIT_S:g} s: {what}"
-        time.sleep(0.01)
-
-
-def free_port() -> int:
-    """Below those that Linux hands out to whoever asks for any."""
-    while True:
-        port = random.SystemRandom().randrange(10000, 32768)
-        with suppress(OSError):
-            socket.create_server(("127.0.0.1", port)).close()
-            return port
-
-
-@dataclass
-class Engine:
-    """A server that answers as told, and notes what it was sent and who has left."""
-
-    name: str
-    status: int = 200
-    waits: threading.Event = field(default_factory=threading.Event)
-    """Before the answer, or after the first piece of a stream; set by default."""
-    healthy: bool = True
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-    aborted: list[str] = field(default_factory=list)
-    left: int = 0
-    looks: int = 0
-    """How often it was asked for its health."""
-
-    def __post_init__(self) -> None:
-        self.waits.set()
-        engine = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                if self.path == "/health":
-                    engine.looks += 1
-                    self.answer(200 if engine.healthy else 500, {})
-                else:
-                    self.answer(200, {"data": [{"id": engine.name}]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if self.path == "/abort_request":
-                    engine.aborted.append(body["rid"])
-                    self.answer(200, {})
-                    return
-                engine.bodies.append(body)
-                engine.headers.append(dict(self.headers.items()))
-                if body.get("stream"):
-                    self.send_response(200)
-                    self.send_header("Content-Type", "text/event-stream")
-                    self.send_header("Transfer-Encoding", "chunked")
-                    self.end_headers()
-                    self.piece(f"data: {engine.name}\n\n")
-                    if self.stays():
-                        self.piece("data: [DONE]\n\n")
-                        self.wfile.write(b"0\r\n\r\n")
-                elif self.stays():
-                    self.answer(engine.status, {"by": engine.name, "kv_transfer_params": PARAMS})
-
-            def stays(self) -> bool:
-                """Wait as told; whether the client is still there."""
-                while not engine.waits.wait(0.01):
-                    if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
-                        engine.left += 1
-                        self.close_connection = True
-                        return False
-                return True
-
-            def piece(self, text: str) -> None:
-                self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
-
-            def answer(self, status: int, content: object) -> None:
-                data = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.port = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def die(self) -> None:
-        """Connections are refused from now on."""
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class Proxied:
-    """The proxy with two instances of each role; peer ports are 1 and 2."""
-
-    def __init__(self, *arguments: str, few_files: bool = False) -> None:
-        self.prefills, self.decodes = ([Engine(f"{role}{n}") for n in (0, 1)] for role in "pd")
-        self.port = free_port()
-        command = [sys.executable, "-c", (FEW_FILES if few_files else "") + QUICK, "--port", str(self.port), *arguments]
-        for number, one in enumerate(self.prefills, 1):
-            command += ["--prefill", f"{one.url},{number}" + (",192.0.2.7" if CONCURRENT[-1] in arguments else "")]
-        for one in self.decodes:
-            command += ["--decode", one.url]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        wait_until(self.is_well, "the proxy")
-        # Who is asked a second time is known to be healthy.
-        wait_until(lambda: all(one.looks > 1 for one in (*self.prefills, *self.decodes)), "a look at all instances")
-
-    def is_well(self) -> bool:
-        with suppress(OSError):
-            return self.get("/health")[0] == 200
-        return False
-
-    def get(self, path: str) -> tuple[int, bytes]:
-        return self._read(self.open("GET", path))
-
-    def ask(self, body: dict[str, Any] | bytes = BODY, path: str = "/v1/completions", **headers: str) -> Any:
-        """(status, answer)"""
-        status, data = self._read(self.open("POST", path, body, **headers))
-        return status, json.loads(data)
-
-    def ask_at_both(self) -> None:
-        """A request that decode answers when both have got it, not before: nobody waits for prefill then."""
-        connection = self.open("POST", "/v1/completions", BODY)
-        wait_until(lambda: bool(self.sent(self.prefills) and self.sent(self.decodes)), "the request at both")
-        for one in self.decodes:
-            one.waits.set()
-        assert connection.getresponse().status == 200
-        connection.close()
-
-    def open(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
-        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        connection.request(method, path, data, headers)
-        return connection
-
-    def sent(self, engines: list[Engine]) -> list[dict[str, Any]]:
-        return [body for one in engines for body in one.bodies]
-
-    def _read(self, connection: http.client.HTTPConnection) -> tuple[int, bytes]:
-        try:
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
-
-
-@pytest.fixture
-def proxied() -> Iterator[Callable[..., Proxied]]:
-    made: list[Proxied] = []
-
-    def make(*arguments: str, few_files: bool = False) -> Proxied:
-        made.append(Proxied(*arguments, few_files=few_files))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.process.terminate()
-        assert one.process.wait(LIMIT_S) in (0, -15)
-
-
-VLLM, CONCURRENT, SGLANG = ("--engine", "vllm"), ("--engine", "vllm", "--order", "concurrent"), ("--engine", "sglang")
-every_way = pytest.mark.parametrize("way", [VLLM, CONCURRENT, SGLANG], ids=("sequential", "concurrent", "sglang"))
+from mooncake_connector.deploy.bodies import address_of
+from mooncake_connector.deploy.file import read_deployment
+from mooncake_connector.deploy.render import kubernetes
 
 
 def test_one_after_the_other_decode_gets_what_prefill_answered(proxied):
     proxy = proxied(*VLLM)
-    status, answer = proxy.ask({**BODY, "stream": False}, Authorization="Bearer x")
+    body = {**BODY, "stream": False, "n": 3, "best_of": 4}
+    status, answer = proxy.ask(body, Authorization="Bearer x")
     assert status == 200 and answer["by"].startswith("d")
     (prefill,), (decode,) = proxy.sent(proxy.prefills), proxy.sent(proxy.decodes)
     assert prefill == {
         "model": "m", "prompt": "a b", "max_tokens": 1, "stream": False,
         "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
     }  # fmt: skip
-    assert decode == {**BODY, "stream": False, "kv_transfer_params": PARAMS}
+    assert decode == {**body, "kv_transfer_params": PARAMS}
     for one in (*proxy.prefills, *proxy.decodes):
         for headers in one.headers:
             assert headers["authorization"] == "Bearer x" and headers["x-request-id"]
+    assert proxy.ask({**BODY, "prompt": ["a", "b"]})[0] == 200
+    assert len(proxy.sent(proxy.prefills)) == 1  # its answer is for one prompt
+    assert [one for one in proxy.sent(proxy.decodes) if "kv_transfer_params" not in one] == [
+        {**BODY, "prompt": ["a", "b"]}
+    ]
+    assert proxy.ask({**BODY, "prompt": ["a"]})[0] == 200 and len(proxy.sent(proxy.prefills)) == 2
 
 
 def test_both_at_once_know_each_other_by_name_and_port(proxied):
@@ -232,6 +58,39 @@ def test_both_at_once_know_each_other_by_name_and_port(proxied):
         "remote_host": "192.0.2.7", "remote_port": port,
     }  # fmt: skip
     wait_until(lambda: sum(one.left for one in proxy.prefills) == 1, "prefill to be left, whom nobody wants")
+
+
+def test_a_router_of_pods_starts_before_they_have_addresses(tmp_path):
+    file, port = tmp_path / "d.yaml", free_port()
+    file.write_text(f"engine: vllm\nmodel: /m\nrouter: {{order: concurrent, port: {port}}}\n")
+    text = kubernetes.render(read_deployment(file, for_containers=True), file, "1.2.3")
+    deployment = next(one for one in yaml.safe_load_all(text) if one["kind"] == "Deployment")
+    command = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[0] == "python3" and "http://llm-decode-0.llm-decode:8200" in command
+    with subprocess.Popen([sys.executable, *command[1:]], stdin=subprocess.DEVNULL) as router:
+        try:
+            wait_until(lambda: status_of(port, "GET", "/health") == 503, "the router")
+            assert status_of(port, "POST", "/v1/completions", json.dumps(BODY).encode()) == 503
+        finally:
+            router.terminate()
+
+
+def status_of(port: int, method: str, path: str, body: bytes | None = None) -> int:
+    """0 where nobody listens."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+    try:
+        connection.request(method, path, body)
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
+
+
+def test_instances_are_told_addresses_and_no_names():
+    assert asyncio.run(address_of("192.0.2.7")) == "192.0.2.7" and asyncio.run(address_of("::1")) == "::1"
+    assert ip_address(asyncio.run(address_of("localhost"))).is_loopback
+    assert asyncio.run(address_of("no..name")) == "no..name"
 
 
 def test_sglang_meets_in_one_room(proxied):
@@ -253,11 +112,21 @@ def test_sglang_meets_in_another_room_where_decode_is_replaced(proxied):
     assert len(set(rooms)) == len(rooms) == 3  # KV that was handed over is not handed over again
 
 
-def test_sglang_has_a_room_for_each_of_several_prompts(proxied):
+def test_sglang_has_a_room_and_a_name_for_each_of_several_prompts(proxied):
     proxy = proxied(*SGLANG)
-    assert proxy.ask({**BODY, "prompt": ["a", "b"]})[0] == 200
+    for one in proxy.decodes:
+        one.waits.clear()
+    headers = {"Authorization": "Bearer x"}
+    connection = proxy.open("POST", "/v1/completions", {**BODY, "prompt": ["a", "b"]}, **headers)
+    wait_until(lambda: len(proxy.sent(proxy.decodes)) == 1, "the request at decode")
     (decode,) = proxy.sent(proxy.decodes)
     assert len(set(decode["bootstrap_room"])) == 2 and decode["bootstrap_host"] == ["127.0.0.1"] * 2
+    assert len(set(decode["rid"])) == 2
+    connection.close()
+    for one, other in (proxy.prefills, proxy.decodes):
+        aborted = one.aborted, other.aborted
+        wait_until(lambda all_of=aborted: sorted(chain(*all_of)) == sorted(decode["rid"]), "an abort of each")
+    assert {key for one in (*proxy.prefills, *proxy.decodes) for key in one.abort_keys} == {"Bearer x"}
 
 
 @every_way
@@ -360,6 +229,58 @@ def test_a_prefill_that_stops_to_be_healthy_is_not_waited_for(proxied):
     assert "kv_transfer_params" not in proxy.sent(proxy.decodes)[0]
 
 
+@every_way
+def test_who_is_not_well_for_a_moment_keeps_its_requests(proxied, way):
+    proxy = proxied(*way)
+    engines = [*proxy.prefills, *proxy.decodes]
+    for one in proxy.decodes:
+        one.waits.clear()
+    connection = proxy.open("POST", "/v1/completions", BODY)
+    wait_until(lambda: len(proxy.sent(proxy.decodes)) == 1, "the request at decode")
+    for one in engines:
+        one.ill_looks = 2
+    looks = [one.looks for one in engines]
+    wait_until(lambda: all(one.looks > before + 5 for one, before in zip(engines, looks, strict=True)), "looks")
+    for one in proxy.decodes:
+        one.waits.set()
+    assert connection.getresponse().status == 200 and len(proxy.sent(proxy.decodes)) == 1
+    connection.close()
+
+
+@every_way
+def test_an_answer_that_is_silent_is_cut_off_and_its_instance_left(proxied, way):
+    proxy = proxied(*way, "--silence-deadline-s", "0.5")
+    for one in proxy.decodes:
+        one.waits.clear()
+    connection = proxy.open("POST", "/v1/completions", {**BODY, "stream": True})
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data: d")
+    with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+        response.read()
+    connection.close()
+    wait_until(lambda: sum(one.left for one in proxy.decodes) == 1, "decode to be left")
+    assert len(proxy.sent(proxy.decodes)) == 1
+    if way is SGLANG:
+        wait_until(lambda: sum(len(one.aborted) for one in proxy.decodes) == 1, "an abort at decode")
+    for one in proxy.decodes:
+        one.waits.set()
+    assert proxy.ask()[0] == 200
+
+
+@every_way
+def test_an_answer_whose_instance_dies_is_cut_off(proxied, way):
+    """Nobody may take it for a whole one, and nobody else is asked: the client has a part of it."""
+    proxy = proxied(*way)
+    for one in proxy.decodes:
+        one.waits.clear()
+        one.breaks = True
+    connection = proxy.open("POST", "/v1/completions", {**BODY, "stream": True})
+    with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+        connection.getresponse().read()
+    connection.close()
+    assert len(proxy.sent(proxy.decodes)) == 1
+
+
 def test_what_prefill_refuses_the_client_is_told(proxied):
     proxy = proxied(*VLLM)
     for one in proxy.prefills:
@@ -386,6 +307,7 @@ def test_requests_go_round(proxied):
     proxy = proxied(*VLLM)
     for _ in range(6):
         assert proxy.ask()[0] == 200
+        assert proxy.get("/v1/models")[0] == 200  # takes nobody's turn
     assert [len(one.bodies) for one in (*proxy.prefills, *proxy.decodes)] == [3, 3, 3, 3]
 
 
@@ -426,11 +348,12 @@ def test_what_a_client_may_write_arrives(proxied):
     assert decode["kv_transfer_params"] == PARAMS and "remote_host" not in prefill["kv_transfer_params"]
     (headers,) = (one.headers[0] for one in proxy.decodes if one.headers)
     assert headers["authorization"] == "\xe9" and headers["accept-encoding"] == "identity"
-
+    assert [proxy.ask(Authorization="Bearer ")[0] for _ in range(8)] == [200] * 8
 
 
 def test_more_requests_than_files_are_usually_allowed(proxied):
-    proxy = proxied(*VLLM, few_files=True)
+    few = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (40, r.getrlimit(r.RLIMIT_NOFILE)[1])); "
+    proxy = proxied(*VLLM, before=few)
     for one in proxy.decodes:
         one.waits.clear()
     held = [proxy.open("POST", "/v1/completions", BODY) for _ in range(30)]

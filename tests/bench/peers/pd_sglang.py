@@ -45,10 +45,10 @@ class Scale:
 
     prompt_tokens: int = 1800
     answer_tokens: int = 8
-    rounds: int = 9
+    rounds: int = 25
     crowd: int = 8
     crowd_tokens: int = 600
-    crowd_rounds: int = 3
+    crowd_rounds: int = 8
 
 
 QUICK = Scale(prompt_tokens=700, rounds=1, crowd=2, crowd_tokens=200, crowd_rounds=1)

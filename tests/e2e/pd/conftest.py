@@ -47,7 +47,7 @@ LENGTHS = {
     "two to one": 450,
     "one to two": 450,
     **{f"crowd {number}": 130 + 41 * number for number in range(8)},
-    **{f"host {number}": 300 for number in range(7)},
+    **{f"host {number}": 300 for number in range(6)},
 }
 COMMON = ("--max-model-len", "4096", "--chat-template", CHAT_TEMPLATE)
 
@@ -126,11 +126,9 @@ def make_secret(folders: pytest.TempPathFactory) -> Path:
 class Hosts(Group):
     """A prefill and a decode instance with a pool each, in network namespaces where those can be made, and with TLS."""
 
-    def __init__(self, prefill: Instance, decode: Instance, plain: Instance, link: Link | None, logs: Path) -> None:
+    def __init__(self, prefill: Instance, decode: Instance, link: Link | None, logs: Path) -> None:
         super().__init__([prefill, decode], logs)
         self.prefill, self.decode = prefill, decode
-        self.plain = plain
-        """Like `decode`, but without TLS, and not running."""
         self._link = link
 
     @property
@@ -173,7 +171,7 @@ def hosts(
         files = make_certificate(tmp_path_factory.mktemp("tls")) if CAN_MAKE else {}
         tls = {f"tls_{role}": path for role, path in files.items()}
 
-        def instance(name: str, number: int, pool: Path, more: dict[str, object]) -> Instance:
+        def instance(number: int, pool: Path) -> Instance:
             apart = {"transfer_host": "127.0.0.1"} if network is None else {
                 "host": network[number].control,
                 "transfer_host": network[number].data,
@@ -189,15 +187,14 @@ def hosts(
                 "granularity_chunk_tokens": CHUNK_TOKENS,
                 "transfer_deadline_s": 40,
                 "transfer_lease_s": LEASE_S,
-                **more,
+                **tls,
             }
             args = ["--max-model-len", "2048", "--max-num-batched-tokens", "256"]
-            log = logs / f"pd-host-{name}.log"
+            log = logs / f"pd-host-{number}.log"
             return Instance(qwen3, log=log, pool=pool, config=config, args=args, **apart)  # type: ignore[arg-type]
 
-        prefill, decode = (instance(str(number), number, pool, tls) for number, pool in enumerate(pools))
-        plain = instance("plain", 1, logs / "no-pool", {"prefix_reuse": False})
-        return Hosts(prefill, decode, plain, network and network[2], logs)
+        prefill, decode = (instance(number, pool) for number, pool in enumerate(pools))
+        return Hosts(prefill, decode, network and network[2], logs)
 
     group = fleet.use("hosts", make)
     assert isinstance(group, Hosts)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from e2e.pd.instances import Instance, Proxy
-from e2e.process import running
+from e2e.process import assert_no_complaints, running
 
 __all__ = ["Fleet", "Group"]
 
@@ -49,8 +49,7 @@ class Group:
     def close(self) -> None:
         """Stop everything; raise AssertionError if an instance has logged an error."""
         self._stack.close()
-        complaints = [line for server in (*self.instances, *self._proxies.values()) for line in server.complaints()]
-        assert not complaints, "the servers logged errors:\n" + "\n".join(complaints[:20])
+        assert_no_complaints([*self.instances, *self._proxies.values()])
 
     def _stop(self) -> None:
         for instance in self.instances:

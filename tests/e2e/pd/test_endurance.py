@@ -6,12 +6,11 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
-import psutil
 import pytest
 from long_form import LONG
 
+from e2e.growth import Size, assert_not_grown, sizes
 from e2e.pd.conftest import ORDERS, Trio
 from e2e.pd.instances import Instance, Proxy
 from e2e.questions import Question, draw_tokens
@@ -22,15 +21,6 @@ FILLERS = 80
 """More batch sizes than vLLM keeps oneDNN primitives for in each layer; a new block for each is more than there are."""
 MOST_GROWTH_NBYTES = 24 << 20
 """Of a process. In the long form one layer of KV kept of each request is over twice as much on a busy machine."""
-MOST_NEW_DESCRIPTORS = 4  # HTTP connections that are just being closed, and the like
-
-
-class Size(NamedTuple):
-    """Of a process; bytes that are its own alone."""
-
-    nbytes: int
-    descriptors: int
-    threads: int
 
 
 @pytest.mark.long
@@ -52,22 +42,13 @@ def test_traffic_leaves_no_memory_descriptors_or_threads_behind(
     answered, abandoned = traffic(proxies, crowd, source, SECONDS)
     after = [settled(instance) for instance in trio.instances]
     fetched = fetched_tokens(trio) - fetched
-    (logs / "endurance.md").write_text(
-        f"{SECONDS:.0f} s: {answered} requests answered, {abandoned} abandoned, {fetched:.0f} tokens fetched\n\n"
-        + "".join(table(number, *sizes) for number, sizes in enumerate(zip(before, after, strict=True)))
+    summary = f"{SECONDS:.0f} s: {answered} requests answered, {abandoned} abandoned, {fetched:.0f} tokens fetched"
+    report = logs / "endurance.md"
+    assert_not_grown(
+        trio.instances, before, after, most_nbytes=MOST_GROWTH_NBYTES, summary=summary, report=report
     )
     assert answered > 0
     assert fetched > 0
-    for old, new in zip(before, after, strict=True):
-        assert new.keys() == old.keys(), "other processes than before"
-        for pid, size in new.items():
-            name = psutil.Process(pid).name()
-            assert size.threads <= old[pid].threads, f"{name} has {size.threads} threads, {old[pid].threads} before"
-            assert size.descriptors <= old[pid].descriptors + MOST_NEW_DESCRIPTORS, (
-                f"{name} has {size.descriptors} files"
-            )
-            grown = size.nbytes - old[pid].nbytes
-            assert grown <= MOST_GROWTH_NBYTES, f"{name} grew by {grown} bytes to {size.nbytes}"
 
 
 def fill(instance: Instance) -> None:
@@ -112,20 +93,4 @@ def fetched_tokens(trio: Trio) -> float:
 def settled(instance: Instance) -> dict[int, Size]:
     """Every process when nothing is under way."""
     instance.holds_no_block()
-    return {process.pid: measure(process) for process in instance.processes()}
-
-
-def measure(process: psutil.Process) -> Size:
-    return Size(process.memory_full_info().uss, process.num_fds(), process.num_threads())
-
-
-def table(number: int, before: dict[int, Size], after: dict[int, Size]) -> str:
-    """One instance's lines."""
-    lines = (
-        f"| {number} {psutil.Process(pid).name()} "
-        f"| {old.nbytes / 2**20:.1f} {(new.nbytes - old.nbytes) / 2**20:+.1f} MB "
-        f"| {old.descriptors} {new.descriptors - old.descriptors:+} files "
-        f"| {old.threads} {new.threads - old.threads:+} threads |\n"
-        for (pid, old), new in zip(before.items(), after.values(), strict=False)
-    )
-    return "".join(lines)
+    return sizes(instance)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from certificates import CAN_MAKE
 
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.pd.conftest import ORDERS, Hosts
 from e2e.pd.half_way import LIMIT_S, half_way, hands_over
-from e2e.process import running
 from e2e.questions import Question
 
-NAMES = ("stored", "known to decode", "known to prefill", "cut", "plain", *ORDERS)
+NAMES = ("stored", "known to decode", "known to prefill", "cut", *ORDERS)
 NUM_TOKENS = 300
 BLOCK_TOKENS = 128
 BLOCK_NBYTES = 16384 * BLOCK_TOKENS  # of KV, all layers, in float32
@@ -96,20 +94,3 @@ def test_a_link_that_loses_and_delays_packets(hosts: Hosts, questions: dict[str,
     answers(hosts, questions[order], order)
     wait_for(lambda: hosts.decode.figure("fetched_tokens") == before + NUM_TOKENS, "the whole prompt fetched")
     hosts.prefill.holds_no_block()
-
-
-@pytest.mark.skipif(not CAN_MAKE, reason="NOT TESTED: certificates are made with `openssl`")
-def test_an_instance_without_tls_gets_nothing(hosts: Hosts, questions: dict[str, Question]) -> None:
-    """Though it knows the secret. It computes, and the others serve on."""
-    question, before = questions["plain"], hosts.prefill.figure("send_bytes")
-    hand_over = {"do_remote_decode": True, "do_remote_prefill": False}
-    with running(hosts.plain) as plain:
-        leg = hosts.prefill.post(hosts.prefill.body(question.prompt, 1, kv_transfer_params=hand_over))
-        body = plain.body(question.prompt, len(question.answer), kv_transfer_params=leg["kv_transfer_params"])
-        assert tuple(plain.post(body)["choices"][0]["token_ids"]) == question.answer
-        wait_for(lambda: plain.figure("failures", cause="fetch_failed") == 1, "the failure in the metrics")
-        assert plain.figure("fetched_tokens") == 0
-    assert not plain.complaints()
-    assert hosts.prefill.figure("send_bytes") == before
-    hosts.forget()
-    hands_over(hosts.proxy([hosts.prefill], [hosts.decode]), hosts.decode, question)

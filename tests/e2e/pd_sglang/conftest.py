@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +11,10 @@ import pytest
 
 from e2e.pd.chat import draw_letters
 from e2e.pd_sglang.instances import KINDS, LIMIT_S, Instance, Router
-from e2e.process import running
+from e2e.process import assert_no_complaints, running
 from e2e.questions import Examiner, Question
 from e2e.sglang_server import PAGE_TOKENS, SGLangServer
+from models import checkpoint
 
 CHUNK_TOKENS = 256
 LENGTHS = {
@@ -51,16 +52,6 @@ class Asked:
         return [question for name, question in self.questions.items() if name.startswith("crowd")]
 
 
-@pytest.fixture(scope="session")
-def asked(qwen3: Path, logs: Path) -> Asked:
-    plain = SGLangServer(qwen3, log=logs / "pd-sglang-plain.log", way="plain", args=COMMON)
-    with running(plain):
-        examiner = Examiner(plain)
-        questions = {name: examiner.question(name, length) for name, length in LENGTHS.items()}
-        said = bytes(Examiner(plain, draw=draw_letters).question("chat", 300).prompt).decode()
-        return Asked(questions, Chat(said, *plain.chat(said, max_tokens=6)))
-
-
 @dataclass
 class Pair:
     """A prefill and a decode instance, and the routers between them, started when they are first asked for."""
@@ -94,8 +85,7 @@ class Pair:
     def close(self) -> None:
         """Stop everything; raise AssertionError if a process has logged an exception."""
         self.stack.close()
-        complaints = [line for one in (*self.instances, *self.routers.values()) for line in one.complaints()]
-        assert not complaints, "exceptions in the logs:\n" + "\n".join(complaints[:20])
+        assert_no_complaints([*self.instances, *self.routers.values()])
 
 
 def make_secret(folders: pytest.TempPathFactory, secret: str) -> Path:
@@ -111,14 +101,10 @@ def reached(secret: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="session")
-def started(
-    asked: Asked,
-    qwen3: Path,
-    logs: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    stops: dict[str, Callable[[], None]],
+def launched(
+    qwen3: Path, logs: Path, tmp_path_factory: pytest.TempPathFactory, stops: dict[str, Callable[[], None]]
 ) -> Pair:
-    """Depends on the questions, so that their server is gone before. KV and control travel over TCP, with a secret."""
+    """Both begin to start. KV and control travel over TCP, with a secret."""
     secret = make_secret(tmp_path_factory, "as long as it has to be, and longer")
     config = reached(secret)
     chunks = ("--chunked-prefill-size", str(CHUNK_TOKENS))
@@ -128,19 +114,60 @@ def started(
         logs,
         secret,
     )
-    stops["started"] = pair.close
+    stops["launched"] = pair.close
     for instance in pair.instances:
         pair.stack.callback(instance.stop)
         instance.start()
-    for instance in pair.instances:
-        instance.wait_until_ready()
     return pair
+
+
+@pytest.fixture(scope="session")
+def asked(launched: Pair, qwen3: Path, logs: Path) -> Asked:
+    """Answered while the pair starts."""
+    plain = SGLangServer(qwen3, log=logs / "pd-sglang-plain.log", way="plain", args=COMMON)
+    with running(plain):
+        examiner = Examiner(plain)
+        questions = {name: examiner.question(name, length) for name, length in LENGTHS.items()}
+        said = bytes(Examiner(plain, draw=draw_letters).question("chat", 300).prompt).decode()
+        return Asked(questions, Chat(said, *plain.chat(said, max_tokens=6)))
+
+
+@pytest.fixture(scope="session")
+def started(launched: Pair, asked: Asked) -> Pair:
+    for instance in launched.instances:
+        instance.wait_until_ready()
+    return launched
 
 
 @pytest.fixture
 def pair(started: Pair) -> Pair:
     started.forget()
     return started
+
+
+@pytest.fixture
+def misfit(
+    pair: Pair, qwen3: Path, logs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Instance]]:
+    """Decode instances that differ from the pair in one thing; none may have logged an exception in the end."""
+    made: list[Instance] = []
+
+    def make(difference: str) -> Instance:
+        is_secret = difference == "secret"
+        secret = make_secret(tmp_path_factory, "another one, but long enough") if is_secret else pair.secret
+        made.append(
+            Instance(
+                checkpoint("qwen3-other") if difference == "weights" else qwen3,
+                "decode",
+                log=logs / f"pd-sglang-{difference}.log",
+                config=reached(secret),
+                args=[*COMMON, *(("--page-size", "32") if difference == "pages" else ())],
+            )
+        )
+        return made[-1]
+
+    yield make
+    assert_no_complaints(made)
 
 
 @pytest.fixture(params=KINDS)

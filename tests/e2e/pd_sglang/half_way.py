@@ -1,4 +1,4 @@
-"""A hand-over that stays under way, so that what a test does happens in its middle."""
+"""Hand-overs: one that stays under way, so that what a test does happens in its middle; one that works; one refused."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from contextlib import contextmanager
 
 from e2e.pages import wait_for
 from e2e.pd_sglang.conftest import Pair
-from e2e.pd_sglang.instances import LIMIT_S, Both
+from e2e.pd_sglang.instances import LIMIT_S, Both, Instance
 from e2e.questions import Question
 
-__all__ = ["half_way"]
+__all__ = ["CAUSES", "half_way", "hands_over", "is_refused"]
+
+CAUSES = {"secret": "secret", "pages": "page_size=32", "weights": "model"}
+"""What is different in a decode instance, and what its answer says of it."""
 
 
 @contextmanager
@@ -23,3 +26,19 @@ def half_way(pair: Pair, question: Question) -> Iterator[Both]:
         wait_for(lambda: pair.prefill.saw("hold") or both.decode.done(), "a transfer under way", deadline_s=LIMIT_S)
         assert not both.decode.done(), "the request ended before its transfer was under way"
         yield both
+
+
+def hands_over(pair: Pair, question: Question) -> None:
+    """The right answer, through a router that has found out by now that both are there."""
+    router = pair.router("sglang-router")
+    assert router.ask_whole(question.prompt, max_tokens=len(question.answer)) == question.answer
+
+
+def is_refused(pair: Pair, misfit: Instance, difference: str, question: Question) -> None:
+    """By name; the pair serves on, though prefill waits a lease for who was refused."""
+    with ThreadPoolExecutor(2) as threads:
+        failure = Both(threads, pair.prefill, misfit, question.prompt, 4).failure()
+        assert CAUSES[difference] in failure, failure
+        hands_over(pair, question)
+    for instance in (misfit, *pair.instances):
+        instance.holds_nothing()

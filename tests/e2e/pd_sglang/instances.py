@@ -60,16 +60,20 @@ class Instance(SGLangServer, Faulty):
         return self.log_text().count("Prefill batch")
 
     def holds_nothing(self) -> None:
-        """No request is under way, and all pages are free: SGLang ends a server that lacks one when it is idle."""
+        """No request is under way, and all pages are free: SGLang ends a server that lacks one when it is idle.
+
+        A server that is asked to wait for that looks when it is woken, and those that routers look after are woken by
+        their small requests.
+        """
 
         def is_idle() -> bool:
             try:
-                self.flush()
+                self.flush(within_s=0)
             except ServerError:
                 return False
             return True
 
-        wait_for(is_idle, f"{self.log.stem} without a request", deadline_s=LIMIT_S, every_s=0.5)
+        wait_for(is_idle, f"{self.log.stem} without a request", deadline_s=LIMIT_S, every_s=0.2)
         self.check_alive()
 
 

@@ -11,8 +11,8 @@ from long_form import LONG
 from e2e.client import ServerError
 from e2e.pages import wait_for
 from e2e.pd_sglang.conftest import CHUNK_TOKENS, Asked, Pair
-from e2e.pd_sglang.half_way import half_way
-from e2e.pd_sglang.instances import Both, Router
+from e2e.pd_sglang.half_way import half_way, hands_over
+from e2e.pd_sglang.instances import KINDS, Both
 from e2e.questions import Question, draw_tokens
 
 REQUESTS = 200 if LONG else 24
@@ -20,8 +20,9 @@ AT_ONCE = 8
 
 
 @pytest.mark.long
-def test_clients_leave_under_load(router: Router, pair: Pair, asked: Asked) -> None:
-    source = random.Random(4)
+@pytest.mark.parametrize("kind", KINDS if LONG else KINDS[:1])
+def test_clients_leave_under_load(pair: Pair, asked: Asked, kind: str) -> None:
+    router, source = pair.router(kind), random.Random(4)
     plans = [
         (source.choice(asked.crowd), source.uniform(0, 2) if source.random() < 0.5 else None) for _ in range(REQUESTS)
     ]
@@ -40,6 +41,8 @@ def test_clients_leave_under_load(router: Router, pair: Pair, asked: Asked) -> N
         instance.holds_nothing()
 
 
+@pytest.mark.long
+@pytest.mark.skipif(not LONG, reason="it has a long form alone (`make test-long`); tests/sglang has it in one process")
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_request_is_aborted_while_it_is_prefilled(pair: Pair, asked: Asked, side: str) -> None:
     """On either side alone: the other one's ends as well."""
@@ -64,8 +67,7 @@ def test_a_request_is_aborted_while_it_is_handed_over(pair: Pair, asked: Asked, 
         pair.prefill.heal()
     for instance in pair.instances:
         instance.holds_nothing()
-    router = pair.router("sglang-router")
-    assert router.ask_whole(question.prompt, max_tokens=len(question.answer)) == question.answer
+    hands_over(pair, question)
 
 
 @pytest.mark.parametrize(("side", "probability"), [("prefill", 0.2), ("decode", 0.005)])

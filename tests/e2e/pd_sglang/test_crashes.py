@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from e2e.pd_sglang.conftest import Asked, Pair
-from e2e.pd_sglang.half_way import half_way
-from e2e.pd_sglang.instances import LEASE_S, Both
-from e2e.questions import Question
-
-
-def hands_over(pair: Pair, question: Question) -> None:
-    """The right answer, through a router that has found out by now that both are there."""
-    router = pair.router("sglang-router")
-    assert router.ask_whole(question.prompt, max_tokens=len(question.answer)) == question.answer
+from e2e.pd_sglang.half_way import half_way, hands_over, is_refused
+from e2e.pd_sglang.instances import LEASE_S, Both, Instance
+from e2e.process import running
 
 
 def test_the_prefill_instance_is_killed(pair: Pair, asked: Asked) -> None:
@@ -26,24 +21,26 @@ def test_the_prefill_instance_is_killed(pair: Pair, asked: Asked) -> None:
         pair.prefill.kill()
         assert both.failure()
     pair.prefill.heal()
-    with ThreadPoolExecutor(2) as threads:
+    pair.prefill.start()
+    with ThreadPoolExecutor(2) as threads:  # SGLang looks for a prefill instance for a quarter of a minute
         assert Both(threads, *pair.instances, asked["short"].prompt, 4).failure()
     pair.decode.holds_nothing()
-    pair.prefill.restart()
+    pair.prefill.wait_until_ready()
     hands_over(pair, asked["several"])
     assert pair.decode.pid == decode
 
 
-def test_the_decode_instance_is_killed(pair: Pair, asked: Asked) -> None:
-    """In mid-transfer: the prefill instance has its pages back when nobody can ask for them any more."""
+def test_the_decode_instance_is_killed(pair: Pair, asked: Asked, misfit: Callable[[str], Instance]) -> None:
+    """In mid-transfer: prefill has its pages back when nobody can ask for them. With its successor a stranger comes."""
     with half_way(pair, asked["chunks"]) as both:
         pair.decode.kill()
         assert both.failure()
         pair.prefill.heal()
     pair.prefill.holds_nothing()
-    pair.decode.restart()
-    hands_over(pair, asked["several"])
-    pair.prefill.holds_nothing()
+    pair.decode.start()
+    with running(misfit("secret")) as stranger:
+        pair.decode.wait_until_ready()
+        is_refused(pair, stranger, "secret", asked["several"])
 
 
 @pytest.mark.parametrize("stopped", ["prefill", "decode"])

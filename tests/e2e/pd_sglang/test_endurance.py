@@ -6,38 +6,49 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
 
-import psutil
 import pytest
 from long_form import LONG
 
 from e2e.client import ServerError
+from e2e.growth import Size, assert_not_grown, sizes
 from e2e.pd_sglang.conftest import Asked, Pair
 from e2e.pd_sglang.instances import Instance, Router
 
 WARM_UP_S, SECONDS, KILLS = 120.0, 600.0, 8
 AT_ONCE = 6
-MOST_GROWTH_NBYTES = 48 << 20
-MOST_NEW_DESCRIPTORS = 8
+MOST_GROWTH_NBYTES = 16 << 20
+"""Of a process."""
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not LONG, reason="it has a long form alone (`make test-long`)")]
 
 
-def test_load_leaves_no_memory_descriptors_or_threads_behind(pair: Pair, asked: Asked) -> None:
+class Done(NamedTuple):
+    """What came of a load; tokens are those of prompts and answers of the answered requests."""
+
+    answered: int
+    abandoned: int
+    tokens: int
+
+
+def test_load_leaves_no_memory_descriptors_or_threads_behind(pair: Pair, asked: Asked, logs: Path) -> None:
     router = pair.router("sglang-router")
-    assert traffic(router, asked, WARM_UP_S, may_fail=False) > 0
-    before = [settled(instance) for instance in pair.instances]
-    assert traffic(router, asked, SECONDS, may_fail=False) > 0
-    after = [settled(instance) for instance in pair.instances]
-    for old, new in zip(before, after, strict=True):
-        assert new.keys() == old.keys(), "other processes than before"
-        for pid, (nbytes, descriptors, threads) in new.items():
-            name = psutil.Process(pid).name()
-            grown = [now - then for now, then in zip((nbytes, descriptors, threads), old[pid], strict=True)]
-            print(f"{name}: {grown[0]} bytes, {grown[1]} files, {grown[2]} threads more")
-            assert grown[0] <= MOST_GROWTH_NBYTES, f"{name} grew by {grown[0]} bytes to {nbytes}"
-            assert grown[1] <= MOST_NEW_DESCRIPTORS, f"{name} has {descriptors} files"
-            assert grown[2] <= 0, f"{name} has {threads} threads"
+    traffic(router, asked, WARM_UP_S, may_fail=False)
+    before, fetched = [settled(instance) for instance in pair.instances], fetched_nbytes(pair)
+    done = traffic(router, asked, SECONDS, may_fail=False)
+    after, fetched = [settled(instance) for instance in pair.instances], fetched_nbytes(pair) - fetched
+    summary = (
+        f"{SECONDS:.0f} s: {done.answered} requests answered, {done.abandoned} abandoned, {done.tokens} tokens "
+        f"in the answered ones, {fetched / 2**20:.0f} MB fetched"
+    )
+    report = logs / "endurance-sglang.md"
+    assert_not_grown(
+        pair.instances, before, after, most_nbytes=MOST_GROWTH_NBYTES, summary=summary, report=report
+    )
+    assert done.answered > 0
+    assert fetched > 0
 
 
 def test_sides_are_killed_at_random_under_load(pair: Pair, asked: Asked) -> None:
@@ -62,22 +73,23 @@ def test_sides_are_killed_at_random_under_load(pair: Pair, asked: Asked) -> None
         for future in asking:
             future.result()
     time.sleep(5)  # the router looks every two seconds
-    assert traffic(router, asked, 20.0, may_fail=False) > 0
+    assert traffic(router, asked, 20.0, may_fail=False).answered > 0
     for instance in pair.instances:
         instance.holds_nothing()
 
 
-def traffic(router: Router, asked: Asked, seconds: float, *, may_fail: bool, seed: int = 5) -> int:
-    """Ask at random, a fifth in vain: how many requests were answered."""
+def traffic(router: Router, asked: Asked, seconds: float, *, may_fail: bool, seed: int = 5) -> Done:
+    """Ask at random, a fifth in vain."""
     end = time.monotonic() + seconds
 
-    def client(seed: int) -> int:
-        source, answered = random.Random(seed), 0
+    def client(seed: int) -> Done:
+        source, answered, abandoned, tokens = random.Random(seed), 0, 0, 0
         while time.monotonic() < end:
             question = source.choice(asked.crowd)
             try:
                 if source.random() < 0.2:
                     router.leave(question.prompt, after_s=source.uniform(0, 1), max_tokens=64)
+                    abandoned += 1
                     continue
                 answer = router.ask_whole(question.prompt, max_tokens=len(question.answer))
             except (ServerError, OSError):
@@ -86,17 +98,18 @@ def traffic(router: Router, asked: Asked, seconds: float, *, may_fail: bool, see
                 time.sleep(0.2)
                 continue
             assert answer == question.answer
-            answered += 1
-        return answered
+            answered, tokens = answered + 1, tokens + len(question.prompt) + len(answer)
+        return Done(answered, abandoned, tokens)
 
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        return sum(threads.map(client, range(seed, seed + AT_ONCE)))
+        return Done(*map(sum, zip(*threads.map(client, range(seed, seed + AT_ONCE)), strict=True)))
 
 
-def settled(instance: Instance) -> dict[int, tuple[int, int, int]]:
-    """Bytes, descriptors and threads of every process when nothing is under way."""
+def fetched_nbytes(pair: Pair) -> float:
+    return pair.decode.metric("mooncake_connector_transfer_bytes_total", operation="fetch")
+
+
+def settled(instance: Instance) -> dict[int, Size]:
+    """Every process when nothing is under way."""
     instance.holds_nothing()
-    return {
-        process.pid: (process.memory_full_info().uss, process.num_fds(), process.num_threads())
-        for process in instance.processes()
-    }
+    return sizes(instance)

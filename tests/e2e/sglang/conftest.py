@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from e2e.pages import PAGE_TOKENS
-from e2e.process import pool_folder, running
+from e2e.process import assert_no_complaints, pool_folder, running
 from e2e.questions import Examiner, Question
-from e2e.sglang_server import SGLangServer
+from e2e.sglang_server import ONE_CORE, SGLangServer
 
 # Modules have pools of their own, so they ask the same questions.
 QUESTIONS = {
@@ -33,7 +33,7 @@ NAME = "mooncake_connector"
 @pytest.fixture(scope="session")
 def questions(qwen3: Path, logs: Path) -> dict[str, Question]:
     """Every question for the Qwen3 checkpoint by its name, answered by SGLang without any cache."""
-    plain = SGLangServer(qwen3, log=logs / "sglang-plain.log", way="plain")
+    plain = SGLangServer(qwen3, log=logs / "sglang-plain.log", way="plain", env=ONE_CORE)
     with running(plain):
         examiner = Examiner(plain, max_tokens=MAX_TOKENS)
         asked = {name: examiner.question(name, length) for name, length in QUESTIONS.items()}
@@ -95,12 +95,12 @@ def attachable(
     """HiCache with two levels, and zero-copy; it depends on the questions, so that their server is gone before."""
     stack = ExitStack()
     pool = stack.enter_context(pool_folder())
-    settings = {"way": "no storage", "layout": "page_first_direct", "io_backend": "direct"}
+    settings = {"way": "no storage", "layout": "page_first_direct", "io_backend": "direct", "env": ONE_CORE}
     server = SGLangServer(qwen3, log=logs / "sglang-attachable.log", pool=pool, **settings)  # type: ignore[arg-type]
 
     def stop() -> None:
         stack.close()
-        assert not server.complaints(), "the server logged exceptions:\n" + "\n".join(server.complaints()[:20])
+        assert_no_complaints([server])
 
     stops["attachable"] = stop
     stack.enter_context(running(server))
@@ -112,19 +112,19 @@ StartSGLang = Callable[..., SGLangServer]
 
 @pytest.fixture(scope="module")
 def start(pool: Path, logs: Path, qwen3: Path, request: pytest.FixtureRequest) -> Iterator[StartSGLang]:
-    """`start(**options)`: a running server of the Qwen3 checkpoint on the module's pool.
+    """`start(env=None, **options)`: a running server of the Qwen3 checkpoint on the module's pool.
 
     At the end of the module every server that still runs is stopped, and none may have logged an exception.
     """
     servers: list[SGLangServer] = []
     with ExitStack() as stack:
 
-        def start(**options: object) -> SGLangServer:
-            name = f"{request.module.__name__.rpartition('.')[2]}-{len(servers)}.log"
-            server = SGLangServer(qwen3, log=logs / f"sglang-{name}", pool=pool, **options)  # type: ignore[arg-type]
+        def start(*, env: Mapping[str, str] | None = None, **options: object) -> SGLangServer:
+            log = logs / f"sglang-{request.module.__name__.rpartition('.')[2]}-{len(servers)}.log"
+            env = {**ONE_CORE, **(env or {})}
+            server = SGLangServer(qwen3, log=log, pool=pool, env=env, **options)  # type: ignore[arg-type]
             servers.append(server)
             return stack.enter_context(running(server))
 
         yield start
-    complaints = [complaint for server in servers for complaint in server.complaints()]
-    assert not complaints, "the servers logged exceptions:\n" + "\n".join(complaints[:20])
+    assert_no_complaints(servers)

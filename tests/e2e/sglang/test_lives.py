@@ -1,7 +1,8 @@
 """Life after life on one pool, each with another host layout and another way in: each reads what all before it wrote.
 
 Reading what a former life wrote is what a restart is; reading it in another layout shows that the pages in the pool
-have none. The third life is of two ranks, so that its pages are halves, and it and the last one read across that too.
+have none. The second life is of two ranks, so that its pages are halves, and it and the last one read across that too.
+The fourth layout, layer_first, is in `tests/sglang/test_layouts.py`, with SGLang's own host pools.
 """
 
 from __future__ import annotations
@@ -36,14 +37,13 @@ class Life:
 
 LIVES = (
     Life("name", "page_first"),
+    Life("takeover", "page_head", prefetch_policy="best_effort", ranks=2),
     Life(
         *("dynamic", "page_first_direct", "direct"),
         write_policy="write_back",
         prefetch_policy="timeout",
         max_total_tokens=2048,
     ),
-    Life("takeover", "page_head", prefetch_policy="best_effort", ranks=2),
-    Life("name", "layer_first"),
 )
 
 
@@ -235,48 +235,40 @@ def test_aborted_requests_leave_no_wrong_page_and_hold_nothing(lives: Lives, poo
 # Life after life.
 
 
-def test_timeout_policy_reads_what_was_written_in_another_layout(lives: Lives) -> None:
+def test_best_effort_policy_takes_whole_pages_or_none(lives: Lives) -> None:
+    question = lives.written_by(0)
+    for _ in range(4):
+        lives[1].flush()
+        assert ask(lives[1], question) in range(0, full(question) + 1, PAGE_TOKENS)
+
+
+def test_two_ranks_read_what_one_wrote_once_told_to_wait(lives: Lives) -> None:
+    lives.written_by(0)
+    status, text = lives[1].admin(
+        "PUT", body={"hicache_storage_backend": "mooncake", "hicache_storage_prefetch_policy": "wait_complete"}
+    )
+    assert status == 200, text
+    lives[1].flush()
     reads_all_before(lives, 1)
 
 
-def test_write_back_policy_writes_what_the_engine_evicts(lives: Lives) -> None:
+def test_two_ranks_store_their_halves(lives: Lives, pool: Path) -> None:
     question = lives.written_by(1)
+    with EmbeddedStore(pool) as store:
+        heads = {(info.shard.head_start, info.shard.head_stop) for info in store.namespaces()}
+    assert {(0, 2), (2, 4)} <= heads
     lives[1].flush()
     ask(lives[1], question, hit_tokens=full(question))
 
 
-def test_best_effort_policy_takes_whole_pages_or_none(lives: Lives) -> None:
-    question = lives.written_by(1)
-    for _ in range(4):
-        lives[2].flush()
-        assert ask(lives[2], question) in range(0, full(question) + 1, PAGE_TOKENS)
-
-
-def test_two_ranks_read_what_one_wrote_once_told_to_wait(lives: Lives) -> None:
-    for number in range(2):
-        lives.written_by(number)
-    status, text = lives[2].admin(
-        "PUT", body={"hicache_storage_backend": "mooncake", "hicache_storage_prefetch_policy": "wait_complete"}
-    )
-    assert status == 200, text
-    lives[2].flush()
+def test_one_rank_reads_what_two_wrote_and_all_before_with_the_policy_timeout(lives: Lives) -> None:
     reads_all_before(lives, 2)
 
 
-def test_two_ranks_store_their_halves(lives: Lives, pool: Path) -> None:
+def test_write_back_policy_writes_what_the_engine_evicts(lives: Lives) -> None:
     question = lives.written_by(2)
-    with EmbeddedStore(pool) as store:
-        heads = {(info.shard.head_start, info.shard.head_stop) for info in store.namespaces()}
-    assert {(0, 2), (2, 4)} <= heads
     lives[2].flush()
     ask(lives[2], question, hit_tokens=full(question))
-
-
-def test_one_rank_reads_what_two_wrote_and_all_before(lives: Lives) -> None:
-    reads_all_before(lives, 3)
-    question = lives.written_by(3)
-    lives[3].flush()
-    ask(lives[3], question, hit_tokens=full(question))
 
 
 def reads_all_before(lives: Lives, number: int) -> None:

@@ -1,12 +1,14 @@
 """PD on one pool: prefill reads and fills it while it hands over, decode offloads to it and restores from it.
 
 The decode instance does both at once: what it generates is offloaded, and of a prompt whose beginning is in the pool
-only the rest is handed over. What vLLM computed counts as well.
+only the rest is handed over. vLLM shares the pool: what it computed is handed over, and it goes on with what both sides
+stored.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ class Pair:
 
     prefill: SGLangServer
     decode: SGLangServer
+    vllm: Server
     bootstrap_port: int
     pages: Pages
 
@@ -49,22 +52,24 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(start: StartSGLang, pool: Path, questions: dict[str, Question], qwen3: Path, logs: Path) -> Pair:
+def pair(start: StartSGLang, pool: Path, questions: dict[str, Question], qwen3: Path, logs: Path) -> Iterator[Pair]:
     """The pool has one prompt, which vLLM has computed."""
     pages = Pages(pool, qwen3)
     vllm = Server(qwen3, log=logs / "sglang-pd-vllm.log", pool=pool, args=["--max-model-len", "2048"], env=ONE_CORE)
     with running(vllm):
         vllm.ask(questions["number 3"].prompt, max_tokens=1)
         pages.wait_for(questions["number 3"].prompt)
-    port = free_port()
-    common = ("--disaggregation-transfer-backend", "mooncake_connector", "--disaggregation-bootstrap-port", str(port))
-    prefill, decode = (
-        start(
-            args=["--skip-server-warmup", "--disaggregation-mode", mode, *common, *args], env={"OMP_NUM_THREADS": "1"}
+        port = free_port()
+        backend = ("--disaggregation-transfer-backend", "mooncake_connector")
+        common = (*backend, "--disaggregation-bootstrap-port", str(port))
+        prefill, decode = (
+            start(
+                args=["--skip-server-warmup", "--disaggregation-mode", mode, *common, *args],
+                env={"OMP_NUM_THREADS": "1"},
+            )
+            for mode, args in (("prefill", ()), ("decode", DECODE))
         )
-        for mode, args in (("prefill", ()), ("decode", DECODE))
-    )
-    return Pair(prefill, decode, port, pages)
+        yield Pair(prefill, decode, vllm, port, pages)
 
 
 def test_prefill_fills_the_pool_and_reads_it(pair: Pair, questions: dict[str, Question]) -> None:
@@ -102,3 +107,15 @@ def test_what_vllm_computed_is_handed_over(pair: Pair, questions: dict[str, Ques
     question = questions["number 3"]
     computed, answer = pair.ask(question.prompt, len(question.answer))
     assert computed.from_storage == full(question) and answer.token_ids == question.answer
+
+
+def test_vllm_goes_on_with_what_prefill_stored_and_decode_generated(pair: Pair, questions: dict[str, Question]) -> None:
+    question = questions["falsified"]
+    _, answer = pair.ask(question.prompt, GENERATED)
+    turn = (*question.prompt, *answer.token_ids[:-1])
+    pair.pages.wait_for(turn)
+    for prompt, expected in ((question.prompt, question.answer), (turn, answer.token_ids[-1:])):
+        pair.vllm.reset_prefix_cache()
+        went_on = pair.vllm.ask(prompt, max_tokens=len(expected))
+        assert went_on.cached_tokens == len(prompt) // PAGE_TOKENS * PAGE_TOKENS
+        assert went_on.token_ids == tuple(expected)
