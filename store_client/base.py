@@ -38,6 +38,9 @@ class Lookup(NamedTuple):
     """So many are present now."""
     pending: bool = False
     """More of them may be there soon, so it is worth to ask again. False where all that were asked for are present."""
+    coming: int = 0
+    """So many more, right behind, are being fetched: who plans a load may count on them, and loads them as they land.
+    One that does not land is a page that was lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ Nothing has to be set. For each setting, the first of these that has a value win
 
 1. the engine's own JSON: `kv_connector_extra_config` inside vLLM's `--kv-transfer-config`;
 2. environment variables, one per field; an empty one counts as not set, `null` sets an optional field to its default,
-   a list is separated by commas;
+   a list is separated by commas, `tiers` is JSON;
 3. the TOML or YAML file that `{ENV_FILE}` names (`.toml`, `.yaml` or `.yml`; at most 64 KiB, no YAML anchors);
 4. the default.
 

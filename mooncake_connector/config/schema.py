@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from mooncake_connector.config.environ import is_service_variable
 from mooncake_connector.config.file import read_config_file
+from mooncake_connector.config.tiers import Tiers, decode_tiers
 from mooncake_connector.config.values import TRANSPORTS, Hosts, Nbytes, PageTokens, Transports, decode, shown
 from mooncake_connector.errors import ConfigError
 
@@ -131,6 +132,44 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "true or false",
         ),
     ] = True
+    tiers: Annotated[
+        Tiers,
+        _field(
+            "What lies behind the pool of this host, nearest first: a Mooncake Store cluster (`mooncake`), a disk of "
+            "this host (`disk`), a folder that several hosts mount (`folder`), an object store (`object`). Pages that "
+            "the pool lacks are fetched from them, and new pages are written to them, by one agent process for each "
+            "pool. Unset: there is no agent. See [a fleet](fleet.md).",
+            'a list of up to 8 tiers: each a mapping with `kind` ("mooncake", "disk", "folder" or "object") and the '
+            "settings of that kind, or the name of the kind alone; in the environment as JSON",
+        ),
+    ] = Tiers()
+    agent: Annotated[
+        Literal["auto", "external", "embedded"],
+        _field(
+            "Who runs the agent where `tiers` are set. `auto`: the first engine starts it, as a process of its own "
+            "that outlives the engine. `external`: it is started apart (`mooncake-connector agent --foreground`, by "
+            "hand, by systemd or in a container of its own). `embedded`: a thread of one of the engine's processes.",
+            '"auto", "external" or "embedded"',
+        ),
+    ] = "auto"
+    agent_idle_s: Annotated[
+        float,
+        _field(
+            "An agent that an engine started ends when nobody has used the pool for so many seconds.",
+            "a number from 1 to 86400",
+            ge=1,
+            le=86400,
+        ),
+    ] = 300.0
+    agent_metrics_port: Annotated[
+        int,
+        _field(
+            "Port on 127.0.0.1 at which the agent serves the metrics of this host to Prometheus.",
+            "an integer from 0 to 65535; 0 for none",
+            ge=0,
+            le=65535,
+        ),
+    ] = 0
     transports: Annotated[
         Transports,
         _field(
@@ -361,6 +400,12 @@ def check_together(settings: list[Setting]) -> None:
     tls = ("tls_certificate", "tls_key", "tls_authority")
     if len({value[name] is None for name in tls}) > 1:
         raise ConfigError(f"{', '.join(map(seen, tls))}: expected all three for TLS, or none")
+    needing = [tier.title for tier in value["tiers"] if tier.kind in ("folder", "object")]
+    if needing and value["secret_file"] is None:
+        raise ConfigError(
+            f"{said('tiers')} has {', '.join(needing)}, and {seen('secret_file')}: set secret_file to a file with the "
+            "same secret on all hosts, since others may write there and pages are signed with it"
+        )
     hosts = value["transfer_hosts"]
     if hosts and value["secret_file"] is None:
         raise ConfigError(
@@ -381,10 +426,14 @@ def _convert(name: str, value: Any, source: str, *, strict: bool) -> Any:
     if not strict and value == "null" and _FIELDS[name].default is None:
         return None
     try:
+        if name == "tiers":
+            return decode_tiers(value, strict=strict)
         return msgspec.convert(
             value, _FIELDS[name].type, strict=strict, dec_hook=lambda wanted, seen: decode(wanted, seen, strict)
         )
-    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError):
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
         extra = field_metadata(name).extra or {}
+        if name == "tiers" and isinstance(error, ValueError) and not isinstance(error, msgspec.ValidationError):
+            raise ConfigError(f"{source}: {error}") from None
         seen = "not shown here" if name in _PRIVATE and value and isinstance(value, str) else shown(value)
         raise ConfigError(f"{source} is {seen}: expected {extra['allowed']}") from None

@@ -76,8 +76,8 @@ def test_aborted_at_prefill(tidy, moment):
         assert "Aborted by AbortReq." in case.prefill.failed()[0].failure_reason
     ended = case.finish("decode")
     assert ended == (KVPoll.Success if moment == "arrived" else KVPoll.Failed) or moment == "computed"
-    assert not any(bool((each == 5).any()) for rank in tidy.decode.ranks for each in rank.kv)
-    if ended == KVPoll.Success:
+    if ended == KVPoll.Success:  # else what was under way may have landed in pages that are nobody's
+        assert not any(bool((each == 5).any()) for rank in tidy.decode.ranks for each in rank.kv)
         case.decode.clear()
         return
     case.reuse()

@@ -1,0 +1,142 @@
+"""Settings of the tiers: what lies behind the pool of a host. `tiers` in the configuration is a list of these.
+
+An entry is a mapping whose `kind` says which tier it is, or the kind's name alone where it needs nothing else. The
+order of the list is the order in which the agent asks them: nearest first.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mooncake_connector.config.values import Nbytes, decode, shown
+
+MAX_TIERS = 8
+
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-z0-9][a-z0-9_-]*$")]
+Text: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
+class TierSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    """What every tier has.
+
+    Args:
+        name: in metrics, messages and `store stats`; the kind where it is not set. Two tiers must differ in it.
+        write: which pages of the pool it is given: all new ones, those with a second use, or none.
+        share: whether it is also given pages that another tier had; without it only what this host computed.
+        bandwidth: bytes a second that may be written to it at most; None for no bound.
+        timeout_s: a call that takes longer has failed, and the tier is left alone for a while.
+    """
+
+    name: Name | None = None
+    write: Literal["all", "reused", "none"] = "all"
+    share: bool = False
+    bandwidth: Nbytes | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
+
+    @property
+    def kind(self) -> str:
+        return str(self.__struct_config__.tag)
+
+    @property
+    def title(self) -> str:
+        return self.name or self.kind
+
+
+class MooncakeTier(TierSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mooncake"):
+    """A Mooncake Store cluster. What is not set is taken from Mooncake's own file and variables
+    (MOONCAKE_CONFIG_PATH, MOONCAKE_MASTER, ...), then from its defaults."""
+
+    master: Text | None = None
+    metadata: Text | None = None
+    host: Text | None = None
+    protocol: Literal["tcp", "rdma"] | None = None
+    device: Annotated[str, Meta(max_length=1024)] | None = None
+    segment: Nbytes | None = None
+    buffer: Nbytes | None = None
+    replicas: Annotated[int, Meta(ge=1, le=16)] = 1
+    soft_pin: bool = False
+    tenant: Text | None = None
+    cluster_id: Text | None = None
+
+
+class DiskTier(TierSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="disk"):
+    """A folder on a disk of this host, used by one agent at a time."""
+
+    path: Path
+    capacity: Nbytes
+    daily_writes: Nbytes | None = None
+    direct: bool = True
+
+
+class FolderTier(TierSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="folder"):
+    """A folder that several hosts mount (NFS, 3FS, CephFS, FUSE). Its pages carry a MAC: `secret_file` must be set."""
+
+    path: Path
+    capacity: Nbytes | None = None
+    keep_days: Annotated[float, Meta(gt=0, le=36500)] | None = None
+
+
+class ObjectTier(TierSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="object"):
+    """An S3-compatible object store: `url` is s3://bucket/prefix. Credentials come from the environment, as AWS's tools
+    take them. Its pages carry a MAC: `secret_file` must be set."""
+
+    url: Annotated[str, Meta(min_length=6, max_length=1024, pattern=r"^s3://[^\s@]+$")]
+    endpoint: Annotated[str, Meta(max_length=1024, pattern=r"^https?://[^\s@]+$")] | None = None
+    region: Text | None = None
+    capacity: Nbytes | None = None
+    keep_days: Annotated[float, Meta(gt=0, le=36500)] | None = None
+
+
+AnyTier: TypeAlias = MooncakeTier | DiskTier | FolderTier | ObjectTier
+KINDS: dict[str, type[TierSettings]] = {
+    "mooncake": MooncakeTier, "disk": DiskTier, "folder": FolderTier, "object": ObjectTier,
+}  # fmt: skip
+
+
+class Tiers(tuple[AnyTier, ...]):
+    """The tiers of a pool, nearest first."""
+
+
+def decode_tiers(value: Any, *, strict: bool) -> Tiers:
+    """Tiers from what a file or the engine's JSON holds, or where not `strict` from text, which is JSON or names.
+
+    Raises ValueError that says which entry and key is wrong, what it is, and what is allowed.
+    """
+    if isinstance(value, str) and not strict:
+        text = value.strip()
+        value = msgspec.json.decode(text) if text.startswith("[") else [name.strip() for name in text.split(",")]
+    if not isinstance(value, list) or len(value) > MAX_TIERS:
+        raise ValueError(f"{shown(value)}: expected a list of at most {MAX_TIERS} tiers")
+    tiers = Tiers(_decode_tier(number, entry) for number, entry in enumerate(value, 1))
+    titles = [tier.title for tier in tiers]
+    if twice := sorted({title for title in titles if titles.count(title) > 1}):
+        raise ValueError(f"two tiers are called {twice[0]!r}: give each a `name` of its own")
+    return tiers
+
+
+def _decode_tier(number: int, entry: Any) -> AnyTier:
+    fields = {"kind": entry} if isinstance(entry, str) else entry
+    kind = fields.get("kind") if isinstance(fields, dict) else None
+    if kind not in KINDS:
+        raise ValueError(f"tier {number} is {shown(entry)}: expected a mapping with `kind`, one of {', '.join(KINDS)}")
+    known = msgspec.structs.fields(KINDS[kind])
+    names = [field.name for field in known]
+    for key in fields:
+        if key != "kind" and key not in names:
+            close = difflib.get_close_matches(str(key), names, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise ValueError(
+                f"tier {number} ({kind}) has an unknown key {shown(key)}{hint}; known are {', '.join(names)}"
+            )
+    for field in known:
+        if field.required and field.name not in fields:
+            raise ValueError(f"tier {number} ({kind}) lacks `{field.name}`")
+    try:
+        return msgspec.convert(fields, AnyTier, dec_hook=lambda wanted, seen: decode(wanted, seen, True))
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ValueError(f"tier {number} ({kind}): {error}") from None
