@@ -61,10 +61,10 @@ demo-engines: vllm sglang
 	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo_engines.py
 
 test: setup
-	@$(DEV)/bin/python tests/tools/run.py e2e pd vllm slow store vllm-0.33 transfer sglang-pd sglang lint
+	@$(DEV)/bin/python tests/tools/run.py e2e pd vllm slow store tiers vllm-0.33 transfer sglang-pd sglang lint
 
 test-fast: $(DEV)/.tools $(DEV)/.wheel
-	@$(DEV)/bin/python tests/tools/run.py transfer store
+	@$(DEV)/bin/python tests/tools/run.py transfer store tiers
 
 test-long: setup
 	@MOONCAKE_TEST_LONG=1 $(DEV)/bin/python tests/tools/run.py long

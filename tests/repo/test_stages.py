@@ -59,3 +59,45 @@ def test_one_stage_alone_prints_as_it_goes(stages, tmp_path, capfd):
     stages["alone"] = run.Stage([python("print('at once')")], limit_s=60)
     assert run.main(["alone"]) == 0
     assert not (tmp_path / "alone.log").exists() and "at once\n" in capfd.readouterr().out
+
+
+FLAKY = """
+import os, sys
+report = next((a.partition("=")[2] for a in sys.argv if a.startswith("--junit-xml=")), None)
+if report:
+    open(report, "w").write({report!r})
+    sys.exit(1)
+asked = [a for a in sys.argv if "::" in a]
+print("asked for", *asked)
+sys.exit({status})
+"""
+CASES = (
+    '<testsuites><testsuite tests="3" failures="1" errors="1" skipped="0">'
+    '<testcase classname="tests.repo.test_stages" name="test_ok"/>'
+    '<testcase classname="tests.repo.test_stages.TestIt" name="test_it[a.b-1]"><failure/></testcase>'
+    '<testcase classname="tests.repo.test_stages.TestIt" name="test_it[a.b-1]"><error/></testcase>'
+    "</testsuite></testsuites>"
+)
+
+
+@pytest.mark.parametrize(("status", "said"), [(0, "2 passed, 0 failed"), (1, "1 passed, 2 failed")])
+def test_what_failed_runs_once_more_alone_and_is_listed(stages, tmp_path, capfd, status, said):
+    pytest_like = tmp_path / "pytest"
+    pytest_like.write_text(f"#!{sys.executable}\n{FLAKY.format(report=CASES, status=status)}\n")
+    pytest_like.chmod(0o700)
+    stages["flaky"] = run.Stage([(pytest_like,)], limit_s=60)
+    assert run.main(["flaky"]) == status
+    shown = capfd.readouterr().out
+    test = "tests/repo/test_stages.py::TestIt::test_it[a.b-1]"
+    assert f"asked for {test}\n" in shown and f"{said}, 0 skipped" in shown
+    assert (f"FAILED ONCE, and passed alone: {test}\n" in shown) is (status == 0)
+
+
+def test_many_failures_are_not_run_again(stages, tmp_path, capfd, monkeypatch):
+    pytest_like = tmp_path / "pytest"
+    pytest_like.write_text(f"#!{sys.executable}\n{FLAKY.format(report=CASES, status=0)}\n")
+    pytest_like.chmod(0o700)
+    monkeypatch.setattr(run, "MOST_AGAIN", 1)
+    stages["broken"] = run.Stage([(pytest_like,)], limit_s=60)
+    assert run.main(["broken"]) == 1
+    assert "once more" not in capfd.readouterr().out

@@ -4,7 +4,11 @@
 
 Two stages run side by side where there are two cores, in the order given, so the longest are given first: a server
 spends its start on one core, and most tests wait for something. What such a stage prints is shown when it has ended. A
-stage that fails does not stop the others. Standard library only: this runs before anything of ours is imported.
+stage that fails does not stop the others.
+
+Where a few tests failed they are run once more at the end, alone on the machine. What passes then counts as passed and
+is listed as FAILED ONCE, since it is a defect all the same: of the test, or one that shows on a busy machine only.
+Standard library only: this runs before anything of ours is imported.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ NEXT_MODULES = (
 )  # fmt: skip
 AT_ONCE = min(2, os.cpu_count() or 1)
 STOP_S = 60.0
+AGAIN_S = 900.0
+MOST_AGAIN = 4
+"""With more failures than that something is broken, and nothing is run again."""
 NEEDS_SERVER = "test_the_server_ends_with_one_message"  # which has libraries that the older version does without
 WALKS = "28-64-True or 12-48-32"  # the other two settings of test_walk.py are enough for the next version
 
@@ -58,13 +65,16 @@ def pytest(where: Path, *arguments: str) -> tuple[str | Path, ...]:
 
 
 TRANSFER = ("tests/transfer", "tests/repo")  # about half of what needs no engine
+TIERS = ("tests/tiers", "tests/agent")
 
 STAGES = {
     "lint": Stage([(DEV / "ruff", "check", "."), (DEV / "mypy",)], limit_s=600),
     "transfer": Stage([pytest(DEV, "-m", "not slow and not engine", *TRANSFER)], limit_s=1200),
     "store": Stage(
-        [pytest(DEV, "-m", "not slow and not engine", *(f"--ignore={folder}" for folder in TRANSFER))], limit_s=1200
+        [pytest(DEV, "-m", "not slow and not engine", *(f"--ignore={folder}" for folder in (*TRANSFER, *TIERS)))],
+        limit_s=1200,
     ),
+    "tiers": Stage([pytest(DEV, "-m", "not slow and not engine", *TIERS)], limit_s=1200),
     "slow": Stage([pytest(DEV, "-m", "slow and not engine")], limit_s=2400),
     "vllm": Stage([pytest(VLLM, "tests/vllm")], limit_s=1800),
     # No engine of it is started: its Python code finds 0.32's CPU extensions beside it (install_vllm_next.sh).
@@ -100,6 +110,16 @@ STAGES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Tests of one command of a stage that failed; `count` is what its report counts as failures and errors."""
+
+    stage: Stage
+    pytest: str | Path
+    tests: Sequence[str]
+    count: int
+
+
 @dataclass(slots=True)
 class Count:
     """Outcomes so far."""
@@ -127,6 +147,7 @@ class Run:
     def __init__(self, name: str, output: IO[bytes] | None) -> None:
         self.name, self.output, self.count = name, output, Count()
         self.started_s = time.monotonic()
+        self.failed: list[Failed] = []
         self._stage, self._index = STAGES[name], 0
         self._process: subprocess.Popen[bytes] | None = None
         if self._stage.needs is None or self._stage.needs.exists():
@@ -182,6 +203,10 @@ class Run:
             outcome = read_report(self._report)
         else:
             outcome = Count(passed=int(status == 0 and not self._is_pytest))
+        if status == 1 and self._report.exists():
+            tests = failed_tests(self._report)
+            if tests:
+                self.failed.append(Failed(self._stage, self._stage.commands[self._index][0], tests, outcome.failed))
         if status != 0 and outcome.failed == 0:  # a crash, a time-out, no test collected, or a tool's complaint
             outcome.failed = 1
         self.count.add(outcome)
@@ -208,6 +233,37 @@ def read_report(report: Path) -> Count:
     return count
 
 
+def failed_tests(report: Path) -> list[str]:
+    """Names by which pytest finds the tests that failed; empty where one of them cannot be named."""
+    found = dict[str, None]()
+    for case in ET.parse(report).getroot().iter("testcase"):
+        if case.find("failure") is None and case.find("error") is None:
+            continue
+        module, classes = case.get("classname", "").split("."), list[str]()
+        while module and not (ROOT / Path(*module)).with_suffix(".py").is_file():
+            classes.insert(0, module.pop())
+        if not module:
+            return []
+        found["::".join([f"{'/'.join(module)}.py", *classes, case.get("name", "")])] = None
+    return list(found)
+
+
+def run_again(failed: Sequence[Failed], total: Count) -> None:
+    """See the module; corrects the count."""
+    for one in failed:
+        command = [str(part) for part in (*pytest(Path(one.pytest).parent), *one.tests)]
+        print(f"\n===== once more, alone: {' '.join(one.tests)} =====", flush=True)
+        try:
+            environment = {**os.environ, **one.stage.variables, "PYTHONUNBUFFERED": "1"}
+            ended = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, timeout=AGAIN_S)
+        except subprocess.TimeoutExpired:
+            continue
+        if ended.returncode == 0:
+            total.add(Count(passed=len(one.tests), failed=-one.count))
+            for test in one.tests:
+                print(f"FAILED ONCE, and passed alone: {test}", flush=True)
+
+
 def begin(name: str, *, alone: bool) -> Run:
     if alone:
         print(f"\n===== {name} =====", flush=True)
@@ -232,6 +288,7 @@ def main(names: Sequence[str]) -> int:
     RESULTS.mkdir(parents=True, exist_ok=True)
     total, waiting, running = Count(), list(names), list[Run]()
     alone = min(AT_ONCE, len(names)) == 1
+    failed: list[Failed] = []
     try:
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
@@ -239,11 +296,14 @@ def main(names: Sequence[str]) -> int:
             for run in [run for run in running if run.has_ended()]:
                 running.remove(run)
                 total.add(run.count)
+                failed += run.failed
                 show(run)
             time.sleep(0.1)
     finally:
         for run in running:
             run.stop()
+    if total.failed <= MOST_AGAIN:
+        run_again(failed, total)
     (RESULTS / "summary.txt").write_text(f"{total}\n")
     print(total, flush=True)
     return 1 if total.failed else 0
