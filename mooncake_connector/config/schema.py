@@ -147,8 +147,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "external", "embedded"],
         _field(
             "Who runs the agent where `tiers` are set. `auto`: the first engine starts it, as a process of its own "
-            "that outlives the engine. `external`: it is started apart, by "
-            "hand, by systemd or in a container of its own). `embedded`: a thread of one of the engine's processes.",
+            "that outlives the engine. `external`: it is started apart, by hand, by systemd or in a container of its "
+            "own. `embedded`: a thread of one of the engine's processes.",
             '"auto", "external" or "embedded"',
         ),
     ] = "auto"

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import msgspec
 
 from mooncake_connector.config.schema import Config
+from mooncake_connector.config.tiers import KINDS, MAX_TIERS, Tiers
 from mooncake_connector.config.values import Hosts, Nbytes, PageTokens, Transports
 from mooncake_connector.deploy.schema import Address, Arguments, Deployment, Environment, meta_of
 
@@ -30,6 +31,16 @@ _OF: dict[Any, dict[str, Any]] = {
     PageTokens: {"enum": [16, 32, 64, 128, 256, 512, 1024]},
     Transports: {**_TEXTS, "minItems": 1, "uniqueItems": True},
     Hosts: {**_TEXTS, "uniqueItems": True},
+    Tiers: {
+        "type": "array",
+        "maxItems": MAX_TIERS,
+        "items": {
+            "anyOf": [
+                {"enum": list(KINDS)},
+                {"type": "object", "properties": {"kind": {"enum": list(KINDS)}}, "required": ["kind"]},
+            ]
+        },
+    },
 }
 
 
