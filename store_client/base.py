@@ -147,6 +147,26 @@ class Space(ABC):
         asked again. Who asks may stop at any time and does not say so.
         """
 
+    def prefetch(  # noqa: B027 - a store that has all its pages at hand needs nothing
+        self,
+        keys: Sequence[bytes],
+        *,
+        parent: bytes | None = None,
+        prefill_tokens_s: float | None = None,
+        deadline_s: float = 30.0,
+    ) -> None:
+        """Say that these pages of a chain will be looked up: the earlier, the better. Never waits and takes no lock.
+
+        A store that fetches pages from elsewhere begins with it; others do nothing. The answers are those of `lookup`,
+        also for a part of the keys. What is present already may be among them.
+
+        Args:
+            parent: the key before `keys[0]` in the chain; None where there is none or it is not known.
+            prefill_tokens_s: tokens that the caller would compute in a second, so that nothing is fetched that is
+                computed sooner; the latest one given serves for lookups as well. None: not known yet.
+            deadline_s: after so many seconds the pages are of no use any more.
+        """
+
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether the page is present. Takes no lock and writes nothing."""
@@ -198,8 +218,11 @@ class Store(ABC):
     """
 
     @abstractmethod
-    def space(self, namespace: Namespace, shard: Shard) -> Space:
-        """The pages of `shard` in `namespace`; nothing is written until the first put."""
+    def space(self, namespace: Namespace, shard: Shard, nbytes: int | None = None) -> Space:
+        """The pages of `shard` in `namespace`; nothing is written until the first put.
+
+        `nbytes` is the size of a page. A store that fetches pages from elsewhere does so only where it is given.
+        """
 
     @abstractmethod
     def shards(self, namespace: Namespace) -> list[Shard]:

@@ -40,8 +40,8 @@ class ShardView:
     def __init__(self, store: Store, namespace: Namespace, shard: Shard, unit_nbytes: int) -> None:
         self._store, self._namespace = store, namespace
         self.shard = shard
-        self.own: Space = store.space(namespace, shard)
         self.nbytes = shard.num_units * unit_nbytes
+        self.own: Space = store.space(namespace, shard, self.nbytes)
         self._unit_nbytes = unit_nbytes
         self._others = _Others(shard, [], self._open)
         self._look_again_s = 0.0
@@ -59,8 +59,22 @@ class ShardView:
             rest = keys[count:]
             present = others.covered(rest) | np.array(self.own.contains(rest), dtype=bool)
             count += len(rest) if present.all() else int(present.argmin())
+            own = self.own.lookup(keys[count:])  # what is on its way behind those that others cover
+            count += own.pages
         following = keys[count : count + 1]
-        return Lookup(count, bool(following) and (own.pending or others.pending(following)))
+        pending = bool(following) and (own.pending or others.pending(following))
+        return Lookup(count, pending, own.coming if following else 0)
+
+    def prefetch(
+        self,
+        keys: Sequence[bytes],
+        *,
+        parent: bytes | None = None,
+        prefill_tokens_s: float | None = None,
+        deadline_s: float = 30.0,
+    ) -> None:
+        """Say that these pages will be looked up, as `Space.prefetch`. Only the rank's own shard is fetched."""
+        self.own.prefetch(keys, parent=parent, prefill_tokens_s=prefill_tokens_s, deadline_s=deadline_s)
 
     def lookup_within(self, keys: Sequence[bytes], wait_s: float) -> Lookup:
         """As `lookup`, for a thread that may wait: asks again for at most `wait_s` while the answer is pending."""

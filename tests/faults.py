@@ -167,9 +167,9 @@ class FaultyStore(Store):
     def __init__(self, store: Store, faults: Faults) -> None:
         self._store, self._faults = store, faults
 
-    def space(self, namespace: Namespace, shard: Shard) -> FaultySpace:
+    def space(self, namespace: Namespace, shard: Shard, nbytes: int | None = None) -> FaultySpace:
         self._faults.note("space")
-        return FaultySpace(self._store.space(namespace, shard), shard, self._faults)
+        return FaultySpace(self._store.space(namespace, shard, nbytes), shard, self._faults)
 
     def shards(self, namespace: Namespace) -> list[Shard]:
         return self._store.shards(namespace)

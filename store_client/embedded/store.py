@@ -66,7 +66,7 @@ class EmbeddedStore(Store):
         """The pool folder."""
         return self._handle.path
 
-    def space(self, namespace: Namespace, shard: Shard) -> EmbeddedSpace:
+    def space(self, namespace: Namespace, shard: Shard, nbytes: int | None = None) -> EmbeddedSpace:
         return EmbeddedSpace(self._handle, self._closed, namespace, shard)
 
     def shards(self, namespace: Namespace) -> list[Shard]:

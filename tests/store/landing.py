@@ -82,7 +82,7 @@ class LandingStore:
     def __init__(self, space: LandingSpace) -> None:
         self._space = space
 
-    def space(self, namespace: Any, shard: Shard) -> LandingSpace:
+    def space(self, namespace: Any, shard: Shard, nbytes: int | None = None) -> LandingSpace:
         return self._space
 
     def shards(self, namespace: Any) -> list[Shard]:

@@ -115,7 +115,7 @@ class MemoryStore(Store):
     def __init__(self) -> None:
         self._memory = Memory()
 
-    def space(self, namespace: Namespace, shard: Shard) -> MemorySpace:
+    def space(self, namespace: Namespace, shard: Shard, nbytes: int | None = None) -> MemorySpace:
         return MemorySpace(self._memory, namespace, shard)
 
     def shards(self, namespace: Namespace) -> list[Shard]:

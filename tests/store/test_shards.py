@@ -167,8 +167,8 @@ class Counting:
         self.listed += 1
         return self._store.shards(name)
 
-    def space(self, name, shard):
-        space, asked = self._store.space(name, shard), self.asked
+    def space(self, name, shard, nbytes=None):
+        space, asked = self._store.space(name, shard, nbytes), self.asked
 
         class Asked:
             def __getattr__(self, call):
@@ -310,7 +310,7 @@ def unsure_view(pool, *shards):
     unsure = Faults()
     unsure.answer = lambda keys, found: Lookup(found.pages, pending=found.pages < len(keys))
 
-    def space(namespace, shard):
+    def space(namespace, shard, nbytes=None):
         return FaultySpace(pool.store.space(namespace, shard), shard, unsure if shard in shards else Faults())
 
     store = SimpleNamespace(space=space, shards=pool.store.shards)

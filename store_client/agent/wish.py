@@ -1,0 +1,51 @@
+"""What is asked of the agent, and what it says to that: plain values between its socket and what fetches pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.namespace import Namespace
+from store_client.tiers.base import SpaceName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """Pages that the pool lacks and somebody is about to read: consecutive ones of a chain."""
+
+    namespace: Namespace
+    """All of it, not the digest alone: a pool that never had pages of it writes down what it is."""
+    shard: Shard
+    keys: Sequence[bytes]
+    """Page keys, 32 bytes each, in the order of the chain; at least one."""
+    parent: bytes | None
+    """The key before `keys[0]`, where it is known."""
+    nbytes: int
+    """Of each page."""
+    deadline_s: float
+    """Seconds from now; what comes later is of no use to who asks."""
+    prefill_tokens_s: float | None = None
+    """How fast the engine that asks computes a prompt; None where that is not known yet."""
+
+    @property
+    def space(self) -> SpaceName:
+        return SpaceName(self.namespace.digest, self.shard)
+
+    @property
+    def page_tokens(self) -> int:
+        return self.namespace.page_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """How a wish stands."""
+
+    coming: int = 0
+    """So many leading keys of the wish are being fetched, or have landed."""
+    landed: int = 0
+    """So many leading keys are in the pool."""
+    done: bool = False
+    """Nothing more will come; the last word of every wish."""
+    cause: str = ""
+    """Why not all of it came: one word for the metrics ("absent", "slow", "timeout", "unavailable", ...)."""
