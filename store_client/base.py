@@ -129,6 +129,8 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 Consume: TypeAlias = Callable[[int, Bytes], None]
 Fill: TypeAlias = Callable[[int, Bytes], None]
+Pieces: TypeAlias = Sequence[Bytes]
+"""The bytes of one page, in order: usually one piece, several where the pool's space is fragmented."""
 
 
 class Space(ABC):

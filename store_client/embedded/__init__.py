@@ -6,6 +6,7 @@ import numpy.ma  # noqa: F401
 
 from store_client.embedded.folder import default_pool_path
 from store_client.embedded.owners import PoolUser, pool_users
+from store_client.embedded.space import EmbeddedSpace
 from store_client.embedded.store import EmbeddedStore
 
-__all__ = ["EmbeddedStore", "PoolUser", "default_pool_path", "pool_users"]
+__all__ = ["EmbeddedSpace", "EmbeddedStore", "PoolUser", "default_pool_path", "pool_users"]

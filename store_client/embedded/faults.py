@@ -3,13 +3,16 @@
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import lmdb
 
 from mooncake_connector.log import get_logger, log_once
 
 logger = get_logger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Damaged(Exception):
@@ -27,12 +30,12 @@ DAMAGE = (
 """What only damaged files raise once the caller's arguments were checked: nothing else may cost anybody the pool."""
 
 
-def callers(callback: Callable[..., None]) -> Callable[..., None]:
+def callers(callback: Callable[P, R]) -> Callable[P, R]:
     """`callback`, whose exceptions are not ours to contain."""
 
-    def call(*arguments: Any) -> None:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            callback(*arguments)
+            return callback(*args, **kwargs)
         except Exception as error:
             raise CallersOwn from error
 

@@ -5,18 +5,22 @@ cleared before their space is given to anybody else.
 """
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import xxhash
 
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes, Consume
+from store_client.base import Bytes, Consume, Pieces
 from store_client.embedded.arena import GRANULE, Arena, gather
 from store_client.embedded.faults import CallersOwn
 from store_client.embedded.names import join_keys
 from store_client.embedded.owners import Counters
-from store_client.embedded.table import Found, Table
+from store_client.embedded.table import READ, Found, Table
 
 logger = get_logger(__name__)
+
+ConsumeAll: TypeAlias = Callable[[Sequence[tuple[int, Pieces, int]]], None]
+"""Called with (number in the keys, pieces, XXH3-64) of every page that is there."""
 
 
 class Reader:
@@ -69,7 +73,7 @@ class Reader:
             else:
                 self._report_corrupt(found)
         if touched:
-            self._table.touch(touched)
+            self._table.touch(touched, READ)
         self._counters.add(
             read_pages=len(touched), read_nbytes=len(touched) * nbytes, geometry=geometry, changed=changed
         )
@@ -83,10 +87,27 @@ class Reader:
         whole = pieces[0] if len(pieces) == 1 else gather(pieces, found.row.nbytes)
         if xxhash.xxh3_64_intdigest(whole.data) != found.row.checksum:
             return False
-        view = whole[:]
-        view.flags.writeable = False
-        consume(i, view)
+        consume(i, _read_only(whole))
         return True
+
+    def show(self, keys: Sequence[bytes], space: int, consume: ConsumeAll, nbytes: int) -> list[bool]:
+        """See `EmbeddedSpace.show`."""
+        shown: list[tuple[int, Pieces, int]] = []
+        pages: list[Found] = []
+        for i, slot in enumerate(self._table.slots(join_keys(keys), space)):
+            found = self._table.at(slot, keys[i], space) if slot >= 0 else None
+            if found is None or found.row.nbytes != nbytes:
+                continue
+            pieces = self._pieces(found)
+            if pieces is not None:
+                shown.append((i, [_read_only(piece) for piece in pieces], found.row.checksum))
+                pages.append(found)
+        if shown:
+            consume(shown)
+        stayed = [False] * len(keys)
+        for (i, _, _), found in zip(shown, pages, strict=True):
+            stayed[i] = self._table.unchanged(found)
+        return stayed
 
     def check(self, found: Found) -> bool | None:
         """Whether the page's bytes are right; None if it went away meanwhile."""
@@ -117,6 +138,12 @@ class Reader:
         count = min(row.num_extents - 1, GRANULE // 8)
         extents = listed[: count * 8].view("<u4").reshape(-1, 2)
         return self._arena.views([(int(first), int(size)) for first, size in extents], row.nbytes)
+
+
+def _read_only(piece: Bytes) -> Bytes:
+    view = piece[:]
+    view.flags.writeable = False
+    return view
 
 
 def _digest(pieces: list[Bytes]) -> int:

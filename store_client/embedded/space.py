@@ -5,8 +5,10 @@ Faults of the pool end here: a miss or a failed put, a counter and one log line.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
@@ -15,14 +17,16 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes, Consume, Fill, Lookup, Put, Space
+from store_client.base import Bytes, Consume, Fill, Lookup, Pieces, Put, Space
 from store_client.embedded.arena import spread
 from store_client.embedded.faults import CallersOwn, callers
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.names import identify, join_keys
 from store_client.embedded.pool import Pool
+from store_client.embedded.reader import ConsumeAll
 from store_client.embedded.registry import Handle
-from store_client.embedded.writer import PutPages, PutPlan
+from store_client.embedded.table import BROUGHT
+from store_client.embedded.writer import Place, PutPages, PutPlan
 
 logger = get_logger(__name__)
 
@@ -30,10 +34,51 @@ _BATCH_NBYTES = 64 << 20
 """At most so much is reserved at a time: what a killed writer can hold back, and what a small pool must free."""
 _BATCH_PAGES = 1024
 _REMOVE_DEADLINE_S = 5.0
+_UNCOUNTED = ("stored", "present", "unfilled", "cleared")
+"""What is no fault of the pool."""
+
+FillAll: TypeAlias = Callable[[Sequence[tuple[int, Pieces]]], Sequence[int | None]]
+"""Called with (number in the keys, writable pieces) of every page that has a place; returns for each its XXH3-64, or
+None where the page is not to be stored."""
+_FillPlan: TypeAlias = Callable[[Pool, PutPlan], None]
 
 
-def _shifted(fill: Fill, at: int, i: int, view: Bytes) -> None:
-    fill(at + i, view)
+def _fill_each(fill: Fill, at: int, pool: Pool, plan: PutPlan) -> None:
+    nbytes = plan.pages.nbytes
+    for place in plan.places:
+        pieces = _pieces(pool, place, nbytes)
+        if pieces is None:
+            continue
+        whole: Bytes = pieces[0] if len(pieces) == 1 else np.empty(nbytes, dtype=np.uint8)
+        fill(at + place.index, whole)
+        if len(pieces) > 1:
+            spread(whole, pieces)
+        place.checksum = xxhash.xxh3_64_intdigest(whole.data)
+
+
+def _fill_all(fill: FillAll, at: int, pool: Pool, plan: PutPlan) -> None:
+    prepared = [(place, pieces) for place in plan.places if (pieces := _pieces(pool, place, plan.pages.nbytes))]
+    if not prepared:
+        return
+    checksums = fill([(at + place.index, pieces) for place, pieces in prepared])
+    if len(checksums) != len(prepared) or not all(one is None or 0 <= one < 1 << 64 for one in checksums):
+        raise CallersOwn from ValueError(
+            f"{len(checksums)} checksums for {len(prepared)} pages, or one of over 64 bits"
+        )
+    for (place, _), checksum in zip(prepared, checksums, strict=True):
+        place.checksum = checksum
+
+
+def _pieces(pool: Pool, place: Place, nbytes: int) -> list[Bytes] | None:
+    """Where the page goes, with the list of its extents written where it needs one."""
+    extents = place.extents
+    if place.is_listed:
+        listed = pool.arena.views(extents[:1], 8 * (len(extents) - 1))
+        if listed is None:
+            return None
+        listed[0][:] = np.array(extents[1:], dtype="<u4").reshape(-1).view(np.uint8)
+        extents = extents[1:]
+    return pool.arena.views(extents, nbytes)
 
 
 class EmbeddedSpace(Space):
@@ -70,6 +115,51 @@ class EmbeddedSpace(Space):
         parents: Sequence[bytes | None],
         deadline_s: float,
     ) -> list[Put]:
+        write = partial(_fill_each, callers(fill))
+        return self._put(PutPages(self._namespace, self._shard, keys, parents, nbytes), write, deadline_s)
+
+    def receive(
+        self,
+        keys: Sequence[bytes],
+        fill: FillAll,
+        *,
+        nbytes: int,
+        parents: Sequence[bytes | None],
+        deadline_s: float,
+        follows: Collection[bytes] = (),
+        clears: int | None = None,
+    ) -> list[Put]:
+        """As `write`, for pages that somebody else brings: `fill` is given all places at once, and returns checksums.
+
+        `fill(places)` gets a pair of number in `keys` and writable pieces of the arena for each absent page that has a
+        place, at most 64 MiB of them at a time, and fills the pieces. It returns for each the XXH3-64 of what is in
+        them, which nobody computes again, or None where the page did not come: that one is FAILED. Until it returns
+        nobody else is given these places, however long it takes. An exception of `fill` passes through, and none of
+        those pages is stored.
+
+        `follows`: keys that others are storing right now, so that pages behind them are no orphans, which get only what
+        space is free. `clears`: `EmbeddedStore.clears` from before; where pages were cleared since, nothing is stored.
+        """
+        pages = PutPages(
+            self._namespace, self._shard, keys, parents, nbytes, follows=follows, clears=clears, mark=BROUGHT
+        )
+        return self._put(pages, partial(_fill_all, callers(fill)), deadline_s)
+
+    def show(self, keys: Sequence[bytes], consume: ConsumeAll, *, nbytes: int) -> list[bool]:
+        """Show all pages that are present to one call of `consume`, as they lie in the arena, without a copy.
+
+        `consume(pages)` gets the number in `keys`, the read-only pieces and the XXH3-64 of each. It is not called where
+        none is present. The bytes were not held against the checksum, and may be overwritten during the call: True at i
+        says that page i stayed in place until its end. Nobody counts this as a use of the page. An exception of
+        `consume` passes through.
+        """
+        join_keys(keys)
+        absent = [False] * len(keys)
+        show = callers(consume)
+        return self._handle.call(self._closed, lambda pool: pool.reader.show(keys, self._number, show, nbytes), absent)
+
+    def _put(self, pages: PutPages, fill: Callable[[int, Pool, PutPlan], None], deadline_s: float) -> list[Put]:
+        keys, parents, nbytes = pages.keys, pages.parents, pages.nbytes
         if len(parents) != len(keys):
             raise ValueError(f"{len(parents)} parents for {len(keys)} keys")
         if keys and not 1 <= nbytes < 1 << 32:
@@ -79,26 +169,31 @@ class EmbeddedSpace(Space):
         deadline = time.monotonic() + deadline_s
         outcome: list[Put] = []
         step = max(1, min(_BATCH_PAGES, _BATCH_NBYTES // max(1, nbytes)))
-        write = callers(fill)
 
         def write_all(pool: Pool) -> None:
+            nonlocal deadline
             for at in range(0, len(keys) if pool.damage is None else 0, step):
                 batch = slice(at, at + step)
-                pages = PutPages(self._namespace, self._shard, keys[batch], parents[batch], nbytes)
-                outcome.extend(self._write_batch(pool, pages, partial(_shifted, write, at), deadline))
+                some = replace(pages, keys=keys[batch], parents=parents[batch])
+                puts, filling_s = self._write_batch(pool, some, partial(fill, at), deadline)
+                outcome.extend(puts)
+                deadline += filling_s
 
         self._handle.call(self._closed, write_all, None)
         return outcome + [Put.FAILED] * (len(keys) - len(outcome))
 
-    def _write_batch(self, pool: Pool, pages: PutPages, fill: Fill, deadline: float) -> list[Put]:
-        """Reserve, write, commit; a fault of the pool fails what is not stored by then."""
+    def _write_batch(self, pool: Pool, pages: PutPages, fill: _FillPlan, deadline: float) -> tuple[list[Put], float]:
+        """Reserve, write, commit; a fault of the pool fails what is not stored by then. Also the seconds of `fill`."""
         outcome: dict[int, str] = {}
+        filling_s = 0.0
         cause = "error"
         try:
             plan = pool.writer.reserve(pages, deadline)
             outcome.update(plan.outcome)
+            started_s = time.monotonic()
             self._fill_places(pool, plan, fill)
-            outcome.update(pool.writer.commit(plan, deadline))
+            filling_s = time.monotonic() - started_s
+            outcome.update(pool.writer.commit(plan, deadline + filling_s))
         except LockTimeout:
             cause = "busy"
             log_once(
@@ -118,27 +213,13 @@ class EmbeddedSpace(Space):
             else:
                 results.append(outcome.get(i, cause))
         self._count(pool, results, pages.nbytes)
-        return [Put(result) if result in ("stored", "present") else Put.FAILED for result in results]
+        puts = [Put(result) if result in ("stored", "present") else Put.FAILED for result in results]
+        return puts, filling_s
 
     @staticmethod
-    def _fill_places(pool: Pool, plan: PutPlan, fill: Fill) -> None:
+    def _fill_places(pool: Pool, plan: PutPlan, fill: _FillPlan) -> None:
         try:
-            for place in plan.places:
-                extents = place.extents
-                if place.is_listed:
-                    listed = pool.arena.views(extents[:1], 8 * (len(extents) - 1))
-                    if listed is None:
-                        continue
-                    listed[0][:] = np.array(extents[1:], dtype="<u4").reshape(-1).view(np.uint8)
-                    extents = extents[1:]
-                pieces = pool.arena.views(extents, plan.pages.nbytes)
-                if pieces is None:
-                    continue
-                whole: Bytes = pieces[0] if len(pieces) == 1 else np.empty(plan.pages.nbytes, dtype=np.uint8)
-                fill(place.index, whole)
-                if len(pieces) > 1:
-                    spread(whole, pieces)
-                place.checksum = xxhash.xxh3_64_intdigest(whole.data)
+            fill(pool, plan)
         except BaseException:
             if plan.reservation is not None:
                 pool.writer.abandon(plan.reservation)
@@ -149,7 +230,7 @@ class EmbeddedSpace(Space):
         stored = results.count("stored")
         pool.counters.add(
             stored_pages=stored, stored_nbytes=stored * nbytes, present_pages=results.count("present"),
-            **{cause: results.count(cause) for cause in set(results) - {"stored", "present"}},
+            **{cause: results.count(cause) for cause in set(results).difference(_UNCOUNTED)},
         )  # fmt: skip
 
     def remove(self, keys: Sequence[bytes]) -> int:

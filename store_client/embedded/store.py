@@ -75,6 +75,11 @@ class EmbeddedStore(Store):
 
         return self._handle.call(self._closed, stored, [])
 
+    @property
+    def clears(self) -> int:
+        """How many times pages of a namespace, or all, were cleared in this pool."""
+        return self._handle.look(self._closed, lambda pool: pool.table.clears, -1)
+
     def changes(self, since: Position | None = None, limit: int = 4096) -> Changes:
         gap = Changes((), since or (0, 0), gap=True)  # nobody's position: a closed or lost pool tells nothing
         return self._handle.look(self._closed, lambda pool: self._changes(pool, since, limit), gap)

@@ -28,13 +28,18 @@ COUNTERS = (
     "stored_nbytes", "present_pages", "evicted_pages", "removed_pages", "corrupt_pages", "reclaimed_nbytes",
 )  # fmt: skip
 CAUSES = ("busy", "full", "no_space", "corrupt", "geometry", "index", "changed", "reclaimed", "error")
-_APPLIED, _PAGES, _USED, _CAPACITY = range(4)
+_APPLIED, _PAGES, _USED, _CAPACITY, _CLEARS = range(5)
 _FIRST_COUNTER = 64
 _COLUMN_NBYTES = 8 + 8 + 4 + 4 + 4
 _ROWS_AT_ONCE = 1 << 16
 
 NONE = 0xFFFFFFFF
 """No parent."""
+
+READ, BROUGHT = 1, 2
+"""Marks in the lowest bits of a page's time of last use: that it was read since it was stored, and that it did not come
+from an engine but from a tier. Hints like that time: a mark may be lost where two processes set it at once."""
+_MARKS = READ | BROUGHT
 
 _ROW = struct.Struct("<32sQQQIIIIII10IQ")
 ROW_NBYTES = _ROW.size
@@ -209,7 +214,7 @@ class Table:
         self._words: U64 = column("<u8", num_buckets(max_pages) * CELLS)
         self.cells = Cells(self._words)
         self.access: U64 = column("<u8", max_pages)
-        """`now_ns()` of the last read or put of the page: a hint."""
+        """`now_ns()` of the last read or put of the page, but for its lowest bits (READ, BROUGHT): a hint."""
         self.space: U64 = column("<u8", max_pages)
         self.parent: U32 = column("<u4", max_pages)
         self.depth: U32 = column("<u4", max_pages)
@@ -232,6 +237,15 @@ class Table:
     @property
     def capacity_granules(self) -> int:
         return int(self._header[_CAPACITY])
+
+    @property
+    def clears(self) -> int:
+        """How many times pages of a namespace, or all, were cleared."""
+        return int(self._header[_CLEARS])
+
+    def count_clear(self) -> None:
+        """Under the write lock only."""
+        self._header[_CLEARS] += 1
 
     def set_capacity(self, granules: int) -> None:
         """A copy for readers; the truth is in the transaction."""
@@ -301,9 +315,10 @@ class Table:
         """True if the page is still where it was found, so that what was read in between are its bytes."""
         return self.rows[found.slot].tobytes() == found.raw
 
-    def touch(self, slots: Sequence[int]) -> None:
-        """Note that these pages were used now."""
-        self.access[np.asarray(slots, dtype=np.int64)] = now_ns()
+    def touch(self, slots: Sequence[int], mark: int = 0) -> None:
+        """Note that these pages were used now, and mark them."""
+        at = np.asarray(slots, dtype=np.int64)
+        self.access[at] = (self.access[at] & np.uint64(_MARKS)) | np.uint64(now_ns() & ~_MARKS | mark)
 
     def apply(self, record: Record, accessed_ns: int) -> None:
         """Carry out a committed record; applying one again changes nothing."""
@@ -315,7 +330,7 @@ class Table:
             rows = np.ascontiguousarray(record.set_rows).reshape(-1).view(ROW_DTYPE)
             for name, column in (("parent", self.parent), ("depth", self.depth), ("space", self.space)):
                 column[slots] = rows[name]
-            self.access[slots] = accessed_ns
+            self.access[slots] = accessed_ns & ~_MARKS
             self.rows[slots] = record.set_rows
             self.granules[slots] = rows["granules"]
             self._words[record.set_cells] = record.set_words

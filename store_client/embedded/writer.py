@@ -6,7 +6,7 @@ or after a step; what it had reserved comes back when somebody finds its owner d
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,6 +35,12 @@ class PutPages:
     keys: Sequence[bytes]
     parents: Sequence[bytes | None]
     nbytes: int
+    follows: Collection[bytes] = ()
+    """Keys of pages that somebody stores meanwhile: a page that hangs on one of them is not an orphan."""
+    clears: int | None = None
+    """Not to be stored once pages were cleared more often than this; None: whatever was cleared."""
+    mark: int = 0
+    """Of the page table, for all of them."""
 
     def parents_of(self, indices: Iterable[int]) -> list[bytes]:
         """Keys of the parents that these pages have, each once."""
@@ -169,7 +175,7 @@ class Writer:
 
     def _split_orphans(self, pages: PutPages, absent: list[int], space: int) -> tuple[list[int], list[int]]:
         """Pages that a prefix lookup will reach, and those whose parent is neither stored nor in this batch."""
-        rooted: set[bytes | None] = {None, *self._slots_by_key(pages.parents_of(absent), space)}
+        rooted: set[bytes | None] = {None, *pages.follows, *self._slots_by_key(pages.parents_of(absent), space)}
         reachable, orphans = [], []
         for i in absent:
             if pages.parents[i] in rooted:
@@ -236,10 +242,20 @@ class Writer:
             return {}
         try:
             with self.locked(deadline):
+                if plan.pages.clears not in (None, self._table.clears):
+                    with self._ledger.transaction() as draft:
+                        self._give_back(draft, plan.reservation)
+                    return dict.fromkeys((place.index for place in plan.places), "cleared")
                 space = self._spaces.register(plan.pages.namespace, plan.pages.shard)
+                outcome = None
                 with self._ledger.transaction() as draft:
                     if draft.release(plan.reservation):
-                        return self._publish(draft, plan, space)
+                        outcome = self._publish(draft, plan, space)
+                if outcome is not None:
+                    if plan.pages.mark:
+                        stored = [place.slot for place in plan.places if outcome[place.index] == "stored"]
+                        self._table.touch(stored, plan.pages.mark)
+                    return outcome
                 # Somebody took this process for dead (its owner file was deleted): the space is no longer ours.
                 return dict.fromkeys((place.index for place in plan.places), "reclaimed")
         except BaseException:
@@ -248,7 +264,7 @@ class Writer:
 
     def _publish(self, draft: Draft, plan: PutPlan, space: int) -> dict[int, str]:
         table, keys = self._table, plan.pages.keys
-        outcome = dict.fromkeys((place.index for place in plan.places), "error")
+        outcome = dict.fromkeys((place.index for place in plan.places), "unfilled")
         places = [place for place in plan.places if place.checksum is not None]
         joined = join_keys([keys[place.index] for place in places])
         hashes = hash_keys(joined, space)
@@ -300,6 +316,8 @@ class Writer:
     def clear(self, spaces: set[int] | None, deadline: float) -> int:
         """Forget all pages of these spaces (None: of all), in steps between which others may write."""
         removed = 0
+        with self.locked(deadline):
+            self._table.count_clear()
         while True:
             with self.locked(deadline):
                 live = self._table.live_slots()

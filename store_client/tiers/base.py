@@ -9,16 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.kv.geometry import Shard
 from store_client.base import Bytes, Put
+from store_client.base import Pieces as Pieces
 
 SEAL_NBYTES = 64
-
-Pieces: TypeAlias = Sequence[Bytes]
-"""The bytes of one page, in order: usually one piece, several where the pool's space is fragmented."""
 
 
 class TierError(MooncakeConnectorError):

@@ -15,14 +15,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Put, Space
-from store_client.base import Bytes
+from store_client.base import Bytes, Pieces
+from store_client.embedded.arena import spread
 from store_client.testing import SHARD, chain, get_pages, namespace, page_bytes, parents_of, put_pages
 
 SIZES = (4096, 20480, 65536, 100000)
@@ -47,6 +49,22 @@ def write_some(store: EmbeddedStore, rng: random.Random) -> int:
     count = rng.randint(1, LENGTH)
     pages = [page_bytes(key, nbytes) for key in keys[:count]]
     outcome = put_pages(space_of(store, nbytes), keys[:count], pages, parents=parents_of(keys[:count]), deadline_s=5)
+    return outcome.count(Put.STORED)
+
+
+def receive_some(store: EmbeddedStore, rng: random.Random) -> int:
+    """As `write_some`, a batch at a time; now and then a page does not come."""
+    keys, nbytes = keys_of(rng.randrange(CHAINS))
+    count = rng.randint(1, LENGTH)
+    missing = rng.randrange(2 * LENGTH)
+
+    def fill(places: Sequence[tuple[int, Pieces]]) -> list[int | None]:
+        for i, pieces in places:
+            spread(page_of(keys[i], nbytes), pieces)
+        return [None if i == missing else xxhash.xxh3_64_intdigest(page_of(keys[i], nbytes).data) for i, _ in places]
+
+    space = store.space(namespace(f"size {nbytes}"), SHARD)
+    outcome = space.receive(keys[:count], fill, nbytes=nbytes, parents=parents_of(keys[:count]), deadline_s=5)
     return outcome.count(Put.STORED)
 
 
@@ -166,6 +184,7 @@ def clear_some(store: EmbeddedStore, rng: random.Random) -> int:
 ROLES = {
     "write": write_some, "read": read_some, "evict": evict_some, "mix": mix, "resize": resize,
     "open": open_again, "fork": fork, "clock": turn_clock, "ballast": fill_disk, "clear": clear_some,
+    "receive": receive_some,
 }  # fmt: skip
 ORIGINAL_CLOCKS = {name: getattr(time, name) for name in ("time", "time_ns", "clock_gettime_ns")}
 
