@@ -13,6 +13,7 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, kind_of, log_once
+from store_client.agent.tiered import TieredStore
 from store_client.base import Store
 from store_client.embedded import EmbeddedStore
 from store_client.sharded import ShardView
@@ -25,11 +26,14 @@ logger = get_logger(__name__)
 
 
 def open_store(config: Config) -> Store:
-    """The store that `config` describes: the embedded pool. Raises PoolError; the message says what to do."""
+    """The store that `config` describes: the embedded pool, with tiers behind it where there are any.
+
+    Raises PoolError; the message says what to do.
+    """
     started_s = time.monotonic()
     store = EmbeddedStore(config.pool, config.capacity, eviction=config.eviction)
     logger.info("pool %s open after %.3f s", store.path, time.monotonic() - started_s)
-    return store
+    return TieredStore(store, config) if config.tiers else store
 
 
 def open_in_background(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
@@ -49,3 +50,27 @@ class Word:
     """Nothing more will come; the last word of every wish."""
     cause: str = ""
     """Why not all of it came: one word for the metrics ("absent", "slow", "timeout", "unavailable", ...)."""
+
+
+class Fetch(Protocol):
+    """A wish that is being looked after."""
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more, and nothing more is told. Returns at once."""
+
+
+class Fetches(Protocol):
+    """What looks after wishes, as the agent's server sees it (`flow.Flow`)."""
+
+    def ask(self, wish: Wish, tell: Callable[[Word], None]) -> Fetch:
+        """Returns at once; `tell` is called from any thread, any number of times, at last with `done`."""
+
+    def clear(self, namespace: bytes | None) -> Any:
+        """Forget the pages of a namespace, or all, in the tiers. Once it returns no fetch from before publishes any
+        more. Waits for the tiers; raises TierError where one could not do it."""
+
+    def stats(self) -> Sequence[Any]:
+        """For each tier a dataclass with its counters."""
+
+    def close(self) -> None:
+        """Ends all fetches and threads, within some seconds."""

@@ -2,6 +2,7 @@
 
 <pool>/pool.json      which data folder is current; replaced as a whole, never edited
 <pool>/open.lock      held while a process opens or rebuilds the pool
+<pool>/agent.*        what the agent leaves, where there is one: socket, lock, log, marks of what it shall forget
 <pool>/<id>/          ledger/data.mdb, table, feed, arena, spaces, owners/
 
 A data folder is ours if pool.json names it, or if its name proves that it was made here: such a proof cannot be deleted
@@ -29,6 +30,8 @@ from store_client.embedded.locks import FileLock, LockTimeout, read_file, write_
 
 DESCRIPTION, OPEN_LOCK = "pool.json", "open.lock"
 NEW_DESCRIPTION = "pool.json.new"
+AGENT_SOCKET, AGENT_LOCK, AGENT_LOG = "agent.sock", "agent.lock", "agent.log"
+AGENT_MARK = re.compile(r"agent\.forget\.([0-9a-f]{64}|all)")
 _FILES = ("table", "feed", "arena", "spaces", "write.lock", "ledger/data.mdb")
 _ID = re.compile(r"[0-9a-f]{32}")
 _OWNER = re.compile(r"[0-9a-f]{32}(\.new)?")
@@ -243,6 +246,7 @@ def refuse_foreign(pool: Path) -> None:
         return
     entries = _names(pool)
     known = {name for name in entries if name in (OPEN_LOCK, NEW_DESCRIPTION) and _is_file(pool / name)}
+    known |= {name for name in entries if _is_agents(name)}
     known |= {name for name in entries if _is_data(pool / name, None)}
     if _is_file(pool / DESCRIPTION) and known - {OPEN_LOCK, NEW_DESCRIPTION}:
         known.add(DESCRIPTION)  # damaged
@@ -294,7 +298,7 @@ def _remove_pool(pool: Path) -> list[str]:
     for name in _names(pool):
         if _is_data(pool / name, named):
             remove_data_folder(pool / name)
-    _unlink(pool, [NEW_DESCRIPTION, OPEN_LOCK])
+    _unlink(pool, [NEW_DESCRIPTION, OPEN_LOCK, *filter(_is_agents, _names(pool))])
     left = _names(pool)
     if not left:
         pool.rmdir()
@@ -315,6 +319,10 @@ def _is_data(folder: Path, named: str | None) -> bool:
     name = folder.name
     proven = bool(_ID.fullmatch(name)) and (name == named or name[16:] == _proof(name[:16]))
     return proven and _is_folder(folder)
+
+
+def _is_agents(name: str) -> bool:
+    return name in (AGENT_SOCKET, AGENT_LOCK, AGENT_LOG) or AGENT_MARK.fullmatch(name) is not None
 
 
 def _is_folder(path: Path) -> bool:

@@ -1,0 +1,356 @@
+"""The client of the agent: one for each pool in a process. Nobody who asks ever waits for it.
+
+What is asked goes through a queue to one thread, which sends; another one hears the answers and writes them into the
+asks, where lookups read them. (A queue, not a pipe: a system call would give the interpreter lock away, and beside a
+busy thread it comes back only after 5 ms.) Where the agent dies, all asks have failed at once; it is reached, and
+started, again with back-off. After a fork the child's copy is dead, and a store that the child opens makes a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+from mooncake_connector import __version__
+from mooncake_connector.config.schema import Config
+from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.namespace import Namespace
+from mooncake_connector.log import get_logger, kind_of, log_once
+from store_client.agent import messages, sockets
+from store_client.agent.messages import Frames, Junk
+from store_client.agent.start import Starter
+
+_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5)
+"""Before the agent is reached for again; the last one over and over."""
+_REFUSED_S = 60.0
+_WELCOME_S = 5.0
+_SEND_S = 5.0
+_HOUSEKEEPING_S = 1.0
+_KEPT_S = 5.0
+"""An ask that has ended serves further lookups for so long, then the same pages are asked for again."""
+_MAX_WAITING = 256
+_MAX_IN_FLIGHT = 1000
+_PLACES = 1000
+_SILENT_S = 3.0
+_STALE_S = 5.0
+"""An agent repeats every second how an ask stands that is not over."""
+_CLOSE_S = 5.0
+
+logger = get_logger(__name__)
+
+Index: TypeAlias = "dict[bytes, tuple[Asked, int]]"
+"""Of one space: the ask that a key is part of, and its place there."""
+
+
+class Asked:
+    """What was asked of the agent, and what it has said so far."""
+
+    __slots__ = (
+        "asked_s", "coming", "deadline_s", "done", "heard_s", "index", "is_indexed", "keys", "landed", "namespace",
+        "nbytes", "number", "parent", "prefill_tokens_s", "shard",
+    )  # fmt: skip
+
+    def __init__(
+        self, namespace: Namespace, shard: Shard, keys: Sequence[bytes], parent: bytes | None, nbytes: int,
+        deadline_s: float, prefill_tokens_s: float | None, index: Index,
+    ) -> None:  # fmt: skip
+        self.namespace, self.shard, self.keys, self.parent, self.nbytes = namespace, shard, keys, parent, nbytes
+        self.deadline_s, self.prefill_tokens_s, self.index = deadline_s, prefill_tokens_s, index
+        self.asked_s = time.monotonic()
+        self.heard_s = 0.0
+        """When the agent last said something of it; 0: never yet."""
+        self.coming = self.landed = 0
+        self.done = self.is_indexed = False
+        self.number = -1
+
+    def is_fresh(self, now_s: float) -> bool:
+        """Whether the last word on it still says how it stands."""
+        return now_s - self.heard_s < _STALE_S
+
+
+class Client:
+    """Use `client_of`."""
+
+    def __init__(self, pool: Path, config: Config) -> None:
+        self.pool = pool
+        self.users = 0
+        self.ready = False
+        """Whether an agent is connected: only then anything is asked."""
+        self.failures: Counter[str] = Counter()
+        self._awaits_s = 0.0
+        """When the first ask was made that nothing was heard since of any; 0 where there is none."""
+        self._outbox: SimpleQueue[Asked | messages.Forget | socket.socket | None] = SimpleQueue()
+        """A socket in it: that connection is lost. None: something has changed."""
+        self._in_flight: dict[int, Asked] = {}
+        self._kept: list[Asked] = []
+        self._places: dict[tuple[bytes, Shard], int] = {}
+        self._numbers = self._place_numbers = 0
+        self._closed = False
+        self._starter = Starter(pool, config)
+        self._thread = threading.Thread(target=self._run, name="mooncake-connector-agent", daemon=True)
+        self._thread.start()
+
+    def ask(self, asked: Asked) -> None:
+        """Have it sent; returns at once. What cannot be sent has ended."""
+        if not self.ready or self._outbox.qsize() >= _MAX_WAITING or len(self._in_flight) >= _MAX_IN_FLIGHT:
+            self.failures["agent_busy" if self.ready else "agent_lost"] += 1
+            asked.done = True
+            asked.index.pop(asked.keys[0], None)
+            return
+        if not self._awaits_s:
+            self._awaits_s = asked.asked_s
+        self._outbox.put(asked)
+
+    def forget(self) -> None:
+        """Tell the agent that there are new marks; one that is not there now finds them when it comes."""
+        if self.ready:
+            self._outbox.put(messages.Forget())
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether the agent is there and does not answer: it is stopped, or its machine is overloaded."""
+        return bool(self._awaits_s) and now_s - self._awaits_s > _SILENT_S
+
+    def close(self) -> None:
+        self.ready, self._closed = False, True
+        self._outbox.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def abandon_in_child(self) -> None:
+        self.ready, self._closed = False, True
+
+    def _run(self) -> None:
+        tries = 0
+        while not self._closed:
+            connection, pause_s = self._connect(), _PAUSES_S[min(tries, len(_PAUSES_S) - 1)]
+            tries += 1
+            if isinstance(connection, socket.socket):
+                began_s = time.monotonic()
+                self._talk(connection)
+                lasted_s = time.monotonic() - began_s
+                self._starter.lasted(lasted_s)
+                tries = 0 if lasted_s > _PAUSES_S[-1] else tries
+            elif connection:
+                pause_s = connection
+            self._wait(pause_s)
+        self._starter.close()
+
+    def _wait(self, pause_s: float) -> None:
+        until_s = time.monotonic() + pause_s
+        while not self._closed and (left_s := until_s - time.monotonic()) > 0:
+            with contextlib.suppress(Empty):
+                item = self._outbox.get(timeout=left_s)
+                if isinstance(item, Asked):  # from just before the connection was lost
+                    self._end(item)
+
+    def _connect(self) -> socket.socket | float:
+        """A connection on which the agent has said Welcome; or else a pause in seconds, 0 for the usual one."""
+        try:
+            connection = sockets.connect(self.pool, _WELCOME_S)
+        except sockets.Stranger as error:
+            self._fail("agent_refused", "no page is fetched: %s", error)
+            return _REFUSED_S
+        except OSError as error:
+            if not self._closed and not self._starter.see_to_it():
+                self._fail("agent_lost", f"no page is fetched: no agent listens in {self.pool}: %s", error)
+            return 0.0
+        try:
+            connection.sendall(messages.frame(messages.Hello(messages.VERSION, __version__)))
+            answer = _hear_one(connection)
+            if isinstance(answer, messages.Welcome) and answer.version == messages.VERSION:
+                return connection
+            reason = answer.reason if isinstance(answer, messages.Refused) else f"it answers {type(answer).__name__}"
+            self._fail("agent_refused", "no page is fetched: the agent refuses this process: %s", reason)
+            pause_s = _REFUSED_S
+        except (OSError, Junk) as error:
+            self._fail("agent_silent", "no page is fetched: the agent does not answer: %s", error)
+            pause_s = 0.0
+        sockets.close(connection)
+        return pause_s
+
+    def _talk(self, connection: socket.socket) -> None:
+        """Send what is asked until the connection is lost, or this client is closed."""
+        self._places.clear()
+        self._awaits_s = 0.0
+        connection.settimeout(None)
+        ears = threading.Thread(
+            target=self._hear, args=(connection,), name="mooncake-connector-agent-words", daemon=True
+        )
+        ears.start()
+        self.ready = True
+        cleaned_s = time.monotonic()
+        try:
+            while not self._closed:
+                with contextlib.suppress(Empty):
+                    item = self._outbox.get(timeout=_HOUSEKEEPING_S)
+                    if item is connection:
+                        self._fail("agent_lost", "pages that were being fetched are recomputed: the agent is gone")
+                        break
+                    if isinstance(item, Asked):
+                        self._send_ask(connection, item)
+                    elif isinstance(item, messages.Forget):
+                        _send(connection, messages.frame(item))
+                if time.monotonic() - cleaned_s > _HOUSEKEEPING_S:
+                    cleaned_s = time.monotonic()
+                    self._clean(connection, cleaned_s)
+        except OSError as error:
+            self._fail(
+                "agent_silent", "pages that were being fetched are recomputed: the agent does not read: %s", error
+            )
+        finally:
+            self.ready = False
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            ears.join(_CLOSE_S)
+            sockets.close(connection)
+            self._in_flight.clear()
+            for asked in self._kept:
+                self._end(asked)
+            self._kept.clear()
+
+    def _send_ask(self, connection: socket.socket, asked: Asked) -> None:
+        place, parts = self._place(asked)
+        self._numbers += 1
+        asked.number = self._numbers
+        self._in_flight[asked.number] = asked
+        self._kept.append(asked)
+        asked.keys = asked.keys[: messages.MAX_KEYS]
+        ask = messages.Ask(
+            asked.number, place, b"".join(asked.keys), asked.parent, asked.nbytes, asked.deadline_s,
+            asked.prefill_tokens_s,
+        )  # fmt: skip
+        _send(connection, parts + messages.frame(ask))
+        for i, key in enumerate(asked.keys):
+            asked.index[key] = (asked, i)
+        asked.is_indexed = True
+
+    def _place(self, asked: Asked) -> tuple[int, bytes]:
+        name = (asked.namespace.digest, asked.shard)
+        number = self._places.get(name)
+        if number is not None:
+            return number, b""
+        if len(self._places) >= _PLACES:
+            self._places.clear()
+        self._place_numbers += 1
+        number = self._places[name] = self._place_numbers % _PLACES
+        shard = asked.shard
+        bounds = (shard.layer_start, shard.layer_stop, shard.head_start, shard.head_stop)
+        return number, messages.frame(messages.Place(number, asked.namespace.to_dict(), bounds))
+
+    def _hear(self, connection: socket.socket) -> None:
+        frames = Frames()
+        try:
+            while data := connection.recv(1 << 16):
+                frames.feed(data)
+                while (body := frames.take()) is not None:
+                    message = messages.read_outbound(body)
+                    if isinstance(message, messages.Told):
+                        self._told(message)
+        except (OSError, Junk) as error:
+            if not self._closed:
+                said = "the connection to the agent broke: %s"
+                log_once(f"agent.broke:{kind_of(str(error))}", said, error, logger=logger)
+        self.ready = False
+        self._outbox.put(connection)
+
+    def _told(self, told: messages.Told) -> None:
+        self._awaits_s = 0.0
+        asked = self._in_flight.get(told.number)
+        if asked is None:
+            return
+        asked.coming, asked.landed = min(told.coming, len(asked.keys)), min(told.landed, len(asked.keys))
+        asked.heard_s = time.monotonic()
+        if told.done:
+            asked.done = True
+            self._in_flight.pop(told.number, None)
+
+    def _clean(self, connection: socket.socket, now_s: float) -> None:
+        """Forget asks that have ended, and those that ought to have."""
+        kept = []
+        for asked in self._kept:
+            ended_s = asked.heard_s if asked.done else asked.asked_s + asked.deadline_s
+            if now_s - ended_s < _KEPT_S:
+                kept.append(asked)
+                continue
+            if self._in_flight.pop(asked.number, None) is not None:
+                self.failures["agent_late"] += 1
+                _send(connection, messages.frame(messages.Cancel(asked.number)))
+            self._end(asked)
+        self._kept = kept
+
+    def _end(self, asked: Asked) -> None:
+        asked.done = True
+        for key in asked.keys:
+            found = asked.index.get(key)
+            if found is not None and found[0] is asked:
+                asked.index.pop(key, None)
+
+    def _fail(self, cause: str, message: str, *args: object) -> None:
+        self.failures[cause] += 1
+        log_once(f"{cause}:{kind_of(str(args[-1]) if args else '')}", message, *args, logger=logger)
+
+
+def _send(connection: socket.socket, data: bytes) -> None:
+    """All of it. Raises OSError where the other end does not read for long."""
+    give_up_s = time.monotonic() + _SEND_S
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[connection.send(view, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            if time.monotonic() > give_up_s:
+                raise TimeoutError(f"not within {_SEND_S:g} s") from None
+            time.sleep(0.001)
+
+
+def _hear_one(connection: socket.socket) -> messages.Outbound:
+    """The first message that comes; each piece of it within the socket's timeout. Raises OSError, Junk."""
+    frames = Frames()
+    while (body := frames.take()) is None:
+        data = connection.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError("it hung up")
+        frames.feed(data)
+    return messages.read_outbound(body)
+
+
+_lock = threading.Lock()
+_clients: dict[Path, Client] = {}
+
+
+def client_of(pool: Path, config: Config) -> Client:
+    """This process's client for the agent of that pool, to be given back with `give_back`."""
+    with _lock:
+        client = _clients.get(pool)
+        if client is None:
+            client = _clients[pool] = Client(pool, config)
+        client.users += 1
+        return client
+
+
+def give_back(client: Client) -> None:
+    with _lock:
+        client.users -= 1
+        if client.users > 0:
+            return
+        if _clients.get(client.pool) is client:
+            del _clients[client.pool]
+    client.close()
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    for client in _clients.values():
+        client.abandon_in_child()
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

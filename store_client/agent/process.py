@@ -1,0 +1,114 @@
+"""The agent as a process of its own: `python -m store_client.agent`, and what `agent --foreground` runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.errors import MooncakeConnectorError
+from mooncake_connector.log import ROOT_LOGGER, get_logger, printable, set_log_level
+from store_client.agent import lock as lock_
+from store_client.agent.agent import Agent
+from store_client.agent.settings import Settings, read_settings
+
+_ENDED_S = 15.0
+"""An agent that was told to end has ended by then, whatever its tiers do."""
+_MAX_LOG_NBYTES = 1 << 20
+_KEPT_LOG_NBYTES = 128 << 10
+_LOOK_AT_LOG_S = 10.0
+EXIT_FAILED = 1
+
+logger = get_logger(__name__)
+
+
+def serve(pool: Path, config: Config, lock: int, idle_s: float | None) -> int:
+    """Run the agent until it is told to end; the exit code. SIGTERM and SIGINT end it in order."""
+    log_to_stderr(config.log_level)
+    try:
+        agent = Agent(pool, config, lock, idle_s=idle_s)
+    except Exception as error:
+        logger.error("the agent of pool %s cannot begin: %s", pool, printable(str(error)))
+        return EXIT_FAILED
+
+    def end(number: int, frame: object) -> None:
+        agent.stop(f"signal {signal.Signals(number).name}")
+        _end_at_last(_ENDED_S)
+
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    try:
+        reason = agent.run()
+    except (MooncakeConnectorError, OSError) as error:
+        logger.error("the agent of pool %s ends: %s", pool, error)
+        return EXIT_FAILED
+    except Exception:
+        logger.exception("the agent of pool %s ends", pool)
+        return EXIT_FAILED
+    return EXIT_FAILED if "removed or replaced" in reason else 0
+
+
+def main() -> int:
+    """Started by an engine (`start`): the settings come from standard input, the lock is open already."""
+    os.umask(0o077)
+    try:
+        settings: Settings = read_settings(sys.stdin.fileno())
+        config = load_config(settings.config, {})
+    except (MooncakeConnectorError, OSError, msgspec.MsgspecError, ValueError) as error:
+        print(f"the agent was not told what to do: {printable(str(error))}", file=sys.stderr)
+        return EXIT_FAILED
+    _bound_log()
+    return serve(Path(settings.pool), config, lock_.take_over(settings.lock), settings.idle_s)
+
+
+def leave(code: int) -> None:
+    """End this process at once: libraries of tiers take long to be unloaded, and may crash at it."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    ours = logging.getLogger(ROOT_LOGGER)
+    ours.addHandler(handler)
+    ours.propagate = False
+    set_log_level(level)
+
+
+def _end_at_last(after_s: float) -> None:
+    timer = threading.Timer(after_s, os._exit, [EXIT_FAILED])
+    timer.daemon = True
+    timer.start()
+
+
+def _bound_log() -> None:
+    """Keep the file that standard error goes to small: it lies in the pool's folder, which is memory."""
+
+    def cut() -> None:
+        with os.fdopen(os.dup(2), "r+b", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > _MAX_LOG_NBYTES:
+                end = os.pread(file.fileno(), _KEPT_LOG_NBYTES, size - _KEPT_LOG_NBYTES)
+                os.ftruncate(file.fileno(), 0)
+                os.write(file.fileno(), end)
+
+    def watch() -> None:
+        while True:
+            threading.Event().wait(_LOOK_AT_LOG_S)
+            try:
+                cut()
+            except OSError as error:
+                logger.warning("the agent's log cannot be kept short: %s", error)
+                return
+
+    threading.Thread(target=watch, name="mooncake-connector-log", daemon=True).start()

@@ -1,0 +1,220 @@
+"""`TieredStore`: the pool of this host, and behind it the tiers, by way of the agent.
+
+Everything is the pool's, but for lookups of pages that it lacks: for those the agent is asked, and what it has said so
+far is part of the answer. Nothing here waits for the agent.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mooncake_connector.config.schema import Config
+from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.keys import KEY_NBYTES
+from mooncake_connector.kv.namespace import Namespace
+from mooncake_connector.log import get_logger, log_once
+from store_client.agent import forget
+from store_client.agent.client import Asked, Client, Index, client_of, give_back
+from store_client.base import (
+    Changes,
+    Consume,
+    Fill,
+    Lookup,
+    Position,
+    Progress,
+    Put,
+    Space,
+    SpaceInfo,
+    Store,
+    StoreStats,
+    VerifyReport,
+)
+from store_client.embedded import EmbeddedStore
+
+_FIRST_WORD_S = 0.002
+"""For so long after it was asked the agent's first word is worth another lookup."""
+_DEADLINE_S = 30.0
+_MAX_SPACES = 1024
+
+logger = get_logger(__name__)
+
+
+class TieredStore(Store):
+    """`store`, which it owns from now on, with the tiers that `config` lists behind it."""
+
+    def __init__(self, store: EmbeddedStore, config: Config) -> None:
+        self._store = store
+        self._client = client_of(store.path, config)
+        self._spaces: dict[tuple[bytes, Shard, int | None], TieredSpace] = {}
+        self._closing = threading.Lock()
+        """Taken by the one call of `close` that counts, and never given back."""
+
+    @property
+    def path(self) -> Path:
+        """The pool folder."""
+        return self._store.path
+
+    def space(self, namespace: Namespace, shard: Shard, nbytes: int | None = None) -> TieredSpace:
+        name = (namespace.digest, shard, nbytes)
+        space = self._spaces.get(name)
+        if space is None:
+            if len(self._spaces) >= _MAX_SPACES:
+                self._spaces.clear()
+            pages = self._store.space(namespace, shard, nbytes)
+            space = self._spaces[name] = TieredSpace(pages, self._client, namespace, shard, nbytes)
+        return space
+
+    def shards(self, namespace: Namespace) -> list[Shard]:
+        return self._store.shards(namespace)
+
+    def changes(self, since: Position | None = None, limit: int = 4096) -> Changes:
+        return self._store.changes(since, limit)
+
+    def namespaces(self) -> list[SpaceInfo]:
+        return self._store.namespaces()
+
+    def stats(self) -> StoreStats:
+        """Those of the pool; what this process failed to get from the agent is among the failures."""
+        stats = self._store.stats()
+        return replace(stats, failures={**stats.failures, **self._client.failures})
+
+    def clear(self, namespace_digest: bytes | None = None) -> int:
+        """As `Store.clear`, and the agent has the tiers forget them too, sooner or later; none comes back."""
+        _forget(self._client, namespace_digest)
+        return self._store.clear(namespace_digest)
+
+    def verify(self, progress: Progress | None = None) -> VerifyReport:
+        return self._store.verify(progress)
+
+    def close(self) -> None:
+        if self._closing.acquire(blocking=False):
+            give_back(self._client)
+            self._store.close()
+
+
+class TieredSpace(Space):
+    """A space of the pool; pages that it lacks are asked for where their size `nbytes` is known."""
+
+    def __init__(self, pages: Space, client: Client, namespace: Namespace, shard: Shard, nbytes: int | None) -> None:
+        self._pages, self._client = pages, client
+        self._namespace, self._shard, self._nbytes = namespace, shard, nbytes
+        self._asks: Index = {}
+        self._prefill_tokens_s: float | None = None
+
+    def lookup(self, keys: Sequence[bytes]) -> Lookup:
+        found = self._pages.lookup(keys)
+        if found.pages >= len(keys) or self._nbytes is None or not self._client.ready:
+            return found
+        self._ask(keys, found.pages, None, _DEADLINE_S)
+        return self._answer(keys, found.pages)
+
+    def prefetch(
+        self,
+        keys: Sequence[bytes],
+        *,
+        parent: bytes | None = None,
+        prefill_tokens_s: float | None = None,
+        deadline_s: float = _DEADLINE_S,
+    ) -> None:
+        if prefill_tokens_s is not None and prefill_tokens_s > 0:
+            self._prefill_tokens_s = prefill_tokens_s
+        if self._nbytes is not None and self._client.ready:
+            found = self._pages.lookup(keys).pages
+            if found < len(keys):
+                self._ask(keys, found, parent, deadline_s)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._pages.contains(keys)
+
+    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:
+        return self._pages.read(keys, consume, nbytes=nbytes)
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        fill: Fill,
+        *,
+        nbytes: int,
+        parents: Sequence[bytes | None],
+        deadline_s: float,
+    ) -> list[Put]:
+        return self._pages.write(keys, fill, nbytes=nbytes, parents=parents, deadline_s=deadline_s)
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """As `Space.remove`, of the pool alone: what a tier has of them comes back when it is looked up."""
+        return self._pages.remove(keys)
+
+    def clear(self) -> int:
+        """As `Space.clear`. In the tiers the pages of all shards of the namespace are forgotten."""
+        _forget(self._client, self._namespace.digest)
+        return self._pages.clear()
+
+    def record_lookup(self, *, hit_pages: int, missed_pages: int, page_tokens: int) -> None:
+        self._pages.record_lookup(hit_pages=hit_pages, missed_pages=missed_pages, page_tokens=page_tokens)
+
+    def _ask(self, keys: Sequence[bytes], missing: int, parent: bytes | None, deadline_s: float) -> None:
+        """Ask for the pages from the first missing one on, unless they were asked for already."""
+        at = missing
+        while at < len(keys) and (found := self._asks.get(keys[at])) is not None:
+            asked, place = found
+            if not asked.is_indexed:
+                return  # just now
+            if asked.done and asked.landed < len(asked.keys):
+                return  # the chain ends there, for now
+            at = self._end_of(asked, place, keys, at)
+        if at == len(keys):
+            return
+        wanted = list(keys[at:])
+        if len(wanted[0]) != KEY_NBYTES or len(wanted[-1]) != KEY_NBYTES:
+            return
+        asked = Asked(
+            self._namespace, self._shard, wanted, keys[at - 1] if at else parent, self._nbytes or 0, deadline_s,
+            self._prefill_tokens_s, self._asks,
+        )  # fmt: skip
+        self._asks[wanted[0]] = (asked, 0)
+        self._client.ask(asked)
+
+    def _answer(self, keys: Sequence[bytes], present: int) -> Lookup:
+        now_s = time.monotonic()
+        at, pending = present, False
+        silent = self._client.is_silent(now_s)
+        while at < len(keys) and (found := self._asks.get(keys[at])) is not None:
+            asked, place = found
+            if asked.done:
+                # What has landed is in the pool, or was there and is not any more.
+                break
+            if not asked.heard_s:
+                pending = pending or (not silent and now_s - asked.asked_s < _FIRST_WORD_S)
+                break
+            if asked.coming <= place or not asked.is_fresh(now_s):
+                break
+            pending = True
+            end = min(self._end_of(asked, place, keys, at), at + asked.coming - place)
+            at = end
+            if asked.coming < len(asked.keys):
+                break
+        return Lookup(present, pending, at - present)
+
+    @staticmethod
+    def _end_of(asked: Asked, place: int, keys: Sequence[bytes], at: int) -> int:
+        """How far `keys` are those of the ask from its `place` on, where they meet at `at`."""
+        most = min(len(keys) - at, len(asked.keys) - place)
+        if keys[at + most - 1] == asked.keys[place + most - 1]:
+            return at + most
+        differ = bisect_left(range(most), True, key=lambda i: keys[at + i] != asked.keys[place + i])
+        return at + differ
+
+
+def _forget(client: Client, namespace: bytes | None) -> None:
+    try:
+        forget.mark(client.pool, namespace)
+    except OSError as error:
+        client.failures["agent_mark"] += 1
+        said = "pages that are cleared may come back from a tier, no mark can be left in %s: %s"
+        log_once("agent.mark", said, client.pool, error, logger=logger)
+    client.forget()
