@@ -1,0 +1,281 @@
+"""The disk as a tier.
+
+A page can be read as soon as it was written. What was written is made to last (file first, then index) after a second
+or 64 MiB, whichever comes first, so that a crash costs at most that much, and never a wrong page.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeGuard
+
+import lmdb
+
+from mooncake_connector.config.tiers import DiskTier
+from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.sizes import human_nbytes
+from store_client.base import Put
+from store_client.tiers.base import Sealed, SpaceName, Target, Tier, TierError, TierStats
+from store_client.tiers.checks import check_keys, check_sealed, check_targets
+from store_client.tiers.disk.budget import Budget
+from store_client.tiers.disk.index import name_prefix
+from store_client.tiers.disk.opening import PAGES, open_folder
+from store_client.tiers.disk.pagefile import GRANULE, granules_of
+from store_client.tiers.disk.pages import Pages
+from store_client.tiers.faults import as_tier_error
+from store_client.tiers.workers import Outcome, Workers
+
+AT_ONCE = 16
+"""Reads and writes under way at once."""
+COMMIT_AFTER_S = 1.0
+COMMIT_NBYTES = 64 << 20
+_GROWTH = (256 << 20) // GRANULE
+_MAX_AHEAD = (256 << 20) // GRANULE
+"""Granules that are freed at once where space is short, so that not every batch waits for the index."""
+_MIN_CAPACITY = 1 << 20
+_MAX_CAPACITY = (1 << 32) * GRANULE
+
+logger = get_logger(__name__)
+
+
+class Disk(Tier):
+    """Raises TierError where the folder cannot be used, or another agent uses it."""
+
+    def __init__(self, settings: DiskTier, pool_name: str = "") -> None:
+        self._title, self._path = f"tier {settings.title}", settings.path.expanduser()
+        self._closed = threading.Event()
+        self._failed: TierError | None = None
+        if not _MIN_CAPACITY <= settings.capacity <= _MAX_CAPACITY:
+            raise TierError(
+                f"{self._title}: capacity {human_nbytes(settings.capacity)} is out of range: set it between "
+                f"{human_nbytes(_MIN_CAPACITY)} and {human_nbytes(_MAX_CAPACITY)}",
+                lasting=True,
+            )
+        self._limit = settings.capacity // GRANULE
+        self._commit_lock = threading.RLock()
+        with self._faults("opening it"):
+            opened = open_folder(self._title, self._path, self._limit, direct=settings.direct)
+        self._file, self._index = opened.file, opened.index
+        self._size = self._file.granules
+        self._pages = Pages(opened.pages, 1, self._size)
+        # What was written in the second before a crash is not in the index: it counts nonetheless.
+        self._budget = Budget(settings.daily_writes, opened.meta, 0 if opened.meta.closed else COMMIT_NBYTES)
+        self._workers = Workers(f"disk-{settings.title}", AT_ONCE)
+        self._due, self._now = threading.Event(), threading.Event()
+        self._pending_nbytes = 0
+        self._committer = threading.Thread(target=self._keep_committing, name="mooncake-connector-disk", daemon=True)
+        self._committer.start()
+        self._due.set()  # from now on the index says that this agent has not closed it
+
+    def contains(self, space: SpaceName, keys: Sequence[bytes], *, nbytes: int, deadline_s: float) -> list[bool]:
+        check_keys(keys)
+        self._check_usable()
+        prefix = name_prefix(space)
+        return self._pages.present([prefix + key for key in keys], nbytes)
+
+    def read(
+        self, space: SpaceName, targets: Sequence[Target], *, nbytes: int, deadline_s: float
+    ) -> list[bytes | None]:
+        check_targets(targets, nbytes)
+        self._check_usable()
+        prefix = name_prefix(space)
+        names = [prefix + target.key for target in targets]
+        held = self._pages.hold(names, nbytes)
+        try:
+            found = [(i, page) for i, page in enumerate(held) if page is not None]
+            reads = [partial(self._file.read, page.extents, targets[i].pieces) for i, page in found]
+            outcome = self._workers.run(reads, deadline_s)
+        finally:
+            self._pages.let_go(held)
+        self._pages.forget(names[i] for (i, _), result in zip(found, outcome, strict=True) if _is_fault(result))
+        self._raise_first(outcome, "reading")
+        seals: list[bytes | None] = [None] * len(targets)
+        for (i, page), result in zip(found, outcome, strict=True):
+            if result is None:
+                seals[i] = page.seal
+        return seals
+
+    def write(self, space: SpaceName, pages: Sequence[Sealed], *, nbytes: int, deadline_s: float) -> list[Put]:
+        check_sealed(pages, nbytes)
+        self._check_usable()
+        prefix = name_prefix(space)
+        names = [prefix + page.key for page in pages]
+        fresh = [i for i, is_new in enumerate(self._pages.absent(names)) if is_new]
+        outcome = [Put.PRESENT] * len(pages)
+        for i in fresh:
+            outcome[i] = Put.FAILED
+        with self._faults("writing"):
+            fresh = fresh[: self._budget.take(len(fresh), granules_of(nbytes) * GRANULE)]
+            places = self._take(nbytes, len(fresh))
+        fresh = fresh[: len(places)]
+        writes = [partial(self._file.write, place, pages[i].pieces) for i, place in zip(fresh, places, strict=True)]
+        results = self._workers.run(writes, deadline_s)
+        for i, place, result in zip(fresh, places, results, strict=True):
+            if result is None:
+                outcome[i] = self._pages.publish(names[i], nbytes, pages[i].seal, place)
+            else:
+                self._pages.give_back([place])
+        self._set_due(len(fresh) * nbytes)
+        self._raise_first(results, "writing")
+        return outcome
+
+    def _take(self, nbytes: int, count: int) -> list[tuple[tuple[int, int], ...]]:
+        """Places for so many pages: free ones first, then from growth, then from pages that were not used for long."""
+        size = granules_of(nbytes)
+        places = self._pages.take(nbytes, count)
+        if len(places) == count:
+            return places
+        with self._commit_lock:  # one at a time, so that nobody evicts for space that another has just made
+            while taken := self._pages.take(nbytes, count - len(places)):
+                places += taken
+            while (missing := (count - len(places)) * size) and self._make_room(missing):
+                places += self._pages.take(nbytes, count - len(places))
+        return places
+
+    def _make_room(self, missing: int) -> bool:
+        """Make more space free, so many granules if possible; False where there is no more."""
+        free = self._pages.free_granules
+        stop = min(self._limit, self._size + max(missing, _GROWTH))
+        if stop > self._size:
+            try:
+                self._file.grow(self._size, stop)
+            except OSError:
+                stop = min(stop, self._size + missing)
+                self._file.grow(self._size, stop)
+            self._pages.grown(self._size, stop)
+            self._size = stop
+        else:
+            self._pages.make_room(max(missing, min(self._limit // 16, _MAX_AHEAD)))
+            self.flush()
+        return self._pages.free_granules > free
+
+    def remove(self, space: SpaceName, keys: Sequence[bytes], *, deadline_s: float) -> int:
+        check_keys(keys)
+        self._check_usable()
+        prefix = name_prefix(space)
+        removed = self._pages.forget(prefix + key for key in keys)
+        self._set_due(0)
+        return removed
+
+    def clear(self, namespace: bytes | None, *, deadline_s: float) -> int:
+        self._check_usable()
+        removed = self._pages.forget_namespace(namespace)
+        self.flush()
+        return removed
+
+    def stats(self) -> TierStats:
+        self._check_usable()
+        notes = {"path": str(self._path), "direct I/O": "yes" if self._file.direct else "no"}
+        if (left := self._budget.left_nbytes) is not None:
+            notes["may be written today"] = human_nbytes(left)
+        return TierStats(
+            capacity_nbytes=self._limit * GRANULE, used_nbytes=self._pages.used_granules * GRANULE,
+            pages=len(self._pages), evicted_pages=self._pages.evicted, notes=notes,
+        )  # fmt: skip
+
+    def tidy(self, deadline_s: float) -> None:
+        self._check_usable()
+        self.flush()
+
+    def flush(self) -> None:
+        """Make what was written, used and removed so far last over a crash and a loss of power."""
+        self._commit(closed=False)
+
+    def _commit(self, closed: bool) -> None:
+        with self._commit_lock, self._faults("making pages last"):
+            if self._failed is not None:
+                raise self._failed
+            changes, waiting = self._pages.changed()
+            self._pending_nbytes = 0
+            try:
+                if any(changes.values()):
+                    self._file.sync()
+                self._index.commit(changes, self._budget.meta(self._file.id, closed))
+            except (lmdb.DiskError, lmdb.MapFullError):  # nothing was written, and there may be room again
+                self._pages.untold(changes, waiting)
+                raise
+            except (OSError, lmdb.Error) as error:
+                # What the kernel could not write it forgets, so nothing of these changes can be relied on any more.
+                self._failed = self._as_error("making pages last", error, lasting=True)
+                raise self._failed from None
+            self._pages.forgotten(waiting)
+
+    def _set_due(self, nbytes: int) -> None:
+        self._pending_nbytes += nbytes
+        self._due.set()
+        if self._pending_nbytes >= COMMIT_NBYTES:
+            self._now.set()
+
+    def _keep_committing(self) -> None:
+        while not self._closed.is_set():
+            self._due.wait()
+            self._now.wait(COMMIT_AFTER_S)
+            self._due.clear()
+            self._now.clear()
+            if self._closed.is_set():
+                return
+            try:
+                self.flush()
+            except TierError as error:
+                log_once(f"tier.disk:{error.cause}", "%s", error, logger=logger)
+                if error.lasting:
+                    return
+
+    def close(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._due.set()
+        self._now.set()
+        self._committer.join()
+        self._workers.close()
+        try:
+            self._commit(closed=True)
+        except TierError as error:
+            log_once(f"tier.disk:{error.cause}", "%s", error, logger=logger)
+        self._index.close()
+        self._file.close()
+
+    def _check_usable(self) -> None:
+        if self._closed.is_set():
+            raise TierError(f"{self._title} is closed", "unavailable")
+        if self._failed is not None:
+            raise self._failed
+        with self._faults("looking at it"):
+            if not self._file.is_in_place():
+                raise TierError(
+                    f"{self._title}: {self._path / PAGES} was deleted or replaced; start the agent again",
+                    "unavailable", lasting=True,
+                )  # fmt: skip
+
+    def _raise_first(self, outcome: Outcome[None], doing: str) -> None:
+        """A disk that fails for one page is in doubt as a whole; one that is only slow gives what came in time."""
+        late = [result for result in outcome if isinstance(result, TimeoutError)]
+        if outcome and len(late) == len(outcome):
+            raise TierError(f"{self._title}: {doing} took too long", "timeout")
+        for result in outcome:
+            if _is_fault(result):
+                raise self._as_error(doing, result)
+            if result is not None and not isinstance(result, OSError):
+                raise result
+
+    def _as_error(self, doing: str, error: OSError | lmdb.Error, *, lasting: bool = False) -> TierError:
+        if isinstance(error, lmdb.Error):
+            cause = "full" if isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) else "error"
+            return TierError(f"{self._title}: {doing} failed: {error}", cause, lasting=lasting)
+        found = as_tier_error(f"{self._title} ({self._path})", doing, error)
+        return TierError(str(found), found.cause, lasting=lasting)
+
+    @contextmanager
+    def _faults(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, lmdb.Error) as error:
+            raise self._as_error(doing, error) from None
+
+
+def _is_fault(result: object) -> TypeGuard[OSError]:
+    return isinstance(result, OSError) and not isinstance(result, TimeoutError)

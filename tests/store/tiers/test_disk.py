@@ -1,0 +1,259 @@
+"""What a disk keeps, and over what; and each way in which its folder or the disk itself can be of no use."""
+
+import logging
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from causes import forget_causes
+from store.pools import as_root, mounted
+
+from mooncake_connector.config.tiers import DiskTier
+from store_client.base import Put
+from store_client.testing import PAGE_NBYTES, chain, page_bytes
+from store_client.tiers.base import Sealed, Target, TierError
+from store_client.tiers.disk import Disk, budget
+from store_client.tiers.testing import DEADLINE_S, SECRET, Memory, contains, new_space, read, seal, write
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _no_causes_of_others():
+    forget_causes()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+def open_disk(folder: Path, capacity: int = 4 * MIB, **more) -> Disk:
+    return Disk(DiskTier(path=folder, capacity=capacity, **more))
+
+
+def used_up(disk: Disk, memory: Memory, count: int, name: str = "others") -> None:
+    """So many pages of 64 KiB that nobody reads again."""
+    assert Put.FAILED not in write(disk, memory, new_space(), chain(name, count))
+
+
+def test_pages_are_there_after_a_restart_in_the_order_of_their_last_use(folder):
+    space, keys, memory = new_space(), chain("a", 40), Memory()
+    disk = open_disk(folder)
+    write(disk, memory, space, keys)
+    read(disk, memory, space, keys[:8])
+    before = disk.stats()
+    disk.close()
+    disk = open_disk(folder)
+    assert disk.stats() == before and before.pages == 40 and before.used_nbytes == 40 * PAGE_NBYTES
+    used_up(disk, memory, 40)
+    assert contains(disk, space, keys)[:8] == [True] * 8
+    assert read(disk, memory, space, keys[:8]) == [True] * 8
+    disk.close()
+
+
+def test_the_least_recently_used_pages_go_first_and_capacity_holds(folder):
+    space, keys, memory = new_space(), chain("a", 20), Memory()
+    disk = open_disk(folder)
+    write(disk, memory, space, keys)
+    for number in range(6):
+        assert read(disk, memory, space, keys[:4]) == [True] * 4
+        used_up(disk, memory, 20, f"others {number}")
+        assert disk.stats().used_nbytes <= 4 * MIB
+    assert contains(disk, space, keys) == [True] * 4 + [False] * 16
+    assert disk.stats().evicted_pages >= 16
+    assert (folder / "pages").stat().st_size <= 4 * MIB
+    disk.close()
+
+
+def test_a_page_larger_than_the_disk_is_not_stored_and_harms_nothing(folder):
+    disk, memory, space = open_disk(folder, MIB), Memory(), new_space()
+    assert write(disk, memory, space, chain("large", 1), 2 * MIB) == [Put.FAILED]
+    assert write(disk, memory, space, chain("small", 1)) == [Put.STORED]
+    disk.close()
+
+
+def test_pages_of_all_sizes_share_the_space(folder):
+    """They are whole or absent at any time, however the free space is cut up."""
+    rng, disk = random.Random(14), open_disk(folder, 2 * MIB)
+    spaces = {nbytes: new_space() for nbytes in (4096, 12288, 50000, 200_000, 900_000)}
+    found = 0
+    for number in range(100):
+        nbytes = rng.choice(list(spaces))
+        keys, memory = chain(f"{rng.randrange(12)}", rng.randint(1, 4)), Memory(12 * MIB)
+        if rng.random() < 0.2:
+            disk.remove(spaces[nbytes], keys[:1], deadline_s=DEADLINE_S)
+        if rng.random() < 0.5:
+            write(disk, memory, spaces[nbytes], keys, nbytes, pieces=rng.randint(1, 3))
+        found += sum(read(disk, memory, spaces[nbytes], keys, nbytes, pieces=rng.randint(1, 3)))
+        assert disk.stats().used_nbytes <= 2 * MIB, number
+    assert found > 0 and disk.stats().evicted_pages > 0
+    disk.close()
+
+
+def test_memory_that_begins_anywhere_goes_through_a_buffer(folder):
+    disk, space, (key,), nbytes = open_disk(folder), new_space(), chain("a", 1), 70_001
+    whole = np.zeros(nbytes + 3, dtype=np.uint8)[3:]
+    whole[:] = page_bytes(key, nbytes)
+    pieces = [whole[:10_001], whole[10_001:]]
+    page = Sealed(key, pieces, seal(space, key, pieces, 0, SECRET))
+    assert disk.write(space, [page], nbytes=nbytes, deadline_s=DEADLINE_S) == [Put.STORED]
+    out = np.zeros(nbytes + 1, dtype=np.uint8)[1:]
+    target = Target(key, [out[:333], out[333:]])
+    assert disk.read(space, [target], nbytes=nbytes, deadline_s=DEADLINE_S) == [page.seal]
+    assert np.array_equal(out, page_bytes(key, nbytes))
+    disk.close()
+
+
+def test_a_smaller_capacity_keeps_what_fits(folder):
+    space, keys, memory = new_space(), chain("a", 40), Memory()
+    disk = open_disk(folder)
+    write(disk, memory, space, keys)
+    disk.close()
+    disk = open_disk(folder, MIB)
+    there = contains(disk, space, keys)
+    assert 8 <= sum(there) <= 16 and read(disk, memory, space, keys) == there
+    assert (folder / "pages").stat().st_size <= MIB
+    used_up(disk, memory, 12)
+    disk.close()
+
+
+def test_a_days_writes_hold_over_a_restart_and_a_crash(folder, monkeypatch):
+    now_s = [1e9]
+    monkeypatch.setattr(budget.time, "time", lambda: now_s[0])
+    space, keys, memory = new_space(), chain("a", 40), Memory()
+    disk = open_disk(folder, daily_writes=20 * PAGE_NBYTES)
+    assert write(disk, memory, space, keys[:12]) == [Put.STORED] * 12
+    disk.close()
+    disk = open_disk(folder, daily_writes=20 * PAGE_NBYTES)
+    assert disk.stats().notes["may be written today"] == "512.0 KiB"
+    assert write(disk, memory, space, keys) == [Put.PRESENT] * 12 + [Put.STORED] * 8 + [Put.FAILED] * 20
+    assert read(disk, memory, space, keys) == [True] * 20 + [False] * 20
+    now_s[0] -= 86400
+    assert write(disk, memory, space, keys[20:21]) == [Put.FAILED], "a clock that is set back is no new day"
+    now_s[0] += 2 * 86400
+    assert write(disk, memory, space, keys[20:30]) == [Put.STORED] * 10
+    disk.flush()
+    copy = folder.with_name("as a crash leaves it")
+    shutil.copytree(folder, copy)
+    disk.close()
+    disk = open_disk(copy, daily_writes=20 * PAGE_NBYTES)
+    assert write(disk, memory, space, keys[30:31]) == [Put.FAILED], "what is not known to be left is used up"
+    disk.close()
+
+
+def test_a_second_agent_is_refused_until_the_first_is_gone(folder):
+    disk = open_disk(folder)
+    with pytest.raises(TierError, match="in use by another agent") as caught:
+        open_disk(folder)
+    assert caught.value.cause == "unavailable" and not caught.value.lasting
+    used_up(disk, Memory(), 1)
+    disk.close()
+    open_disk(folder).close()
+
+
+@pytest.mark.parametrize("name, content", [("thesis.tex", b"x"), ("pages", b"x" * 8192), ("index/data.mdb", b"x")])
+def test_a_folder_of_somebody_else_is_refused_and_left_alone(folder, name, content):
+    file = folder / name
+    file.parent.mkdir(mode=0o700, parents=True)
+    folder.chmod(0o700)
+    file.write_bytes(content)
+    with pytest.raises(TierError, match=r"holds something else already .* set `path` to an empty folder") as caught:
+        open_disk(folder)
+    assert caught.value.lasting and caught.value.cause == "denied"
+    assert [path for path in folder.rglob("*") if path.is_file()] == [file] and file.read_bytes() == content
+
+
+def test_a_folder_that_others_may_reach_is_refused(folder):
+    folder.mkdir(mode=0o755)
+    with pytest.raises(TierError, match=f"mode 0755: others may reach it; chmod 700 {folder}"):
+        open_disk(folder)
+    folder.chmod(0o700)
+    (folder / "lost+found").mkdir()
+    open_disk(folder).close()
+
+
+def test_a_folder_of_its_own_is_private(folder):
+    open_disk(folder / "below").close()
+    assert (folder / "below").stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o077 for path in (folder / "below").rglob("*")} == {0}
+
+
+def test_a_capacity_out_of_range_is_refused(folder):
+    with pytest.raises(TierError, match="capacity 1000 B is out of range"):
+        open_disk(folder, 1000)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("damage", ["garbled", "cut off", "gone", "of another file", "pages gone", "pages cut off"])
+def test_a_damaged_folder_starts_empty(folder, tmp_path, damage, caplog):
+    space, keys, memory = new_space(), chain("a", 8), Memory()
+    disk = open_disk(folder)
+    write(disk, memory, space, keys)
+    disk.close()
+    index, pages = folder / "index" / "data.mdb", folder / "pages"
+    if damage == "garbled":
+        index.write_bytes(b"\xff" * index.stat().st_size)
+    elif damage == "cut off":
+        index.write_bytes(index.read_bytes()[:8192])
+    elif damage == "gone":
+        shutil.rmtree(index.parent)
+    elif damage == "of another file":
+        open_disk(tmp_path / "other").close()
+        shutil.copy(tmp_path / "other" / "pages", pages)
+    elif damage == "pages gone":
+        shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+    else:
+        pages.write_bytes(pages.read_bytes()[:8192])
+    with caplog.at_level(logging.WARNING):
+        disk = open_disk(folder)
+    assert caplog.text.count("starts empty") == (damage not in ("gone", "pages gone"))
+    assert disk.stats().pages == 0 and contains(disk, space, keys) == [False] * 8
+    assert write(disk, memory, space, keys) == [Put.STORED] * 8
+    assert read(disk, memory, space, keys) == [True] * 8
+    disk.close()
+    open_disk(folder).close()
+
+
+def test_a_folder_that_is_deleted_turns_the_tier_off(folder):
+    space, keys, memory = new_space(), chain("a", 2), Memory()
+    disk = open_disk(folder)
+    write(disk, memory, space, keys)
+    shutil.rmtree(folder)
+    for call in (lambda: read(disk, memory, space, keys), lambda: write(disk, memory, space, keys), disk.stats):
+        with pytest.raises(TierError, match="was deleted or replaced") as caught:
+            call()
+        assert caught.value.cause == "unavailable" and caught.value.lasting
+    disk.close()
+    disk = open_disk(folder)
+    assert write(disk, memory, space, keys) == [Put.STORED] * 2
+    disk.close()
+
+
+@as_root
+def test_a_disk_that_is_full_says_so_and_keeps_what_it_has(tmp_path):
+    where, space, keys, memory = tmp_path / "mount", new_space(), chain("a", 200), Memory()
+    with mounted(where, "size=4m"):
+        disk = open_disk(where / "disk", 64 * MIB)
+        assert write(disk, memory, space, keys[:8]) == [Put.STORED] * 8
+        with pytest.raises(TierError, match="No space left on device") as caught:
+            for first in range(8, 200, 8):
+                write(disk, memory, space, keys[first : first + 8])
+        assert caught.value.cause == "full" and not caught.value.lasting
+        assert read(disk, memory, space, keys[:8]) == [True] * 8
+        disk.close()
+
+
+@as_root
+def test_a_disk_that_is_read_only_says_so(tmp_path):
+    where = tmp_path / "mount"
+    with mounted(where, "size=4m"):
+        open_disk(where / "disk").close()
+        subprocess.run(["mount", "-o", "remount,ro", where], check=True)
+        with pytest.raises(TierError, match="Read-only file system") as caught:
+            open_disk(where / "disk")
+        assert caught.value.cause == "denied"
