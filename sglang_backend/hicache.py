@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,9 +130,14 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     @contained(lambda: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        return self._hits(keys, extra_info, fetch=True)
+
+    def _hits(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None, *, fetch: bool) -> int:
+        """Leading pages that are in the pool, or where `fetch` on their way there from a tier."""
         if self._kv is None:
             return 0
-        hits = self._kv.prefix(_names(keys))
+        names = _names(keys)
+        hits = self._kv.prefix(names, _parent(extra_info)) if fetch else sum(takewhile(bool, self._kv.contains(names)))
         page_tokens = self._kv.pages.page_slots
         if hits * page_tokens < (self._config.min_hit_tokens or 0):
             hits = 0
@@ -147,8 +153,11 @@ class MooncakeConnectorStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
+        # States (Mamba, sliding windows) are stored for a few pages only, and no tier is asked for those: KV that a
+        # tier would bring is of no use without them.
+        fetch = all(transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES for transfer in pool_transfers or [])
         # Without a buffer of its own, the anchor has what the other pools have.
-        kv_pages = len(keys) if self._kv is None and pool_transfers else self.batch_exists(keys, extra_info)
+        kv_pages = len(keys) if self._kv is None and pool_transfers else self._hits(keys, extra_info, fetch=fetch)
         hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         restorable = set(range(1, kv_pages + 1))
         names = _names(keys[:kv_pages])
@@ -156,7 +165,13 @@ class MooncakeConnectorStorage(HiCacheStorage):
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:  # never decides about the KV pages
                 continue
             other = self._others.get(transfer.name)
-            present = other.contains(names) if other is not None else [False] * kv_pages
+            if other is None:
+                present = [False] * kv_pages
+            elif fetch:
+                found = other.prefix(names, _parent(extra_info))
+                present = [True] * found + [False] * (kv_pages - found)
+            else:
+                present = other.contains(names)
             lengths = _restorable(present, transfer)
             if lengths:
                 hits[transfer.name] = max(lengths)
@@ -282,8 +297,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             slots = _first_slots(stored, keys, indices)
             if stored is None or slots is None:
                 return None
-            before = extra_info.prefix_keys if extra_info is not None else None
-            parent = _names(before[-1:])[0] if before else None
+            parent = _parent(extra_info)
             if stored is not self._kv and parent is not None and not stored.contains([parent])[0]:
                 parent = None  # states are kept here and there: no state before is no reason to be evicted
             return stored.save(_names(keys), lambda i, page: stored.pages.save(slots[i], page), parent)
@@ -317,6 +331,12 @@ def _names(keys: Sequence[str]) -> list[bytes]:
         if len(name) != KEY_NBYTES:
             raise ValueError(f"SGLang's page hash {key!r} has {len(name)} bytes: expected {KEY_NBYTES}")
     return names
+
+
+def _parent(extra_info: HiCacheStorageExtraInfo | None) -> bytes | None:
+    """The page before the first one of a call, where SGLang says it (`hicache_storage_pass_prefix_keys`)."""
+    before = extra_info.prefix_keys if extra_info is not None else None
+    return _names(before[-1:])[0] if before else None
 
 
 def _restorable(present: Sequence[bool], transfer: PoolTransfer) -> set[int]:

@@ -18,7 +18,7 @@ from mooncake_connector.log import get_logger, log_once
 from sglang_backend.host_pages import HostPages
 from sglang_backend.metrics import Metrics
 from store_client.base import Bytes
-from store_client.jobs import Job, Load, Save
+from store_client.jobs import NOT_LANDED, Job, Load, Save
 from store_client.mover import PAUSE_S, Mover
 from store_client.sharded import ConsumePart, ShardView
 
@@ -71,20 +71,23 @@ class StoredPool:
         """The pages in the store, or None while there is no store."""
         return self._view()
 
-    def prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading pages are present, after a wait for those of which the store does not know yet.
+    def prefix(self, keys: Sequence[bytes], parent: bytes | None = None) -> int:
+        """How many leading pages are present or coming, after a wait for those of which the store does not know yet.
 
-        SGLang's prefetch thread may wait. Its scheduler, which asks in the main thread, may not.
+        SGLang's prefetch thread may wait. Its scheduler, which asks in the main thread, may not, and is told of what is
+        present alone. `parent` is the key before the first one, where it is known.
         """
-        return self._look_up(lambda view: self._prefix(view, keys), 0)
+        return self._look_up(lambda view: self._prefix(view, keys, parent), 0)
 
-    def _prefix(self, view: ShardView, keys: Sequence[bytes]) -> int:
+    def _prefix(self, view: ShardView, keys: Sequence[bytes], parent: bytes | None) -> int:
         asked_s = time.monotonic()
         may_wait = asked_s >= self._impatient_until_s and threading.current_thread() is not threading.main_thread()
         wait_s = self._config.lookup_wait_s if may_wait else 0.0
+        if self._config.tiers:
+            view.prefetch(keys, parent=parent)
         found = view.lookup_within(keys, wait_s)
         now_s = time.monotonic()
-        if found.pending and wait_s:
+        if found.pending and not found.coming and wait_s:
             self._impatient_until_s = now_s + PAUSE_S  # else each request behind this one would wait as long in turn
             self._metrics.failed("lookup", "late")
             log_once(
@@ -96,7 +99,7 @@ class StoredPool:
             )  # fmt: skip
         if now_s - asked_s > wait_s + _LOOKUP_HANGS_S:
             self._lookup_failed("hung", f"it took {now_s - asked_s:.1f} s")
-        return found.pages
+        return found.pages + (found.coming if may_wait else 0)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._look_up(lambda view: view.contains(keys), [False] * len(keys))
@@ -128,6 +131,8 @@ class StoredPool:
             mover.run(job)
             if job.cause:
                 self._metrics.failed(what, job.cause)
+            if job.cause == NOT_LANDED:  # until others land, SGLang is told of what is there alone
+                self._impatient_until_s = time.monotonic() + PAUSE_S
         return view
 
     def _look_up(self, call: Callable[[ShardView], T], otherwise: T) -> T:

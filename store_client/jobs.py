@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from mooncake_connector.kv.geometry import Shard
-from store_client.base import Bytes, Put
+from store_client.base import Bytes, Lookup, Put
 from store_client.sharded import ConsumePart, ShardView
 
 _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
@@ -22,6 +22,10 @@ _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
 up meanwhile, and each move costs the store a transaction, about 1 ms a write."""
 _MOST_DEADLINES = 10
 """A load that goes on page by page ends after so many of its deadlines: others wait for the same thread."""
+_HEARING_S = 0.5
+"""A store that was told elsewhere that pages are coming says so here within so long, or they are lost."""
+NOT_LANDED = "not_landed"
+"""Why a load ends whose next page was on its way until the deadline: that is no fault of the pool."""
 _LOCK_WAIT_S = 0.5
 """Longest wait for the store's lock, which is held for microseconds: longer means that its holder is stopped. (Beside
 eight busy processes a core a holder was seen to wait 0.15 s for its turn.)"""
@@ -69,6 +73,11 @@ class Job(ABC):
     @abstractmethod
     def move(self, view: ShardView) -> str | None:
         """Move what can be moved now. Returns as `run`."""
+
+    @property
+    def late_cause(self) -> str:
+        """Why the job ends where it is given up at its deadline now."""
+        return "deadline"
 
     @property
     def left_s(self) -> float:
@@ -150,20 +159,43 @@ class Load(Job):
 
     Args:
         copy: takes page i out of the stored page of a part.
+        num_coming: pages, the last ones, that were not there when the load was planned: somebody was told then that
+            they are being fetched, and this process may have to ask for itself.
+        awaits: whether the next page was on its way at the last look.
     """
 
     copy: ConsumePart | None
+    num_coming: int = 0
+    awaits: bool = False
+    _announced: bool = False
+    _heard: bool = False
+
+    @property
+    def late_cause(self) -> str:
+        return NOT_LANDED if self.awaits else "deadline"
 
     def move(self, view: ShardView) -> str | None:
+        if self.num_coming and not self._announced:
+            self._announced = True
+            view.prefetch(self.keys, deadline_s=_MOST_DEADLINES * self.deadline_s)
         step = _pages_a_move(view)
         while self.pages < len(self.keys):
             keys = self.keys[self.pages : self.pages + step]
             there = view.lookup(keys)
-            if there.pages == 0 and there.pending:
-                return "deadline" if self.left_s < 0 else None
+            self.awaits = there.pages == 0 and self._is_coming(there)
+            if self.awaits:
+                return self.late_cause if self.left_s < 0 else None
             if there.pages == 0 or self._read(view, keys[: there.pages]) < there.pages:
                 return "page_lost"
         return ""
+
+    def _is_coming(self, there: Lookup) -> bool:
+        """Whether the next page is on its way; also where the store, just asked, may not have heard of it yet."""
+        if there.pending or there.coming:
+            self._heard = self._heard or there.coming > 0
+            return True
+        promised = self.pages >= len(self.keys) - self.num_coming
+        return promised and not self._heard and time.monotonic() < self.begun_s + _HEARING_S
 
     def _read(self, view: ShardView, keys: Sequence[bytes]) -> int:
         """How many of these pages arrived, from the first on."""

@@ -106,7 +106,7 @@ class Mover(Generic[J]):
         self._catch_up(job)
         running = self._running
         is_next = job.begun and running is not None and running is not job and not running.given_up
-        if job.left_s > 0 or is_next or not job.give_up("deadline", wait=wait):
+        if job.left_s > 0 or is_next or not job.give_up(job.late_cause, wait=wait):
             return False
         if job.cause in self._pauses_after:
             self.pause()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,13 +39,15 @@ class Faults:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.written: Counter[tuple[Shard, bytes]] = Counter()
+        self.announced: list[tuple[Shard, list[bytes], dict[str, Any]]] = []
+        """Every `prefetch`: whose, which keys, and what was said beside."""
         self.answer: Callable[[Sequence[bytes], Lookup], Lookup] | None = None
         self.lose_reads: Callable[[Sequence[bytes]], list[bool]] | None = None
         self.lose_reads_of: dict[Shard, int] = {}
         self.refuse_writes = False
         self.raise_in: set[str] = set()
         self._reads = threading.Event()
-        self._reads_of: dict[Shard, threading.Event] = defaultdict(threading.Event)
+        self._reads_of: dict[Shard, threading.Event] = {}
         self._writes = threading.Event()
         self.reading = threading.Event()
         self.writing = threading.Event()
@@ -69,7 +71,11 @@ class Faults:
 
     def let_through(self, shard: Shard) -> None:
         """Open the gate for the reads of one shard alone."""
-        self._reads_of[shard].set()
+        self._gate(shard).set()
+
+    def _gate(self, shard: Shard) -> threading.Event:
+        """One for each shard, whichever thread asks first."""
+        return self._reads_of.setdefault(shard, threading.Event())
 
     def note(self, call: str) -> None:
         self.calls[call] += 1
@@ -78,7 +84,7 @@ class Faults:
 
     def wait_to_read(self, shard: Shard) -> None:
         self.reading.set()
-        gate = self._reads_of[shard]  # before the look at all gates: `release` opens those that it knows
+        gate = self._gate(shard)  # before the look at all gates: `release` opens those that it knows
         if not self._reads.is_set():
             assert gate.wait(GATE_S), "a read was held and never released"
 
@@ -114,6 +120,30 @@ class Late:
         return Lookup(pages, pending=pages < len(keys))
 
 
+class Arrivals:
+    """Pages that are there count once they have landed; until then the store says of those `promised` that they come.
+
+    `deaf` lookups of loads are answered as if the store had not been told of anything yet.
+    """
+
+    def __init__(self, promised: Sequence[bytes], deaf: int = 0) -> None:
+        self.promised = set(promised)
+        self.landed: set[bytes] = set()
+        self.deaf = deaf
+
+    def land(self, keys: Sequence[bytes]) -> None:
+        self.landed.update(keys)
+
+    def __call__(self, keys: Sequence[bytes], found: Lookup) -> Lookup:
+        pages = next((number for number, key in enumerate(keys) if key not in self.landed), len(keys))
+        if self.deaf and threading.current_thread().name == "mooncake-connector-load":
+            self.deaf -= 1
+            return Lookup(pages)
+        rest = keys[pages:]
+        coming = next((number for number, key in enumerate(rest) if key not in self.promised), len(rest))
+        return Lookup(pages, coming=coming)
+
+
 class FaultySpace(Space):
     """Everything goes to the real one, after the faults had their say."""
 
@@ -124,6 +154,11 @@ class FaultySpace(Space):
         self._faults.note("lookup")
         found = self._space.lookup(keys)
         return found if self._faults.answer is None else self._faults.answer(keys, found)
+
+    def prefetch(self, keys: Sequence[bytes], **kwargs: Any) -> None:
+        self._faults.note("prefetch")
+        self._faults.announced.append((self._shard, list(keys), kwargs))
+        self._space.prefetch(keys, **kwargs)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         self._faults.note("contains")

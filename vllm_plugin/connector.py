@@ -222,6 +222,9 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(nothing)
     def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """Called on either side once for each step, when its output is there."""
+        if self._scheduler is not None:
+            self._scheduler.prefix.speed.computed()
         side = self._worker or self._scheduler
         return None if side is None else side.stats.take()
 

@@ -26,6 +26,7 @@ class LoadJob:
         skip_tokens: tokens of the first page that a local prefix-cache hit already holds; their blocks are shared
             and must not be written.
         block_ids: the request's whole block table.
+        num_coming: pages, the last ones, that are on their way to the pool yet.
     """
 
     req_id: str
@@ -33,6 +34,7 @@ class LoadJob:
     first_token: int
     skip_tokens: int
     block_ids: list[int]
+    num_coming: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +135,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
     Args:
         failed_loads: requests of which at least one worker could not load a page.
         stalled: whether a load was given up at its deadline: the pool hangs.
+        not_landed: whether one was given up since pages that were coming did not come: the pool is well.
         failed_transfers: announced requests of which nothing will come, and that had no blocks then.
     """
 
     saves: dict[int, SaveResult] = field(default_factory=dict)
     failed_loads: set[str] = field(default_factory=set)
     stalled: bool = False
+    not_landed: bool = False
     failed_transfers: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
@@ -150,6 +154,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             saves,
             self.failed_loads | other.failed_loads,
             self.stalled or other.stalled,
+            self.not_landed or other.not_landed,
             self.failed_transfers | other.failed_transfers,
         )
 

@@ -48,12 +48,15 @@ class SchedulerSide:
     def track(self, request: Request) -> None:
         root = self.prefix.track(request).root
         self.pd.track(request, root, self.prefix.namespace())
+        if not self.pd.expects(request):
+            self.prefix.announce(request)
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """What a transfer will bring, all of the prompt, or else what is in the pool."""
-        pooled = self.prefix.matched_tokens(request, num_computed_tokens)  # also tells `after_alloc` what is there
+        expects = self.pd.expects(request)
+        pooled = self.prefix.matched_tokens(request, num_computed_tokens, fetch=not expects)  # for `after_alloc` too
         rest = request.num_prompt_tokens - num_computed_tokens
-        return (rest, True) if rest > 0 and self.pd.expects(request) else pooled
+        return (rest, True) if rest > 0 and expects else pooled
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Of what is loaded, pages that are in the pool come from there and the rest from the other instance."""

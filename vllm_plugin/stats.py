@@ -16,6 +16,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 SUMS = {
     "hit_tokens": "Prompt tokens that were loaded from the pool instead of computed",
+    "tier_hit_tokens": "Of hit_tokens, those that the pool did not have when the request arrived: tiers brought them",
     "queried_tokens": "Prompt tokens beyond the local prefix cache that were looked up in the pool",
     "load_bytes": "Bytes loaded from the pool into KV blocks",
     "load_seconds": "Seconds from the submission of a load to its end",

@@ -16,11 +16,15 @@ GATE_S = 60.0
 
 
 class LandingSpace:
-    """Duck-typed `Space` in memory. `expected` are keys whose pages are said to be on their way."""
+    """Duck-typed `Space` in memory. `expected` are keys whose pages are said to be on their way: maybe, or where
+    `sure` as coming. `deaf` lookups are answered as if it had not heard of that yet."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.expected: set[bytes] = set()
+        self.sure = False
+        self.deaf = 0
+        self.announced: list[list[bytes]] = []
         self.refused = False
         self._pages: dict[bytes, tuple[Bytes, int]] = {}
         self._gate = threading.Semaphore(1_000_000)
@@ -49,7 +53,15 @@ class LandingSpace:
 
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
         count = next((number for number, key in enumerate(keys) if key not in self._pages), len(keys))
-        return Lookup(count, count < len(keys) and keys[count] in self.expected)
+        rest = keys[count:]
+        coming = next((number for number, key in enumerate(rest) if key not in self.expected), len(rest))
+        if self.deaf:
+            self.deaf -= 1
+            coming = 0
+        return Lookup(count, coming=coming) if self.sure else Lookup(count, coming > 0)
+
+    def prefetch(self, keys: Sequence[bytes], **_: Any) -> None:
+        self.announced.append(list(keys))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return [key in self._pages for key in keys]

@@ -113,8 +113,18 @@ def over(job: Any) -> bool:
     return bool(job.over.wait(PATIENCE_S))
 
 
+@pytest.fixture
+def sure(space, request):
+    """Whether the store says that pages are coming, or that they may be."""
+    space.sure = request.param
+
+
+in_both_words = pytest.mark.parametrize("sure", [False, True], ids=["pending", "coming"], indirect=True)
+
+
 class TestLoadsThatGrow:
-    def test_pages_are_taken_as_they_land_however_long_it_takes_in_all(self, mover, space, view, memory, clock):
+    @in_both_words
+    def test_pages_are_taken_as_they_land_however_long_it_takes_in_all(self, mover, space, view, memory, clock, sure):
         space.expected = set(KEYS)
         space.land(KEYS[:2])
         job = load(view, memory)
@@ -142,18 +152,19 @@ class TestLoadsThatGrow:
         space.land(keys[12:13])
         wait_for(lambda: job.pages == 13)
         clock.ahead_s += 0.8 * DEADLINE_S
-        assert over(job) and (job.pages, job.cause) == (13, "deadline")
+        assert over(job) and (job.pages, job.cause) == (13, "not_landed")
 
     @pytest.mark.parametrize("landed", [0, 3], ids=["never delivers", "stalls"])
     @pytest.mark.parametrize("noticed_by", ["engine", "thread"])
+    @in_both_words
     def test_a_load_ends_when_nothing_landed_for_its_deadline_and_touches_no_block_from_then_on(
-        self, mover, space, view, memory, clock, landed, noticed_by
+        self, mover, space, view, memory, clock, landed, noticed_by, sure
     ):
         space.expected = set(KEYS)
         job = load(view, memory)
         mover.submit(job)
         space.land(KEYS[:landed])
-        wait_for(lambda: job.begun and job.pages == landed)
+        wait_for(lambda: job.awaits and job.pages == landed)
         clock.ahead_s += 0.9 * DEADLINE_S
         assert mover.take_ended() == [] and not job.over.is_set()
         clock.ahead_s += 0.2 * DEADLINE_S
@@ -161,7 +172,7 @@ class TestLoadsThatGrow:
             assert over(job)
         else:
             wait_for(lambda: mover.take_ended() == [job])
-        assert (job.pages, job.cause) == (landed, "deadline")
+        assert (job.pages, job.cause) == (landed, "not_landed")
         space.land(KEYS)
         other = load(view, Memory())
         mover.run(other)
@@ -176,6 +187,40 @@ class TestLoadsThatGrow:
         space.land(KEYS[2:3], wrong=True)
         assert over(job)
         assert (job.pages, job.cause) == (2, "page_lost") and memory.holds(2)
+
+    def test_promised_pages_are_asked_for_and_waited_for_until_the_store_has_heard_of_them(
+        self, mover, space, view, memory, monkeypatch
+    ):
+        monkeypatch.setattr(store_client.jobs, "_HEARING_S", PATIENCE_S)
+        space.sure, space.expected, space.deaf = True, set(KEYS), 3
+        space.land(KEYS[:2])
+        job = load(view, memory, num_coming=len(KEYS) - 2)
+        mover.submit(job)
+        wait_for(lambda: space.deaf == 0 and job.pages == 2)
+        assert space.announced == [KEYS] and not job.over.is_set()
+        space.land(KEYS[2:])
+        assert over(job) and job.cause == "" and memory.holds(len(KEYS))
+
+    def test_a_promised_page_of_which_the_store_never_hears_is_lost(self, mover, space, view, memory, clock):
+        space.sure = True
+        space.land(KEYS[:2])
+        job = load(view, memory, num_coming=len(KEYS) - 2)
+        mover.submit(job)
+        wait_for(lambda: job.pages == 2)
+        clock.ahead_s += store_client.jobs._HEARING_S
+        assert over(job) and (job.pages, job.cause) == (2, "page_lost") and memory.holds(2)
+
+    def test_a_page_that_was_coming_and_comes_no_more_ends_a_load_at_once(
+        self, mover, space, view, memory, monkeypatch
+    ):
+        monkeypatch.setattr(store_client.jobs, "_HEARING_S", 1e9)
+        space.sure, space.expected = True, set(KEYS)
+        space.land(KEYS[:2])
+        job = load(view, memory, num_coming=len(KEYS) - 2)
+        mover.submit(job)
+        wait_for(lambda: job.awaits)
+        space.expected = set()
+        assert over(job) and (job.pages, job.cause) == (2, "page_lost") and memory.holds(2)
 
     def test_a_page_that_is_not_on_its_way_ends_a_load_at_once(self, mover, space, view, memory):
         space.land([*KEYS[:2], *KEYS[3:]])

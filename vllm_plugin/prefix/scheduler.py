@@ -1,12 +1,15 @@
 """The scheduler side of prefix reuse: which pages of a request are in the pool, and when to look for pages to store.
 
-Runs inside vLLM's scheduler step, so it only reads the pool's index (microseconds, no lock) and never waits. Saves are
-planned in :mod:`vllm_plugin.prefix.save_planner`.
+Runs inside vLLM's scheduler step, so it only reads the pool's index (microseconds, no lock) and never waits. Where the
+pool has tiers behind it, a request's pages are asked for as soon as it arrives; those that are coming are promised to
+vLLM like those that are there, and the load waits for them. Saves are planned in
+:mod:`vllm_plugin.prefix.save_planner`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 import uuid
 from typing import TYPE_CHECKING
@@ -25,6 +28,7 @@ from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
 from vllm_plugin.naming import AdapterKeys, chain_root
 from vllm_plugin.prefix.announced import AnnouncedPages
 from vllm_plugin.prefix.save_planner import SavePlanner
+from vllm_plugin.prefix.speed import PrefillSpeed
 from vllm_plugin.prefix.tracked import Offer, Tracked
 from vllm_plugin.stats import ConnectorStats
 
@@ -40,8 +44,8 @@ _IDENTITY_WAIT_S = 2.0
 """How long start-up waits for the model's fingerprint; a large model is hashed on in the background."""
 _LOOKUP_REUSE_S = 0.05
 """A request that waits for blocks is asked about every step; its last lookup serves for so long."""
-_PENDING_REUSE_S = 0.002
-"""Likewise where the answer is pending: with nothing to compute vLLM asks every millisecond."""
+_PENDING_REUSE_S = 0.001
+"""Likewise where the answer is pending: with nothing to compute vLLM asks about every millisecond."""
 _LOOKUP_HANGS_S = 1.0
 """A lookup only reads memory. After one that took so long the pool is left alone, since the engine stood still."""
 _LOOKS_A_PAGE = 4
@@ -50,6 +54,8 @@ them would cost 2% of the step: so many looks are enough. A request that ends in
 _STALL_PAUSE_S = 30.0
 """After a load that was given up at its deadline the pool is not offered for so long: each further one would wait as
 long for nothing."""
+_NOT_LANDED_PAUSE_S = 30.0
+"""After a load that waited in vain for pages that were said to be coming, none is promised for so long."""
 
 logger = get_logger(__name__)
 
@@ -61,6 +67,7 @@ class PrefixScheduler:
         self._geometry = geometry
         self._page_tokens = int(config.page_tokens)
         self._lookup_wait_s = config.lookup_wait_s
+        self._tiered = bool(config.tiers)
         self._min_hit_tokens = config.effective_min_hit_tokens
         self._shards = geometry.shards()
         self._unit_nbytes = geometry.page_format(self._shards[0], self._page_tokens).unit_nbytes
@@ -76,8 +83,10 @@ class PrefixScheduler:
         self._adapters = AdapterKeys()
         self._reset_digest: str | None = None
         self._stalled_until_s = 0.0
+        self._unpromised_until_s = 0.0
         self._max_batches = vllm_config.max_concurrent_batches
         """Steps that may be planned before the outcome of the first of them is known, and that one."""
+        self.speed = PrefillSpeed(self._page_tokens, self._max_batches)
         self._doubtful_steps = 0
         self._namespace: Namespace | None = None
 
@@ -101,11 +110,31 @@ class PrefixScheduler:
             tracked = self._tracked[request.request_id] = Tracked(request, chain_root(request, self._adapters))
         return tracked
 
-    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens in the pool beyond the local hit, loaded asynchronously; (0, False) for none. No side effect.
+    def announce(self, request: Request) -> None:
+        """Have the tiers bring what the pool lacks of a prompt, long before the request's turn.
+
+        What vLLM's own cache has of it is not known yet; the pool has that too, as a rule.
+        """
+        num_pages = request.num_prompt_tokens // self._page_tokens
+        if not self._tiered or num_pages * self._page_tokens < max(1, self._min_hit_tokens):
+            return
+        tracked = self.track(request)
+        views = self._views()
+        if tracked.root is None or not views or time.monotonic() < self._stalled_until_s:
+            return
+        keys = tracked.page_keys(num_pages, self._page_tokens)
+        for view in views:
+            view.prefetch(keys, prefill_tokens_s=self.speed.tokens_s)
+        tracked.known_pages = self._leading(keys, views).pages
+
+    def matched_tokens(
+        self, request: Request, num_computed_tokens: int, *, fetch: bool = True
+    ) -> tuple[int | None, bool]:
+        """Tokens in the pool or on their way there beyond the local hit, loaded asynchronously; (0, False) for none.
 
         (None, False) while more may come, which makes vLLM put the request aside until its next step: for at most
-        `lookup_wait_s` in the life of a request.
+        `lookup_wait_s` in the life of a request. No side effect, but that the tiers are asked for what is missing;
+        where not `fetch` they are not, and only what is there counts.
         """
         page_tokens = self._page_tokens
         beyond = request.num_prompt_tokens // page_tokens * page_tokens - num_computed_tokens
@@ -119,36 +148,45 @@ class PrefixScheduler:
         if now_s < self._stalled_until_s:
             return 0, False
         if offer is None or offer.local_tokens != num_computed_tokens or now_s > offer.good_until_s:
-            offer = self._look_up(tracked, num_computed_tokens, views)
+            offer = self._look_up(tracked, num_computed_tokens, views, fetch or not self._tiered)
         tracked.offer = offer
-        if offer.pending and self._lookup_wait_s and self._is_patient(tracked):
+        if offer.pending and not offer.num_coming and self._lookup_wait_s and self._is_patient(tracked):
             return None, False
         if offer.tokens < self._min_hit_tokens:
             return 0, False
         return offer.tokens, True
 
-    def _look_up(self, tracked: Tracked, num_computed_tokens: int, views: list[ShardView]) -> Offer:
+    def _look_up(self, tracked: Tracked, num_computed_tokens: int, views: list[ShardView], fetch: bool) -> Offer:
         page_tokens = self._page_tokens
         first = num_computed_tokens // page_tokens
         keys = tracked.page_keys(tracked.request.num_prompt_tokens // page_tokens, page_tokens)[first:]
         asked_s = time.monotonic()
-        found = self._leading(keys, views)
+        found = self._leading(keys, views, fetch)
         now_s = time.monotonic()
         if now_s - asked_s > _LOOKUP_HANGS_S:
             self._stalled_until_s = now_s + _STALL_PAUSE_S
             self._stats.fail("lookup_hung")
             said = "a lookup took %.1f s: no prefix reuse for %d s"
             log_once("lookup.hung", said, now_s - asked_s, _STALL_PAUSE_S, logger=logger)
-        tokens = max((first + found.pages) * page_tokens - num_computed_tokens, 0)
+        if now_s < self._unpromised_until_s:  # what lands meanwhile counts
+            found = Lookup(found.pages, found.pending and not found.coming)
+        tokens = max((first + found.pages + found.coming) * page_tokens - num_computed_tokens, 0)
         reuse_s = _PENDING_REUSE_S if found.pending else _LOOKUP_REUSE_S
-        return Offer(num_computed_tokens, tokens, found.pending, now_s + reuse_s)
+        return Offer(num_computed_tokens, tokens, found.coming, found.pending, now_s + reuse_s)
 
-    def _leading(self, keys: list[bytes], views: list[ShardView]) -> Lookup:
-        """The leading pages that all ranks have: more may come where they may for each rank that has no more."""
+    def _leading(self, keys: list[bytes], views: list[ShardView], fetch: bool = True) -> Lookup:
+        """The leading pages that all ranks have or will have: more may come where they may for each that has no more.
+
+        Where not `fetch`, only those that are there.
+        """
         try:
+            if not fetch:
+                return Lookup(min(sum(itertools.takewhile(bool, view.contains(keys))) for view in views))
             found = [view.lookup(keys) for view in views]
             pages = min(one.pages for one in found)
-            return Lookup(pages, all(one.pending for one in found if one.pages == pages))
+            stop = min(len(keys), *(one.pages + one.coming for one in found))
+            pending = all(one.pending for one in found if one.pages + one.coming == stop)
+            return Lookup(pages, pending, max(stop - pages, 0))
         except Exception as error:
             self._stats.fail("lookup")
             log_once("lookup", "a lookup failed: %r", error, logger=logger, exc_info=True)
@@ -193,15 +231,16 @@ class PrefixScheduler:
             return
         num_local = offer.local_tokens
         if num_from_pool:
-            self._plan_load(tracked, blocks, num_local, num_from_pool)
+            self._plan_load(tracked, blocks, offer, num_from_pool)
         self._stats.add("queried_tokens", request.num_prompt_tokens - num_local)
         self._record(num_local // self._page_tokens, offer.tokens // self._page_tokens, request.num_prompt_tokens)
 
-    def _plan_load(self, tracked: Tracked, blocks: KVCacheBlocks, num_local: int, num_external_tokens: int) -> None:
-        page_tokens = self._page_tokens
+    def _plan_load(self, tracked: Tracked, blocks: KVCacheBlocks, offer: Offer, num_external_tokens: int) -> None:
+        page_tokens, num_local = self._page_tokens, offer.local_tokens
         first = num_local // page_tokens
         stop = (num_local + num_external_tokens) // page_tokens
         tracked.loading = (num_local, num_local + num_external_tokens)
+        here = (num_local + offer.tokens) // page_tokens - offer.num_coming
         self._metadata.loads.append(
             LoadJob(
                 req_id=tracked.request.request_id,
@@ -209,6 +248,7 @@ class PrefixScheduler:
                 first_token=first * page_tokens,
                 skip_tokens=num_local - first * page_tokens,
                 block_ids=list(blocks.get_block_ids()[0]),
+                num_coming=max(0, stop - max(here, first)),
             )
         )
 
@@ -227,6 +267,7 @@ class PrefixScheduler:
         """A failure costs the saves planned so far, whose blocks may be others' by the next step, and no load."""
         try:
             self._start(scheduled)
+            self.speed.planned(scheduled.total_num_scheduled_tokens, len(scheduled.num_scheduled_tokens))
             self.saves.look_at(scheduled)
             if self._completes_pages(scheduled):
                 self._plan_saves(scheduled)
@@ -284,6 +325,8 @@ class PrefixScheduler:
                 self.saves.ended(job_id, result)
             if report.stalled:
                 self._stalled_until_s = time.monotonic() + _STALL_PAUSE_S
+            if report.not_landed:
+                self._unpromised_until_s = time.monotonic() + _NOT_LANDED_PAUSE_S
             for req_id in report.failed_loads:
                 if req_id in self._tracked:
                     self._tracked[req_id].refused = True
@@ -294,7 +337,15 @@ class PrefixScheduler:
                 tracked.loading = None
                 if not tracked.refused:
                     self._stats.add("hit_tokens", stop - start)
+                    self._count_fetched(tracked, start, stop)
                     tracked.saved_pages = max(tracked.saved_pages, stop // self._page_tokens)
+
+    def _count_fetched(self, tracked: Tracked, start: int, stop: int) -> None:
+        """Of the tokens that were loaded, those that the pool did not have when the request arrived."""
+        if tracked.known_pages is not None:
+            fetched = stop - max(start, tracked.known_pages * self._page_tokens)
+            if fetched > 0:
+                self._stats.add("tier_hit_tokens", fetched)
 
     def take_events(self) -> list[KVCacheEvent]:
         """What to publish: pages that all workers have stored, and announced pages that are gone."""

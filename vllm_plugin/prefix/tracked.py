@@ -18,13 +18,15 @@ class Offer:
 
     Args:
         local_tokens: what vLLM's own prefix cache held then.
-        tokens: in the pool beyond those.
+        tokens: in the pool beyond those, or on their way there.
+        num_coming: pages of these, the last ones, that are on their way.
         pending: the pool may have more in a moment.
         good_until_s: from then on the pool is asked again.
     """
 
     local_tokens: int
     tokens: int
+    num_coming: int
     pending: bool
     good_until_s: float
 
@@ -40,6 +42,7 @@ class Tracked:
         saved_pages: leading pages that are in the pool or on their way there.
         offer: of the last lookup.
         patient_until_s: how long this request waits for answers that are pending; None before the first of them.
+        known_pages: leading pages that the pool had when the request was announced; None where it was not.
         loading: (first token, end) of what the pool brings to blocks that no step has used yet; None once one has, or
             the load has ended. It may be nothing: another source brings more, or all, and does not say so here.
         refused: a load failed; the pool is not offered to this request again.
@@ -52,6 +55,7 @@ class Tracked:
     saved_pages: int = 0
     offer: Offer | None = None
     patient_until_s: float | None = None
+    known_pages: int | None = None
     loading: tuple[int, int] | None = None
     refused: bool = False
 

@@ -14,7 +14,7 @@ from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from store_client.base import Bytes
-from store_client.jobs import Job, Load
+from store_client.jobs import NOT_LANDED, Job, Load
 from store_client.mover import Mover
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
@@ -83,6 +83,7 @@ class PrefixWorker:
             fence=fence,
             copy=copy if blocks is not None else None,
             plan=plan,
+            num_coming=plan.num_coming,
         )
 
     @contained(nothing)
@@ -117,6 +118,7 @@ class PrefixWorker:
                 ended.failed_blocks |= self._blocks_from(load.plan, load.pages)
                 ended.report.failed_loads.add(req_id)
                 ended.report.stalled |= load.cause == "deadline"
+                ended.report.not_landed |= load.cause == NOT_LANDED
 
     def fills(self, req_id: str) -> bool:
         """Whether blocks of a request may still be written to by a load."""
