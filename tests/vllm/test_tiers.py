@@ -36,8 +36,9 @@ def failures(engine: Any) -> dict[str, int]:
 
 
 @pytest.fixture(autouse=True)
-def _hears_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unhurried_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_client.jobs, "_HEARING_S", 60.0)
+    monkeypatch.setattr("vllm_plugin.prefix.scheduler._NOT_LANDED_PAUSE_S", 600.0)
 
 
 # What is coming

@@ -1,0 +1,102 @@
+"""Pages that a tier is bringing: SGLang's prefetch thread counts on them, and its loads take them as they land."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from faults import Arrivals, Faults
+from host_pools import PAGES, axes, mamba, mha, model, slots
+from instances import keys
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer
+from simulated.waiting import wait_for
+
+NAMES = keys(PAGES)
+KEYS = [bytes.fromhex(name) for name in NAMES]
+WHOLE = list(range(PAGES))
+BEFORE = HiCacheStorageExtraInfo(prefix_keys=keys(2, "before"))
+
+
+@pytest.fixture
+def storage(attach, faults: Faults) -> Any:
+    """A backend with all pages of its host pool in the store, none of which has landed; the host pool is blank."""
+    host_pool = mha("page_first")
+    axes(host_pool)[:] = model(1)
+    # With nobody there to answer: what the tiers say is said by `Arrivals`.
+    storage = attach(host_pool, load_deadline_s=40.0, lookup_wait_s=60.0, tiers=["mooncake"], agent="external")
+    assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [True] * PAGES
+    axes(host_pool)[:] = 0
+    faults.answer = Arrivals(KEYS)
+    return storage
+
+
+@pytest.fixture(autouse=True)
+def _long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_backend.stored_pool.PAUSE_S", 600.0)
+
+
+@pytest.fixture
+def in_a_thread() -> Any:
+    """SGLang asks from a thread of its own, which may wait."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda call, *args: pool.submit(call, *args)
+
+
+def right(storage: Any, count: int) -> bool:
+    memory = axes(storage.mem_pool_host)
+    return np.array_equal(memory[:count], model(1)[:count]) and not memory[count:].any()
+
+
+def test_pages_that_are_coming_are_hits_and_are_loaded_as_they_land(
+    storage: Any, faults: Faults, in_a_thread: Callable[..., Any]
+) -> None:
+    faults.answer.land(KEYS[:2])
+    assert in_a_thread(storage.batch_exists, NAMES, BEFORE).result(60) == PAGES
+    (_, asked, said), *_ = faults.announced
+    assert asked == KEYS and said["parent"] == bytes.fromhex(keys(2, "before")[-1])
+    load = in_a_thread(storage.batch_get_v1, NAMES, slots(WHOLE))
+    for count in (2, 5, PAGES):
+        faults.answer.land(KEYS[:count])
+        wait_for(lambda count=count: right(storage, count))
+    assert load.result(60) == [True] * PAGES
+
+
+def test_sglangs_scheduler_is_told_of_what_is_there_alone(storage: Any, faults: Faults) -> None:
+    faults.answer.land(KEYS[:2])
+    assert storage.batch_exists(NAMES) == 2
+
+
+@pytest.mark.parametrize("why", ["late", "lost"])
+def test_what_does_not_land_is_computed_and_the_pool_goes_on_serving(
+    storage: Any, faults: Faults, in_a_thread: Callable[..., Any], why: str
+) -> None:
+    faults.answer.land(KEYS[:3])
+    load = in_a_thread(storage.batch_get_v1, NAMES, slots(WHOLE))
+    loads = storage._movers.loads
+    wait_for(lambda: loads.pending and loads.pending[0].awaits)
+    if why == "late":
+        loads.pending[0].deadline_s = 0.0
+    else:
+        faults.answer.promised.clear()
+    assert load.result(60) == [True] * 3 + [False] * (PAGES - 3) and right(storage, 3)
+    assert not loads.paused
+    expected = 3 if why == "late" else PAGES
+    faults.answer.promised.update(KEYS)
+    assert in_a_thread(storage.batch_exists, NAMES).result(60) == expected
+    faults.answer.land(KEYS)
+    assert in_a_thread(storage.batch_exists, NAMES).result(60) == PAGES
+
+
+@pytest.mark.parametrize("policy", [PoolHitPolicy.TRAILING_PAGES, PoolHitPolicy.ALL_PAGES], ids=["states", "all"])
+def test_tiers_are_asked_where_kv_of_a_tier_can_be_used(
+    storage: Any, faults: Faults, in_a_thread: Callable[..., Any], policy: PoolHitPolicy
+) -> None:
+    states = mamba()
+    storage.register_mem_host_pool_v2(states, PoolName.MAMBA)
+    wanted = PoolTransfer(PoolName.MAMBA, host_indices=slots([0], 1), keys=NAMES[:1], hit_policy=policy)
+    found = in_a_thread(storage.batch_exists_v2, NAMES, [wanted]).result(60)
+    assert found.kv_hit_pages == (PAGES if policy == PoolHitPolicy.ALL_PAGES else 0)
+    assert bool(faults.announced) == (policy == PoolHitPolicy.ALL_PAGES)
