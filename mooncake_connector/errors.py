@@ -27,3 +27,7 @@ class PageError(MooncakeConnectorError):
 
 class PoolError(MooncakeConnectorError):
     """A pool folder that cannot be opened or used: permissions, space, format, damage."""
+
+
+class SnapshotError(PoolError):
+    """A snapshot of a pool that cannot be written, read or replaced: another folder, another format, damage, space."""

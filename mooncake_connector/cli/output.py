@@ -22,7 +22,7 @@ EXIT_INTERRUPTED = 130
 
 EXIT_CODES = (
     'Exit codes: 0 done; 1 failed, the reason is on stderr, and with --json on stdout as {"error": ...}; 2 wrong '
-    "usage; 3 `store verify` found corrupt pages; 130 interrupted."
+    "usage; 3 `store verify` or `store restore` found damaged pages; 130 interrupted."
 )
 
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mooncake_connector.cli.tables import ID_DIGITS, user_text
@@ -51,7 +51,7 @@ def _candidates(pool: Path | None) -> list[Path]:
 
 
 @contextlib.contextmanager
-def opened(pool: Path | None) -> Iterator[Store]:
+def opened(pool: Path | None) -> Iterator[EmbeddedStore]:
     """The store in an existing pool folder, closed at the end of the block. Raises as `locate`, and as opening does.
 
     Where the pool is locked, the error also says who has it open: one of these processes does not run.
@@ -72,14 +72,19 @@ def opened(pool: Path | None) -> Iterator[Store]:
 
 def find_namespace(store: Store, beginning: str | None) -> bytes | None:
     """The digest whose hex digits begin with `beginning`; None for None. Raises PoolError unless exactly one does."""
+    known = {space.namespace.digest: space.namespace.model_name for space in store.namespaces()}
+    return match_namespace(known, beginning, "this pool")
+
+
+def match_namespace(known: Mapping[bytes, str], beginning: str | None, where: str) -> bytes | None:
+    """As `find_namespace`, among digests with their models' names."""
     if beginning is None:
         return None
-    known = {space.namespace.digest: space.namespace.model_name for space in store.namespaces()}
     matching = [digest for digest in known if digest.hex().startswith(beginning.lower())]
     if beginning and len(matching) == 1:
         return matching[0]
     listed = ", ".join(f"{digest.hex()[:ID_DIGITS]} ({name})" for digest, name in sorted(known.items())) or "none"
-    problem = "is the beginning of several namespaces" if matching else "is no namespace of this pool"
+    problem = "is the beginning of several namespaces" if matching else f"is no namespace of {where}"
     raise PoolError(f"--namespace {beginning!r} {problem}; it has {listed}")
 
 

@@ -30,7 +30,7 @@ from store_client import Store
 from store_client.base import Progress
 from store_client.embedded import PoolUser, pool_users
 
-app = command_group("Inspect, verify, clear and delete the pool of KV pages.")
+app = command_group("Inspect, verify, clear, save, restore and delete the pool of KV pages.")
 
 Pool = Annotated[
     Path | None,

@@ -81,7 +81,7 @@ class Reader:
 
     def _show(self, i: int, found: Found, consume: Consume) -> bool:
         """Show the page's bytes if they match its checksum."""
-        pieces = self._pieces(found)
+        pieces = self.pieces(found)
         if pieces is None:
             return False
         whole = pieces[0] if len(pieces) == 1 else gather(pieces, found.row.nbytes)
@@ -98,7 +98,7 @@ class Reader:
             found = self._table.at(slot, keys[i], space) if slot >= 0 else None
             if found is None or found.row.nbytes != nbytes:
                 continue
-            pieces = self._pieces(found)
+            pieces = self.pieces(found)
             if pieces is not None:
                 shown.append((i, [_read_only(piece) for piece in pieces], found.row.checksum))
                 pages.append(found)
@@ -111,7 +111,7 @@ class Reader:
 
     def check(self, found: Found) -> bool | None:
         """Whether the page's bytes are right; None if it went away meanwhile."""
-        pieces = self._pieces(found)
+        pieces = self.pieces(found)
         right = pieces is not None and _digest(pieces) == found.row.checksum
         if not self._table.unchanged(found):
             return None
@@ -127,7 +127,7 @@ class Reader:
             "pool; `mooncake-connector store verify` checks the others", found.row.key.hex(), logger=logger,
         )  # fmt: skip
 
-    def _pieces(self, found: Found) -> list[Bytes] | None:
+    def pieces(self, found: Found) -> list[Bytes] | None:
         """Where the page lies in the arena, or None if its row leads nowhere."""
         row = found.row
         if not row.is_listed:

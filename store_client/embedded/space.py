@@ -46,7 +46,7 @@ _FillPlan: TypeAlias = Callable[[Pool, PutPlan], None]
 def _fill_each(fill: Fill, at: int, pool: Pool, plan: PutPlan) -> None:
     nbytes = plan.pages.nbytes
     for place in plan.places:
-        pieces = _pieces(pool, place, nbytes)
+        pieces = pieces_of(pool, place, nbytes)
         if pieces is None:
             continue
         whole: Bytes = pieces[0] if len(pieces) == 1 else np.empty(nbytes, dtype=np.uint8)
@@ -57,7 +57,7 @@ def _fill_each(fill: Fill, at: int, pool: Pool, plan: PutPlan) -> None:
 
 
 def _fill_all(fill: FillAll, at: int, pool: Pool, plan: PutPlan) -> None:
-    prepared = [(place, pieces) for place in plan.places if (pieces := _pieces(pool, place, plan.pages.nbytes))]
+    prepared = [(place, pieces) for place in plan.places if (pieces := pieces_of(pool, place, plan.pages.nbytes))]
     if not prepared:
         return
     checksums = fill([(at + place.index, pieces) for place, pieces in prepared])
@@ -69,7 +69,7 @@ def _fill_all(fill: FillAll, at: int, pool: Pool, plan: PutPlan) -> None:
         place.checksum = checksum
 
 
-def _pieces(pool: Pool, place: Place, nbytes: int) -> list[Bytes] | None:
+def pieces_of(pool: Pool, place: Place, nbytes: int) -> list[Bytes] | None:
     """Where the page goes, with the list of its extents written where it needs one."""
     extents = place.extents
     if place.is_listed:

@@ -20,8 +20,11 @@ from store_client.embedded.faults import callers
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.pool import Pool
 from store_client.embedded.registry import Handle, attach
-from store_client.embedded.space import EmbeddedSpace
+from store_client.embedded.returning import put_back
+from store_client.embedded.space import EmbeddedSpace, FillAll
+from store_client.embedded.survey import Pages, Survey, View, peek, survey
 from store_client.embedded.table import CAUSES, COUNTERS, now_ns
+from store_client.embedded.writer import PutPages
 
 logger = get_logger(__name__)
 
@@ -179,6 +182,23 @@ class EmbeddedStore(Store):
             return VerifyReport(pages, nbytes, corrupt)
 
         return self._handle.ask(self._closed, verify)
+
+    def survey(self, namespace_digest: bytes | None = None) -> Survey:
+        """What the pool, or one namespace of it, holds now. Raises PoolError where the pool gives no answer."""
+        return self._handle.ask(self._closed, lambda pool: survey(pool, namespace_digest))
+
+    def peek(self, pages: Pages, view: View) -> list[bool | None]:
+        """Look at pages of a survey without using them; see `survey.peek`. An exception of `view` passes through."""
+        show = callers(view)
+        return self._handle.ask(self._closed, lambda pool: peek(pool, pages, show))
+
+    def put_back(self, pages: PutPages, fill: FillAll, *, deadline_s: float) -> list[str]:
+        """Pages of a copy; see `returning.put_back`. An exception of `fill` passes through.
+
+        Raises PoolError where the pool gives no answer, or stays locked for `deadline_s`.
+        """
+        deadline = time.monotonic() + deadline_s
+        return self._handle.ask(self._closed, lambda pool: put_back(pool, pages, callers(fill), deadline))
 
     def close(self) -> None:
         if self._closing.acquire(blocking=False):

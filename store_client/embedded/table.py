@@ -320,6 +320,11 @@ class Table:
         at = np.asarray(slots, dtype=np.int64)
         self.access[at] = (self.access[at] & np.uint64(_MARKS)) | np.uint64(now_ns() & ~_MARKS | mark)
 
+    def backdate(self, slots: Sequence[int], used_ns: Sequence[int]) -> None:
+        """Note that these pages were last used then, and take their marks away."""
+        when = np.asarray(used_ns, dtype=np.uint64)
+        self.access[np.asarray(slots, dtype=np.int64)] = when & ~np.uint64(_MARKS)
+
     def apply(self, record: Record, accessed_ns: int) -> None:
         """Carry out a committed record; applying one again changes nothing."""
         self._words[record.clear_cells] = 0

@@ -6,7 +6,7 @@ or after a step; what it had reserved comes back when somebody finds its owner d
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -41,6 +41,9 @@ class PutPages:
     """Not to be stored once pages were cleared more often than this; None: whatever was cleared."""
     mark: int = 0
     """Of the page table, for all of them."""
+    used_ns: Sequence[int] | None = None
+    """When each page was last used (`table.now_ns()`), for pages that come back from a copy of the pool: they take free
+    space only, and neither they nor their chains count as used by it. None: they are used now."""
 
     def parents_of(self, indices: Iterable[int]) -> list[bytes]:
         """Keys of the parents that these pages have, each once."""
@@ -156,16 +159,18 @@ class Writer:
             space = self._spaces.register(pages.namespace, pages.shard)
             slots = self._table.slots(join_keys(pages.keys), space)
             present = [i for i, slot in enumerate(slots) if slot >= 0]
-            if present:
+            if present and pages.used_ns is None:
                 self._refresh(pages, slots, present)
             outcome = dict.fromkeys(present, "present")
             absent = sorted({pages.keys[i]: i for i in reversed(range(len(slots))) if slots[i] < 0}.values())
             if not absent:
                 return PutPlan(pages, None, [], outcome)
-            self._touch_ancestors(pages.parents_of(absent), space)
+            if pages.used_ns is None:
+                self._touch_ancestors(pages.parents_of(absent), space)
             reachable, orphans = self._split_orphans(pages, absent, space)
             absent = reachable + orphans
-            reservation, places, cause = self._allocate(absent, len(reachable), pages.nbytes, started_ns)
+            evict_for = len(reachable) if pages.used_ns is None else 0
+            reservation, places, cause = self._allocate(absent, evict_for, pages.nbytes, started_ns)
             return PutPlan(pages, reservation, places, outcome | dict.fromkeys(absent[len(places) :], cause))
 
     def _slots_by_key(self, keys: Sequence[bytes], space: int) -> dict[bytes, int]:
@@ -252,15 +257,22 @@ class Writer:
                     if draft.release(plan.reservation):
                         outcome = self._publish(draft, plan, space)
                 if outcome is not None:
-                    if plan.pages.mark:
-                        stored = [place.slot for place in plan.places if outcome[place.index] == "stored"]
-                        self._table.touch(stored, plan.pages.mark)
+                    self._note_use(plan, outcome)
                     return outcome
                 # Somebody took this process for dead (its owner file was deleted): the space is no longer ours.
                 return dict.fromkeys((place.index for place in plan.places), "reclaimed")
         except BaseException:
             self.abandon(plan.reservation)
             raise
+
+    def _note_use(self, plan: PutPlan, outcome: Mapping[int, str]) -> None:
+        """What the table says of the use of new pages, where that is not just "now"."""
+        pages = plan.pages
+        stored = [place for place in plan.places if outcome[place.index] == "stored"]
+        if pages.used_ns is not None:
+            self._table.backdate([place.slot for place in stored], [pages.used_ns[place.index] for place in stored])
+        elif pages.mark:
+            self._table.touch([place.slot for place in stored], pages.mark)
 
     def _publish(self, draft: Draft, plan: PutPlan, space: int) -> dict[int, str]:
         table, keys = self._table, plan.pages.keys

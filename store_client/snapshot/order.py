@@ -1,0 +1,49 @@
+"""In which order pages come back, and when they were used last on the clock of the machine that they come back to."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from store_client.embedded.evictor import Candidates, effective_access
+from store_client.embedded.survey import Pages
+from store_client.embedded.table import NONE
+
+_WINDOW_NBYTES = 128 << 20
+"""Within so much, pages of one namespace and shard stand together: they are written to a pool in batches."""
+
+_APART_NS = np.uint64(8)
+"""A pool keeps marks in the lowest bits of such times."""
+
+Order = npt.NDArray[np.int64]
+
+
+def returning_order(pages: Pages) -> Order:
+    """Places in a survey, what was used last first and every page behind its parent.
+
+    So whatever part of them a pool has room for is what is most worth having, in whole chains. A page counts as used
+    when any of its descendants is.
+    """
+    if not len(pages):
+        return np.zeros(0, dtype=np.int64)
+    # Of clocks that run forwards: the least is the oldest.
+    used = np.uint64(pages["idle_ns"].max()) - pages["idle_ns"]
+    parents = np.where(pages["parent"] < 0, NONE, pages["parent"]).astype(np.uint32)
+    candidates = Candidates(used, parents, pages["depth"], np.ones(len(pages), dtype=np.uint32))
+    used = effective_access(candidates, np.arange(len(pages)))
+    order: Order = np.lexsort((pages["depth"], pages["idle_ns"].max() - used))
+    window = np.cumsum(pages["nbytes"][order], dtype=np.int64) // _WINDOW_NBYTES
+    return order[np.lexsort((np.arange(len(order)), pages["space"][order], window))]
+
+
+def times_of_use(idle_ns: npt.NDArray[np.uint64], elapsed_ns: int, now_ns: int) -> npt.NDArray[np.uint64]:
+    """When pages were used, on a clock that says `now_ns`, if they were idle for `idle_ns` and then for `elapsed_ns`.
+
+    That clock begins at boot. What was used before comes first on it, a few nanoseconds apart, so the order stays.
+    """
+    ages, rank = np.unique(idle_ns, return_inverse=True)  # the youngest first
+    oldest_first = (len(ages) - rank.reshape(-1)).astype(np.uint64) * _APART_NS
+    age = idle_ns + np.uint64(elapsed_ns)
+    age[age < idle_ns] = np.iinfo(np.uint64).max  # beyond what can be counted
+    on_the_clock = np.uint64(now_ns) - np.minimum(age, np.uint64(now_ns))
+    return np.minimum(np.maximum(on_the_clock, oldest_first), np.uint64(now_ns))
