@@ -69,6 +69,14 @@ class TierStats:
     """Further facts for people, such as the master's address."""
 
 
+class Purged(NamedTuple):
+    """What a purge deleted."""
+
+    pages: int
+    nbytes: int
+    """Of the pages, as far as the tier knows."""
+
+
 class Tier(ABC):
     """Calls may come from several threads at once, and each returns or raises TierError by its `deadline_s` (seconds
     from now), as well as the tier can see to it. Nothing else is raised, but ValueError for a caller's own mistake.
@@ -106,6 +114,20 @@ class Tier(ABC):
     @abstractmethod
     def clear(self, namespace: bytes | None, *, deadline_s: float) -> int:
         """Forget all pages of this package, or of one namespace; nobody else's. Return how many there were."""
+
+    def purge(
+        self,
+        namespace: bytes | None,
+        *,
+        older_than_s: float | None = None,
+        larger_than_nbytes: int | None = None,
+        deadline_s: float,
+    ) -> Purged:
+        """Forget the pages that all conditions given apply to: of one namespace, written longer ago than this by the
+        tier's own clock, of more bytes than this. Any number of hosts may do it at once."""
+        if older_than_s is not None or larger_than_nbytes is not None:
+            raise TierError("this kind of tier purges by namespace alone", "error", lasting=True)
+        return Purged(self.clear(namespace, deadline_s=deadline_s), 0)
 
     @abstractmethod
     def stats(self) -> TierStats:
