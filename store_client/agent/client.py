@@ -27,6 +27,7 @@ from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.agent import messages, sockets
 from store_client.agent.messages import Frames, Junk
 from store_client.agent.start import Starter
+from store_client.agent.visit import hear
 
 _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5)
 """Before the agent is reached for again; the last one over and over."""
@@ -163,7 +164,7 @@ class Client:
             return 0.0
         try:
             connection.sendall(messages.frame(messages.Hello(messages.VERSION, __version__)))
-            answer = _hear_one(connection)
+            answer = hear(connection, Frames())
             if isinstance(answer, messages.Welcome) and answer.version == messages.VERSION:
                 return connection
             reason = answer.reason if isinstance(answer, messages.Refused) else f"it answers {type(answer).__name__}"
@@ -308,17 +309,6 @@ def _send(connection: socket.socket, data: bytes) -> None:
             if time.monotonic() > give_up_s:
                 raise TimeoutError(f"not within {_SEND_S:g} s") from None
             time.sleep(0.001)
-
-
-def _hear_one(connection: socket.socket) -> messages.Outbound:
-    """The first message that comes; each piece of it within the socket's timeout. Raises OSError, Junk."""
-    frames = Frames()
-    while (body := frames.take()) is None:
-        data = connection.recv(1 << 16)
-        if not data:
-            raise ConnectionResetError("it hung up")
-        frames.feed(data)
-    return messages.read_outbound(body)
 
 
 _lock = threading.Lock()

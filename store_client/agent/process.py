@@ -77,11 +77,13 @@ def leave(code: int) -> None:
 
 
 def log_to_stderr(level: str) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    """What this package logs, from `level` on. May be called again."""
     ours = logging.getLogger(ROOT_LOGGER)
-    ours.addHandler(handler)
-    ours.propagate = False
+    if not ours.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        ours.addHandler(handler)
+        ours.propagate = False
     set_log_level(level)
 
 

@@ -20,6 +20,7 @@ _PEER = struct.Struct("3i")
 _LONGEST_NAME = 100
 """Bytes of a path that fit into a socket's address (108) for certain."""
 _BACKLOG = 128
+_ROOT = 0
 
 _kept: set[int] = set()
 
@@ -67,7 +68,7 @@ def connect(pool: Path, timeout_s: float) -> socket.socket:
 def check_user(connection: socket.socket) -> int:
     """The process at the other end, 0 where it is not visible. Raises Stranger unless this user or root runs it."""
     pid, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    if user not in (os.geteuid(), 0):
+    if user not in (os.geteuid(), _ROOT):
         raise Stranger(f"process {pid} of user {user} is at the other end, this process runs as {os.geteuid()}")
     return int(pid)
 
