@@ -55,7 +55,7 @@ def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
         "store_client.jobs._LOCK_WAIT_S",
         "vllm_plugin.naming._FIRST_WAIT_S",
         "vllm_plugin.prefix.save_planner._COLLECT_S",
-        "vllm_plugin.prefix.scheduler._LOOKUP_HANGS_S",
+        "vllm_plugin.prefix.lookups._LOOKUP_HANGS_S",
     ):
         monkeypatch.setattr(name, 60.0)
     first_attempt = BackgroundStore.wait

@@ -259,14 +259,14 @@ def test_a_pool_that_hangs_is_not_offered_for_a_while(start: Start, faults, monk
     engine.ask(PROMPT, name="does not wait")
     assert engine.received == {"waits": 1}
     faults.release()
-    monkeypatch.setattr(engine.prefix, "_stalled_until_s", 0.0)
+    monkeypatch.setattr(engine.prefix._lookups, "_stalled_until_s", 0.0)
     engine.ask(PROMPT, name="hits again")
     assert engine.received == {"waits": 1, "hits again": 1}
 
 
 def test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all(start: Start, faults, monkeypatch) -> None:
     """Trap 2. Cure: `Job.end`. The late end is that of a miss, which touches no block; the request is long gone."""
-    monkeypatch.setattr("vllm_plugin.prefix.scheduler._STALL_PAUSE_S", 0.0)
+    monkeypatch.setattr("vllm_plugin.prefix.lookups._STALL_PAUSE_S", 0.0)
     warm_pool(start, PROMPT, OTHER)
     engine = start(extra={"load_deadline_s": 0.05}, prefix_caching=False)
     faults.hold_reads()

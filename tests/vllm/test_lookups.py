@@ -14,9 +14,9 @@ from faults import Faults, Late, lying, never
 from pd import MakePair, figures
 from settings import Setup, multi_connector, transfer_config
 
-import vllm_plugin.prefix.scheduler
+import vllm_plugin.prefix.lookups
 from store_client.base import Lookup
-from vllm_plugin.prefix.scheduler import PrefixScheduler
+from vllm_plugin.prefix.lookups import Lookups
 
 OTHER = list(range(200, 300))
 LONG, SHORT = {"lookup_wait_s": 60.0}, {"lookup_wait_s": 0.05}
@@ -110,7 +110,7 @@ def test_after_a_lookup_that_hung_the_store_is_left_alone(
     start: Start, faults: Faults, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = warmed(start)
-    monkeypatch.setattr(vllm_plugin.prefix.scheduler, "_LOOKUP_HANGS_S", 0.01)
+    monkeypatch.setattr(vllm_plugin.prefix.lookups, "_LOOKUP_HANGS_S", 0.01)
 
     def hang(keys: Sequence[bytes], found: Lookup) -> Lookup:
         time.sleep(0.02)
@@ -149,7 +149,7 @@ def test_a_request_waits_once_in_its_life_also_when_it_is_preempted(start: Start
     faults.answer = never
     names = [engine.add(prompt, 60) for prompt in prompts]
     engine.run(until=lambda: all(engine.texts.values()))
-    engine.prefix._lookup_wait_s = 3600.0  # a second wait would not end
+    engine.prefix._lookups._wait_s = 3600.0  # a second wait would not end
     engine.finish()
     assert [engine.texts[name] for name in names] == [oracle.generate(prompt, 60) for prompt in prompts]
     assert sum(map(engine.computed, names)) > sum(len(prompt) + 60 for prompt in prompts), "nobody was preempted"
@@ -172,8 +172,8 @@ def test_only_ranks_that_have_the_fewest_pages_are_worth_a_wait(
         def __init__(self, answer: Lookup) -> None:
             self.lookup = lambda keys: answer
 
-    scheduler: PrefixScheduler = start().prefix
-    assert scheduler._leading([bytes(32)] * 4, [View(answer) for answer in answers]) == expected  # type: ignore[misc]
+    lookups: Lookups = start().prefix._lookups
+    assert lookups.leading([bytes(32)] * 4, [View(answer) for answer in answers]) == expected  # type: ignore[misc]
 
 
 # Beside others

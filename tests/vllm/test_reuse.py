@@ -128,7 +128,7 @@ def test_each_page_is_stored_once(start: Start, faults) -> None:
 
 
 def test_a_waiting_request_is_looked_up_once_and_not_every_step(start: Start, faults, monkeypatch) -> None:
-    monkeypatch.setattr("vllm_plugin.prefix.scheduler._LOOKUP_REUSE_S", 600.0)
+    monkeypatch.setattr("vllm_plugin.prefix.lookups._LOOKUP_REUSE_S", 600.0)
     engine = start(num_blocks=16)
     engine.add(list(range(150)), 40)
     engine.step()

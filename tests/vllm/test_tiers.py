@@ -20,7 +20,7 @@ import store_client.jobs
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
 from store_client.base import Lookup
-from vllm_plugin.prefix.scheduler import PrefixScheduler
+from vllm_plugin.prefix.lookups import Lookups
 from vllm_plugin.prefix.speed import PrefillSpeed
 
 KEYS = page_keys(PROMPT, 16)
@@ -38,7 +38,7 @@ def failures(engine: Any) -> dict[str, int]:
 @pytest.fixture(autouse=True)
 def _unhurried_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_client.jobs, "_HEARING_S", 60.0)
-    monkeypatch.setattr("vllm_plugin.prefix.scheduler._NOT_LANDED_PAUSE_S", 600.0)
+    monkeypatch.setattr("vllm_plugin.prefix.lookups._NOT_LANDED_PAUSE_S", 600.0)
 
 
 # What is coming
@@ -170,8 +170,8 @@ def test_as_many_pages_are_promised_as_every_rank_will_have(
         def __init__(self, answer: Lookup) -> None:
             self.lookup = lambda keys: answer
 
-    scheduler: PrefixScheduler = start().prefix
-    assert scheduler._leading([bytes(32)] * 4, [View(answer) for answer in answers]) == expected  # type: ignore[misc]
+    lookups: Lookups = start().prefix._lookups
+    assert lookups.leading([bytes(32)] * 4, [View(answer) for answer in answers]) == expected  # type: ignore[misc]
 
 
 # What is asked
@@ -195,7 +195,7 @@ def test_a_prompt_is_announced_when_it_arrives_and_before_its_turn(start: Start,
 def test_nothing_is_announced_where_nothing_could_be_taken(start: Start, faults: Faults, case: str) -> None:
     engine = start(extra={} if case == "no tiers" else TIERS)
     if case == "hung pool":
-        engine.prefix._stalled_until_s = float("inf")
+        engine.prefix._lookups._stalled_until_s = float("inf")
     engine.check(PROMPT[:15] if case == "short" else PROMPT)
     if case == "no name":
         faults.announced.clear()

@@ -44,7 +44,7 @@ def prompts(rng: random.Random) -> Iterator[list[int]]:
 def test_random_walk(
     start: Start, faults, runner: dict[str, bool], settings: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_plugin.prefix.scheduler._STALL_PAUSE_S", 0.1)  # one slow load ends few others
+    monkeypatch.setattr("vllm_plugin.prefix.lookups._STALL_PAUSE_S", 0.1)  # one slow load ends few others
     rng = random.Random(f"{runner}{settings}")
     engine = start(**runner, **settings, extra={"load_deadline_s": 0.05, "save_deadline_s": 0.25})
     source = prompts(rng)

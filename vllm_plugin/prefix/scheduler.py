@@ -9,17 +9,15 @@ vLLM like those that are there, and the load waits for them. Saves are planned i
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import time
 import uuid
 from typing import TYPE_CHECKING
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.namespace import Namespace
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.log import get_logger
 from mooncake_connector.sizes import human_nbytes
-from store_client.base import Lookup, Store
+from store_client.base import Store
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from vllm_plugin.geometry import Geometry
@@ -27,6 +25,7 @@ from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
 from vllm_plugin.naming import AdapterKeys, chain_root
 from vllm_plugin.prefix.announced import AnnouncedPages
+from vllm_plugin.prefix.lookups import Lookups
 from vllm_plugin.prefix.save_planner import SavePlanner
 from vllm_plugin.prefix.speed import PrefillSpeed
 from vllm_plugin.prefix.tracked import Offer, Tracked
@@ -42,20 +41,9 @@ if TYPE_CHECKING:
 
 _IDENTITY_WAIT_S = 2.0
 """How long start-up waits for the model's fingerprint; a large model is hashed on in the background."""
-_LOOKUP_REUSE_S = 0.05
-"""A request that waits for blocks is asked about every step; its last lookup serves for so long."""
-_PENDING_REUSE_S = 0.001
-"""Likewise where the answer is pending: with nothing to compute vLLM asks about every millisecond."""
-_LOOKUP_HANGS_S = 1.0
-"""A lookup only reads memory. After one that took so long the pool is left alone, since the engine stood still."""
 _LOOKS_A_PAGE = 4
 """While all only decode, a request takes page_tokens steps to fill a page, and looking at every request in each of
 them would cost 2% of the step: so many looks are enough. A request that ends in between is looked at then."""
-_STALL_PAUSE_S = 30.0
-"""After a load that was given up at its deadline the pool is not offered for so long: each further one would wait as
-long for nothing."""
-_NOT_LANDED_PAUSE_S = 30.0
-"""After a load that waited in vain for pages that were said to be coming, none is promised for so long."""
 
 logger = get_logger(__name__)
 
@@ -66,7 +54,6 @@ class PrefixScheduler:
     def __init__(self, vllm_config: VllmConfig, geometry: Geometry, config: Config, stats: ConnectorStats) -> None:
         self._geometry = geometry
         self._page_tokens = int(config.page_tokens)
-        self._lookup_wait_s = config.lookup_wait_s
         self._tiered = bool(config.tiers)
         self._min_hit_tokens = config.effective_min_hit_tokens
         self._shards = geometry.shards()
@@ -80,10 +67,9 @@ class PrefixScheduler:
         self._announced = AnnouncedPages() if publishes else None
         self._decode_steps = 0
         self._stats = stats
+        self._lookups = Lookups(config, stats)
         self._adapters = AdapterKeys()
         self._reset_digest: str | None = None
-        self._stalled_until_s = 0.0
-        self._unpromised_until_s = 0.0
         self._max_batches = vllm_config.max_concurrent_batches
         """Steps that may be planned before the outcome of the first of them is known, and that one."""
         self.speed = PrefillSpeed(self._page_tokens, self._max_batches)
@@ -120,12 +106,12 @@ class PrefixScheduler:
             return
         tracked = self.track(request)
         views = self._views()
-        if tracked.root is None or not views or time.monotonic() < self._stalled_until_s:
+        if tracked.root is None or not views or self._lookups.stalled:
             return
         keys = tracked.page_keys(num_pages, self._page_tokens)
         for view in views:
             view.prefetch(keys, prefill_tokens_s=self.speed.tokens_s)
-        tracked.known_pages = self._leading(keys, views).pages
+        tracked.known_pages = self._lookups.leading(keys, views).pages
 
     def matched_tokens(
         self, request: Request, num_computed_tokens: int, *, fetch: bool = True
@@ -136,75 +122,22 @@ class PrefixScheduler:
         `lookup_wait_s` in the life of a request. No side effect, but that the tiers are asked for what is missing;
         where not `fetch` they are not, and only what is there counts.
         """
-        page_tokens = self._page_tokens
-        beyond = request.num_prompt_tokens // page_tokens * page_tokens - num_computed_tokens
+        beyond = request.num_prompt_tokens // self._page_tokens * self._page_tokens - num_computed_tokens
         tracked = self.track(request)
         tracked.local_tokens = num_computed_tokens
-        offer, tracked.offer = tracked.offer, None  # which may be of a shorter local hit
+        former, tracked.offer = tracked.offer, None  # which may be of a shorter local hit
         views = self._views()
         if beyond < self._min_hit_tokens or tracked.root is None or tracked.refused or not views:
             return 0, False
-        now_s = time.monotonic()
-        if now_s < self._stalled_until_s:
+        if self._lookups.stalled:
             return 0, False
-        if offer is None or offer.local_tokens != num_computed_tokens or now_s > offer.good_until_s:
-            offer = self._look_up(tracked, num_computed_tokens, views, fetch or not self._tiered)
-        tracked.offer = offer
-        if offer.pending and not offer.num_coming and self._lookup_wait_s and self._is_patient(tracked):
+        asks = fetch or not self._tiered
+        offer = tracked.offer = self._lookups.offer(tracked, former, num_computed_tokens, views, fetch=asks)
+        if self._lookups.is_worth_a_wait(tracked, offer):
             return None, False
         if offer.tokens < self._min_hit_tokens:
             return 0, False
         return offer.tokens, True
-
-    def _look_up(self, tracked: Tracked, num_computed_tokens: int, views: list[ShardView], fetch: bool) -> Offer:
-        page_tokens = self._page_tokens
-        first = num_computed_tokens // page_tokens
-        keys = tracked.page_keys(tracked.request.num_prompt_tokens // page_tokens, page_tokens)[first:]
-        asked_s = time.monotonic()
-        found = self._leading(keys, views, fetch)
-        now_s = time.monotonic()
-        if now_s - asked_s > _LOOKUP_HANGS_S:
-            self._stalled_until_s = now_s + _STALL_PAUSE_S
-            self._stats.fail("lookup_hung")
-            said = "a lookup took %.1f s: no prefix reuse for %d s"
-            log_once("lookup.hung", said, now_s - asked_s, _STALL_PAUSE_S, logger=logger)
-        if now_s < self._unpromised_until_s:  # what lands meanwhile counts
-            found = Lookup(found.pages, found.pending and not found.coming)
-        tokens = max((first + found.pages + found.coming) * page_tokens - num_computed_tokens, 0)
-        reuse_s = _PENDING_REUSE_S if found.pending else _LOOKUP_REUSE_S
-        return Offer(num_computed_tokens, tokens, found.coming, found.pending, now_s + reuse_s)
-
-    def _leading(self, keys: list[bytes], views: list[ShardView], fetch: bool = True) -> Lookup:
-        """The leading pages that all ranks have or will have: more may come where they may for each that has no more.
-
-        Where not `fetch`, only those that are there.
-        """
-        try:
-            if not fetch:
-                return Lookup(min(sum(itertools.takewhile(bool, view.contains(keys))) for view in views))
-            found = [view.lookup(keys) for view in views]
-            pages = min(one.pages for one in found)
-            stop = min(len(keys), *(one.pages + one.coming for one in found))
-            pending = all(one.pending for one in found if one.pages + one.coming == stop)
-            return Lookup(pages, pending, max(stop - pages, 0))
-        except Exception as error:
-            self._stats.fail("lookup")
-            log_once("lookup", "a lookup failed: %r", error, logger=logger, exc_info=True)
-            return Lookup(0)
-
-    def _is_patient(self, tracked: Tracked) -> bool:
-        """Whether a request still waits for the rest of an answer."""
-        now_s = time.monotonic()
-        if tracked.patient_until_s is None:
-            tracked.patient_until_s = now_s + self._lookup_wait_s
-        if now_s < tracked.patient_until_s:
-            return True
-        if tracked.patient_until_s:
-            tracked.patient_until_s = 0.0
-            self._stats.fail("lookup_late")
-            said = "the pool did not say within %g s whether it has the rest of a prompt: what is not there is computed"
-            log_once("lookup.late", said, self._lookup_wait_s, logger=logger)
-        return False
 
     def offered(self, request: Request) -> int:
         """Tokens beyond the local hit that the last lookup of a request found in the pool."""
@@ -323,10 +256,7 @@ class PrefixScheduler:
         if isinstance(report, WorkerReport):
             for job_id, result in report.saves.items():
                 self.saves.ended(job_id, result)
-            if report.stalled:
-                self._stalled_until_s = time.monotonic() + _STALL_PAUSE_S
-            if report.not_landed:
-                self._unpromised_until_s = time.monotonic() + _NOT_LANDED_PAUSE_S
+            self._lookups.loads_failed(stalled=report.stalled, not_landed=report.not_landed)
             for req_id in report.failed_loads:
                 if req_id in self._tracked:
                     self._tracked[req_id].refused = True

@@ -1,0 +1,114 @@
+"""What the pool says of the pages of a request, and for how long each answer is good or waited for.
+
+Lookups are part of vLLM's scheduler step: they read memory and never wait. Where pages are missing that a tier may
+have, the pool answers what it has heard so far and is asked again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from mooncake_connector.config.schema import Config
+from mooncake_connector.log import get_logger, log_once
+from store_client.base import Lookup
+from store_client.sharded import ShardView
+from vllm_plugin.prefix.tracked import Offer, Tracked
+from vllm_plugin.stats import ConnectorStats
+
+_LOOKUP_REUSE_S = 0.05
+"""A request that waits for blocks is asked about every step; its last lookup serves for so long."""
+_PENDING_REUSE_S = 0.001
+"""Likewise where the answer is pending: with nothing to compute vLLM asks about every millisecond."""
+_LOOKUP_HANGS_S = 1.0
+"""A lookup only reads memory. After one that took so long the pool is left alone, since the engine stood still."""
+_STALL_PAUSE_S = 30.0
+"""After a load that was given up at its deadline the pool is not offered for so long: each further one would wait as
+long for nothing."""
+_NOT_LANDED_PAUSE_S = 30.0
+"""After a load that waited in vain for pages that were said to be coming, none is promised for so long."""
+
+logger = get_logger(__name__)
+
+
+class Lookups:
+    """See the module; `stats` takes what is counted."""
+
+    def __init__(self, config: Config, stats: ConnectorStats) -> None:
+        self._page_tokens = int(config.page_tokens)
+        self._wait_s = config.lookup_wait_s
+        self._stats = stats
+        self._stalled_until_s = 0.0
+        self._unpromised_until_s = 0.0
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the pool is left alone for now."""
+        return time.monotonic() < self._stalled_until_s
+
+    def offer(
+        self, tracked: Tracked, former: Offer | None, num_local_tokens: int, views: list[ShardView], *, fetch: bool
+    ) -> Offer:
+        """What the pool has of a prompt beyond vLLM's own hit; the `former` answer, while it is good.
+
+        Where not `fetch` no tier is asked, and only what is there counts.
+        """
+        now_s = time.monotonic()
+        if former is not None and former.local_tokens == num_local_tokens and now_s <= former.good_until_s:
+            return former
+        page_tokens = self._page_tokens
+        first = num_local_tokens // page_tokens
+        keys = tracked.page_keys(tracked.request.num_prompt_tokens // page_tokens, page_tokens)[first:]
+        found = self.leading(keys, views, fetch)
+        asked_s, now_s = now_s, time.monotonic()
+        if now_s - asked_s > _LOOKUP_HANGS_S:
+            self._stalled_until_s = now_s + _STALL_PAUSE_S
+            self._stats.fail("lookup_hung")
+            said = "a lookup took %.1f s: no prefix reuse for %d s"
+            log_once("lookup.hung", said, now_s - asked_s, _STALL_PAUSE_S, logger=logger)
+        if now_s < self._unpromised_until_s:  # what lands meanwhile counts
+            found = Lookup(found.pages, found.pending and not found.coming)
+        tokens = max((first + found.pages + found.coming) * page_tokens - num_local_tokens, 0)
+        reuse_s = _PENDING_REUSE_S if found.pending else _LOOKUP_REUSE_S
+        return Offer(num_local_tokens, tokens, found.coming, found.pending, now_s + reuse_s)
+
+    def leading(self, keys: list[bytes], views: list[ShardView], fetch: bool = True) -> Lookup:
+        """The leading pages that all ranks have or will have: more may come where they may for each that has no more.
+
+        Where not `fetch`, only those that are there.
+        """
+        try:
+            if not fetch:
+                return Lookup(min(sum(itertools.takewhile(bool, view.contains(keys))) for view in views))
+            found = [view.lookup(keys) for view in views]
+            pages = min(one.pages for one in found)
+            stop = min(len(keys), *(one.pages + one.coming for one in found))
+            pending = all(one.pending for one in found if one.pages + one.coming == stop)
+            return Lookup(pages, pending, max(stop - pages, 0))
+        except Exception as error:
+            self._stats.fail("lookup")
+            log_once("lookup", "a lookup failed: %r", error, logger=logger, exc_info=True)
+            return Lookup(0)
+
+    def is_worth_a_wait(self, tracked: Tracked, offer: Offer) -> bool:
+        """Whether a request waits for the rest of an answer; pages that are coming are no reason."""
+        if not offer.pending or offer.num_coming or not self._wait_s:
+            return False
+        now_s = time.monotonic()
+        if tracked.patient_until_s is None:
+            tracked.patient_until_s = now_s + self._wait_s
+        if now_s < tracked.patient_until_s:
+            return True
+        if tracked.patient_until_s:
+            tracked.patient_until_s = 0.0
+            self._stats.fail("lookup_late")
+            said = "the pool did not say within %g s whether it has the rest of a prompt: what is not there is computed"
+            log_once("lookup.late", said, self._wait_s, logger=logger)
+        return False
+
+    def loads_failed(self, *, stalled: bool, not_landed: bool) -> None:
+        """The workers gave loads up: since the pool hung, or since pages that were coming did not come."""
+        if stalled:
+            self._stalled_until_s = time.monotonic() + _STALL_PAUSE_S
+        if not_landed:
+            self._unpromised_until_s = time.monotonic() + _NOT_LANDED_PAUSE_S
