@@ -19,7 +19,7 @@ class _Kind(NamedTuple):
 _KINDS = {
     "mooncake": _Kind("store_client.tiers.mooncake", "MooncakeCluster", "mooncake"),
     "disk": _Kind("store_client.tiers.disk", "Disk"),
-    "folder": _Kind("store_client.tiers.shared_folder", "SharedFolder"),
+    "folder": _Kind("store_client.tiers.folder", "SharedFolder"),
     "object": _Kind("store_client.tiers.object", "ObjectStore", "object"),
 }
 

@@ -19,8 +19,8 @@ fi
 {
     echo '***'
     echo "*** NOT INSTALLED: ${missing[*]}"
-    echo '*** vLLM on the CPU needs libnuma1, SGLang g++ and libssl-dev; the comparison with Mooncake needs the others and is'
-    echo '*** skipped without them.'
+    echo '*** vLLM on the CPU needs libnuma1, SGLang g++ and libssl-dev; the tests of shared folders need bindfs'
+    echo '*** and fuse3, the figures of disks fio, the comparison with Mooncake the others; they are skipped without them.'
     echo "*** As root: apt-get install ${missing[*]}"
     echo '***'
 } >&2

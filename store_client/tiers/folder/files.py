@@ -1,0 +1,165 @@
+"""One file a page: read so that nobody's memory is written to after he has left, published at once or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+
+from store_client.base import Bytes, Put
+from store_client.tiers.base import SEAL_NBYTES, Pieces, Sealed
+from store_client.tiers.folder.layout import make_folders, new_name
+
+_CHUNK_NBYTES = 512 << 10
+"""Read into a buffer that stays in the processor's cache, and copied from there."""
+GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
+"""The page was removed, perhaps by another host while it was being read."""
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
+_ATTEMPTS = 3
+"""At making a folder that others remove because it is empty."""
+_buffers = threading.local()
+
+
+class Ticket:
+    """One operation of a call, that the caller may leave behind: a mount that hangs holds its threads for ever."""
+
+    __slots__ = ("_left", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left = False
+
+    def leave(self) -> None:
+        """From now on the operation touches nothing of the caller's and publishes nothing."""
+        with self._lock:
+            self._left = True
+
+    def copy(self, target: Bytes, source: Bytes) -> None:
+        with self._lock:
+            if self._left:
+                raise TimeoutError("nobody waits for it")
+            np.copyto(target, source)
+
+    def publish(self, new: str, page: str) -> Put:
+        with self._lock:
+            if self._left:
+                raise TimeoutError("nobody waits for it")
+        return _publish(new, page)
+
+
+def has_page(path: str, nbytes: int) -> bool:
+    """Raises OSError where nobody can tell."""
+    try:
+        return os.stat(path).st_size == nbytes + SEAL_NBYTES
+    except OSError as error:
+        if error.errno in GONE:
+            return False
+        raise
+
+
+def remove_page(path: str) -> bool:
+    """Raises OSError."""
+    try:
+        os.unlink(path)
+    except OSError as error:
+        if error.errno in GONE:
+            return False
+        raise
+    return True
+
+
+def read_page(path: str, pieces: Pieces, nbytes: int, stale_before: float, ticket: Ticket) -> bytes | None:
+    """Fill the pieces; the seal, or None where there is no such page, or not all of it.
+
+    A page that was last used before `stale_before` (the file server's seconds) is marked as used now. Raises OSError.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would block
+        try:
+            info = os.fstat(fd)
+            if info.st_size != nbytes + SEAL_NBYTES or not _fill(fd, pieces, ticket):
+                return None
+            seal = os.pread(fd, SEAL_NBYTES, nbytes)
+            if info.st_mtime < stale_before:
+                with suppress(OSError):
+                    os.utime(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno in GONE:
+            return None
+        raise
+    return seal if len(seal) == SEAL_NBYTES else None
+
+
+def _fill(fd: int, pieces: Pieces, ticket: Ticket) -> bool:
+    """False where the file ends too early."""
+    if not hasattr(_buffers, "chunk"):
+        _buffers.chunk = np.empty(_CHUNK_NBYTES, dtype=np.uint8)
+    chunk: Bytes = _buffers.chunk
+    offset = 0
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            part = chunk[: len(piece) - at]
+            got = os.preadv(fd, [part.data], offset)
+            if not got:
+                return False
+            ticket.copy(piece[at : at + got], part[:got])
+            at, offset = at + got, offset + got
+    return True
+
+
+def write_page(path: str, page: Sealed, ticket: Ticket) -> Put:
+    """Publish the page, or leave the one that is there. Raises OSError."""
+    if os.path.exists(path):
+        return Put.PRESENT
+    new = new_name(path)
+    fd = _create(new, path)
+    try:
+        try:
+            _write_all(fd, [*(piece.data for piece in page.pieces), memoryview(page.seal)])
+            os.fsync(fd)  # before it has its name, so that a crash of the file server leaves a whole page or none
+        finally:
+            os.close(fd)
+        return ticket.publish(new, path)
+    finally:
+        with suppress(OSError):
+            os.unlink(new)
+
+
+def _create(new: str, path: str) -> int:
+    open_new = partial(os.open, new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    for _ in range(_ATTEMPTS):
+        with suppress(FileNotFoundError):
+            return open_new()
+        with suppress(FileNotFoundError):
+            make_folders(path)
+    return open_new()
+
+
+def _write_all(fd: int, views: list[memoryview]) -> None:
+    offset = 0
+    while views:
+        offset += (written := os.pwritev(fd, views, offset))
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if written:
+            views[0] = views[0][written:]
+
+
+def _publish(new: str, page: str) -> Put:
+    try:
+        os.link(new, page)
+    except FileExistsError:
+        # Over NFS the answer to a link may be lost, and its repetition finds what it has made itself.
+        return Put.STORED if os.stat(new).st_nlink > 1 else Put.PRESENT
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.rename(new, page)  # whoever was there first holds the same page
+    return Put.STORED

@@ -1,0 +1,132 @@
+"""What lies where in a shared folder, and by which names it is recognised.
+
+    <path>/mooncake-connector-pages.txt               says whose folder it is; where it is missing nothing is mounted
+    <path>/pages/<namespace>/<shard>/<2 digits>/<key>   a page, and behind it its seal of 64 bytes
+    ...<key>.<16 random digits>.new                     a page that is being written, or was when its writer ended
+
+The digest of the namespace and the key are in hexadecimal; the two digits are the key's first; a shard is
+"0-32.0-8", its layers and KV heads. Nothing else is ever read or removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from store_client.tiers.base import SEAL_NBYTES, SpaceName, TierError
+from store_client.tiers.own_folder import refuse_foreign
+
+MARKER = "mooncake-connector-pages.txt"
+SWEPT, PAGES = "swept", "pages"
+_MARKER_TEXT = "Pages of KV cache that mooncake-connector shares between hosts. See docs/fleet.md.\n"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_SHARD = re.compile(r"\d+-\d+\.\d+-\d+")
+_FAN = re.compile(r"[0-9a-f]{2}")
+_NEW = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.new")
+_CLOCK = re.compile(r"[0-9a-f]{16}\.clock")
+
+
+def space_folder(root: Path, space: SpaceName) -> str:
+    shard = space.shard
+    where = f"{shard.layer_start}-{shard.layer_stop}.{shard.head_start}-{shard.head_stop}"
+    return f"{root}/pages/{space.namespace.hex()}/{where}"
+
+
+def page_path(folder: str, key: bytes) -> str:
+    name = key.hex()
+    return f"{folder}/{name[:2]}/{name}"
+
+
+def new_name(page: str) -> str:
+    return f"{page}.{os.urandom(8).hex()}.new"
+
+
+def clock_name(root: Path) -> str:
+    return f"{root}/{os.urandom(8).hex()}.clock"
+
+
+def is_page(name: str) -> bool:
+    return _DIGEST.fullmatch(name) is not None
+
+
+def is_new(name: str) -> bool:
+    return _NEW.fullmatch(name) is not None
+
+
+def claim(tier: str, root: Path) -> None:
+    """Make an empty folder ours, or see that it is. Raises TierError, OSError."""
+    if not is_claimed(root):
+        _claim_new(tier, root)
+    with suppress(FileExistsError):
+        os.mkdir(root / PAGES, 0o700)
+
+
+def _claim_new(tier: str, root: Path) -> None:
+    if not root.is_dir():
+        raise TierError(
+            f"{tier}: folder {root} is not there: mount what it lies on, or make it once, from one host: "
+            f"mkdir -m 700 {root} (it is never made by itself, which would be on the wrong disk without the mount)",
+            "unavailable",
+        )  # fmt: skip
+    refuse_foreign(tier, root, lambda name: name in (MARKER, SWEPT) or is_clock(name))
+    with open(root / MARKER, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        file.write(_MARKER_TEXT)
+
+
+def is_claimed(root: Path) -> bool:
+    """Raises OSError where nobody can tell."""
+    try:
+        os.stat(root / MARKER)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def make_folders(page: str) -> None:
+    """The folders between `pages` and a page; not `pages` itself, which is missing where nothing is mounted. Raises
+    OSError."""
+    _mkdir(os.path.dirname(page), 2)
+
+
+def _mkdir(folder: str, above: int) -> None:
+    """Make the folder, and as many of those above it as may be missing."""
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        if not above:
+            raise
+        _mkdir(os.path.dirname(folder), above - 1)
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+
+
+def is_clock(name: str) -> bool:
+    return _CLOCK.fullmatch(name) is not None
+
+
+def page_folders(root: Path, namespace: bytes | None = None) -> Iterator[str]:
+    """The folders that hold files of pages, in an order that differs from host to host; those above them are told after
+    them. Folders that vanish meanwhile are left out."""
+    top = f"{root}/pages"
+    for digest in _below(top, _DIGEST) if namespace is None else [f"{top}/{namespace.hex()}"]:
+        for shard in _below(digest, _SHARD):
+            yield from _below(shard, _FAN)
+            yield shard
+        yield digest
+
+
+def _below(folder: str, wanted: re.Pattern[str]) -> list[str]:
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [f"{folder}/{name}" for name in names if wanted.fullmatch(name)]
+
+
+def page_nbytes(file_nbytes: int) -> int:
+    return file_nbytes - SEAL_NBYTES
