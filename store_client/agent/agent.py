@@ -32,6 +32,8 @@ from store_client.embedded.folder import AGENT_SOCKET
 from store_client.tiers.open import open_tier
 
 _TICK_S = 1.0
+_OPEN_S = 3.0
+"""For the first attempts to open the tiers, together; an agent whose tiers take longer begins without them."""
 _HANG_UP_S = 0.05
 """For what was written to the connections to leave."""
 
@@ -48,6 +50,9 @@ def open_flow(store: EmbeddedStore, config: Config) -> Fetches:
         (settings, LaterTier(settings.title, lambda settings=settings: open_tier(settings, secret, name)))  # type: ignore[misc]
         for settings in config.tiers
     ]
+    give_up_s = time.monotonic() + _OPEN_S
+    for _, tier in tiers:  # what suits a tier is known once it is open
+        tier.wait(give_up_s - time.monotonic())
     fetches: Fetches = import_module("store_client.agent.flow").Flow(store, tiers, secret)
     return fetches
 

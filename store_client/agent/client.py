@@ -44,6 +44,7 @@ _SILENT_S = 3.0
 _STALE_S = 5.0
 """An agent repeats every second how an ask stands that is not over."""
 _CLOSE_S = 5.0
+_GONE = "pages that were being fetched are recomputed: the agent is gone"
 
 logger = get_logger(__name__)
 
@@ -192,7 +193,7 @@ class Client:
                 with contextlib.suppress(Empty):
                     item = self._outbox.get(timeout=_HOUSEKEEPING_S)
                     if item is connection:
-                        self._fail("agent_lost", "pages that were being fetched are recomputed: the agent is gone")
+                        self._fail("agent_lost", _GONE)
                         break
                     if isinstance(item, Asked):
                         self._send_ask(connection, item)
@@ -201,10 +202,10 @@ class Client:
                 if time.monotonic() - cleaned_s > _HOUSEKEEPING_S:
                     cleaned_s = time.monotonic()
                     self._clean(connection, cleaned_s)
+        except ConnectionError:
+            self._fail("agent_lost", _GONE)
         except OSError as error:
-            self._fail(
-                "agent_silent", "pages that were being fetched are recomputed: the agent does not read: %s", error
-            )
+            self._fail("agent_silent", "no page is fetched: the agent does not read: %s", error)
         finally:
             self.ready = False
             with contextlib.suppress(OSError):

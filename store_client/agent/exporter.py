@@ -17,6 +17,7 @@ from store_client.base import Store
 
 _PREFIX = "mooncake_connector"
 _POOL_GAUGES = ("capacity_nbytes", "used_nbytes", "pages", "max_pages", "index_nbytes")
+_TIER_GAUGES = ("up", "queued_pages", "latency_s", "bandwidth", "capacity_nbytes", "used_nbytes", "pages", "retry_s")
 _NOT_COUNTED = ("location", "failures")
 
 logger = get_logger(__name__)
@@ -85,6 +86,7 @@ class Exporter(Collector):
         for report in self._fetches.stats():
             values = dataclasses.asdict(report)
             tier = str(values.pop("title"))
+            values["up"] = int(values.get("reads") != "open")
             for name, value in values.items():
                 if isinstance(value, int | float):
                     self._family(families, name, []).add_metric([tier], float(value))
@@ -98,5 +100,6 @@ class Exporter(Collector):
     def _family(families: dict[str, Metric], name: str, more: list[str]) -> Any:
         if name not in families:
             full = f"{_PREFIX}_tier_{name.replace('nbytes', 'bytes')}"
-            families[name] = GaugeMetricFamily(full, f"{name} of a tier, as the agent counted", labels=["tier", *more])
+            kind = GaugeMetricFamily if name in _TIER_GAUGES else CounterMetricFamily
+            families[name] = kind(full, f"{name} of a tier, since the agent was started", labels=["tier", *more])
         return families[name]

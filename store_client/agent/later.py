@@ -25,7 +25,7 @@ class LaterTier(Tier):
         self._why = TierError(f"tier {title} is being opened", "unavailable")
         self._memory: Bytes | None = None
         self._registering = threading.Lock()
-        self._closed = threading.Event()
+        self._closed, self._tried = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"mooncake-connector-{title}", daemon=True)
         self._thread.start()
 
@@ -58,6 +58,10 @@ class LaterTier(Tier):
     def tidy(self, deadline_s: float) -> None:
         self._now().tidy(deadline_s)
 
+    def wait(self, timeout_s: float) -> None:
+        """Until the first attempt to open it has ended."""
+        self._tried.wait(timeout_s)
+
     def close(self) -> None:
         self._closed.set()
         self._thread.join(_CLOSE_S)
@@ -79,6 +83,7 @@ class LaterTier(Tier):
                         tier.register(self._memory)
                     self.batch_nbytes, self.parallel, self.needs_mac = tier.batch_nbytes, tier.parallel, tier.needs_mac
                     self._tier = tier
+                self._tried.set()
                 logger.info("tier %s is open", self._title)
                 if self._closed.is_set():
                     tier.close()
@@ -90,5 +95,6 @@ class LaterTier(Tier):
                     f"tier.open:{self._title}:{kind_of(str(error))}", said, self._title, error, _LONGEST_PAUSE_S,
                     logger=logger,
                 )  # fmt: skip
+            self._tried.set()
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -20,8 +21,8 @@ from store_client.agent.settings import Settings, read_settings
 
 _ENDED_S = 15.0
 """An agent that was told to end has ended by then, whatever its tiers do."""
-_MAX_LOG_NBYTES = 1 << 20
-_KEPT_LOG_NBYTES = 128 << 10
+MAX_LOG_NBYTES = 1 << 20
+KEPT_LOG_NBYTES = 128 << 10
 _LOOK_AT_LOG_S = 10.0
 EXIT_FAILED = 1
 
@@ -93,22 +94,23 @@ def _end_at_last(after_s: float) -> None:
     timer.start()
 
 
+def cut_log(fd: int) -> None:
+    """Keep only the end of a file that has become large. Raises OSError."""
+    size = os.fstat(fd).st_size
+    if size > MAX_LOG_NBYTES:
+        end = os.pread(fd, KEPT_LOG_NBYTES, size - KEPT_LOG_NBYTES)
+        os.ftruncate(fd, 0)
+        os.write(fd, end)
+
+
 def _bound_log() -> None:
     """Keep the file that standard error goes to small: it lies in the pool's folder, which is memory."""
 
-    def cut() -> None:
-        with os.fdopen(os.dup(2), "r+b", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > _MAX_LOG_NBYTES:
-                end = os.pread(file.fileno(), _KEPT_LOG_NBYTES, size - _KEPT_LOG_NBYTES)
-                os.ftruncate(file.fileno(), 0)
-                os.write(file.fileno(), end)
-
     def watch() -> None:
         while True:
-            threading.Event().wait(_LOOK_AT_LOG_S)
+            time.sleep(_LOOK_AT_LOG_S)
             try:
-                cut()
+                cut_log(2)
             except OSError as error:
                 logger.warning("the agent's log cannot be kept short: %s", error)
                 return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,8 @@ class Server:
         self.used_s = time.monotonic()
         """When an engine was last connected."""
         self._listening: asyncio.base_events.Server | None = None
+        self._curious: list[Peer] = []
+        """Who waits for a report; one thread makes them, since tiers are asked for theirs."""
 
     async def listen(self, pool: Path) -> None:
         """Listen in the pool's folder, instead of where it listened before. Raises OSError."""
@@ -86,13 +89,13 @@ class Server:
 
     @property
     def users(self) -> int:
-        """Engines' processes that are connected."""
-        return sum(peer.is_user for peer in self.peers)
+        """Engines' processes that are connected. This and `asks` from any thread."""
+        return sum(peer.is_user for peer in self.peers.copy())
 
     @property
     def asks(self) -> int:
         """Asks that are being looked after."""
-        return sum(len(peer.asks) for peer in self.peers)
+        return sum(len(peer.asks) for peer in self.peers.copy())
 
     def is_asked(self, namespace: bytes | None) -> bool:
         """Whether anybody waits for pages of the namespace, or of any; from any thread."""
@@ -101,6 +104,25 @@ class Server:
                 if namespace in (None, asked.namespace):
                     return True
         return False
+
+    def ask_report(self, peer: Peer) -> None:
+        """Have the report sent to it, once there is one."""
+        self._curious.append(peer)
+        if len(self._curious) == 1:
+            loop = asyncio.get_running_loop()
+            threading.Thread(
+                target=self._make_report, args=(loop,), name="mooncake-connector-report", daemon=True
+            ).start()
+
+    def _make_report(self, loop: asyncio.AbstractEventLoop) -> None:
+        text = msgspec.json.encode(self.report())
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(self._send_report, text)
+
+    def _send_report(self, text: bytes) -> None:
+        curious, self._curious = self._curious, []
+        for peer in curious:
+            peer.send(messages.Report(text))
 
     def tick(self) -> None:
         """To be called every second or so."""
@@ -193,7 +215,7 @@ class Peer(asyncio.Protocol):
             return
         self._welcome, self.is_user = True, not hello.person
         self._frames.limit = messages.MAX_FRAME_NBYTES
-        self._send(messages.Welcome(messages.VERSION, __version__))
+        self.send(messages.Welcome(messages.VERSION, __version__))
 
     def _handle(self, message: messages.Inbound) -> None:
         match message:
@@ -210,7 +232,7 @@ class Peer(asyncio.Protocol):
             case messages.Forget():
                 self._server.forget()
             case messages.Query():
-                self._send(messages.Report(msgspec.json.encode(self._server.report())))
+                self._server.ask_report(self)
             case messages.Stop():
                 self._server.stop("it was asked to")
 
@@ -229,10 +251,10 @@ class Peer(asyncio.Protocol):
         namespace, shard = place
         num_keys = len(ask.keys) // KEY_NBYTES
         if len(self.asks) >= MAX_ASKS or self._num_keys + num_keys > MAX_ASKED_KEYS:
-            self._send(messages.Told(ask.number, 0, 0, True, "busy"))
+            self.send(messages.Told(ask.number, 0, 0, True, "busy"))
             return
         if self._server.is_forgotten(namespace.digest):
-            self._send(messages.Told(ask.number, 0, 0, True, "forgotten"))
+            self.send(messages.Told(ask.number, 0, 0, True, "forgotten"))
             return
         keys = [ask.keys[at : at + KEY_NBYTES] for at in range(0, len(ask.keys), KEY_NBYTES)]
         wish = Wish(
@@ -261,7 +283,7 @@ class Peer(asyncio.Protocol):
         if word.done:
             del self.asks[number]
             self._num_keys -= asked.num_keys
-        self._send(messages.Told(number, word.coming, word.landed, word.done, word.cause))
+        self.send(messages.Told(number, word.coming, word.landed, word.done, word.cause))
 
     def tick(self, now_s: float) -> None:
         waits_s = now_s - self._since_s
@@ -281,11 +303,11 @@ class Peer(asyncio.Protocol):
 
     def _refuse(self, cause: str, reason: str) -> None:
         log_once(cause, "the agent hung up on a process of this user: %s", reason, logger=logger)
-        self._send(messages.Refused(reason[:500]))
+        self.send(messages.Refused(reason[:500]))
         self.hang_up()
         self._transport = None
 
-    def _send(self, message: messages.Outbound) -> None:
+    def send(self, message: messages.Outbound) -> None:
         transport = self._transport
         if transport is None:
             return
