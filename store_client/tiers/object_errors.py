@@ -73,9 +73,9 @@ def trouble(error: BaseException) -> Trouble:
         return Trouble("denied", f"this host has no credentials for it ({_NO_CREDENTIALS})")
     if code == "RequestTimeTooSkewed":
         return Trouble("denied", f"refused ({shown}): the clock of this host is wrong, set it (NTP)")
-    if code in _NO_BUCKET or status in ("301", "404"):
+    if code in _NO_BUCKET or status in ("301", "404") or "BareRedirect" in text:
         remedy = "make it, or correct `url`, `endpoint` or `region`"
-        return Trouble("unavailable", f"there is no such bucket ({shown}): {remedy}", lasting=True)
+        return Trouble("unavailable", f"there is no such bucket ({shown or 'moved'}): {remedy}", lasting=True)
     if status in ("401", "403") or code in ("ExpiredToken", "InvalidToken"):
         remedy = "check the credentials, and that they may list the bucket and get, put and delete objects"
         return Trouble("denied", f"refused ({shown}): {remedy}", lasting=True)

@@ -22,7 +22,7 @@ _logger = get_logger(__name__)
 
 _DAY_S = 86400.0
 _MINUTE_S = 60
-_LEAVE = 0.9
+_LEAVE_TENTHS = 9
 """Of the capacity: a sweep that finds more than the capacity deletes down to this."""
 
 
@@ -92,11 +92,13 @@ class Retention:
             self._end_s = time.monotonic() + deadline_s
             if self._sweep is None and self._is_due():
                 self._sweep = self._sweeping()
-            while self._sweep is not None and time.monotonic() < self._end_s:
+            while self._sweep is not None:
                 try:
                     next(self._sweep)
                 except StopIteration:
                     self._sweep = None
+                if time.monotonic() >= self._end_s:
+                    break
         except BaseException:
             self._sweep = None
             raise
@@ -129,7 +131,7 @@ class Retention:
         if self.capacity_nbytes is not None and used > self.capacity_nbytes:
             # Ages are kept by the minute, so that memory does not grow with the number of pages; of the last minute
             # the first in the listing go, which are the same on every host.
-            excess, oldest = used - int(self.capacity_nbytes * _LEAVE), -1
+            excess, oldest = used - self.capacity_nbytes * _LEAVE_TENTHS // 10, -1
             for oldest in sorted(nbytes_of, reverse=True):
                 if nbytes_of[oldest] >= excess:
                     break

@@ -121,7 +121,9 @@ class Files(_Server):
         self.bucket.mkdir(parents=True)
 
     def command(self) -> list[str]:
-        return [str(BIN / "localbucket"), str(self.bucket.parent), "--port", str(self.port)]
+        more = "import socketserver as s; s.TCPServer.request_queue_size = 512"  # or 5 connections may wait, no more
+        program = f"{more}; import localbucket; localbucket.main()"
+        return [sys.executable, "-c", program, str(self.bucket.parent), "--port", str(self.port)]
 
     def pages(self, prefix: str = "some/prefix/mckv1") -> list[Path]:
         return sorted(path for path in (self.bucket / prefix).glob("*/*/*/*") if path.is_file())
@@ -179,6 +181,25 @@ class Line:
                 client.sendall(data)
         with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)
+
+
+def skewed(program: str, port: int, clock: str) -> str:
+    """What a Python program prints that is given a server's port, in a process whose clock is off by `clock`."""
+    library = next(iter(Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), None)
+    if library is None:
+        pytest.skip("NOT INSTALLED: libfaketime (tests/requirements/system.txt), which gives one process a wrong clock")
+    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
+    variables = {
+        "LD_PRELOAD": str(library), "FAKETIME": clock, "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "DONT_FAKE_MONOTONIC": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }  # fmt: skip
+    ending = "\nimport os, sys; sys.stdout.flush(); os._exit(0)"  # the library may abort a process that ends as usual
+    done = subprocess.run(
+        [sys.executable, "-c", program + ending, str(port)], capture_output=True, text=True, timeout=START_S,
+        env={**os.environ, **variables},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def refusal(status: str, code: str, more: str = "") -> bytes:
