@@ -1,0 +1,315 @@
+"""`MooncakeCluster`: pages in a Mooncake Store, each with its seal in front, under names of ours."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib import import_module, metadata
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mooncake_connector.config.tiers import MooncakeTier
+from mooncake_connector.log import get_logger, log_once
+from store_client.base import Bytes, Put
+from store_client.tiers.base import SEAL_NBYTES, Pieces, Sealed, SpaceName, Target, Tier, TierError, TierStats
+from store_client.tiers.checks import check_keys, check_sealed, check_targets
+from store_client.tiers.mooncake import status
+from store_client.tiers.mooncake.link import Link
+from store_client.tiers.mooncake.memory import Place, Range, Registered, Side, Sides, groups
+from store_client.tiers.mooncake.names import page_name, pattern
+from store_client.tiers.mooncake.settings import client_settings
+
+_NAMES_AT_ONCE = 1024
+"""In one call that moves no bytes."""
+_log = get_logger(__name__)
+
+
+class MooncakeCluster(Tier):
+    """Args: `settings`: what is not set there is Mooncake's own file, variables or default.
+
+    It is there at once, and its first call waits for the master. Raises TierError, lasting, where the wheel is missing
+    or no master is named.
+    """
+
+    def __init__(self, settings: MooncakeTier, pool_name: str = "") -> None:
+        self._title = settings.title
+        self._settings = client_settings(settings, os.environ)
+        library = _library(self._title)
+        self._config = _replication(library, settings)
+        self._registered = Registered()
+        self._sides = Sides(self._registered)
+        self._link = Link(self._title, self._settings, library, self._registered)
+        self._counts, self._lock = Counter[str](), threading.Lock()
+        self._writing, self._changed = set[str](), threading.Condition()
+        self._refused_puts = 0
+
+    def register(self, memory: Bytes) -> None:
+        self._registered.add(memory)
+
+    def contains(self, space: SpaceName, keys: Sequence[bytes], *, nbytes: int, deadline_s: float) -> list[bool]:
+        check_keys(keys)
+        names = [page_name(space, key) for key in keys]
+        return [found == 1 for found in self._listed(names, lambda client: client.batch_is_exist, deadline_s)]
+
+    def read(
+        self, space: SpaceName, targets: Sequence[Target], *, nbytes: int, deadline_s: float
+    ) -> list[bytes | None]:
+        check_targets(targets, nbytes)
+        names = [page_name(space, target.key) for target in targets]
+        seals: list[bytes | None] = [None] * len(targets)
+        codes: list[int] = []
+        end_s = time.monotonic() + deadline_s
+        pages = [(number, target.pieces) for number, target in enumerate(targets)]
+        for group in groups(self._registered, pages, nbytes, self.batch_nbytes):
+            if (left_s := end_s - time.monotonic()) <= 0:
+                break
+            with self._sides.one() as side, self._link.client(left_s) as client:
+                codes += self._read_group(client, side, group, names, seals, nbytes)
+        self._judge("read", codes, len(targets), nbytes, names)
+        return seals
+
+    def write(self, space: SpaceName, pages: Sequence[Sealed], *, nbytes: int, deadline_s: float) -> list[Put]:
+        check_sealed(pages, nbytes)
+        end_s = time.monotonic() + deadline_s
+        names = [page_name(space, page.key) for page in pages]
+        mine, others = self._begin(names)
+        try:
+            puts = self._written(names, mine, pages, nbytes, end_s)
+        finally:
+            self._end(mine)
+        # Mooncake calls it a success to put what another call is still writing, and only then can it be read.
+        with self._changed:
+            self._changed.wait_for(lambda: self._writing.isdisjoint(others), max(0.0, end_s - time.monotonic()))
+        return puts
+
+    def _written(
+        self, names: Sequence[str], mine: set[str], pages: Sequence[Sealed], nbytes: int, end_s: float
+    ) -> list[Put]:
+        puts = [Put.PRESENT] * len(pages)
+        # A put of a page that is there is a success too, so it has to be asked first.
+        there = self._listed(names, lambda client: client.batch_is_exist, end_s - time.monotonic())
+        first = {name: number for number, name in reversed(list(enumerate(names)))}
+        absent = [
+            number for number, name in enumerate(names) if there[number] != 1 and name in mine and first[name] == number
+        ]
+        for number in absent:
+            puts[number] = Put.FAILED
+        codes: list[int] = []
+        wanted = [(number, pages[number].pieces) for number in absent]
+        for group in groups(self._registered, wanted, nbytes, self.batch_nbytes):
+            if (left_s := end_s - time.monotonic()) <= 0:
+                break
+            with self._sides.one() as side, self._link.client(left_s) as client:
+                codes += self._write_group(client, side, group, names, pages, puts, nbytes)
+        self._judge("write", codes, len(absent), nbytes, names)
+        return puts
+
+    def _begin(self, names: Sequence[str]) -> tuple[set[str], set[str]]:
+        """Which of them this call writes, and which others are being written by another one."""
+        with self._changed:
+            others = self._writing.intersection(names)
+            mine = set(names) - others
+            self._writing |= mine
+        return mine, others
+
+    def _end(self, mine: set[str]) -> None:
+        with self._changed:
+            self._writing -= mine
+            self._changed.notify_all()
+
+    def remove(self, space: SpaceName, keys: Sequence[bytes], *, deadline_s: float) -> int:
+        check_keys(keys)
+        names = [page_name(space, key) for key in keys]
+        return self._listed(names, lambda client: lambda some: client.batch_remove(some, True), deadline_s).count(0)
+
+    def clear(self, namespace: bytes | None, *, deadline_s: float) -> int:
+        """The master looks at every name it has; where that takes it too long to answer, it is asked again."""
+        end_s, count = time.monotonic() + deadline_s, 0
+        while True:
+            with self._link.client(max(0.0, end_s - time.monotonic())) as client:
+                found = int(client.remove_by_regex(pattern(namespace), True))
+            if found >= 0:
+                return count + found
+            if found != status.RPC_TIMEOUT or time.monotonic() > end_s:
+                raise self._masters("clear", found)
+
+    def stats(self) -> TierStats:
+        settings = self._settings
+        notes = {"master": settings.master, "protocol": settings.protocol, "state": self._link.state}
+        with self._lock:
+            notes |= {what: str(count) for what, count in sorted(self._counts.items())}
+        if self._link.setups > 1:
+            notes["set up"] = f"{self._link.setups} times"
+        return TierStats(notes=notes)
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _listed(
+        self, names: Sequence[str], call: Callable[[Any], Callable[[Any], Any]], deadline_s: float
+    ) -> list[int]:
+        """The status of each name, from calls that move no bytes."""
+        end_s, found = time.monotonic() + deadline_s, list[int]()
+        for start in range(0, len(names), _NAMES_AT_ONCE):
+            if (left_s := end_s - time.monotonic()) <= 0:
+                raise TierError(f"tier {self._title}: no time was left for {len(names)} names", "timeout")
+            with self._link.client(left_s) as client:
+                found += call(client)(list(names[start : start + _NAMES_AT_ONCE]))
+            if status.is_masters(found[-1]):
+                raise self._masters("ask for pages", found[-1])
+        return found
+
+    def _read_group(
+        self,
+        client: Any,
+        side: Side,
+        group: Sequence[Place],
+        names: Sequence[str],
+        seals: list[bytes | None],
+        nbytes: int,
+    ) -> list[int]:
+        """Fills pieces and seals; the status of each page, which is its length with the seal where it is there."""
+        buffers = self._buffers(side, group, nbytes)
+        whole = nbytes + SEAL_NBYTES
+        codes: list[int] = _moved(client.batch_get_into_multi_buffers, group, names, buffers)
+        if again := [at for at, code in enumerate(codes) if code == status.LEASE_EXPIRED]:
+            some = _moved(
+                client.batch_get_into_multi_buffers, [group[at] for at in again], names, [buffers[at] for at in again]
+            )
+            for at, code in zip(again, some, strict=True):
+                codes[at] = code
+        for at, (place, code) in enumerate(zip(group, codes, strict=True)):
+            if code != whole:
+                continue
+            seals[place.number] = side.seal(at).tobytes()
+            if not place.buffers:
+                _spread(self._staged(side, at, len(group), nbytes), place.pieces)
+        return codes
+
+    def _write_group(
+        self,
+        client: Any,
+        side: Side,
+        group: Sequence[Place],
+        names: Sequence[str],
+        pages: Sequence[Sealed],
+        puts: list[Put],
+        nbytes: int,
+    ) -> list[int]:
+        buffers = self._buffers(side, group, nbytes)
+        for at, place in enumerate(group):
+            side.seal(at)[:] = np.frombuffer(pages[place.number].seal, dtype=np.uint8)
+            if not place.buffers:
+                np.concatenate(place.pieces, out=self._staged(side, at, len(group), nbytes))
+        codes = _moved(client.batch_put_from_multi_buffers, group, names, buffers, self._config)
+        for place, code in zip(group, codes, strict=True):
+            if code == 0:
+                puts[place.number] = Put.STORED
+        return codes
+
+    def _buffers(self, side: Side, group: Sequence[Place], nbytes: int) -> list[list[Range]]:
+        """Of each page: its seal, then its bytes."""
+        found = list[list[Range]]()
+        for at, place in enumerate(group):
+            parts: Sequence[Range] | None = place.buffers
+            if not parts:
+                parts = self._registered.buffers([self._staged(side, at, len(group), nbytes)])
+            if parts is None or self._registered.buffers([side.seals]) is None:
+                raise TierError(f"tier {self._title}: no memory can be registered with the client", "error")
+            found.append([Range.of(side.seal(at)), *parts])
+        return found
+
+    def _staged(self, side: Side, at: int, count: int, nbytes: int) -> Bytes:
+        return side.pages(count * nbytes)[at * nbytes : (at + 1) * nbytes]
+
+    def _judge(self, what: str, codes: Sequence[int], asked: int, nbytes: int, names: Sequence[str]) -> None:
+        """Count what went wrong, and raise TierError where nothing went right."""
+        bad = Counter(code for code in codes if code < 0 and code != -704)
+        with self._lock:
+            self._counts.update({f"{what}: {status.words(code)}": count for code, count in bad.items()})
+        for code in bad:
+            log_once(
+                f"tiers.mooncake.{what}:{code}", "tier %s: pages could not be moved (%s): %s", self._title, what,
+                status.words(code), logger=_log,
+            )  # fmt: skip
+        if any(code >= 0 for code in codes):
+            if what == "write":
+                self._refused_puts = 0
+        elif codes and all(status.is_masters(code) for code in codes):
+            raise self._masters(what, codes[0])
+        elif codes and all(status.is_nodes(code) for code in codes) and not self._is_of_another_size(names[0], nbytes):
+            text = f"tier {self._title}: {what}: {status.words(codes[0])}, for all {len(codes)} pages"
+            raise TierError(text, "unavailable")
+        elif asked and not codes:
+            raise TierError(f"tier {self._title}: no time was left for {asked} pages", "timeout")
+
+    def _masters(self, what: str, code: int) -> TierError:
+        """What to raise where the master did not do what it was asked for, and what to think of it."""
+        text = f"tier {self._title}: {what}: {status.words(code)}, master {self._settings.master}"
+        if what == "write" and code == status.RPC_FAILED:
+            # It answered which pages it has just before. Once it may have died in between; twice it did not.
+            self._refused_puts += 1
+            if self._refused_puts > 1:
+                return TierError(
+                    f"{text}; it answers which pages it has and takes none: it is of another version, probably. This "
+                    f"client is {_version()}: install the same at the master, the nodes and here",
+                    "version",
+                )
+        self._link.doubt(text)
+        return TierError(text, "timeout" if code == status.RPC_TIMEOUT else "unavailable")
+
+    def _is_of_another_size(self, name: str, nbytes: int) -> bool:
+        """To read too many bytes fails like a dead node does."""
+        with self._link.client(self._settings.rpc_s) as client:
+            found = int(client.get_size(name))
+        return found >= 0 and found != nbytes + SEAL_NBYTES
+
+
+def _moved(
+    call: Callable[..., Any],
+    group: Sequence[Place],
+    names: Sequence[str],
+    buffers: Sequence[Sequence[Range]],
+    *config: Any,
+) -> list[int]:
+    """A call of the library that moves bytes; the status of each page."""
+    starts = [[one.start for one in parts] for parts in buffers]
+    sizes = [[one.stop - one.start for one in parts] for parts in buffers]
+    return list(call([names[place.number] for place in group], starts, sizes, *config))
+
+
+def _spread(page: Bytes, pieces: Pieces) -> None:
+    at = 0
+    for piece in pieces:
+        piece[:] = page[at : at + len(piece)]
+        at += len(piece)
+
+
+def _replication(library: ModuleType, settings: MooncakeTier) -> Any:
+    config = library.ReplicateConfig()
+    config.replica_num = settings.replicas
+    if settings.soft_pin:
+        config.soft_pin_action = library.SoftPinAction.ENABLE
+    return config
+
+
+def _library(title: str) -> ModuleType:
+    try:
+        return import_module("mooncake.store")
+    except ImportError as error:
+        if "shared object" in str(error):
+            needed = "a system library is missing: apt-get install libibverbs1 libnuma1 librdmacm1 liburing2 libcurl4"
+        else:
+            needed = "pip install 'mooncake-connector[mooncake]', or the wheel of Mooncake that fits this machine"
+        text = f"tier {title} (mooncake): the client of Mooncake cannot be loaded ({error}): {needed}"
+        raise TierError(text, "unavailable", lasting=True) from None
+
+
+def _version() -> str:
+    found = [one for one in metadata.distributions() if one.name.lower().startswith("mooncake-transfer-engine")]
+    return f"{found[0].name} {found[0].version}" if found else "of an unknown version"
