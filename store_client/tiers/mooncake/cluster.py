@@ -18,7 +18,7 @@ NEEDS = (
 def commands(nodes: int, node_nbytes: int) -> list[Command]:
     """The master, then the nodes; ports are free ones of now. Raises ConfigError where the wheel is missing."""
     ports = free_ports(2 + 2 * nodes)
-    master = master_command(*ports[:2])
+    master = master_command(ports[0], ports[1])
     rest = iter(ports[2:])
     return [master, *(node_command(number, ports[0], next(rest), next(rest), node_nbytes) for number in range(nodes))]
 
