@@ -16,7 +16,7 @@ from store_client.base import Put
 from store_client.testing import PAGE_NBYTES, chain, page_bytes
 from store_client.tiers.base import SEAL_NBYTES, Target, TierError
 from store_client.tiers.object import ObjectStore
-from store_client.tiers.object_names import of_page, split_url
+from store_client.tiers.object.names import of_page, split_url
 from store_client.tiers.open import open_tier
 from store_client.tiers.seal import seal, why_broken
 from store_client.tiers.testing import DEADLINE_S, Memory, contains, new_space, read, write

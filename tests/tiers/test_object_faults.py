@@ -10,7 +10,7 @@ from tiers.s3_servers import BUCKET, KEY_ID, SECRET, Gateway, environment, line,
 from store_client.base import Put
 from store_client.testing import PAGE_NBYTES, chain
 from store_client.tiers.base import Target, TierError
-from store_client.tiers.object_credentials import shared_credentials
+from store_client.tiers.object.credentials import shared_credentials
 from store_client.tiers.testing import DEADLINE_S, Memory, contains, new_space, read, write
 
 

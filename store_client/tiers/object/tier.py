@@ -17,9 +17,9 @@ from mooncake_connector.config.tiers import ObjectTier
 from store_client.base import Put
 from store_client.tiers.base import SEAL_NBYTES, Pieces, Purged, Sealed, SpaceName, Target, Tier, TierStats
 from store_client.tiers.checks import check_keys, check_sealed, check_targets
-from store_client.tiers.object_client import Bucket
-from store_client.tiers.object_names import of_page, of_space
-from store_client.tiers.object_retention import Retention
+from store_client.tiers.object.client import Bucket
+from store_client.tiers.object.names import of_page, of_space
+from store_client.tiers.object.retention import Retention
 
 
 class ObjectStore(Tier):

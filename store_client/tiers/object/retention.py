@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from mooncake_connector.log import get_logger, log_once
 from store_client.tiers.base import Purged, TierError
-from store_client.tiers.object_client import Bucket
-from store_client.tiers.object_names import CLOCK, FOLDER, SWEPT, of_namespace, read_name
+from store_client.tiers.object.client import Bucket
+from store_client.tiers.object.names import CLOCK, FOLDER, SWEPT, of_namespace, read_name
 
 _logger = get_logger(__name__)
 

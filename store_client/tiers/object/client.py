@@ -15,9 +15,9 @@ from mooncake_connector.config.tiers import ObjectTier
 from mooncake_connector.log import get_logger, log_once
 from store_client.tiers.base import TierError
 from store_client.tiers.loop_thread import LoopThread
-from store_client.tiers.object_credentials import shared_credentials
-from store_client.tiers.object_errors import is_missing, is_there_already, knows_no_condition, trouble
-from store_client.tiers.object_names import split_url
+from store_client.tiers.object.credentials import shared_credentials
+from store_client.tiers.object.errors import is_missing, is_there_already, knows_no_condition, trouble
+from store_client.tiers.object.names import split_url
 
 T = TypeVar("T")
 _logger = get_logger(__name__)
