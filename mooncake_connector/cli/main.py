@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mooncake_connector import __version__, quick_start
-from mooncake_connector.cli import agent, config, doctor, size, snapshot, store, up
+from mooncake_connector.cli import agent, cluster, config, doctor, size, snapshot, store, up
 from mooncake_connector.cli.bench import commands as bench
 from mooncake_connector.cli.output import (
     EXIT_FAILED,
@@ -70,6 +70,7 @@ app.add_typer(store.app, name="store")
 app.add_typer(doctor.app, name="doctor")
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
+app.add_typer(cluster.app, name="cluster")
 app.command()(agent.agent)
 app.command()(size.size)
 app.command()(up.up)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import socket
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from mooncake_connector.deploy.commands import Command
 from mooncake_connector.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+_PORTS = range(22000, 32000)  # Mooncake itself chooses from 12300 to 17000
 NEEDS = (
     "pip install 'mooncake-connector[mooncake]', and with apt-get libibverbs1 libnuma1 librdmacm1 liburing2 libcurl4"
 )
@@ -57,12 +60,12 @@ def program(name: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on right now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Different ports that nobody listens on right now, below those that Linux gives to whoever asks for any."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with suppress(OSError):
+            socket.create_server(("", port)).close()
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise ConfigError(f"there are no {count} free ports from {_PORTS.start} to {_PORTS.stop - 1}")
