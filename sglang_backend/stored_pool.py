@@ -87,7 +87,7 @@ class StoredPool:
             view.prefetch(keys, parent=parent)
         found = view.lookup_within(keys, wait_s)
         now_s = time.monotonic()
-        if found.pending and not found.coming and wait_s:
+        if found.pending and wait_s:
             self._impatient_until_s = now_s + PAUSE_S  # else each request behind this one would wait as long in turn
             self._metrics.failed("lookup", "late")
             log_once(

@@ -77,12 +77,9 @@ class ShardView:
         self.own.prefetch(keys, parent=parent, prefill_tokens_s=prefill_tokens_s, deadline_s=deadline_s)
 
     def lookup_within(self, keys: Sequence[bytes], wait_s: float) -> Lookup:
-        """As `lookup`, for a thread that may wait: asks again for at most `wait_s` while the answer is pending.
-
-        Pages that are said to be coming end the wait: they are loaded as they land.
-        """
+        """As `lookup`, for a thread that may wait: asks again for at most `wait_s` while the answer is pending."""
         give_up_s = time.monotonic() + wait_s
-        while (found := self.lookup(keys)).pending and not found.coming and time.monotonic() < give_up_s:
+        while (found := self.lookup(keys)).pending and time.monotonic() < give_up_s:
             time.sleep(min(_ASK_AGAIN_S, wait_s))
         return found
 

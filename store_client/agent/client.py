@@ -57,7 +57,7 @@ class Asked:
 
     __slots__ = (
         "asked_s", "coming", "deadline_s", "done", "heard_s", "index", "is_indexed", "keys", "landed", "namespace",
-        "nbytes", "number", "parent", "prefill_tokens_s", "shard",
+        "nbytes", "number", "parent", "prefill_tokens_s", "settled", "shard",
     )  # fmt: skip
 
     def __init__(
@@ -70,7 +70,7 @@ class Asked:
         self.heard_s = 0.0
         """When the agent last said something of it; 0: never yet."""
         self.coming = self.landed = 0
-        self.done = self.is_indexed = False
+        self.done = self.settled = self.is_indexed = False
         self.number = -1
 
     def is_fresh(self, now_s: float) -> bool:
@@ -268,6 +268,7 @@ class Client:
         if asked is None:
             return
         asked.coming, asked.landed = min(told.coming, len(asked.keys)), min(told.landed, len(asked.keys))
+        asked.settled = told.settled
         asked.heard_s = time.monotonic()
         if told.done:
             asked.done = True

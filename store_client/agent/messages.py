@@ -103,6 +103,7 @@ class Told(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     landed: _Count
     done: bool
     cause: _Word = ""
+    settled: bool = False
 
 
 class Report(Struct, tag=True, frozen=True, forbid_unknown_fields=True):

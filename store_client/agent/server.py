@@ -283,7 +283,7 @@ class Peer(asyncio.Protocol):
         if word.done:
             del self.asks[number]
             self._num_keys -= asked.num_keys
-        self.send(messages.Told(number, word.coming, word.landed, word.done, word.cause))
+        self.send(messages.Told(number, word.coming, word.landed, word.done, word.cause, word.settled))
 
     def tick(self, now_s: float) -> None:
         waits_s = now_s - self._since_s

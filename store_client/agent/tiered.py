@@ -193,7 +193,7 @@ class TieredSpace(Space):
                 break
             if asked.coming <= place or not asked.is_fresh(now_s):
                 break
-            pending = True
+            pending = pending or not asked.settled
             end = min(self._end_of(asked, place, keys, at), at + asked.coming - place)
             at = end
             if asked.coming < len(asked.keys):

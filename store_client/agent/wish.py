@@ -50,6 +50,8 @@ class Word:
     """Nothing more will come; the last word of every wish."""
     cause: str = ""
     """Why not all of it came: one word for the metrics ("absent", "slow", "timeout", "unavailable", ...)."""
+    settled: bool = False
+    """No tier is being asked any more whether it has the next ones: `coming` hardly grows from now on."""
 
 
 class Fetch(Protocol):

@@ -60,7 +60,7 @@ class Visitor:
 
     def told(self, number: int, word: Word) -> None:
         """The agent says this of an Ask, sooner or later; it repeats itself."""
-        while (said := self.hear()) != Told(number, word.coming, word.landed, word.done, word.cause):
+        while (said := self.hear()) != Told(number, word.coming, word.landed, word.done, word.cause, word.settled):
             assert said is not None
 
     def is_refused(self) -> str:

@@ -86,6 +86,18 @@ def test_pages_that_are_coming_are_counted_and_those_that_landed_are_present(poo
         settled(space, keys, Lookup(2))
 
 
+def test_once_it_is_settled_how_many_pages_come_the_answer_is_final(pool):
+    keys = chain("a", 5)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.lookup(keys)
+        asked = until(lambda: agent.fetches.asked)[0]
+        asked.tell(Word(coming=2))
+        settled(space, keys, Lookup(0, True, 2))
+        asked.tell(Word(coming=4, settled=True))
+        settled(space, keys, Lookup(0, False, 4))
+
+
 def test_an_agent_that_has_nothing_costs_no_further_lookup(pool):
     keys = chain("a", 5)
     with running(pool, StandIn(absent)) as agent, tiered(pool) as store:

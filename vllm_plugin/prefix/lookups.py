@@ -91,8 +91,8 @@ class Lookups:
             return Lookup(0)
 
     def is_worth_a_wait(self, tracked: Tracked, offer: Offer) -> bool:
-        """Whether a request waits for the rest of an answer; pages that are coming are no reason."""
-        if not offer.pending or offer.num_coming or not self._wait_s:
+        """Whether a request waits for the rest of an answer; pages that are known to come are no reason."""
+        if not offer.pending or not self._wait_s:
             return False
         now_s = time.monotonic()
         if tracked.patient_until_s is None:
