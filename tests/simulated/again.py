@@ -1,8 +1,9 @@
 """Engines that use one name for one request after the other, as one does that computes all KV again.
 
 They keep to what the protocol asks of them: a side names the next request when its own earlier one is over; the decode
-instance only when the prefill instance has named that earlier one; and the prefill instance, where its record of that
-one is gone, only when it is over at the decode instance too.
+instance only when the prefill instance has named that earlier one, or, where its own record of that one is gone and its
+end was not acknowledged, when the prefill instance's record is gone too; and the prefill instance, where its record of
+that one is gone, only when it is over at the decode instance too.
 """
 
 from __future__ import annotations
@@ -62,7 +63,13 @@ class Engines:
             return False
         ranks = self.world.ranks
         if rank.name[0] == "D":
-            return all(earlier in ranks[name].opened for name in self.world.producers)
+            own = rank.side.records[earlier]
+            is_known = own.number in rank.side._transfers or all(own.is_known_by(peer) for peer in own.sessions)
+            others = [ranks[name] for name in self.world.producers]
+            return all(
+                earlier in other.opened and (is_known or other.side.records[earlier] not in other.side._transfers.values())
+                for other in others
+            )
         return name_of(earlier) in rank.side._transfers or all(
             earlier in ranks[name].released for name in self.world.consumers
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from long_form import LONG
 from simulated.again import Attempt, Engines
 from simulated.invariants import check, endings
 from simulated.network import DOUBLE, DROP, Fault, Faults, World
@@ -52,6 +51,15 @@ def test_any_one_message_of_the_first_may_be_lost_doubled_or_late(topology, faul
         number += 1
 
 
+def test_the_end_of_one_that_was_never_announced_is_not_taken_for_that_of_an_earlier_one():
+    world = World(TOPOLOGIES["1P1D"], Faults(cuts=[(0, 40)]), Granularity.FULL)
+    cancelled = Attempt(20.0, grant_s=0.0, step_s=0.01, cancels=(("D0", 0.0),))
+    Engines(world, [cancelled, *[Attempt(grant_s=0.0, step_s=0.01)] * 3])
+    world.run()
+    check(world)
+    assert endings(world, "t/2") == everywhere(world, Ending.FAILED)
+
+
 waits = st.sampled_from([0.0, 0.05, 0.2, 1.0, 5.0, 20.0])
 names = st.sampled_from(["P0", "P1", "D0", "D1"])
 attempts = st.builds(
@@ -65,7 +73,7 @@ attempts = st.builds(
 faults = st.builds(Fault, st.lists(st.sampled_from([0.0, 0.005, 0.3, 1.7, 6.0, 25.0, 40.0]), max_size=3).map(tuple))
 
 
-@settings(max_examples=200, derandomize=not LONG)  # new examples are for who has the time to look into them
+@settings(max_examples=200)
 @given(
     topology=st.sampled_from(sorted(TOPOLOGIES)),
     granularity=st.sampled_from(Granularity),

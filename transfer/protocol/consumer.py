@@ -175,14 +175,17 @@ class Consumer(Protocol):
         if transfer.ending is not None:
             if message.state is State.CLOSED:
                 session.closed = True
-                self._go_on(self._latest.get(transfer.name), session.source.peer, now_s)
+                self._go_on(transfer, session.source.peer, now_s)
         elif message.state is not State.OPEN:
             cause = f"the producer gave up: {message.cause or message.state.value}"
             self._end(transfer, Ending.FAILED, cause, now_s)
 
-    def _go_on(self, later: Incoming | None, peer: str, now_s: float) -> None:
-        """The producer knows now that an earlier transfer of the name is over."""
-        session = None if later is None or later.ending is not None else later.sessions.get(peer)
+    def _go_on(self, earlier: Incoming, peer: str, now_s: float) -> None:
+        """The producer knows now that this transfer is over, and may hear of the next one of its name."""
+        later = self._latest.get(earlier.name)
+        while later is not None and later.earlier is not earlier:
+            later = later.earlier
+        session = None if later is None else later.sessions.get(peer)
         if later is not None and session is not None:
             session.heard_s = session.send_s = now_s
             self._repeat(later, now_s)
@@ -248,7 +251,7 @@ class Consumer(Protocol):
         transfer.ending, transfer.cause, transfer.ended_s = ending, cause[:512], now_s
         for session in transfer.sessions.values():
             session.send_s = now_s + self._timing.retry_s
-            if not session.closed:
+            if not session.closed and transfer.may_be_told(session.source.peer):
                 self._close(transfer, session)
         if transfer.is_granted:
             self._orders.append(Revoke(transfer))
@@ -267,10 +270,11 @@ class Consumer(Protocol):
             self._end(transfer, Ending.EXPIRED, cause, now_s)
         earlier = transfer.earlier
         if earlier is not None and earlier.number not in self._transfers and transfer.is_found:
-            if transfer.ending is None and not all(earlier.is_known_by(peer) for peer in transfer.sessions):
+            if all(earlier.is_known_by(peer) for peer in transfer.sessions):
+                transfer.earlier = None
+            else:  # who does not know that end is told nothing of this one either
                 cause = "the producer did not say that it knows the end of an earlier transfer of this name"
                 self._end(transfer, Ending.FAILED, cause, now_s)
-            transfer.earlier = None
         for session in transfer.sessions.values():
             if not session.done and now_s >= session.heard_s + self._timing.lease_s:
                 cause = f"the producer said nothing for {self._timing.lease_s:g} s"
@@ -282,8 +286,8 @@ class Consumer(Protocol):
         for session in transfer.sessions.values():
             if now_s < session.send_s or (transfer.ending is not None and session.closed):
                 continue
-            if transfer.ending is None and transfer.earlier and not transfer.earlier.is_known_by(session.source.peer):
-                continue  # it might take this one for that
+            if not transfer.may_be_told(session.source.peer):
+                continue
             session.send_s = now_s + self._timing.retry_s
             if transfer.ending is not None:
                 self._close(transfer, session)

@@ -87,7 +87,7 @@ class Incoming(Transfer):
     number: int = 0
     """Of the transfers that were announced in this process."""
     earlier: Incoming | None = None
-    """One of its name that was over when this one began. Nothing is said of this one to who may not know that."""
+    """One of its name that was over when this one began."""
     is_granted: bool = False
     tables: Sequence[Table] = ()
     """What was granted of each of this rank's sections."""
@@ -101,3 +101,7 @@ class Incoming(Transfer):
         Where no rank was found nobody was told anything, and it may be open there.
         """
         return bool(self.sessions) and (peer not in self.sessions or self.sessions[peer].closed)
+
+    def may_be_told(self, peer: str) -> bool:
+        """Whether a producer rank may hear of this transfer, be it of its end: it could take it for an earlier one."""
+        return self.earlier is None or self.earlier.is_known_by(peer)
