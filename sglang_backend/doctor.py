@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from mooncake_connector import checks, quick_start
-from mooncake_connector.checks import Check, failed, ok
+from mooncake_connector.checks import Check, failed, ok, warning
 from mooncake_connector.config.schema import environ_name
 from sglang_backend import BACKEND, KNOWN_VERSION
 
@@ -28,7 +28,7 @@ def run() -> Iterator[Check]:
         return
     try:
         from sglang_backend import plugin, targets
-        from sglang_backend.pd import offer
+        from sglang_backend.pd import offer, prompts
     except Exception as error:
         yield failed("hooks", f"SGLang {sglang.__version__} cannot be hooked: {type(error).__name__}: {error}")
         return
@@ -52,12 +52,19 @@ def run() -> Iterator[Check]:
         yield _name("PD name", "--disaggregation-transfer-backend")
         yield _transfer_backend("PD backend", BACKEND)
         yield _transfer_take_over(offer.TAKEN_OVER)
+        yield _prompts(targets.misfits(prompts.TARGETS), targets.in_force(prompts.TARGETS), len(prompts.TARGETS))
 
 
 def _hooks(what: str, in_force: bool, targets: int) -> Check:
     if in_force:
         return ok(what, f"in force; all {targets} parts of SGLang that they rest on are as known")
     return failed(what, "not in force although all fit; SGLang's log (stderr) says why")
+
+
+def _prompts(misfits: list[str], in_force: bool, targets: int) -> Check:
+    if misfits:
+        return warning("PD prompts", f"prefill and decode do not compare them: {'; '.join(misfits)}")
+    return _hooks("PD prompts", in_force, targets)
 
 
 def _name(what: str, option: str) -> Check:

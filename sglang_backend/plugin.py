@@ -23,7 +23,7 @@ from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger
 from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, KNOWN_VERSION
-from sglang_backend.pd import offer
+from sglang_backend.pd import offer, prompts
 from sglang_backend.targets import Target, in_force, misfits, place
 
 logger = get_logger(__name__)
@@ -41,6 +41,7 @@ def install() -> None:
     """Offer both backends of our name, or say in one error each why not. SGLang applies hooks after this returns."""
     _offer("storage backend", TARGETS, _offer_storage)
     _offer("transfer backend", offer.TARGETS, offer.install)
+    _compare_prompts()
 
 
 def _offer(what: str, targets: Sequence[Target], install: Callable[[bool], None]) -> None:
@@ -59,6 +60,17 @@ def _offer(what: str, targets: Sequence[Target], install: Callable[[bool], None]
         )  # fmt: skip
     place(targets)
     install(takes_over())
+
+
+def _compare_prompts() -> None:
+    """Whether the transfer backend is offered or not; each side takes its part where it can."""
+    if found := misfits(prompts.TARGETS):
+        logger.warning(
+            "prefill and decode do not compare prompts in SGLang %s: %s; of two requests that are given one room, "
+            "one may get the KV of the other", sglang.__version__, "; ".join(found),
+        )  # fmt: skip
+    else:
+        place(prompts.TARGETS)
 
 
 def _offer_storage(take_over: bool) -> None:

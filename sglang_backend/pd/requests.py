@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
 
 from mooncake_connector.log import get_logger, log_once
+from sglang_backend.pd import prompts
 from sglang_backend.pd.manager import MooncakeConnectorKVManager
 from transfer.control.directory import Address
 from transfer.protocol.incoming import Incoming, Where
@@ -103,7 +104,7 @@ class MooncakeConnectorKVSender(_Party, CommonKVSender):
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self._pages: list[int] = []
         self._is_sent = False
-        self._transfer = Outgoing(transfer_name(bootstrap_room))
+        self._transfer = Outgoing(transfer_name(bootstrap_room), prompt=prompts.current())
         if is_taken:
             self._refuse_room()
         elif mgr.check_status(bootstrap_room) != KVPoll.Failed:
@@ -191,6 +192,7 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         is_taken = _is_taken(mgr, bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._transfer: Incoming | None = None
+        self._prompt = prompts.current()
         self._is_granted = self._is_aborted = False
         self._aux_index: int | None = None
         self._asked: Future[Address] | None = None
@@ -230,7 +232,7 @@ class MooncakeConnectorKVReceiver(_Party, CommonKVReceiver):
         except Exception as error:
             self._unfound = str(error) or repr(error)
             return
-        transfer = Incoming(transfer_name(self.bootstrap_room), where=where)
+        transfer = Incoming(transfer_name(self.bootstrap_room), prompt=self._prompt, where=where)
         with self._announcing:
             if self._is_ended and time.monotonic() > self._answered_until_s:
                 return  # prefill has given up as well

@@ -208,7 +208,7 @@ class TestDoctor:
 
     def test_it_says_what_stands(self):
         checks = self.found()
-        assert list(checks) == ["PD hooks", "PD name", "PD backend", "PD take-over"]
+        assert list(checks) == ["PD hooks", "PD name", "PD backend", "PD take-over", "PD prompts"]
         assert {check.status for check in checks.values()} == {Verdict.OK}
         assert f"{OPTION} {BACKEND}" in checks["PD name"].detail and "Receiver" in checks["PD backend"].detail
 

@@ -9,13 +9,13 @@ source blocks hold when it ends; checksums fit that, also where the engine took 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from simulated.sides import NamedConsumer, NamedProducer
+from simulated.sides import NamedConsumer, NamedProducer, Prompt, no_prompt
 
 from transfer.plan.granularity import Batch, Divider, Granularity
 from transfer.protocol.incoming import Source
@@ -94,6 +94,8 @@ class World:
     Args:
         parts: for each consumer rank, the layers that each producer rank sends it (empty: an idle source; absent: no
             route).
+        prompt: what each side knows of a request's prompt.
+        apart: each consumer rank is an instance of its own.
     """
 
     def __init__(
@@ -102,7 +104,11 @@ class World:
         faults: Faults | None = None,
         granularity: Granularity = Granularity.LAYER,
         timing: Timing = TIMING,
+        prompt: Prompt = no_prompt,
+        *,
+        apart: bool = False,
     ) -> None:
+        self.prompt, self.apart = prompt, apart
         self.parts, self.faults, self.granularity, self.timing = parts, faults or Faults(), granularity, timing
         self.now_s = 0.0
         self.messages = self.writes = 0
@@ -147,9 +153,9 @@ class World:
         self._lives += 1
         side: Protocol
         if name[0] == "P":
-            side = NamedProducer(lambda peer, granted: self.divide(name, peer, granted), self.timing)
+            side = NamedProducer(lambda peer, granted: self.divide(name, peer, granted), self.timing, self.prompt)
         else:
-            side = NamedConsumer(self.timing)
+            side = NamedConsumer(self.timing, self.prompt)
         self._down.discard(name)
         self.ranks[name] = Rank(name, f"{name}.{self._lives}", side)
         self.history.append(self.ranks[name])
@@ -220,8 +226,9 @@ class World:
             self.call(grant_s, name, self._grant, transfer, first_token)
 
     def _announce(self, rank: Rank, transfer: str, number: int, computed: bool) -> None:
+        of_all = Counter(source for part in self.parts for source in part)
         sources = [
-            Source(self.ranks[f"P{source}"].peer, [layers], sum(source in part for part in self.parts))
+            Source(self.ranks[f"P{source}"].peer, [layers], 1 if self.apart else of_all[source])
             for source, layers in self.parts[number].items()
         ]
         rank.opened[transfer] = self.now_s

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 from simulated.ranks import SMALL
 
@@ -36,15 +37,29 @@ def name_of(request: str) -> str:
     return request.partition("/")[0]
 
 
+Prompt: TypeAlias = Callable[[str], bytes]
+"""The digest of a request's prompt."""
+
+
+def no_prompt(request: str) -> bytes:
+    return b""
+
+
+def own_prompt(request: str) -> bytes:
+    """One that no other request has."""
+    return hashlib.sha256(request.encode()).digest()
+
+
 class NamedProducer(Producer):
     """Told of transfers by request: each is one record, from its opening on."""
 
-    def __init__(self, divide: Divide = divide, timing: Timing | None = None) -> None:
+    def __init__(self, divide: Divide = divide, timing: Timing | None = None, prompt: Prompt = no_prompt) -> None:
         super().__init__(divide, timing, names_return=True)
+        self._prompt = prompt
         self.records: dict[str, Outgoing] = {}
 
     def open(self, transfer: str, now_s: float) -> None:
-        self.records[transfer] = Outgoing(name_of(transfer), transfer)
+        self.records[transfer] = Outgoing(name_of(transfer), transfer, self._prompt(transfer))
         super().open(self.records[transfer], now_s)
 
     def computed(self, transfer: str, layer: int, stop_token: int, now_s: float, *, run: int | None = None) -> None:
@@ -71,12 +86,14 @@ class NamedProducer(Producer):
 class NamedConsumer(Consumer):
     """Told of transfers by request, and of their sources with it."""
 
-    def __init__(self, timing: Timing | None = None) -> None:
+    def __init__(self, timing: Timing | None = None, prompt: Prompt = no_prompt) -> None:
         super().__init__(timing)
+        self._prompt = prompt
         self.records: dict[str, Incoming] = {}
 
     def announce(self, transfer: str, sources: Sequence[Source], now_s: float, *, computed: bool) -> None:
-        record = self.records[transfer] = Incoming(name_of(transfer), transfer, computed=computed)
+        record = Incoming(name_of(transfer), transfer, self._prompt(transfer), computed=computed)
+        self.records[transfer] = record
         super().announce(record, now_s)
         super().found(record, sources, now_s)
 
@@ -110,8 +127,8 @@ def open_producer(*peers: str) -> NamedProducer:
     return producer
 
 
-def make_consumer(sources: int = 1, *, has_grant: bool = True) -> NamedConsumer:
-    consumer = NamedConsumer()
+def make_consumer(sources: int = 1, *, has_grant: bool = True, prompt: bytes = b"") -> NamedConsumer:
+    consumer = NamedConsumer(prompt=lambda _: prompt)
     consumer.announce("t", [Source(f"P{n}", [LAYERS], 1) for n in range(sources)], 0.0, computed=True)
     if has_grant:
         assert consumer.grant("t", 0, 8, [5], KEY, 0.0)

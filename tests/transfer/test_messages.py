@@ -31,7 +31,7 @@ RANK = RankLayout((SMALL, replace(SMALL, name="sliding")))
 MESSAGES: list[AnyMessage] = [
     Announce(**HEAD, destinations=2, computed=True),
     Granted(**HEAD, destinations=2, computed=False, tables=[Table(64, 100, [4, 1])], key=b"k" * 16),
-    Report(**HEAD, verified=3, again=[4]),
+    Report(**HEAD, verified=3, again=[4], prompt=b"p" * 16),
     Close(**HEAD, destinations=2, done=False, cause="cancelled"),
     Landed(
         **HEAD, batch=3, attempt=1, first_layer=0, num_layers=2, first_token=0, stop_token=64, checksums=[(1 << 64) - 1]
@@ -86,6 +86,9 @@ _, GRANTED, REPORT, _, LANDED, STATUS, INTRODUCTION = MESSAGES
         (LANDED, {"first_token": 65}),
         (LANDED, {"checksums": [-1]}),
         (REPORT, {"again": [1.5]}),
+        (REPORT, {"prompt": b"p" * 15}),
+        (REPORT, {"prompt": b"p" * 33}),
+        (REPORT, {"prompt": None}),
         (INTRODUCTION, {"endpoints": {f"t{number}": b"" for number in range(9)}}),
         (INTRODUCTION, {"endpoints": {"x" * 17: b""}}),
         (INTRODUCTION, {"endpoints": {"tcp": b"x" * 4097}}),

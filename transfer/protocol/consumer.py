@@ -6,6 +6,7 @@ One rank of the decode instance. What it and one rank of the prefill instance sa
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -297,24 +298,29 @@ class Consumer(Protocol):
                 self._report(transfer, session, now_s)
             else:
                 fields = {"destinations": session.source.destinations, "computed": transfer.computed}
-                self._send(session.source.peer, Announce, transfer.name, number=transfer.number, **fields)
+                self._say(session.source.peer, Announce, transfer, **fields)
                 session.send_s = now_s + self._timing.heartbeat_s
 
     def _grant(self, transfer: Incoming, session: Session) -> None:
         fields = {"destinations": session.source.destinations, "computed": transfer.computed, "key": transfer.key}
         tables = list(transfer.tables)
-        self._send(session.source.peer, Granted, transfer.name, number=transfer.number, tables=tables, **fields)
+        self._say(session.source.peer, Granted, transfer, tables=tables, **fields)
 
     def _report(self, transfer: Incoming, session: Session, now_s: float) -> None:
         again = session.again()
         session.send_s = now_s + (self._timing.retry_s if again else self._timing.heartbeat_s)
         fields = {"verified": session.verified, "again": again}
-        self._send(session.source.peer, Report, transfer.name, number=transfer.number, **fields)
+        self._say(session.source.peer, Report, transfer, **fields)
+
+    def _say(
+        self, peer: str, kind: type[Announce | Granted | Report | Close], transfer: Incoming, **fields: Any
+    ) -> None:
+        self._send(peer, kind, transfer.name, number=transfer.number, prompt=transfer.prompt, **fields)
 
     def _close(self, transfer: Incoming, session: Session) -> None:
         done = transfer.ending is Ending.DONE
         fields = {"destinations": session.source.destinations, "done": done, "cause": transfer.cause}
-        self._send(session.source.peer, Close, transfer.name, number=transfer.number, **fields)
+        self._say(session.source.peer, Close, transfer, **fields)
 
 
 def _overlap(layers: range, batches: Sequence[Batch]) -> bool:

@@ -23,6 +23,8 @@ _MAX_PAGES = 1 << 17
 _MAX_ENDPOINTS = 8
 MAX_NAME_LENGTH = 256
 """Characters of a transfer's name."""
+MIN_PROMPT_NBYTES, MAX_PROMPT_NBYTES = 16, 32
+"""Of a digest of a prompt."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40)]
 TransferId: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
@@ -54,7 +56,16 @@ class Message(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields
     number: Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
-class Announce(Message, frozen=True, kw_only=True):
+class FromConsumer(Message, frozen=True, kw_only=True):
+    """What all messages of a consumer have.
+
+    `prompt` is a digest of the tokens whose KV is wanted; empty where the engine does not say, or their name does.
+    """
+
+    prompt: Annotated[bytes, Meta(max_length=MAX_PROMPT_NBYTES)] = b""
+
+
+class Announce(FromConsumer, frozen=True, kw_only=True):
     """Consumer: a request of mine will want this transfer; hold its blocks. Repeated, it renews the lease.
 
     `destinations` is the number of ranks here that this source rank serves. With `computed` the producer must know the
@@ -65,7 +76,7 @@ class Announce(Message, frozen=True, kw_only=True):
     computed: bool
 
 
-class Granted(Message, frozen=True, kw_only=True):
+class Granted(FromConsumer, frozen=True, kw_only=True):
     """Consumer: write the tokens of each table, one of every section of mine, into its blocks.
 
     `key` is that of the transport's grant, which covers all of them.
@@ -77,14 +88,14 @@ class Granted(Message, frozen=True, kw_only=True):
     key: Annotated[bytes, Meta(min_length=GRANT_KEY_NBYTES, max_length=GRANT_KEY_NBYTES)]
 
 
-class Report(Message, frozen=True, kw_only=True):
+class Report(FromConsumer, frozen=True, kw_only=True):
     """Consumer: all batches before number `verified` are right; send those in `again` once more. Renews the lease."""
 
     verified: Count
     again: Annotated[list[Count], Meta(max_length=_MAX_PAGES)]
 
 
-class Close(Message, frozen=True, kw_only=True):
+class Close(FromConsumer, frozen=True, kw_only=True):
     """Consumer: I want nothing more, since all is right (`done`) or for that cause; release the blocks."""
 
     destinations: Count
@@ -162,4 +173,6 @@ def decode(data: bytes | bytearray | memoryview) -> AnyMessage:
         raise MessageError(f"not a message: {str(error)[:500]}") from None
     if isinstance(message, Landed) and message.stop_token < message.first_token:
         raise MessageError(f"tokens {message.first_token}..{message.stop_token - 1}")
+    if isinstance(message, FromConsumer) and 0 < len(message.prompt) < MIN_PROMPT_NBYTES:
+        raise MessageError(f"a digest of a prompt has at least {MIN_PROMPT_NBYTES} bytes, not {len(message.prompt)}")
     return message

@@ -60,6 +60,8 @@ class Transfer:
     name: str
     request: str = ""
     """What the engine calls it; the protocol does not read it."""
+    prompt: bytes = b""
+    """A digest of the tokens whose KV it has; empty where the engine does not say, or the name does."""
     started_s: float = 0.0
     ended_s: float = 0.0
     """When `ending` was known, at the consumer; when `Ended` was given, at the producer."""

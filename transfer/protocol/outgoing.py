@@ -33,8 +33,12 @@ class Session:
     peer: str
     number: int
     """The consumer's, of what it announced."""
+    prompt: bytes
+    """The consumer's."""
     heard_s: float
     send_s: float
+    destinations: int = 0
+    """Ranks of the consumer's instance that have a route from here; 0 while unknown."""
     granted: Granted | None = None
     dividers: list[Divider] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
@@ -62,8 +66,6 @@ class Outgoing(Transfer):
     sessions: dict[str, Session] = field(default_factory=dict)
     former: dict[str, int] = field(default_factory=dict)
     """Of each consumer rank, the last number that was of an earlier transfer of this name."""
-    expected: int = 0
-    """Sessions that there will be; 0 while unknown."""
     progress: list[Progress] = field(default_factory=list)
     run: int = 0
     """How often its prefill was begun again."""
@@ -75,6 +77,15 @@ class Outgoing(Transfer):
     @property
     def transport(self) -> str:
         return "+".join(sorted(self.transports))
+
+    @property
+    def expected(self) -> int:
+        """Sessions that there will be; 0 while unknown."""
+        return max((session.destinations for session in self.sessions.values()), default=0)
+
+    def has_another_prompt(self, prompt: bytes) -> bool:
+        """Than that of this digest; where either is not known, nothing is."""
+        return bool(self.prompt and prompt) and self.prompt != prompt
 
     @property
     def may_be_followed(self) -> bool:

@@ -18,6 +18,7 @@ from transfer.transports.base import TransferError
 _MAX_AWAITED = 4096
 """Transfers that consumers ask for and the engine has not named yet."""
 _MAX_REPEATED = 32
+_ANOTHER_PROMPT = "the request here has another prompt: its name must be new for each request"
 
 Divide: TypeAlias = Callable[[str, Granted], list[Divider]]
 """How each section is sent of which (peer, what it granted) gets anything. Raises TransferError where it cannot be."""
@@ -32,7 +33,7 @@ class Producer(Protocol):
         self._transfers: dict[str, Outgoing] = {}
 
     def open(self, transfer: Outgoing, now_s: float) -> None:
-        """A request begins whose KV a consumer will want.
+        """A request begins whose KV a consumer will want; one that wants that of another prompt is refused.
 
         It fails where another one has the name, unless names return and that is over with each consumer rank heard.
         """
@@ -45,8 +46,8 @@ class Producer(Protocol):
         if known is not None and known.opened:
             transfer.former = known.numbers
         elif known is not None:  # what its consumers said before
-            transfer.heard_s, transfer.sessions, transfer.expected = known.heard_s, known.sessions, known.expected
-            transfer.former = known.former
+            transfer.heard_s, transfer.sessions, transfer.former = known.heard_s, known.sessions, known.former
+            self._refuse_others(transfer)
         self._transfers[transfer.name] = transfer
         for session in transfer.sessions.values():
             self._start(transfer, session)
@@ -159,13 +160,13 @@ class Producer(Protocol):
         session = transfer.sessions.get(peer)
         if session is None:
             due_s = now_s + self._timing.heartbeat_s
-            session = transfer.sessions[peer] = Session(peer, message.number, now_s, due_s)
+            session = transfer.sessions[peer] = Session(peer, message.number, message.prompt, now_s, due_s)
             if transfer.ending is not None:
                 cause = f"the transfer is over: {transfer.cause or transfer.ending.value}"
                 self._fail(transfer, session, transfer.ending, cause)
         transfer.heard_s = session.heard_s = now_s
         if not isinstance(message, Report) and message.destinations:
-            transfer.expected = message.destinations
+            session.destinations = message.destinations
         if isinstance(message, Close):
             self._close(transfer, session, message)
         elif isinstance(message, Report):
@@ -184,7 +185,10 @@ class Producer(Protocol):
             self._refuse(peer, message, "the consumer has asked for it again since")
             return None
         if transfer is not None and peer not in transfer.sessions:
-            return transfer
+            if not transfer.opened or not transfer.has_another_prompt(message.prompt):
+                return transfer
+            self._refuse(peer, message, _ANOTHER_PROMPT)
+            return None
         # For the consumer, what it asked for before is over.
         if transfer is not None and not transfer.opened:
             transfer.former[peer] = transfer.sessions.pop(peer).number
@@ -218,6 +222,15 @@ class Producer(Protocol):
         """Say so, and change nothing."""
         fields = {"state": State.CLOSED if isinstance(message, Close) else State.FAILED, "cause": cause}
         self._send(peer, Status, message.transfer, number=message.number, has_grant=False, **fields)
+
+    def _refuse_others(self, transfer: Outgoing) -> None:
+        """Consumers that asked before the engine named it, and want the KV of another prompt, have no part in it."""
+        for peer, session in list(transfer.sessions.items()):
+            if transfer.has_another_prompt(session.prompt):
+                del transfer.sessions[peer]
+                if session.state is State.OPEN:
+                    fields = {"state": State.FAILED, "cause": _ANOTHER_PROMPT, "has_grant": False}
+                    self._send(peer, Status, transfer.name, number=session.number, **fields)
 
     def _ask(self, transfer: Outgoing, session: Session, message: Announce | Granted) -> None:
         if isinstance(message, Granted) and session.state is State.OPEN and session.granted is None:
