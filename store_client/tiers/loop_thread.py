@@ -72,9 +72,7 @@ class LoopThread:
             future.cancel()
             raise TierError("no answer in time, and its requests cannot be cancelled", "timeout") from None
 
-    async def _gather(
-        self, requests: list[Callable[[], Awaitable[T]]], deadline_s: float
-    ) -> list[T | BaseException]:
+    async def _gather(self, requests: list[Callable[[], Awaitable[T]]], deadline_s: float) -> list[T | BaseException]:
         if not requests:
             return []
         tasks = [asyncio.ensure_future(self._one(request)) for request in requests]

@@ -153,6 +153,7 @@ def _write_all(fd: int, views: list[memoryview]) -> None:
 
 
 def _publish(new: str, page: str) -> Put:
+    """By a link, since FUSE may lose sight of a page for a moment that is replaced by a rename."""
     try:
         os.link(new, page)
     except FileExistsError:

@@ -43,6 +43,7 @@ class SharedFolder(Tier):
     """Raises TierError where the folder cannot be used."""
 
     needs_mac = True
+    parallel = 4
 
     def __init__(self, settings: FolderTier, pool_name: str = "") -> None:
         self._title, self._root = f"tier {settings.title}", settings.path.expanduser()
@@ -93,16 +94,18 @@ class SharedFolder(Tier):
 
     def write(self, space: SpaceName, pages: Sequence[Sealed], *, nbytes: int, deadline_s: float) -> list[Put]:
         check_sealed(pages, nbytes)
-        folder, tickets = layout.space_folder(self._root, space), [Ticket() for _ in pages]
+        once = {page.key: page for page in reversed(pages)}
+        folder, tickets = layout.space_folder(self._root, space), [Ticket() for _ in once]
         writes = [
             partial(write_page, layout.page_path(folder, page.key), page, ticket)
-            for page, ticket in zip(pages, tickets, strict=True)
+            for page, ticket in zip(once.values(), tickets, strict=True)
         ]
         try:
-            outcome = [put or Put.FAILED for put in self._all("writing", writes, deadline_s)]
+            done = dict(zip(once, self._all("writing", writes, deadline_s), strict=True))
         finally:
             for ticket in tickets:
                 ticket.leave()
+        outcome = [done.pop(page.key, Put.PRESENT) or Put.FAILED for page in pages]
         with self._lock:
             self._written_pages += outcome.count(Put.STORED)
             self._written_nbytes += outcome.count(Put.STORED) * nbytes

@@ -201,4 +201,3 @@ class Bucket:
             )
         except Exception as error:
             raise trouble(error)._replace(lasting=True).error(self._where) from None
-

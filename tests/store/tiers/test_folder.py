@@ -111,6 +111,7 @@ def test_a_file_system_without_links_will_do(tmp_path, monkeypatch):
 
 
 def test_an_answer_that_nfs_has_lost_is_no_page_of_somebody_else(tmp_path, monkeypatch):
+    """NFS repeats a link whose answer did not come, and then finds what it has made itself."""
     link = os.link
 
     def twice(*arguments):
@@ -120,6 +121,24 @@ def test_an_answer_that_nfs_has_lost_is_no_page_of_somebody_else(tmp_path, monke
     monkeypatch.setattr(os, "link", twice)
     space, keys, memory, folder = new_space(), chain("a", 1), Memory(), open_folder(tmp_path)
     assert write(folder, memory, space, keys) == [Put.STORED]
+    assert read(folder, memory, space, keys) == [True] and len(all_files(tmp_path)) == 1
+    folder.close()
+
+
+@pytest.mark.parametrize("call", ["fsync", "pwritev", "link"])
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, call):
+    space, keys, memory, folder = new_space(), chain("a", 2), Memory(), open_folder(tmp_path)
+    write(folder, memory, space, keys[:1])
+
+    def fail(*arguments):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(TierError, match="Disk quota exceeded") as caught:
+            write(folder, memory, space, keys)
+    assert caught.value.cause == "full" and len(all_files(tmp_path)) == 1
+    assert write(folder, memory, space, keys) == [Put.PRESENT, Put.STORED]
     folder.close()
 
 

@@ -118,10 +118,3 @@ class TestSharedFolderOnFuse(TierConformance):
     def make_tier(self, tmp_path: Path) -> Iterator[MakeTier]:
         with fuse_mount(tmp_path) as mount:
             yield lambda: SharedFolder(FolderTier(path=mount.path))
-
-
-class TestSharedFolderOnNfs(TierConformance):
-    @pytest.fixture
-    def make_tier(self) -> Iterator[MakeTier]:
-        with on_nfs() as folder:
-            yield lambda: SharedFolder(FolderTier(path=folder))
