@@ -21,7 +21,7 @@ from e2e.questions import Question
 from e2e.server import Server
 
 CAPACITY = "48MiB"
-FILE_SYSTEM = "128m"
+FILE_SYSTEM = "256m"
 
 HOLD_LOCK_AND_STOP = """
 import fcntl, os, signal, sys
@@ -106,6 +106,30 @@ def test_pool_deleted_under_the_engine(
     shutil.rmtree(pool)
     wait_for(lambda: answers(server, question) >= 0 and (pool / "pool.json").exists(), "a new pool in its place")
     works_again(server, pages, question)
+
+
+def store_command(*arguments: object) -> str:
+    """What a person runs."""
+    command = [sys.executable, "-m", "mooncake_connector.cli.entry", "store", *map(str, arguments)]
+    environment = {**os.environ, "MOONCAKE_CONNECTOR_CAPACITY": CAPACITY}
+    ended = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_a_snapshot_brings_pages_back_into_a_new_pool(
+    server: Server, pages: Pages, pool: Path, questions: dict[str, Question], tmp_path: Path
+) -> None:
+    """The answer is from them: nobody has asked the question since the pool was destroyed."""
+    question, other = questions["number 3"], questions["number 4"]
+    answers(server, question)
+    pages.wait_for(question.prompt)
+    assert store_command("snapshot", tmp_path / "saved", "--pool", pool).startswith("saved ")
+    store_command("destroy", "--pool", pool, "--yes")
+    assert store_command("restore", tmp_path / "saved", "--pool", pool).startswith("restored ")
+    works_again(server, pages, other)  # the server uses the new pool
+    assert pages.count(question.prompt) == question.num_full_pages
+    assert answers(server, question) == question.num_full_pages * PAGE_TOKENS
 
 
 def test_lock_held_by_a_stopped_process(
