@@ -28,6 +28,7 @@ from mooncake_connector.errors import PoolError
 from mooncake_connector.sizes import human_nbytes
 from store_client import EmbeddedStore
 from store_client.base import Progress
+from store_client.embedded.locks import LockTimeout
 from store_client.snapshot import Snapshot, restore, take_snapshot
 
 Folder = Annotated[
@@ -113,7 +114,9 @@ def _opened(pool: Path | None, capacity_nbytes: int) -> Iterator[EmbeddedStore]:
     path = pool.absolute() if pool is not None else config.pool
     try:
         store = EmbeddedStore(path, config.capacity, eviction=config.eviction, rebuild=False)
-    except PoolError:
+    except PoolError as error:
+        if isinstance(error.__context__, LockTimeout):
+            raise
         try:
             store = EmbeddedStore(path, config.capacity or capacity_nbytes, eviction=config.eviction)
         except PoolError:

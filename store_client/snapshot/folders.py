@@ -195,7 +195,7 @@ def publish(folder: int, target: Path) -> bool:
     A process killed in between leaves one of the two there, whole. Raises OSError.
     """
     partial = partial_of(target)
-    os.fsync(folder)
+    _sync(folder)
     try:
         former = open_folder(target)
     except FileNotFoundError:
@@ -257,6 +257,15 @@ def _sync_parent(target: Path) -> None:
     with contextlib.suppress(OSError):
         folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(folder)
+            _sync(folder)
         finally:
             os.close(folder)
+
+
+def _sync(folder: int) -> None:
+    """Some file systems have nothing to do for a folder, and say so with an error."""
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise

@@ -24,7 +24,7 @@ from mooncake_connector.kv.namespace import Namespace
 KIND = "pool of mooncake-connector"
 FORMAT_VERSION = 1
 MANIFEST, INDEX = "manifest.json", "index"
-MAX_MANIFEST_NBYTES = 64 << 20
+MAX_MANIFEST_NBYTES = 16 << 20
 
 MAX_PAGES = 1 << 27
 """An index of more is not believed: it is read into memory. As many of the smallest pages are a pool of 4 TiB."""

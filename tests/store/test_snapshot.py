@@ -6,11 +6,12 @@ import os
 import time
 
 import pytest
+from lock_holder import stopped_holder
 from store.audit import audit
 from store.pools import CAPACITY, as_root, garble, inside, mounted, running, space_in
 from store.snapshots import SPACES, by_use, held_by, put_one, put_some, saved
 
-from mooncake_connector.errors import SnapshotError
+from mooncake_connector.errors import PoolError, SnapshotError
 from store_client import EmbeddedStore
 from store_client.embedded import survey as survey_
 from store_client.snapshot import Snapshot, restore, restoring, take_snapshot, writing
@@ -223,6 +224,15 @@ class TestBesideEngines:
                 reports = [take_snapshot(store, folder) for _ in range(20)]
         assert all(report.corrupt_pages == 0 for report in reports)
         assert back(folder, other).pages == reports[-1].pages == len(held_by(other))
+
+    def test_a_process_that_holds_the_lock_and_is_stopped(self, full, folder, other):
+        """Saving needs no lock, and goes on; restoring says it at its deadline, and what is there by then stays."""
+        with stopped_holder(full.path):
+            assert take_snapshot(full, folder).pages == PAGES
+        held = pytest.raises(PoolError, match="a process that does not run holds its lock; continue or end it")
+        with stopped_holder(other.path), Snapshot(folder) as snapshot, held:
+            restore(snapshot, other, deadline_s=0.1)
+        assert back(folder, other).pages == PAGES
 
     def test_a_reader_of_the_former_snapshot_goes_on(self, full, folder, other):
         take_snapshot(full, folder)
