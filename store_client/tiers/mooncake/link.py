@@ -135,8 +135,10 @@ class Link:
                 [sys.executable, trial.__file__, order], stdin=subprocess.DEVNULL, capture_output=True,
                 env={**DEFAULT_VARIABLES, **os.environ, **settings.variables()}, timeout=TRIAL_S, check=False,
             )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return f"the master at {settings.master} does not answer: {printable(str(error), 200)}"
+        except subprocess.TimeoutExpired:
+            return f"the master at {settings.master} has not answered a client within {TRIAL_S:g} s"
+        except OSError as error:
+            return f"no process can be started to try the master at {settings.master}: {error}"
         if ended.returncode == 0:
             return None
         lines = [line for line in ended.stderr.decode(errors="replace").splitlines() if line.startswith("E")]
@@ -185,16 +187,16 @@ class Link:
         return False
 
     def _put_away(self) -> None:
-        """Close the client once no call is in it. One that never comes back keeps its client for good."""
+        """Close the client once no call is in it. Where that is not to be had it is kept for good."""
         with self._changed:
             self._usable = False
             client, self._client = self._client, None
             idle = self._changed.wait_for(lambda: self._calls == 0, _CLOSE_S if self._closed else 2 * TRIAL_S)
         self._registered.attach(None)
-        if client is not None and idle:
+        if client is not None and idle and self._settings.address is not None:
             client.close()
         elif client is not None:
-            _stuck.append(client)
+            _kept.append(client)
 
     def _unavailable(self, reason: str) -> None:
         with self._changed:
@@ -210,5 +212,6 @@ class Link:
             self._changed.wait_for(lambda: self._closed, seconds)
 
 
-_stuck: list[Any] = []
-"""Clients with a call in them that does not return: to destroy one would crash the process."""
+_kept: list[Any] = []
+"""Clients with a call in them that does not return, since to destroy one would crash the process; and those of elected
+masters, which take up to half a minute to close, with the interpreter lock held."""

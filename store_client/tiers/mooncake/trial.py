@@ -9,17 +9,17 @@ import os
 import sys
 
 
-def main() -> int:
+def main() -> None:
     order = json.loads(sys.argv[1])
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
-    if store.setup(*order["arguments"], **order["options"]) != 0:
-        return 1
-    return 0 if store.is_exist(order["probe"]) >= 0 else 2
+    status = 1
+    if store.setup(*order["arguments"], **order["options"]) == 0:
+        status = 0 if store.is_exist(order["probe"]) >= 0 else 2
+    sys.stderr.flush()
+    os._exit(status)  # while the client is there: to put one away can hang, where masters are elected
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stderr.flush()
-    os._exit(status)  # nothing of it is to be put away, and putting it away can hang
+    main()
