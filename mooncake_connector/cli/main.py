@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mooncake_connector import __version__, quick_start
-from mooncake_connector.cli import agent, cluster, config, doctor, size, snapshot, store, up
+from mooncake_connector.cli import agent, cluster, config, doctor, purge, size, snapshot, store, up
 from mooncake_connector.cli.bench import commands as bench
 from mooncake_connector.cli.output import (
     EXIT_FAILED,
@@ -66,6 +66,7 @@ class _Group(Group):
 app = command_group(_HELP, _Group, name="mooncake-connector", pretty_exceptions_enable=False)
 store.app.command("snapshot")(snapshot.take)
 store.app.command("restore")(snapshot.give_back)
+store.app.command("purge")(purge.purge)
 app.add_typer(store.app, name="store")
 app.add_typer(doctor.app, name="doctor")
 app.add_typer(config.app, name="config")

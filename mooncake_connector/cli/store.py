@@ -27,6 +27,8 @@ from mooncake_connector.cli.output import (
 from mooncake_connector.errors import PoolError
 from mooncake_connector.sizes import human_nbytes
 from store_client import Store
+from store_client.agent.forget import mark
+from store_client.agent.visit import ask_to_forget
 from store_client.base import Progress
 from store_client.embedded import PoolUser, pool_users
 
@@ -102,18 +104,32 @@ def list_(pool: Pool = None, as_json: Json = False) -> None:
 
 
 @app.command()
-def clear(pool: Pool = None, namespace: Which = None, yes: Yes = False, as_json: Json = False) -> None:
+def clear(
+    pool: Pool = None,
+    namespace: Which = None,
+    tiers: Annotated[
+        bool, typer.Option("--tiers", help="In the tiers behind the pool as well, for all hosts that share them.")
+    ] = False,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
     """Remove all pages, or those of one namespace. Engines keep running and recompute what they need.
+
+    Pages that a tier has as well come back from it when they are asked for, except with --tiers: the agent then has
+    the tiers forget them, at once or, where none runs now, when it is started, before it fetches anything.
 
     \b
     Examples:
       mooncake-connector store clear
+      mooncake-connector store clear --tiers
       mooncake-connector store clear --namespace 3f9a1c --yes
     """
     with pool_.opened(pool) as store:
         digest = pool_.find_namespace(store, namespace)
         users = _name_users(pool_.locate(pool))
-        _confirm(_clear_question(store, digest), yes)
+        confirm(_clear_question(store, digest, tiers), yes)
+        if tiers:
+            _have_tiers_forget(store.path, digest)
         pages = store.clear(digest)
     if as_json:
         print_json({"cleared_pages": pages, "users": tables.users_json(users)})
@@ -155,7 +171,7 @@ def destroy(pool: Pool = None, yes: Yes = False, as_json: Json = False) -> None:
     """
     folder = pool_.locate(pool)
     users = _name_users(folder)
-    _confirm(f"Delete the pool {folder} ({human_nbytes(pool_.folder_nbytes(folder))})?", yes)
+    confirm(f"Delete the pool {folder} ({human_nbytes(pool_.folder_nbytes(folder))})?", yes)
     freed = pool_.destroy(folder)
     if as_json:
         print_json({"pool": str(folder), "freed_nbytes": freed, "users": tables.users_json(users)})
@@ -172,7 +188,7 @@ def _name_users(folder: Path) -> list[PoolUser] | None:
     return users
 
 
-def _confirm(question: str, yes: bool) -> None:
+def confirm(question: str, yes: bool) -> None:
     """Ask on stderr, so that stdout holds the result alone; anything but a yes ends the command."""
     if yes:
         return
@@ -181,11 +197,21 @@ def _confirm(question: str, yes: bool) -> None:
         raise PoolError("nothing was done; answer y, or use --yes")
 
 
-def _clear_question(store: Store, digest: bytes | None) -> str:
+def _have_tiers_forget(pool: Path, digest: bytes | None) -> None:
+    try:
+        mark(pool, digest)
+    except OSError as error:
+        raise PoolError(f"pool {pool}: no mark can be left for its agent, so nothing was done: {error}") from None
+    if not ask_to_forget(pool):
+        typer.echo("no agent runs now: the tiers forget the pages when it is started", err=True)
+
+
+def _clear_question(store: Store, digest: bytes | None, tiers: bool) -> str:
     spaces = [space for space in store.namespaces() if digest in (None, space.namespace.digest)]
     pages, nbytes = sum(space.pages for space in spaces), sum(space.nbytes for space in spaces)
     models = ", ".join(sorted({space.namespace.model_name for space in spaces})) or "no model"
-    return f"Remove {pages:,} pages ({human_nbytes(nbytes)}) of {models} in {store.stats().location}?"
+    where = store.stats().location + (", and what the tiers behind it have of them" if tiers else "")
+    return f"Remove {pages:,} pages ({human_nbytes(nbytes)}) of {models} in {where}?"
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.base import Bytes, Put
-from store_client.tiers.base import Sealed, SpaceName, Target, Tier, TierError, TierStats
+from store_client.tiers.base import Purged, Sealed, SpaceName, Target, Tier, TierError, TierStats
 
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
@@ -51,6 +51,18 @@ class LaterTier(Tier):
 
     def clear(self, namespace: bytes | None, *, deadline_s: float) -> int:
         return self._now().clear(namespace, deadline_s=deadline_s)
+
+    def purge(
+        self,
+        namespace: bytes | None,
+        *,
+        older_than_s: float | None = None,
+        larger_than_nbytes: int | None = None,
+        deadline_s: float,
+    ) -> Purged:
+        return self._now().purge(
+            namespace, older_than_s=older_than_s, larger_than_nbytes=larger_than_nbytes, deadline_s=deadline_s
+        )
 
     def stats(self) -> TierStats:
         return self._now().stats()

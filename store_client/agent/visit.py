@@ -51,6 +51,15 @@ def ask_to_stop(pool: Path, deadline_s: float) -> bool:
     return True
 
 
+def ask_to_forget(pool: Path) -> bool:
+    """Have the agent look for marks of namespaces that the tiers shall forget; False where none listens."""
+    with _visit(pool) as (connection, _):
+        if connection is None:
+            return False
+        connection.sendall(messages.frame(messages.Forget()))
+    return True
+
+
 @contextmanager
 def _visit(pool: Path) -> Iterator[tuple[socket.socket | None, Frames]]:
     frames = Frames()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from store_client.tiers.base import Purged
 from store_client.tiers.folder.clock import ServerClock
 from store_client.tiers.folder.files import GONE
 from store_client.tiers.folder.layout import SWEPT, is_clock, is_new, is_page, page_folders, page_nbytes
@@ -123,17 +124,25 @@ def say_begun(root: Path) -> None:
         os.close(fd)
 
 
-def remove_all(root: Path, namespace: bytes | None) -> int:
-    """Remove the pages of one namespace, or of all; return how many there were. Raises OSError."""
-    removed = 0
+def remove_all(
+    root: Path, namespace: bytes | None, before_s: float | None = None, larger_than_nbytes: int | None = None
+) -> Purged:
+    """Remove the pages that all conditions given apply to: of one namespace, last used before a time of the file
+    server, of more bytes. Raises OSError."""
+    pages = nbytes = 0
+    every = before_s is None and larger_than_nbytes is None
     for folder in page_folders(root, namespace):
-        for name, _ in _files(folder):
-            if is_page(name) or is_new(name):
+        for name, info in _files(folder):
+            size = page_nbytes(info.st_size)
+            kept = (before_s is not None and info.st_mtime >= before_s) or (
+                larger_than_nbytes is not None and size <= larger_than_nbytes
+            )
+            if (is_page(name) and not kept) or (is_new(name) and every):
                 with suppress(FileNotFoundError):
                     os.unlink(f"{folder}/{name}")
-                    removed += is_page(name)
+                    pages, nbytes = pages + is_page(name), nbytes + size * is_page(name)
         _remove_folder(folder, None)
-    return removed
+    return Purged(pages, nbytes)
 
 
 def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:

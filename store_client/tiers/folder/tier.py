@@ -15,7 +15,7 @@ from typing import TypeVar
 from mooncake_connector.config.tiers import FolderTier
 from mooncake_connector.sizes import human_nbytes
 from store_client.base import Put
-from store_client.tiers.base import Sealed, SpaceName, Target, Tier, TierError, TierStats
+from store_client.tiers.base import Purged, Sealed, SpaceName, Target, Tier, TierError, TierStats
 from store_client.tiers.checks import check_keys, check_sealed, check_targets
 from store_client.tiers.faults import as_tier_error
 from store_client.tiers.folder import layout
@@ -118,11 +118,27 @@ class SharedFolder(Tier):
         return sum(bool(one) for one in self._all("removing pages", removals, deadline_s, need_all=True))
 
     def clear(self, namespace: bytes | None, *, deadline_s: float) -> int:
-        removed = self._one("removing pages", partial(remove_all, self._root, namespace), deadline_s)
+        removed = self.purge(namespace, deadline_s=deadline_s)
         if namespace is None:
             with self._lock:
                 self._swept, self._written_pages, self._written_nbytes = Swept(0, 0, 0), 0, 0
-        return removed
+        return removed.pages
+
+    def purge(
+        self,
+        namespace: bytes | None,
+        *,
+        older_than_s: float | None = None,
+        larger_than_nbytes: int | None = None,
+        deadline_s: float,
+    ) -> Purged:
+        """As `Tier.purge`; a page's age is that of its last use, as for `keep_days`."""
+
+        def removing() -> Purged:
+            before_s = None if older_than_s is None else self._clock.ask() - older_than_s
+            return remove_all(self._root, namespace, before_s, larger_than_nbytes)
+
+        return self._one("removing pages", removing, deadline_s)
 
     def stats(self) -> TierStats:
         """What the last sweep of this host has found, and what it wrote since."""
