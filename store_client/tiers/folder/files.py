@@ -116,7 +116,7 @@ def _fill(fd: int, pieces: Pieces, ticket: Ticket) -> bool:
 
 def write_page(path: str, page: Sealed, ticket: Ticket) -> Put:
     """Publish the page, or leave the one that is there. Raises OSError."""
-    if os.path.exists(path):
+    if has_page(path, sum(map(len, page.pieces))):
         return Put.PRESENT
     new = new_name(path)
     fd = _create(new, path)
@@ -157,8 +157,12 @@ def _publish(new: str, page: str) -> Put:
     try:
         os.link(new, page)
     except FileExistsError:
-        # Over NFS the answer to a link may be lost, and its repetition finds what it has made itself.
-        return Put.STORED if os.stat(new).st_nlink > 1 else Put.PRESENT
+        mine = os.stat(new)
+        if mine.st_nlink > 1:  # over NFS an answer may be lost, and the repetition finds what it has made itself
+            return Put.STORED
+        if os.lstat(page).st_size == mine.st_size:
+            return Put.PRESENT
+        os.rename(new, page)  # that was half a page
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise

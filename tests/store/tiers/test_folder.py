@@ -63,11 +63,13 @@ def test_a_page_is_one_private_file_with_its_seal_and_nothing_else_is_left(tmp_p
 
 
 @pytest.mark.parametrize("length", [0, 1, PAGE_NBYTES, PAGE_NBYTES + SEAL_NBYTES - 1, PAGE_NBYTES + SEAL_NBYTES + 1])
-def test_half_a_page_is_a_miss(tmp_path, length):
+def test_half_a_page_is_a_miss_and_is_replaced(tmp_path, length):
     space, keys, memory, folder = new_space(), chain("a", 2), Memory(), open_folder(tmp_path)
     write(folder, memory, space, keys)
     os.truncate(file_of(tmp_path, space, keys[0]), length)
     assert contains(folder, space, keys) == read(folder, memory, space, keys) == [False, True]
+    assert write(folder, memory, space, keys) == [Put.STORED, Put.PRESENT]
+    assert read(folder, memory, space, keys) == [True, True] and len(all_files(tmp_path)) == 2
     folder.close()
 
 
