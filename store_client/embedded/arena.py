@@ -64,6 +64,13 @@ class Arena:
         """Of the file as it is now."""
         return os.fstat(self._fd).st_size // GRANULE
 
+    @property
+    def memory(self) -> Bytes:
+        """All of it as mapped now; a later mapping is another one, and this one stays as long as it is referred to."""
+        with self._lock:
+            self._map()
+            return self._data
+
     def _map(self) -> None:
         size = os.fstat(self._fd).st_size
         if size <= len(self._data):

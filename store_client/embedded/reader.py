@@ -15,7 +15,7 @@ from store_client.embedded.arena import GRANULE, Arena, gather
 from store_client.embedded.faults import CallersOwn
 from store_client.embedded.names import join_keys
 from store_client.embedded.owners import Counters
-from store_client.embedded.table import READ, Found, Table
+from store_client.embedded.table import BROUGHT, READ, Found, Table
 
 logger = get_logger(__name__)
 
@@ -108,6 +108,10 @@ class Reader:
         for (i, _, _), found in zip(shown, pages, strict=True):
             stayed[i] = self._table.unchanged(found)
         return stayed
+
+    def brought(self, keys: Sequence[bytes], space: int) -> list[bool]:
+        """See `EmbeddedSpace.brought`."""
+        return self._table.marked(self._table.slots(join_keys(keys), space), BROUGHT)
 
     def check(self, found: Found) -> bool | None:
         """Whether the page's bytes are right; None if it went away meanwhile."""

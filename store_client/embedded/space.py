@@ -158,6 +158,12 @@ class EmbeddedSpace(Space):
         show = callers(consume)
         return self._handle.call(self._closed, lambda pool: pool.reader.show(keys, self._number, show, nbytes), absent)
 
+    def brought(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether the page is present and came through `receive`: a hint, false at times."""
+        join_keys(keys)
+        absent = [False] * len(keys)
+        return self._handle.look(self._closed, lambda pool: pool.reader.brought(keys, self._number), absent)
+
     def _put(self, pages: PutPages, fill: Callable[[int, Pool, PutPlan], None], deadline_s: float) -> list[Put]:
         keys, parents, nbytes = pages.keys, pages.parents, pages.nbytes
         if len(parents) != len(keys):

@@ -12,12 +12,13 @@ from mooncake_connector.errors import PoolError
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Change, Changes, Position, Progress, SpaceInfo, Store, StoreStats, VerifyReport
-from store_client.embedded import folder
+from store_client.base import Bytes, Change, Changes, Position, Progress, SpaceInfo, Store, StoreStats, VerifyReport
+from store_client.embedded import folder, present
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.evictor import POLICIES
 from store_client.embedded.faults import callers
 from store_client.embedded.locks import LockTimeout
+from store_client.embedded.names import identify
 from store_client.embedded.pool import Pool
 from store_client.embedded.registry import Handle, attach
 from store_client.embedded.returning import put_back
@@ -77,6 +78,26 @@ class EmbeddedStore(Store):
             return [shard for other, shard in pool.spaces.all().values() if other.digest == namespace.digest]
 
         return self._handle.call(self._closed, stored, [])
+
+    @property
+    def memory(self) -> Bytes | None:
+        """The mapped arena, in which the pieces of `EmbeddedSpace.receive` and `show` lie; None for a closed store."""
+        return self._handle.look(self._closed, lambda pool: pool.arena.memory, None)
+
+    def space_named(self, digest: bytes, shard: Shard) -> EmbeddedSpace | None:
+        """As `space`, for a namespace of which pages were stored here before."""
+        known = self._handle.look(self._closed, lambda pool: pool.spaces.all().get(identify((digest, shard))), None)
+        return None if known is None else self.space(*known)
+
+    def pages_at(self, start: int, count: int = 4096) -> tuple[tuple[Change, ...], int | None]:
+        """The pages in so many places of the pool from place `start` on, parents first, and where to go on, or None at
+        the end. Takes no lock; from place 0 on it meets every page that stays meanwhile."""
+        none: tuple[tuple[Change, ...], int | None] = (), None
+        return self._handle.look(self._closed, lambda pool: present.pages_at(pool, start, count), none)
+
+    def reread(self, seen: present.Reread) -> tuple[Change, ...]:
+        """Pages that somebody read since they were stored, parents first; each once for each `seen`. Takes no lock."""
+        return self._handle.look(self._closed, seen.take, ())
 
     @property
     def clears(self) -> int:

@@ -311,6 +311,25 @@ class Table:
         created: U32 = self._rows_at(slots)["created"]
         return created
 
+    def generations(self, slots: Slots) -> U64:
+        """Of the pages at `slots`; 0 where there is none."""
+        generations: U64 = self._rows_at(slots)["generation"].astype(np.uint64)
+        return generations
+
+    def titles(self, slots: Slots) -> list[tuple[bytes, int, int]]:
+        """Key, space and size of each page at `slots`, but for those that are gone."""
+        rows = self._rows_at(slots)
+        rows = rows[rows["generation"] != 0]
+        columns = map(bytes, rows["key"]), rows["space"].tolist(), rows["nbytes"].tolist()
+        return list(zip(*columns, strict=True))
+
+    def marked(self, slots: Sequence[int], mark: int) -> list[bool]:
+        """Whether each page carries the mark; False for a slot of -1."""
+        at = np.asarray(slots, dtype=np.int64)
+        carries = (at >= 0) & ((self.access[at] & np.uint64(mark)) != 0)
+        found: list[bool] = carries.tolist()
+        return found
+
     def unchanged(self, found: Found) -> bool:
         """True if the page is still where it was found, so that what was read in between are its bytes."""
         return self.rows[found.slot].tobytes() == found.raw

@@ -1,0 +1,116 @@
+"""`Flow`: pages between the pool of a host and its tiers, both ways. What the agent's server talks to.
+
+Fetches what is asked for (`fetch`), gives tiers what the pool got (`spread`), and knows how each tier does (`source`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from mooncake_connector.config.tiers import TierSettings
+from mooncake_connector.log import get_logger, log_once
+from store_client.agent.fetch import Fetcher
+from store_client.agent.plan import Chain
+from store_client.agent.report import TierReport
+from store_client.agent.source import Source
+from store_client.agent.spread import Spread
+from store_client.agent.wish import Wish, Word
+from store_client.embedded import EmbeddedStore
+from store_client.tiers.base import Tier, TierError
+
+logger = get_logger(__name__)
+
+_CLOSE_S = 2.0
+_CLEAR_S = 60.0
+
+
+class Ask:
+    """A wish that is being looked after."""
+
+    def __init__(self, fetcher: Fetcher, chain: Chain) -> None:
+        self._fetcher, self._chain = fetcher, chain
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more. What nobody else wants either is not fetched. Returns at once."""
+        self._fetcher.cancel(self._chain)
+
+
+class Flow:
+    """Args:
+    pool: open, and open until after `close`.
+    tiers: nearest first.
+    secret: the deployment's, for seals of tiers that others may write to; empty where there is none.
+    """
+
+    def __init__(self, pool: EmbeddedStore, tiers: Sequence[tuple[TierSettings, Tier]], secret: bytes) -> None:
+        self._sources = [Source(settings, tier, secret) for settings, tier in tiers]
+        self._closed = threading.Event()
+        self._register(pool)
+        self._fetcher = Fetcher(pool, self._sources)
+        for source in self._sources:
+            spread = Spread(pool, source, self._closed)
+            cause = source.gifts.run(spread.run, partial(self._gives_nothing, source))
+            if cause:
+                self._gives_nothing(source, cause)
+
+    def _register(self, pool: EmbeddedStore) -> None:
+        memory = pool.memory
+        if memory is None:
+            return
+        for source in self._sources:
+            try:
+                source.tier.register(memory)
+            except TierError as error:
+                source.failed(source.reads, error.cause, lasting=error.lasting)
+                logger.warning("tier %s: %s", source.title, error)
+
+    @staticmethod
+    def _gives_nothing(source: Source, cause: str) -> None:
+        if cause != "closed":
+            log_once(f"tier.{source.title}.gives", "tier %s gets no pages: %s", source.title, cause, logger=logger)
+
+    def ask(self, wish: Wish, tell: Callable[[Word], None]) -> Ask:
+        """Have pages fetched; returns at once. `tell` is called from threads of the flow, once at a time and in order,
+        whenever more is known, and at last with `done`; not after `cancel`, but for a call that is under way."""
+        return Ask(self._fetcher, self._fetcher.ask(wish, tell))
+
+    def stats(self) -> list[TierReport]:
+        """How each tier does, in their order."""
+        queued = self._fetcher.queued_pages()
+        return [source.report(pages) for source, pages in zip(self._sources, queued, strict=True)]
+
+    def clear(self, namespace: bytes | None) -> int:
+        """Forget a namespace, or all of them, in the tiers; returns the pages there were, as far as tiers know.
+
+        Once it returns or raises, nothing that was asked for before is published any more. Raises TierError where a
+        tier could not do it, after all were asked.
+        """
+        self._fetcher.forget(namespace)
+        removed, failed = 0, None
+        for source in self._sources:
+            try:
+                removed += source.tier.clear(namespace, deadline_s=_CLEAR_S)
+            except TierError as error:
+                source.tally.failed(error.cause)
+                failed = failed or TierError(f"tier {source.title}: {error}", error.cause, lasting=error.lasting)
+        if failed is not None:
+            raise failed
+        return removed
+
+    def close(self) -> None:
+        """End all wishes ("closed") and threads, and close the tiers, but for those of which a call does not come back.
+        Takes seconds at most."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        idle = self._fetcher.close(time.monotonic() + _CLOSE_S)
+        for source, is_idle in zip(self._sources, idle, strict=True):
+            if is_idle:
+                with contextlib.suppress(TierError):
+                    source.tier.close()
+            else:
+                logger.warning("tier %s is not closed: a call of it did not come back", source.title)
