@@ -6,11 +6,9 @@ A master of another version cannot be had here; how that shows is imitated (see 
 import pytest
 from tiers.mooncake_cluster import Cluster, cause_of, until
 
-from mooncake_connector.config.tiers import MooncakeTier
 from store_client.base import Put
 from store_client.testing import PAGE_NBYTES, chain
 from store_client.tiers.base import TierError
-from store_client.tiers.mooncake import MooncakeCluster
 from store_client.tiers.testing import DEADLINE_S, Memory, contains, new_space, read, sealed, write
 
 pytest.importorskip("mooncake.store")
@@ -18,6 +16,13 @@ pytest.importorskip("mooncake.store")
 
 @pytest.fixture
 def cluster():
+    with Cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    """A cluster that nobody breaks."""
     with Cluster() as running:
         yield running
 
@@ -148,14 +153,14 @@ def test_a_full_cluster_refuses_pages_and_still_gives_what_it_has(tiers):
         assert any("no node has room" in one for one in tier.stats().notes)
 
 
-def test_clear_and_remove_leave_the_keys_of_others_alone(cluster, tiers):
+def test_clear_and_remove_leave_the_keys_of_others_alone(healthy, tiers):
     from mooncake.store import MooncakeDistributedStore
 
-    tier, memory = tiers(cluster.tier())
+    tier, memory = tiers(healthy.tier())
     space, keys = new_space(), chain("a", 4)
     assert write(tier, memory, space, keys) == [Put.STORED] * 4  # which also sets what the library reads
     other = MooncakeDistributedStore()
-    assert other.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", f"127.0.0.1:{cluster.port}") == 0
+    assert other.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", f"127.0.0.1:{healthy.port}") == 0
     strange = ["theirs", f"x/mckv/{space.namespace.hex()}/a", "mckvetch/1", f"MCKV/{space.namespace.hex()}/b"]
     for name in strange:
         assert other.put(name, b"their value") == 0
@@ -167,11 +172,11 @@ def test_clear_and_remove_leave_the_keys_of_others_alone(cluster, tiers):
     other.close()
 
 
-def test_values_that_are_none_of_ours_are_misses(cluster, tiers):
+def test_values_that_are_none_of_ours_are_misses(healthy, tiers):
     """Another length, and empty ones where a version stores them, under our own names."""
     from store_client.tiers.mooncake.names import page_name
 
-    tier, memory = tiers(cluster.tier())
+    tier, memory = tiers(healthy.tier())
     space, keys = new_space(), chain("a", 3)
     assert write(tier, memory, space, keys[:1]) == [Put.STORED]
     with tier._link.client(DEADLINE_S) as client:
@@ -181,8 +186,8 @@ def test_values_that_are_none_of_ours_are_misses(cluster, tiers):
     assert read(tier, memory, space, keys[1:]) == [False, False]
 
 
-def test_memory_that_grows_is_registered_from_where_it_ended(cluster, tiers):
-    tier = cluster.tier()
+def test_memory_that_grows_is_registered_from_where_it_ended(healthy, tiers):
+    tier = healthy.tier()
     try:
         memory, space, keys = Memory(), new_space(), chain("a", 3)
         end = 4 * PAGE_NBYTES + 100  # in the middle of a page of the longer one
@@ -203,9 +208,9 @@ def test_memory_that_grows_is_registered_from_where_it_ended(cluster, tiers):
         tier.close()
 
 
-def test_a_master_that_takes_no_puts_is_called_one_of_another_version(cluster, tiers, monkeypatch):
+def test_a_master_that_takes_no_puts_is_called_one_of_another_version(healthy, tiers, monkeypatch):
     """Imitated: clients and masters whose versions differ answer -900 to puts alone, as users report it."""
-    tier, memory = tiers(cluster.tier())
+    tier, memory = tiers(healthy.tier())
     space, keys = new_space(), chain("a", 2)
     assert contains(tier, space, keys) == [False] * 2
 
@@ -229,11 +234,3 @@ def test_a_master_that_takes_no_puts_is_called_one_of_another_version(cluster, t
     with pytest.raises(TierError, match=r"another version.*mooncake-transfer-engine"):
         write(tier, memory, space, keys)
     assert contains(tier, space, keys) == [False] * 2, "reading goes on"
-
-
-def test_what_is_missing_is_said_and_lasts(monkeypatch):
-    for name in ("MOONCAKE_MASTER", "MOONCAKE_CONFIG_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(TierError, match="set `master: HOST:PORT`, or MOONCAKE_MASTER") as caught:
-        MooncakeCluster(MooncakeTier())
-    assert caught.value.lasting
