@@ -148,3 +148,22 @@ def test_clear_leaves_the_tiers_alone_or_has_the_agent_clear_them(tiers, tmp_pat
     assert "when it is started" in result.stderr
     asked = CliRunner().invoke(app, ["store", "clear", "--tiers"], input="n\n")
     assert "and what the tiers behind it have of them?" in asked.stderr
+
+
+def test_an_agent_that_runs_has_the_tiers_forget_at_once(tiers, tmp_path):
+    found, other = tiers
+    runner = CliRunner()
+    started = runner.invoke(app, ["agent", "--json"])
+    assert started.exit_code == 0, started.output
+    try:
+        result = runner.invoke(app, ["store", "clear", "--tiers", "--namespace", MODEL.digest.hex(), "--yes"])
+        assert result.stdout == "removed 4 pages\n" and "no agent" not in result.stderr
+        deadline_s = time.monotonic() + 120
+        while marks(tmp_path / "pool") and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert marks(tmp_path / "pool") == set()
+        for tier in found.values():
+            assert contains(tier, SPACE, KEYS) == [False] * 4
+            assert contains(tier, other, KEYS[:2], 2 * PAGE_NBYTES) == [True] * 2
+    finally:
+        runner.invoke(app, ["agent", "--stop"])
