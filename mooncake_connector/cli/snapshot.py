@@ -56,11 +56,11 @@ def take(folder: Folder, pool: Pool = None, namespace: Which = None, as_json: Js
         return
     if report.remains:
         typer.echo("the remains of a snapshot that was not finished were removed", err=True)
-    if not report.pages:
+    if report.pages:
+        verb = "replaced" if report.replaced else "saved"
+        typer.echo(f"{verb} {report.path}: {report.pages:,} pages, {_speed(report.nbytes, elapsed_s)}")
+    else:
         typer.echo(f"the pool has no pages to save; {report.path} is as it was")
-        return
-    verb = "replaced" if report.replaced else "saved"
-    typer.echo(f"{verb} {report.path}: {report.pages:,} pages, {_speed(report.nbytes, elapsed_s)}")
     for count, why in (
         (report.changed_pages, "changed meanwhile"),
         (report.corrupt_pages, "did not match their checksum"),

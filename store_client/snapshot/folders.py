@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from mooncake_connector.errors import SnapshotError
@@ -115,10 +116,23 @@ def check_target(target: Path) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A folder in which a snapshot is made."""
+
+    target: Path
+    folder: int
+    """Its descriptor."""
+    remains: bool
+    """Whether the remains of an unfinished snapshot had to go."""
+
+
 @contextlib.contextmanager
-def drafted(target: Path) -> Iterator[tuple[int, bool]]:
-    """An empty folder beside `target`, locked, and whether remains of an unfinished snapshot had to go; it is removed
-    at the end of the block unless it was published. Raises SnapshotError, OSError."""
+def drafted(target: Path) -> Iterator[Draft]:
+    """An empty folder beside `target`, locked; it is removed at the end of the block unless it was published.
+
+    Raises SnapshotError, OSError.
+    """
     partial = partial_of(target)
     for _ in range(_TRIES):
         try:
@@ -131,14 +145,13 @@ def drafted(target: Path) -> Iterator[tuple[int, bool]]:
             break
     else:
         raise SnapshotError(f"{partial} is used by other processes all the time: try again")
+    draft = Draft(target, folder, remains)
     try:
         if remains:
             _empty(folder)
-        yield folder, remains
-    except BaseException:
-        _discard(folder, partial)
-        raise
+        yield draft
     finally:
+        _discard(folder, partial)
         os.close(folder)
 
 
@@ -183,19 +196,20 @@ def _empty(folder: int) -> None:
 
 
 def _discard(folder: int, path: Path) -> None:
-    with contextlib.suppress(OSError):
-        _empty(folder)
-        if _is_at(folder, path):
+    """Remove the folder if it is at `path`, and not where it was to be put."""
+    if _is_at(folder, path):
+        with contextlib.suppress(OSError):
+            _empty(folder)
             os.rmdir(path)
 
 
-def publish(folder: int, target: Path) -> bool:
-    """Put the drafted folder in the place of `target` at once; True where that replaced a snapshot.
+def publish(draft: Draft) -> bool:
+    """Put the drafted folder in its place at once; True where that replaced a snapshot.
 
     A process killed in between leaves one of the two there, whole. Raises OSError.
     """
-    partial = partial_of(target)
-    _sync(folder)
+    target, partial = draft.target, partial_of(draft.target)
+    _sync(draft.folder)
     try:
         former = open_folder(target)
     except FileNotFoundError:

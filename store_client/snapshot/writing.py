@@ -62,8 +62,8 @@ def take_snapshot(
     """Copy the pages of one namespace, or all, to the folder `path`, in the place of a snapshot that is there.
 
     The former snapshot stays until the new one is whole and on the disk; a process killed at any moment leaves one of
-    the two. A pool without pages leaves the former one as it is (`pages` 0). `progress` is called with bytes done and
-    in all. Raises SnapshotError where the folder cannot be used, and PoolError where the pool gives no answer.
+    the two. Where there is nothing to save the former one stays as it is (`pages` 0). `progress` is called with bytes
+    done and in all. Raises SnapshotError where the folder cannot be used, PoolError where the pool gives no answer.
     """
     target = Path(os.path.abspath(path))
     if target.is_relative_to(store.path):
@@ -71,28 +71,28 @@ def take_snapshot(
     try:
         folders.check_target(target)
         survey, taken = store.survey(namespace_digest), time.time()
-        if not len(survey.pages):
-            return SnapshotReport(str(target), 0, 0, 0, 0, 0, survey.unnamed, False, False)
         pages = _in_order(survey.pages)
-        with folders.drafted(target) as (folder, remains):
-            _check_room(folder, target, pages)
-            entries, sizes, left_out = _copy_all(store, folder, pages, progress)
-            counts = _count(entries, survey)
-            digest = _write_index(folder, entries)
-            manifest = Manifest(
-                package=__version__, taken=taken, capacity_nbytes=store.stats().capacity_nbytes, spaces=counts,
-                pages=len(entries), files=sizes, index_sha256=digest,
-            )  # fmt: skip
-            _write_file(folder, form.MANIFEST, [form.encode_manifest(manifest)])
-            replaced = folders.publish(folder, target)
-        folders.clear_former(target)
+        with folders.drafted(target) as draft:
+            _check_room(draft.folder, target, pages)
+            entries, sizes, left_out = _copy_all(store, draft.folder, pages, progress)
+            spaces = _count(entries, survey)
+            replaced = False
+            if len(entries):
+                digest = _write_index(draft.folder, entries)
+                manifest = Manifest(
+                    package=__version__, taken=taken, capacity_nbytes=store.stats().capacity_nbytes, spaces=spaces,
+                    pages=len(entries), files=sizes, index_sha256=digest,
+                )  # fmt: skip
+                _write_file(draft.folder, form.MANIFEST, [form.encode_manifest(manifest)])
+                replaced = folders.publish(draft)
+                folders.clear_former(target)
     except OSError as error:
         raise SnapshotError(
             f"snapshot {target} cannot be written ({error.strerror or error}); a former one there stays as it was"
         ) from None
     return SnapshotReport(
-        str(target), len(entries), sum(space.nbytes for space in counts), len(counts),
-        left_out.changed, left_out.corrupt, survey.unnamed, replaced, remains,
+        str(target), len(entries), sum(space.nbytes for space in spaces), len(spaces),
+        left_out.changed, left_out.corrupt, survey.unnamed, replaced, draft.remains,
     )  # fmt: skip
 
 
@@ -167,7 +167,8 @@ def _batches(pages: Pages) -> Iterator[slice]:
             yield slice(start, i)
             start, nbytes = i, 0
         nbytes += size
-    yield slice(start, len(pages))
+    if start < len(pages):
+        yield slice(start, len(pages))
 
 
 def _copy(store: EmbeddedStore, files: PagesWriter, pages: Pages) -> tuple[list[bool | None], dict[int, Piece]]:

@@ -218,12 +218,36 @@ class TestBesideEngines:
             while True:
                 put_chain(space, chain(os.urandom(4).hex(), 16), 4096)
         """
+        deadline = time.monotonic() + 120
         with EmbeddedStore(pool, 1 << 20) as store:
             put_some(store)
             with running(churn, pool):
                 reports = [take_snapshot(store, folder) for _ in range(20)]
+                while not reports[-1].pages:  # all of them were evicted between the two looks
+                    assert time.monotonic() < deadline
+                    reports.append(take_snapshot(store, folder))
         assert all(report.corrupt_pages == 0 for report in reports)
-        assert back(folder, other).pages == reports[-1].pages == len(held_by(other))
+        assert back(folder, other).pages == reports[-1].pages == len(held_by(other)) > 0
+
+    def test_where_all_pages_went_meanwhile_the_former_snapshot_stays(self, full, folder, other, monkeypatch):
+        take_snapshot(full, folder)
+        survey = full.survey()
+        monkeypatch.setattr(full, "survey", lambda digest: survey)
+        full.clear()
+        report = take_snapshot(full, folder)
+        assert (report.pages, report.changed_pages, report.replaced) == (0, PAGES, False)
+        assert back(folder, other).pages == PAGES and os.listdir(folder.parent) == [folder.name]
+
+    def test_a_page_in_the_place_of_a_parent_that_went_is_not_taken_for_it(self, full):
+        keys, space = chain("0", 8), full.space(*SPACES[2][:2])
+        slots = {page["key"].tobytes(): int(page["slot"]) for page in full.survey(namespace("other").digest).pages}
+        space.remove(keys[3:4])
+        new = [key for i in range(4) for key in put_one(full, *SPACES[2][:2], f"new {i}", 1, SPACES[2][2])]
+        survey = full.survey(namespace("other").digest)
+        places = {page["key"].tobytes(): i for i, page in enumerate(survey.pages)}
+        assert slots[keys[3]] in [int(survey.pages[places[key]]["slot"]) for key in new], "one has taken its slot"
+        assert survey.pages[places[keys[4]]]["parent"] == -1
+        assert survey.pages[places[keys[5]]]["parent"] == places[keys[4]]
 
     def test_a_process_that_holds_the_lock_and_is_stopped(self, full, folder, other):
         """Saving needs no lock, and goes on; restoring says it at its deadline, and what is there by then stays."""

@@ -180,7 +180,9 @@ class TestWithoutAnExchange:
         shutil.copytree(former_of(folder), partial_of(folder))
         with EmbeddedStore(pool.with_name("other"), CAPACITY) as other, Snapshot(folder) as snapshot:
             assert restore(snapshot, other).pages == len(held_by(other)) == PAGES
-        assert take_snapshot(store, folder).remains
+            other.clear()
+            assert take_snapshot(other, folder).pages == 0 and former_of(folder).exists(), "there is no other one"
+        assert take_snapshot(store, folder).pages == PAGES
         assert os.listdir(folder.parent) == ["snapshot"] and pages_in(folder) == PAGES
 
     def test_what_is_not_ours_at_the_former_ones_place_is_not_touched(self, store, folder):
