@@ -1,10 +1,15 @@
 """The figures of the tiers come out, whatever they are here."""
 
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from bench.tiers import disk, folder
+from bench.peers import tiers
+from bench.tiers import disk, engine, folder
 from bench.tiers.measure import Rates, Scale
 
 TINY = Scale(nbytes=4 << 20, rounds=1, pages=(1 << 20,))
@@ -32,3 +37,26 @@ def test_the_ratio_is_that_of_the_rounds():
     """A round in which everything was slow changes nothing."""
     rates = Rates("x", ours=(4.0, 1.0, 8.0), other=(5.0, 1.25, 4.0))
     assert rates.ratio == 0.8
+
+
+def test_a_cluster_beside_a_bare_client(tmp_path):
+    pytest.importorskip("mooncake.store", reason="NOT TESTED: needs Mooncake's wheel")
+    command = [sys.executable, "-m", "bench.tiers.mooncake", str(tmp_path), "tiny"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parents[1]}"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [
+        "mooncake, write, pages of 1024 KiB", "mooncake, read, pages of 1024 KiB",
+    ]  # fmt: skip
+
+
+def test_what_tiers_cost_an_engine(tmp_path):
+    found = engine.measure(tmp_path, quick=True)
+    assert found.page_us > 0 and len(found.miss) == len(found.plain_miss)
+    rows = tiers.engine_rows(found)
+    assert all(row.value is not None for row in rows) and rows[2].limit == engine.percentile(found.plain_miss, 99)

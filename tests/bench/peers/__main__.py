@@ -1,6 +1,6 @@
 """`make bench NAME=...`: this project beside its peers, on this machine.
 
-    python -m bench.peers store|hicache|transfer|pd|pd-sglang|serve [--peer NAME]... [--json FILE] [--quick]
+    python -m bench.peers store|hicache|transfer|tiers|pd|pd-sglang|serve [--peer NAME]... [--json FILE] [--quick]
 
 The rows go to stdout, how far it is to stderr. docs/benchmarks.md says what is measured, and has the figures.
 """
@@ -28,6 +28,9 @@ LEGENDS = {
     "transfer": "limit: process_vm_readv of the same pieces (cma), memcpy (shm), sendall/recv_into over one connection "
     "(tcp); peer: NIXL with UCX's own choice (cma), Mooncake's Transfer Engine at its better setting (tcp). Best round "
     "of each; rounds alternate.",
+    "tiers": "limit: fio with direct I/O and as many requests at once (disk), plain files written, synced and read by "
+    "as many threads (folder), a bare client of Mooncake's with the same calls (mooncake), the same pool without tiers "
+    "or without fetches (the rest). Medians of rounds in turn.",
     "pd": "limit: the decode instance alone; peer: vLLM's NixlConnector between two servers of its own, prefill first, "
     "the better of its num_threads 4 (its default) and 0. Medians; rounds alternate.",
     "pd-sglang": "limit: one SGLang server; peer: SGLang's in-tree Mooncake backend over TCP between two servers of "
@@ -59,6 +62,13 @@ def transfer(given: argparse.Namespace) -> Comparison:
 
     scale = transfer.QUICK if given.quick else transfer.Scale()
     return transfer.run(scale, peers=given.peer, peer_python=given.peer_python, progress=say)
+
+
+def tiers(given: argparse.Namespace) -> Comparison:
+    from bench.peers import tiers
+    from bench.tiers.measure import Scale
+
+    return tiers.run(given.disk, given.folder, tiers.QUICK if given.quick else Scale(), given.peer, say)
 
 
 def pd(given: argparse.Namespace) -> Comparison:
@@ -109,6 +119,7 @@ BENCHES: dict[str, tuple[Callable[[argparse.Namespace], Comparison | None], tupl
     "store": (store, ("mooncake",)),
     "hicache": (hicache, ("mooncake", "file")),
     "transfer": (transfer, ("mooncake", "nixl")),
+    "tiers": (tiers, ("mooncake",)),
     "pd": (pd, ("nixl",)),
     "pd-sglang": (pd_sglang, ("mooncake",)),
     "serve": (serve, tuple(CONNECTORS)),
@@ -138,6 +149,8 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--vllm-python", type=Path, metavar="PATH", help="Python with vLLM and this project")
         one.add_argument("--sglang-python", type=Path, default=Path(sys.executable), metavar="PATH")
         one.add_argument("--model", type=Path, metavar="DIR", help="checkpoint that the engine serves")
+        if name == "tiers":
+            one.add_argument("--disk", type=Path, default=Path.cwd(), help="folder on the file system to be measured")
         if name == "serve":
             one.add_argument("--dtype", default="auto", help="float32 is the fastest on CPUs without AVX-512 or AMX")
             one.add_argument("--plot", type=Path, metavar="FILE.png", help="also write a picture")
