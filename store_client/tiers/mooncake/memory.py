@@ -34,7 +34,8 @@ class Range(NamedTuple):
 
     @classmethod
     def of(cls, memory: Bytes) -> Range:
-        return cls(memory.ctypes.data, memory.ctypes.data + len(memory))
+        start = memory.__array_interface__["data"][0]  # a fifth of the time of `ctypes.data`
+        return cls(start, start + len(memory))
 
 
 class Registered:
@@ -107,11 +108,15 @@ class Side:
     def __init__(self, registered: Registered) -> None:
         self._registered = registered
         self.seals: Bytes = np.zeros(MAX_BUFFERS * SEAL_NBYTES, dtype=np.uint8)
+        self._start = Range.of(self.seals).start
         self._pages: Bytes = np.zeros(0, dtype=np.uint8)
         registered.add(self.seals)
 
     def seal(self, number: int) -> Bytes:
         return self.seals[number * SEAL_NBYTES : (number + 1) * SEAL_NBYTES]
+
+    def seal_range(self, number: int) -> Range:
+        return Range(self._start + number * SEAL_NBYTES, self._start + (number + 1) * SEAL_NBYTES)
 
     def pages(self, nbytes: int) -> Bytes:
         """Room for so much; what was there before is gone."""

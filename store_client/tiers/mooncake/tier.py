@@ -214,14 +214,14 @@ class MooncakeCluster(Tier):
 
     def _buffers(self, side: Side, group: Sequence[Place], nbytes: int) -> list[list[Range]]:
         """Of each page: its seal, then its bytes."""
-        found = list[list[Range]]()
+        found, usable = list[list[Range]](), self._registered.buffers([side.seals]) is not None
         for at, place in enumerate(group):
             parts: Sequence[Range] | None = place.buffers
             if not parts:
                 parts = self._registered.buffers([self._staged(side, at, len(group), nbytes)])
-            if parts is None or self._registered.buffers([side.seals]) is None:
+            if parts is None or not usable:
                 raise TierError(f"tier {self._title}: no memory can be registered with the client", "error")
-            found.append([Range.of(side.seal(at)), *parts])
+            found.append([side.seal_range(at), *parts])
         return found
 
     def _staged(self, side: Side, at: int, count: int, nbytes: int) -> Bytes:
