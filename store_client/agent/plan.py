@@ -262,7 +262,7 @@ class Plan:
         coming = max(chain.committed, chain.landed)
         waits = any(chain.questions) or coming > chain.landed
         cause = "" if waits or chain.landed == len(chain.here) else self._why(chain)
-        word = Word(coming, chain.landed, not waits, cause)
+        word = Word(coming, chain.landed, not waits, cause, not any(chain.questions))
         if word != chain.last:
             self._say(chain, word)
         if word.done:

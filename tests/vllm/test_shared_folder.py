@@ -1,0 +1,102 @@
+"""Engines whose pools are their own, as on hosts of their own, and share a folder behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import PROMPT, Start, steady_runners
+from faults import Faults
+from harness import Engine
+from pd import figures
+from simulated.waiting import wait_for
+
+from mooncake_connector.kv.keys import page_keys
+from store_client.agent.visit import ask_report
+
+KEYS = page_keys(PROMPT, 16)
+ALL_LOADED = 4 + 2
+
+Host = Callable[..., Engine]
+
+
+@pytest.fixture
+def host(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """`host(name, **settings)`: an engine with a pool of its own, whose agent knows the shared folder."""
+    monkeypatch.setattr("store_client.agent.tiered._FIRST_WORD_S", 60.0)
+    monkeypatch.setattr("store_client.jobs._HEARING_S", 60.0)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"0123456789abcdef" * 2)
+    secret.chmod(0o600)
+    tiers = [{"kind": "folder", "path": str(tmp_path / "shared"), "timeout_s": 60.0}]
+    (tmp_path / "shared").mkdir(mode=0o700)
+
+    def start_one(name: str, **settings: Any) -> Engine:
+        extra = {"pool": str(tmp_path / name), "tiers": tiers, "agent": "embedded", "secret_file": str(secret)}
+        engine = start(**settings, extra=extra | {"lookup_wait_s": 60.0})
+        wait_for(lambda: client(engine).ready)
+        return engine
+
+    return start_one
+
+
+def client(engine: Engine) -> Any:
+    """Of the agent, in the scheduler's process."""
+    return engine.prefix._store.store._store._client
+
+
+def report(engine: Engine) -> dict[str, Any]:
+    """What the agent of an engine's pool says of the folder."""
+    said = ask_report(client(engine).pool)
+    assert said is not None
+    (tier,) = said["tiers"]
+    return dict(tier)
+
+
+def share(engine: Engine, pages: int = len(KEYS)) -> None:
+    """An engine computes the prompt, and its agent writes its pages to the folder."""
+    engine.check(PROMPT)
+    wait_for(lambda: report(engine)["written_pages"] >= pages)
+
+
+@steady_runners
+def test_pages_that_one_host_computed_are_loaded_on_another(host: Host, faults: Faults) -> None:
+    share(host("one"))
+    other = host("other")
+    other.check(PROMPT, computed=ALL_LOADED)
+    assert figures(other)["tier_hit_tokens"] == 16 * len(KEYS)
+    assert report(other)["fetched_pages"] == len(KEYS) and "failures" not in figures(other)
+
+
+@pytest.mark.parametrize("split", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp2", "pp2"])
+def test_every_ranks_pages_are_fetched(host: Host, split: dict[str, int]) -> None:
+    share(host("one", **split), 2 * len(KEYS))
+    host("other", **split).check(PROMPT, computed=ALL_LOADED)
+
+
+def test_what_landed_before_the_requests_turn_is_a_hit_like_any(host: Host) -> None:
+    share(host("one"))
+    other = host("other")
+    name = other.add(PROMPT)
+    (view,) = other.prefix._views()
+    wait_for(lambda: all(view.contains(KEYS)))
+    other.finish(name, computed=ALL_LOADED)
+
+
+@pytest.mark.parametrize("page", [0, 3])
+def test_a_page_that_was_changed_in_the_folder_is_computed(host: Host, tmp_path: Path, page: int) -> None:
+    one = host("one")
+    share(one)
+    key = KEYS[page]
+    (file,) = [path for path in (tmp_path / "shared").rglob("*") if key.hex() in path.name and path.is_file()]
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    other = host("other")
+    name = other.add(PROMPT)
+    other.finish(name)
+    assert other.computed(name) >= len(PROMPT) - 16 * page, "a page of wrong bytes was loaded"
+    assert report(other)["corrupt_pages"] >= 1
+    assert all(other.pages(PROMPT))
