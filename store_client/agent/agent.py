@@ -11,7 +11,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.config.secret import read_secret
 from mooncake_connector.log import get_logger, log_once
 from store_client.agent.exporter import Exporter
+from store_client.agent.flow import Flow
 from store_client.agent.forget import Forgetting
 from store_client.agent.later import LaterTier
 from store_client.agent.lock import is_in_place
@@ -53,8 +53,12 @@ def open_flow(store: EmbeddedStore, config: Config) -> Fetches:
     give_up_s = time.monotonic() + _OPEN_S
     for _, tier in tiers:  # what suits a tier is known once it is open
         tier.wait(give_up_s - time.monotonic())
-    fetches: Fetches = import_module("store_client.agent.flow").Flow(store, tiers, secret)
-    return fetches
+    try:
+        return Flow(store, tiers, secret)
+    except BaseException:
+        for _, tier in tiers:
+            tier.close()
+        raise
 
 
 class Agent:
