@@ -97,8 +97,8 @@ class Lane:
         """The call came back; False where it was given up meanwhile."""
         job: Job = self._current.job
         with self._changed:
-            job.due = None
-            return not job.hung
+            was_given_up, job.due, job.hung = job.hung, None, False
+            return not was_given_up
 
     def overdue(self, now: float) -> list[Job]:
         """Jobs whose call did not come back in time, each told once."""

@@ -31,6 +31,8 @@ _FEED_PAGES = 512
 _MOST_PAGES = 512
 """In one call of the tier."""
 _TRIES = 3
+"""Of a batch that the tier refuses without saying why. While a tier is full or not there, nothing is given up but what
+the pool evicts."""
 _TIDY_PERIOD_S = 60.0
 _TIDY_S = 30.0
 
@@ -141,18 +143,21 @@ class _Gift:
         self._counted = counted
         self._puts: dict[int, Put] = {}
         self._shown: set[int] = set()
-        self._failed = False
+        self._cause = ""
+        """Why the last try failed."""
 
     def give(self, space: EmbeddedSpace, wait: Callable[[int], bool]) -> None:
         tally = self._source.tally
-        for _ in range(_TRIES):
+        errors = 0
+        while errors < _TRIES:
             if not wait(len(self._keys) * self._nbytes):
                 return
             self._shown.clear()
-            self._failed = False
+            self._cause = ""
             stayed = space.show(self._keys, self._write, nbytes=self._nbytes)
-            if not self._failed:
+            if not self._cause:
                 break
+            errors += self._cause == "error"  # the pages' fault, maybe; whatever else it is passes
         if self._counted:
             tally.add(overtaken_pages=len(self._keys) - len(self._shown))
         stored = [i for i, put in self._puts.items() if put is Put.STORED]
@@ -175,13 +180,13 @@ class _Gift:
             numbers.append(i)
             sealed.append(Sealed(self._keys[i], pieces, seal(name, self._keys[i], pieces, checksum, secret)))
         self._shown.update(numbers)
-        puts, _, seconds = source.call(
+        puts, cause, seconds = source.call(
             source.gifts, source.writes,
             lambda deadline_s: source.tier.write(name, sealed, nbytes=self._nbytes, deadline_s=deadline_s),
         )  # fmt: skip
         source.tally.took("write_s", seconds)
         if puts is None or len(puts) != len(numbers):
-            self._failed = True
+            self._cause = cause or "error"
         else:
             self._puts.update(zip(numbers, puts, strict=True))
 

@@ -40,7 +40,7 @@ class MemoryTier(Tier):
         with self._lock:
             return [keys for call, keys in self.calls if call == name]
 
-    def keys(self) -> list[bytes]:
+    def stored(self) -> list[bytes]:
         """Of what it has, in the order in which it was stored."""
         with self._lock:
             return [key for _, key in self.pages]

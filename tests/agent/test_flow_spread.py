@@ -1,0 +1,204 @@
+"""Tiers are given the pages of the pool that their settings name, and nothing of it delays anybody."""
+
+from __future__ import annotations
+
+import pytest
+from agent.flows import SECRET, fetch, flowing, is_right, put_into, settings, wait_until
+from agent.memory_tier import MemoryTier
+from store.pools import CAPACITY
+
+from store_client import EmbeddedStore, Put
+from store_client.agent import spread
+from store_client.embedded import EmbeddedSpace
+from store_client.testing import PAGE_NBYTES, SHARD, chain, get_page, namespace, put_chain
+from store_client.tiers.base import TierError
+
+
+@pytest.fixture
+def space(store: EmbeddedStore) -> EmbeddedSpace:
+    return store.space(namespace(), SHARD)
+
+
+@pytest.fixture
+def tier() -> MemoryTier:
+    return MemoryTier()
+
+
+def giving(tier: MemoryTier, name: str = "memory", **fields: object):
+    return settings(name, **{"write": "all", **fields}), tier
+
+
+def has(tier: MemoryTier, keys: list[bytes]) -> bool:
+    return set(keys) <= set(tier.stored())
+
+
+def settle(store: EmbeddedStore, *tiers: MemoryTier) -> None:
+    """Until all that was stored before was looked at: a page that is stored now, without parents, is the last one."""
+    (mark,) = chain(f"mark {store.stats().stored_pages}", 1)
+    put_chain(store.space(namespace(), SHARD), [mark])
+    for tier in tiers:
+        wait_until(lambda tier=tier: mark in tier.stored())
+
+
+def test_new_pages_reach_the_tier_parents_first_and_another_pool(store, space, tier, tmp_path):
+    keys = chain("a", 40)
+    with flowing(store, giving(tier)):
+        assert put_chain(space, keys) == [Put.STORED] * 40
+        wait_until(lambda: has(tier, keys))
+    assert tier.stored() == keys
+    tier.is_closed = False
+    with EmbeddedStore(tmp_path / "other", CAPACITY) as other, flowing(other, (settings(), tier)) as flow:
+        assert fetch(flow, keys)[0].landed == 40
+        assert all(is_right(other.space(namespace(), SHARD), key) for key in keys)
+
+
+def test_a_new_tier_is_offered_what_the_pool_has(store, space, tier):
+    keys, more = chain("a", 20), chain("b", 4)
+    put_chain(space, keys)
+    put_into(tier, keys[:5])
+    with flowing(store, giving(tier)) as flow:
+        wait_until(lambda: has(tier, keys))
+        put_chain(space, more)
+        wait_until(lambda: has(tier, more))
+        wait_until(lambda: flow.stats()[0].present_pages == 5)
+    assert sorted(key for write in tier.made("write") for key in write) == sorted([*keys[5:], *more])
+
+
+def test_a_tier_that_is_given_nothing_gets_nothing(store, space):
+    given, other = MemoryTier(), MemoryTier()
+    with flowing(store, giving(given, "given"), (settings("other", write="none"), other)) as flow:
+        put_chain(space, chain("a", 4))
+        settle(store, given)
+        assert flow.stats()[1].writes == "none"
+    assert other.made("write") == []
+
+
+def test_pages_that_are_read_again_reach_a_tier_that_wants_those(store, space, tier, monkeypatch):
+    monkeypatch.setattr(spread, "_REREAD_POLL_S", 0.05)
+    keys = chain("a", 8)
+    put_chain(space, keys)
+    assert get_page(space, keys[0]) is not None
+    with flowing(store, giving(tier, write="reused")):
+        wait_until(lambda: has(tier, keys[:1]))
+        put_chain(space, chain("b", 2))
+        assert get_page(space, keys[4]) is not None and get_page(space, keys[3]) is not None
+        wait_until(lambda: has(tier, keys[3:5]))
+        assert get_page(space, keys[3]) is not None
+        assert get_page(space, keys[5]) is not None
+        wait_until(lambda: has(tier, keys[5:6]))
+    given = [key for write in tier.made("write") for key in write]
+    assert sorted(given) == sorted([keys[0], *keys[3:6]]), "each once"
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_what_came_from_a_tier_is_given_to_others_where_they_share(store, space, share):
+    source, sink = MemoryTier(), MemoryTier()
+    keys = chain("a", 8)
+    put_into(source, keys)
+    with flowing(store, (settings("source"), source), giving(sink, "sink", share=share)) as flow:
+        settle(store, sink)
+        assert fetch(flow, keys)[0].landed == 8
+        settle(store, sink)
+        assert has(sink, keys) == share
+        assert not share or [key for key in sink.stored() if key in keys] == keys
+
+
+def test_nothing_is_lost_while_a_tier_is_not_there(store, space, tier):
+    tier.failing = TierError("nobody is there", "unavailable")
+    keys = chain("a", 30)
+    with flowing(store, giving(tier)) as flow:
+        put_chain(space, keys[:10])
+        wait_until(lambda: flow.stats()[0].writes == "open")
+        put_chain(space, keys)
+        tier.failing = None
+        wait_until(lambda: has(tier, keys))
+        assert flow.stats()[0].overtaken_pages == 0
+        assert flow.stats()[0].errors["unavailable"] >= 1
+
+
+def test_pages_that_are_gone_before_they_are_given_are_overtaken(store, space, tier):
+    keys = chain("a", 8)
+    with flowing(store, giving(tier)) as flow:
+        settle(store, tier)
+        tier.failing = TierError("nobody is there", "unavailable")
+        put_chain(space, keys)
+        wait_until(lambda: flow.stats()[0].writes == "open")
+        space.remove(keys[4:])
+        tier.failing = None
+        wait_until(lambda: flow.stats()[0].overtaken_pages == 4)
+        wait_until(lambda: has(tier, keys[:4]))
+    assert not set(keys[4:]) & set(tier.stored())
+
+
+def test_a_page_that_changes_while_the_tier_reads_it_is_removed_again(store, space, tier):
+    keys = chain("a", 4)
+    with flowing(store, giving(tier)) as flow:
+        settle(store, tier)
+        tier.before["write"] = lambda: space.remove(keys[2:3]) if space.contains(keys[2:3])[0] else None
+        put_chain(space, keys)
+        wait_until(lambda: (keys[2],) in tier.made("remove"))
+        settle(store, tier)
+        assert flow.stats()[0].overtaken_pages == 1
+    assert has(tier, [*keys[:2], *keys[3:]]) and keys[2] not in tier.stored()
+
+
+def test_a_batch_that_the_tier_cannot_take_does_not_hold_up_the_next(store, space, tier):
+    bad, good = chain("bad", 1), chain("good", 4)
+
+    def refuse() -> None:
+        tier.failing = TierError("strange", "error") if tier.made("write")[-1] == tuple(bad) else None
+
+    tier.before["write"] = refuse
+    tier.before["contains"] = lambda: setattr(tier, "failing", None)
+    with flowing(store, giving(tier)) as flow:
+        put_chain(space, bad)
+        wait_until(lambda: flow.stats()[0].errors.get("error") == 3)
+        tier.before["write"] = lambda: setattr(tier, "failing", None)
+        put_chain(space, good)
+        wait_until(lambda: has(tier, good))
+
+
+def test_a_tier_that_hangs_holds_up_neither_puts_nor_another_tier(store, space):
+    hanging, other = MemoryTier(), MemoryTier()
+    hanging.deaf = {"contains", "write"}
+    keys = chain("a", 20)
+    with flowing(store, giving(hanging, "hanging", timeout_s=0.05), giving(other, "other")) as flow:
+        put_chain(space, keys)
+        wait_until(lambda: has(other, keys))
+        wait_until(lambda: flow.stats()[0].errors.get("hanging"))
+        assert hanging.stored() == []
+        hanging.listen.set()
+        wait_until(lambda: has(hanging, keys))
+
+
+def test_where_others_may_write_a_page_carries_a_mac(store, space, tmp_path):
+    tier = MemoryTier(needs_mac=True)
+    keys = chain("a", 4)
+    with flowing(store, giving(tier), secret=SECRET):
+        put_chain(space, keys)
+        wait_until(lambda: has(tier, keys))
+    assert all(any(seal[32:]) for _, seal in tier.pages.values())
+    tier.is_closed = False
+    with (
+        EmbeddedStore(tmp_path / "other", CAPACITY) as other,
+        flowing(other, (settings(), tier), secret=SECRET) as flow,
+    ):
+        assert fetch(flow, keys)[0].landed == 4
+
+
+def test_what_was_fetched_is_counted_and_what_was_given(store, space, tier):
+    keys = chain("a", 8)
+    with flowing(store, giving(tier)) as flow:
+        put_chain(space, keys)
+        wait_until(lambda: has(tier, keys))
+        wait_until(lambda: flow.stats()[0].written_pages == 8)
+        report = flow.stats()[0]
+    assert report.written_nbytes == 8 * PAGE_NBYTES and report.write_s > 0 and report.writes == "closed"
+
+
+@pytest.mark.parametrize("write", ["all", "none", "reused"])
+def test_tiers_are_tidied_now_and_then(store, tier, monkeypatch, write):
+    monkeypatch.setattr(spread, "_TIDY_PERIOD_S", 0.01)
+    monkeypatch.setattr(spread, "_REREAD_POLL_S", 0.05)
+    with flowing(store, giving(tier, write=write)):
+        wait_until(lambda: len(tier.made("tidy")) >= 2)
