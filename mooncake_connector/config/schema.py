@@ -258,7 +258,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         float,
         _field(
             "The decode instance gives up a transfer of which nothing arrives for this many seconds once it has "
-            "blocks, waiting for prefill included.",
+            "blocks. While the prefill instance says that the request queues or is computed there, it waits for 300 s.",
             "a number above 0, at most 3600",
             gt=0,
             le=3600,

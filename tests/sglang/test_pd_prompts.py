@@ -131,7 +131,7 @@ class TestTheHooks:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with pytest.MonkeyPatch.context() as patch, running(patch, transfer_lease_s=20):
+    with pytest.MonkeyPatch.context() as patch, running(patch, transfer_lease_s=120):
         made = Pair()
         yield made
         made.close()

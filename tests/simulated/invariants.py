@@ -50,8 +50,8 @@ def check(world: World, first_token: int = 0, most_messages: int = 3000) -> None
 def _check_time(world: World, rank: Rank, transfer: str, at_s: float) -> None:
     """No block is held beyond the limits, plus what a write and a revocation take."""
     own_s = max([world.faults.revoke_s, *world.faults.write_s.values()]) + 2 * world.timing.retry_s
-    if rank.name[0] == "D":  # waiting for blocks, then for prefill
-        limit_s = world.timing.hold_s + 2 * world.timing.deadline_s + own_s
+    if rank.name[0] == "D":  # waiting for blocks, then for prefill, then for bytes
+        limit_s = 2 * world.timing.hold_s + 2 * world.timing.deadline_s + own_s
         assert rank.failed.get(transfer, at_s) <= rank.opened[transfer] + limit_s
     elif transfer in rank.finished:
         assert at_s <= rank.finished[transfer] + world.timing.hold_s + own_s

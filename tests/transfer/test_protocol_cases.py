@@ -89,6 +89,26 @@ def test_a_consumer_gives_up_at_its_deadline_where_prefill_never_comes():
     assert 2.0 + TIMING.deadline_s <= released_s(world, "D0") <= 2.0 + TIMING.deadline_s + TIMING.retry_s
 
 
+@pytest.mark.parametrize("order", ["sequential", "asked first"])
+def test_a_consumer_waits_longer_for_a_prefill_that_is_known_there(order):
+    world = World(ONE_TO_ONE, granularity=Granularity.FULL)
+    world.fetch("t", 1.5, 1.6, computed=False)
+    through_s = world.open("t", 1.0 if order == "sequential" else 50.0, step_s=60.0)
+    assert 1.6 + 1.5 * TIMING.deadline_s < through_s < 1.6 + TIMING.hold_s
+    over(world)
+    assert endings(world, "t") == everywhere(world, Ending.DONE)
+
+
+def test_it_does_not_wait_for_ever():
+    world = World(ONE_TO_ONE, granularity=Granularity.FULL)
+    world.fetch("t", 1.5, 1.6, computed=False)
+    world.open("t", 1.0, step_s=90.0)
+    over(world)
+    assert endings(world, "t") == {"P0": Ending.CANCELLED, "D0": Ending.EXPIRED}
+    assert 1.6 + TIMING.hold_s <= released_s(world, "D0") <= 1.6 + TIMING.hold_s + TIMING.retry_s
+    assert "prefill was not over" in cause(world, "D0")
+
+
 def test_a_consumer_may_wait_for_blocks_as_long_as_the_producer_holds_its_own():
     world = World(ONE_TO_ONE)
     world.open("t", 1.0)

@@ -82,6 +82,7 @@ class Consumer(Protocol):
         if not transfer.is_found:
             return
         transfer.deadline_s = now_s + (self._timing.deadline_s if transfer.is_granted else self._timing.hold_s)
+        transfer.patient_until_s = now_s + self._timing.hold_s
         for session in transfer.sessions.values():
             session.heard_s = session.send_s = now_s
             if transfer.is_granted:
@@ -180,6 +181,9 @@ class Consumer(Protocol):
         elif message.state is not State.OPEN:
             cause = f"the producer gave up: {message.cause or message.state.value}"
             self._end(transfer, Ending.FAILED, cause, now_s)
+        elif message.computes and transfer.is_granted:
+            patient_s = min(now_s + self._timing.deadline_s, transfer.patient_until_s)
+            transfer.deadline_s = max(transfer.deadline_s, patient_s)
 
     def _go_on(self, earlier: Incoming, peer: str, now_s: float) -> None:
         """The producer knows now that this transfer is over, and may hear of the next one of its name."""
@@ -266,6 +270,8 @@ class Consumer(Protocol):
             cause = f"nothing arrived for {self._timing.deadline_s:g} s"
             if not transfer.is_granted:
                 cause = f"no blocks were granted for {self._timing.hold_s:g} s"
+            elif transfer.deadline_s == transfer.patient_until_s:
+                cause = f"prefill was not over {self._timing.hold_s:g} s after blocks were granted"
             if not transfer.is_found:
                 cause = "the prefill instance did not answer by the deadline"
             self._end(transfer, Ending.EXPIRED, cause, now_s)

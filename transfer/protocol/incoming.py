@@ -84,6 +84,8 @@ class Incoming(Transfer):
     """Its sources are known, or that there are none."""
     sessions: dict[str, Session] = field(default_factory=dict)
     deadline_s: float = 0.0
+    patient_until_s: float = 0.0
+    """While prefill is not over, the deadline moves on, but not beyond this."""
     number: int = 0
     """Of the transfers that were announced in this process."""
     earlier: Incoming | None = None

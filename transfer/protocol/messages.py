@@ -126,11 +126,15 @@ class Landed(Message, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """Producer: how I stand, and whether I know what was granted. Repeated, it says that I am alive."""
+    """Producer: how I stand, and whether I know what was granted. Repeated, it says that I am alive.
+
+    With `computes` its engine has the request, and prefill is not over: it is computed, or queues.
+    """
 
     state: State
     has_grant: bool
     cause: Text
+    computes: bool = False
 
 
 class Introduction(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

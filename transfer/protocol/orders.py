@@ -43,10 +43,11 @@ class Timing:
     retry_s: float = 1.0
     """What has not been answered is said again."""
     deadline_s: float = 120.0
-    """For the consumer, until the producer ranks are found, and from the grant on while nothing arrives."""
+    """For the consumer, until the producer ranks are found, and from the grant on while nothing arrives and prefill is
+    over, or not begun."""
     hold_s: float = 300.0
     """For the producer, from the end of prefill to the release of its blocks, whatever heartbeats come. For the
-    consumer, until it has blocks."""
+    consumer, until it has blocks, and from then on while prefill is not over."""
 
 
 @dataclass(slots=True, eq=False)

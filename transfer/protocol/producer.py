@@ -362,7 +362,8 @@ class Producer(Protocol):
 
     def _say_status(self, transfer: Outgoing, session: Session) -> None:
         fields = {"state": session.state, "cause": session.cause, "has_grant": session.granted is not None}
-        self._send(session.peer, Status, transfer.name, number=session.number, **fields)
+        computes = transfer.opened and not transfer.spoken
+        self._send(session.peer, Status, transfer.name, number=session.number, computes=computes, **fields)
 
     def _say_landed(self, transfer: Outgoing, session: Session, number: int) -> None:
         sent = session.sent[number]
