@@ -28,6 +28,7 @@ from store_client.agent.flow import Flow
 from store_client.agent.wish import Wish, Word
 from store_client.base import Bytes
 from store_client.testing import SHARD, chain, namespace
+from store_client.tiers.base import SpaceName
 from store_client.tiers.mooncake import MooncakeCluster
 from store_client.tiers.mooncake.cluster import free_ports, master_command, node_command
 
@@ -81,6 +82,8 @@ def flow_rates(where: Path, master: str, nbytes: int, total: int, name: str) -> 
     """Until the tier has all that was put into the pool, and until the pool has all that was asked for."""
     keys, name_space = chain(name, total // nbytes), namespace(name)
     tier = MooncakeCluster(_settings(master))
+    space_name = SpaceName(name_space.digest, SHARD)
+    tier.contains(space_name, keys[:1], nbytes=nbytes, deadline_s=_DEADLINE_S)  # waits for the client
     with EmbeddedStore(where / "pool", total + (64 << 20)) as pool:
         space = pool.space(name_space, SHARD)
         source: Bytes = np.arange(nbytes, dtype=np.uint32).view(np.uint8)[:nbytes]
