@@ -27,6 +27,8 @@ logger = get_logger(__name__)
 _BATCH_NBYTES = 64 << 20
 _BATCH_PAGES = 1024
 _AT_ONCE = 4
+_AT_ONCE_NBYTES = 1 << 20
+"""A thread's turn, so that small pages are not a turn each."""
 _NO_ROOM = frozenset({"full", "no_space"})
 
 
@@ -128,8 +130,13 @@ def _put_back(
     pages = PutPages(*name, keys, parents, int(entries["nbytes"][numbers[0]]), used_ns=used_ns.tolist())
     damaged: set[int] = set()
 
+    def bring_some(places: Sequence[tuple[int, Pieces]]) -> list[int | None]:
+        return [_bring_one(snapshot, int(numbers[i]), pieces) for i, pieces in places]
+
     def bring(places: Sequence[tuple[int, Pieces]]) -> list[int | None]:
-        checksums = list(threads.map(lambda place: _bring_one(snapshot, int(numbers[place[0]]), place[1]), places))
+        step = max(1, _AT_ONCE_NBYTES // pages.nbytes)
+        parts = [places[at : at + step] for at in range(0, len(places), step)]
+        checksums = [checksum for part in threads.map(bring_some, parts) for checksum in part]
         damaged.update(i for (i, _), checksum in zip(places, checksums, strict=True) if checksum is None)
         return checksums
 

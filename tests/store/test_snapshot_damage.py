@@ -9,7 +9,7 @@ import shutil
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store.pools import CAPACITY, garble
 from store.snapshots import SPACES, held_by, put_some
@@ -24,6 +24,10 @@ from store_client.testing import chain
 
 PAGES = 36
 WHERE = form.Path("/a/snapshot")
+
+
+def unhurried(max_examples):
+    return settings(max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +188,7 @@ class TestIndexAndManifest:
             Snapshot(folder)
 
 
-@settings(max_examples=300)
+@unhurried(150)
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_manifest_or_an_error(raw):
     with pytest.raises(SnapshotError):
@@ -200,7 +204,7 @@ FIELDS = ["package", "taken", "capacity_nbytes", "spaces", "pages", "files", "in
 SPACE_FIELDS = ["namespace", "shard", "pages", "nbytes", "further"]
 
 
-@settings(max_examples=300)
+@unhurried(150)
 @given(st.data())
 def test_any_values_in_a_proven_manifest_are_understood_or_an_error(original, data):
     manifest = msgspec.json.decode((original / "manifest.json").read_bytes())
@@ -228,7 +232,7 @@ def test_deep_nesting_is_an_error():
             form.parse_manifest(raw, WHERE)
 
 
-@settings(max_examples=200)
+@unhurried(200)
 @given(st.data())
 def test_any_entries_are_within_their_files_or_an_error(original, data):
     """And what is understood can be read and restored without a fault."""
@@ -249,7 +253,7 @@ def test_any_entries_are_within_their_files_or_an_error(original, data):
     assert len(times_of_use(entries["idle_ns"], 10**9, 10**12)) == PAGES
 
 
-@settings(max_examples=40)
+@unhurried(40)
 @given(st.data())
 def test_a_change_anywhere_gives_no_wrong_page(original, shared, tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("changed") / "snapshot"
@@ -270,25 +274,38 @@ def test_a_change_anywhere_gives_no_wrong_page(original, shared, tmp_path_factor
     assert report is None or report.pages + report.damaged_pages + report.unknown_pages == PAGES
 
 
-@settings(max_examples=200)
-@given(st.data())
-def test_pages_return_behind_their_parents_and_by_use(data):
-    count = data.draw(st.integers(1, 40))
+PAGE_OF_A_POOL = st.tuples(
+    st.integers(-1, 19), st.integers(0, 2), st.integers(0, 5) | st.integers(0, (1 << 64) - 1),
+    st.sampled_from([1, 4096, 100 << 20]),
+)  # fmt: skip
+
+
+@unhurried(200)
+@given(st.lists(PAGE_OF_A_POOL, min_size=1, max_size=20))
+def test_pages_return_behind_their_parents_and_by_use(drawn):
+    count = len(drawn)
     pages = np.zeros(count, dtype=PAGE)
-    for i in range(count):
-        parent = data.draw(st.integers(-1, i - 1))
-        pages["parent"][i] = parent
-        pages["depth"][i] = 0 if parent < 0 else pages["depth"][parent] + 1
-        pages["space"][i] = data.draw(st.integers(0, 2)) if parent < 0 else pages["space"][parent]
-        pages["idle_ns"][i] = data.draw(st.integers(0, 5) | st.integers(0, (1 << 64) - 1))
-        pages["nbytes"][i] = data.draw(st.sampled_from([1, 4096, 100 << 20]))
+    for i, (parent, space, idle_ns, nbytes) in enumerate(drawn):
+        has_one = 0 <= parent < i
+        pages["parent"][i] = parent if has_one else -1
+        pages["depth"][i] = pages["depth"][parent] + 1 if has_one else 0
+        pages["space"][i] = pages["space"][parent] if has_one else space
+        pages["idle_ns"][i], pages["nbytes"][i] = idle_ns, nbytes
     order = returning_order(pages).tolist()
     assert sorted(order) == list(range(count))
     place = {page: at for at, page in enumerate(order)}
     assert all(pages["parent"][i] < 0 or place[int(pages["parent"][i])] < place[i] for i in range(count))
+    if pages["nbytes"].sum() < 128 << 20 and len(set(pages["space"].tolist())) == 1:
+        used = [min(int(pages["idle_ns"][j]) for j in [i, *_descendants(pages, i)]) for i in order]
+        assert used == sorted(used)
 
 
-@settings(max_examples=200)
+def _descendants(pages, i):
+    children = [int(child) for child in np.flatnonzero(pages["parent"] == i)]
+    return children + [page for child in children for page in _descendants(pages, child)]
+
+
+@unhurried(200)
 @given(
     st.lists(st.integers(0, 100) | st.integers(0, (1 << 64) - 1), min_size=1, max_size=50),
     st.integers(0, 1 << 62),
