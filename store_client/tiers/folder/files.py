@@ -18,6 +18,8 @@ _CHUNK_NBYTES = 512 << 10
 """Read into a buffer that stays in the processor's cache, and copied from there."""
 GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
 """The page was removed, perhaps by another host while it was being read."""
+_NO_FILE = (errno.ESPIPE, errno.EISDIR, errno.ELOOP, errno.ENXIO)
+"""A pipe, a folder, a link or a socket lies where a page should: nothing that we wrote."""
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
 _ATTEMPTS = 3
 """At making a folder that others remove because it is empty."""
@@ -42,7 +44,7 @@ class Ticket:
         with self._lock:
             if self._left:
                 raise TimeoutError("nobody waits for it")
-            np.copyto(target, source)
+            target.data[:] = source.data  # with the interpreter lock: that is sooner done than given away
 
     def publish(self, new: str, page: str) -> Put:
         with self._lock:
@@ -51,14 +53,23 @@ class Ticket:
         return _publish(new, page)
 
 
-def has_page(path: str, nbytes: int) -> bool:
-    """Raises OSError where nobody can tell."""
+def has_page(path: str, nbytes: int, stale_before: float = 0.0) -> bool:
+    """Raises OSError where nobody can tell.
+
+    A page that was last used before `stale_before` (the file server's seconds) is marked as used now.
+    """
     try:
-        return os.stat(path).st_size == nbytes + SEAL_NBYTES
+        info = os.stat(path)
     except OSError as error:
         if error.errno in GONE:
             return False
         raise
+    if info.st_size != nbytes + SEAL_NBYTES:
+        return False
+    if info.st_mtime < stale_before:
+        with suppress(OSError):
+            os.utime(path)
+    return True
 
 
 def remove_page(path: str) -> bool:
@@ -72,46 +83,38 @@ def remove_page(path: str) -> bool:
     return True
 
 
-def read_page(path: str, pieces: Pieces, nbytes: int, stale_before: float, ticket: Ticket) -> bytes | None:
-    """Fill the pieces; the seal, or None where there is no such page, or not all of it.
-
-    A page that was last used before `stale_before` (the file server's seconds) is marked as used now. Raises OSError.
-    """
+def read_page(path: str, pieces: Pieces, ticket: Ticket) -> bytes | None:
+    """Fill the pieces; the seal, or None where there is no such page, or it is shorter or longer. Raises OSError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would block
         try:
-            info = os.fstat(fd)
-            if info.st_size != nbytes + SEAL_NBYTES or not _fill(fd, pieces, ticket):
-                return None
-            seal = os.pread(fd, SEAL_NBYTES, nbytes)
-            if info.st_mtime < stale_before:
-                with suppress(OSError):
-                    os.utime(fd)
+            return _fill(fd, pieces, ticket)
         finally:
             os.close(fd)
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in GONE or error.errno in _NO_FILE:
             return None
         raise
-    return seal if len(seal) == SEAL_NBYTES else None
 
 
-def _fill(fd: int, pieces: Pieces, ticket: Ticket) -> bool:
-    """False where the file ends too early."""
+def _fill(fd: int, pieces: Pieces, ticket: Ticket) -> bytes | None:
+    """As few calls as can be: each gives the interpreter lock away, and may wait to have it back."""
     if not hasattr(_buffers, "chunk"):
         _buffers.chunk = np.empty(_CHUNK_NBYTES, dtype=np.uint8)
     chunk: Bytes = _buffers.chunk
-    offset = 0
+    behind = np.empty(SEAL_NBYTES + 1, dtype=np.uint8)
+    got = offset = 0
+    left = sum(map(len, pieces))
     for piece in pieces:
         at = 0
         while at < len(piece):
             part = chunk[: len(piece) - at]
-            got = os.preadv(fd, [part.data], offset)
-            if not got:
-                return False
-            ticket.copy(piece[at : at + got], part[:got])
-            at, offset = at + got, offset + got
-    return True
+            views = [part.data, behind.data] if left == len(part) else [part.data]
+            if (got := os.preadv(fd, views, offset) - len(part)) < 0:
+                return None
+            ticket.copy(piece[at : at + len(part)], part)
+            at, offset, left = at + len(part), offset + len(part), left - len(part)
+    return behind[:SEAL_NBYTES].tobytes() if got == SEAL_NBYTES else None
 
 
 def write_page(path: str, page: Sealed, ticket: Ticket) -> Put:

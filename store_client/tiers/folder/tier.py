@@ -27,7 +27,7 @@ from store_client.tiers.workers import Workers
 AT_ONCE = 16
 """Operations under way at once: a network answers many as fast as one."""
 USED_AGAIN_S = 6 * 3600.0
-"""A page is marked as used at most so often: each time is a request to the file server."""
+"""A page that is looked for is marked as used at most so often: each time is a request to the file server."""
 LOOK_EVERY_S = 60.0
 """How often a host looks whether somebody should sweep."""
 _OPEN_S = 30.0
@@ -72,7 +72,8 @@ class SharedFolder(Tier):
     def contains(self, space: SpaceName, keys: Sequence[bytes], *, nbytes: int, deadline_s: float) -> list[bool]:
         check_keys(keys)
         folder = layout.space_folder(self._root, space)
-        looks = [partial(has_page, layout.page_path(folder, key), nbytes) for key in keys]
+        stale_before = (self._clock.now() or 0.0) - USED_AGAIN_S
+        looks = [partial(has_page, layout.page_path(folder, key), nbytes, stale_before) for key in keys]
         found = self._all("looking for pages", looks, deadline_s, need_all=True)
         return [bool(one) for one in found]
 
@@ -81,9 +82,8 @@ class SharedFolder(Tier):
     ) -> list[bytes | None]:
         check_targets(targets, nbytes)
         folder, tickets = layout.space_folder(self._root, space), [Ticket() for _ in targets]
-        stale_before = (self._clock.now() or 0.0) - USED_AGAIN_S
         reads = [
-            partial(read_page, layout.page_path(folder, target.key), target.pieces, nbytes, stale_before, ticket)
+            partial(read_page, layout.page_path(folder, target.key), target.pieces, ticket)
             for target, ticket in zip(targets, tickets, strict=True)
         ]
         try:

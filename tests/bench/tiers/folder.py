@@ -38,7 +38,7 @@ def plain(scale: Scale, where: Path, nbytes: int, number: int) -> Measured:
     files = [where / f"{one % 256:02x}" / str(one) for one in range(scale.nbytes // nbytes)]
     for file in files:
         file.parent.mkdir(exist_ok=True)
-    memory = np.zeros((AT_ONCE, nbytes), dtype=np.uint8)
+    memory = np.full((AT_ONCE, nbytes), 0xA5, dtype=np.uint8)
 
     def write(one: int) -> None:
         fd = os.open(files[one], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

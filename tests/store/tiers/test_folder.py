@@ -80,10 +80,7 @@ def test_what_is_no_file_is_a_miss_and_holds_nobody_up(tmp_path, what):
     file = file_of(tmp_path, space, keys[0])
     other = file.rename(tmp_path / "moved")
     {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: os.symlink(other, path)}[what](file)
-    try:
-        assert read(folder, memory, space, keys) == [False, True]
-    except TierError as error:
-        assert what == "link" and "symbolic links" in str(error)
+    assert read(folder, memory, space, keys) == [False, True]
     folder.close()
 
 
@@ -181,7 +178,7 @@ def test_the_pages_that_were_not_used_for_longest_go_first(tmp_path):
     write(folder, memory, space, keys)
     for number, key in enumerate(keys):
         make_older(file_of(tmp_path, space, key), DAY_S * (20 - number))
-    assert read(folder, memory, space, keys[:4]) == [True] * 4
+    assert contains(folder, space, keys[:4]) == [True] * 4
     folder.close()
     host = sweep_now(tmp_path, capacity=16 * PAGE_NBYTES)
     assert contains(host, space, keys) == [True] * 4 + [False] * 6 + [True] * 10
