@@ -28,7 +28,7 @@ from store_client.agent.lock import is_in_place
 from store_client.agent.server import Server
 from store_client.agent.wish import Fetches
 from store_client.embedded import EmbeddedStore
-from store_client.embedded.folder import AGENT_SOCKET
+from store_client.embedded.folder import AGENT_SOCKET, DESCRIPTION
 from store_client.tiers.open import open_tier
 
 _TICK_S = 1.0
@@ -104,6 +104,7 @@ class Agent:
 
     async def _serve(self) -> str:
         # Not made where it is gone: then nobody is there who could ask.
+        self._description = self._described()
         store = EmbeddedStore(self._pool, eviction=self._config.eviction, rebuild=False)
         with contextlib.closing(store):
             self._fetches = self._open_fetches(store, self._config)
@@ -133,6 +134,14 @@ class Agent:
             self._server.close()
             await asyncio.sleep(_HANG_UP_S)
 
+    def _described(self) -> tuple[int, int] | None:
+        """What changes with the pool's data folder; None where there is none."""
+        try:
+            found = os.lstat(self._pool / DESCRIPTION)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
     async def _listen(self) -> None:
         await self._server.listen(self._pool)
         self._socket = os.lstat(self._pool / AGENT_SOCKET)
@@ -142,6 +151,9 @@ class Agent:
         self._forgetting.tick()
         if not is_in_place(self._pool, self._lock):
             self.stop("the pool's folder was removed or replaced")
+            return
+        if self._described() != self._description:  # tiers may have registered the memory of the old one
+            self.stop("the pool was removed or replaced")
             return
         try:
             if self._socket is None or not os.path.samestat(os.lstat(self._pool / AGENT_SOCKET), self._socket):

@@ -22,6 +22,7 @@ from typing import TypeAlias
 from mooncake_connector import __version__
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.agent import messages, sockets
@@ -131,17 +132,20 @@ class Client:
     def _run(self) -> None:
         tries = 0
         while not self._closed:
-            connection, pause_s = self._connect(), _PAUSES_S[min(tries, len(_PAUSES_S) - 1)]
-            tries += 1
-            if isinstance(connection, socket.socket):
-                began_s = time.monotonic()
-                self._talk(connection)
-                lasted_s = time.monotonic() - began_s
-                self._starter.lasted(lasted_s)
-                tries = 0 if lasted_s > _PAUSES_S[-1] else tries
-            elif connection:
-                pause_s = connection
-            self._wait(pause_s)
+            pause_s, lasted_s = 0.0, 0.0
+            try:
+                connection = self._connect()
+                if isinstance(connection, socket.socket):
+                    began_s = time.monotonic()
+                    self._talk(connection)
+                    lasted_s = time.monotonic() - began_s
+                    self._starter.lasted(lasted_s)
+                else:
+                    pause_s = connection
+            except Exception as error:
+                self._fail("agent_error", "no page is fetched, the client of the agent failed: %r", error)
+            tries = 0 if lasted_s > _PAUSES_S[-1] else tries + 1
+            self._wait(pause_s or _PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
         self._starter.close()
 
     def _wait(self, pause_s: float) -> None:
@@ -196,7 +200,11 @@ class Client:
                         self._fail("agent_lost", _GONE)
                         break
                     if isinstance(item, Asked):
-                        self._send_ask(connection, item)
+                        try:
+                            self._send_ask(connection, item)
+                        except BaseException:
+                            self._end(item)
+                            raise
                     elif isinstance(item, messages.Forget):
                         _send(connection, messages.frame(item))
                 if time.monotonic() - cleaned_s > _HOUSEKEEPING_S:
@@ -218,6 +226,9 @@ class Client:
             self._kept.clear()
 
     def _send_ask(self, connection: socket.socket, asked: Asked) -> None:
+        if {KEY_NBYTES} != set(map(len, asked.keys)) or len(asked.parent or asked.keys[0]) != KEY_NBYTES:
+            self._end(asked)  # the caller's mistake, which reading these pages will tell
+            return
         place, parts = self._place(asked)
         self._numbers += 1
         asked.number = self._numbers
@@ -259,8 +270,9 @@ class Client:
             if not self._closed:
                 said = "the connection to the agent broke: %s"
                 log_once(f"agent.broke:{kind_of(str(error))}", said, error, logger=logger)
-        self.ready = False
-        self._outbox.put(connection)
+        finally:
+            self.ready = False
+            self._outbox.put(connection)
 
     def _told(self, told: messages.Told) -> None:
         self._awaits_s = 0.0

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
-from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from store_client.agent import forget
@@ -39,6 +38,8 @@ from store_client.embedded import EmbeddedStore
 _FIRST_WORD_S = 0.002
 """For so long after it was asked the agent's first word is worth another lookup."""
 _DEADLINE_S = 30.0
+_SHORTEST_S, _LONGEST_S = 0.001, 3600.0
+_MOST_TOKENS_S = 1e9
 _MAX_SPACES = 1024
 
 logger = get_logger(__name__)
@@ -122,11 +123,11 @@ class TieredSpace(Space):
         deadline_s: float = _DEADLINE_S,
     ) -> None:
         if prefill_tokens_s is not None and prefill_tokens_s > 0:
-            self._prefill_tokens_s = prefill_tokens_s
+            self._prefill_tokens_s = min(prefill_tokens_s, _MOST_TOKENS_S)
         if self._nbytes is not None and self._client.ready:
             found = self._pages.lookup(keys).pages
             if found < len(keys):
-                self._ask(keys, found, parent, deadline_s)
+                self._ask(keys, found, parent, min(max(deadline_s, _SHORTEST_S), _LONGEST_S))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._pages.contains(keys)
@@ -170,8 +171,6 @@ class TieredSpace(Space):
         if at == len(keys):
             return
         wanted = list(keys[at:])
-        if len(wanted[0]) != KEY_NBYTES or len(wanted[-1]) != KEY_NBYTES:
-            return
         asked = Asked(
             self._namespace, self._shard, wanted, keys[at - 1] if at else parent, self._nbytes or 0, deadline_s,
             self._prefill_tokens_s, self._asks,

@@ -140,5 +140,4 @@ def until(is_so: Callable[[], Any], what: str = "it did not come true") -> Any:
 
 def settled(space: Space, keys: Sequence[bytes], expected: Lookup) -> None:
     """A lookup answers this, sooner or later."""
-    found: list[Lookup] = []
-    until(lambda: found.append(space.lookup(keys)) or found[-1] == expected, f"expected {expected}, found {found[-1:]}")
+    until(lambda: space.lookup(keys) == expected, f"no lookup answered {expected}")

@@ -70,6 +70,10 @@ def pid_of(pool: Path) -> int:
     return int(until(lambda: report_of(pool), "no agent listens")["pid"])
 
 
+def users_of(pool: Path) -> int:
+    return int(until(lambda: report_of(pool), "no agent listens")["users"])
+
+
 def used_by_one(pool: Path, killed: int) -> int:
     """The number of an agent, another one than was killed, to which one process is connected."""
 
@@ -125,7 +129,7 @@ def test_the_first_store_starts_an_agent_that_inherits_nothing_and_outlives_it(p
     assert os.getpid() not in ancestors(pid)
     opened = [os.readlink(entry) for entry in (process / "fd").iterdir() if entry.exists()]
     assert str(tmp_path / "engines") not in opened
-    assert ask_report(pool)["users"] == 0  # type: ignore[index]
+    until(lambda: users_of(pool) == 0)
 
 
 def ancestors(pid: int) -> list[int]:
@@ -155,11 +159,11 @@ def test_of_many_processes_that_start_one_at_once_exactly_one_does(pool, config,
             process.stdin.flush()
         pids = {int(process.stdout.readline()) for process in processes}
         assert len(pids) == 1 and ready_lines(pool) == 1
-        until(lambda: ask_report(pool)["users"] == len(processes))
+        until(lambda: users_of(pool) == len(processes))
     finally:
         for each in engines:
             each.__exit__(None, None, None)
-    until(lambda: ask_report(pool)["users"] == 0)
+    until(lambda: users_of(pool) == 0)
 
 
 def test_an_agent_survives_the_engine_that_started_it_however_that_ends(pool, config, tmp_path):
@@ -227,8 +231,13 @@ def test_a_stopped_agent_delays_nothing_and_answers_again_once_it_goes_on(pool, 
             until(lambda: space.lookup(chain("x", 3)) == Lookup(0))
         finally:
             os.kill(pid, signal.SIGCONT)
-        asked = ask_report(pool)["asked"]  # type: ignore[index]
-        until(lambda: space.lookup(chain(f"{time.monotonic()}", 3)) and ask_report(pool)["asked"] > asked)
+        asked = until(lambda: report_of(pool))["asked"]
+
+        def is_asked() -> bool:
+            space.lookup(chain(f"{time.monotonic()}", 3))
+            return until(lambda: report_of(pool))["asked"] > asked
+
+        until(is_asked)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -276,7 +285,7 @@ def test_where_it_cannot_be_started_the_pool_serves_alone_with_one_line(pool, co
 def test_an_embedded_agent_is_one_processes_and_the_next_ones_when_that_is_killed(pool, tmp_path):
     program = """
         with tiered(pool, config):
-            print(ask_report(pool)["pid"], os.getpid(), flush=True)
+            print(until(lambda: ask_report(pool))["pid"], os.getpid(), flush=True)
             sys.stdin.readline()
     """
     with (
@@ -290,7 +299,7 @@ def test_an_embedded_agent_is_one_processes_and_the_next_ones_when_that_is_kille
         assert not (pool / "agent.log").exists()
         killed.kill()
         killed.wait(DEADLINE_S)
-        until(lambda: ask_report(pool) and ask_report(pool)["pid"] == kept.pid)  # type: ignore[index]
+        until(lambda: pid_of(pool) == kept.pid)
 
 
 def environ_of(tmp_path: Path) -> dict[str, str]:

@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent.stand_in import Running, StandIn, configured, running, tiered, until
+from agent.stand_in import CAPACITY, Running, StandIn, configured, running, tiered, until
 from causes import forget_causes
 
 from mooncake_connector import __version__
+from store_client import EmbeddedStore
 from store_client.agent import messages, server, sockets
 from store_client.agent.client import Client
 from store_client.agent.messages import Ask, Cancel, Frames, Hello, Inbound, Junk, Place, Query, Report, Told, frame
 from store_client.agent.visit import ask_report, ask_to_stop
 from store_client.agent.wish import Word
+from store_client.embedded.folder import remove_data
 from store_client.testing import DEADLINE_S, SHARD, chain, namespace
 
 BOUNDS = (SHARD.layer_start, SHARD.layer_stop, SHARD.head_start, SHARD.head_stop)
@@ -284,6 +286,15 @@ def test_the_socket_is_made_again_where_it_was_removed_and_who_is_connected_stay
         until(lambda: (pool / "agent.sock").exists())
         assert store._client.ready
         assert lives(agent, pool)
+
+
+def test_an_agent_ends_whose_pool_is_made_anew_in_its_folder(pool):
+    with running(pool) as agent:
+        remove_data(pool)
+        (pool / "pool.json").unlink()
+        EmbeddedStore(pool, CAPACITY).close()
+        until(lambda: agent.is_over)
+        assert "removed or replaced" in str(agent.reason)
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])

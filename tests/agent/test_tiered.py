@@ -341,6 +341,28 @@ def test_an_agent_is_silent_that_says_nothing_of_what_was_asked(pool):
         assert client.is_silent(now_s + 1000) and not client.is_silent(now_s)
 
 
+def test_what_cannot_be_sent_costs_the_ask_alone(pool):
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.prefetch([chain("a", 1)[0], b"short"])
+        space.prefetch(chain("b", 2), parent=b"short")
+        space.prefetch(chain("c", 2), prefill_tokens_s=float("inf"), deadline_s=float("inf"))
+        space.prefetch(chain("d", 2), prefill_tokens_s=float("nan"), deadline_s=-1.0)
+        until(lambda: len(agent.fetches.asked) == 2)
+        assert [asked.wish.keys[0] for asked in agent.fetches.asked] == [*chain("c", 1), *chain("d", 1)]
+        assert agent.agent._report()["users"] == 1 and store._client.failures["agent_lost"] == 0
+
+
+def test_a_defect_of_the_client_ends_no_thread(pool, monkeypatch):
+    keys = chain("a", 3)
+    with running(pool, StandIn(lambda asked: asked.tell(Word(coming=2)))), tiered(pool) as store:
+        with monkeypatch.context() as broken:
+            broken.setattr("store_client.agent.client.Client._send_ask", lambda *args: 1 / 0)
+            space_of(store).lookup(keys)
+            until(lambda: store._client.failures["agent_error"])
+        settled(space_of(store), keys, Lookup(0, True, 2))
+
+
 def test_a_wrong_key_is_the_callers_mistake_as_everywhere(pool):
     with running(pool), tiered(pool) as store, pytest.raises(ValueError, match="expected 32"):
         space_of(store).lookup([b"x" * (KEY_NBYTES - 1)])
