@@ -222,7 +222,7 @@ SECRETS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["echoed", "refused", "silent", "endpoint", "garbage"])
+@pytest.mark.parametrize("how", ["echoed", "refused", "unknown", "silent", "endpoint", "garbage"])
 def test_secrets_are_in_no_message_log_or_figure(files, memory, monkeypatch, caplog, how):
     """Whatever a store answers, and wherever a person put a secret, it goes nowhere."""
     words = SECRETS["word"]
@@ -239,6 +239,7 @@ def test_secrets_are_in_no_message_log_or_figure(files, memory, monkeypatch, cap
         answers = {
             "echoed": lambda request: refusal("403 " + words, "SignatureDoesNotMatch", more) + request,
             "refused": lambda request: refusal("500 " + words, words, more),
+            "unknown": lambda request: refusal("418 " + words, "Teapot", more),
             "garbage": lambda request: b"HTTP/9 " + words.encode() + request,
             "silent": lambda request: None,
             "endpoint": lambda request: None,

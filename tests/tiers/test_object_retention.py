@@ -207,9 +207,10 @@ def test_the_clock_of_a_host_does_not_matter_to_ages(store, memory):
     age(store, space, keys[0], 3)
     program = (
         "import sys; from tiers.s3_servers import opened\n"
-        "print(opened(int(sys.argv[1])).purge(None, older_than_s=7200, deadline_s=60))"
+        "tier = opened(int(sys.argv[1]), keep_days=2 / 24)\n"
+        "print(tier.purge(None, older_than_s=7200, deadline_s=60)); tier.tidy(60); print(tier.stats().pages)"
     )
-    assert skewed(program, store.port, "+3h") == str(Purged(1, PAGE_NBYTES))
-    assert skewed(program, store.port, "-3h") == str(Purged(0, 0))
+    assert skewed(program, store.port, "+3h").splitlines() == [str(Purged(1, PAGE_NBYTES)), "2"]
+    assert skewed(program, store.port, "-3h").splitlines() == [str(Purged(0, 0)), "None"], "it was swept just now"
     assert contains(tier, space, keys) == [False, True, True]
     tier.close()
