@@ -87,14 +87,17 @@ def flow_rates(where: Path, master: str, nbytes: int, total: int, name: str) -> 
     with EmbeddedStore(where / "pool", total + (64 << 20)) as pool:
         space = pool.space(name_space, SHARD)
         source: Bytes = np.arange(nbytes, dtype=np.uint32).view(np.uint8)[:nbytes]
-        flow = Flow(pool, [(_settings(master), tier)], b"")
 
         def fill(number: int, page: Bytes) -> None:
             page[:] = source
 
+        parents = [None, *keys[:-1]]
+        # So that the pool has its memory, as the bare client has.
+        space.write(keys, fill, nbytes=nbytes, parents=parents, deadline_s=_DEADLINE_S)
+        space.clear()
+        flow = Flow(pool, [(_settings(master), tier)], b"")
         try:
             started_s = time.perf_counter()
-            parents = [None, *keys[:-1]]
             done = space.write(keys, fill, nbytes=nbytes, parents=parents, deadline_s=_DEADLINE_S)
             if done != [Put.STORED] * len(keys):
                 raise BenchError("the pool did not take all pages")
