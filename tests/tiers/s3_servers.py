@@ -194,12 +194,19 @@ def skewed(program: str, port: int, clock: str) -> str:
         "DONT_FAKE_MONOTONIC": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }  # fmt: skip
     ending = "\nimport os, sys; sys.stdout.flush(); os._exit(0)"  # the library may abort a process that ends as usual
-    done = subprocess.run(
-        [sys.executable, "-c", program + ending, str(port)], capture_output=True, text=True, timeout=START_S,
-        env={**os.environ, **variables},
+    process = subprocess.Popen(
+        [sys.executable, "-c", program + ending, str(port)], text=True, env={**os.environ, **variables},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    try:
+        said, complaints = process.communicate(timeout=START_S)
+    finally:
+        process.kill()
+        process.wait()
+        for name in (f"faketime_shm_{process.pid}", f"sem.faketime_sem_{process.pid}"):
+            Path("/dev/shm", name).unlink(missing_ok=True)
+    assert process.returncode == 0, complaints
+    return said.strip()
 
 
 def refusal(status: str, code: str, more: str = "") -> bytes:
