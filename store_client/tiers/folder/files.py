@@ -118,7 +118,19 @@ def _fill(fd: int, pieces: Pieces, ticket: Ticket) -> bytes | None:
 
 
 def write_page(path: str, page: Sealed, ticket: Ticket) -> Put:
-    """Publish the page, or leave the one that is there. Raises OSError."""
+    """Publish the page, or leave the one that is there; FAILED where another host cleared the folder meanwhile.
+
+    Raises OSError.
+    """
+    try:
+        return _write_page(path, page, ticket)
+    except OSError as error:
+        if error.errno in GONE:
+            return Put.FAILED
+        raise
+
+
+def _write_page(path: str, page: Sealed, ticket: Ticket) -> Put:
     if has_page(path, sum(map(len, page.pieces))):
         return Put.PRESENT
     new = new_name(path)

@@ -78,8 +78,17 @@ def _claim_new(tier: str, root: Path) -> None:
 
 def is_claimed(root: Path) -> bool:
     """Raises OSError where nobody can tell."""
+    return _is_there(root / MARKER)
+
+
+def is_mounted(root: Path) -> bool:
+    """Whether what was claimed is still there. Raises OSError where nobody can tell."""
+    return _is_there(root / PAGES)
+
+
+def _is_there(path: Path) -> bool:
     try:
-        os.stat(root / MARKER)
+        os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True

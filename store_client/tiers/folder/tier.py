@@ -225,9 +225,9 @@ class SharedFolder(Tier):
         return [None if isinstance(one, BaseException) else one for one in outcome]
 
     def _check_mounted(self) -> None:
-        if not layout.is_claimed(self._root):
+        if not layout.is_mounted(self._root):
             raise TierError(
-                f"{self._title}: {self._root / layout.MARKER} is gone: the folder is not mounted any more, or was "
+                f"{self._title}: {self._root / layout.PAGES} is gone: the folder is not mounted any more, or was "
                 "deleted; mount it, or start the agent again",
                 "unavailable",
             )  # fmt: skip

@@ -124,6 +124,21 @@ def test_an_answer_that_nfs_has_lost_is_no_page_of_somebody_else(tmp_path, monke
     folder.close()
 
 
+def test_a_page_whose_folder_is_cleared_while_it_is_written_is_not_stored_and_that_is_no_fault(tmp_path, monkeypatch):
+    link = os.link
+    space, keys, memory, folder = new_space(), chain("a", 2), Memory(), open_folder(tmp_path)
+
+    def cleared(*arguments):
+        sweep.remove_all(tmp_path, None)
+        link(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", cleared)
+        assert write(folder, memory, space, keys[:1]) == [Put.FAILED]
+    assert write(folder, memory, space, keys) == [Put.STORED] * 2
+    folder.close()
+
+
 @pytest.mark.parametrize("call", ["fsync", "pwritev", "link"])
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, call):
     space, keys, memory, folder = new_space(), chain("a", 2), Memory(), open_folder(tmp_path)
