@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from mooncake_connector.cli.output import Json, human_seconds, print_json, typed_path
+from mooncake_connector.cli import tables
+from mooncake_connector.cli.output import Json, print_json, print_table, typed_path, width
 from mooncake_connector.config.schema import Config, environ_name, load_config
 from mooncake_connector.errors import ConfigError, PoolError
-from mooncake_connector.sizes import human_nbytes
 from store_client.agent import lock as lock_
 from store_client.agent.process import leave, log_to_stderr, serve
 from store_client.agent.start import start_process
@@ -102,17 +102,10 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         print_json(report)
         return
     typer.echo(
-        f"agent {report['version']} of pool {report['pool']}: process {report['pid']}, up for "
-        f"{human_seconds(report['uptime_s'])}, {report['users']} engine processes, "
-        f"{report['asked']:,} chains asked for, {report['asks']:,} of them now"
+        f"agent {report['version']} of pool {report['pool']}: process {report['pid']}, "
+        f"{report['users']} engine processes, {report['asked']:,} chains asked for, {report['asks']:,} of them now"
     )
-    for tier in report["tiers"]:
-        figures = ", ".join(
-            f"{name} {human_nbytes(value) if name.endswith('nbytes') else value}"
-            for name, value in tier.items()
-            if name != "title" and value not in (None, 0, "", {}, [])
-        )
-        typer.echo(f"tier {tier['title']}: {figures or 'nothing yet'}")
+    print_table(tables.tiers_lines(report, width()))
 
 
 def _say(value: dict[str, Any], text: str, as_json: bool) -> None:

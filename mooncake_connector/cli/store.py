@@ -5,7 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import rich.progress
 import typer
@@ -28,7 +28,7 @@ from mooncake_connector.errors import PoolError
 from mooncake_connector.sizes import human_nbytes
 from store_client import Store
 from store_client.agent.forget import mark
-from store_client.agent.visit import ask_to_forget
+from store_client.agent.visit import ask_report, ask_to_forget
 from store_client.base import Progress
 from store_client.embedded import PoolUser, pool_users
 
@@ -62,6 +62,7 @@ Which = Annotated[
 def stats(pool: Pool = None, as_json: Json = False) -> None:
     """Size, hits, evictions and failures of the pool, what each model holds of it, and which processes use it.
 
+    Where an agent runs, also how each tier does.
     Counters are summed over all processes since the pool was created.
 
     \b
@@ -72,16 +73,29 @@ def stats(pool: Pool = None, as_json: Json = False) -> None:
     with pool_.opened(pool) as store:
         state, spaces = store.stats(), store.namespaces()
     users = pool_users(Path(state.location))
+    report = _agent_of(Path(state.location))
     if as_json:
         named = {"namespaces": tables.namespaces_json(spaces), "users": tables.users_json(users)}
-        print_json({**tables.plain(state), **named})
+        print_json({**tables.plain(state), **named, "agent": report})
         return
     print_table(tables.stats_lines(state, width()))
     if spaces:
         typer.echo()
         print_table(tables.namespaces_lines(spaces, width()))
+    if report is not None:
+        typer.echo()
+        print_table(tables.tiers_lines(report, width()))
     typer.echo()
     print_table(tables.users_lines(users, width()))
+
+
+def _agent_of(folder: Path) -> dict[str, Any] | None:
+    """The report of the pool's agent, if there is one that answers."""
+    try:
+        return ask_report(folder)
+    except PoolError as error:
+        typer.echo(clean(f"{error}"), err=True)
+        return None
 
 
 @app.command("ls")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mooncake_connector.cli.columns import clean, folded, pairs, sheet
@@ -139,6 +139,31 @@ def users_lines(users: Sequence[PoolUser] | None, width: int | None) -> list[str
         return ["Used by no other process"]
     rows = [(_place(user), human_seconds(user.since_s), user.command or "-") for user in users]
     return sheet("Used by", ("process", "for>", "command~"), rows, width)
+
+
+def tiers_lines(report: Mapping[str, Any], width: int | None) -> list[str]:
+    """What lies behind a pool, nearest first, as its agent reports it (`agent --status --json`)."""
+    rows = [
+        (
+            tier["title"],
+            _tier_state(tier),
+            f"{tier['write']}, shared" if tier["share"] else tier["write"],
+            f"{tier.get('fetched_pages', 0):,} ({human_nbytes(tier.get('fetched_nbytes', 0))})",
+            f"{tier.get('written_pages', 0):,} ({human_nbytes(tier.get('written_nbytes', 0))})",
+            "-" if tier.get("used_nbytes") is None else human_nbytes(tier["used_nbytes"]),
+            ", ".join(f"{cause} {count:,}" for cause, count in tier.get("errors", {}).items()) or "-",
+        )
+        for tier in report["tiers"]
+    ]
+    title = f"Tiers, by the agent (pid {report['pid']}, for {human_seconds(report['uptime_s'])})"
+    return sheet(title, ("tier", "state", "is given", "fetched>", "written>", "used>", "failed calls~"), rows, width)
+
+
+def _tier_state(tier: Mapping[str, Any]) -> str:
+    states = {tier.get("reads"), tier.get("writes")} - {"none", None}
+    if states <= {"closed"}:
+        return "works"
+    return f"left alone ({tier.get('cause') or 'trying'})" if "open" in states else "tried again"
 
 
 def user_text(user: PoolUser) -> str:

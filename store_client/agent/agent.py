@@ -175,5 +175,8 @@ class Agent:
             "users": self._server.users,
             "asks": self._server.asks,
             "asked": self._server.asked,
-            "tiers": [msgspec.to_builtins(report) for report in self._fetches.stats()],
+            "tiers": [
+                {**msgspec.to_builtins(report), "write": tier.write, "share": tier.share}
+                for tier, report in zip(self._config.tiers, self._fetches.stats(), strict=False)
+            ],
         }

@@ -14,18 +14,16 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
 
 from mooncake_connector import __version__
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
-from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.agent import messages, sockets
+from store_client.agent.asked import Asked
 from store_client.agent.messages import Frames, Junk
 from store_client.agent.start import Starter
 from store_client.agent.visit import hear
@@ -42,42 +40,10 @@ _MAX_WAITING = 256
 _MAX_IN_FLIGHT = 1000
 _PLACES = 1000
 _SILENT_S = 3.0
-_STALE_S = 5.0
-"""An agent repeats every second how an ask stands that is not over."""
 _CLOSE_S = 5.0
 _GONE = "pages that were being fetched are recomputed: the agent is gone"
 
 logger = get_logger(__name__)
-
-Index: TypeAlias = "dict[bytes, tuple[Asked, int]]"
-"""Of one space: the ask that a key is part of, and its place there."""
-
-
-class Asked:
-    """What was asked of the agent, and what it has said so far."""
-
-    __slots__ = (
-        "asked_s", "coming", "deadline_s", "done", "heard_s", "index", "is_indexed", "keys", "landed", "namespace",
-        "nbytes", "number", "parent", "prefill_tokens_s", "settled", "shard",
-    )  # fmt: skip
-
-    def __init__(
-        self, namespace: Namespace, shard: Shard, keys: Sequence[bytes], parent: bytes | None, nbytes: int,
-        deadline_s: float, prefill_tokens_s: float | None, index: Index,
-    ) -> None:  # fmt: skip
-        self.namespace, self.shard, self.keys, self.parent, self.nbytes = namespace, shard, keys, parent, nbytes
-        self.deadline_s, self.prefill_tokens_s, self.index = deadline_s, prefill_tokens_s, index
-        self.asked_s = time.monotonic()
-        self.heard_s = 0.0
-        """When the agent last said something of it; 0: never yet."""
-        self.coming = self.landed = 0
-        self.done = self.settled = self.is_indexed = False
-        self.number = -1
-
-    def is_fresh(self, now_s: float) -> bool:
-        """Whether the last word on it still says how it stands."""
-        return now_s - self.heard_s < _STALE_S
-
 
 class Client:
     """Use `client_of`."""

@@ -18,7 +18,8 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from store_client.agent import forget
-from store_client.agent.client import Asked, Client, Index, client_of, give_back
+from store_client.agent.asked import Asked, Index
+from store_client.agent.client import Client, client_of, give_back
 from store_client.base import (
     Changes,
     Consume,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -332,16 +334,18 @@ def test_the_command_line_runs_one_in_the_foreground_for_a_pool_that_is_not_ther
 def test_the_command_line_starts_shows_and_stops_one(pool, tmp_path, config):
     environ = environ_of(tmp_path)
 
-    def said(*arguments: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, ["agent", "--pool", str(pool), *arguments], env=environ)
+    def said(*arguments: str, command: tuple[str, ...] = ("agent",)) -> tuple[int, str]:
+        done = CliRunner().invoke(app, [*command, "--pool", str(pool), *arguments], env=environ)
         return done.exit_code, done.output
 
     assert said("--status") == (1, f"error: no agent runs for pool {pool}\n")
     code, text = said()
     pid = pid_of(pool)
-    assert code == 0 and f"process {pid}" in text and "tier disk" in text
+    assert code == 0 and f"process {pid}" in text and re.search(r"^disk +works +all ", text, re.MULTILINE)
     assert said()[0] == 0 and pid_of(pool) == pid
-    assert f'"pid": {pid}' in said("--status", "--json")[1]
+    assert json.loads(said("--status", "--json")[1])["pid"] == pid
+    assert f"Tiers, by the agent (pid {pid}" in said(command=("store", "stats"))[1]
+    assert json.loads(said("--json", command=("store", "stats"))[1])["agent"]["tiers"][0]["title"] == "disk"
     assert said("--stop") == (0, "the agent has ended\n")
     until(lambda: not is_alive(pid))
     assert said("--stop") == (0, f"no agent runs for pool {pool}\n")
