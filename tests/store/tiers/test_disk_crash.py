@@ -19,7 +19,7 @@ from simulated.waiting import wait_for
 from store.tiers.disk_worker import check, open_disk
 
 WORKER = Path(__file__).with_name("disk_worker.py")
-KILLS, CUTS = (1000, 200) if LONG else (16, 5)
+KILLS, CUTS = (400, 200) if LONG else (16, 5)
 EXT4_IOC_SHUTDOWN = 0x8004587D
 NO_LOG_FLUSH = 2
 """What has not reached the device stays where it is: in memory, and lost."""
