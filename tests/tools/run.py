@@ -65,7 +65,7 @@ def pytest(where: Path, *arguments: str) -> tuple[str | Path, ...]:
 
 
 TRANSFER = ("tests/transfer", "tests/repo")  # about half of what needs no engine
-TIERS = ("tests/tiers", "tests/agent")
+TIERS = ("tests/tiers", "tests/agent", "tests/store/tiers")
 
 STAGES = {
     "lint": Stage([(DEV / "ruff", "check", "."), (DEV / "mypy",)], limit_s=600),
