@@ -21,7 +21,9 @@ from store_client.tiers.mooncake import MooncakeCluster
 from store_client.tiers.mooncake.cluster import free_ports, master_command, node_command
 
 PATIENCE_S = 120.0
-SHORT_LEASES = ("--default_kv_lease_ttl=500", "--client_ttl=3")
+SHORT_LEASES = "--default_kv_lease_ttl=500"
+LEAVES_OUT = (SHORT_LEASES, "--client_ttl=8")
+"""A node that is not heard of for so many seconds is left out; shorter, and a busy machine loses good ones."""
 
 
 def until(check: Callable[[], Any], what: str) -> Any:
@@ -73,7 +75,9 @@ class Process:
 class Cluster(AbstractContextManager["Cluster"]):
     """A master and nodes, all ready once it is entered unless `started` is False."""
 
-    def __init__(self, nodes: int = 2, node_nbytes: int = 128 << 20, flags: tuple[str, ...] = SHORT_LEASES) -> None:
+    def __init__(
+        self, nodes: int = 2, node_nbytes: int = 128 << 20, flags: tuple[str, ...] = (SHORT_LEASES, "--client_ttl=120")
+    ) -> None:
         ports = free_ports(2 + 2 * nodes)
         self.port = ports[0]
         self.master = Process(master_command(*ports[:2], *flags))
@@ -99,8 +103,9 @@ class Cluster(AbstractContextManager["Cluster"]):
         for node in self.nodes:
             node.start()
 
-    def tier(self, **settings: Any) -> MooncakeCluster:
-        return MooncakeCluster(MooncakeTier(master=f"127.0.0.1:{self.port}", host="127.0.0.1", **settings))
+    def tier(self, timeout_s: float = 60.0, **settings: Any) -> MooncakeCluster:
+        master = f"127.0.0.1:{self.port}"
+        return MooncakeCluster(MooncakeTier(master=master, host="127.0.0.1", timeout_s=timeout_s, **settings))
 
 
 def cause_of(call: Callable[[], Any]) -> str | None:

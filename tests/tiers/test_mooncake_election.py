@@ -11,7 +11,7 @@ import time
 
 import pytest
 from long_form import LONG
-from tiers.mooncake_cluster import SHORT_LEASES, Process
+from tiers.mooncake_cluster import LEAVES_OUT, Process
 
 from mooncake_connector.config.tiers import MooncakeTier
 from mooncake_connector.deploy.commands import Command
@@ -48,7 +48,7 @@ class Elected:
             f"http://127.0.0.1:{peer}", "--initial-cluster", f"default=http://127.0.0.1:{peer}",
         )  # fmt: skip
         self.etcd = Process(Command("etcd", "etcd", arguments, {}, at, ()))
-        flags = ("--enable_ha=true", f"--etcd_endpoints=127.0.0.1:{client}", *SHORT_LEASES)
+        flags = ("--enable_ha=true", f"--etcd_endpoints=127.0.0.1:{client}", *LEAVES_OUT)
         rest = iter(ports)
         self.masters = [Process(master_command(next(rest), next(rest), *flags)) for _ in range(2)]
         self.nodes = [
