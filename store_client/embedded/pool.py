@@ -6,7 +6,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mooncake_connector.errors import PoolError
@@ -62,8 +63,7 @@ class Pool:
         except BaseException:
             self._let_go(settled=True)
             raise
-        # Last: it refers to this pool, and a cycle would keep the files of one that failed.
-        self.reader = Reader(self.table, self.arena, self.counters, self._doubt)
+        self.reader = Reader(self.table, self.arena, self.counters, _weakly(self._doubt))
         self.arena.warm_up(secured)
 
     def _open(self, description: folder.Description) -> None:
@@ -210,3 +210,16 @@ class Pool:
         self._owners.abandon_in_child()
         self._lock.abandon_in_child()
         self.arena.abandon_in_child()
+
+
+def _weakly(method: Callable[[int, Found | None], None]) -> Callable[[int, Found | None], None]:
+    """A method of an object that this does not keep: a pool that was replaced must go, with gigabytes of deleted files
+    that it has mapped, even where engines have frozen the collector of cycles."""
+    bound = weakref.WeakMethod(method)
+
+    def call(slot: int, found: Found | None) -> None:
+        alive = bound()
+        if alive is not None:
+            alive(slot, found)
+
+    return call

@@ -51,6 +51,28 @@ def test_a_deleted_file_ends_in_reopening(pool, store, space, name):
     assert store.verify().corrupt == 0
 
 
+def test_a_pool_that_was_replaced_gives_its_memory_back_without_a_collector_of_cycles(pool):
+    """Engines freeze theirs: what is in a cycle by then stays for ever."""
+    code = """
+        import gc, shutil
+        gc.disable()
+        put_chain(space, chain("a", 3))
+        shutil.rmtree(sys.argv[1])
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            put_chain(space, chain("a", 3))
+            mapped = {line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if sys.argv[1] in line}
+            arenas = [name for name in mapped if "/arena" in name]
+            if len(arenas) == 1 and not any("(deleted)" in name for name in mapped):
+                break
+            time.sleep(0.05)
+        print(*arenas)
+    """
+    fill(pool)
+    mapped = run(code, pool).stdout.split("\n")[0]
+    assert mapped == str(data_folder(pool) / "arena")
+
+
 def test_a_deleted_file_never_leaves_two_writers(pool, store, space):
     """The lock is the table itself: who has another one has another pool, in which nothing of this one is changed."""
     put_chain(space, chain("a", 2))
