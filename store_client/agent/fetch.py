@@ -46,7 +46,8 @@ class Fetcher:
         """Begin. Another thread tells what is known at once; after `close`, this one."""
         cause = self._refusal(wish)
         clears = self._pool.clears
-        here = self._pool.space(wish.namespace, wish.shard).contains(wish.keys if not cause else [])
+        # Which of the pages behind a hole the pool has costs more to find out than most wishes cost, and is seen later.
+        here = 0 if cause else self._pool.space(wish.namespace, wish.shard).lookup(wish.keys).pages
         with self._locked(tell=self._closed):
             refusal = cause or ("closed" if self._closed else "")
             return self._plan.wish(wish, tell, here, time.monotonic(), clears, refusal)

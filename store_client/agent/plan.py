@@ -153,12 +153,13 @@ class Plan:
     # -- events -------------------------------------------------------------------------------------------------
 
     def wish(
-        self, wish: Wish, tell: Callable[[Word], None], here: Iterable[bool], now: float, clears: int, refusal: str = ""
+        self, wish: Wish, tell: Callable[[Word], None], here: int, now: float, clears: int, refusal: str = ""
     ) -> Chain:
-        """`here`: which of the pages the pool has. `refusal`: the cause for which the wish ends at once."""
+        """`here`: how many leading pages the pool has. `refusal`: the cause for which the wish ends at once."""
         count, tiers = len(wish.keys), len(self._tiers)
+        landed = bytearray(i < here for i in range(count))
         chain = Chain(
-            wish, tell, now + wish.deadline_s, clears, [bytearray(count) for _ in range(tiers)], bytearray(here), count,
+            wish, tell, now + wish.deadline_s, clears, [bytearray(count) for _ in range(tiers)], landed, count,
             [FIRST_QUESTION] * tiers, [None] * tiers,
         )  # fmt: skip
         self.chains.add(chain)
@@ -225,7 +226,7 @@ class Plan:
 
     def end(self, chain: Chain, cause: str) -> None:
         if not chain.done:
-            self._say(chain, Word(chain.landed, chain.landed, done=True, cause=cause))
+            self._say(chain, Word(chain.landed, chain.landed, done=True, cause=cause, settled=True))
             self._drop(chain)
 
     def forget(self, namespace: bytes | None, cause: str) -> list[Batch]:

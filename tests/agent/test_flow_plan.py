@@ -63,7 +63,7 @@ class World:
     def ask(self, count: int, deadline_s: float = 10.0) -> Chain:
         number, keys = len(self.chains), KEYS[:count]
         self.words[number] = []
-        here = [key in self.pool for key in keys]
+        here = leading(keys, self.pool)
         one = self.plan.wish(wish_for(keys, deadline_s), self.words[number].append, here, 0.0, 0)
         self.chains.append(one)
         self.take()
@@ -243,7 +243,7 @@ def test_what_one_tier_has_too_little_of_to_be_worth_it_waits_for_what_it_has_mo
     few = World([ManyOnly(set(KEYS[:8]), set(KEYS[:8]), 64)])
     few.ask(LENGTH)
     few.finish()
-    assert few.words[0] == [Word(done=True, cause="not_worth_it")] and few.tiers[0].passed_over == 8
+    assert few.words[0] == [Word(done=True, cause="not_worth_it", settled=True)] and few.tiers[0].passed_over == 8
     short = World([ManyOnly(set(KEYS), set(KEYS), 64)])
     short.ask(8)
     short.answer(0, fails=False)
@@ -262,7 +262,7 @@ def test_questions_grow_while_they_are_answered_with_yes():
     world = World([ModelTier(set(), set(), 64)])
     long = chain("long", 3000)
     world.tiers[0].says = set(long)
-    world.plan.wish(wish_for(long), lambda _: None, [False] * 3000, 0.0, 0)
+    world.plan.wish(wish_for(long), lambda _: None, 0, 0.0, 0)
     world.take()
     sizes = []
     while world.questions:
