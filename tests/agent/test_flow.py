@@ -141,7 +141,7 @@ def test_a_tier_that_hangs_does_not_keep_another_from_answering(store, space):
 
 
 def test_what_a_tier_that_hangs_was_to_bring_comes_from_another_one(store, space):
-    hanging, other = MemoryTier(), MemoryTier()
+    hanging, other = MemoryTier(parallel=1), MemoryTier()
     keys = chain("a", 8)
     put_into(hanging, keys)
     put_into(other, keys)
@@ -340,10 +340,10 @@ def test_a_pool_that_is_locked_is_busy(pool, store, tier):
 
 
 def test_what_takes_longer_than_computing_is_not_fetched(store, tier):
-    keys, others = chain("a", 8), chain("b", 400)
+    keys, others = chain("a", 4), chain("b", 400)
     put_into(tier, [*keys, *others])
     with flowing(store, tier) as flow:
-        assert fetch(flow, keys, prefill_tokens_s=1e15)[0].landed == 8, "how fast it is was not known"
+        assert fetch(flow, keys, prefill_tokens_s=1e15)[0].landed == 4, "how fast it is was not known"
         word, _ = fetch(flow, others, prefill_tokens_s=1e15)
         assert (word.coming, word.landed, word.cause) == (0, 0, "not_worth_it")
         assert flow.stats()[0].not_worth_it_pages >= 4
