@@ -261,9 +261,10 @@ class Plan:
             chain.landed += 1
         self._ask(chain)
         coming = max(chain.committed, chain.landed)
-        waits = any(chain.questions) or coming > chain.landed
+        settled = len(chain.sources) >= chain.limit or not any(chain.questions)
+        waits = not settled or coming > chain.landed
         cause = "" if waits or chain.landed == len(chain.here) else self._why(chain)
-        word = Word(coming, chain.landed, not waits, cause, not any(chain.questions))
+        word = Word(coming, chain.landed, not waits, cause, settled)
         if word != chain.last:
             self._say(chain, word)
         if word.done:
