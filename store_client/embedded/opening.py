@@ -43,6 +43,8 @@ def open_pool(
     """
     deadline = time.monotonic() + deadline_s
     try:
+        if not rebuild and not path.is_dir():  # whoever removed it does not want it back, not even empty
+            raise PoolError(f"pool {path} is not used: there is no such folder; the next engine that starts makes it")
         folder.secure_folder(path)
         lock = _open_lock(path)
         try:

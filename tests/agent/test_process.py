@@ -271,6 +271,29 @@ def test_an_agent_ends_with_its_pool(pool, config):
     until(lambda: not is_alive(pid))
 
 
+def test_destroying_a_pool_leaves_nothing_of_its_agent(pool, config):
+    with tiered(pool, config) as store:
+        pid = pid_of(pool)
+        store.clear()
+    (pool / "agent.forget.all").touch()
+    done = CliRunner().invoke(app, ["store", "destroy", "--pool", str(pool), "--yes"])
+    assert done.exit_code == 0 and not pool.exists(), done.output
+    until(lambda: not is_alive(pid))
+    assert not pool.exists()
+
+
+def test_a_pool_that_is_made_anew_while_it_is_open_gets_an_agent_of_its_own(pool, config):
+    with tiered(pool, config) as store:
+        space = store.space(namespace(), SHARD, PAGE_NBYTES)
+        old = pid_of(pool)
+        pool.rename(pool.with_name("away"))
+        until(lambda: space.lookup(chain("a", 3)) and (pool / "pool.json").exists())
+        assert used_by_one(pool, old) != old
+        until(lambda: not is_alive(old))
+        put_chain(space, chain("a", 2))
+        settled(space, chain("a", 3), Lookup(2))
+
+
 def test_where_it_cannot_be_started_the_pool_serves_alone_with_one_line(pool, config, caplog):
     EmbeddedStore(pool, CAPACITY).close()
     (pool / "agent.lock").mkdir()
