@@ -294,3 +294,75 @@ def test_what_ended_before_is_not_ended_again_by_preemption():
     producer.preempted("t", 2.0)
     producer.finished("t", 8, 3.0)
     assert ended(producer) == [("t", Ending.CANCELLED, "client gone")]
+
+
+# The next of a name, before the one before is over
+
+
+class Following:
+    """A transfer that was cancelled while a write reads its blocks, and the next of its name, already named."""
+
+    def __init__(self) -> None:
+        self.producer = open_producer("D0")
+        self.producer.finished("t", 8, 1.0)
+        self.producer.cancel("t", "abort", 1.0)
+        self.second = Outgoing("t", "t/2")
+        Producer.open(self.producer, self.second, 2.0)
+        assert ended(self.producer) == [] and self.second.ending is None
+
+    def leave(self) -> None:
+        """The write is over, and the consumer has closed."""
+        self.producer.receive("D0", close(done=False), 3.0)
+        self.producer.written("D0", "t", 0, [], "cancelled", 3.0)
+        assert (ended(self.producer)) == [("t", Ending.CANCELLED, "abort")]
+
+
+def test_the_next_of_a_name_waits_for_the_write_of_the_one_before():
+    case = Following()
+    assert answers(case.producer, granted(number=2)) == []
+    Producer.finished(case.producer, case.second, 8, 2.5)
+    case.leave()
+    (message, *_) = answers(case.producer, granted(number=2))
+    assert (message.state, message.number) == (State.OPEN, 2)
+    Producer.written(case.producer, "D0", case.second, 0, [1], None, 3.5)
+    case.producer.receive("D0", close(number=2), 4.0)
+    assert case.second.ending is Ending.DONE
+
+
+def test_where_it_is_cancelled_meanwhile_it_ends_once_and_consumers_are_told():
+    case = Following()
+    Producer.cancel(case.producer, case.second, "client gone", 2.5)
+    assert ended(case.producer) == [("t", Ending.CANCELLED, "client gone")]
+    case.leave()
+    message, *_ = answers(case.producer, announce(number=2))
+    assert message.state is State.FAILED and "client gone" in message.cause
+
+
+def test_a_third_one_is_refused_and_a_closed_side_fails_the_next_as_well():
+    case = Following()
+    third = Outgoing("t", "t/3")
+    Producer.open(case.producer, third, 2.5)
+    assert third.ending is Ending.FAILED
+    Producer.finished(case.producer, case.second, 8, 2.5)
+    case.producer.close("the instance is closed", 3.0)
+    assert [(over.transfer.request, over.transfer.ending) for over in orders(case.producer, Ended)] == [
+        ("t", Ending.CANCELLED),
+        ("t/2", Ending.FAILED),
+    ]
+
+
+def test_it_fails_where_a_consumer_rank_of_the_one_before_was_never_heard():
+    producer = make_producer()
+    producer.open("t", 0.0)
+    producer.receive("D0", granted(destinations=2), 0.0)
+    producer.finished("t", 8, 1.0)
+    producer.cancel("t", "abort", 1.0)
+    second = Outgoing("t", "t/2")
+    Producer.open(producer, second, 2.0)
+    Producer.awaited(producer, second, 2.0)
+    producer.take()
+    producer.written("D0", "t", 0, [], "cancelled", 3.0)
+    assert [(over.transfer.request, over.transfer.ending) for over in orders(producer, Ended)] == [
+        ("t", Ending.CANCELLED),
+        ("t/2", Ending.FAILED),
+    ]

@@ -73,6 +73,8 @@ class Outgoing(Transfer):
     num_tokens: int = 0
     """That it has KV of, once it is finished."""
     transports: set[str] = field(default_factory=set)
+    follower: Outgoing | None = None
+    """The next of its name, which the engine has named before this one, whose end is known, was over."""
 
     @property
     def transport(self) -> str:
@@ -86,6 +88,11 @@ class Outgoing(Transfer):
     def has_another_prompt(self, prompt: bytes) -> bool:
         """Than that of this digest; where either is not known, nothing is."""
         return bool(self.prompt and prompt) and self.prompt != prompt
+
+    @property
+    def is_being_left(self) -> bool:
+        """It has ended, and is not over."""
+        return self.opened and self.ending is not None and not self.is_over
 
     @property
     def may_be_followed(self) -> bool:

@@ -35,13 +35,21 @@ class Producer(Protocol):
     def open(self, transfer: Outgoing, now_s: float) -> None:
         """A request begins whose KV a consumer will want; one that wants that of another prompt is refused.
 
-        It fails where another one has the name, unless names return and that is over with each consumer rank heard.
+        It fails where another one has the name, unless names return and that is over with each consumer rank heard; one
+        that has ended and is not over yet, since a write reads its blocks, is waited for.
         """
         known = self._transfers.get(transfer.name)
         transfer.opened, transfer.started_s, transfer.heard_s = True, now_s, now_s
+        if self._names_return and known is not None and known.is_being_left and known.follower is None:
+            known.follower = transfer
+        else:
+            self._place(transfer, now_s)
+
+    def _place(self, transfer: Outgoing, now_s: float) -> None:
+        """Let it have its name, if that is free."""
+        known = self._transfers.get(transfer.name)
         if self._closed or (known is not None and known.opened and not self._frees(known)):
-            transfer.ending = Ending.FAILED
-            transfer.cause = self._closed or f"transfer {transfer.name!r} is or was open here"
+            self._end(transfer, Ending.FAILED, self._closed or f"transfer {transfer.name!r} is or was open here", now_s)
             return
         if known is not None and known.opened:
             transfer.former = known.numbers
@@ -147,7 +155,8 @@ class Producer(Protocol):
     @property
     def held(self) -> list[str]:
         """Transfers whose blocks are not released."""
-        return [name for name, transfer in self._transfers.items() if transfer.opened and not transfer.is_over]
+        known = [*self._transfers.values(), *filter(None, (each.follower for each in self._transfers.values()))]
+        return [transfer.name for transfer in known if transfer.opened and not transfer.is_over]
 
     # What consumers say
 
@@ -330,6 +339,9 @@ class Producer(Protocol):
         if transfer.spoken and not transfer.is_over:
             transfer.ended_s = now_s
             self._give_ended(transfer, now_s)
+            if transfer.follower is not None:
+                later, transfer.follower = transfer.follower, None
+                self._place(later, now_s)
 
     def _expire(self, transfer: Outgoing, now_s: float) -> None:
         lease_s = self._timing.lease_s
