@@ -45,6 +45,8 @@ class Spread:
         self._bandwidth = Bandwidth(source.settings.bandwidth)
         self._position: Position | None = None
         self._reread = Reread()
+        self._memory = pool.memory
+        """As the tier was told."""
         self._next_tidy_s = time.monotonic() + _TIDY_PERIOD_S
 
     def run(self) -> None:
@@ -52,6 +54,7 @@ class Spread:
         while not self._stop.is_set():
             gave = self._follow() if rule == "all" else self._give_reread() if rule == "reused" else False
             self._tidy()
+            self._register()
             if not gave:
                 self._stop.wait(_POLL_S if rule == "all" else _REREAD_POLL_S)
 
@@ -125,6 +128,13 @@ class Spread:
     def _wait_until_allowed(self) -> None:
         while not self._source.writes.allows(time.monotonic()) and not self._stop.wait(_POLL_S):
             self._tidy()
+
+    def _register(self) -> None:
+        """Tell the tier where the arena is mapped, once the pool has grown."""
+        memory, tier = self._pool.memory, self._source.tier
+        if memory is not None and memory is not self._memory:
+            self._memory = memory
+            self._source.call(self._source.gifts, self._source.writes, lambda _: tier.register(memory))
 
     def _tidy(self) -> None:
         now = time.monotonic()

@@ -90,8 +90,8 @@ class Tier(ABC):
     """Whether others than this deployment may write there, so that seals must carry a MAC."""
 
     def register(self, memory: Bytes) -> None:  # noqa: B027 - most tiers need nothing
-        """All pieces of later calls may lie in this memory, which stays mapped until `close`. May be called again with
-        a longer one that begins at the same address."""
+        """All pieces of later calls may lie in this memory, which stays mapped until `close`. Called again where the
+        pool has grown, with a longer mapping at another address, in which later pieces lie then."""
 
     @abstractmethod
     def contains(self, space: SpaceName, keys: Sequence[bytes], *, nbytes: int, deadline_s: float) -> list[bool]:

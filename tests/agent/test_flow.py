@@ -403,6 +403,19 @@ def test_the_arena_is_registered_before_anything_is_read_into_it(store, tier):
         assert tier.memory is not None and len(tier.memory) >= CAPACITY
 
 
+@pytest.mark.parametrize("write", ["none", "all"])
+def test_a_pool_that_grows_is_registered_anew_and_fetched_into(pool, store, space, tier, write):
+    keys = chain("a", 200)
+    put_into(tier, keys)
+    with flowing(store, (settings(write=write), tier)) as flow:
+        before = tier.memory
+        with EmbeddedStore(pool, 2 * CAPACITY):
+            wait_until(lambda: tier.memory is not before)
+            assert len(tier.memory) >= 2 * CAPACITY
+            assert fetch(flow, keys)[0].landed == 200
+            assert all(is_right(space, key) for key in keys)
+
+
 def test_reports_are_plain_values(store, tier):
     put_into(tier, chain("a", 8))
     with flowing(store, (settings("mine"), tier)) as flow:
