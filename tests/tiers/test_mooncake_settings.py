@@ -1,12 +1,15 @@
 """Where the settings of a Mooncake client come from: ours, Mooncake's file or variables, defaults."""
 
 import json
+import sys
 
 import pytest
 
 from mooncake_connector.config.tiers import MooncakeTier, decode_tiers
 from store_client.tiers.base import TierError
+from store_client.tiers.mooncake import library
 from store_client.tiers.mooncake.settings import client_settings
+from store_client.tiers.open import open_tier
 
 MASTER = {"MOONCAKE_MASTER": "10.0.0.1:50051"}
 
@@ -84,3 +87,19 @@ def test_a_file_that_is_no_object_is_refused(tmp_path, content):
     file.write_text(content)
     with pytest.raises(TierError, match="MOONCAKE_CONFIG_PATH"):
         client_settings(MooncakeTier(), {"MOONCAKE_CONFIG_PATH": str(file)})
+
+
+def test_a_wheel_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(TierError, match=r"pip install 'mooncake-connector\[mooncake\]'") as caught:
+        open_tier(MooncakeTier(master="127.0.0.1:1"), b"")
+    assert caught.value.lasting
+
+
+def test_a_system_library_that_is_missing_is_named(monkeypatch):
+    def fail(name):
+        raise ImportError("libibverbs.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(library, "import_module", fail)
+    with pytest.raises(TierError, match="apt-get install libibverbs1 "):
+        open_tier(MooncakeTier(master="127.0.0.1:1"), b"")

@@ -7,8 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from importlib import import_module, metadata
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from store_client.base import Bytes, Put
 from store_client.tiers.base import SEAL_NBYTES, Pieces, Sealed, SpaceName, Target, Tier, TierError, TierStats
 from store_client.tiers.checks import check_keys, check_sealed, check_targets
 from store_client.tiers.mooncake import status
+from store_client.tiers.mooncake.library import load, replication, version
 from store_client.tiers.mooncake.link import Link
 from store_client.tiers.mooncake.memory import Place, Range, Registered, Side, Sides, groups
 from store_client.tiers.mooncake.names import page_name, pattern
@@ -39,8 +38,8 @@ class MooncakeCluster(Tier):
     def __init__(self, settings: MooncakeTier, pool_name: str = "") -> None:
         self._title = settings.title
         self._settings = client_settings(settings, os.environ)
-        library = _library(self._title)
-        self._config = _replication(library, settings)
+        library = load(self._title)
+        self._config = replication(library, settings)
         self._registered = Registered()
         self._sides = Sides(self._registered)
         self._link = Link(self._title, self._settings, library, self._registered)
@@ -257,7 +256,7 @@ class MooncakeCluster(Tier):
             if self._refused_puts > 1:
                 return TierError(
                     f"{text}; it answers which pages it has and takes none: it is of another version, probably. This "
-                    f"client is {_version()}: install the same at the master, the nodes and here",
+                    f"client is {version()}: install the same at the master, the nodes and here",
                     "version",
                 )
         self._link.doubt(text)
@@ -288,28 +287,3 @@ def _spread(page: Bytes, pieces: Pieces) -> None:
     for piece in pieces:
         piece[:] = page[at : at + len(piece)]
         at += len(piece)
-
-
-def _replication(library: ModuleType, settings: MooncakeTier) -> Any:
-    config = library.ReplicateConfig()
-    config.replica_num = settings.replicas
-    if settings.soft_pin:
-        config.soft_pin_action = library.SoftPinAction.ENABLE
-    return config
-
-
-def _library(title: str) -> ModuleType:
-    try:
-        return import_module("mooncake.store")
-    except ImportError as error:
-        if "shared object" in str(error):
-            needed = "a system library is missing: apt-get install libibverbs1 libnuma1 librdmacm1 liburing2 libcurl4"
-        else:
-            needed = "pip install 'mooncake-connector[mooncake]', or the wheel of Mooncake that fits this machine"
-        text = f"tier {title} (mooncake): the client of Mooncake cannot be loaded ({error}): {needed}"
-        raise TierError(text, "unavailable", lasting=True) from None
-
-
-def _version() -> str:
-    found = [one for one in metadata.distributions() if one.name.lower().startswith("mooncake-transfer-engine")]
-    return f"{found[0].name} {found[0].version}" if found else "of an unknown version"
