@@ -32,7 +32,7 @@ from store_client.agent.tiered import TieredStore
 from store_client.agent.visit import ask_report, ask_to_stop
 from store_client.testing import DEADLINE_S, PAGE_NBYTES, SHARD, chain, namespace, put_chain
 
-KILLS = 100 if LONG else 4
+KILLS = 100 if LONG else 3
 ENGINE = """
 import os, sys, time
 from pathlib import Path

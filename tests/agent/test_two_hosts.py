@@ -84,7 +84,7 @@ def test_what_one_host_clears_comes_from_the_shared_folder_no_more(hosts):
 
 def test_pages_come_although_the_agents_of_both_hosts_are_killed(hosts):
     with tiered(hosts[0].pool, hosts[0]) as one, tiered(hosts[1].pool, hosts[1]) as two:
-        for number in range(3):
+        for number in range(2):
             keys = chain(f"{number}", 4)
             pids = [pid_of(host.pool) for host in hosts]
             put_chain(space_of(one), keys[:2])
