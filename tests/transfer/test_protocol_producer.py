@@ -280,6 +280,8 @@ def test_a_name_is_refused_for_a_lease_where_names_do_not_return():
     producer.receive("D0", close(), 0.5)
     (answer,) = answers(producer, announce(number=2))
     assert answer.state is State.FAILED and "is over" in answer.cause
+    (answer,) = answers(producer, close(number=2))
+    assert (answer.state, answer.number) == (State.CLOSED, 2)
     producer.open(second, 2.0)
     assert second.ending is Ending.FAILED
     producer.tick(31.0)

@@ -206,7 +206,7 @@ class Producer(Protocol):
             return None  # it is said again, when this one is over
         refusal = self._refusal(message)
         if transfer is not None and not self._frees(transfer):
-            if isinstance(message, Close):
+            if isinstance(message, Close) and self._names_return:
                 return None  # who is told that it is known here, may speak of the next
             refusal = f"the transfer is over: {transfer.cause or transfer.ending}"
         if refusal is not None:
