@@ -116,6 +116,24 @@ def test_nothing_is_lost_while_a_tier_is_not_there(store, space, tier):
         assert flow.stats()[0].errors["unavailable"] >= 1
 
 
+def test_a_tier_that_fell_behind_the_feed_is_offered_what_the_pool_has(store, space, tier):
+    flood = store.space(namespace("flood"), SHARD)
+    with flowing(store, giving(tier)) as flow:
+        settle(store, tier)
+        before = store.changes().position
+        tier.failing = TierError("nobody is there", "unavailable")
+        put_chain(space, chain("a", 4))
+        wait_until(lambda: flow.stats()[0].writes == "open")
+        turn, keys = 0, []
+        while not store.changes(before).gap:
+            turn, keys = turn + 1, chain(f"flood {turn}", 1000)
+            put_chain(flood, keys, 4096)
+        tier.failing = None
+        present = [key for key, there in zip(keys, flood.contains(keys), strict=True) if there]
+        assert len(present) > 500
+        wait_until(lambda: has(tier, present))
+
+
 def test_pages_that_are_gone_before_they_are_given_are_overtaken(store, space, tier):
     keys = chain("a", 8)
     with flowing(store, giving(tier)) as flow:
