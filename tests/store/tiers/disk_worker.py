@@ -44,6 +44,8 @@ def work(folder: Path, seed: int, report: Path) -> None:
     disk = open_disk(folder)
     for keys, nbytes in KEPT:
         write(disk, Memory(2 << 20), space_of(nbytes), keys, nbytes)
+    keys, nbytes = chain_of(seed % CHAINS)  # so that there is something to find, however soon the end comes
+    write(disk, Memory(4 << 20), space_of(nbytes), keys, nbytes)
     disk.flush()
     report.write_text("kept")
     while True:
