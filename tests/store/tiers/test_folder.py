@@ -296,7 +296,7 @@ def test_a_mount_that_hangs_costs_the_time_of_the_call_and_no_memory_is_touched_
         assert np.array_equal(place[0], before)
         mount.die()
         with pytest.raises(TierError, match="not connected") as caught:
-            contains(folder, space, keys)
+            contains(folder, space, chain("no cache knows", 2))
         assert caught.value.cause == "unavailable"
         folder.close()
 
