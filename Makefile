@@ -75,7 +75,9 @@ test-gpu: $(SGLANG)/.tests $(SGLANG)/.wheel
 # NAME=store PEERS=mooncake; hicache, mooncake and file; transfer, mooncake and nixl; tiers, mooncake; pd, nixl; pd-sglang, mooncake;
 # serve, vLLM's connectors.
 BENCH_PYTHON := $(DEV)/bin/python
-bench-store bench-transfer bench-tiers: dev
+bench-store bench-transfer: dev
+bench-tiers: dev vllm
+bench-tiers: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models/qwen3
 bench-hicache: sglang
 bench-hicache: BENCH_PYTHON := $(SGLANG)/bin/python
 bench-pd: dev vllm

@@ -68,7 +68,8 @@ def tiers(given: argparse.Namespace) -> Comparison:
     from bench.peers import tiers
     from bench.tiers.measure import Scale
 
-    return tiers.run(given.disk, given.folder, tiers.QUICK if given.quick else Scale(), given.peer, say)
+    scale = tiers.QUICK if given.quick else Scale()
+    return tiers.run(given.disk, given.folder, scale, given.peer, _engine(given), say)
 
 
 def pd(given: argparse.Namespace) -> Comparison:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from bench.peers import vllm
 from bench.peers.report import Comparison, Goal, Row, row
 from bench.tiers import disk, engine, folder
 from bench.tiers.measure import Rates, Scale
@@ -25,7 +26,9 @@ _GOALS = {"disk": 0.8, "folder": 0.8, "mooncake": 0.9}
 _CLUSTER_NBYTES = 256 << 20
 
 
-def run(where: Path, memory: Path, scale: Scale, peers: Collection[str], progress: Progress) -> Comparison:
+def run(
+    where: Path, memory: Path, scale: Scale, peers: Collection[str], vllm_engine: vllm.Engine | None, progress: Progress
+) -> Comparison:
     """Measure in temporary folders of `where`, on the file system that is to be measured, and pools in `memory`."""
     check_room(where, 2 * scale.nbytes + (256 << 20))
     machine, versions = describe_machine(where), describe_versions()
@@ -45,7 +48,11 @@ def run(where: Path, memory: Path, scale: Scale, peers: Collection[str], progres
         found += mooncake.measure(memory, smaller, progress)
     rows = [_row(rates) for rates in found]
     progress("what an engine's process spends, and waits")
-    return Comparison(machine, versions, [*rows, *engine_rows(engine.measure(memory, quick=scale is QUICK))])
+    rows += engine_rows(engine.measure(memory, quick=scale is QUICK))
+    if vllm_engine is not None:
+        versions["vllm"] = vllm.version(vllm_engine)
+        rows.append(vllm.silent_tier_row(vllm_engine, memory, progress))
+    return Comparison(machine, versions, rows)
 
 
 def _row(rates: Rates) -> Row:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import socket
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +16,12 @@ from typing import Any
 
 from bench.peers import children, mooncake_store
 from bench.peers.report import Goal, Row, row
+from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.measure import BenchError, Progress
 from mooncake_connector.cli.bench.serve.engines import transfer_config
 
 _DEADLINE_S = 600.0
+_START_S = 60.0
 _HIT_TOKENS = 1900
 _PROMPT_TOKENS = 1960
 _TTFT_ROUNDS = 9
@@ -78,6 +84,30 @@ def idle_row(idle: dict[str, Any]) -> Row:
     without, ours, empty = (min(idle.get(name, ()), default=None) for name in ("without_s", "with_s", "empty_s"))
     figure = f"vLLM, scheduler step with {_IDLE_REQUESTS} requests, change by the idle connector"
     return row(figure, _change(ours, without), "%", limit=_change(empty, without), goal=Goal(at_most=1))
+
+
+def silent_tier_row(engine: Engine, folder: Path, progress: Progress) -> Row:
+    """Prompts of three pages, new in every round. Best rounds; the limit is the same with a pool that has no tiers."""
+    progress(f"vLLM: scheduler step with {_IDLE_REQUESTS} requests, beside a tier that never answers")
+    silent = "silent_s"
+    with contextlib.ExitStack() as stack:
+        master = stack.enter_context(socket.create_server(("127.0.0.1", 0)))  # takes connections, and says nothing
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-", dir=folder))
+        log = stack.enter_context(tempfile.TemporaryFile())
+        pool = {"pool": f"{name}/behind", "capacity": "512MiB"}
+        tiers = [{"kind": "mooncake", "master": f"127.0.0.1:{master.getsockname()[1]}", "host": "127.0.0.1"}]
+        settings = {"MOONCAKE_CONNECTOR_POOL": pool["pool"], "MOONCAKE_CONNECTOR_TIERS": json.dumps(tiers)}
+        # Where Mooncake's wheel is, which the engine does not need.
+        command = [sys.executable, "-m", "mooncake_connector.cli.entry", "agent", "--foreground"]
+        agent = stack.enter_context(processes.running(command, log, {**os.environ, **settings}))
+        listens = Path(pool["pool"]) / "agent.sock"
+        processes.wait_until(listens.exists, agent, log, _START_S, "the agent")
+        more = {silent: transfer_config(_OURS, {**pool, "tiers": tiers, "agent": "external"})}
+        order = {**_idle_order(Path(name)), "prompt_tokens": 200, "more": more}
+        found = _run_child(engine, "vllm_idle", order, {}, progress)
+    plain, ours = (min(found.get(one, ()), default=None) for one in ("with_s", silent))
+    figure = f"vLLM, scheduler step with {_IDLE_REQUESTS} requests, change by a tier that never answers"
+    return row(figure, _change(ours, plain), "%", goal=Goal(at_most=1))
 
 
 def median_ms(seconds: Mapping[str, Sequence[float]], name: str) -> float | None:
