@@ -169,11 +169,7 @@ def _open_partial(partial: Path) -> int | None:
         if not _is_at(folder, partial):
             os.close(folder)
             return None
-        why = why_foreign(folder, unfinished=True)
-        if why is None and os.fstat(folder).st_uid != os.geteuid():
-            why = "it belongs to another user"
-        if why is not None:
-            raise SnapshotError(f"{partial} is in the way and was not touched ({why}): delete it, or move it away")
+        _check_ours(folder, partial)
     except BaseException:
         with contextlib.suppress(OSError):
             os.close(folder)
@@ -235,7 +231,8 @@ def _exchange(partial: Path, target: Path) -> Path:
     if code not in _NO_EXCHANGE:
         raise OSError(code, os.strerror(code), os.fspath(target))
     former = former_of(target)
-    clear_former(target)
+    if not clear_former(target):
+        raise SnapshotError(f"{former} is in use: another process takes or reads this snapshot now; try again")
     os.rename(target, former)
     os.rename(partial, target)
     return former
@@ -250,21 +247,34 @@ def _rename_exchange(one: Path, other: Path) -> int:
     return ctypes.get_errno() if failed else 0
 
 
-def clear_former(target: Path) -> None:
-    """Remove what a killed command left beside `target`, where that is there. Raises OSError, SnapshotError."""
+def clear_former(target: Path) -> bool:
+    """Remove the former snapshot that was left beside `target`; False where another process uses it.
+
+    Raises OSError, SnapshotError.
+    """
     former = former_of(target)
     try:
         folder = open_folder(former)
     except FileNotFoundError:
-        return
+        return True
     try:
-        why = why_foreign(folder, unfinished=True)
-        if why is not None:
-            raise SnapshotError(f"{former} is in the way and was not touched ({why}): delete it, or move it away")
+        if not lock(folder, fcntl.LOCK_EX) or not _is_at(folder, former):
+            return False
+        _check_ours(folder, former)
         _empty(folder)
         os.rmdir(former)
     finally:
         os.close(folder)
+    return True
+
+
+def _check_ours(folder: int, path: Path) -> None:
+    """Raises SnapshotError where what is in the way may be somebody else's, and OSError."""
+    why = why_foreign(folder, unfinished=True)
+    if why is None and os.fstat(folder).st_uid != os.geteuid():
+        why = "it belongs to another user"
+    if why is not None:
+        raise SnapshotError(f"{path} is in the way and was not touched ({why}): delete it, or move it away")
 
 
 def _sync_parent(target: Path) -> None:

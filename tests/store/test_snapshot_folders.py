@@ -185,6 +185,36 @@ class TestWithoutAnExchange:
         assert take_snapshot(store, folder).pages == PAGES
         assert os.listdir(folder.parent) == ["snapshot"] and pages_in(folder) == PAGES
 
+    def test_what_a_restore_reads_stays_until_it_is_over(self, store, folder, pool):
+        take_snapshot(store, folder)
+        with EmbeddedStore(pool.with_name("other"), CAPACITY) as other, Snapshot(folder) as snapshot:
+            assert take_snapshot(store, folder).replaced and former_of(folder).exists()
+            before = below(folder)
+            with pytest.raises(SnapshotError, match=r"former is in use: .*; try again"):
+                take_snapshot(store, folder)
+            assert below(folder) == before and not partial_of(folder).exists()
+            assert restore(snapshot, other).pages == len(held_by(other)) == PAGES
+        assert take_snapshot(store, folder).replaced
+        assert os.listdir(folder.parent) == ["snapshot"] and pages_in(folder) == PAGES
+
+    def test_so_does_what_a_killed_command_left(self, store, folder, pool):
+        take_snapshot(store, folder)
+        os.rename(folder, former_of(folder))
+        with EmbeddedStore(pool.with_name("other"), CAPACITY) as other, Snapshot(folder) as snapshot:
+            assert not take_snapshot(store, folder).replaced and former_of(folder).exists()
+            assert restore(snapshot, other).pages == PAGES
+        assert take_snapshot(store, folder).replaced and os.listdir(folder.parent) == ["snapshot"]
+
+    @as_root
+    def test_another_users_former_one_is_not_touched(self, store, folder):
+        take_snapshot(store, folder)
+        shutil.copytree(folder, former_of(folder))
+        os.chown(former_of(folder), 12345, 12345)
+        before = below(folder.parent)
+        with pytest.raises(SnapshotError, match=r"former is in the way and was not touched \(it belongs to another"):
+            take_snapshot(store, folder)
+        assert below(folder.parent) == before
+
     def test_what_is_not_ours_at_the_former_ones_place_is_not_touched(self, store, folder):
         take_snapshot(store, folder)
         former_of(folder).mkdir()
