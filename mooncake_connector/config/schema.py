@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from mooncake_connector.config.environ import is_service_variable
 from mooncake_connector.config.file import read_config_file
-from mooncake_connector.config.tiers import Tiers, decode_tiers
+from mooncake_connector.config.tiers import Tiers, decode_tiers, place_of
 from mooncake_connector.config.values import TRANSPORTS, Hosts, Nbytes, PageTokens, Transports, decode, shown
 from mooncake_connector.errors import ConfigError
 
@@ -406,6 +406,14 @@ def check_together(settings: list[Setting]) -> None:
             f"{said('tiers')} has {', '.join(needing)}, and {seen('secret_file')}: set secret_file to a file with the "
             "same secret on all hosts, since others may write there and pages are signed with it"
         )
+    pool = os.path.realpath(value["pool"]) if value["pool"] is not None else None
+    for tier in value["tiers"]:
+        place = place_of(tier)
+        if pool is not None and place is not None and Path(place).is_relative_to(pool):
+            raise ConfigError(
+                f"{said('tiers')} has {tier.title} with path {shown(place)}, and {seen('pool')}: expected a path "
+                "outside the pool's folder"
+            )
     hosts = value["transfer_hosts"]
     if hosts and value["secret_file"] is None:
         raise ConfigError(
@@ -435,5 +443,6 @@ def _convert(name: str, value: Any, source: str, *, strict: bool) -> Any:
         extra = field_metadata(name).extra or {}
         if name == "tiers" and isinstance(error, ValueError) and not isinstance(error, msgspec.ValidationError):
             raise ConfigError(f"{source}: {error}") from None
-        seen = "not shown here" if name in _PRIVATE and value and isinstance(value, str) else shown(value)
+        is_private = name == "tiers" or (name in _PRIVATE and value and isinstance(value, str))
+        seen = "not shown here" if is_private else shown(value)
         raise ConfigError(f"{source} is {seen}: expected {extra['allowed']}") from None

@@ -7,6 +7,7 @@ order of the list is the order in which the agent asks them: nearest first.
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -14,6 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mooncake_connector.config.values import Nbytes, decode, shown
+from mooncake_connector.log import printable
 
 MAX_TIERS = 8
 
@@ -109,21 +111,42 @@ def decode_tiers(value: Any, *, strict: bool) -> Tiers:
     """
     if isinstance(value, str) and not strict:
         text = value.strip()
-        value = msgspec.json.decode(text) if text.startswith("[") else [name.strip() for name in text.split(",")]
+        value = msgspec.json.decode(text) if text[:1] in ("[", "{") else [name.strip() for name in text.split(",")]
     if not isinstance(value, list) or len(value) > MAX_TIERS:
-        raise ValueError(f"{shown(value)}: expected a list of at most {MAX_TIERS} tiers")
+        seen = f"{len(value)} tiers" if isinstance(value, list) else _seen(value)
+        raise ValueError(f"{seen}: expected a list of at most {MAX_TIERS} tiers")
     tiers = Tiers(_decode_tier(number, entry) for number, entry in enumerate(value, 1))
     titles = [tier.title for tier in tiers]
     if twice := sorted({title for title in titles if titles.count(title) > 1}):
         raise ValueError(f"two tiers are called {twice[0]!r}: give each a `name` of its own")
+    titles_at: dict[str, str] = {}
+    for tier in tiers:
+        place = place_of(tier)
+        if place is not None and (other := titles_at.setdefault(place, tier.title)) != tier.title:
+            raise ValueError(f"{other} and {tier.title} have the same path {shown(place)}: give each its own")
     return tiers
+
+
+def place_of(tier: AnyTier) -> str | None:
+    """The folder that a tier keeps its pages in, by the one name that it has; None for a tier without a folder.
+
+    A shared folder is taken as it is written: to follow links is to ask its server, which may never answer.
+    """
+    if isinstance(tier, FolderTier):
+        return os.path.normpath(tier.path)
+    return os.path.realpath(tier.path) if isinstance(tier, DiskTier) else None
 
 
 def _decode_tier(number: int, entry: Any) -> AnyTier:
     fields = {"kind": entry} if isinstance(entry, str) else entry
-    kind = fields.get("kind") if isinstance(fields, dict) else None
-    if kind not in KINDS:
-        raise ValueError(f"tier {number} is {shown(entry)}: expected a mapping with `kind`, one of {', '.join(KINDS)}")
+    allowed = f"expected a mapping with `kind`, one of {', '.join(KINDS)}"
+    if not isinstance(fields, dict):
+        raise ValueError(f"tier {number} is {_seen(entry)}: {allowed}")
+    if "kind" not in fields:
+        raise ValueError(f"tier {number} has no `kind`: {allowed}")
+    kind = fields["kind"]
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"tier {number} is of kind {_seen(kind)}: {allowed}")
     known = msgspec.structs.fields(KINDS[kind])
     names = [field.name for field in known]
     for key in fields:
@@ -138,5 +161,12 @@ def _decode_tier(number: int, entry: Any) -> AnyTier:
             raise ValueError(f"tier {number} ({kind}) lacks `{field.name}`")
     try:
         return msgspec.convert(fields, AnyTier, dec_hook=lambda wanted, seen: decode(wanted, seen, True))
-    except (msgspec.ValidationError, ValueError) as error:
-        raise ValueError(f"tier {number} ({kind}): {error}") from None
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"tier {number} ({kind}): {printable(str(error), 200)}") from None
+
+
+def _seen(value: Any) -> str:
+    """As a message shows it; of what has values inside, which may be secret, only that it has."""
+    if isinstance(value, dict):
+        return "a mapping"
+    return "a list" if isinstance(value, list) else shown(value)

@@ -6,6 +6,7 @@ Each is checked alone; what must hold between fields is `mooncake_connector.conf
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import reprlib
 from pathlib import Path
@@ -114,6 +115,7 @@ def _can_be_told_to_peers(host: str) -> bool:
 def _decode_path(value: Any) -> Path:
     if not isinstance(value, str) or "\0" in value:
         raise ValueError("expected text")
+    os.fsencode(value)  # UnicodeEncodeError for what no file can be called
     try:
         path = Path(value).expanduser()
     except RuntimeError as error:  # "~somebody" who does not exist

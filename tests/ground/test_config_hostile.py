@@ -1,5 +1,6 @@
 """Configuration that was broken, by accident or on purpose: an error that names the place, at once."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.config.tiers import KINDS, Tiers
 from mooncake_connector.errors import ConfigError
 
 LONGEST_MESSAGE = 1500  # names every setting there is
@@ -237,6 +239,79 @@ class TestTheEnginesJson:
     def test_a_secret_in_place_of_the_file_that_holds_it_is_not_shown(self, key):
         message = refused({key: "hunter2-is-my-secret"}, {})
         assert "hunter2" not in message and "absolute path" in message
+
+
+WORDS = st.sampled_from(
+    [*KINDS, "kind", "name", "path", "capacity", "write", "url", "/a", "/a/../b", "~", "1GiB", "s3://a/b", "\ud800", ""]
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | WORDS
+ANY_JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9) | WORDS, inner, max_size=4)
+)
+ENTRIES = st.fixed_dictionaries(
+    {"kind": st.sampled_from(list(KINDS)) | ANY_JSON},
+    optional={
+        "name": WORDS | ANY_JSON, "path": WORDS | ANY_JSON, "capacity": WORDS | ANY_JSON, "url": WORDS | ANY_JSON,
+        "write": WORDS | ANY_JSON, "timeout_s": ANY_JSON | st.just(10**400), "replicas": ANY_JSON,
+    },
+)  # fmt: skip
+
+
+def disk(path: str, kind: str = "disk", **more: str) -> "dict[str, str]":
+    return {"kind": kind, "path": path, "capacity": "1GiB", **more}
+
+
+class TestTiers:
+    @given(value=ANY_JSON | st.lists(ENTRIES | ANY_JSON, max_size=4))
+    @settings(max_examples=300)
+    def test_whatever_they_hold_the_outcome_is_tiers_or_an_error(self, tmp_path_factory, value):
+        secret = {"secret_file": str(tmp_path_factory.getbasetemp())}
+        try:
+            assert isinstance(load_config({"tiers": value, **secret}, {}).tiers, Tiers)
+        except ConfigError as error:
+            assert str(error).isprintable()
+
+    @pytest.mark.parametrize("kind", [["disk"], {"disk": "hunter2"}, 5, None, 1.5, True], ids=repr)
+    def test_a_kind_that_is_no_text_is_refused(self, kind):
+        message = refused({"tiers": ["mooncake", {"kind": kind, "path": "/hunter2"}]}, {})
+        assert "tier 2 is of kind" in message and "one of mooncake, disk" in message and "hunter2" not in message
+
+    def test_a_monstrous_value_of_a_setting_is_not_repeated(self):
+        assert "tier 1 (disk)" in refused({"tiers": [disk("/a", write="x" * 100000)]}, {})
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            [{"kind": "s3", "secret_key": "hunter2"}],
+            [{"kind": "object", "url": "s3://a", "secret_key": "hunter2"}],
+            [{"secret_key": "hunter2"}],
+            {"kind": "object", "secret_key": "hunter2"},
+            [[{"secret_key": "hunter2"}]],
+            [{"kind": "disk", "secret_key": "hunter2"}] * 9,
+            [{"kind": "object", "url": "https://me:hunter2@host"}],
+        ],
+        ids=["wrong kind", "unknown key", "no kind", "no list", "a list in the list", "too many", "url"],
+    )
+    def test_what_may_be_secret_is_not_shown(self, value):
+        assert "hunter2" not in refused({"tiers": value}, {})
+        assert "hunter2" not in refused({}, {"MOONCAKE_CONNECTOR_TIERS": json.dumps(value)})
+
+    @pytest.mark.parametrize("kind", ["disk", "folder"])
+    def test_two_on_one_path_are_refused(self, tmp_path, kind):
+        tiers = [disk(str(tmp_path)), disk(f"{tmp_path}/x/..", kind, name="other")]
+        assert f"disk and other have the same path '{tmp_path}'" in refused({"tiers": tiers}, {})
+        (tmp_path / "link").symlink_to(tmp_path)
+        tiers = [disk(str(tmp_path)), disk(f"{tmp_path}/link", name="other")]
+        assert "have the same path" in refused({"tiers": tiers}, {})
+        tiers[1]["path"] = str(tmp_path / "below")
+        assert len(load_config({"tiers": tiers}, {}).tiers) == 2
+
+    @pytest.mark.parametrize("below", ["", "/a", "/../pool/a"])
+    def test_one_in_the_pools_folder_is_refused(self, tmp_path, below):
+        message = refused({"pool": str(tmp_path / "pool"), "tiers": [disk(f"{tmp_path}/pool{below}")]}, {})
+        assert "has disk with path" in message and "pool in the engine's JSON is" in message
+        beside = {"pool": str(tmp_path / "pool"), "tiers": [disk(f"{tmp_path}/pool-disk")]}
+        assert load_config(beside, {}).tiers[0].path == tmp_path / "pool-disk"
 
 
 @pytest.mark.parametrize("value", [["not", "keys"], "text", 5])
