@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers.mooncake_cluster import needs_mooncake
 
 from bench.peers import tiers
 from bench.tiers import disk, engine, folder
@@ -40,7 +41,7 @@ def test_the_ratio_is_that_of_the_rounds():
 
 
 def test_a_cluster_beside_a_bare_client(tmp_path):
-    pytest.importorskip("mooncake.store", reason="NOT TESTED: needs Mooncake's wheel")
+    needs_mooncake()
     command = [sys.executable, "-m", "bench.tiers.mooncake", str(tmp_path), "tiny"]
     done = subprocess.run(
         command,

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+import pytest
+
 from mooncake_connector.config.tiers import MooncakeTier
 from mooncake_connector.deploy.commands import Command
 from mooncake_connector.deploy.watch import read
@@ -24,6 +26,17 @@ PATIENCE_S = 120.0
 SHORT_LEASES = "--default_kv_lease_ttl=500"
 LEAVES_OUT = (SHORT_LEASES, "--client_ttl=8")
 """A node that is not heard of for so many seconds is left out; shorter, and a busy machine loses good ones."""
+
+
+def needs_mooncake() -> None:
+    """Skip the test, or the whole module, where Mooncake's client is missing or a library that it needs."""
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError as error:
+        pytest.skip(
+            f"NOT TESTED: needs Mooncake's wheel and the libraries in tests/requirements/system.txt ({error})",
+            allow_module_level=True,
+        )
 
 
 def until(check: Callable[[], Any], what: str) -> Any:

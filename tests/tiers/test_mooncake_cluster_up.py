@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from tiers.mooncake_cluster import until
+from tiers.mooncake_cluster import needs_mooncake, until
 
 from mooncake_connector.config.tiers import decode_tiers
 from store_client.base import Put
@@ -16,7 +16,7 @@ from store_client.testing import chain
 from store_client.tiers.open import open_tier
 from store_client.tiers.testing import Memory, new_space, read, write
 
-pytest.importorskip("mooncake.store")
+needs_mooncake()
 MAIN = "from mooncake_connector.cli.entry import main; main()"
 
 

@@ -1,14 +1,14 @@
 """The tier `mooncake` does what every tier must, on a real cluster of a master and two nodes."""
 
 import pytest
-from tiers.mooncake_cluster import Cluster
+from tiers.mooncake_cluster import Cluster, needs_mooncake
 
 from store_client.tiers.testing import TierConformance
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    pytest.importorskip("mooncake.store")
+    needs_mooncake()
     with Cluster() as running:
         yield running
 

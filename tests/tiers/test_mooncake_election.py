@@ -11,7 +11,7 @@ import time
 
 import pytest
 from long_form import LONG
-from tiers.mooncake_cluster import LEAVES_OUT, Process
+from tiers.mooncake_cluster import LEAVES_OUT, Process, needs_mooncake
 
 from mooncake_connector.config.tiers import MooncakeTier
 from mooncake_connector.deploy.commands import Command
@@ -23,7 +23,7 @@ from store_client.tiers.mooncake import MooncakeCluster
 from store_client.tiers.mooncake.cluster import free_ports, master_command, node_command
 from store_client.tiers.testing import Memory, new_space, read, write
 
-pytest.importorskip("mooncake.store")
+needs_mooncake()
 PATIENCE_S = 600.0
 
 

@@ -4,14 +4,14 @@ A master of another version cannot be had here; how that shows is imitated (see 
 """
 
 import pytest
-from tiers.mooncake_cluster import LEAVES_OUT, Cluster, cause_of, until
+from tiers.mooncake_cluster import LEAVES_OUT, Cluster, cause_of, needs_mooncake, until
 
 from store_client.base import Put
 from store_client.testing import PAGE_NBYTES, chain
 from store_client.tiers.base import TierError
 from store_client.tiers.testing import DEADLINE_S, Memory, contains, new_space, read, sealed, write
 
-pytest.importorskip("mooncake.store")
+needs_mooncake()
 
 
 @pytest.fixture
