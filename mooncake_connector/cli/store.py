@@ -130,7 +130,8 @@ def clear(
     """Remove all pages, or those of one namespace. Engines keep running and recompute what they need.
 
     Pages that a tier has as well come back from it when they are asked for, except with --tiers: the agent then has
-    the tiers forget them, at once or, where none runs now, when it is started, before it fetches anything.
+    the tiers forget them, at once or, where none runs now, when it is started, before it fetches anything. The mark
+    that tells it so is lost when the machine is restarted or the pool is deleted before: `store purge` needs no agent.
 
     \b
     Examples:
@@ -145,6 +146,14 @@ def clear(
         if tiers:
             _have_tiers_forget(store.path, digest)
         pages = store.clear(digest)
+        # Once more, since a tier may have been given pages of the pool meanwhile.
+        if tiers and not _have_tiers_forget(store.path, digest):
+            which = "" if digest is None else f" --namespace {digest.hex()}"
+            typer.echo(
+                "no agent runs now: the tiers forget the pages when it is started, unless the machine is restarted or "
+                f"the pool is deleted before; `mooncake-connector store purge{which}` does it now",
+                err=True,
+            )
     if as_json:
         print_json({"cleared_pages": pages, "users": tables.users_json(users)})
     else:
@@ -211,13 +220,16 @@ def confirm(question: str, yes: bool) -> None:
         raise PoolError("nothing was done; answer y, or use --yes")
 
 
-def _have_tiers_forget(pool: Path, digest: bytes | None) -> None:
+def _have_tiers_forget(pool: Path, digest: bytes | None) -> bool:
+    """Whether an agent runs that does it now."""
     try:
         mark(pool, digest)
     except OSError as error:
-        raise PoolError(f"pool {pool}: no mark can be left for its agent, so nothing was done: {error}") from None
-    if not ask_to_forget(pool):
-        typer.echo("no agent runs now: the tiers forget the pages when it is started", err=True)
+        raise PoolError(
+            f"pool {pool}: no mark can be left for its agent, so tiers may keep the pages: {error}; make room there "
+            "and try again, or use `mooncake-connector store purge`"
+        ) from None
+    return ask_to_forget(pool)
 
 
 def _clear_question(store: Store, digest: bytes | None, tiers: bool) -> str:

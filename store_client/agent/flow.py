@@ -83,17 +83,21 @@ class Flow:
         queued = self._fetcher.queued_pages()
         return [source.report(pages) for source, pages in zip(self._sources, queued, strict=True)]
 
-    def clear(self, namespace: bytes | None) -> int:
+    def clear(self, namespace: bytes | None, done: set[str]) -> int:
         """Forget a namespace, or all of them, in the tiers; returns the pages there were, as far as tiers know.
 
-        Once it returns or raises, nothing that was asked for before is published any more. Raises TierError where a
-        tier could not do it, after all were asked.
+        Tiers whose title is in `done` are left out, and those that have done it are added. Once it returns or raises,
+        nothing that was asked for before is published any more. Raises TierError where a tier could not do it, after
+        all were asked.
         """
         self._fetcher.forget(namespace)
         removed, failed = 0, None
         for source in self._sources:
+            if source.title in done:
+                continue
             try:
                 removed += source.tier.clear(namespace, deadline_s=_CLEAR_S)
+                done.add(source.title)
             except TierError as error:
                 source.tally.failed(error.cause)
                 failed = failed or TierError(f"tier {source.title}: {error}", error.cause, lasting=error.lasting)

@@ -1,8 +1,8 @@
 """Marks in the pool's folder: namespaces whose pages the tiers shall forget as well.
 
 A page that was cleared must not come back from a tier, also where no agent runs when it is cleared. So whoever clears
-leaves a mark first, a file of the pool's folder. The agent fetches nothing of a marked namespace, forgets it in the
-tiers, and takes the mark away.
+leaves a mark first, a file of the pool's folder, and another one when the pool is clear, for what a tier was given in
+between. The agent fetches nothing of a marked namespace, forgets it in the tiers, and takes the marks away.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mooncake_connector.log import get_logger, log_once
@@ -26,23 +27,25 @@ logger = get_logger(__name__)
 
 
 def mark(pool: Path, namespace: bytes | None) -> None:
-    """Leave a mark for a namespace (its digest), or for all. Raises OSError."""
-    write_file(_path(pool, namespace), b"")
+    """Leave a mark for a namespace (its digest), or for all. Raises OSError.
+
+    Each is a file of its own, so that none is taken for one that the agent was about to take away.
+    """
+    whose = "all" if namespace is None else namespace.hex()
+    write_file(pool / f"agent.forget.{whose}.{os.urandom(8).hex()}", b"")
 
 
-def marks(pool: Path) -> set[bytes | None]:
-    """The marked namespaces; None among them stands for all. Raises OSError."""
-    found = [match[1] for name in os.listdir(pool) if (match := AGENT_MARK.fullmatch(name))]
-    return {None if name == "all" else bytes.fromhex(name) for name in found}
+def marks(pool: Path) -> dict[str, bytes | None]:
+    """The marked namespaces by the mark's file name; None stands for all. Raises OSError."""
+    found = [match for name in os.listdir(pool) if (match := AGENT_MARK.fullmatch(name))]
+    return {match[0]: None if match[1] == "all" else bytes.fromhex(match[1]) for match in found}
 
 
-def unmark(pool: Path, namespace: bytes | None) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(_path(pool, namespace))
-
-
-def _path(pool: Path, namespace: bytes | None) -> Path:
-    return pool / f"agent.forget.{'all' if namespace is None else namespace.hex()}"
+@dataclass(slots=True)
+class _Mark:
+    namespace: bytes | None
+    done: set[str] = field(default_factory=set)
+    """Titles of the tiers that have forgotten it since."""
 
 
 class Forgetting:
@@ -54,42 +57,73 @@ class Forgetting:
 
     def __init__(self, pool: Path, store: Store, fetches: Fetches, is_asked: Callable[[bytes | None], bool]) -> None:
         self._pool, self._store, self._fetches, self._is_asked = pool, store, fetches, is_asked
-        self._marked: set[bytes | None] = set()
+        self._marks: dict[str, _Mark] = {}
+        """By file name."""
+        self._files = threading.Lock()
+        """So that a mark that is being taken away is not read once more."""
         self._again_s = 0.0
         self._thread: threading.Thread | None = None
 
     def is_forgotten(self, namespace: bytes) -> bool:
-        return bool(self._marked) and (None in self._marked or namespace in self._marked)
+        return bool(self._marks) and any(each.namespace in (None, namespace) for each in list(self._marks.values()))
 
     def look(self) -> None:
         """Take note of new marks. Does not wait."""
-        try:
-            self._marked |= marks(self._pool)
-        except OSError as error:
-            log_once("agent.forget", "marks in %s cannot be read: %s", self._pool, error, logger=logger)
+        self._read()
         self._begin()
 
     def tick(self) -> None:
         """To be called every second or so."""
-        if self._marked and time.monotonic() >= self._again_s:
+        self._read()
+        if time.monotonic() >= self._again_s:
             self._begin()
 
+    def _read(self) -> None:
+        try:
+            with self._files:
+                for name, namespace in marks(self._pool).items():
+                    if name not in self._marks:
+                        self._marks[name] = _Mark(namespace)
+                        self._again_s = 0.0
+        except OSError as error:
+            log_once("agent.forget", "marks in %s cannot be read: %s", self._pool, error, logger=logger)
+
     def _begin(self) -> None:
-        if self._marked and (self._thread is None or not self._thread.is_alive()):
+        if self._marks and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._run, name="mooncake-connector-forget", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
-        for namespace in sorted(self._marked, key=lambda each: each or b""):
-            # What a fetch from before the mark published since is what the tiers had.
-            was_asked = self._is_asked(namespace)
+        tried: set[str] = set()
+        while new := self._marks.keys() - tried:
+            for namespace in sorted({self._marks[name].namespace for name in new}, key=lambda each: each or b""):
+                tried |= self._forget(namespace)
+            self._read()
+
+    def _forget(self, namespace: bytes | None) -> set[str]:
+        """Have the tiers forget it, and take its marks away; those that were there before."""
+        seen = {name: each for name, each in list(self._marks.items()) if each.namespace == namespace}
+        done = set.intersection(*(each.done for each in seen.values()))
+        was_asked = self._is_asked(namespace)
+        try:
             try:
-                self._fetches.clear(namespace)
-                if was_asked:
+                self._fetches.clear(namespace, done)
+            finally:
+                for each in seen.values():
+                    each.done = done
+                self._take_away(list(seen)[1:])  # the one that is left stands for all of them
+                if was_asked:  # what a fetch from before the mark published since is what the tiers had
                     self._store.clear(namespace)
-                unmark(self._pool, namespace)
-                self._marked.discard(namespace)
-            except Exception as error:
-                self._again_s = time.monotonic() + _AGAIN_S
-                said = "pages that were cleared stay in a tier, and are not fetched until they are gone there: %s"
-                log_once("agent.forget", said, error, logger=logger)
+            self._take_away(list(seen)[:1])
+        except Exception as error:
+            self._again_s = time.monotonic() + _AGAIN_S
+            said = "pages that were cleared stay in a tier, and are not fetched until they are gone there: %s"
+            log_once("agent.forget", said, error, logger=logger)
+        return set(seen)
+
+    def _take_away(self, names: Iterable[str]) -> None:
+        with self._files:
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._pool / name)
+                del self._marks[name]

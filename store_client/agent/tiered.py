@@ -88,7 +88,9 @@ class TieredStore(Store):
     def clear(self, namespace_digest: bytes | None = None) -> int:
         """As `Store.clear`, and the agent has the tiers forget them too, sooner or later; none comes back."""
         _forget(self._client, namespace_digest)
-        return self._store.clear(namespace_digest)
+        cleared = self._store.clear(namespace_digest)
+        _forget(self._client, namespace_digest)
+        return cleared
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         return self._store.verify(progress)
@@ -154,7 +156,9 @@ class TieredSpace(Space):
     def clear(self) -> int:
         """As `Space.clear`. In the tiers the pages of all shards of the namespace are forgotten."""
         _forget(self._client, self._namespace.digest)
-        return self._pages.clear()
+        cleared = self._pages.clear()
+        _forget(self._client, self._namespace.digest)
+        return cleared
 
     def record_lookup(self, *, hit_pages: int, missed_pages: int, page_tokens: int) -> None:
         self._pages.record_lookup(hit_pages=hit_pages, missed_pages=missed_pages, page_tokens=page_tokens)
@@ -211,6 +215,7 @@ class TieredSpace(Space):
 
 
 def _forget(client: Client, namespace: bytes | None) -> None:
+    """Before the pool is cleared, so that nothing is fetched meanwhile; and after it, for what a tier got by then."""
     try:
         forget.mark(client.pool, namespace)
     except OSError as error:

@@ -67,9 +67,10 @@ class Fetches(Protocol):
     def ask(self, wish: Wish, tell: Callable[[Word], None]) -> Fetch:
         """Returns at once; `tell` is called from any thread, any number of times, at last with `done`."""
 
-    def clear(self, namespace: bytes | None) -> Any:
-        """Forget the pages of a namespace, or all, in the tiers. Once it returns no fetch from before publishes any
-        more. Waits for the tiers; raises TierError where one could not do it."""
+    def clear(self, namespace: bytes | None, done: set[str]) -> Any:
+        """Forget the pages of a namespace, or all, in the tiers, but for those whose title is in `done`; adds those
+        that have done it. Once it returns or raises no fetch from before publishes any more. Waits for the tiers;
+        raises TierError where one could not do it."""
 
     def stats(self) -> Sequence[Any]:
         """For each tier a dataclass with its counters."""

@@ -31,7 +31,7 @@ from store_client.embedded.locks import FileLock, LockTimeout, read_file, write_
 DESCRIPTION, OPEN_LOCK = "pool.json", "open.lock"
 NEW_DESCRIPTION = "pool.json.new"
 AGENT_SOCKET, AGENT_LOCK, AGENT_LOG = "agent.sock", "agent.lock", "agent.log"
-AGENT_MARK = re.compile(r"agent\.forget\.([0-9a-f]{64}|all)")
+AGENT_MARK = re.compile(r"agent\.forget\.([0-9a-f]{64}|all)(?:\.[0-9a-f]{16})?")
 _FILES = ("table", "feed", "arena", "spaces", "write.lock", "ledger/data.mdb")
 _ID = re.compile(r"[0-9a-f]{32}")
 _OWNER = re.compile(r"[0-9a-f]{32}(\.new)?")

@@ -59,7 +59,7 @@ class StandIn:
             self.answer(asked)
         return asked
 
-    def clear(self, namespace: bytes | None) -> None:
+    def clear(self, namespace: bytes | None, done: set[str]) -> None:
         if self.broken is not None:
             raise self.broken
         self.cleared.append(namespace)

@@ -287,7 +287,7 @@ def test_nothing_is_published_that_was_asked_for_before_a_clear(store, space, ti
         heard.wait(lambda word: word.coming == 8)
         wait_until(lambda: tier.made("read"))
         if how == "flow":
-            assert flow.clear(namespace().digest) == 8
+            assert flow.clear(namespace().digest, set()) == 8
             put_into(tier, keys)
         elif how == "pool":
             store.clear()
@@ -307,20 +307,25 @@ def test_clear_of_one_namespace_leaves_the_others(store, tier):
     put_into(tier, keys)
     put_into(tier, keys, name=other)
     with flowing(store, tier) as flow:
-        assert flow.clear(other.digest) == 4
+        assert flow.clear(other.digest, set()) == 4
         assert fetch(flow, keys)[0].landed == 4
         assert fetch(flow, keys, namespace=other)[0].landed == 0
-        assert flow.clear(None) == 4
+        assert flow.clear(None, set()) == 4
 
 
 def test_clear_says_where_a_tier_could_not_do_it_and_asks_all(store):
     failing, other = MemoryTier(), MemoryTier()
     put_into(other, chain("a", 4))
     failing.failing = TierError("nobody is there", "unavailable")
+    done: set[str] = set()
     with flowing(store, failing, other) as flow:
         with pytest.raises(TierError, match="tier-0: nobody is there"):
-            flow.clear(None)
-        assert other.stored() == []
+            flow.clear(None, done)
+        assert other.stored() == [] and done == {"tier-1"}
+        failing.failing = None
+        put_into(other, chain("b", 2))
+        assert flow.clear(None, done) == 0
+        assert other.stored() == chain("b", 2) and done == {"tier-0", "tier-1"}
 
 
 def test_a_full_pool_makes_room_for_the_whole_chain(store, space, tier):

@@ -276,6 +276,7 @@ def test_destroying_a_pool_leaves_nothing_of_its_agent(pool, config):
         pid = pid_of(pool)
         store.clear()
     (pool / "agent.forget.all").touch()
+    (pool / f"agent.forget.{'0' * 64}.0123456789abcdef").touch()
     done = CliRunner().invoke(app, ["store", "destroy", "--pool", str(pool), "--yes"])
     assert done.exit_code == 0 and not pool.exists(), done.output
     until(lambda: not is_alive(pid))

@@ -12,6 +12,7 @@ from causes import forget_causes
 
 from mooncake_connector.kv.keys import KEY_NBYTES
 from store_client import EmbeddedStore, Lookup, Space
+from store_client.agent.forget import marks
 from store_client.agent.tiered import TieredStore
 from store_client.agent.wish import Word
 from store_client.open import open_store
@@ -246,11 +247,30 @@ def test_pages_that_were_cleared_do_not_come_back(pool):
         space = space_of(store)
         put_chain(space, keys)
         assert space.clear() == 3
-        until(lambda: agent.fetches.cleared == [digest])
+        until(lambda: agent.fetches.cleared and not marks(pool))
+        assert set(agent.fetches.cleared) == {digest}
         put_chain(space, keys)
-        store.clear()
-        until(lambda: agent.fetches.cleared == [digest, None])
-        until(lambda: not list(pool.glob("agent.forget.*")))
+        assert store.clear() == 3
+        until(lambda: None in agent.fetches.cleared and not marks(pool))
+        assert set(agent.fetches.cleared) == {digest, None}
+
+
+@pytest.mark.parametrize("what", ["space", "store"])
+def test_what_a_tier_was_given_before_the_pool_was_clear_is_forgotten_as_well(pool, monkeypatch, what):
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        inner, outer = (space._pages, space) if what == "space" else (store._store, store)
+        clear = inner.clear
+
+        def clear_late() -> int:
+            until(lambda: agent.fetches.cleared and not marks(pool))
+            agent.fetches.cleared.clear()
+            return clear()
+
+        monkeypatch.setattr(inner, "clear", lambda *_: clear_late())
+        put_chain(space, chain("a", 3))
+        assert outer.clear() == 3
+        until(lambda: agent.fetches.cleared and not marks(pool), "the tiers are not told again")
 
 
 def test_what_is_cleared_while_no_agent_runs_is_forgotten_by_the_next_one_before_it_fetches(pool):

@@ -142,12 +142,30 @@ def test_clear_leaves_the_tiers_alone_or_has_the_agent_clear_them(tiers, tmp_pat
     pool = tmp_path / "pool"
     assert is_pool(pool)
     plain = CliRunner().invoke(app, ["store", "clear", "--yes"])
-    assert plain.stdout == "removed 4 pages\n" and marks(pool) == set()
+    assert plain.stdout == "removed 4 pages\n" and marks(pool) == {}
     result = CliRunner().invoke(app, ["store", "clear", "--tiers", "--yes"])
-    assert result.stdout == "removed 0 pages\n" and marks(pool) == {None}
-    assert "when it is started" in result.stderr
+    assert result.stdout == "removed 0 pages\n" and set(marks(pool).values()) == {None}
+    assert "when it is started, unless the machine is restarted" in result.stderr
+    assert "`mooncake-connector store purge`" in result.stderr
     asked = CliRunner().invoke(app, ["store", "clear", "--tiers"], input="n\n")
     assert "and what the tiers behind it have of them?" in asked.stderr
+
+
+def test_clear_leaves_a_mark_for_what_a_tier_was_given_before_the_pool_was_clear(tiers, tmp_path, monkeypatch):
+    pool, clear = tmp_path / "pool", EmbeddedStore.clear
+
+    def clear_late(store, *arguments):
+        seen = marks(pool)
+        assert seen, "nothing is fetched while the pool is cleared"
+        for name in seen:
+            (pool / name).unlink()  # as an agent does that was quick
+        return clear(store, *arguments)
+
+    monkeypatch.setattr(EmbeddedStore, "clear", clear_late)
+    result = CliRunner().invoke(app, ["store", "clear", "--tiers", "--namespace", MODEL.digest.hex(), "--yes"])
+    assert result.stdout == "removed 4 pages\n"
+    assert set(marks(pool).values()) == {MODEL.digest}
+    assert f"`mooncake-connector store purge --namespace {MODEL.digest.hex()}`" in result.stderr
 
 
 def test_an_agent_that_runs_has_the_tiers_forget_at_once(tiers, tmp_path):
@@ -161,7 +179,7 @@ def test_an_agent_that_runs_has_the_tiers_forget_at_once(tiers, tmp_path):
         deadline_s = time.monotonic() + 120
         while marks(tmp_path / "pool") and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        assert marks(tmp_path / "pool") == set()
+        assert marks(tmp_path / "pool") == {}
         for tier in found.values():
             assert contains(tier, SPACE, KEYS) == [False] * 4
             assert contains(tier, other, KEYS[:2], 2 * PAGE_NBYTES) == [True] * 2
