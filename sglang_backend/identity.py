@@ -8,7 +8,6 @@ both engines mean the same bytes; whatever has no such meaning makes the namespa
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -32,7 +31,7 @@ from mooncake_connector.kv.identity.checkpoint import (
 )
 from mooncake_connector.kv.identity.fingerprint import default_cache_dir
 from mooncake_connector.kv.identity.model import LORA_FILES, files_digest
-from mooncake_connector.kv.namespace import Namespace, canonical_json
+from mooncake_connector.kv.namespace import Namespace, canonical_json, private_model_digest
 from mooncake_connector.kv.page import PageFormat
 from mooncake_connector.log import get_logger
 
@@ -106,7 +105,7 @@ def weights_changed() -> None:
     It is the process that changed, so it also holds for a backend that is attached, or knows its namespace, later.
     """
     global _memory_digest
-    _memory_digest = f"memory-{uuid.uuid4().hex}"
+    _memory_digest = private_model_digest()
     logger.info("the weights changed in memory: pages are not shared with other instances from now on")
 
 

@@ -7,6 +7,8 @@ equal meaning are shared. How a model's digest comes about is `mooncake_connecto
 import dataclasses
 import hashlib
 import json
+import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +18,18 @@ from mooncake_connector.errors import NamespaceError
 
 PAGE_FORMAT_VERSION = 1
 
+_PRIVATE = re.compile(r"private-[0-9a-f]{32}")
 _DISPLAY_FIELDS = frozenset({"model_name"})
 
 
 def canonical_json(value: Any) -> str:
     """The one JSON text for `value`: sorted keys, no spaces, ASCII. Raises ValueError for NaN and infinities."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def private_model_digest() -> str:
+    """What stands for weights that nobody else has, such as those changed in memory; another one each time."""
+    return f"private-{uuid.uuid4().hex}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +45,8 @@ class Namespace:
     model_name: str
     """Shown to people; not part of the identity, since served names and paths say nothing about the weights."""
     model_digest: str
-    """From `kv.identity.model.model_digest`, or a name that the operator vouches for (`model_id`)."""
+    """From `kv.identity.model.model_digest`, a name that the operator vouches for (`model_id`), or
+    `private_model_digest`."""
     kv_dtype: str
     """How the engine stores K and V: "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"."""
     num_layers: int
@@ -77,6 +86,11 @@ class Namespace:
     @property
     def is_mla(self) -> bool:
         return self.kv_lora_rank is not None
+
+    @property
+    def is_private(self) -> bool:
+        """Whether its pages are of use to one instance alone, as long as that runs: they stay in the pool."""
+        return _PRIVATE.fullmatch(self.model_digest) is not None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields by name; plain values that JSON and MessagePack carry unchanged."""

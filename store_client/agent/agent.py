@@ -21,7 +21,7 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.config.secret import read_secret
 from mooncake_connector.log import get_logger, log_once
 from store_client.agent.exporter import Exporter
-from store_client.agent.flow import Flow
+from store_client.agent.flow import Flow, close_tier
 from store_client.agent.forget import Forgetting
 from store_client.agent.later import LaterTier
 from store_client.agent.lock import is_in_place
@@ -56,8 +56,8 @@ def open_flow(store: EmbeddedStore, config: Config) -> Fetches:
     try:
         return Flow(store, tiers, secret)
     except BaseException:
-        for _, tier in tiers:
-            tier.close()
+        for settings, tier in tiers:
+            close_tier(settings.title, tier)
         raise
 
 
@@ -66,6 +66,7 @@ class Agent:
     pool: the folder of a pool that exists.
     lock: file descriptor of its agent's lock, which is held (`lock.hold`).
     idle_s: ends when nobody was connected for so long; None: only when told.
+    ending: called once it serves nobody any more, and before its tiers are closed, of which one may hang.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class Agent:
         *,
         idle_s: float | None,
         open_fetches: OpenFetches = open_flow,
+        ending: Callable[[], None] = lambda: None,
     ) -> None:
         self._pool, self._config, self._lock, self._idle_s = pool, config, lock, idle_s
-        self._open_fetches = open_fetches
+        self._open_fetches, self._ending = open_fetches, ending
         self._loop = asyncio.new_event_loop()
         self._ended = asyncio.Event()
         self._reason = ""
@@ -131,6 +133,7 @@ class Agent:
                     await asyncio.wait_for(self._ended.wait(), _TICK_S)
                 await self._tick()
         finally:
+            self._ending()
             self._server.close()
             await asyncio.sleep(_HANG_UP_S)
 

@@ -5,7 +5,6 @@ Fetches what is asked for (`fetch`), gives tiers what the pool got (`spread`), a
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -114,7 +113,14 @@ class Flow:
         idle = self._fetcher.close(time.monotonic() + _CLOSE_S)
         for source, is_idle in zip(self._sources, idle, strict=True):
             if is_idle:
-                with contextlib.suppress(TierError):
-                    source.tier.close()
+                close_tier(source.title, source.tier)
             else:
                 logger.warning("tier %s is not closed: a call of it did not come back", source.title)
+
+
+def close_tier(title: str, tier: Tier) -> None:
+    """Close it; one that fails at that keeps no other from being closed."""
+    try:
+        tier.close()
+    except Exception as error:
+        log_once(f"tier.{title}.close", "tier %s was not closed in order: %r", title, error, logger=logger)

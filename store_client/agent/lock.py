@@ -13,17 +13,17 @@ from store_client.embedded.locks import open_file
 
 def hold(pool: Path) -> int | None:
     """A descriptor of the lock, which is now this process's; None where another one has it. Raises OSError."""
-    fd = open_file(pool / AGENT_LOCK, os.O_RDWR | os.O_CREAT)
+    fd = keep_from_children(open_file(pool / AGENT_LOCK, os.O_RDWR | os.O_CREAT))  # before it locks anything
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_in_place(pool, fd):
-            return keep_from_children(fd)
+            return fd
     except BlockingIOError:
         pass
     except BaseException:
-        os.close(fd)
+        let_go(fd)
         raise
-    os.close(fd)
+    let_go(fd)
     return None
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from store_client.agent.agent import Agent
 from store_client.agent.settings import Settings, read_settings
 
 _ENDED_S = 15.0
-"""An agent that was told to end has ended by then, whatever its tiers do."""
+"""An agent that is to end has ended by then, whatever its tiers do."""
 MAX_LOG_NBYTES = 1 << 20
 KEPT_LOG_NBYTES = 128 << 10
 _LOOK_AT_LOG_S = 10.0
@@ -33,14 +34,14 @@ def serve(pool: Path, config: Config, lock: int, idle_s: float | None) -> int:
     """Run the agent until it is told to end; the exit code. SIGTERM and SIGINT end it in order."""
     log_to_stderr(config.log_level)
     try:
-        agent = Agent(pool, config, lock, idle_s=idle_s)
+        agent = Agent(pool, config, lock, idle_s=idle_s, ending=partial(_end_at_last, _ENDED_S))
     except Exception as error:
         logger.error("the agent of pool %s cannot begin: %s", pool, printable(str(error)))
         return EXIT_FAILED
 
     def end(number: int, frame: object) -> None:
         agent.stop(f"signal {signal.Signals(number).name}")
-        _end_at_last(_ENDED_S)
+        _end_at_last(_ENDED_S)  # also where it is not serving yet
 
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGTERM, signal.SIGINT):

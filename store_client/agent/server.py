@@ -21,7 +21,7 @@ from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.log import get_logger, log_once, printable
 from store_client.agent import messages, sockets
 from store_client.agent.messages import Frames, Junk
 from store_client.agent.wish import Fetch, Fetches, Wish, Word
@@ -110,19 +110,32 @@ class Server:
         self._curious.append(peer)
         if len(self._curious) == 1:
             loop = asyncio.get_running_loop()
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._make_report, args=(loop,), name="mooncake-connector-report", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._send_report(error)
 
     def _make_report(self, loop: asyncio.AbstractEventLoop) -> None:
-        text = msgspec.json.encode(self.report())
+        try:
+            report: bytes | Exception = msgspec.json.encode(self.report())
+        except Exception as error:
+            report = error
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._send_report, text)
+            loop.call_soon_threadsafe(self._send_report, report)
 
-    def _send_report(self, text: bytes) -> None:
+    def _send_report(self, report: bytes | Exception) -> None:
+        if isinstance(report, Exception):
+            log_once("agent.report", "the agent cannot report: %r", report, logger=logger)
         curious, self._curious = self._curious, []
         for peer in curious:
-            peer.send(messages.Report(text))
+            if isinstance(report, bytes):
+                peer.send(messages.Report(report))
+            else:
+                peer.send(messages.Refused(f"it cannot report: {printable(repr(report))}"[:500]))
+                peer.hang_up()
 
     def tick(self) -> None:
         """To be called every second or so."""

@@ -34,7 +34,7 @@ def listen(pool: Path) -> socket.socket:
 
     Raises OSError.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = _socket()
     try:
         with _address(pool) as address:
             with contextlib.suppress(FileNotFoundError):
@@ -44,24 +44,22 @@ def listen(pool: Path) -> socket.socket:
         listener.listen(_BACKLOG)
         listener.setblocking(False)
     except BaseException:
-        listener.close()
+        close(listener)
         raise
-    keep_from_children(listener.fileno())
     return listener
 
 
 def connect(pool: Path, timeout_s: float) -> socket.socket:
     """A connection to the agent of the pool, whose calls take `timeout_s` at most. Raises OSError, Stranger."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = _socket()
     try:
         connection.settimeout(timeout_s)
         with _address(pool) as address:
             connection.connect(address)
         check_user(connection)
     except BaseException:
-        connection.close()
+        close(connection)
         raise
-    keep_from_children(connection.fileno())
     return connection
 
 
@@ -71,6 +69,13 @@ def check_user(connection: socket.socket) -> int:
     if user not in (os.geteuid(), _ROOT):
         raise Stranger(f"process {pid} of user {user} is at the other end, this process runs as {os.geteuid()}")
     return int(pid)
+
+
+def _socket() -> socket.socket:
+    """A new one, which children are kept from before it is of any use to them; for `close`."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    keep_from_children(made.fileno())
+    return made
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -21,6 +22,8 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 _QUESTIONS_AT_ONCE = 2
+_FIGURES_S = 3.0
+"""For a tier to say its figures, before those that it gave last are told."""
 GRACE_S = 2.0
 """A call that takes so much longer than it was given hangs."""
 
@@ -35,6 +38,9 @@ class Source:
         self.fetches = Lane(f"fetch-{self.title}", tier.parallel)
         self.gifts = Lane(f"give-{self.title}", 1)
         self._stats = TierStats()
+        self._asking: tuple[threading.Thread, float] | None = None
+        """Who asks the tier for its figures, and since when."""
+        self._asking_lock = threading.Lock()
 
     @property
     def lanes(self) -> tuple[Lane, Lane, Lane]:
@@ -116,15 +122,31 @@ class Source:
         now = time.monotonic()
         counts, seconds, errors = self.tally.values()
         (reads, read_s), (writes, write_s) = self.reads.state(now), self.writes.state(now)
-        if not any(lane.stuck for lane in self.lanes):
-            with contextlib.suppress(Exception):  # its calls say why, and are counted
-                self._stats = self.tier.stats()
+        figures = self._figures()
         return TierReport(
             title=self.title, kind=self.settings.kind, reads=reads,
             writes="none" if self.settings.write == "none" else writes, cause=self.reads.cause or self.writes.cause,
             retry_s=round(max(read_s, write_s), 3), errors=errors, queued_pages=queued_pages,
-            latency_s=self.speed.latency_s, bandwidth=self.speed.bandwidth, capacity_nbytes=self._stats.capacity_nbytes,
-            used_nbytes=self._stats.used_nbytes, pages=self._stats.pages, evicted_pages=self._stats.evicted_pages,
-            notes=dict(self._stats.notes), fetch_s=seconds["fetch_s"],
+            latency_s=self.speed.latency_s, bandwidth=self.speed.bandwidth, capacity_nbytes=figures.capacity_nbytes,
+            used_nbytes=figures.used_nbytes, pages=figures.pages, evicted_pages=figures.evicted_pages,
+            notes=dict(figures.notes), fetch_s=seconds["fetch_s"],
             write_s=seconds["write_s"], **counts,
         )  # fmt: skip
+
+    def _figures(self) -> TierStats:
+        """The tier's own, or those that it gave last where it does not answer: it is asked by one thread at a time."""
+        if not any(lane.stuck for lane in self.lanes):
+            with self._asking_lock, contextlib.suppress(RuntimeError):  # no thread can be started
+                if self._asking is None or not self._asking[0].is_alive():
+                    name = f"mooncake-connector-figures-{self.title}"
+                    thread = threading.Thread(target=self._ask_figures, name=name, daemon=True)
+                    thread.start()
+                    self._asking = thread, time.monotonic()
+            if self._asking is not None:
+                thread, since_s = self._asking
+                thread.join(max(0.0, since_s + _FIGURES_S - time.monotonic()))
+        return self._stats
+
+    def _ask_figures(self) -> None:
+        with contextlib.suppress(Exception):  # its calls say why, and are counted
+            self._stats = self.tier.stats()

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.log import get_logger
 from store_client.agent.budget import Bandwidth
 from store_client.agent.source import Source
@@ -30,9 +29,11 @@ _SURVEY_PAGES = 1024
 _FEED_PAGES = 512
 _MOST_PAGES = 512
 """In one call of the tier."""
+_CALM_BATCHES = 16
+"""After so many that came in time, batches that were made smaller grow again."""
 _TRIES = 3
-"""Of a batch that the tier refuses without saying why. While a tier is full or not there, nothing is given up but what
-the pool evicts."""
+"""Of a batch that the tier refuses without saying why, and of a page that alone takes too long. While a tier is full
+or not there, nothing is given up but what the pool evicts."""
 _TIDY_PERIOD_S = 60.0
 _TIDY_S = 30.0
 
@@ -42,7 +43,7 @@ class Spread:
 
     def __init__(self, pool: EmbeddedStore, source: Source, stop: threading.Event) -> None:
         self._pool, self._source, self._stop = pool, source, stop
-        self._bandwidth = Bandwidth(source.settings.bandwidth)
+        self._bandwidth, self._batch = Bandwidth(source.settings.bandwidth), _Batch(source)
         self._position: Position | None = None
         self._reread = Reread()
         self._memory = pool.memory
@@ -79,13 +80,18 @@ class Spread:
         while at is not None and not self._stop.wait(_SURVEY_PAUSE_S):
             changes, at = self._pool.pages_at(at, _SURVEY_PAGES)
             for change in changes:
-                self._give(self._absent(change), counted=False)
+                self._offer(change, counted=False)
 
     def _give_reread(self) -> bool:
         changes = self._pool.reread(self._reread)
         for change in changes:
-            self._give(self._absent(change), counted=True)
+            self._offer(change, counted=True)
         return bool(changes)
+
+    def _offer(self, change: Change, *, counted: bool) -> None:
+        """Give what the tier does not have yet."""
+        if self._space(change) is not None:
+            self._give(self._absent(change), counted=counted)
 
     def _absent(self, change: Change) -> Change:
         """Without the pages that the tier says it has."""
@@ -103,22 +109,25 @@ class Spread:
 
     def _give(self, change: Change, *, counted: bool) -> None:
         """`counted`: pages that the pool has lost meanwhile were overtaken."""
-        space = self._space(change.namespace_digest, change.shard)
+        space = self._space(change)
         if space is None:
             return
-        name = SpaceName(change.namespace_digest, change.shard)
-        step = max(1, min(_MOST_PAGES, self._source.batch_nbytes // change.nbytes))
-        for at in range(0, len(change.keys), step):
-            keys = change.keys[at : at + step]
-            if not self._source.settings.share:
-                keys = tuple(key for key, brought in zip(keys, space.brought(keys), strict=True) if not brought)
-            if keys:
-                _Gift(self._source, name, keys, change.nbytes, counted).give(space, self._wait)
-            if self._stop.is_set():
-                return
+        name, keys = SpaceName(change.namespace_digest, change.shard), change.keys
+        if not self._source.settings.share:
+            keys = tuple(key for key, brought in zip(keys, space.brought(keys), strict=True) if not brought)
+        at = 0
+        while at < len(keys) and not self._stop.is_set():
+            some = keys[at : at + self._batch.pages(change.nbytes)]
+            if _Gift(self._source, name, some, change.nbytes, counted).give(space, self._wait):
+                self._batch.came()
+                at += len(some)
+            else:
+                self._batch.took_too_long(len(some) * change.nbytes)
 
-    def _space(self, digest: bytes, shard: Shard) -> EmbeddedSpace | None:
-        return self._pool.space_named(digest, shard)
+    def _space(self, change: Change) -> EmbeddedSpace | None:
+        """Where its pages are; None for those that a tier is not to have."""
+        space = self._pool.space_named(change.namespace_digest, change.shard)
+        return None if space is None or space.is_private else space
 
     def _wait(self, nbytes: int) -> bool:
         """Until so many bytes may be written; False where it ends before."""
@@ -145,6 +154,29 @@ class Spread:
         self._next_tidy_s = time.monotonic() + _TIDY_PERIOD_S
 
 
+class _Batch:
+    """How much a tier is given in one call: what it asks for, or less where that took too long."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._bound: int | None = None
+        self._calm = 0
+
+    def pages(self, nbytes: int) -> int:
+        """How many pages of `nbytes`."""
+        most = self._source.batch_nbytes if self._bound is None else min(self._bound, self._source.batch_nbytes)
+        return max(1, min(_MOST_PAGES, most // nbytes))
+
+    def took_too_long(self, nbytes: int) -> None:
+        self._bound, self._calm = nbytes // 2, 0
+
+    def came(self) -> None:
+        self._calm += 1
+        if self._bound is not None and self._calm >= _CALM_BATCHES:
+            bound, self._calm = 2 * self._bound, 0
+            self._bound = bound if bound < self._source.batch_nbytes else None
+
+
 class _Gift:
     """One batch of pages on its way into a tier."""
 
@@ -156,18 +188,21 @@ class _Gift:
         self._cause = ""
         """Why the last try failed."""
 
-    def give(self, space: EmbeddedSpace, wait: Callable[[int], bool]) -> None:
+    def give(self, space: EmbeddedSpace, wait: Callable[[int], bool]) -> bool:
+        """False where it took too long: fewer pages at a time may not."""
         tally = self._source.tally
         errors = 0
         while errors < _TRIES:
             if not wait(len(self._keys) * self._nbytes):
-                return
+                return True
             self._shown.clear()
             self._cause = ""
             stayed = space.show(self._keys, self._write, nbytes=self._nbytes)
             if not self._cause:
                 break
-            errors += self._cause == "error"  # the pages' fault, maybe; whatever else it is passes
+            if self._cause in ("timeout", "hanging") and len(self._shown) > 1:
+                return False
+            errors += self._cause in ("error", "timeout")  # the pages' fault, maybe; whatever else it is passes
         if self._counted:
             tally.add(overtaken_pages=len(self._keys) - len(self._shown))
         stored = [i for i, put in self._puts.items() if put is Put.STORED]
@@ -182,6 +217,7 @@ class _Gift:
                 tally.failed("refused")
         if moved:
             self._take_back(moved)
+        return True
 
     def _write(self, pages: Iterable[tuple[int, Pieces, int]]) -> None:
         source, name, secret = self._source, self._name, self._source.secret

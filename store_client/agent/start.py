@@ -61,17 +61,16 @@ class Starter:
         if time.monotonic() < self._next_s:
             return True
         self._next_s = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         try:
             lock = lock_.hold(self._pool)
-            if lock is None:  # one is about to listen
-                self._pause_s = _FIRST_PAUSE_S
+            if lock is None:  # one is about to listen, or to fail at that
                 return True
             begin = self._begin_thread if self._config.agent == "embedded" else self._begin_process
             begin(lock)
         except Exception as error:
             said = "the agent of pool %s cannot be started, so no page is fetched: %s (tried again in up to %d s)"
             log_once(f"agent.start:{kind_of(str(error))}", said, self._pool, error, _LONGEST_PAUSE_S, logger=logger)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return True
 
     def lasted(self, connected_s: float) -> None:

@@ -102,11 +102,13 @@ class TieredStore(Store):
 
 
 class TieredSpace(Space):
-    """A space of the pool; pages that it lacks are asked for where their size `nbytes` is known."""
+    """A space of the pool; pages that it lacks are asked for where their size `nbytes` is known, and tiers may have
+    them, which have none of a private namespace."""
 
     def __init__(self, pages: Space, client: Client, namespace: Namespace, shard: Shard, nbytes: int | None) -> None:
         self._pages, self._client = pages, client
-        self._namespace, self._shard, self._nbytes = namespace, shard, nbytes
+        self._namespace, self._shard = namespace, shard
+        self._nbytes = None if namespace.is_private else nbytes
         self._asks: Index = {}
         self._prefill_tokens_s: float | None = None
 

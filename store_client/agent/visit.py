@@ -27,6 +27,8 @@ def ask_report(pool: Path) -> dict[str, Any] | None:
             return None
         connection.sendall(messages.frame(messages.Query()))
         answer = hear(connection, frames)
+    if isinstance(answer, messages.Refused):
+        raise PoolError(f"the agent of pool {pool} refuses: {answer.reason}")
     if not isinstance(answer, messages.Report):
         raise PoolError(f"the agent of pool {pool} answers {type(answer).__name__} where a report is due")
     report: dict[str, Any] = msgspec.json.decode(answer.text, type=dict[str, Any])

@@ -85,6 +85,8 @@ class EmbeddedSpace(Space):
     def __init__(self, handle: Handle, closed: threading.Event, namespace: Namespace, shard: Shard) -> None:
         self._handle, self._closed = handle, closed
         self._namespace, self._shard = namespace, shard
+        self.is_private = namespace.is_private
+        """Whether nobody but the instance that stores its pages can ever read them."""
         self._number = identify((namespace.digest, shard))
 
     def lookup(self, keys: Sequence[bytes]) -> Lookup:

@@ -6,16 +6,17 @@ import threading
 
 import msgspec
 import pytest
-from agent.flows import SECRET, ask, fetch, flowing, is_right, put_into, settings, wait_until, wish_for
+from agent.flows import PATIENT_S, SECRET, ask, fetch, flowing, is_right, put_into, settings, wait_until, wish_for
 from agent.memory_tier import MemoryTier
 from lock_holder import stopped_holder
 from store.audit import audit
 from store.pools import CAPACITY, space_in
 
 from store_client import EmbeddedStore
+from store_client.agent import source
 from store_client.embedded import EmbeddedSpace
 from store_client.testing import PAGE_NBYTES, SHARD, chain, namespace, put_chain
-from store_client.tiers.base import TierError
+from store_client.tiers.base import TierError, TierStats
 
 
 @pytest.fixture
@@ -429,3 +430,26 @@ def test_reports_are_plain_values(store, tier):
     assert report["title"] == "mine" and report["kind"] == "disk" and report["pages"] == 8
     assert report["fetched_pages"] == report["hit_pages"] == 8 and report["asked_pages"] == 10
     assert report["fetched_nbytes"] == 8 * PAGE_NBYTES and report["fetch_s"] > 0
+
+
+def test_a_tier_that_cannot_be_closed_keeps_no_other_from_it(store, tier, monkeypatch):
+    broken = MemoryTier()
+    monkeypatch.setattr(broken, "close", lambda: 1 / 0)
+    with flowing(store, broken, tier):
+        pass
+    assert tier.is_closed
+
+
+def test_a_tier_that_does_not_say_its_figures_is_asked_by_one_thread_and_the_last_ones_are_told(
+    store, tier, monkeypatch
+):
+    put_into(tier, chain("a", 3))
+    with flowing(store, tier) as flow:
+        assert flow.stats()[0].pages == 3
+        answer, asked = threading.Event(), []
+        monkeypatch.setattr(source, "_FIGURES_S", 0.05)
+        monkeypatch.setattr(tier, "stats", lambda: (asked.append(1), answer.wait(PATIENT_S), TierStats(pages=5))[-1])
+        assert [flow.stats()[0].pages for _ in range(5)] == [3] * 5
+        assert len(asked) == 1
+        answer.set()
+        wait_until(lambda: flow.stats()[0].pages == 5)

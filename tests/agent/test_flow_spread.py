@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from agent.flows import SECRET, fetch, flowing, is_right, put_into, settings, wait_until
 from agent.memory_tier import MemoryTier
 from store.pools import CAPACITY
 
+from mooncake_connector.kv.namespace import private_model_digest
 from store_client import EmbeddedStore, Put
 from store_client.agent import spread
 from store_client.embedded import EmbeddedSpace
@@ -220,3 +223,55 @@ def test_tiers_are_tidied_now_and_then(store, tier, monkeypatch, write):
     monkeypatch.setattr(spread, "_REREAD_POLL_S", 0.05)
     with flowing(store, giving(tier, write=write)):
         wait_until(lambda: len(tier.made("tidy")) >= 2)
+
+
+def test_pages_that_only_one_instance_can_read_are_given_to_no_tier(store, space, tier, monkeypatch):
+    monkeypatch.setattr(spread, "_REREAD_POLL_S", 0.05)
+    private = store.space(replace(namespace(), model_digest=private_model_digest()), SHARD)
+    other, old, new = MemoryTier(), chain("old", 4), chain("new", 4)
+    put_chain(private, old)
+    with flowing(store, giving(tier), giving(other, "other", write="reused")):
+        put_chain(private, new)
+        assert all(get_page(private, key) is not None for key in old + new)
+        put_chain(space, mark := chain("mark", 1))
+        wait_until(lambda: has(tier, mark))
+        assert get_page(space, mark[0]) is not None
+        wait_until(lambda: has(other, mark))
+    for each in (tier, other):
+        assert each.stored() == mark
+        assert not set(old + new) & {key for name in ("contains", "write") for keys in each.made(name) for key in keys}
+
+
+def test_a_batch_that_takes_too_long_is_made_smaller_until_it_does_not_and_grows_again(store, space, monkeypatch):
+    monkeypatch.setattr(spread, "_CALM_BATCHES", 2)
+    tier, slow, later = MemoryTier(batch_nbytes=8 * PAGE_NBYTES), chain("slow", 16), chain("later", 64)
+
+    def take_long() -> None:
+        too_many = len(tier.made("write")[-1]) > 2
+        tier.failing = TierError("a slow uplink", "timeout") if too_many else None
+
+    tier.before["write"] = take_long
+    tier.before["contains"] = lambda: setattr(tier, "failing", None)
+    with flowing(store, giving(tier)):
+        put_chain(space, slow)
+        wait_until(lambda: has(tier, slow))
+        assert tier.stored() == slow
+        tier.before["write"] = lambda: setattr(tier, "failing", None)
+        put_chain(space, later)
+        wait_until(lambda: has(tier, later))
+        assert max(map(len, tier.made("write")[-10:])) > 2
+
+
+def test_a_page_that_always_takes_too_long_does_not_hold_up_the_next(store, space, tier):
+    bad, good = chain("bad", 1), chain("good", 4)
+
+    def take_long() -> None:
+        tier.failing = TierError("too long", "timeout") if bad[0] in tier.made("write")[-1] else None
+
+    tier.before["write"] = take_long
+    tier.before["contains"] = lambda: setattr(tier, "failing", None)
+    with flowing(store, giving(tier)):
+        put_chain(space, bad)
+        put_chain(space, good)
+        wait_until(lambda: has(tier, good))
+    assert bad[0] not in tier.stored()

@@ -13,7 +13,9 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from mooncake_connector.cli.main import app
 from mooncake_connector.config.schema import Config
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Lookup
-from store_client.agent import start
+from store_client.agent import lock, process, start
 from store_client.agent.process import KEPT_LOG_NBYTES, MAX_LOG_NBYTES, cut_log
 from store_client.agent.tiered import TieredStore
 from store_client.agent.visit import ask_report, ask_to_stop
@@ -392,3 +394,49 @@ def test_its_log_stays_small_and_keeps_its_end(tmp_path):
         file.write(b", and more")
     assert log.stat().st_size == KEPT_LOG_NBYTES + len(b", and more")
     assert log.read_bytes().endswith(b"xthe end, and more")
+
+
+def test_an_agent_that_crashes_at_each_start_is_started_ever_more_rarely(pool, config, monkeypatch):
+    EmbeddedStore(pool, CAPACITY).close()
+    now_s, starts = [1000.0], []
+    monkeypatch.setattr(start, "_FIRST_PAUSE_S", 1.0)
+    monkeypatch.setattr(start, "_LONGEST_PAUSE_S", 60.0)
+    monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(start, "start_process", lambda *_: starts.append(now_s[0]))
+    starter = start.Starter(pool, config)
+
+    def an_hour() -> list[float]:
+        starts.clear()
+        for _ in range(2400):
+            dying = lock.hold(pool) if starts and now_s[0] - starts[-1] < 4 else None
+            assert starter.see_to_it()
+            if dying is not None:
+                lock.let_go(dying)
+            now_s[0] += 1.5
+        return [later - earlier for earlier, later in pairwise(starts)]
+
+    pauses = an_hour()
+    assert pauses[0] < 10 and min(pauses[-10:]) >= 60
+    starter.lasted(3600.0)
+    assert an_hour()[0] < 10, "one that did well is started again soon"
+
+
+def test_an_agent_of_which_a_tier_hangs_at_the_end_is_gone_all_the_same(pool, tmp_path):
+    program = """
+        from functools import partial
+        from agent.stand_in import StandIn
+        from store_client.agent import lock, process
+
+        class Hanging(StandIn):
+            def close(self):
+                print("closing", flush=True)
+                time.sleep(1000)
+
+        EmbeddedStore(pool, 16 << 20).close()
+        process._ENDED_S = 0.1
+        process.Agent = partial(process.Agent, open_fetches=lambda *_: Hanging())
+        process.serve(pool, config, lock.hold(pool), idle_s=0.0)
+    """
+    with engine(pool, tmp_path, program) as agent:
+        assert agent.stdout.readline() == "closing\n"
+        assert agent.wait(DEADLINE_S) == process.EXIT_FAILED

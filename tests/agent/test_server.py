@@ -15,8 +15,9 @@ from agent.stand_in import CAPACITY, Running, StandIn, configured, running, tier
 from causes import forget_causes
 
 from mooncake_connector import __version__
+from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore
-from store_client.agent import messages, server, sockets
+from store_client.agent import lock, messages, server, sockets
 from store_client.agent.client import Client
 from store_client.agent.messages import Ask, Cancel, Frames, Hello, Inbound, Junk, Place, Query, Report, Told, frame
 from store_client.agent.visit import ask_report, ask_to_stop
@@ -351,3 +352,33 @@ def test_frames_come_whole_however_they_are_cut():
     frames.feed(struct.pack("<I", 11))
     with pytest.raises(Junk, match="11 bytes"):
         frames.take()
+
+
+def test_a_report_that_cannot_be_made_is_answered_and_the_next_one_is_as_well(pool, monkeypatch):
+    with running(pool) as agent:
+        monkeypatch.setattr(agent.fetches, "stats", lambda: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(PoolError, match="it cannot report: ZeroDivisionError"):
+                ask_report(pool)
+        monkeypatch.undo()
+        assert ask_report(pool) is not None
+
+
+def test_what_a_child_must_not_keep_is_listed_from_its_first_moment_to_its_last(pool, monkeypatch):
+    EmbeddedStore(pool, CAPACITY).close()
+    before, seen = set(sockets._kept), []
+
+    def fail(*_: object) -> None:
+        seen.append(sockets._kept - before)
+        raise OSError("in between")
+
+    for module, name, make in (
+        (lock.fcntl, "flock", lambda: lock.hold(pool)),
+        (sockets, "_address", lambda: sockets.listen(pool)),
+        (sockets, "_address", lambda: sockets.connect(pool, DEADLINE_S)),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="in between"):
+            patched.setattr(module, name, fail)
+            make()
+    assert [len(kept) for kept in seen] == [1, 1, 1]
+    assert sockets._kept == before

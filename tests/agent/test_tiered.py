@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from agent.stand_in import CAPACITY, StandIn, absent, configured, running, settl
 from causes import forget_causes
 
 from mooncake_connector.kv.keys import KEY_NBYTES
+from mooncake_connector.kv.namespace import private_model_digest
 from store_client import EmbeddedStore, Lookup, Space
 from store_client.agent.forget import marks
 from store_client.agent.tiered import TieredStore
@@ -188,6 +190,18 @@ def test_nothing_is_asked_of_a_space_whose_page_size_is_not_known(pool):
         unknown = store.space(namespace(), SHARD)
         assert unknown.lookup(keys) == NOTHING
         unknown.prefetch(keys)
+        space_of(store).lookup(chain("end", 1))
+        until(lambda: agent.fetches.asked)
+        assert list(agent.fetches.asked[0].wish.keys) == chain("end", 1)
+
+
+def test_nothing_is_asked_of_a_private_namespace_which_no_tier_has(pool):
+    keys, private = chain("a", 3), replace(namespace(), model_digest=private_model_digest())
+    with running(pool) as agent, tiered(pool) as store:
+        space = store.space(private, SHARD, PAGE_NBYTES)
+        put_chain(space, keys[:1])
+        space.prefetch(keys)
+        assert space.lookup(keys) == Lookup(1)
         space_of(store).lookup(chain("end", 1))
         until(lambda: agent.fetches.asked)
         assert list(agent.fetches.asked[0].wish.keys) == chain("end", 1)

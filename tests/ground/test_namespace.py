@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mooncake_connector.errors import NamespaceError
-from mooncake_connector.kv.namespace import Namespace, canonical_json
+from mooncake_connector.kv.namespace import Namespace, canonical_json, private_model_digest
 
 BASE = Namespace(
     model_name="org/model",
@@ -94,6 +94,14 @@ def test_a_dict_with_an_unknown_or_missing_field_or_a_wrong_type_is_refused(name
     values.pop("kv_dtype")
     with pytest.raises(NamespaceError, match="kv_dtype"):
         Namespace.from_dict(values)
+
+
+def test_a_private_namespace_is_told_by_its_digest_and_is_another_one_each_time():
+    digests = {private_model_digest() for _ in range(10)}
+    assert len(digests) == 10
+    assert all(dataclasses.replace(BASE, model_digest=digest).is_private for digest in digests)
+    for shared in (BASE.model_digest, "private-model", f"my-{min(digests)}", f"{min(digests)}-2"):
+        assert not dataclasses.replace(BASE, model_digest=shared).is_private
 
 
 def test_mla_is_told_by_its_latent_rank():

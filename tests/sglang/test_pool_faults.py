@@ -21,6 +21,7 @@ from mooncake_connector.errors import ConfigError, ModelIdentityError
 from sglang_backend import identity
 from store_client.base import Lookup
 from store_client.embedded import EmbeddedStore
+from store_client.testing import namespace
 
 NAMES = keys(PAGES)
 WHOLE = list(range(PAGES))
@@ -267,6 +268,7 @@ def test_changed_weights_leave_the_pages_of_the_files(attach, monkeypatch) -> No
     assert storage.batch_set_v1(NAMES, slots(WHOLE)) == [True] * PAGES
     identity.weights_changed()
     assert storage.batch_exists(NAMES) == 0
+    assert identity.of_weights_in_memory(namespace()).is_private
     axes(host_pool)[:] = model(2)
     assert storage.batch_set_v1(NAMES[:3], slots([0, 1, 2])) == [True] * 3 and storage.batch_exists(NAMES) == 3
     storage.close()

@@ -75,6 +75,7 @@ def test_reset_before_the_identity_is_known_still_changes_the_namespace(start: S
     assert engine.prefix.namespace() is None
     engine.prefix._namespace = known
     assert engine.prefix.namespace().digest != known.digest
+    assert engine.prefix.namespace().is_private and not known.is_private
 
 
 @every_runner

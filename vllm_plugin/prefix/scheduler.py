@@ -9,12 +9,11 @@ vLLM like those that are there, and the load waits for them. Saves are planned i
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from typing import TYPE_CHECKING
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
-from mooncake_connector.kv.namespace import Namespace
+from mooncake_connector.kv.namespace import Namespace, private_model_digest
 from mooncake_connector.log import get_logger
 from mooncake_connector.sizes import human_nbytes
 from store_client.base import Store
@@ -292,7 +291,7 @@ class PrefixScheduler:
         with: from now on pages go to a namespace of this instance's own. The pool keeps its pages, which are right for
         whoever has those weights. A request that goes on with KV of the old weights is left alone.
         """
-        self._reset_digest = f"reset-{uuid.uuid4().hex}"
+        self._reset_digest = private_model_digest()
         self.saves.reset()
         for tracked in self._tracked.values():
             tracked.saved_pages, tracked.offer = 0, None

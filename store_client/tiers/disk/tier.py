@@ -32,6 +32,8 @@ AT_ONCE = 16
 """Reads and writes under way at once."""
 COMMIT_AFTER_S = 1.0
 COMMIT_NBYTES = 64 << 20
+_CLOSE_S = 10.0
+"""For a commit under way when it is closed."""
 _GROWTH = (256 << 20) // GRANULE
 _MAX_AHEAD = (256 << 20) // GRANULE
 """Granules that are freed at once where space is short, so that not every batch waits for the index."""
@@ -230,8 +232,12 @@ class Disk(Tier):
         self._closed.set()
         self._due.set()
         self._now.set()
-        self._committer.join()
         self._workers.close()
+        self._committer.join(_CLOSE_S)
+        if self._committer.is_alive():  # it uses the files
+            said = "%s is left open: making pages last has not come back after %g s"
+            log_once("tier.disk:hanging", said, self._title, _CLOSE_S, logger=logger)
+            return
         try:
             self._commit(closed=True)
         except TierError as error:

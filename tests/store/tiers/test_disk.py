@@ -4,6 +4,7 @@ import logging
 import random
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from mooncake_connector.config.tiers import DiskTier
 from store_client.base import Put
 from store_client.testing import PAGE_NBYTES, chain, page_bytes
 from store_client.tiers.base import Sealed, Target, TierError
-from store_client.tiers.disk import Disk, budget
+from store_client.tiers.disk import Disk, budget, tier
 from store_client.tiers.testing import DEADLINE_S, SECRET, Memory, contains, new_space, read, seal, write
 
 MIB = 1 << 20
@@ -257,3 +258,25 @@ def test_a_disk_that_is_read_only_says_so(tmp_path):
         with pytest.raises(TierError, match="Read-only file system") as caught:
             open_disk(where / "disk")
         assert caught.value.cause == "denied"
+
+
+def test_a_disk_whose_commit_does_not_come_back_is_left_open_by_close(folder, monkeypatch, caplog):
+    monkeypatch.setattr(tier, "_CLOSE_S", 0.05)
+    begun, goes_on = threading.Event(), threading.Event()
+    disk = open_disk(folder)
+
+    def hang() -> None:
+        begun.set()
+        goes_on.wait(DEADLINE_S)
+
+    monkeypatch.setattr(disk, "flush", hang)
+    disk._set_due(0)
+    assert begun.wait(DEADLINE_S)
+    disk.close()
+    assert "is left open" in caplog.text
+    monkeypatch.undo()
+    assert disk._file.is_in_place(), "the commit under way has its files"
+    goes_on.set()
+    disk._committer.join()
+    disk._index.close()
+    disk._file.close()
