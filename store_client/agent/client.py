@@ -159,6 +159,7 @@ class Client:
         self.ready = True
         cleaned_s = time.monotonic()
         try:
+            _send(connection, messages.frame(messages.Forget()))  # there may be marks from while it was not connected
             while not self._closed:
                 with contextlib.suppress(Empty):
                     item = self._outbox.get(timeout=_HOUSEKEEPING_S)

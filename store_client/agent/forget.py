@@ -46,6 +46,8 @@ class _Mark:
     namespace: bytes | None
     done: set[str] = field(default_factory=set)
     """Titles of the tiers that have forgotten it since."""
+    was_asked: bool = False
+    """Whether a fetch may have brought pages of it that the pool has not cleared yet."""
 
 
 class Forgetting:
@@ -104,16 +106,18 @@ class Forgetting:
         """Have the tiers forget it, and take its marks away; those that were there before."""
         seen = {name: each for name, each in list(self._marks.items()) if each.namespace == namespace}
         done = set.intersection(*(each.done for each in seen.values()))
-        was_asked = self._is_asked(namespace)
+        was_asked = self._is_asked(namespace) or any(each.was_asked for each in seen.values())
         try:
             try:
                 self._fetches.clear(namespace, done)
             finally:
                 for each in seen.values():
-                    each.done = done
+                    each.done, each.was_asked = done, was_asked
                 self._take_away(list(seen)[1:])  # the one that is left stands for all of them
                 if was_asked:  # what a fetch from before the mark published since is what the tiers had
                     self._store.clear(namespace)
+                    for each in seen.values():
+                        each.was_asked = False
             self._take_away(list(seen)[:1])
         except Exception as error:
             self._again_s = time.monotonic() + _AGAIN_S

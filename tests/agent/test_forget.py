@@ -117,3 +117,17 @@ def test_what_a_fetch_brought_before_the_mark_was_seen_goes_although_a_tier_is_b
         put_chain(space, keys)
         forget(forgetting)
         assert space.contains(keys) == [True] * 3
+
+
+def test_a_pool_that_could_not_be_cleared_is_cleared_by_the_next_attempt(pool, store, monkeypatch):
+    tier, keys = MemoryTier(), chain("a", 3)
+    with flowing(store, tier) as flow:
+        forgetting = forgetting_for(pool, store, flow, [True])
+        put_chain(store.space(namespace(), SHARD), keys)
+        mark(pool, DIGEST)
+        with monkeypatch.context() as locked:
+            locked.setattr(store, "clear", lambda _: 1 / 0)
+            forget(forgetting)
+        assert marks(pool) and store.stats().pages == 3
+        forget(forgetting)
+        assert not marks(pool) and store.stats().pages == 0

@@ -14,7 +14,8 @@ from causes import forget_causes
 from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import private_model_digest
 from store_client import EmbeddedStore, Lookup, Space
-from store_client.agent.forget import marks
+from store_client.agent import forget
+from store_client.agent.forget import Forgetting, marks
 from store_client.agent.tiered import TieredStore
 from store_client.agent.wish import Word
 from store_client.open import open_store
@@ -302,6 +303,14 @@ def test_what_is_cleared_while_no_agent_runs_is_forgotten_by_the_next_one_before
     fetches.broken = None
     with running(pool, fetches):
         until(lambda: fetches.cleared == [namespace().digest])
+
+
+def test_who_connects_has_the_agent_look_for_marks_at_once(pool, monkeypatch):
+    monkeypatch.setattr(Forgetting, "tick", lambda self: None)
+    with running(pool) as agent:
+        forget.mark(pool, namespace().digest)  # by a process that was not connected
+        with tiered(pool):
+            until(lambda: agent.fetches.cleared == [namespace().digest])
 
 
 def test_what_a_fetch_brought_after_a_clear_is_cleared_as_well(pool):
