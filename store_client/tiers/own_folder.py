@@ -14,8 +14,16 @@ _NEUTRAL = "lost+found"
 
 
 def make_folder(tier: str, path: Path, *, private: bool) -> None:
-    """The folder, made if it is not there. Raises OSError; TierError for what is no folder, or not ours alone."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """The folder, made if it is not there. Raises OSError; TierError where what it should lie in is not there
+    either, and for what is no folder, or not ours alone."""
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except FileNotFoundError:
+        raise TierError(
+            f"{tier}: folder {path} cannot be made, {path.parent} is not there: mount what it lies on, or make it: "
+            f"mkdir -p {path.parent} (it is never made by itself, which would be on the wrong disk without the mount)",
+            "unavailable",
+        ) from None
     info = os.stat(path)
     if not stat.S_ISDIR(info.st_mode):
         raise _refusal(tier, path, "is no folder", "set `path` to a folder")

@@ -33,6 +33,11 @@ class Budget:
             self._written_nbytes += pages * nbytes
         return pages
 
+    def give_back(self, nbytes: int) -> None:
+        """What was taken and not written."""
+        with self._lock:
+            self._written_nbytes = max(0, self._written_nbytes - nbytes)
+
     @property
     def left_nbytes(self) -> int | None:
         with self._lock:
@@ -44,6 +49,8 @@ class Budget:
             return Meta(file, self._day, self._written_nbytes, closed)
 
     def _turn_over(self) -> None:
-        """A clock that is set back begins no new day."""
+        """A clock that is set back begins no new day; one that was far ahead holds up no later one."""
         if (today := int(time.time() // _DAY_S)) > self._day:
             self._day, self._written_nbytes = today, 0
+        elif today < self._day - 1:
+            self._day = today

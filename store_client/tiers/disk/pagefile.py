@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ GRANULE = 4096
 _HEADER = struct.Struct("<8sII16s")
 _MAGIC = b"mckvdisk"
 _VERSION = 1
+_RESERVE = 0.05
+"""Of the file system: left free for others, and for the case that it is the wrong one, with nothing mounted."""
 
 Extents = Sequence[Piece]
 _Move = Callable[[int, list[Any], int], int]
@@ -111,6 +114,14 @@ class PageFile:
     def granules(self) -> int:
         """Of the file as it is now."""
         return os.fstat(self._fd).st_size // GRANULE
+
+    @property
+    def room(self) -> int:
+        """Granules by which the file may grow so that 5 % of its file system stay free. Raises OSError."""
+        seen = os.fstatvfs(self._fd)
+        if not seen.f_blocks:  # some that are no disks do not tell
+            return sys.maxsize
+        return max(0, seen.f_bavail - int(seen.f_blocks * _RESERVE)) * seen.f_frsize // GRANULE
 
     def grow(self, start: int, stop: int) -> None:
         """Make the file hold granules `start .. stop`. Raises OSError (ENOSPC)."""

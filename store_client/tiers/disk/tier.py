@@ -6,6 +6,7 @@ or 64 MiB, whichever comes first, so that a crash costs at most that much, and n
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from store_client.tiers.disk.index import name_prefix
 from store_client.tiers.disk.opening import PAGES, open_folder
 from store_client.tiers.disk.pagefile import GRANULE, granules_of
 from store_client.tiers.disk.pages import Pages
-from store_client.tiers.faults import as_tier_error
+from store_client.tiers.faults import as_tier_error, cause_of
 from store_client.tiers.workers import Outcome, Workers
 
 AT_ONCE = 16
@@ -109,9 +110,13 @@ class Disk(Tier):
         outcome = [Put.PRESENT] * len(pages)
         for i in fresh:
             outcome[i] = Put.FAILED
-        with self._faults("writing"):
-            fresh = fresh[: self._budget.take(len(fresh), granules_of(nbytes) * GRANULE)]
-            places = self._take(nbytes, len(fresh))
+        size, places = granules_of(nbytes) * GRANULE, []
+        fresh = fresh[: self._budget.take(len(fresh), size)]
+        try:
+            with self._faults("writing"):
+                places = self._take(nbytes, len(fresh))
+        finally:
+            self._budget.give_back((len(fresh) - len(places)) * size)
         fresh = fresh[: len(places)]
         writes = [partial(self._file.write, place, pages[i].pieces) for i, place in zip(fresh, places, strict=True)]
         results = self._workers.run(writes, deadline_s)
@@ -120,6 +125,7 @@ class Disk(Tier):
                 outcome[i] = self._pages.publish(names[i], nbytes, pages[i].seal, place)
             else:
                 self._pages.give_back([place])
+        self._budget.give_back(sum(isinstance(result, TimeoutError) for result in results) * size)
         self._set_due(len(fresh) * nbytes)
         self._raise_first(results, "writing")
         return outcome
@@ -133,26 +139,54 @@ class Disk(Tier):
         with self._commit_lock:  # one at a time, so that nobody evicts for space that another has just made
             while taken := self._pages.take(nbytes, count - len(places)):
                 places += taken
-            while (missing := (count - len(places)) * size) and self._make_room(missing):
-                places += self._pages.take(nbytes, count - len(places))
+            try:
+                while (missing := (count - len(places)) * size) and self._make_room(missing, not places):
+                    places += self._pages.take(nbytes, count - len(places))
+            except BaseException:
+                self._pages.give_back(places)
+                raise
         return places
 
-    def _make_room(self, missing: int) -> bool:
-        """Make more space free, so many granules if possible; False where there is no more."""
-        free = self._pages.free_granules
-        stop = min(self._limit, self._size + max(missing, _GROWTH))
-        if stop > self._size:
+    def _make_room(self, missing: int, needed: bool) -> bool:
+        """Make more space free, so many granules if possible; False where there is no more.
+
+        Raises OSError where that is `needed` and it is others who fill the file system.
+        """
+        free, full = self._pages.free_granules, None
+        if self._size < self._limit:
+            full = self._grow(missing)
+            if full is None:
+                return True
+            log_once("tier.disk:no room", "%s (%s) uses %s of its capacity of %s: %s", self._title, self._path,
+                     human_nbytes(self._size * GRANULE), human_nbytes(self._limit * GRANULE), full.strerror,
+                     logger=logger)  # fmt: skip
+        self._pages.make_room(max(missing, min(self._size // 16, _MAX_AHEAD)))
+        self.flush()
+        if self._pages.free_granules > free:
+            return True
+        if full is not None and needed:
+            raise full
+        return False
+
+    def _grow(self, missing: int) -> OSError | None:
+        """Make the file larger, by so many granules if possible; or why there is no room. Raises other OSErrors."""
+        room = min(self._limit - self._size, self._file.room)
+        full = OSError(errno.ENOSPC, "No space left on device but what is kept free (5 % of the file system)")
+        for more in (max(missing, _GROWTH), missing):
+            stop = self._size + min(more, room)
+            if stop == self._size:
+                break
             try:
                 self._file.grow(self._size, stop)
-            except OSError:
-                stop = min(stop, self._size + missing)
-                self._file.grow(self._size, stop)
-            self._pages.grown(self._size, stop)
-            self._size = stop
-        else:
-            self._pages.make_room(max(missing, min(self._limit // 16, _MAX_AHEAD)))
-            self.flush()
-        return self._pages.free_granules > free
+            except OSError as error:
+                if cause_of(error) != "full":
+                    raise
+                full = error
+            else:
+                self._pages.grown(self._size, stop)
+                self._size = stop
+                return None
+        return full
 
     def remove(self, space: SpaceName, keys: Sequence[bytes], *, deadline_s: float) -> int:
         check_keys(keys)

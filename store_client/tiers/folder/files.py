@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from contextlib import suppress
-from functools import partial
 
 import numpy as np
 
 from store_client.base import Bytes, Put
 from store_client.tiers.base import SEAL_NBYTES, Pieces, Sealed
-from store_client.tiers.folder.layout import make_folders, new_name
+from store_client.tiers.folder.layout import new_name, open_folder, opened
 
 _CHUNK_NBYTES = 512 << 10
 """Read into a buffer that stays in the processor's cache, and copied from there."""
@@ -46,11 +46,12 @@ class Ticket:
                 raise TimeoutError("nobody waits for it")
             target.data[:] = source.data  # with the interpreter lock: that is sooner done than given away
 
-    def publish(self, new: str, page: str) -> Put:
+    def publish(self, fd: int, new: str, page: str) -> Put:
+        """`fd` is the folder's."""
         with self._lock:
             if self._left:
                 raise TimeoutError("nobody waits for it")
-        return _publish(new, page)
+        return _publish(fd, new, page)
 
 
 def has_page(path: str, nbytes: int, stale_before: float = 0.0) -> bool:
@@ -59,25 +60,27 @@ def has_page(path: str, nbytes: int, stale_before: float = 0.0) -> bool:
     A page that was last used before `stale_before` (the file server's seconds) is marked as used now.
     """
     try:
-        info = os.stat(path)
+        info = os.lstat(path)
     except OSError as error:
         if error.errno in GONE:
             return False
         raise
-    if info.st_size != nbytes + SEAL_NBYTES:
+    if not stat.S_ISREG(info.st_mode) or info.st_size != nbytes + SEAL_NBYTES:
         return False
     if info.st_mtime < stale_before:
         with suppress(OSError):
-            os.utime(path)
+            os.utime(path, follow_symlinks=False)
     return True
 
 
 def remove_page(path: str) -> bool:
     """Raises OSError."""
+    folder, _, name = path.rpartition("/")
     try:
-        os.unlink(path)
+        with opened(folder) as fd:
+            os.unlink(name, dir_fd=fd)
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in GONE or error.errno in _NO_FILE:
             return False
         raise
     return True
@@ -118,14 +121,15 @@ def _fill(fd: int, pieces: Pieces, ticket: Ticket) -> bytes | None:
 
 
 def write_page(path: str, page: Sealed, ticket: Ticket) -> Put:
-    """Publish the page, or leave the one that is there; FAILED where another host cleared the folder meanwhile.
+    """Publish the page, or leave the one that is there; FAILED where another host cleared the folder meanwhile, or a
+    folder lies where the page should.
 
     Raises OSError.
     """
     try:
         return _write_page(path, page, ticket)
     except OSError as error:
-        if error.errno in GONE:
+        if error.errno in GONE or error.errno in _NO_FILE:
             return Put.FAILED
         raise
 
@@ -133,28 +137,38 @@ def write_page(path: str, page: Sealed, ticket: Ticket) -> Put:
 def _write_page(path: str, page: Sealed, ticket: Ticket) -> Put:
     if has_page(path, sum(map(len, page.pieces))):
         return Put.PRESENT
-    new = new_name(path)
-    fd = _create(new, path)
+    folder, _, name = path.rpartition("/")
+    new = new_name(name)
+    fd, file = _create(folder, new)
     try:
         try:
-            _write_all(fd, [*(piece.data for piece in page.pieces), memoryview(page.seal)])
-            os.fsync(fd)  # before it has its name, so that a crash of the file server leaves a whole page or none
+            _write_all(file, [*(piece.data for piece in page.pieces), memoryview(page.seal)])
+            os.fsync(file)  # before it has its name, so that a crash of the file server leaves a whole page or none
         finally:
-            os.close(fd)
-        return ticket.publish(new, path)
+            os.close(file)
+        return ticket.publish(fd, new, name)
     finally:
         with suppress(OSError):
-            os.unlink(new)
+            os.unlink(new, dir_fd=fd)
+        os.close(fd)
 
 
-def _create(new: str, path: str) -> int:
-    open_new = partial(os.open, new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _create(folder: str, new: str) -> tuple[int, int]:
+    """The folder, and the new file in it, both open."""
+    with suppress(FileNotFoundError):
+        return _create_in(open_folder(folder), new)
     for _ in range(_ATTEMPTS):
         with suppress(FileNotFoundError):
-            return open_new()
-        with suppress(FileNotFoundError):
-            make_folders(path)
-    return open_new()
+            return _create_in(open_folder(folder, make=True), new)
+    return _create_in(open_folder(folder, make=True), new)
+
+
+def _create_in(fd: int, new: str) -> tuple[int, int]:
+    try:
+        return fd, os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=fd)
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def _write_all(fd: int, views: list[memoryview]) -> None:
@@ -167,19 +181,20 @@ def _write_all(fd: int, views: list[memoryview]) -> None:
             views[0] = views[0][written:]
 
 
-def _publish(new: str, page: str) -> Put:
+def _publish(fd: int, new: str, page: str) -> Put:
     """By a link, since FUSE may lose sight of a page for a moment that is replaced by a rename."""
     try:
-        os.link(new, page)
+        os.link(new, page, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
     except FileExistsError:
-        mine = os.stat(new)
+        mine = os.stat(new, dir_fd=fd, follow_symlinks=False)
         if mine.st_nlink > 1:  # over NFS an answer may be lost, and the repetition finds what it has made itself
             return Put.STORED
-        if os.lstat(page).st_size == mine.st_size:
+        there = os.stat(page, dir_fd=fd, follow_symlinks=False)
+        if stat.S_ISREG(there.st_mode) and there.st_size == mine.st_size:
             return Put.PRESENT
-        os.rename(new, page)  # that was half a page
+        os.rename(new, page, src_dir_fd=fd, dst_dir_fd=fd)  # that was half a page, or none of ours
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        os.rename(new, page)  # whoever was there first holds the same page
+        os.rename(new, page, src_dir_fd=fd, dst_dir_fd=fd)  # whoever was there first holds the same page
     return Put.STORED

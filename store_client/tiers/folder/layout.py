@@ -5,17 +5,20 @@
     ...<key>.<16 random digits>.new                     a page that is being written, or was when its writer ended
 
 The digest of the namespace and the key are in hexadecimal; the two digits are the key's first; a shard is
-"0-32.0-8", its layers and KV heads. Nothing else is ever read or removed.
+"0-32.0-8", its layers and KV heads. Nothing else is ever read or removed, and no link is followed: whoever may write
+there could point it at files elsewhere.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from store_client.embedded.locks import write_file
 from store_client.tiers.base import SEAL_NBYTES, SpaceName, TierError
 from store_client.tiers.own_folder import refuse_foreign
 
@@ -27,6 +30,9 @@ _SHARD = re.compile(r"\d+-\d+\.\d+-\d+")
 _FAN = re.compile(r"[0-9a-f]{2}")
 _NEW = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.new")
 _CLOCK = re.compile(r"[0-9a-f]{16}\.clock")
+_LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_ON_THE_WAY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+"""Costs a look-up and no more: the file server opens nothing."""
 
 
 def space_folder(root: Path, space: SpaceName) -> str:
@@ -72,46 +78,25 @@ def _claim_new(tier: str, root: Path) -> None:
             "unavailable",
         )  # fmt: skip
     refuse_foreign(tier, root, lambda name: name in (MARKER, SWEPT) or is_clock(name))
-    with open(root / MARKER, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-        file.write(_MARKER_TEXT)
+    write_file(root / MARKER, _MARKER_TEXT.encode())
 
 
 def is_claimed(root: Path) -> bool:
     """Raises OSError where nobody can tell."""
-    return _is_there(root / MARKER)
+    return _mode(root / MARKER) is not None
 
 
 def is_mounted(root: Path) -> bool:
     """Whether what was claimed is still there. Raises OSError where nobody can tell."""
-    return _is_there(root / PAGES)
+    mode = _mode(root / PAGES)
+    return mode is not None and stat.S_ISDIR(mode)
 
 
-def _is_there(path: Path) -> bool:
+def _mode(path: Path) -> int | None:
     try:
-        os.stat(path)
+        return os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def make_folders(page: str) -> None:
-    """The folders between `pages` and a page; not `pages` itself, which is missing where nothing is mounted. Raises
-    OSError."""
-    _mkdir(os.path.dirname(page), 2)
-
-
-def _mkdir(folder: str, above: int) -> None:
-    """Make the folder, and as many of those above it as may be missing."""
-    try:
-        os.mkdir(folder, 0o700)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        if not above:
-            raise
-        _mkdir(os.path.dirname(folder), above - 1)
-        with suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
+        return None
 
 
 def is_clock(name: str) -> bool:
@@ -121,7 +106,7 @@ def is_clock(name: str) -> bool:
 def page_folders(root: Path, namespace: bytes | None = None) -> Iterator[str]:
     """The folders that hold files of pages, in an order that differs from host to host; those above them are told after
     them. Folders that vanish meanwhile are left out."""
-    top = f"{root}/pages"
+    top = f"{root}/{PAGES}"
     for digest in _below(top, _DIGEST) if namespace is None else [f"{top}/{namespace.hex()}"]:
         for shard in _below(digest, _SHARD):
             yield from _below(shard, _FAN)
@@ -131,10 +116,43 @@ def page_folders(root: Path, namespace: bytes | None = None) -> Iterator[str]:
 
 def _below(folder: str, wanted: re.Pattern[str]) -> list[str]:
     try:
-        names = os.listdir(folder)
+        with opened(folder, to_list=True) as fd, os.scandir(fd) as entries:
+            names = [one.name for one in entries if wanted.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [f"{folder}/{name}" for name in names if wanted.fullmatch(name)]
+    return [f"{folder}/{name}" for name in names]
+
+
+@contextmanager
+def opened(folder: str, *, to_list: bool = False) -> Iterator[int]:
+    """As `open_folder`, and closed again."""
+    fd = open_folder(folder, to_list=to_list)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_folder(folder: str, *, to_list: bool = False, make: bool = False) -> int:
+    """A descriptor of `pages` or a folder below it, for the `dir_fd` of other calls; with `to_list` also to be listed.
+
+    With `make` folders that are missing are made, but not `pages`, which is missing where nothing is mounted. Raises
+    OSError, ENOTDIR where one of them is a link.
+    """
+    root, _, below = folder.rpartition(f"/{PAGES}")
+    names = [PAGES, *below.split("/")[1:]]
+    fd = os.open(root, _ON_THE_WAY)  # that may be a link: whoever sets up the tier says where it is
+    for number, name in enumerate(names):
+        flags = _LISTED if to_list and number == len(names) - 1 else _ON_THE_WAY
+        above = fd
+        try:
+            if make and number:
+                with suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=above)
+            fd = os.open(name, flags | os.O_NOFOLLOW, dir_fd=above)
+        finally:
+            os.close(above)
+    return fd
 
 
 def page_nbytes(file_nbytes: int) -> int:

@@ -7,6 +7,7 @@ pages, and who comes second finds them gone. A sweep goes on where it stopped wh
 from __future__ import annotations
 
 import os
+import stat
 from array import array
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
+from store_client.embedded.locks import open_file
 from store_client.tiers.base import Purged
 from store_client.tiers.folder.clock import ServerClock
 from store_client.tiers.folder.files import GONE
-from store_client.tiers.folder.layout import SWEPT, is_clock, is_new, is_page, page_folders, page_nbytes
+from store_client.tiers.folder.layout import SWEPT, is_clock, is_new, is_page, opened, page_folders, page_nbytes
 
 EVERY_S = 600.0
 """Between sweeps, whichever host does them."""
@@ -74,29 +76,31 @@ class Sweep:
 
     def _look_at(self, folder: str, now_s: float, stale_s: float, times: array[float], sizes: array[int]) -> None:
         empty = True
-        for name, info in _files(folder):
+        for fd, name, info in _files(folder):
             empty = False
+            if not stat.S_ISREG(info.st_mode):
+                continue
             if is_page(name):
                 if self._keep_s is not None and info.st_mtime < now_s - self._keep_s:
-                    self._remove(f"{folder}/{name}")
+                    self._remove(fd, name)
                 else:
                     times.append(info.st_mtime)
                     sizes.append(page_nbytes(info.st_size))
             elif is_new(name) and info.st_mtime < stale_s:
                 with suppress(FileNotFoundError):
-                    os.unlink(f"{folder}/{name}")
+                    os.unlink(name, dir_fd=fd)
         if empty:
             _remove_folder(folder, stale_s)
 
     def _remove_until(self, folder: str, limit_s: float) -> None:
-        for name, info in _files(folder):
-            if is_page(name) and info.st_mtime <= limit_s:
-                self._remove(f"{folder}/{name}")
+        for fd, name, info in _files(folder):
+            if is_page(name) and stat.S_ISREG(info.st_mode) and info.st_mtime <= limit_s:
+                self._remove(fd, name)
 
-    def _remove(self, page: str) -> None:
+    def _remove(self, fd: int, name: str) -> None:
         """A page that another host was faster with counts as its."""
         with suppress(FileNotFoundError):
-            os.unlink(page)
+            os.unlink(name, dir_fd=fd)
             self._removed += 1
 
     def _remove_clocks(self, stale_s: float) -> None:
@@ -110,13 +114,13 @@ class Sweep:
 def is_due(root: Path, now_s: float) -> bool:
     """Whether nobody has begun a sweep for long."""
     try:
-        return not now_s - EVERY_S < os.stat(root / SWEPT).st_mtime <= now_s + EVERY_S
+        return not now_s - EVERY_S < os.lstat(root / SWEPT).st_mtime <= now_s + EVERY_S
     except FileNotFoundError:
         return True
 
 
 def say_begun(root: Path) -> None:
-    fd = os.open(root / SWEPT, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = open_file(root / SWEPT, os.O_WRONLY | os.O_CREAT)
     try:
         os.write(fd, b"now")
         os.utime(fd)
@@ -132,26 +136,28 @@ def remove_all(
     pages = nbytes = 0
     every = before_s is None and larger_than_nbytes is None
     for folder in page_folders(root, namespace):
-        for name, info in _files(folder):
+        for fd, name, info in _files(folder):
+            if not stat.S_ISREG(info.st_mode):
+                continue
             size = page_nbytes(info.st_size)
             kept = (before_s is not None and info.st_mtime >= before_s) or (
                 larger_than_nbytes is not None and size <= larger_than_nbytes
             )
             if (is_page(name) and not kept) or (is_new(name) and every):
                 with suppress(FileNotFoundError):
-                    os.unlink(f"{folder}/{name}")
+                    os.unlink(name, dir_fd=fd)
                     pages, nbytes = pages + is_page(name), nbytes + size * is_page(name)
         _remove_folder(folder, None)
     return Purged(pages, nbytes)
 
 
-def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    """What is in a folder, as far as it does not vanish meanwhile; of folders only the name is of use."""
+def _files(folder: str) -> Iterator[tuple[int, str, os.stat_result]]:
+    """What is in a folder, as far as it does not vanish meanwhile, each with the folder's descriptor."""
     try:
-        with os.scandir(folder) as entries:
+        with opened(folder, to_list=True) as fd, os.scandir(fd) as entries:
             for entry in entries:
                 with suppress(FileNotFoundError):
-                    yield entry.name, entry.stat(follow_symlinks=False)
+                    yield fd, entry.name, entry.stat(follow_symlinks=False)
     except OSError as error:
         if error.errno not in GONE:
             raise
@@ -159,9 +165,10 @@ def _files(folder: str) -> Iterator[tuple[str, os.stat_result]]:
 
 def _remove_folder(folder: str, stale_s: float | None) -> None:
     """If it is empty, and nobody has used it for long."""
-    with suppress(OSError):
-        if stale_s is None or os.stat(folder).st_mtime < stale_s:
-            os.rmdir(folder)
+    above, _, name = folder.rpartition("/")
+    with suppress(OSError), opened(above) as fd:
+        if stale_s is None or os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime < stale_s:
+            os.rmdir(name, dir_fd=fd)
 
 
 def _cutoff(last_use: np.ndarray, nbytes: np.ndarray, capacity: int) -> float:

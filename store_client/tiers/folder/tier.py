@@ -135,8 +135,11 @@ class SharedFolder(Tier):
         """As `Tier.purge`; a page's age is that of its last use, as for `keep_days`."""
 
         def removing() -> Purged:
+            self._check_mounted()
             before_s = None if older_than_s is None else self._clock.ask() - older_than_s
-            return remove_all(self._root, namespace, before_s, larger_than_nbytes)
+            removed = remove_all(self._root, namespace, before_s, larger_than_nbytes)
+            self._check_mounted()  # what went away meanwhile comes back with its pages
+            return removed
 
         return self._one("removing pages", removing, deadline_s)
 
@@ -156,6 +159,7 @@ class SharedFolder(Tier):
         self._one("sweeping", partial(self._go_on, give_up_s), deadline_s)
 
     def _go_on(self, give_up_s: float) -> None:
+        self._check_mounted()
         if self._sweeping.acquire(blocking=False):  # a call that was left behind may still be at it
             try:
                 self._sweep_until(give_up_s)

@@ -1,6 +1,8 @@
 """What a disk keeps, and over what; and each way in which its folder or the disk itself can be of no use."""
 
+import errno
 import logging
+import os
 import random
 import shutil
 import subprocess
@@ -17,6 +19,7 @@ from store_client.base import Put
 from store_client.testing import PAGE_NBYTES, chain, page_bytes
 from store_client.tiers.base import Sealed, Target, TierError
 from store_client.tiers.disk import Disk, budget, tier
+from store_client.tiers.disk.pagefile import GRANULE, PageFile
 from store_client.tiers.testing import DEADLINE_S, SECRET, Memory, contains, new_space, read, seal, write
 
 MIB = 1 << 20
@@ -146,6 +149,29 @@ def test_a_days_writes_hold_over_a_restart_and_a_crash(folder, monkeypatch):
     disk.close()
 
 
+def test_a_clock_that_was_far_ahead_stops_no_later_days_writes(folder, monkeypatch):
+    now_s = [2.08e9]
+    monkeypatch.setattr(budget.time, "time", lambda: now_s[0])
+    space, keys, memory = new_space(), chain("a", 40), Memory()
+    disk = open_disk(folder, daily_writes=12 * PAGE_NBYTES)
+    assert write(disk, memory, space, keys[:8]) == [Put.STORED] * 8
+    now_s[0] = 1e9
+    assert write(disk, memory, space, keys[8:16]) == [Put.STORED] * 4 + [Put.FAILED] * 4, "what was written counts"
+    disk.close()
+    now_s[0] += 86400
+    disk = open_disk(folder, daily_writes=12 * PAGE_NBYTES)
+    assert write(disk, memory, space, keys[12:32]) == [Put.STORED] * 12 + [Put.FAILED] * 8
+    disk.close()
+
+
+def test_what_finds_no_place_takes_nothing_of_a_days_writes(folder):
+    disk, memory = open_disk(folder, MIB, daily_writes=8 * MIB), Memory()
+    for _ in range(8):
+        assert write(disk, memory, new_space(), chain("large", 1), 2 * MIB) == [Put.FAILED]
+    assert disk.stats().notes["may be written today"] == "8.0 MiB"
+    disk.close()
+
+
 def test_a_second_agent_is_refused_until_the_first_is_gone(folder):
     disk = open_disk(folder)
     with pytest.raises(TierError, match="in use by another agent") as caught:
@@ -177,7 +203,12 @@ def test_a_folder_that_others_may_reach_is_refused(folder):
     open_disk(folder).close()
 
 
-def test_a_folder_of_its_own_is_private(folder):
+def test_a_folder_of_its_own_is_private_and_what_it_lies_in_is_not_made(folder):
+    """That would be on the wrong disk where something is not mounted."""
+    with pytest.raises(TierError, match=f"mkdir -p {folder} ") as caught:
+        open_disk(folder / "below")
+    assert caught.value.cause == "unavailable" and not caught.value.lasting and not folder.exists()
+    folder.mkdir()
     open_disk(folder / "below").close()
     assert (folder / "below").stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o077 for path in (folder / "below").rglob("*")} == {0}
@@ -236,17 +267,69 @@ def test_a_folder_that_is_deleted_turns_the_tier_off(folder):
 
 
 @as_root
-def test_a_disk_that_is_full_says_so_and_keeps_what_it_has(tmp_path):
-    where, space, keys, memory = tmp_path / "mount", new_space(), chain("a", 200), Memory()
-    with mounted(where, "size=4m"):
+def test_a_disk_leaves_some_of_its_file_system_free_and_evicts(tmp_path):
+    where, space, keys, memory = tmp_path / "mount", new_space(), chain("a", 320), Memory(64 * MIB)
+    with mounted(where, "size=16m"):
         disk = open_disk(where / "disk", 64 * MIB)
-        assert write(disk, memory, space, keys[:8]) == [Put.STORED] * 8
-        with pytest.raises(TierError, match="No space left on device") as caught:
-            for first in range(8, 200, 8):
-                write(disk, memory, space, keys[first : first + 8])
-        assert caught.value.cause == "full" and not caught.value.lasting
-        assert read(disk, memory, space, keys[:8]) == [True] * 8
+        for first in range(0, 320, 8):
+            assert write(disk, memory, space, keys[first : first + 8]) == [Put.STORED] * 8
+            assert read(disk, memory, space, keys[:8]) == [True] * 8
+        used, seen = disk.stats(), os.statvfs(where)
+        assert used.pages < 320 and used.evicted_pages > 0 and used.used_nbytes > 8 * MIB
+        assert seen.f_bavail * seen.f_frsize > MIB // 4  # the index takes some of the 0.8 MiB
         disk.close()
+
+
+@as_root
+def test_a_disk_that_others_fill_says_so_and_goes_on_with_what_it_has(tmp_path):
+    where, space, keys, memory = tmp_path / "mount", new_space(), chain("a", 200), Memory()
+    with mounted(where, "size=16m"):
+        disk = open_disk(where / "disk", 64 * MIB, daily_writes=64 * MIB)
+        filler = where / "of others"
+        left = os.statvfs(where)
+        filler.write_bytes(bytes(left.f_bavail * left.f_frsize - MIB // 4))
+        for _ in range(3):
+            with pytest.raises(TierError, match="No space left on device") as caught:
+                write(disk, memory, space, keys[:8])
+            assert caught.value.cause == "full" and not caught.value.lasting
+        assert disk.stats().notes["may be written today"] == "64.0 MiB", "nothing was written"
+        os.truncate(filler, 12 * MIB)
+        assert write(disk, memory, space, keys[:8]) == [Put.STORED] * 8
+        for first in range(8, 200, 8):
+            assert write(disk, memory, space, keys[first : first + 8]) == [Put.STORED] * 8
+            assert read(disk, memory, space, keys[:8]) == [True] * 8
+        assert disk.stats().evicted_pages > 0
+        disk.close()
+
+
+def test_a_disk_that_cannot_grow_loses_no_place_and_evicts_only_for_want_of_room(folder, monkeypatch):
+    """A quota says so only when it is tried."""
+    space, keys, memory, disk = new_space(), chain("a", 120), Memory(48 * MIB), open_disk(folder, 64 * MIB)
+    grow, fault = PageFile.grow, errno.EIO
+
+    def up_to_2_mib(file, start, stop):
+        if stop > 2 * MIB // GRANULE:
+            raise OSError(fault, os.strerror(fault))
+        grow(file, start, stop)
+
+    monkeypatch.setattr(PageFile, "grow", up_to_2_mib)
+    with pytest.raises(TierError, match="Input/output error"):
+        write(disk, memory, space, keys[:8])
+    fault = errno.EDQUOT
+    assert write(disk, memory, space, keys[:8]) == [Put.STORED] * 8
+    for first in range(8, 120, 3):
+        assert Put.FAILED not in write(disk, memory, space, keys[first : first + 3])
+        assert read(disk, memory, space, keys[:8]) == [True] * 8
+    evicted, fault = disk.stats().evicted_pages, errno.EIO
+    assert evicted > 0 and disk.stats().pages > 24
+    disk.remove(space, keys[:1], deadline_s=DEADLINE_S)
+    disk.flush()
+    with pytest.raises(TierError, match="Input/output error"):
+        write(disk, memory, new_space(), chain("more than there is room for", 20))
+    assert disk.stats().evicted_pages == evicted
+    disk.clear(None, deadline_s=DEADLINE_S)
+    assert disk._pages.free_granules == disk._size - 1, "all but the file's head"
+    disk.close()
 
 
 @as_root

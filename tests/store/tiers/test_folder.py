@@ -80,7 +80,16 @@ def test_what_is_no_file_is_a_miss_and_holds_nobody_up(tmp_path, what):
     file = file_of(tmp_path, space, keys[0])
     other = file.rename(tmp_path / "moved")
     {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: os.symlink(other, path)}[what](file)
-    assert read(folder, memory, space, keys) == [False, True]
+    kept = other.read_bytes()
+    assert contains(folder, space, keys) == read(folder, memory, space, keys) == [False, True]
+    for path in (file, file_of(tmp_path, space, keys[1])):
+        os.utime(path, (0, 0), follow_symlinks=False)
+    sweep_now(tmp_path, keep_days=1).close()
+    assert os.path.lexists(file) and not file_of(tmp_path, space, keys[1]).exists(), "no page of ours"
+    outcome = Put.FAILED if what == "folder" else Put.STORED
+    assert write(folder, memory, space, keys) == [outcome, Put.STORED]
+    assert read(folder, memory, space, keys) == [what != "folder", True]
+    assert other.read_bytes() == kept
     folder.close()
 
 
@@ -89,7 +98,7 @@ def test_a_page_that_another_host_removes_under_a_reader_is_a_miss(tmp_path, mon
     space, keys, memory, folder = new_space(), chain("a", 2), Memory(), open_folder(tmp_path)
     write(folder, memory, space, keys)
 
-    def stale(*arguments):
+    def stale(*arguments, **named):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     monkeypatch.setattr(os, "preadv", stale)
@@ -98,7 +107,7 @@ def test_a_page_that_another_host_removes_under_a_reader_is_a_miss(tmp_path, mon
 
 
 def test_a_file_system_without_links_will_do(tmp_path, monkeypatch):
-    def refuse(*arguments):
+    def refuse(*arguments, **named):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(os, "link", refuse)
@@ -113,9 +122,9 @@ def test_an_answer_that_nfs_has_lost_is_no_page_of_somebody_else(tmp_path, monke
     """NFS repeats a link whose answer did not come, and then finds what it has made itself."""
     link = os.link
 
-    def twice(*arguments):
-        link(*arguments)
-        link(*arguments)
+    def twice(*arguments, **named):
+        link(*arguments, **named)
+        link(*arguments, **named)
 
     monkeypatch.setattr(os, "link", twice)
     space, keys, memory, folder = new_space(), chain("a", 1), Memory(), open_folder(tmp_path)
@@ -128,9 +137,9 @@ def test_a_page_whose_folder_is_cleared_while_it_is_written_is_not_stored_and_th
     link = os.link
     space, keys, memory, folder = new_space(), chain("a", 2), Memory(), open_folder(tmp_path)
 
-    def cleared(*arguments):
+    def cleared(*arguments, **named):
         sweep.remove_all(tmp_path, None)
-        link(*arguments)
+        link(*arguments, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", cleared)
@@ -144,7 +153,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, call):
     space, keys, memory, folder = new_space(), chain("a", 2), Memory(), open_folder(tmp_path)
     write(folder, memory, space, keys[:1])
 
-    def fail(*arguments):
+    def fail(*arguments, **named):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     with monkeypatch.context() as patch:
@@ -181,11 +190,88 @@ def test_a_mount_that_is_gone_is_an_error_and_nothing_is_written_below_it(tmp_pa
         assert caught.value.cause == "unavailable" and not caught.value.lasting
     with pytest.raises(TierError, match="not mounted any more"):
         write(folder, memory, space, chain("b", 2))
-    assert os.listdir(tmp_path) == [], "a page on the wrong disk"
+    with pytest.raises(TierError, match="not mounted any more"):
+        folder.clear(space.namespace, deadline_s=DEADLINE_S)
+    with pytest.raises(TierError, match="not mounted any more"):
+        folder.purge(None, older_than_s=0.0, deadline_s=DEADLINE_S)
+    with pytest.raises(TierError, match="not mounted any more"):
+        folder.tidy(DEADLINE_S)
+    assert os.listdir(tmp_path) == [], "something on the wrong disk"
     tmp_path.rmdir()
     mount.rename(tmp_path)
     assert read(folder, memory, space, keys) == [True] * 2
     folder.close()
+
+
+def test_a_mount_that_goes_away_while_it_is_cleared_was_not_cleared(tmp_path, monkeypatch):
+    space, memory, folder = new_space(), Memory(), open_folder(tmp_path)
+    write(folder, memory, space, chain("a", 2))
+
+    def went_away(*arguments):
+        tmp_path.rename(tmp_path.with_name("elsewhere"))
+        return remove_all(*arguments)
+
+    remove_all = sweep.remove_all
+    monkeypatch.setattr("store_client.tiers.folder.tier.remove_all", went_away)
+    with pytest.raises(TierError, match="not mounted any more"):
+        folder.clear(None, deadline_s=DEADLINE_S)
+    folder.close()
+
+
+@pytest.mark.parametrize("level", ["namespace", "shard", "digits"])
+def test_no_link_leads_out_of_the_folder(tmp_path, level):
+    """Who may write there could make another's files ours."""
+    shared, victim = tmp_path / "shared", tmp_path / "victim"
+    shared.mkdir()
+    space, keys, memory, folder = new_space(), chain("a", 2), Memory(), open_folder(shared)
+    write(folder, memory, space, keys[:1])
+    page = file_of(shared, space, keys[0])
+    below = {"namespace": page.parents[2], "shard": page.parents[1], "digits": page.parents[0]}[level]
+    below.rename(victim)
+    below.symlink_to(victim)
+    theirs = victim / page.relative_to(below)
+    short = theirs.with_name(f"{'0' * 64}")
+    old = theirs.with_name(f"{theirs.name}.{'a' * 16}.new")
+    for file in (theirs, short, old):
+        file.write_bytes(b"dear diary")
+        make_older(file, DAY_S)
+
+    def seen():
+        return {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in victim.rglob("*")}
+
+    before = seen()
+    assert write(folder, memory, space, keys[:1]) == [Put.FAILED]
+    folder.remove(space, [*keys, bytes(32)], deadline_s=DEADLINE_S)
+    folder.clear(space.namespace, deadline_s=DEADLINE_S)
+    folder.clear(None, deadline_s=DEADLINE_S)
+    folder.purge(None, older_than_s=60, deadline_s=DEADLINE_S)
+    sweep_now(shared, capacity=1, keep_days=0.1).close()
+    assert seen() == before
+    assert all(file.read_bytes() == b"dear diary" for file in (theirs, short, old))
+    folder.close()
+
+
+@pytest.mark.parametrize("what", ["link", "pipe"])
+def test_what_lies_where_the_time_of_a_sweep_should_is_not_written_to(tmp_path, what):
+    shared, theirs = tmp_path / "shared", tmp_path / "theirs"
+    shared.mkdir()
+    theirs.write_text("dear diary")
+    folder = open_folder(shared)
+    {"pipe": os.mkfifo, "link": lambda path: os.symlink(theirs, path)}[what](shared / SWEPT)
+    for path in (theirs, shared / SWEPT):
+        os.utime(path, (0, 0), follow_symlinks=False)
+    with pytest.raises(TierError, match="sweeping failed") as caught:
+        folder.tidy(DEADLINE_S)
+    assert caught.value.cause != "timeout" and theirs.read_text() == "dear diary"
+    folder.close()
+
+
+def test_a_new_folders_mark_is_not_written_through_a_link(tmp_path):
+    shared, theirs = tmp_path / "shared", tmp_path / "theirs"
+    shared.mkdir()
+    (shared / MARKER).symlink_to(theirs)
+    open_folder(shared).close()
+    assert not theirs.exists()
 
 
 def test_the_pages_that_were_not_used_for_longest_go_first(tmp_path):
