@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
-from agent.flows import SECRET, fetch, flowing, is_right, put_into, settings, wait_until
+from agent.flows import PATIENT_S, SECRET, fetch, flowing, is_right, put_into, settings, wait_until
 from agent.memory_tier import MemoryTier
 from store.pools import CAPACITY
 
@@ -245,8 +246,10 @@ def test_pages_that_only_one_instance_can_read_are_given_to_no_tier(store, space
 def test_a_batch_that_takes_too_long_is_made_smaller_until_it_does_not_and_grows_again(store, space, monkeypatch):
     monkeypatch.setattr(spread, "_CALM_BATCHES", 2)
     tier, slow, later = MemoryTier(batch_nbytes=8 * PAGE_NBYTES), chain("slow", 16), chain("later", 64)
+    all_put = threading.Event()  # not a page at a time as they come
 
     def take_long() -> None:
+        assert all_put.wait(PATIENT_S)
         too_many = len(tier.made("write")[-1]) > 2
         tier.failing = TierError("a slow uplink", "timeout") if too_many else None
 
@@ -254,15 +257,19 @@ def test_a_batch_that_takes_too_long_is_made_smaller_until_it_does_not_and_grows
     tier.before["contains"] = lambda: setattr(tier, "failing", None)
     with flowing(store, giving(tier)):
         put_chain(space, slow)
+        all_put.set()
         wait_until(lambda: has(tier, slow))
-        assert tier.stored() == slow
-        tier.before["write"] = lambda: setattr(tier, "failing", None)
+        assert tier.stored() == slow and max(map(len, tier.made("write"))) > 2
+        all_put.clear()
+        tier.before["write"] = lambda: (all_put.wait(PATIENT_S), setattr(tier, "failing", None))
         put_chain(space, later)
+        all_put.set()
         wait_until(lambda: has(tier, later))
-        assert max(map(len, tier.made("write")[-10:])) > 2
+        assert max(map(len, tier.made("write")[-4:])) > 2
 
 
-def test_a_page_that_always_takes_too_long_does_not_hold_up_the_next(store, space, tier):
+def test_a_page_that_always_takes_too_long_does_not_hold_up_the_next(store, space, tier, monkeypatch):
+    monkeypatch.setattr("store_client.agent.breaker.FIRST_PAUSE_S", 0.01)
     bad, good = chain("bad", 1), chain("good", 4)
 
     def take_long() -> None:
