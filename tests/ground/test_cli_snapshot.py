@@ -160,6 +160,7 @@ def test_ctrl_c_leaves_nothing(pool, folder):
     code = (
         "import sys, os, signal, threading\n"
         "from store_client.snapshot import files\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # below nohup it is ignored
         "files.PagesWriter.finish = lambda self: os.kill(os.getpid(), signal.SIGINT)\n"
         "from mooncake_connector.cli.main import main\n"
         "sys.argv = ['mooncake-connector', 'store', 'snapshot', sys.argv[1]]\n"
