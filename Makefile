@@ -33,9 +33,9 @@ help:
 	@echo 'make demo          a prompt asked before and after a restart of a real vLLM server (about 4 minutes with all installs)'
 	@echo 'make demo-pd       one file: vLLM prefills in one instance and decodes in another (about 4 minutes with all installs)'
 	@echo 'make demo-engines  SGLang answers from what vLLM computed (SGLang is 10 GB; about 10 minutes with all installs)'
-	@echo 'make test-fast     the tests that need no engine (about 2 minutes on 2 cores)'
+	@echo 'make test-fast     quick tests that need no engine and no tier (about 2 minutes on 2 cores)'
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
-	@echo 'make test          lint, every test, the demos (35 to 50 minutes on 2 cores, installs not included)'
+	@echo 'make test          lint, every test, the demos (35 minutes on 2 quiet cores, installs not included)'
 	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'
 	@echo 'make bench         NAME=store|hicache|transfer|tiers|pd|pd-sglang|serve PEERS="..." JSON=FILE: this project beside its peers (docs/benchmarks.md)'
 	@echo 'make lint          ruff and mypy'
@@ -64,7 +64,7 @@ test: setup
 	@$(DEV)/bin/python tests/tools/run.py e2e pd vllm slow store tiers vllm-0.33 transfer sglang-pd sglang lint
 
 test-fast: system-packages $(DEV)/.tools $(DEV)/.wheel
-	@$(DEV)/bin/python tests/tools/run.py transfer store tiers
+	@$(DEV)/bin/python tests/tools/run.py transfer store
 
 test-long: setup
 	@MOONCAKE_TEST_LONG=1 $(DEV)/bin/python tests/tools/run.py long

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 120
 KEYS = ["figure", "value", "unit", "limit"]
 

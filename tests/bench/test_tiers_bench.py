@@ -13,6 +13,8 @@ from bench.peers import tiers
 from bench.tiers import disk, engine, folder
 from bench.tiers.measure import Rates, Scale
 
+pytestmark = pytest.mark.slow
+
 TINY = Scale(nbytes=4 << 20, rounds=1, pages=(1 << 20,))
 
 

@@ -21,6 +21,8 @@ from mooncake_connector.cli.bench.store import MEMCPY
 from mooncake_connector.cli.bench.transfer import RAW_TCP, READV
 from mooncake_connector.cli.bench.transfer_far import TLS, Scale
 
+pytestmark = pytest.mark.slow
+
 SCALE, LINKS = Scale(), LinkScale()
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
 HAS_NETWORK = os.geteuid() == 0 and bool(shutil.which("ip") and shutil.which("tc"))

@@ -27,6 +27,8 @@ from long_form import LONG
 
 from mooncake_connector.deploy import watch
 
+pytestmark = pytest.mark.slow
+
 STAND_IN = Path(__file__).resolve().parents[1] / "stand_ins" / "deployed.py"
 LIMIT_S = 120.0
 QUICK = "import mooncake_connector.deploy.supervisor as s; s.BACKOFF_S = 0.05; s.STOP_S = 3.0\n"

@@ -15,6 +15,8 @@ from store.pools import inside, run, space_in
 from store_client import EmbeddedStore, Put
 from store_client.testing import chain, get_page, page_bytes, parents_of, put_chain, put_pages
 
+pytestmark = pytest.mark.slow
+
 FORKS = 200
 CHILD_LIMIT_S = 120
 

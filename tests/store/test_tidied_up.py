@@ -11,6 +11,8 @@ from store.pools import data_folder, fill, inside, run, space_in
 from store_client import EmbeddedStore, Put
 from store_client.testing import chain, get_page, page_bytes, parents_of, put_chain
 
+pytestmark = pytest.mark.slow
+
 FILES = [
     "pool.json", "open.lock", "table", "feed", "arena", "spaces", "ledger/data.mdb", "ledger", "owners", "everything",
 ]  # fmt: skip

@@ -33,6 +33,8 @@ from transfer.transports.base import TransferError, Unavailable
 from transfer.transports.memory import Memory
 from transfer.transports.unix import listen_at_port, port_name
 
+pytestmark = pytest.mark.slow
+
 NOBODY = Access(Identity())
 
 

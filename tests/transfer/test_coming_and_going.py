@@ -23,6 +23,8 @@ from transfer.protocol.orders import Ending, Timing
 from transfer.session import NodeOptions
 from transfer.transports.base import Unavailable
 
+pytestmark = pytest.mark.slow
+
 QUICK = NodeOptions(page_tokens=16, timing=Timing(lease_s=3.0, heartbeat_s=0.2, retry_s=0.2))
 
 

@@ -20,6 +20,8 @@ from transfer.transports.memory import Memory
 from transfer.transports.network import NetworkEndpoint, decode_endpoint
 from transfer.transports.tcp import TcpTransport
 
+pytestmark = pytest.mark.slow
+
 NBYTES = 48 * MIB
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 

@@ -29,6 +29,8 @@ from transfer.transports.stream import Slice, WriteRequest
 from transfer.transports.vectors import Pieces
 from transfer.transports.wire import ANSWER_NBYTES, PROBE_KEY, CopyOrder, CopyStatus, WireError, decode_answer
 
+pytestmark = pytest.mark.slow
+
 SECRET = b"sixteen bytes or more"
 KINDS = (cma.CmaTransport, shm.ShmTransport, tcp.TcpTransport)
 NBYTES = 1 << 16
