@@ -119,7 +119,7 @@ def flow_rates(where: Path, master: str, nbytes: int, total: int, name: str) -> 
             if not told.wait(_DEADLINE_S) or words[-1].landed != len(keys):
                 raise BenchError(f"not all pages came back: {words[-1] if words else 'no word'}")
             yield "read", total / (time.perf_counter() - started_s)
-            flow.clear(name_space.digest)
+            flow.clear(name_space.digest, set())
         finally:
             flow.close()
 
