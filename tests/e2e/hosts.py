@@ -112,13 +112,17 @@ class Agent:
 
 
 class Cluster:
-    """A Mooncake master and two nodes; what is killed of it is started again."""
+    """A Mooncake master and two nodes; what is killed of it is started again, three times each."""
 
     def __init__(self, logs: Path) -> None:
+        self._logs = logs
         logs.mkdir(exist_ok=True)
-        log = logs / "up.log"
+        self.start()
+
+    def start(self) -> None:
+        log = self._logs / "up.log"
         log.unlink(missing_ok=True)
-        self._command = Command(log, "cluster", "up", "--nodes", "2", "--memory", "2GiB", "--logs", str(logs))
+        self._command = Command(log, "cluster", "up", "--nodes", "2", "--memory", "2GiB", "--logs", str(self._logs))
         try:
             wait_for(self._is_ready, "a Mooncake cluster")
         except BaseException:

@@ -29,6 +29,7 @@ from e2e.sglang_server import ONE_CORE as SGLANG_ONE_CORE
 from e2e.sglang_server import SGLangServer
 
 KILLS = 100 if LONG else 3
+RESTARTS = 3
 WRITTEN_S, SHARED_S = 20.0, 300.0
 _numbers = itertools.count()
 
@@ -144,7 +145,12 @@ def test_whatever_is_killed_every_text_is_right(fleet: Fleet) -> None:
         "node": lambda: fleet.cluster.kill("client"),
     }
     names = [name for _ in range(-(-KILLS // len(kills))) for name in source.sample(sorted(kills), len(kills))]
-    for name in names[:KILLS]:
+    for number, name in enumerate(names[:KILLS]):
+        if number and number % (RESTARTS * len(kills)) == 0:  # a cluster stands so many
+            fleet.cluster.stop()
+            fleet.cluster.start()
+            for host in fleet.hosts:
+                host.agent.restart(fleet.cluster.tier)
         question, salt = fleet.question()
         fleet.ask(source.choice(fleet.hosts), question, salt)
         kills[name]()
