@@ -112,11 +112,11 @@ STAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Tests of one command of a stage that failed; `count` is what its report counts as failures and errors."""
+    """A test of a stage that failed; `count` is what its report counts for it as failures and errors."""
 
     stage: Stage
     pytest: str | Path
-    tests: Sequence[str]
+    test: str
     count: int
 
 
@@ -204,9 +204,8 @@ class Run:
         else:
             outcome = Count(passed=int(status == 0 and not self._is_pytest))
         if status == 1 and self._report.exists():
-            tests = failed_tests(self._report)
-            if tests:
-                self.failed.append(Failed(self._stage, self._stage.commands[self._index][0], tests, outcome.failed))
+            where = self._stage.commands[self._index][0]
+            self.failed += [Failed(self._stage, where, *found) for found in failed_tests(self._report).items()]
         if status != 0 and outcome.failed == 0:  # a crash, a time-out, no test collected, or a tool's complaint
             outcome.failed = 1
         self.count.add(outcome)
@@ -233,35 +232,34 @@ def read_report(report: Path) -> Count:
     return count
 
 
-def failed_tests(report: Path) -> list[str]:
-    """Names by which pytest finds the tests that failed; empty where one of them cannot be named."""
-    found = dict[str, None]()
+def failed_tests(report: Path) -> dict[str, int]:
+    """Of each test that failed the name by which pytest finds it, as far as there is one, and how often it counts."""
+    found = dict[str, int]()
     for case in ET.parse(report).getroot().iter("testcase"):
         if case.find("failure") is None and case.find("error") is None:
             continue
         module, classes = case.get("classname", "").split("."), list[str]()
         while module and not (ROOT / Path(*module)).with_suffix(".py").is_file():
             classes.insert(0, module.pop())
-        if not module:
-            return []
-        found["::".join([f"{'/'.join(module)}.py", *classes, case.get("name", "")])] = None
-    return list(found)
+        if module:
+            name = "::".join([f"{'/'.join(module)}.py", *classes, case.get("name", "")])
+            found[name] = found.get(name, 0) + 1
+    return found
 
 
 def run_again(failed: Sequence[Failed], total: Count) -> None:
     """See the module; corrects the count."""
     for one in failed:
-        command = [str(part) for part in (*pytest(Path(one.pytest).parent), *one.tests)]
-        print(f"\n===== once more, alone: {' '.join(one.tests)} =====", flush=True)
+        command = [str(part) for part in (*pytest(Path(one.pytest).parent), one.test)]
+        print(f"\n===== once more, alone: {one.test} =====", flush=True)
         try:
             environment = {**os.environ, **one.stage.variables, "PYTHONUNBUFFERED": "1"}
             ended = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, timeout=AGAIN_S)
         except subprocess.TimeoutExpired:
             continue
         if ended.returncode == 0:
-            total.add(Count(passed=len(one.tests), failed=-one.count))
-            for test in one.tests:
-                print(f"FAILED ONCE, and passed alone: {test}", flush=True)
+            total.add(Count(passed=1, failed=-one.count))
+            print(f"FAILED ONCE, and passed alone: {one.test}", flush=True)
 
 
 def begin(name: str, *, alone: bool) -> Run:
