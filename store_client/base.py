@@ -230,6 +230,11 @@ class Store(ABC):
     def shards(self, namespace: Namespace) -> list[Shard]:
         """The shards of which pages of `namespace` were ever stored. Cheap: looks at no page and takes no lock."""
 
+    def shards_elsewhere(self, namespace: Namespace) -> list[Shard]:
+        """The shards of which pages may be fetched from elsewhere, as far as is known now: a `space` opened with a size
+        asks for them. Never waits; a store that has all its pages at hand knows none."""
+        return []
+
     @abstractmethod
     def changes(self, since: Position | None = None, limit: int = 4096) -> Changes:
         """Pages stored and gone since a position, at most `limit`; a gap where `since` is None or too long ago.

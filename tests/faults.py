@@ -10,18 +10,8 @@ from typing import Any
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from store_client.base import (
-    Changes,
-    Lookup,
-    Position,
-    Progress,
-    Put,
-    Space,
-    SpaceInfo,
-    Store,
-    StoreStats,
-    VerifyReport,
-)
+from store_client.around import SpaceAround, StoreAround
+from store_client.base import Lookup, Put, Space, Store
 
 GATE_S = 60.0
 """A gate that nobody opens fails the test instead of hanging it."""
@@ -144,31 +134,32 @@ class Arrivals:
         return Lookup(pages, coming=coming)
 
 
-class FaultySpace(Space):
+class FaultySpace(SpaceAround):
     """Everything goes to the real one, after the faults had their say."""
 
     def __init__(self, space: Space, shard: Shard, faults: Faults) -> None:
-        self._space, self._shard, self._faults = space, shard, faults
+        super().__init__(space)
+        self._shard, self._faults = shard, faults
 
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
         self._faults.note("lookup")
-        found = self._space.lookup(keys)
+        found = super().lookup(keys)
         return found if self._faults.answer is None else self._faults.answer(keys, found)
 
     def prefetch(self, keys: Sequence[bytes], **kwargs: Any) -> None:
         self._faults.note("prefetch")
         self._faults.announced.append((self._shard, list(keys), kwargs))
-        self._space.prefetch(keys, **kwargs)
+        super().prefetch(keys, **kwargs)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         self._faults.note("contains")
-        return self._space.contains(keys)
+        return super().contains(keys)
 
     def read(self, keys: Sequence[bytes], consume: Any, **kwargs: Any) -> list[bool]:
         faults = self._faults
         faults.note("read")
         faults.wait_to_read(self._shard)
-        found = self._space.read(keys, consume, **kwargs)
+        found = super().read(keys, consume, **kwargs)
         if faults.lose_reads is not None:
             found = [one and not lost for one, lost in zip(found, faults.lose_reads(keys), strict=True)]
         if self._shard in faults.lose_reads_of:
@@ -181,51 +172,25 @@ class FaultySpace(Space):
         faults.wait_to_write()
         if faults.refuse_writes:
             return [Put.FAILED] * len(keys)
-        results = self._space.write(keys, fill, **kwargs)
+        results = super().write(keys, fill, **kwargs)
         faults.written.update((self._shard, key) for key, put in zip(keys, results, strict=True) if put is Put.STORED)
         return results
 
     def record_lookup(self, **kwargs: Any) -> None:
         self._faults.note("record_lookup")
-        self._space.record_lookup(**kwargs)
-
-    def remove(self, keys: Sequence[bytes]) -> int:
-        return self._space.remove(keys)
-
-    def clear(self) -> int:
-        return self._space.clear()
+        super().record_lookup(**kwargs)
 
 
-class FaultyStore(Store):
+class FaultyStore(StoreAround):
     """A store of faulty spaces, over the real one."""
 
     def __init__(self, store: Store, faults: Faults) -> None:
-        self._store, self._faults = store, faults
+        super().__init__(store)
+        self._faults = faults
 
     def space(self, namespace: Namespace, shard: Shard, nbytes: int | None = None) -> FaultySpace:
         self._faults.note("space")
-        return FaultySpace(self._store.space(namespace, shard, nbytes), shard, self._faults)
-
-    def shards(self, namespace: Namespace) -> list[Shard]:
-        return self._store.shards(namespace)
-
-    def changes(self, since: Position | None = None, limit: int = 4096) -> Changes:
-        return self._store.changes(since, limit)
-
-    def namespaces(self) -> list[SpaceInfo]:
-        return self._store.namespaces()
-
-    def stats(self) -> StoreStats:
-        return self._store.stats()
-
-    def clear(self, namespace_digest: bytes | None = None) -> int:
-        return self._store.clear(namespace_digest)
-
-    def verify(self, progress: Progress | None = None) -> VerifyReport:
-        return self._store.verify(progress)
-
-    def close(self) -> None:
-        self._store.close()
+        return FaultySpace(self._inner.space(namespace, shard, nbytes), shard, self._faults)
 
 
 def faulty_opening(faults: Faults, open_store: Callable[[Config], Store]) -> Callable[[Config], FaultyStore]:

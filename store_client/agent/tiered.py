@@ -11,7 +11,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
@@ -20,20 +19,8 @@ from mooncake_connector.log import get_logger, log_once
 from store_client.agent import forget
 from store_client.agent.asked import Asked, Index
 from store_client.agent.client import Client, client_of, give_back
-from store_client.base import (
-    Changes,
-    Consume,
-    Fill,
-    Lookup,
-    Position,
-    Progress,
-    Put,
-    Space,
-    SpaceInfo,
-    Store,
-    StoreStats,
-    VerifyReport,
-)
+from store_client.around import SpaceAround, StoreAround
+from store_client.base import Lookup, Space, StoreStats
 from store_client.embedded import EmbeddedStore
 
 _FIRST_WORD_S = 0.002
@@ -46,20 +33,17 @@ _MAX_SPACES = 1024
 logger = get_logger(__name__)
 
 
-class TieredStore(Store):
+class TieredStore(StoreAround):
     """`store`, which it owns from now on, with the tiers that `config` lists behind it."""
 
     def __init__(self, store: EmbeddedStore, config: Config) -> None:
-        self._store = store
+        super().__init__(store)
+        self.path = store.path
+        """The pool folder."""
         self._client = client_of(store.path, config)
         self._spaces: dict[tuple[bytes, Shard, int | None], TieredSpace] = {}
         self._closing = threading.Lock()
         """Taken by the one call of `close` that counts, and never given back."""
-
-    @property
-    def path(self) -> Path:
-        """The pool folder."""
-        return self._store.path
 
     def space(self, namespace: Namespace, shard: Shard, nbytes: int | None = None) -> TieredSpace:
         name = (namespace.digest, shard, nbytes)
@@ -67,53 +51,41 @@ class TieredStore(Store):
         if space is None:
             if len(self._spaces) >= _MAX_SPACES:
                 self._spaces.clear()
-            pages = self._store.space(namespace, shard, nbytes)
+            pages = self._inner.space(namespace, shard, nbytes)
             space = self._spaces[name] = TieredSpace(pages, self._client, namespace, shard, nbytes)
         return space
 
-    def shards(self, namespace: Namespace) -> list[Shard]:
-        return self._store.shards(namespace)
-
-    def changes(self, since: Position | None = None, limit: int = 4096) -> Changes:
-        return self._store.changes(since, limit)
-
-    def namespaces(self) -> list[SpaceInfo]:
-        return self._store.namespaces()
-
     def stats(self) -> StoreStats:
         """Those of the pool; what this process failed to get from the agent is among the failures."""
-        stats = self._store.stats()
+        stats = self._inner.stats()
         return replace(stats, failures={**stats.failures, **self._client.failures})
 
     def clear(self, namespace_digest: bytes | None = None) -> int:
         """As `Store.clear`, and the agent has the tiers forget them too, sooner or later; none comes back."""
         _forget(self._client, namespace_digest)
-        cleared = self._store.clear(namespace_digest)
+        cleared = self._inner.clear(namespace_digest)
         _forget(self._client, namespace_digest)
         return cleared
-
-    def verify(self, progress: Progress | None = None) -> VerifyReport:
-        return self._store.verify(progress)
 
     def close(self) -> None:
         if self._closing.acquire(blocking=False):
             give_back(self._client)
-            self._store.close()
+            self._inner.close()
 
 
-class TieredSpace(Space):
+class TieredSpace(SpaceAround):
     """A space of the pool; pages that it lacks are asked for where their size `nbytes` is known, and tiers may have
     them, which have none of a private namespace."""
 
     def __init__(self, pages: Space, client: Client, namespace: Namespace, shard: Shard, nbytes: int | None) -> None:
-        self._pages, self._client = pages, client
-        self._namespace, self._shard = namespace, shard
+        super().__init__(pages)
+        self._client, self._namespace, self._shard = client, namespace, shard
         self._nbytes = None if namespace.is_private else nbytes
         self._asks: Index = {}
         self._prefill_tokens_s: float | None = None
 
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
-        found = self._pages.lookup(keys)
+        found = self._inner.lookup(keys)
         if found.pages >= len(keys) or self._nbytes is None or not self._client.ready:
             return found
         self._ask(keys, found.pages, None, _DEADLINE_S)
@@ -130,40 +102,20 @@ class TieredSpace(Space):
         if prefill_tokens_s is not None and prefill_tokens_s > 0:
             self._prefill_tokens_s = min(prefill_tokens_s, _MOST_TOKENS_S)
         if self._nbytes is not None and self._client.ready:
-            found = self._pages.lookup(keys).pages
+            found = self._inner.lookup(keys).pages
             if found < len(keys):
                 self._ask(keys, found, parent, min(max(deadline_s, _SHORTEST_S), _LONGEST_S))
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._pages.contains(keys)
-
-    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:
-        return self._pages.read(keys, consume, nbytes=nbytes)
-
-    def write(
-        self,
-        keys: Sequence[bytes],
-        fill: Fill,
-        *,
-        nbytes: int,
-        parents: Sequence[bytes | None],
-        deadline_s: float,
-    ) -> list[Put]:
-        return self._pages.write(keys, fill, nbytes=nbytes, parents=parents, deadline_s=deadline_s)
-
     def remove(self, keys: Sequence[bytes]) -> int:
         """As `Space.remove`, of the pool alone: what a tier has of them comes back when it is looked up."""
-        return self._pages.remove(keys)
+        return super().remove(keys)
 
     def clear(self) -> int:
         """As `Space.clear`. In the tiers the pages of all shards of the namespace are forgotten."""
         _forget(self._client, self._namespace.digest)
-        cleared = self._pages.clear()
+        cleared = self._inner.clear()
         _forget(self._client, self._namespace.digest)
         return cleared
-
-    def record_lookup(self, *, hit_pages: int, missed_pages: int, page_tokens: int) -> None:
-        self._pages.record_lookup(hit_pages=hit_pages, missed_pages=missed_pages, page_tokens=page_tokens)
 
     def _ask(self, keys: Sequence[bytes], missing: int, parent: bytes | None, deadline_s: float) -> None:
         """Ask for the pages from the first missing one on, unless they were asked for already."""

@@ -83,7 +83,7 @@ def test_pages_that_are_coming_are_counted_and_those_that_landed_are_present(poo
         settled(space, keys, Lookup(0, True, 3))
         settled(space, keys[:2], Lookup(0, True, 2))
         settled(space, keys[1:], Lookup(0, True, 2))
-        put_chain(store._store.space(namespace(), SHARD), keys[:2])
+        put_chain(store._inner.space(namespace(), SHARD), keys[:2])
         asked.tell(Word(coming=3, landed=2))
         settled(space, keys, Lookup(2, True, 1))
         asked.tell(Word(coming=2, landed=2, done=True, cause="timeout"))
@@ -274,7 +274,7 @@ def test_pages_that_were_cleared_do_not_come_back(pool):
 def test_what_a_tier_was_given_before_the_pool_was_clear_is_forgotten_as_well(pool, monkeypatch, what):
     with running(pool) as agent, tiered(pool) as store:
         space = space_of(store)
-        inner, outer = (space._pages, space) if what == "space" else (store._store, store)
+        inner, outer = (space._inner, space) if what == "space" else (store._inner, store)
         clear = inner.clear
 
         def clear_late() -> int:
@@ -321,7 +321,7 @@ def test_what_a_fetch_brought_after_a_clear_is_cleared_as_well(pool):
         until(lambda: agent.fetches.asked)
         agent.fetches.broken = RuntimeError("not yet")
         space.clear()
-        put_chain(store._store.space(namespace(), SHARD), keys)  # as a fetch does
+        put_chain(store._inner.space(namespace(), SHARD), keys)  # as a fetch does
         agent.fetches.broken = None
         agent.agent._forgetting._again_s = 0.0
         until(lambda: agent.fetches.cleared)

@@ -44,7 +44,7 @@ def host(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
 
 def client(engine: Engine) -> Any:
     """Of the agent, in the scheduler's process."""
-    return engine.prefix._store.store._store._client
+    return engine.prefix._store.store._inner._client
 
 
 def report(engine: Engine) -> dict[str, Any]:
