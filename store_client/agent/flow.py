@@ -52,9 +52,10 @@ class Flow:
         self._fetcher = Fetcher(pool, self._sources)
         for source in self._sources:
             spread = Spread(pool, source, self._closed)
-            cause = source.gifts.run(spread.run, partial(self._gives_nothing, source))
-            if cause:
-                self._gives_nothing(source, cause)
+            for _ in range(source.gifts.width):
+                cause = source.gifts.run(spread.run, partial(self._gives_less, source))
+                if cause:
+                    self._gives_less(source, cause)
 
     def _register(self, pool: EmbeddedStore) -> None:
         memory = pool.memory
@@ -68,9 +69,10 @@ class Flow:
                 logger.warning("tier %s: %s", source.title, error)
 
     @staticmethod
-    def _gives_nothing(source: Source, cause: str) -> None:
-        if cause != "closed":
-            log_once(f"tier.{source.title}.gives", "tier %s gets no pages: %s", source.title, cause, logger=logger)
+    def _gives_less(source: Source, cause: str) -> None:
+        if cause not in ("closed", "hanging"):  # which is told where it is noticed
+            said = "tier %s gets fewer pages at once than suit it, or none: %s"
+            log_once(f"tier.{source.title}.gives", said, source.title, cause, logger=logger)
 
     def ask(self, wish: Wish, tell: Callable[[Word], None]) -> Ask:
         """Have pages fetched; returns at once. `tell` is called from threads of the flow, once at a time and in order,

@@ -36,7 +36,7 @@ class Source:
         self.speed, self.tally = Speed(), Tally()
         self.questions = Lane(f"ask-{self.title}", _QUESTIONS_AT_ONCE)
         self.fetches = Lane(f"fetch-{self.title}", tier.parallel)
-        self.gifts = Lane(f"give-{self.title}", 1)
+        self.gifts = Lane(f"give-{self.title}", 1 if settings.write == "none" else tier.parallel)
         self._stats = TierStats()
         self._asking: tuple[threading.Thread, float] | None = None
         """Who asks the tier for its figures, and since when."""

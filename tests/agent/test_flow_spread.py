@@ -12,7 +12,7 @@ from store.pools import CAPACITY
 
 from mooncake_connector.kv.namespace import private_model_digest
 from store_client import EmbeddedStore, Put
-from store_client.agent import spread
+from store_client.agent import gift, spread
 from store_client.embedded import EmbeddedSpace
 from store_client.testing import PAGE_NBYTES, SHARD, chain, get_page, namespace, put_chain
 from store_client.tiers.base import TierError
@@ -25,7 +25,8 @@ def space(store: EmbeddedStore) -> EmbeddedSpace:
 
 @pytest.fixture
 def tier() -> MemoryTier:
-    return MemoryTier()
+    """Given one batch at a time, so that the last one to arrive says that all did."""
+    return MemoryTier(parallel=1)
 
 
 def giving(tier: MemoryTier, name: str = "memory", **fields: object):
@@ -56,6 +57,29 @@ def test_new_pages_reach_the_tier_parents_first_and_another_pool(store, space, t
         assert all(is_right(other.space(namespace(), SHARD), key) for key in keys)
 
 
+def test_as_many_batches_are_under_way_as_suit_the_tier(store, space):
+    tier, keys = MemoryTier(parallel=2), chain("a", 8)
+    together = threading.Barrier(2)
+    tier.before["write"] = lambda: together.wait(PATIENT_S)
+    with flowing(store, giving(tier)):
+        put_chain(space, keys)
+        wait_until(lambda: has(tier, keys))
+    assert sorted(map(len, tier.made("write"))) == [4, 4]
+
+
+def test_a_call_that_does_not_come_back_holds_up_no_other(store, space):
+    tier, first, second = MemoryTier(parallel=2), chain("first", 4), chain("second", 12)
+    tier.before["write"] = lambda: tier.listen.wait(PATIENT_S) if set(first) & set(tier.made("write")[-1]) else None
+    with flowing(store, giving(tier)):
+        put_chain(space, first)
+        wait_until(lambda: tier.made("write"))
+        put_chain(space, second)
+        wait_until(lambda: has(tier, second))
+        assert not set(first) & set(tier.stored())
+        tier.listen.set()
+        wait_until(lambda: has(tier, first))
+
+
 def test_a_new_tier_is_offered_what_the_pool_has(store, space, tier):
     keys, more = chain("a", 20), chain("b", 4)
     put_chain(space, keys)
@@ -69,7 +93,7 @@ def test_a_new_tier_is_offered_what_the_pool_has(store, space, tier):
 
 
 def test_a_tier_that_is_given_nothing_gets_nothing(store, space):
-    given, other = MemoryTier(), MemoryTier()
+    given, other = MemoryTier(parallel=1), MemoryTier(parallel=1)
     with flowing(store, giving(given, "given"), (settings("other", write="none"), other)) as flow:
         put_chain(space, chain("a", 4))
         settle(store, given)
@@ -96,7 +120,7 @@ def test_pages_that_are_read_again_reach_a_tier_that_wants_those(store, space, t
 
 @pytest.mark.parametrize("share", [False, True])
 def test_what_came_from_a_tier_is_given_to_others_where_they_share(store, space, share):
-    source, sink = MemoryTier(), MemoryTier()
+    source, sink = MemoryTier(parallel=1), MemoryTier(parallel=1)
     keys = chain("a", 8)
     put_into(source, keys)
     with flowing(store, (settings("source"), source), giving(sink, "sink", share=share)) as flow:
@@ -181,7 +205,7 @@ def test_a_batch_that_the_tier_cannot_take_does_not_hold_up_the_next(store, spac
 
 
 def test_a_tier_that_hangs_holds_up_neither_puts_nor_another_tier(store, space):
-    hanging, other = MemoryTier(), MemoryTier()
+    hanging, other = MemoryTier(parallel=1), MemoryTier(parallel=1)
     hanging.deaf = {"contains", "write"}
     keys = chain("a", 20)
     with flowing(store, giving(hanging, "hanging", timeout_s=0.05), giving(other, "other")) as flow:
@@ -194,7 +218,7 @@ def test_a_tier_that_hangs_holds_up_neither_puts_nor_another_tier(store, space):
 
 
 def test_where_others_may_write_a_page_carries_a_mac(store, space, tmp_path):
-    tier = MemoryTier(needs_mac=True)
+    tier = MemoryTier(needs_mac=True, parallel=1)
     keys = chain("a", 4)
     with flowing(store, giving(tier), secret=SECRET):
         put_chain(space, keys)
@@ -229,7 +253,7 @@ def test_tiers_are_tidied_now_and_then(store, tier, monkeypatch, write):
 def test_pages_that_only_one_instance_can_read_are_given_to_no_tier(store, space, tier, monkeypatch):
     monkeypatch.setattr(spread, "_REREAD_POLL_S", 0.05)
     private = store.space(replace(namespace(), model_digest=private_model_digest()), SHARD)
-    other, old, new = MemoryTier(), chain("old", 4), chain("new", 4)
+    other, old, new = MemoryTier(parallel=1), chain("old", 4), chain("new", 4)
     put_chain(private, old)
     with flowing(store, giving(tier), giving(other, "other", write="reused")):
         put_chain(private, new)
@@ -244,8 +268,8 @@ def test_pages_that_only_one_instance_can_read_are_given_to_no_tier(store, space
 
 
 def test_a_batch_that_takes_too_long_is_made_smaller_until_it_does_not_and_grows_again(store, space, monkeypatch):
-    monkeypatch.setattr(spread, "_CALM_BATCHES", 2)
-    tier, slow, later = MemoryTier(batch_nbytes=8 * PAGE_NBYTES), chain("slow", 16), chain("later", 64)
+    monkeypatch.setattr(gift, "_CALM_BATCHES", 2)
+    tier, slow, later = MemoryTier(batch_nbytes=8 * PAGE_NBYTES, parallel=1), chain("slow", 16), chain("later", 64)
     all_put = threading.Event()  # not a page at a time as they come
 
     def take_long() -> None:

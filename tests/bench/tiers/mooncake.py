@@ -81,7 +81,7 @@ def _settings(master: str) -> MooncakeTier:
 def flow_rates(where: Path, master: str, nbytes: int, total: int, name: str) -> Measured:
     """Until the tier has all that was put into the pool, and until the pool has all that was asked for."""
     keys, name_space = chain(name, total // nbytes), namespace(name)
-    tier = MooncakeCluster(_settings(master))
+    tier = _Counting(_settings(master), len(keys))
     space_name = SpaceName(name_space.digest, SHARD)
     tier.contains(space_name, keys[:1], nbytes=nbytes, deadline_s=_DEADLINE_S)  # waits for the client
     with EmbeddedStore(where / "pool", total + (64 << 20)) as pool:
@@ -101,7 +101,8 @@ def flow_rates(where: Path, master: str, nbytes: int, total: int, name: str) -> 
             done = space.write(keys, fill, nbytes=nbytes, parents=parents, deadline_s=_DEADLINE_S)
             if done != [Put.STORED] * len(keys):
                 raise BenchError("the pool did not take all pages")
-            _until(lambda: flow.stats()[0].written_pages >= len(keys), "the cluster has all pages")
+            if not tier.has_all.wait(_DEADLINE_S):
+                raise BenchError(f"the cluster does not have all pages within {_DEADLINE_S:g} s")
             yield "write", total / (time.perf_counter() - started_s)
             space.clear()
             told, words = threading.Event(), list[Word]()
@@ -124,12 +125,21 @@ def flow_rates(where: Path, master: str, nbytes: int, total: int, name: str) -> 
             flow.close()
 
 
-def _until(check: Callable[[], bool], what: str) -> None:
-    give_up_s = time.monotonic() + _DEADLINE_S
-    while not check():
-        if time.monotonic() > give_up_s:
-            raise BenchError(f"{what}: not within {_DEADLINE_S:g} s")
-        time.sleep(0.001)
+class _Counting(MooncakeCluster):
+    """Knows when it has so many pages, without anybody asking it all the time."""
+
+    def __init__(self, settings: MooncakeTier, expected: int) -> None:
+        super().__init__(settings)
+        self._missing, self._count = expected, threading.Lock()
+        self.has_all = threading.Event()
+
+    def write(self, *args: Any, **named: Any) -> list[Put]:
+        puts = super().write(*args, **named)
+        with self._count:
+            self._missing -= puts.count(Put.STORED)
+            if not self._missing:
+                self.has_all.set()
+        return puts
 
 
 class Bare:
