@@ -21,7 +21,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -46,12 +46,14 @@ class Engine:
         self.setup = setup
         config = vllm_config(setup, base, pool)
         cache_config = kv_cache_config(setup)
+        block_tokens, hashed_tokens = resolve_kv_cache_block_sizes(cache_config, config)
         scheduler_class = AsyncScheduler if setup.async_scheduling else Scheduler
         self.scheduler = scheduler_class(
             vllm_config=config,
             kv_cache_config=cache_config,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=setup.block_tokens,
+            block_size=block_tokens,
+            hash_block_size=hashed_tokens,
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = setup.v2_runner
@@ -62,7 +64,7 @@ class Engine:
         ]
         self._shake_hands()
         self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.num_ranks)
-        self._hasher = get_request_block_hasher(setup.block_tokens, sha256)
+        self._hasher = get_request_block_hasher(hashed_tokens, sha256)
         self._queue: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
         self._in_flight_limit = 2 if setup.async_scheduling else 1
         self.requests: dict[str, Request] = {}

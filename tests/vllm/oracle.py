@@ -16,6 +16,7 @@ import numpy.typing as npt
 VOCAB = 512
 HEAD_SIZE = 2
 SLOT_ELEMENTS = 2 * HEAD_SIZE
+SLOT_NBYTES = 8
 _MASK = (1 << 64) - 1
 
 Slots = npt.NDArray[np.uint64]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import oracle
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
 
@@ -25,6 +26,36 @@ def kv_memory(num_layers: int, num_blocks: int, heads: int, block_tokens: int, l
     order = layout.removesuffix("C")
     memory = np.full([sizes[axis] for axis in order], 0xBADBADBADBADBAD, dtype=np.uint64)
     return memory.transpose([order.index(axis) for axis in "LBHN"])
+
+
+def shared_memory(num_layers: int, num_blocks: int, page_nbytes: int) -> oracle.Slots:
+    """KV cache of several groups, `[layer of a group, block, slot]`: as in vLLM a block is of one of them at a time."""
+    return np.full((num_layers, num_blocks, page_nbytes // oracle.SLOT_NBYTES), 0xBADBADBADBADBAD, dtype=np.uint64)
+
+
+def memory_of(shared: oracle.Slots, spec: KVCacheSpec) -> oracle.Slots:
+    """What the layers of one group see of it: `[layer, block, head, token]`, of a state `[layer, block, slot]`."""
+    if isinstance(spec, MambaSpec):
+        return shared[:, :, : spec.state_content_size_bytes // oracle.SLOT_NBYTES]
+    return shared.reshape(*shared.shape[:2], spec.num_kv_heads, spec.block_size)
+
+
+def as_states(memory: oracle.Slots, spec: MambaSpec, names: list[str]) -> dict[str, list[torch.Tensor]]:
+    """A group's memory as vLLM hands it over: a layer's states, one behind the other in each block."""
+    assert isinstance(memory.base, np.ndarray)
+    nbytes = torch.from_numpy(memory.base.reshape(-1).view(np.uint8))
+    layer_stride, block_stride, _ = memory.strides
+    found: dict[str, list[torch.Tensor]] = {}
+    for layer, name in enumerate(names):
+        start = layer * layer_stride
+        states = found[name] = []
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+            within = torch.empty(shape, dtype=dtype)
+            whole = nbytes[start:][: (memory.shape[1] - 1) * block_stride + within.nbytes].view(dtype)
+            strides = block_stride // dtype.itemsize, *within.stride()
+            states.append(whole.as_strided((memory.shape[1], *shape), strides))
+            start += within.nbytes
+    return found
 
 
 def as_kv_caches(
@@ -50,10 +81,10 @@ def as_kv_caches(
 
 @dataclass
 class State:
-    """What the runner keeps of a request."""
+    """What the runner keeps of a request; its block tables are those of each group."""
 
     tokens: list[int]
-    blocks: list[int]
+    blocks: list[list[int]]
     seed: int
     hashes: list[int] = field(default_factory=list)
 
@@ -71,47 +102,85 @@ AroundLayer: TypeAlias = Callable[[int], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
+class Group:
+    """Layers of one kind, whose numbers in the model are `layers`.
+
+    `memory`: `[layer, block, head, token]`, of a state `[layer, block, slot]`.
+    """
+
+    spec: KVCacheSpec
+    memory: oracle.Slots
+    layers: range
+
+    @property
+    def is_state(self) -> bool:
+        return isinstance(self.spec, MambaSpec)
+
+    def first_attended(self, start: int) -> int:
+        """The first token whose KV is looked at when tokens from `start` on are computed."""
+        if isinstance(self.spec, SlidingWindowSpec):
+            return max(0, start - self.spec.sliding_window + 1)
+        if isinstance(self.spec, ChunkedLocalAttentionSpec):
+            return start // self.spec.attention_chunk_size * self.spec.attention_chunk_size
+        return 0
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a request's tokens of one step mean to a group: the KV that it must have from token `first` on, and where.
+
+    Of a state there are two, that before the first token, unless it is the request's, and that after the last.
+    """
+
+    first: int
+    expected: oracle.Slots
+    blocks: npt.NDArray[np.int64]
+    places: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class _Pass:
-    """Tokens `[start, stop)` of a request in one step: what its KV must be, and where, from its first token on."""
+    """Tokens `[start, stop)` of a request in one step."""
 
     req_id: str
     start: int
     stop: int
-    expected: oracle.Slots
-    blocks: npt.NDArray[np.int64]
-    places: npt.NDArray[np.int64]
+    parts: list[_Part]
 
 
 class Runner:
     """Model runner of one rank.
 
     Args:
-        memory: its KV cache, `[layer, block, head, token]`.
-        layers: numbers of its layers in the model.
+        memory: its KV cache, of all groups.
+        groups: in vLLM's order.
         heads: global numbers of the KV heads that this rank holds.
         num_computed: counts, by request, the tokens computed here (shared by nobody).
     """
 
-    def __init__(self, memory: oracle.Slots, layers: range, heads: range) -> None:
+    def __init__(self, memory: oracle.Slots, groups: list[Group], heads: range) -> None:
         self.memory = memory
-        self._layers, self._heads = layers, heads
-        self._block_tokens = memory.shape[3]
+        self._groups, self._heads = groups, heads
+        self._order = sorted(
+            (layer, at, number) for at, group in enumerate(groups) for number, layer in enumerate(group.layers)
+        )
         self.states: dict[str, State] = {}
         self.num_computed: dict[str, int] = {}
         self.weights = 0
 
     def forward(self, scheduled: SchedulerOutput, around_layer: AroundLayer = nullcontext) -> ModelRunnerOutput:
-        """Run the batch of one step, layer by layer; `around_layer(number)` is entered around each one's attention.
+        """Run the batch of one step, layer by layer; `around_layer(layer)` is entered around each one's attention.
 
         Raises:
             WrongKV: a slot that a request attends to does not hold its prefix's KV.
         """
         starts = self._update(scheduled)
         batch = [self._prepare(req_id, starts[req_id], num) for req_id, num in scheduled.num_scheduled_tokens.items()]
-        for number in range(len(self._layers)):
-            with around_layer(number):
+        for layer, at, number in self._order:
+            group = self._groups[at]
+            with nullcontext() if group.is_state else around_layer(layer):
                 for one in batch:
-                    self._attend(number, one)
+                    (self._recur if group.is_state else self._attend)(group, number, one, one.parts[at])
         output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
         for one in batch:
             output.req_id_to_index[one.req_id] = len(output.req_ids)
@@ -122,13 +191,14 @@ class Runner:
     def _update(self, scheduled: SchedulerOutput) -> dict[str, int]:
         """Take in new and changed requests as vLLM's runners do; return each one's number of computed tokens."""
         starts = {}
+        self._zero(scheduled.new_block_ids_to_zero or [])
         for req_id in scheduled.finished_req_ids:
             self.states.pop(req_id, None)
         for new in scheduled.scheduled_new_reqs:
             tokens = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
             if tokens is None:
                 tokens = [0] * new.prompt_len  # prompt embeddings
-            self.states[new.req_id] = State(list(tokens), list(new.block_ids[0]), self.seed_of(new))
+            self.states[new.req_id] = State(list(tokens), [list(ids) for ids in new.block_ids], self.seed_of(new))
             starts[new.req_id] = new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
         for index, req_id in enumerate(cached.req_ids):
@@ -137,10 +207,11 @@ class Runner:
             tokens = cached.all_token_ids.get(req_id)
             if req_id in cached.resumed_req_ids:
                 assert new_blocks is not None and tokens is not None
-                state.blocks = list(new_blocks[0])
+                state.blocks = [list(ids) for ids in new_blocks]
                 state.replace(tokens)
             else:
-                state.blocks += new_blocks[0] if new_blocks is not None else []
+                for blocks, added in zip(state.blocks, new_blocks or [()] * len(state.blocks), strict=True):
+                    blocks += added
                 if tokens is not None and len(tokens) > len(state.tokens):
                     state.replace(tokens)
             starts[req_id] = cached.num_computed_tokens[index]
@@ -154,23 +225,49 @@ class Runner:
         state = self.states[req_id]
         stop = start + num_tokens
         assert stop <= len(state.tokens), f"{req_id}: scheduled to {stop}, knows {len(state.tokens)} tokens"
-        expected = oracle.slots(state.hash_all()[:stop], self._layers, self._heads)
-        position = np.arange(stop)
-        blocks = np.array(state.blocks)[position // self._block_tokens]
-        assert blocks.all(), f"{req_id}: its block table has the null block"
-        return _Pass(req_id, start, stop, expected, blocks, position % self._block_tokens)
+        hashes = state.hash_all()[:stop]
+        parts = [self._part(one, hashes, start, blocks) for one, blocks in zip(self._groups, state.blocks, strict=True)]
+        for part in parts:
+            assert part.blocks.all(), f"{req_id}: its block table has the null block"
+        return _Pass(req_id, start, stop, parts)
 
-    def _attend(self, number: int, one: _Pass) -> None:
+    def _part(self, group: Group, hashes: list[int], start: int, blocks: list[int]) -> _Part:
+        stop, block_tokens = len(hashes), group.spec.block_size
+        if group.is_state:
+            position = np.array([start - 1, stop - 1] if start else [stop - 1])
+            slots = range(64 * self._heads.start, 64 * self._heads.start + group.memory.shape[2])
+            expected, first = oracle.slots([hashes[at] for at in position], group.layers, slots), start
+        else:
+            first = group.first_attended(start)
+            position = np.arange(first, stop)
+            expected = oracle.slots(hashes[first:], group.layers, self._heads)
+        return _Part(first, expected, np.array(blocks)[position // block_tokens], position % block_tokens)
+
+    def _attend(self, group: Group, number: int, one: _Pass, part: _Part) -> None:
         """Write the KV of the scheduled tokens in one layer, and compare that of the tokens before."""
-        start, expected = one.start, one.expected[:, number]
-        found = self.memory[number, one.blocks[:start], :, one.places[:start]]
-        if not np.array_equal(found, expected[:start]):
-            wrong = np.argwhere((found != expected[:start]).any(axis=1))[:, 0]
-            layer = self._layers[number]
+        known, expected = one.start - part.first, part.expected[:, number]
+        found = group.memory[number, part.blocks[:known], :, part.places[:known]]
+        if not np.array_equal(found, expected[:known]):
+            wrong = part.first + np.argwhere((found != expected[:known]).any(axis=1))[:, 0]
+            layer = group.layers[number]
             raise WrongKV(
-                f"{one.req_id}: of {start} tokens attended to in layer {layer}, {wrong[:4].tolist()}.. are wrong"
+                f"{one.req_id}: of {known} tokens attended to in layer {layer}, {wrong[:4].tolist()}.. are wrong"
             )
-        self.memory[number, one.blocks[start:], :, one.places[start:]] = expected[start:]
+        group.memory[number, part.blocks[known:], :, part.places[known:]] = expected[known:]
+
+    def _recur(self, group: Group, number: int, one: _Pass, part: _Part) -> None:
+        """Compare the state after the tokens before, and write that after the scheduled ones."""
+        *before, after = zip(part.blocks, part.expected[:, number], strict=True)
+        for block, expected in before:
+            if not np.array_equal(group.memory[number, block], expected):
+                layer = group.layers[number]
+                raise WrongKV(f"{one.req_id}: the state after {one.start} tokens in layer {layer} is wrong")
+        group.memory[number, after[0]] = after[1]
+
+    def _zero(self, block_ids: list[int]) -> None:
+        """What vLLM does to new blocks of attention where a state could have been in them."""
+        if len(self._groups) > 1:
+            self.memory[:, block_ids] = 0
 
     def _sample(self, one: _Pass) -> list[int]:
         state = self.states[one.req_id]

@@ -12,7 +12,14 @@ from typing import Any
 import oracle
 import torch
 from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+)
 
 NUM_LAYERS = 2
 NUM_KV_HEADS = 2
@@ -78,7 +85,9 @@ class Setup:
     keep_pace: bool = False
     """After every step the connector's threads finish what they have; a real step takes far longer than a page."""
     kv_spec: Any = None
-    """Instead of full attention of `NUM_KV_HEADS`; a list of specs makes as many groups."""
+    """Instead of full attention of `NUM_KV_HEADS`; a list of specs makes as many groups, of pages of as many bytes."""
+    layers_a_group: int = 1
+    """Of several groups, whose layers take turns in the model."""
     worker_kv_spec: Any = None
     """What the worker's configuration says where it says more than the scheduler's."""
 
@@ -93,6 +102,19 @@ class Setup:
     @property
     def num_ranks(self) -> int:
         return self.tp_size * self.pp_size
+
+    @property
+    def is_hybrid(self) -> bool:
+        return isinstance(self.kv_spec, list)
+
+    def groups(self, rank: int) -> list[tuple[KVCacheSpec, range]]:
+        """The KV-cache groups of a rank, each with the numbers of its layers in the model."""
+        if self.is_hybrid:
+            count = len(self.kv_spec)
+            return [(spec, range(at, count * self.layers_a_group, count)) for at, spec in enumerate(self.kv_spec)]
+        full = {"num_kv_heads": self.heads_a_rank, "head_size": oracle.HEAD_SIZE, "dtype": torch.float16}
+        spec = self.kv_spec or FullAttentionSpec(block_size=self.block_tokens, **full)
+        return [(spec, self.layers(rank))]
 
     def layers(self, rank: int) -> range:
         count = NUM_LAYERS // self.pp_size
@@ -113,15 +135,7 @@ def layer_names(layers: range = range(NUM_LAYERS)) -> list[str]:
 
 def kv_cache_config(setup: Setup, rank: int = 0) -> KVCacheConfig:
     """Of one worker; vLLM gives its scheduler the first worker's."""
-    spec = setup.kv_spec or FullAttentionSpec(
-        block_size=setup.block_tokens,
-        num_kv_heads=setup.heads_a_rank,
-        head_size=oracle.HEAD_SIZE,
-        dtype=torch.float16,
-    )
-    specs = spec if isinstance(spec, list) else [spec]
-    names = layer_names(setup.layers(rank))
-    groups = [KVCacheGroupSpec(names if len(specs) == 1 else [names[i]], one) for i, one in enumerate(specs)]
+    groups = [KVCacheGroupSpec(layer_names(layers), spec) for spec, layers in setup.groups(rank)]
     return KVCacheConfig(num_blocks=setup.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -143,6 +157,8 @@ def vllm_config(setup: Setup, base: VllmConfig, pool: Path, rank: int = 0) -> Vl
     config.cache_config.block_size = setup.block_tokens
     config.cache_config.num_gpu_blocks = setup.num_blocks
     config.cache_config.enable_prefix_caching = setup.prefix_caching
+    modes = [spec.mamba_cache_mode for spec, _ in setup.groups(rank) if isinstance(spec, MambaSpec)]
+    config.cache_config.mamba_cache_mode = next(iter(modes), "none")
     config.parallel_config = copy.copy(base.parallel_config)
     config.parallel_config.tensor_parallel_size = setup.tp_size
     config.parallel_config.pipeline_parallel_size = setup.pp_size

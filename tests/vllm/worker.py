@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from runner import Runner, as_kv_caches, kv_memory
+from runner import Group, Runner, as_kv_caches, as_states, kv_memory, memory_of, shared_memory
 from settings import Setup, layer_names
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -32,13 +32,28 @@ def ours(connector: Any) -> Any:
 class Worker:
     def __init__(self, setup: Setup, config: VllmConfig, cache_config: KVCacheConfig, rank: int) -> None:
         self._config = config
-        layers, heads = setup.layers(rank), setup.heads(rank)
-        self.memory = kv_memory(len(layers), setup.num_blocks, len(heads), setup.block_tokens, setup.layout)
-        self.runner = Runner(self.memory, layers, heads)
-        self._layer_names = layer_names(layers)
+        heads = setup.heads(rank)
+        specs = setup.groups(rank)
+        if setup.is_hybrid:
+            page_nbytes = specs[0][0].page_size_bytes
+            self.memory = shared_memory(setup.layers_a_group, setup.num_blocks, page_nbytes)
+            groups = [Group(spec, memory_of(self.memory, spec), layers) for spec, layers in specs]
+        else:
+            ((spec, layers),) = specs
+            self.memory = kv_memory(len(layers), setup.num_blocks, len(heads), setup.block_tokens, setup.layout)
+            groups = [Group(spec, self.memory, layers)]
+        self.runner = Runner(self.memory, groups, heads)
+        self._names = {layer: layer_names(range(layer, layer + 1))[0] for group in groups for layer in group.layers}
         self.layer_computed: Callable[[int], None] = lambda number: None
-        """Called after each layer of a forward pass, with its number in this rank."""
-        self._caches = caches = as_kv_caches(self.memory, self._layer_names, kernel_tokens=setup.kernel_tokens)
+        """Called after each layer of attention of a forward pass, with its number in the model."""
+        self._caches: dict[str, Any] = {}
+        for group in groups:
+            names = layer_names(group.layers)
+            if isinstance(group.spec, MambaSpec):
+                self._caches |= as_states(group.memory, group.spec, names)
+            else:
+                self._caches |= as_kv_caches(group.memory, names, kernel_tokens=setup.kernel_tokens)
+        caches = self._caches
         self.connector = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
         self.loads_started_after_forward: list[bool] = []
         self._active: ActiveKVConnector | None = None
@@ -74,15 +89,15 @@ class Worker:
         return output
 
     @contextmanager
-    def _around_layer(self, number: int) -> Iterator[None]:
+    def _around_layer(self, layer: int) -> Iterator[None]:
         """What vLLM's decorator of attention (`maybe_transfer_kv_layer`) does."""
-        name = self._layer_names[number]
+        name = self._names[layer]
         connector = kv_transfer_state.get_kv_transfer_group()
         assert connector.has_connector_metadata()
         connector.wait_for_layer_load(name)
         yield
         connector.save_kv_layer(name, self._caches[name], None)
-        self.layer_computed(number)
+        self.layer_computed(layer)
 
     def jobs(self) -> list[Any]:
         """Jobs of the connector that it has not reported yet."""

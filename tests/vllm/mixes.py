@@ -1,0 +1,59 @@
+"""Mixes of KV-cache groups, as vLLM gives them to hybrid models: pages of all groups have as many bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+STATE_SHAPES = ((3, 4), (2, 2, 3))
+"""Of a convolution and of what recurs, 48 bytes in fp16."""
+
+
+def attention(block_tokens: int = 16, heads: int = 2) -> dict[str, Any]:
+    return {
+        "block_size": block_tokens,
+        "num_kv_heads": heads,
+        "head_size": oracle.HEAD_SIZE,
+        "dtype": torch.float16,
+    }
+
+
+def full(block_tokens: int = 16, heads: int = 2) -> KVCacheSpec:
+    return FullAttentionSpec(**attention(block_tokens, heads))
+
+
+def window(tokens: int, block_tokens: int = 16, heads: int = 2) -> KVCacheSpec:
+    return SlidingWindowSpec(**attention(block_tokens, heads), sliding_window=tokens)
+
+
+def chunked(tokens: int, block_tokens: int = 16, heads: int = 2) -> KVCacheSpec:
+    return ChunkedLocalAttentionSpec(**attention(block_tokens, heads), attention_chunk_size=tokens)
+
+
+def state(block_tokens: int = 16, heads: int = 2, *, mode: str = "align") -> KVCacheSpec:
+    """Of a mixer; without prefix caching its mode is "none", and its one block is as long as any text."""
+    return MambaSpec(
+        block_size=block_tokens,
+        shapes=STATE_SHAPES,
+        dtypes=(torch.float16, torch.float16),
+        page_size_padded=full(block_tokens, heads).page_size_bytes,
+        mamba_cache_mode=mode,
+    )
+
+
+MIXES: dict[str, list[KVCacheSpec]] = {
+    "window": [full(), window(20)],
+    "windows": [window(40), full(), window(40)],
+    "chunked": [full(), chunked(32)],
+    "state": [full(), state(), state()],
+    "all": [full(), window(33), state()],
+}
