@@ -44,6 +44,10 @@ class _Origin(Source):
     route: Route
     pairings: Pairings
 
+    def sends(self, section: int, wanted: Table) -> range:
+        pairing = self.pairings.get(section)
+        return wanted.tokens if pairing is None else pairing[1].covering(wanted.tokens)
+
 
 @dataclass(slots=True)
 class _Remote:

@@ -169,12 +169,12 @@ class Serving(Driver):
         ]
 
     def _divider(self, number: int, own: int, pairing: Pairing, table: Table) -> Divider:
-        section = self._layout.sections[own]
+        section, tokens = self._layout.sections[own], pairing.covering(table.tokens)
         granularity = Granularity.FULL if section.is_whole else self._bounds.choose(table.stop_token)
         row_nbytes = section.shard.num_heads * (section.k_dim + section.v_dim) * section.itemsize
-        min_layers = -(-_MIN_BATCH_NBYTES // (max(1, len(table.tokens)) * row_nbytes))
+        min_layers = -(-_MIN_BATCH_NBYTES // (max(1, len(tokens)) * row_nbytes))
         return Divider(
-            granularity, pairing.layers, table.tokens, pairing.unit, min_layers, number, own, is_whole=section.is_whole
+            granularity, pairing.layers, tokens, pairing.unit, min_layers, number, own, is_whole=section.is_whole
         )
 
     # Writes

@@ -24,7 +24,7 @@ from simulated.ranks import (
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import SegmentLayout
-from transfer.plan.layout import LayoutError, RankLayout, Section, Table
+from transfer.plan.layout import NO_BLOCK, LayoutError, RankLayout, Section, Table
 from transfer.plan.pairing import Copies, Pairing, Route, pair_sections, routes
 
 ONE = Shard(0, 1, 0, 1)
@@ -243,7 +243,8 @@ def test_sources_that_lack_a_layer_or_overlap_in_part_are_refused(layers, heads,
         (0, 9, [0, 1], [0, 1, 2], "2 blocks of 4 tokens end before token 8"),
         (0, 9, [0, 1, 2], [0, 1], "2 blocks of 4 tokens end before token 8"),
         (0, 8, [0, 4], [0, 1], r"block ids 0\.\.4"),
-        (0, 8, [0, 1], [0, -1], r"block ids -1\.\.0"),
+        (0, 8, [0, 1], [0, -2], r"block ids -2\.\.0"),
+        (0, 8, [0, NO_BLOCK], [0, 1], "no block any more for token 4"),
     ],
 )
 def test_tokens_and_blocks_that_are_not_there_are_refused(first, stop, source_table, destination_table, problem):

@@ -22,7 +22,7 @@ from transfer.control.connection import Access
 from transfer.control.directory import THIS_HOST, Directory, join, look_up
 from transfer.control.handshake import Identity
 from transfer.plan.granularity import Bounds, Granularity
-from transfer.plan.layout import LayoutError, Section, Table
+from transfer.plan.layout import NO_BLOCK, LayoutError, Section, Table
 from transfer.protocol.orders import Ending
 from transfer.session import NodeOptions
 from transfer.transports.base import Unavailable
@@ -145,6 +145,26 @@ def test_a_wrong_byte_in_any_section_is_noticed(start, name, times, monkeypatch)
         d.check()
     else:
         assert ended.ending is Ending.FAILED and "wrong bytes twice" in ended.cause
+
+
+@pytest.mark.parametrize("gone", [6, 7])
+def test_a_window_that_begins_inside_a_unit_takes_the_whole_unit_and_nothing_of_what_is_gone(start, gone):
+    """Tokens from 27 on are wanted, and 4 are moved together; the source has its blocks of 4 from 24 or 28 on."""
+    p, d = start(1, SOURCE), start(1, DESTINATION)
+    window = d.ranks[0].parts[list(DESTINATION).index("sliding")]
+    window.wanted = range(27, TOKENS)
+    p.open("t")
+    p.ranks[0].parts[list(SOURCE).index("sliding")].table[:gone] = [NO_BLOCK] * gone
+    p.compute("t")
+    p.finish("t")
+    d.fetch("t", p.where, computed=True)
+    (ended,) = d.fetched()
+    if gone == 6:
+        assert ended.ending is Ending.DONE, ended.cause
+        window.wanted = range(24, TOKENS)
+        d.check()
+    else:
+        assert ended.ending is Ending.FAILED and "no block any more for token 24" in ended.cause
 
 
 def wider(section: Section) -> Section:

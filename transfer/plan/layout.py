@@ -26,6 +26,8 @@ MAX_BLOCK_ELEMENTS = 1 << 24
 MAX_SECTIONS = 64
 MAX_TABLE_BLOCKS = 1 << 18
 """Blocks of a request that a message names, one section's."""
+NO_BLOCK = -1
+"""In a block table of the sending side: what these tokens had there is gone, as beyond a window."""
 _MAX_NAME_LENGTH = 64
 _MAX_AXES = 16
 """Strides that a segment's tokens or elements may be nested in: beyond what any order needs."""
@@ -38,6 +40,8 @@ class LayoutError(TransferError):
 @dataclass(frozen=True, slots=True)
 class Table:
     """What of a section a request wants: tokens (or rows) `[first_token, stop_token)`, and its whole block table.
+
+    Whole units are moved (`Pairing.unit`), so the unit that `first_token` lies in is overwritten from its begin on.
 
     Raises:
         LayoutError: tokens that cannot be.
@@ -139,7 +143,7 @@ class Section:
             f"blocks of {self.block_tokens} tokens{whole}"
         )
 
-    def check_blocks(self, block_ids: Sequence[int]) -> Int64:
+    def check_blocks(self, block_ids: Sequence[int] | Int64) -> Int64:
         """The ids as an array. Raises LayoutError for one that the rank does not have."""
         ids = np.asarray(block_ids, dtype=np.int64)
         if len(ids) and not (ids.min() >= 0 and ids.max() < self.blocks.num_blocks):

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from mooncake_connector.kv.geometry import Shard
-from transfer.plan.layout import LayoutError, RankLayout, Section, element_offsets
+from transfer.plan.layout import NO_BLOCK, LayoutError, RankLayout, Section, element_offsets
 from transfer.transports.base import Int64
 
 _MIN_RUN_NBYTES = 64
@@ -182,6 +182,10 @@ class Pairing:
         self._runs = _Runs(source, destination, part.heads, self.unit)
         self._check_runs()
 
+    def covering(self, tokens: range) -> range:
+        """What is moved where these are wanted: from the beginning of the first one's unit on."""
+        return range(tokens.start // self.unit * self.unit, tokens.stop) if tokens else tokens
+
     def checksum_tokens(self, page_tokens: int) -> int:
         """Tokens that share a checksum where pages of `page_tokens` are asked for: whole units. Both sides use it."""
         return -(-page_tokens // self.unit) * self.unit
@@ -268,15 +272,17 @@ class Pairing:
         return np.arange(first_token // self.unit, -(-stop_token // self.unit), dtype=np.int64)
 
     def _block_offsets(self, side: int, units: Int64, block_ids: Sequence[int]) -> Int64:
-        """For each unit the offset of the block that it lies in."""
+        """For each unit the offset of the block that it lies in. What else the table has is not looked at."""
         layout = self._sides[side]
-        table = layout.check_blocks(block_ids)
+        table = np.asarray(block_ids, dtype=np.int64)
         places = units * self.unit // layout.block_tokens
         if len(places) and places[-1] >= len(table):
             raise LayoutError(
                 f"{len(table)} blocks of {layout.block_tokens} tokens end before token {units[-1] * self.unit}"
             )
-        return table[places] * layout.blocks.block_stride
+        if len(places) and (gone := table[places] == NO_BLOCK).any():
+            raise LayoutError(f"the engine has no block any more for token {units[gone][0] * self.unit}")
+        return layout.check_blocks(table[places]) * layout.blocks.block_stride
 
     def _bases(self, side: int, layers: range) -> Int64:
         if not self.layers.start <= layers.start < layers.stop <= self.layers.stop:

@@ -86,9 +86,9 @@ class Consumer(Protocol):
         for session in transfer.sessions.values():
             session.heard_s = session.send_s = now_s
             if transfer.is_granted:
-                layers = session.source.layers
-                pairs = zip(layers, transfer.tables, strict=True)
-                session.places = sum(len(of_section) * len(table.tokens) for of_section, table in pairs)
+                source = session.source
+                pairs = enumerate(zip(source.layers, transfer.tables, strict=True))
+                session.places = sum(len(layers) * len(source.sends(at, table)) for at, (layers, table) in pairs)
                 session.done = not session.places
         self._repeat(transfer, now_s)
         self._finish(transfer, now_s)
@@ -203,7 +203,8 @@ class Consumer(Protocol):
             return
         inside = message.section < len(transfer.tables)
         if inside:
-            layers, tokens = session.source.layers[message.section], transfer.tables[message.section].tokens
+            layers = session.source.layers[message.section]
+            tokens = session.source.sends(message.section, transfer.tables[message.section])
             inside = layers.start <= message.first_layer < message.first_layer + message.num_layers <= layers.stop
             inside = inside and tokens.start <= message.first_token < message.stop_token <= tokens.stop
         if not inside or message.batch >= session.places:

@@ -42,6 +42,10 @@ class Source:
     layers: Sequence[range]
     destinations: int
 
+    def sends(self, section: int, wanted: Table) -> range:
+        """The tokens of a section that it sends where those of this table are wanted."""
+        return wanted.tokens
+
 
 @dataclass(slots=True)
 class Got:
