@@ -119,7 +119,9 @@ class Agent:
         return self._reason
 
     async def _listen_until_told(self, store: EmbeddedStore) -> None:
-        self._forgetting = Forgetting(self._pool, store, self._fetches, lambda name: self._server.is_asked(name))
+        self._forgetting = Forgetting(
+            self._pool, store, self._fetches, lambda name: self._server.is_asked(name), self._is_current
+        )
         self._server = Server(
             self._fetches, is_forgotten=self._forgetting.is_forgotten, forget=self._forgetting.look,
             report=self._report, stop=self.stop,
@@ -145,6 +147,9 @@ class Agent:
             return None
         return found.st_ino, found.st_mtime_ns
 
+    def _is_current(self) -> bool:
+        return self._described() == self._description
+
     async def _listen(self) -> None:
         await self._server.listen(self._pool)
         self._socket = os.lstat(self._pool / AGENT_SOCKET)
@@ -155,7 +160,7 @@ class Agent:
         if not is_in_place(self._pool, self._lock):
             self.stop("the pool's folder was removed or replaced")
             return
-        if self._described() != self._description:  # tiers may have registered the memory of the old one
+        if not self._is_current():  # tiers may have registered the memory of the old one
             self.stop("the pool was removed or replaced")
             return
         try:

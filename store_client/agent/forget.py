@@ -2,7 +2,8 @@
 
 A page that was cleared must not come back from a tier, also where no agent runs when it is cleared. So whoever clears
 leaves a mark first, a file of the pool's folder, and another one when the pool is clear, for what a tier was given in
-between. The agent fetches nothing of a marked namespace, forgets it in the tiers, and takes the marks away.
+between. The agent fetches nothing of a marked namespace, forgets it in the tiers, and takes the marks away. One that
+somebody else removes is put back: the agent may end before all tiers have forgotten.
 """
 
 from __future__ import annotations
@@ -55,10 +56,20 @@ class Forgetting:
 
     Args:
         is_asked: whether pages of a namespace are being fetched now; any, for None.
+        is_current: whether `store` is still the pool that the folder has. Where it is not, it has not been cleared and
+            may go on giving tiers what was; so the marks are left to the agent of the new one.
     """
 
-    def __init__(self, pool: Path, store: Store, fetches: Fetches, is_asked: Callable[[bytes | None], bool]) -> None:
-        self._pool, self._store, self._fetches, self._is_asked = pool, store, fetches, is_asked
+    def __init__(
+        self,
+        pool: Path,
+        store: Store,
+        fetches: Fetches,
+        is_asked: Callable[[bytes | None], bool],
+        is_current: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._pool, self._store, self._fetches = pool, store, fetches
+        self._is_asked, self._is_current = is_asked, is_current
         self._marks: dict[str, _Mark] = {}
         """By file name."""
         self._files = threading.Lock()
@@ -83,7 +94,11 @@ class Forgetting:
     def _read(self) -> None:
         try:
             with self._files:
-                for name, namespace in marks(self._pool).items():
+                found = marks(self._pool)
+                if self._is_current():
+                    for name in self._marks.keys() - found.keys():
+                        write_file(self._pool / name, b"")
+                for name, namespace in found.items():
                     if name not in self._marks:
                         self._marks[name] = _Mark(namespace)
                         self._again_s = 0.0
@@ -113,12 +128,14 @@ class Forgetting:
             finally:
                 for each in seen.values():
                     each.done, each.was_asked = done, was_asked
-                self._take_away(list(seen)[1:])  # the one that is left stands for all of them
+                if self._is_current():
+                    self._take_away(list(seen)[1:])  # the one that is left stands for all of them
                 if was_asked:  # what a fetch from before the mark published since is what the tiers had
                     self._store.clear(namespace)
                     for each in seen.values():
                         each.was_asked = False
-            self._take_away(list(seen)[:1])
+            if self._is_current():
+                self._take_away(list(seen)[:1])
         except Exception as error:
             self._again_s = time.monotonic() + _AGAIN_S
             said = "pages that were cleared stay in a tier, and are not fetched until they are gone there: %s"

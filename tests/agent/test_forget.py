@@ -131,3 +131,32 @@ def test_a_pool_that_could_not_be_cleared_is_cleared_by_the_next_attempt(pool, s
         assert marks(pool) and store.stats().pages == 3
         forget(forgetting)
         assert not marks(pool) and store.stats().pages == 0
+
+
+def test_a_mark_that_somebody_else_removes_is_put_back_until_all_tiers_have_forgotten(pool, store, broken):
+    with flowing(store, broken) as flow:
+        forgetting = forgetting_for(pool, store, flow)
+        mark(pool, DIGEST)
+        forget(forgetting)
+        (name,) = marks(pool)
+        (pool / name).unlink()
+        forgetting.tick()
+        assert list(marks(pool)) == [name]
+    with flowing(store, tier := MemoryTier()) as flow:  # of the next agent
+        put_into(tier, chain("old", 3))
+        forget(forgetting_for(pool, store, flow))
+        assert tier.stored() == [] and not marks(pool)
+
+
+def test_the_agent_of_a_pool_that_was_replaced_leaves_the_marks_to_the_next_one(pool, store):
+    tier, is_current = MemoryTier(), [True]
+    with flowing(store, tier) as flow:
+        forgetting = Forgetting(pool, store, flow, lambda _: False, lambda: is_current[0])
+        mark(pool, DIGEST)
+        is_current[0] = False
+        put_into(tier, chain("old", 3))
+        forget(forgetting)
+        assert tier.stored() == [] and marks(pool) and forgetting.is_forgotten(DIGEST)
+        is_current[0] = True
+        forget(forgetting)
+        assert not marks(pool)
