@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +13,16 @@ from typing import Any
 
 from bench.peers import children, mooncake_store
 from bench.peers.report import Goal, Row, row
-from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.measure import BenchError, Progress
 from mooncake_connector.cli.bench.serve.engines import transfer_config
 
 _DEADLINE_S = 600.0
-_START_S = 60.0
 _HIT_TOKENS = 1900
 _PROMPT_TOKENS = 1960
 _TTFT_ROUNDS = 9
 _IDLE_ROUNDS = 200
 _IDLE_REQUESTS = 64
-_OURS = "MooncakeKVConnector"
+OURS = "MooncakeKVConnector"
 
 
 @dataclass(frozen=True)
@@ -48,9 +43,9 @@ def measure(engine: Engine, peer: mooncake_store.Install | None, folder: Path, p
     """All rows that need vLLM; what a child could not measure is None in its row, with a warning."""
     with tempfile.TemporaryDirectory(prefix="mooncake-connector-bench-", dir=folder) as name:
         progress(f"vLLM: scheduler step with {_IDLE_REQUESTS} requests, connector idle")
-        idle = _run_child(engine, "vllm_idle", _idle_order(Path(name)), {}, progress)
-        progress(f"vLLM: time to first token with {_OURS}")
-        ours = _run_child(engine, "vllm_ttft", _ttft_order(_our_transfer(Path(name))), {}, progress)
+        idle = run_child(engine, "vllm_idle", _idle_order(Path(name)), {}, progress)
+        progress(f"vLLM: time to first token with {OURS}")
+        ours = run_child(engine, "vllm_ttft", _ttft_order(_our_transfer(Path(name))), {}, progress)
         theirs = _in_tree(engine, peer, progress) if peer else {}
     return [*ttft_rows(ours, theirs), idle_row(idle)]
 
@@ -86,30 +81,6 @@ def idle_row(idle: dict[str, Any]) -> Row:
     return row(figure, _change(ours, without), "%", limit=_change(empty, without), goal=Goal(at_most=1))
 
 
-def silent_tier_row(engine: Engine, folder: Path, progress: Progress) -> Row:
-    """Prompts of three pages, new in every round. Best rounds; the limit is the same with a pool that has no tiers."""
-    progress(f"vLLM: scheduler step with {_IDLE_REQUESTS} requests, beside a tier that never answers")
-    silent = "silent_s"
-    with contextlib.ExitStack() as stack:
-        master = stack.enter_context(socket.create_server(("127.0.0.1", 0)))  # takes connections, and says nothing
-        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-", dir=folder))
-        log = stack.enter_context(tempfile.TemporaryFile())
-        pool = {"pool": f"{name}/behind", "capacity": "512MiB"}
-        tiers = [{"kind": "mooncake", "master": f"127.0.0.1:{master.getsockname()[1]}", "host": "127.0.0.1"}]
-        settings = {"MOONCAKE_CONNECTOR_POOL": pool["pool"], "MOONCAKE_CONNECTOR_TIERS": json.dumps(tiers)}
-        # Where Mooncake's wheel is, which the engine does not need.
-        command = [sys.executable, "-m", "mooncake_connector.cli.entry", "agent", "--foreground"]
-        agent = stack.enter_context(processes.running(command, log, {**os.environ, **settings}))
-        listens = Path(pool["pool"]) / "agent.sock"
-        processes.wait_until(listens.exists, agent, log, _START_S, "the agent")
-        more = {silent: transfer_config(_OURS, {**pool, "tiers": tiers, "agent": "external"})}
-        order = {**_idle_order(Path(name)), "prompt_tokens": 200, "more": more}
-        found = _run_child(engine, "vllm_idle", order, {}, progress)
-    plain, ours = (min(found.get(one, ()), default=None) for one in ("with_s", silent))
-    figure = f"vLLM, scheduler step with {_IDLE_REQUESTS} requests, change by a tier that never answers"
-    return row(figure, _change(ours, plain), "%", goal=Goal(at_most=1))
-
-
 def median_ms(seconds: Mapping[str, Sequence[float]], name: str) -> float | None:
     """None where nothing was measured under this name."""
     return statistics.median(seconds[name]) * 1e3 if seconds.get(name) else None
@@ -124,7 +95,7 @@ def _change(value: float | None, base: float | None) -> float | None:
 
 
 def _our_transfer(folder: Path) -> dict[str, Any]:
-    return transfer_config(_OURS, {"pool": str(folder / "pool"), "capacity": "512MiB"})
+    return transfer_config(OURS, {"pool": str(folder / "pool"), "capacity": "512MiB"})
 
 
 def _idle_order(folder: Path) -> dict[str, Any]:
@@ -150,12 +121,13 @@ def _in_tree(engine: Engine, peer: mooncake_store.Install, progress: Progress) -
             return {}
         found = children.path(mooncake_store.overlay(peer, folder / "wheel"), children.SCRIPTS)
         env = {**mooncake_store.vllm_settings(address, folder, 512 << 20), **found}
-        return _run_child(engine, "vllm_ttft", _ttft_order(mooncake_store.IN_TREE), env, progress)
+        return run_child(engine, "vllm_ttft", _ttft_order(mooncake_store.IN_TREE), env, progress)
 
 
-def _run_child(
+def run_child(
     engine: Engine, script: str, order: dict[str, Any], env: dict[str, str], progress: Progress
 ) -> dict[str, Any]:
+    """What a script measured; with a warning where it did not measure all. The order lacks model and outcome."""
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as name:
         outcome = Path(name) / "outcome"
         order = {**order, "model": str(engine.model.resolve()), "outcome": str(outcome)}
@@ -164,5 +136,6 @@ def _run_child(
             children.script(engine.python, script, order), outcome, deadline_s=_DEADLINE_S, env=settings
         )
     if "error" in found:
-        progress(f"WARNING: {script} of {order['transfer']['kv_connector']} failed: {found['error']}")
+        subject = order.get("transfer", {}).get("kv_connector", OURS)
+        progress(f"WARNING: {script} of {subject} failed: {found['error']}")
     return found

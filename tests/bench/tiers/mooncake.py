@@ -41,7 +41,7 @@ _LEASES = ("--default_kv_lease_ttl=10000", "--client_ttl=60")
 
 def measure(folder: Path, scale: Scale, say: Callable[[str], None] = lambda line: None) -> list[Rates]:
     """Writes and reads of each page size. Raises BenchError, and TierError where Mooncake's wheel is missing."""
-    with cluster(2 * scale.nbytes + _ROOM_NBYTES) as master, Bare(master, scale.nbytes) as bare:
+    with cluster(2 * scale.nbytes + _ROOM_NBYTES) as (master, _), Bare(master, scale.nbytes) as bare:
 
         def ours(where: Path, nbytes: int, number: int) -> Measured:
             return flow_rates(where, master, nbytes, scale.nbytes, f"{nbytes} {number}")
@@ -53,19 +53,21 @@ def measure(folder: Path, scale: Scale, say: Callable[[str], None] = lambda line
 
 
 @contextmanager
-def cluster(nbytes: int) -> Iterator[str]:
-    """A master and two nodes with room for so much together; the master's address."""
+def cluster(nbytes: int) -> Iterator[tuple[str, int]]:
+    """A master and two nodes with room for so much together; the master's address and the number of its process."""
     ports = iter(free_ports(2 + 2 * _NODES))
     with ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile())
         port = next(ports)
         commands = [master_command(port, next(ports), *_LEASES)]
         commands += [node_command(number, port, next(ports), next(ports), nbytes // _NODES) for number in range(_NODES)]
+        pids = []
         for command in commands:
             process = stack.enter_context(processes.running(command.arguments, log, {**os.environ, **command.env}))
             answers = f"{command.url}/health"
             processes.wait_until(lambda: _answers(answers), process, log, _START_S, command.name)  # noqa: B023
-        yield f"127.0.0.1:{port}"
+            pids.append(process.pid)
+        yield f"127.0.0.1:{port}", pids[0]
 
 
 def _answers(url: str) -> bool:

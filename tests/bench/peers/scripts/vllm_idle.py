@@ -1,10 +1,10 @@
 """Cost of a connector that has nothing to do, in vLLM's scheduler step; run by the interpreter that has vLLM.
 
 Argument: one JSON object: model (folder), transfer (``--kv-transfer-config``), num_requests, rounds, outcome (path of
-the JSON file to write); where wanted, further connectors by the name of their figure (more), and prompt_tokens. Real
-schedulers, without and with the connector, decode the same requests in turn; the forward pass is left out. No request
-fills a page or finds one, so nothing is loaded or saved. A step is `schedule` and `update_from_output`, which includes
-what vLLM itself does for any connector; a third scheduler, with a connector that does nothing, shows how much that is.
+the JSON file to write). Real schedulers, without and with the connector, decode the same requests in turn; the
+forward pass is left out. No request fills a page or finds one, so nothing is loaded or saved. A step is `schedule` and
+`update_from_output`, which includes what vLLM itself does for any connector; a third scheduler, with a connector that
+does nothing, shows how much that is.
 """
 
 import copy
@@ -21,18 +21,17 @@ from outcome import write_outcome
 _BLOCK_TOKENS = 16
 _PROMPT_TOKENS = 8
 _DECODE_STEPS = 40
-"""Prompt and answer stay below the smallest page of 64 tokens, unless the order says otherwise."""
+"""Prompt and answer stay below the smallest page of 64 tokens."""
 _EMPTY = {"kv_connector": "EmptyConnector", "kv_connector_module_path": "vllm_empty", "kv_role": "kv_both"}
 
 
 def main(order: dict[str, Any]) -> None:
-    """Writes ``without_s``, ``with_s``, ``empty_s`` and further ones: for each round the median seconds of a step."""
+    """Writes ``without_s``, ``with_s`` and ``empty_s``: for each round the median seconds of a step."""
     config = base_config(order)
     engines = {
         "without_s": make_scheduler(config, None),
         "with_s": make_scheduler(config, order["transfer"]),
         "empty_s": make_scheduler(config, _EMPTY),
-        **{name: make_scheduler(config, transfer) for name, transfer in order.get("more", {}).items()},
     }
     outcome: dict[str, list[float]] = {name: [] for name in engines}
     gc.collect()
@@ -43,7 +42,7 @@ def main(order: dict[str, Any]) -> None:
         random.Random(number).shuffle(turns)
         for name in turns:
             gc.collect()
-            requests = make_requests(order["num_requests"], number, order.get("prompt_tokens", _PROMPT_TOKENS))
+            requests = make_requests(order["num_requests"], number, _PROMPT_TOKENS)
             seconds = decode(engines[name], requests)
             if number:
                 outcome[name].append(seconds)
