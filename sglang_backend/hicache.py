@@ -240,8 +240,16 @@ class MooncakeConnectorStorage(HiCacheStorage):
                 view.clear()
 
     def get_stats(self) -> StorageMetrics:
-        """What was moved since the last call."""
+        """What was moved since the last call. SGLang's scheduler asks in each of its rounds."""
+        self._count_failures()
         return self._metrics.drain()
+
+    @contained(nothing)
+    def _count_failures(self) -> None:
+        """Enter what this process did not get from behind the pool: `agent_lost` is the cause `lost` of an `agent`."""
+        for cause, count in self._store.take_failures().items() if self._store is not None else ():
+            operation, _, why = cause.partition("_")
+            self._metrics.failed(operation, why, count)
 
     @contained(nothing)
     def close(self) -> None:

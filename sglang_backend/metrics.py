@@ -26,6 +26,16 @@ def _counters() -> dict[str, Counter]:
         "bytes": Counter("mooncake_connector_bytes_total", "Bytes moved from or to the pool", ["operation"]),
         "seconds": Counter("mooncake_connector_seconds_total", "Seconds spent moving pages", ["operation"]),
         "failures": Counter("mooncake_connector_failures_total", "Operations that failed", ["operation", "cause"]),
+        "tier_pages": Counter(
+            "mooncake_connector_tier_pages_total",
+            "Pages that tiers were bringing when SGLang looked for them (promised), of these those that were loaded "
+            "(landed) and those that it then asked for in vain (lost)",
+            ["outcome"],
+        ),
+        "tier_waits": Counter(
+            "mooncake_connector_tier_waits_total", "Lookups that waited until tiers had said which pages they have"
+        ),
+        "tier_wait_seconds": Counter("mooncake_connector_tier_wait_seconds_total", "Seconds that they waited"),
         "transfers": Counter(
             "mooncake_connector_transfers_total", "Requests' KV sent or fetched, well or not", ["operation"]
         ),
@@ -65,9 +75,28 @@ class Metrics:
                 self._since.backup_pgs.append(pages)
                 self._since.backup_bandwidth.append(nbytes / _GIB / max(seconds, 1e-9))
 
-    def failed(self, operation: str, cause: str) -> None:
+    def failed(self, operation: str, cause: str, count: int = 1) -> None:
         if self._enabled:
-            _counters()["failures"].labels(operation, cause).inc()
+            _counters()["failures"].labels(operation, cause).inc(count)
+
+    def promised(self, pages: int) -> None:
+        """Count pages that tiers are bringing."""
+        self._outcome("promised", pages)
+
+    def came(self, landed: int, lost: int) -> None:
+        """Count what became of such pages."""
+        self._outcome("landed", landed)
+        self._outcome("lost", lost)
+
+    def _outcome(self, outcome: str, pages: int) -> None:
+        if self._enabled and pages:
+            _counters()["tier_pages"].labels(outcome).inc(pages)
+
+    def waited(self, seconds: float) -> None:
+        """Count a lookup that waited for what tiers say."""
+        if self._enabled:
+            _counters()["tier_waits"].inc()
+            _counters()["tier_wait_seconds"].inc(seconds)
 
     def drain(self) -> StorageMetrics:
         """What was moved since the last call."""

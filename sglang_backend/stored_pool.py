@@ -25,6 +25,8 @@ from store_client.sharded import ConsumePart, ShardView
 _STOP_S = 2.0
 _LOOKUP_HANGS_S = 1.0
 """A lookup only reads memory: one that took so much longer than it may wait says that the next one will as well."""
+_MOST_PROMISED = 1 << 16
+"""Keys of pages that were promised and not asked for yet; beyond so many they are forgotten, and not counted."""
 _FAULTS = ("busy", "deadline", "error")
 """What the store is left alone for: SGLang would wait for each of the next calls as long."""
 
@@ -65,6 +67,7 @@ class StoredPool:
         self.pages = pages
         self._view, self._movers, self._metrics, self._config = view, movers, metrics, config
         self._impatient_until_s = 0.0
+        self._promised: set[bytes] = set()
 
     @property
     def view(self) -> ShardView | None:
@@ -85,7 +88,10 @@ class StoredPool:
         wait_s = self._config.lookup_wait_s if may_wait else 0.0
         if self._config.tiers:
             view.prefetch(keys, parent=parent)
-        found = view.lookup_within(keys, wait_s)
+        found = view.lookup(keys)
+        if found.pending and wait_s:
+            found = view.lookup_within(keys, wait_s)
+            self._metrics.waited(time.monotonic() - asked_s)
         now_s = time.monotonic()
         if found.pending and wait_s:
             self._impatient_until_s = now_s + PAUSE_S  # else each request behind this one would wait as long in turn
@@ -99,7 +105,25 @@ class StoredPool:
             )  # fmt: skip
         if now_s - asked_s > wait_s + _LOOKUP_HANGS_S:
             self._lookup_failed("hung", f"it took {now_s - asked_s:.1f} s")
-        return found.pages + (found.coming if may_wait else 0)
+        if not may_wait:
+            return found.pages
+        self._promise(keys[found.pages : found.pages + found.coming])
+        return found.pages + found.coming
+
+    def _promise(self, keys: Sequence[bytes]) -> None:
+        """SGLang will be told that these are hits, and asks for them in a moment; not for all, and not always."""
+        if keys:
+            if len(self._promised) > _MOST_PROMISED:
+                self._promised.clear()
+            self._promised.update(keys)
+            self._metrics.promised(len(keys))
+
+    def _count_promised(self, keys: Sequence[bytes], loaded: int) -> None:
+        """What became of those that were promised, of which the first `loaded` came."""
+        if self._promised:
+            found = [number < loaded for number, key in enumerate(keys) if key in self._promised]
+            self._promised.difference_update(keys)
+            self._metrics.came(sum(found), len(found) - sum(found))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._look_up(lambda view: view.contains(keys), [False] * len(keys))
@@ -112,6 +136,7 @@ class StoredPool:
         job = Load(keys=keys, view=self._view, deadline_s=self._config.load_deadline_s, copy=copy)
         if view := self._run("load", self._movers.loads, job):
             self._metrics.moved("load", job.pages, view.nbytes, job.seconds)
+        self._count_promised(keys, job.pages)
         return [number < job.pages for number in range(len(keys))]
 
     def save(self, keys: Sequence[bytes], copy: Callable[[int, Bytes], None], parent: bytes | None) -> list[bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
@@ -91,6 +91,9 @@ class StoreAround(Store):
 
     def stats(self) -> StoreStats:
         return self._inner.stats()
+
+    def take_failures(self) -> Mapping[str, int]:
+        return self._inner.take_failures()
 
     def clear(self, namespace_digest: bytes | None = None) -> int:
         return self._inner.clear(namespace_digest)

@@ -252,6 +252,13 @@ class Store(ABC):
     def stats(self) -> StoreStats:
         """State and counters; this process's own counts are included up to now."""
 
+    def take_failures(self) -> Mapping[str, int]:
+        """What this process failed to get from behind the store since anybody in it asked last, by cause.
+
+        Never waits, and is cheap enough for every step of an engine. A store that has all its pages at hand has none.
+        """
+        return {}
+
     @abstractmethod
     def clear(self, namespace_digest: bytes | None = None) -> int:
         """Forget all pages, or all of one namespace; return how many there were."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
@@ -78,6 +78,11 @@ class BackgroundStore:
     @property
     def store(self) -> Store | None:
         return self._store
+
+    def take_failures(self) -> Mapping[str, int]:
+        """As `Store.take_failures`; none while there is no store."""
+        store = self._store
+        return {} if store is None else store.take_failures()
 
     def view(self, namespace: Namespace, shard: Shard, unit_nbytes: int) -> ShardView | None:
         """The pages of one namespace as one rank sees them, or None while there is no store; see `ShardView`."""

@@ -226,7 +226,10 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.prefix.speed.computed()
         side = self._worker or self._scheduler
-        return None if side is None else side.stats.take()
+        if side is None:
+            return None
+        side.prefix.count_failures()
+        return side.stats.take()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:

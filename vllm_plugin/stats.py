@@ -17,6 +17,11 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 SUMS = {
     "hit_tokens": "Prompt tokens that were loaded from the pool instead of computed",
     "tier_hit_tokens": "Of hit_tokens, those that the pool did not have when the request arrived: tiers brought them",
+    "tier_promised_pages": "Pages that tiers were bringing when a load was planned, by each rank",
+    "tier_landed_pages": "Of tier_promised_pages, those that came and were loaded",
+    "tier_lost_pages": "Of tier_promised_pages, those that did not come in time and were computed",
+    "tier_waits": "Requests that were put aside until tiers had said which of their pages they have",
+    "tier_wait_seconds": "Seconds for which requests were put aside for that",
     "queried_tokens": "Prompt tokens beyond the local prefix cache that were looked up in the pool",
     "load_bytes": "Bytes loaded from the pool into KV blocks",
     "load_seconds": "Seconds from the submission of a load to its end",
@@ -61,6 +66,10 @@ class ConnectorStats(KVConnectorStats):
 
     def fail(self, cause: str, count: int = 1) -> None:
         self._enter("failures", cause, count)
+
+    def fail_each(self, causes: Mapping[str, int]) -> None:
+        for cause, count in causes.items():
+            self.fail(cause, count)
 
     def travelled(self, transport: str, nbytes: int) -> None:
         self._enter("transports", transport, nbytes)
@@ -114,7 +123,8 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         }
         self._failures = self._counter_cls(
             name=_name("failures"),
-            documentation="Loads, saves and transfers that failed, by cause; each was answered by recomputation.",
+            documentation="Loads, saves and transfers that failed, and what the agent did not do, by cause; each "
+            "was answered by recomputation.",
             labelnames=[*labelnames, "cause"],
         )
         self._transports = self._counter_cls(

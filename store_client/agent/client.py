@@ -54,6 +54,8 @@ class Client:
         self.ready = False
         """Whether an agent is connected: only then anything is asked."""
         self.failures: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()
+        self._taking = threading.Lock()
         self._awaits_s = 0.0
         """When the first ask was made that nothing was heard since of any; 0 where there is none."""
         self._outbox: SimpleQueue[Asked | messages.Forget | socket.socket | None] = SimpleQueue()
@@ -82,6 +84,12 @@ class Client:
         """Tell the agent that there are new marks; one that is not there now finds them when it comes."""
         if self.ready:
             self._outbox.put(messages.Forget())
+
+    def take_failures(self) -> Counter[str]:
+        """`failures` since the last call, whoever made it."""
+        with self._taking:
+            taken, self._taken = self._taken, self.failures.copy()
+            return self._taken - taken
 
     def is_silent(self, now_s: float) -> bool:
         """Whether the agent is there and does not answer: it is stopped, or its machine is overloaded."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mooncake_connector.config.schema import Config
@@ -59,6 +59,9 @@ class TieredStore(StoreAround):
         """Those of the pool; what this process failed to get from the agent is among the failures."""
         stats = self._inner.stats()
         return replace(stats, failures={**stats.failures, **self._client.failures})
+
+    def take_failures(self) -> Mapping[str, int]:
+        return self._client.take_failures()
 
     def clear(self, namespace_digest: bytes | None = None) -> int:
         """As `Store.clear`, and the agent has the tiers forget them too, sooner or later; none comes back."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiers.mooncake_cluster import needs_mooncake
 
-from bench.peers import tiers
+from bench.peers import tiers, vllm_tiers
 from bench.tiers import disk, engine, folder
 from bench.tiers.measure import Rates, Scale
 
@@ -63,3 +63,28 @@ def test_what_tiers_cost_an_engine(tmp_path):
     assert found.page_us > 0 and len(found.miss) == len(found.plain_miss)
     rows = tiers.engine_rows(found)
     assert all(row.value is not None for row in rows) and rows[2].limit == engine.percentile(found.plain_miss, 99)
+
+
+def test_what_tiers_add_is_the_difference_of_percentiles_with_its_spread() -> None:
+    said: list[str] = []
+    plain = [float(number) / 1000 for number in range(1, 101)]
+    found = {"none": {"idle_s": plain}, "silent": {"idle_s": [one + 0.001 for one in plain]}}
+    rows = {one.figure: one for one in vllm_tiers.ttft_rows(found, said.append)}
+    (p99,) = [one for name, one in rows.items() if name.endswith("never answers, p99") and "idle" in name]
+    assert p99.value == pytest.approx(1.0) and p99.ok and p99.limit == pytest.approx(99.01)
+    assert "1.00 (" in next(line for line in said if "p50" in line)
+    assert all("a cluster" not in name for name in rows), "what was not measured has no row"
+
+
+def test_the_step_is_compared_round_by_round() -> None:
+    """A round in which everything was slow changes nothing."""
+    found = {"none": {"step_s": [1.0, 5.0, 1.0]}, "silent": {"step_s": [1.02, 5.1, 1.02]}}
+    rows = vllm_tiers.step_rows(found, lambda line: None)
+    changes = [one for one in rows if "change by" in one.figure]
+    assert [one.value for one in changes] == [None, pytest.approx(2.0), None, None]
+    assert [one.ok for one in changes] == [None, False, None, None]
+
+
+def test_a_resampled_figure_lies_within_its_spread() -> None:
+    found = vllm_tiers.Spread.of([1.0, 2.0, 3.0, 4.0], [1.0, 1.0], max)
+    assert (found.value, found.high) == (3.0, 3.0) and 0.0 <= found.low < 3.0

@@ -11,12 +11,17 @@ import pytest
 from faults import Arrivals, Faults
 from host_pools import PAGES, axes, mamba, mha, model, slots
 from instances import keys
+from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer
 from simulated.waiting import wait_for
+
+import store_client.agent.client as client_module
+from store_client.base import Lookup
 
 NAMES = keys(PAGES)
 KEYS = [bytes.fromhex(name) for name in NAMES]
 WHOLE = list(range(PAGES))
+OUTCOMES = ("promised", "landed", "lost")
 BEFORE = HiCacheStorageExtraInfo(prefix_keys=keys(2, "before"))
 
 
@@ -45,13 +50,24 @@ def in_a_thread() -> Any:
         yield lambda call, *args: pool.submit(call, *args)
 
 
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"mooncake_connector_{name}_total", labels) or 0.0
+
+
+@pytest.fixture
+def outcomes() -> Callable[[], list[float]]:
+    """Pages promised, landed and lost since the test began."""
+    before = [counted("tier_pages", outcome=outcome) for outcome in OUTCOMES]
+    return lambda: [counted("tier_pages", outcome=name) - was for name, was in zip(OUTCOMES, before, strict=True)]
+
+
 def right(storage: Any, count: int) -> bool:
     memory = axes(storage.mem_pool_host)
     return np.array_equal(memory[:count], model(1)[:count]) and not memory[count:].any()
 
 
 def test_pages_that_are_coming_are_hits_and_are_loaded_as_they_land(
-    storage: Any, faults: Faults, in_a_thread: Callable[..., Any]
+    storage: Any, faults: Faults, in_a_thread: Callable[..., Any], outcomes: Callable[[], list[float]]
 ) -> None:
     faults.answer.land(KEYS[:2])
     assert in_a_thread(storage.batch_exists, NAMES, BEFORE).result(60) == PAGES
@@ -62,6 +78,7 @@ def test_pages_that_are_coming_are_hits_and_are_loaded_as_they_land(
         faults.answer.land(KEYS[:count])
         wait_for(lambda count=count: right(storage, count))
     assert load.result(60) == [True] * PAGES
+    assert outcomes() == [PAGES - 2, PAGES - 2, 0]
 
 
 def test_sglangs_scheduler_is_told_of_what_is_there_alone(storage: Any, faults: Faults) -> None:
@@ -71,9 +88,10 @@ def test_sglangs_scheduler_is_told_of_what_is_there_alone(storage: Any, faults: 
 
 @pytest.mark.parametrize("why", ["late", "lost"])
 def test_what_does_not_land_is_computed_and_the_pool_goes_on_serving(
-    storage: Any, faults: Faults, in_a_thread: Callable[..., Any], why: str
+    storage: Any, faults: Faults, in_a_thread: Callable[..., Any], outcomes: Callable[[], list[float]], why: str
 ) -> None:
     faults.answer.land(KEYS[:3])
+    assert in_a_thread(storage.batch_exists, NAMES).result(60) == PAGES
     load = in_a_thread(storage.batch_get_v1, NAMES, slots(WHOLE))
     loads = storage._movers.loads
     wait_for(lambda: loads.pending and loads.pending[0].awaits)
@@ -82,12 +100,34 @@ def test_what_does_not_land_is_computed_and_the_pool_goes_on_serving(
     else:
         faults.answer.promised.clear()
     assert load.result(60) == [True] * 3 + [False] * (PAGES - 3) and right(storage, 3)
+    assert outcomes() == [PAGES - 3, 0, PAGES - 3]
     assert not loads.paused
     expected = 3 if why == "late" else PAGES
     faults.answer.promised.update(KEYS)
     assert in_a_thread(storage.batch_exists, NAMES).result(60) == expected
     faults.answer.land(KEYS)
     assert in_a_thread(storage.batch_exists, NAMES).result(60) == PAGES
+
+
+def test_a_lookup_that_waits_for_the_tiers_is_counted(
+    storage: Any, faults: Faults, in_a_thread: Callable[..., Any]
+) -> None:
+    waits, seconds = counted("tier_waits"), counted("tier_wait_seconds")
+    answers = iter([Lookup(0, pending=True), Lookup(0, pending=True)])
+    faults.answer = lambda keys, found: next(answers, Lookup(0))
+    assert in_a_thread(storage.batch_exists, NAMES).result(60) == 0
+    assert in_a_thread(storage.batch_exists, NAMES).result(60) == 0
+    assert counted("tier_waits") - waits == 1 and counted("tier_wait_seconds") > seconds
+
+
+def test_what_the_agent_did_not_do_is_among_the_failures(storage: Any) -> None:
+    (client,) = client_module._clients.values()
+    wait_for(lambda: client.failures["agent_lost"])
+    client.close()  # nothing is added any more
+    before = counted("failures", operation="agent", cause="lost")
+    storage.get_stats()
+    storage.get_stats()
+    assert counted("failures", operation="agent", cause="lost") - before == client.failures["agent_lost"]
 
 
 @pytest.mark.parametrize("policy", [PoolHitPolicy.TRAILING_PAGES, PoolHitPolicy.ALL_PAGES], ids=["states", "all"])

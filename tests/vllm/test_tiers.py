@@ -15,7 +15,9 @@ from cases import PROMPT, Start, every_runner, steady_runners, warm_pool, warmed
 from faults import Arrivals, Faults, never
 from pd import PROMPT as PD_PROMPT
 from pd import MakePair, figures
+from simulated.waiting import wait_for
 
+import store_client.agent.client as client_module
 import store_client.jobs
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
@@ -32,7 +34,14 @@ NOTHING_LOADED = len(PROMPT) + 2
 
 
 def failures(engine: Any) -> dict[str, int]:
-    return dict(figures(engine).get("failures", {}))
+    """By cause, but for the agent, which is not there."""
+    causes = figures(engine).get("failures", {})
+    return {cause: count for cause, count in causes.items() if not cause.startswith("agent_")}
+
+
+def promises(engine: Any) -> list[int]:
+    """Pages that were promised, landed and lost."""
+    return [figures(engine).get(f"tier_{outcome}_pages", 0) for outcome in ("promised", "landed", "lost")]
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +71,7 @@ def test_pages_that_are_coming_are_promised_and_loaded_as_they_land(start: Start
     engine.finish(name, computed=4 + 19)
     assert not failures(engine)
     assert figures(engine)["tier_hit_tokens"] == 16 * (len(KEYS) - 1), "one page was there when the request came"
+    assert promises(engine) == [len(KEYS) - 1, len(KEYS) - 1, 0]
 
 
 @every_runner
@@ -79,6 +89,7 @@ def test_what_does_not_land_by_the_deadline_is_computed_and_the_pool_goes_on_ser
     loads.pending[0].deadline_s = 0.0
     engine.finish(name, computed=len(PROMPT) - 16 * landed + 9)
     assert failures(engine) == {"load_not_landed": 1}
+    assert promises(engine) == [len(KEYS) - landed, 0, len(KEYS) - landed]
     arrivals.land(page_keys(OTHER, 16)[:2])
     engine.check(OTHER, name="other", computed=len(OTHER) - 32 + 2)
     assert failures(engine) == {"load_not_landed": 1}, "what had been promised in vain was promised again"
@@ -95,6 +106,7 @@ def test_what_is_not_coming_any_more_is_computed_at_once(start: Start, faults: F
     arrivals.promised.clear()
     engine.finish(name, computed=len(PROMPT) - 32 + 9)
     assert failures(engine) == {"load_page_lost": 1}
+    assert promises(engine) == [len(KEYS) - 2, 0, len(KEYS) - 2]
 
 
 def test_a_worker_whose_store_has_not_heard_yet_does_not_give_up_what_was_promised(
@@ -217,6 +229,18 @@ def test_tiers_that_say_nothing_put_a_request_aside_once_and_cost_it_nothing_els
     faults.answer = quiet
     engine.check(PROMPT, computed=NOTHING_LOADED)
     assert not failures(engine) and not asked[-1].pending
+    assert figures(engine)["tier_waits"] == 1 and figures(engine)["tier_wait_seconds"] > 0
+
+
+def test_what_the_agent_did_not_do_is_among_the_engines_failures(start: Start) -> None:
+    """In one process the scheduler's side and the worker's have one client, and each failure counts once."""
+    engine = warmed(start, extra=TIERS)
+    (client,) = client_module._clients.values()
+    wait_for(lambda: client.failures["agent_lost"])
+    client.close()  # nothing is added any more
+    engine.check(PROMPT)
+    engine.check(OTHER, name="other")
+    assert figures(engine)["failures"]["agent_lost"] == client.failures["agent_lost"]
 
 
 def test_the_tiers_are_not_asked_for_what_another_instance_brings(pair: MakePair, faults: Faults) -> None:

@@ -92,12 +92,22 @@ class Lookups:
 
     def is_worth_a_wait(self, tracked: Tracked, offer: Offer) -> bool:
         """Whether a request waits for the rest of an answer; pages that are known to come are no reason."""
+        waits = self._waits(tracked, offer)
+        if not waits and tracked.aside_since_s is not None:
+            self._stats.add("tier_wait_seconds", time.monotonic() - tracked.aside_since_s)
+            tracked.aside_since_s = None
+        return waits
+
+    def _waits(self, tracked: Tracked, offer: Offer) -> bool:
         if not offer.pending or not self._wait_s:
             return False
         now_s = time.monotonic()
         if tracked.patient_until_s is None:
             tracked.patient_until_s = now_s + self._wait_s
         if now_s < tracked.patient_until_s:
+            if tracked.aside_since_s is None:
+                tracked.aside_since_s = now_s
+                self._stats.add("tier_waits")
             return True
         if tracked.patient_until_s:
             tracked.patient_until_s = 0.0

@@ -276,6 +276,10 @@ class PrefixScheduler:
             if fetched > 0:
                 self._stats.add("tier_hit_tokens", fetched)
 
+    def count_failures(self) -> None:
+        """Enter what this process did not get from behind the pool."""
+        self._stats.fail_each(self._store.take_failures())
+
     def take_events(self) -> list[KVCacheEvent]:
         """What to publish: pages that all workers have stored, and announced pages that are gone."""
         if self._announced is None:

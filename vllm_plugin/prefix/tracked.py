@@ -42,6 +42,7 @@ class Tracked:
         saved_pages: leading pages that are in the pool or on their way there.
         offer: of the last lookup.
         patient_until_s: how long this request waits for answers that are pending; None before the first of them.
+        aside_since_s: since when it is put aside for such an answer; None while it is not.
         known_pages: leading pages that the pool had when the request was announced; None where it was not.
         loading: (first token, end) of what the pool brings to blocks that no step has used yet; None once one has, or
             the load has ended. It may be nothing: another source brings more, or all, and does not say so here.
@@ -55,6 +56,7 @@ class Tracked:
     saved_pages: int = 0
     offer: Offer | None = None
     patient_until_s: float | None = None
+    aside_since_s: float | None = None
     known_pages: int | None = None
     loading: tuple[int, int] | None = None
     refused: bool = False

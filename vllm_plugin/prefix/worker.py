@@ -114,6 +114,7 @@ class PrefixWorker:
             ended.arrived.add(req_id)
             self._count("load", load)
             self._stats.add("load_bytes", load.pages * self._memory.fmt.nbytes)
+            self._count_promised(load)
             if load.cause:
                 ended.failed_blocks |= self._blocks_from(load.plan, load.pages)
                 ended.report.failed_loads.add(req_id)
@@ -124,6 +125,10 @@ class PrefixWorker:
         """Whether blocks of a request may still be written to by a load."""
         return req_id in self._loading
 
+    def count_failures(self) -> None:
+        """Enter what this process did not get from behind the pool."""
+        self._stats.fail_each(self._store.take_failures())
+
     def close(self) -> None:
         """Finish what runs, drop the rest, release the pool; idempotent."""
         self._saver.stop(_STOP_S)
@@ -132,6 +137,14 @@ class PrefixWorker:
 
     def _view(self, namespace: Namespace) -> ShardView | None:
         return self._store.view(namespace, self._memory.shard, self._memory.fmt.unit_nbytes)
+
+    def _count_promised(self, load: BlockLoad) -> None:
+        """What became of the pages that were on their way when the load was planned."""
+        if load.num_coming:
+            landed = max(0, load.pages - (len(load.keys) - load.num_coming))
+            self._stats.add("tier_promised_pages", load.num_coming)
+            self._stats.add("tier_landed_pages", landed)
+            self._stats.add("tier_lost_pages", load.num_coming - landed)
 
     def _count(self, kind: str, job: Job) -> None:
         self._stats.add(f"{kind}s")
@@ -164,6 +177,9 @@ class RefusingWorker:
 
     def start(self, metadata: StepMetadata) -> None:
         self._loads.update(job.req_id for job in metadata.loads)
+
+    def count_failures(self) -> None:
+        """No store is open."""
 
     def step_computed(self, metadata: StepMetadata) -> None:
         self._saves.update({job.job_id: SaveResult(1, 0) for job in metadata.saves})

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from bench.peers import vllm
+from bench.peers import vllm, vllm_tiers
 from bench.peers.report import Comparison, Goal, Row, row
 from bench.tiers import disk, engine, folder
 from bench.tiers.measure import Rates, Scale
@@ -49,9 +49,11 @@ def run(
     rows = [_row(rates) for rates in found]
     progress("what an engine's process spends, and waits")
     rows += engine_rows(engine.measure(memory, quick=scale is QUICK))
-    if vllm_engine is not None:
+    if vllm_engine is not None and "mooncake" in peers:
         versions["vllm"] = vllm.version(vllm_engine)
-        rows.append(vllm.silent_tier_row(vllm_engine, memory, progress))
+        rows += vllm_tiers.measure(
+            vllm_engine, memory, vllm_tiers.QUICK if scale is QUICK else vllm_tiers.Scale(), progress
+        )
     return Comparison(machine, versions, rows)
 
 

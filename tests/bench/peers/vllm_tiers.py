@@ -25,7 +25,6 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
-from bench.peers import children
 from bench.peers.report import Goal, Row, row
 from bench.peers.vllm import OURS, Engine, run_child
 from bench.tiers import mooncake
@@ -181,13 +180,12 @@ def step_rows(found: Mapping[str, Mapping[str, list[float]]], progress: Progress
 
 def ttft_rows(found: Mapping[str, Mapping[str, list[float]]], progress: Progress) -> list[Row]:
     """Differences of percentiles of the time to first token."""
-    return [
-        one
-        for name, title in TITLES.items()
-        for figure, where in (("idle_s", "idle"), ("busy_s", "busy"))
-        if name in found
-        for one in _added(f"vLLM server, {where}: time to first token", title, found[name], found[NONE], figure, progress)
-    ]
+    rows = []
+    for name, title in TITLES.items():
+        for figure, where in (("idle_s", "idle"), ("busy_s", "busy")) if name in found else ():
+            what = f"vLLM server, {where}: time to first token"
+            rows += _added(what, title, found[name], found[NONE], figure, progress)
+    return rows
 
 
 def _added(
@@ -256,13 +254,18 @@ def first_tokens(
         for server, process, log in servers.values():
             processes.wait_until(server.is_healthy, process, log, _SERVERS_S, "a vLLM server")
         taken: dict[str, dict[str, list[float]]] = {name: {"idle_s": [], "busy_s": []} for name in servers}
-        draw = random.Random(os.urandom(8))
+        draw = random.Random(os.urandom(8))  # prompts that were asked in no run
+        vocabulary = json.loads((engine.model / "config.json").read_text())["vocab_size"]
+
+        def tokens(count: int) -> list[int]:
+            return [draw.randrange(vocabulary) for _ in range(count)]
+
         for number in range(-_WARM_UP, rounds):
             if number % 50 == 0:
                 progress(f"vLLM: time to first token, round {number} of {rounds}")
             for name in draw.sample(sorted(servers), len(servers)):
-                idle = _ask(servers[name][0], draw)
-                busy = _ask_beside(servers[name][0], draw) if number % _LATE == 0 else []
+                idle = _ask(servers[name][0], tokens)
+                busy = _ask_beside(servers[name][0], tokens) if number % _LATE == 0 else []
                 if number >= 0:
                     taken[name]["idle_s"].append(idle)
                     taken[name]["busy_s"] += busy
@@ -271,17 +274,17 @@ def first_tokens(
 
 
 
-def _ask(server: Server, draw: random.Random) -> float:
+def _ask(server: Server, tokens: Callable[[int], list[int]]) -> float:
     """Seconds to the first token of a prompt that nobody has."""
-    count = draw.randrange(_SHORTEST_PAGES * _PAGE_TOKENS + 1, _LONGEST_PAGES * _PAGE_TOKENS + 1)
-    prompt = [draw.randrange(1000, 20000) for _ in range(count)]
+    prompt = tokens(_LONGEST_PAGES * _PAGE_TOKENS)
+    body = completion(MODEL_NAME, prompt[: random.randint(_SHORTEST_PAGES * _PAGE_TOKENS + 1, len(prompt))], 1)
     try:
-        return server.stream({**completion(MODEL_NAME, prompt, 1), "ignore_eos": True}, _ANSWER_S).first_token_s
+        return server.stream({**body, "ignore_eos": True}, _ANSWER_S).first_token_s
     except RequestFailed as error:
         raise BenchError(f"{server.url} did not answer: {error}") from error
 
 
-def _ask_beside(server: Server, draw: random.Random) -> list[float]:
+def _ask_beside(server: Server, tokens: Callable[[int], list[int]]) -> list[float]:
     """The same of `_LATE` prompts, one after the other, while another one is answered."""
     runs, enough = threading.Event(), threading.Event()
 
@@ -289,13 +292,13 @@ def _ask_beside(server: Server, draw: random.Random) -> list[float]:
         while not enough.is_set() and reply.read1(1 << 16):
             runs.set()
 
-    body = {**completion(MODEL_NAME, [draw.randrange(1000, 20000) for _ in range(40)], 1500), "ignore_eos": True}
+    body = {**completion(MODEL_NAME, tokens(40), 1500), "ignore_eos": True}
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(server.call, "POST", "/v1/completions", {**body, "stream": True}, _ANSWER_S, read)
         try:
             if not runs.wait(_ANSWER_S):
                 raise BenchError(f"{server.url} did not answer within {_ANSWER_S:g} s")
-            taken = [_ask(server, draw) for _ in range(_LATE)]
+            taken = [_ask(server, tokens) for _ in range(_LATE)]
             if other.done():
                 raise BenchError(f"{server.url} ended an answer before it was wanted")
         finally:
