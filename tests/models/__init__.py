@@ -38,11 +38,24 @@ def _deepseek_mla(folder: Path) -> None:
     make_deepseek_mla(folder, seed=3)
 
 
+def _hybrid(maker: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        from models import hybrid
+
+        getattr(hybrid, maker)(folder)
+
+    return make
+
+
 MAKERS: dict[str, Callable[[Path], None]] = {
     "smollm2": _smollm2,
     "qwen3": _qwen3(seed=1),
     "qwen3-other": _qwen3(seed=2),  # the same architecture and tokenizer, other weights
     "deepseek-mla": _deepseek_mla,
+    "gemma3": _hybrid("make_gemma3"),
+    "gpt-oss": _hybrid("make_gpt_oss"),
+    "qwen3-next": _hybrid("make_qwen3_next"),
+    "cohere2": _hybrid("make_cohere2"),
 }
 
 

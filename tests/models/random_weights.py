@@ -8,6 +8,7 @@ prompt computed along two paths (DeepSeek's prefill and decode) kept the likely 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def make_qwen3(folder: Path, *, seed: int, std: float = 0.04) -> None:
         eos_token_id=EOS,
         tie_word_embeddings=False,
     )
-    _write(folder, config, seed=seed, std=std)
+    write_random(folder, config, seed=seed, std=std)
 
 
 def make_deepseek_mla(folder: Path, *, seed: int, std: float = 0.025) -> None:
@@ -62,22 +63,29 @@ def make_deepseek_mla(folder: Path, *, seed: int, std: float = 0.025) -> None:
         eos_token_id=EOS,
         tie_word_embeddings=False,
     )
-    _write(folder, config, seed=seed, std=std)
+    write_random(folder, config, seed=seed, std=std)
 
 
-def _write(folder: Path, config: Any, *, seed: int, std: float) -> None:
-    """Draw every matrix from a normal of deviation `std`, leave the norms at one, and save with the tokenizer."""
+def write_random(
+    folder: Path, config: Any, *, seed: int, std: float, adjust: Callable[[Any], None] | None = None
+) -> None:
+    """Draw every matrix from a normal of deviation `std`, leave vectors as the architecture begins with, and save.
+
+    Of the vectors norms begin with what changes nothing, be it ones or zeros, and decay rates with its own draw.
+    `adjust` changes what makes the text of such a model depend on too little.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-            else:
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
                 parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+        if adjust is not None:
+            adjust(model)
     model.save_pretrained(folder)
     _byte_tokenizer().save_pretrained(folder)
 
