@@ -1,4 +1,7 @@
-"""What this vLLM instance keeps as KV cache: page geometry, shards, and whether the pool may be used at all.
+"""What this vLLM instance keeps as KV cache: groups of layers, their shards, and whether the pool may be used at all.
+
+vLLM divides a model's layers into *groups*: one where all keep every token, several where some keep a sliding window
+(hybrid models). Each group has a block table of its own; block ids are shared, so a block is one group's at a time.
 
 Reads vLLM's configuration only; it neither touches memory nor the pool.
 """
@@ -6,15 +9,16 @@ Reads vLLM's configuration only; it neither touches memory nor the pool.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from vllm.distributed.utils import get_pp_indices
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
 from mooncake_connector.kv.geometry import Shard
-from mooncake_connector.kv.namespace import canonical_json
+from mooncake_connector.kv.namespace import Namespace, canonical_json
 from mooncake_connector.kv.page import PageFormat
 
 if TYPE_CHECKING:
@@ -29,18 +33,29 @@ class Unsupported(Exception):
     """Why the pool cannot serve this model or setting; the text is the one log line a person sees."""
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """The KV cache of this instance, over all ranks.
+Kind = Literal["full", "window", "chunked"]
+"""What a group's layers attend to: every token before, the last ones, or those since the chunk began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Layers that share a block table, over all ranks.
 
     Args:
-        num_layers, num_kv_heads, k_dim, v_dim, itemsize: of the whole model; MLA has one head and v_dim 0.
+        index: the group's number in vLLM's KV cache configuration, and so of its block table.
+        span: tokens of the window or the chunk; None for full attention.
+        layers: the model's numbers of its layers, in order; only a group among several is named by them.
+        num_layers, num_kv_heads, k_dim, v_dim, itemsize: of these layers; MLA has one head and v_dim 0.
         kv_dtype: the name the namespace carries.
         block_tokens: tokens a block of the engine.
         layer_names: vLLM's names of this rank's layers, in layer order.
         tp_size, pp_size: ranks.
     """
 
+    index: int = 0
+    kind: Kind = "full"
+    span: int | None = None
+    layers: tuple[int, ...] = ()
     num_layers: int
     num_kv_heads: int
     k_dim: int
@@ -54,7 +69,7 @@ class Geometry:
     pp_size: int
 
     def shard(self, pp_rank: int, tp_rank: int) -> Shard:
-        """The part of a page that one rank holds."""
+        """The part of a page that one rank holds; layers are counted within the group."""
         one_stage = self.pp_size == 1
         layers = (0, self.num_layers) if one_stage else get_pp_indices(self.num_layers, pp_rank, self.pp_size)
         if self.num_kv_heads >= self.tp_size:
@@ -73,15 +88,72 @@ class Geometry:
         ranks = [(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
         return list(dict.fromkeys(self.shard(pp, tp) for pp, tp in ranks))
 
+    def page_format(self, shard: Shard, page_tokens: int) -> PageFormat:
+        return PageFormat(shard.num_layers, page_tokens, shard.num_heads, self.k_dim, self.v_dim, self.itemsize)
+
+    def first_kept(self, num_tokens: int) -> int:
+        """With so many tokens computed, the first that a later one attends to."""
+        if self.span is None:
+            return 0
+        if self.kind == "chunked":
+            return num_tokens // self.span * self.span
+        return max(0, num_tokens - self.span + 1)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What makes bytes of this group mean something else than those of another group of the model."""
+        names = ("kind", "span", "num_kv_heads", "k_dim", "v_dim", "itemsize", "kv_dtype")
+        return {name: getattr(self, name) for name in names} | {"layers": list(self.layers)}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The KV cache of this instance, over all ranks.
+
+    Args:
+        groups: those that are stored and handed over; a model whose layers all attend to everything has one.
+        tp_size, pp_size: ranks.
+    """
+
+    groups: tuple[Group, ...]
+    tp_size: int
+    pp_size: int
+
+    @property
+    def is_hybrid(self) -> bool:
+        return len(self.groups) > 1
+
+    @cached_property
+    def main(self) -> Group:
+        """The group that stands for the model: a full attention's, where there is one."""
+        return min(self.groups, key=lambda group: group.kind != "full")
+
+    @property
+    def num_layers(self) -> int:
+        return sum(group.num_layers for group in self.groups)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp_size * self.pp_size
+
+    def group_namespace(self, namespace: Namespace, group: int) -> Namespace:
+        """The namespace of one of the groups (its position in `groups`); of a model with one group, the instance's."""
+        return _of_group(namespace, canonical_json(self.groups[group].identity)) if self.is_hybrid else namespace
+
     def compatibility(self) -> bytes:
         """Digest of what must be equal for KV to mean the same. The weights are part of each transfer's name."""
-        fields = ("num_layers", "num_kv_heads", "k_dim", "v_dim", "itemsize", "kv_dtype", "is_mla")
-        described = {name: getattr(self, name) for name in fields}
+        main = self.main
+        fields = ("num_kv_heads", "k_dim", "v_dim", "itemsize", "kv_dtype", "is_mla")
+        described = {name: getattr(main, name) for name in fields} | {"num_layers": self.num_layers}
+        if self.is_hybrid:
+            described["groups"] = [group.identity for group in self.groups]
         described |= {"engine": "vllm", "format": _TRANSFER_FORMAT}
         return hashlib.sha256(canonical_json(described).encode()).digest()
 
-    def page_format(self, shard: Shard, page_tokens: int) -> PageFormat:
-        return PageFormat(shard.num_layers, page_tokens, shard.num_heads, self.k_dim, self.v_dim, self.itemsize)
+
+@lru_cache(maxsize=64)
+def _of_group(namespace: Namespace, group: str) -> Namespace:
+    return replace(namespace, group=group)
 
 
 def read_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
@@ -98,9 +170,9 @@ def read_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ge
     heads = 1 if is_mla else vllm_config.model_config.get_total_num_kv_heads()
     if heads >= parallel.tensor_parallel_size and heads % parallel.tensor_parallel_size:
         raise Unsupported(f"{heads} KV heads are not divided evenly by {parallel.tensor_parallel_size} TP ranks")
-    pp_size = parallel.pipeline_parallel_size
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     num_layers = len(layer_names) if pp_size == 1 else vllm_config.model_config.get_total_num_hidden_layers()
-    return Geometry(
+    group = Group(
         num_layers=num_layers,
         num_kv_heads=heads,
         k_dim=spec.head_size,
@@ -110,9 +182,10 @@ def read_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ge
         is_mla=is_mla,
         block_tokens=spec.block_size,
         layer_names=layer_names,
-        tp_size=parallel.tensor_parallel_size,
+        tp_size=tp_size,
         pp_size=pp_size,
     )
+    return Geometry((group,), tp_size, pp_size)
 
 
 def _full_attention_group(kv_cache_config: KVCacheConfig) -> tuple[FullAttentionSpec, tuple[str, ...]]:

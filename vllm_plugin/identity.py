@@ -24,21 +24,23 @@ if TYPE_CHECKING:
 def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Config) -> Namespace:
     """The namespace of an instance. Reads all weight files the first time it meets them: seconds for a large model.
 
+    Of a model with several groups it is what the namespaces of the groups have in common (`Geometry.group_namespace`).
+
     Raises:
         ModelIdentityError: the model's files cannot be found; the text says to set `model_id`.
     """
     model = vllm_config.model_config
-    hf = model.hf_text_config
+    hf, main = model.hf_text_config, geometry.main
     return Namespace(
         model_name=str(model.model),
         model_digest=config.model_id
         or weights_digest(model.model, model.revision, vllm_config.load_config.load_format),
-        kv_dtype=geometry.kv_dtype,
+        kv_dtype=main.kv_dtype,
         num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.k_dim,
-        kv_lora_rank=hf.kv_lora_rank if geometry.is_mla else None,
-        rope_dim=hf.qk_rope_head_dim if geometry.is_mla else None,
+        num_kv_heads=main.num_kv_heads,
+        head_dim=main.k_dim,
+        kv_lora_rank=hf.kv_lora_rank if main.is_mla else None,
+        rope_dim=hf.qk_rope_head_dim if main.is_mla else None,
         page_tokens=int(config.page_tokens),
         rope=rope_in_force(hf, model.max_model_len),
         quantization=quantization_while_loading(model.hf_config, model.quantization),
@@ -50,7 +52,7 @@ def _overrides(vllm_config: VllmConfig, geometry: Geometry) -> str:
     """Settings of the engine that change KV bytes and are not in the model's files."""
     overrides: dict[str, Any] = {}
     model = vllm_config.model_config
-    if geometry.kv_dtype.startswith("fp8"):  # otherwise the KV dtype says how the model computes
+    if geometry.main.kv_dtype.startswith("fp8"):  # otherwise the KV dtype says how the model computes
         overrides["dtype"] = str(model.dtype).removeprefix("torch.")
     if model.hf_overrides:
         overrides["hf_overrides"] = plain_values(model.hf_overrides)

@@ -8,63 +8,104 @@ from typing import TYPE_CHECKING
 import torch
 
 from mooncake_connector.config.schema import Config
+from mooncake_connector.kv.geometry import Shard
 from transfer.device_order import Wait
 from vllm_plugin.blocks import KVBlocks, probe_cpu_order, register_tensors
-from vllm_plugin.geometry import Geometry
+from vllm_plugin.geometry import Geometry, Group
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+class GroupMemory:
+    """The blocks of one group of layers.
+
+    Args:
+        fmt: of the pages of this rank's `shard`.
+        is_writer: whether this rank stores its shard, or another one that holds the same heads.
+        tensors: of its layers, in order; none before the engine has registered them.
+        blocks: None before the engine has registered blocks that are understood, and while it has taken them away.
+    """
+
+    def __init__(self, group: Group, shard: Shard, page_tokens: int, *, is_writer: bool) -> None:
+        self.group, self.shard, self.is_writer = group, shard, is_writer
+        self.fmt = group.page_format(shard, page_tokens)
+        self.tensors: list[torch.Tensor] = []
+        self.blocks: KVBlocks | None = None
+
+    def understand(
+        self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, engine: VllmConfig
+    ) -> tuple[list[torch.Tensor], KVBlocks]:
+        """What the engine's tensors of these layers are.
+
+        Raises:
+            Unsupported: they cannot be understood.
+        """
+        group = self.group
+        tensors = register_tensors(kv_caches, group.layer_names, num_blocks, group.block_tokens)
+        order = None
+        if tensors[0].device.type == "cpu" and not group.is_mla:
+            block_tokens, cache_dtype = int(tensors[0].shape[2]), engine.cache_config.cache_dtype
+            compute_dtype = engine.model_config.dtype
+            order = probe_cpu_order(self.fmt, block_tokens, group.kv_dtype, compute_dtype, cache_dtype)
+        return tensors, KVBlocks(tensors, self.shard, self.fmt, order)
 
 
 class KVMemory:
     """See the module.
 
     Args:
-        geometry: of the instance; `tp_rank`, `pp_rank` say which shard is this worker's.
+        geometry: of the instance; `tp_rank`, `pp_rank` say which shards are this worker's.
+        groups: one for each of `geometry.groups`.
     """
 
     def __init__(self, vllm_config: VllmConfig, geometry: Geometry, config: Config, num_blocks: int) -> None:
         self._vllm_config, self._num_blocks = vllm_config, num_blocks
-        self.geometry = geometry
-        rank = vllm_config.parallel_config.rank % (geometry.tp_size * geometry.pp_size)
-        pp_rank, tp_rank = divmod(rank, geometry.tp_size)
-        self.shard = geometry.shard(pp_rank, tp_rank)
-        self.is_writer = geometry.is_writer(tp_rank)
-        self.fmt = geometry.page_format(self.shard, int(config.page_tokens))
+        self.geometry, self.page_tokens = geometry, int(config.page_tokens)
+        pp_rank, tp_rank = divmod(vllm_config.parallel_config.rank % geometry.num_ranks, geometry.tp_size)
+        self.groups = tuple(
+            GroupMemory(
+                group, group.shard(pp_rank, tp_rank), self.page_tokens, is_writer=group.is_writer(tp_rank)
+            )
+            for group in geometry.groups
+        )
         in_parts = vllm_config.parallel_config.use_ubatching
-        self.layers = () if in_parts else geometry.layer_names
+        self.layers = () if in_parts else tuple(name for group in geometry.groups for name in group.layer_names)
         """Layers of which each is computed when it is named. A batch in parts runs through them once for each part, and
         a layer is named when one of them is."""
-        self.tensors: list[torch.Tensor] = []
-        self.blocks: KVBlocks | None = None
-        """None before the engine has registered blocks that are understood, and while it has taken them away."""
         self.record: Callable[[], Wait | None] = lambda: None
         """See `recorder`."""
         self.sleeps = False
         """Whether the memory may be gone between two steps. A read of it would be the end of the process."""
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Take over the engine's KV tensors.
+        """Take over the engine's KV tensors, of all groups or none.
 
         Raises:
             Unsupported: they cannot be understood.
         """
-        geometry, engine = self.geometry, self._vllm_config
-        tensors = register_tensors(kv_caches, geometry.layer_names, self._num_blocks, geometry.block_tokens)
-        device, order = tensors[0].device, None
-        if device.type == "cpu" and not geometry.is_mla:
-            block_tokens, cache_dtype = int(tensors[0].shape[2]), engine.cache_config.cache_dtype
-            compute_dtype = engine.model_config.dtype
-            order = probe_cpu_order(self.fmt, block_tokens, geometry.kv_dtype, compute_dtype, cache_dtype)
-        blocks = KVBlocks(tensors, self.shard, self.fmt, order)
+        engine = self._vllm_config
+        understood = [part.understand(kv_caches, self._num_blocks, engine) for part in self.groups]
+        device = understood[0][0][0].device
         self.record = recorder(device)
         self.sleeps = device.type != "cpu" and engine.model_config.enable_sleep_mode
-        self.tensors, self.blocks = tensors, blocks
+        for part, (tensors, blocks) in zip(self.groups, understood, strict=True):
+            part.tensors, part.blocks = tensors, blocks
+
+    @property
+    def registered(self) -> bool:
+        """Whether the memory is there and understood."""
+        return self.groups[0].blocks is not None
+
+    def release(self) -> None:
+        """The engine has taken its memory away."""
+        for part in self.groups:
+            part.blocks = None
 
     @property
     def storages(self) -> list[tuple[int, int]]:
         """`(address, nbytes)` of what the tensors lie in, each once."""
-        storages = [tensor.untyped_storage() for tensor in self.tensors]
+        storages = [tensor.untyped_storage() for part in self.groups for tensor in part.tensors]
         return sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
 
 

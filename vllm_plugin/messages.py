@@ -18,15 +18,18 @@ from transfer.serving import Computed
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Fill the blocks of one request with pages from the pool.
+    """Fill the blocks of one request and group of layers with pages from the pool.
+
+    A request is loaded when all its jobs have ended, and if one failed, none of them counts.
 
     Args:
         keys: page keys, consecutive in the chain.
         first_token: the request's token where the first page begins (a multiple of page_tokens).
-        skip_tokens: tokens of the first page that a local prefix-cache hit already holds; their blocks are shared
-            and must not be written.
-        block_ids: the request's whole block table.
+        skip_tokens: tokens of the first page that are not to be written: a local prefix-cache hit holds them in blocks
+            that are shared, or they lie before the window, where a block table has vLLM's null block.
+        block_ids: the request's whole block table of this group.
         num_coming: pages, the last ones, that are on their way to the pool yet.
+        group: position among the groups of `Geometry`.
     """
 
     req_id: str
@@ -35,17 +38,19 @@ class LoadJob:
     skip_tokens: int
     block_ids: list[int]
     num_coming: int = 0
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Store full pages of one request, as far as their blocks are copied before somebody else gets them.
+    """Store full pages of one request and group of layers, as far as their blocks are copied before they are others'.
 
     Args:
         parent: key of the page before the first one, or None at the root.
         first_token: token where the first page begins, counted from the first token of `block_ids`.
         block_ids: the blocks that hold the pages, consecutive in the block table.
         computed: steps before this one have computed them, and it may already write other KV there.
+        group: position among the groups of `Geometry`.
     """
 
     job_id: int
@@ -54,6 +59,7 @@ class SaveJob:
     first_token: int
     block_ids: list[int]
     computed: bool
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +120,7 @@ class PDStep:
 
 @dataclass(slots=True)
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to worker. `namespace` is set wherever there are jobs of the pool.
+    """Scheduler to worker. `namespace`, the instance's, is set wherever there are jobs of the pool.
 
     Args:
         given_away: blocks that this step writes to, or a load that begins in it, although saves of steps before it may
@@ -167,7 +173,8 @@ class Ended:
         arrived: from the pool or elsewhere: that source has brought its part, or will not.
         failed_blocks: they hold nothing that may be read.
         sent: outgoing: nothing reads their blocks any more.
-        refused: of those that arrived, the ones of which nothing was tried.
+        refused: of those that arrived, the ones of which nothing may be read. Of a model with several groups that is
+            the only way to fail: vLLM takes failed blocks from models with one group alone.
     """
 
     arrived: set[str] = field(default_factory=set)

@@ -5,6 +5,7 @@ The two know nothing of each other. What a request gets from both is divided, an
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -41,8 +42,7 @@ class SchedulerSide:
         self.prefix = PrefixScheduler(vllm_config, geometry, config, self.stats)
         dp_rank = vllm_config.parallel_config.data_parallel_index
         self.pd = PDScheduler(geometry, config, engine_id, dp_rank, access, self.stats)
-        block, page = geometry.block_tokens, int(config.page_tokens)
-        self._granule = max(block, page) if max(block, page) % min(block, page) == 0 else block * page
+        self._granule = math.lcm(int(config.page_tokens), *(group.block_tokens for group in geometry.groups))
         """What the pool brings ends at a multiple of it, so that no block is filled from two sides."""
 
     def track(self, request: Request) -> None:
@@ -124,18 +124,18 @@ class WorkerSide:
 
         What vLLM waits for is reported at the next step, as failed.
         """
-        if self.memory is None or self.memory.blocks is None:
+        if self.memory is None or not self.memory.registered:
             return
         try:
             self.prefix.stop("unregistered")
         finally:
             if self.pd is not None:
                 self.pd.stop("the engine took its KV memory away")
-            self.memory.blocks = None
+            self.memory.release()
 
     def restore(self) -> None:
         """The memory is there again, at its addresses; other instances reach it after another handshake."""
-        if self.memory is None or self.memory.blocks is not None or not self._kv_caches:
+        if self.memory is None or self.memory.registered or not self._kv_caches:
             return
         former = self.pd
         self.register(self._kv_caches)

@@ -65,6 +65,9 @@ class Namespace:
     """Digest of an adapter's files, where it applies to every request of the instance."""
     engine_overrides: str = ""
     """Canonical JSON of anything else that changes the KV bytes, such as overrides of config.json."""
+    group: str = ""
+    """Canonical JSON of what sets these layers apart, where an engine keeps a model's layers in several groups: their
+    numbers and what they attend to. Groups of one instance differ in nothing else."""
     format_version: int = PAGE_FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -79,8 +82,10 @@ class Namespace:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes: SHA256 over the canonical JSON of all fields except those for display."""
+        """32 bytes: SHA256 over the canonical JSON of all fields except those for display, and `group` if empty."""
         identity = {name: value for name, value in self.to_dict().items() if name not in _DISPLAY_FIELDS}
+        if not self.group:  # as it was before there were groups
+            del identity["group"]
         return hashlib.sha256(canonical_json(identity).encode("ascii")).digest()
 
     @property

@@ -40,7 +40,7 @@ class Inside:
     def kv_blocks(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group()._worker.memory.blocks
+        return get_kv_transfer_group()._worker.memory.groups[0].blocks
 
     def generate(self, tokens: list[int], num_outputs: int = 1) -> Any:
         from vllm import SamplingParams, TokensPrompt

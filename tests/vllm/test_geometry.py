@@ -16,13 +16,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from models import checkpoint
 from mooncake_connector.kv.identity.shape import read_shape
-from vllm_plugin.geometry import Geometry, Unsupported, read_geometry
+from vllm_plugin.geometry import Group, Unsupported, read_geometry
 
 MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype=torch.float16)
 
 
-def geometry(num_kv_heads: int, tp_size: int, pp_size: int = 1, num_layers: int = 12) -> Geometry:
-    return Geometry(
+def geometry(num_kv_heads: int, tp_size: int, pp_size: int = 1, num_layers: int = 12) -> Group:
+    return Group(
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         k_dim=8,
@@ -68,7 +68,7 @@ def configs(base_config: Any, pool: Path) -> tuple[Any, KVCacheConfig]:
 
 
 def test_geometry_is_that_of_the_kv_cache(configs: tuple[Any, KVCacheConfig]) -> None:
-    found = read_geometry(*configs)
+    found = read_geometry(*configs).groups[0]
     assert (found.num_layers, found.num_kv_heads, found.k_dim, found.v_dim) == (2, 2, 2, 2)
     assert (found.itemsize, found.kv_dtype, found.block_tokens, found.is_mla) == (2, "float16", 16, False)
 
@@ -77,7 +77,8 @@ def test_layers_are_in_the_order_of_their_numbers_and_not_of_their_names(configs
     config, cache = configs
     names = [f"model.layers.{layer}.attn" for layer in (10, 2, 9, 1)]
     cache = KVCacheConfig(4, [], [KVCacheGroupSpec(names, cache.kv_cache_groups[0].kv_cache_spec)])
-    assert read_geometry(config, cache).layer_names == tuple(f"model.layers.{layer}.attn" for layer in (1, 2, 9, 10))
+    (group,) = read_geometry(config, cache).groups
+    assert group.layer_names == tuple(f"model.layers.{layer}.attn" for layer in (1, 2, 9, 10))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_the_kv_dtype_has_one_name(
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.cache_dtype = cache_dtype
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=2, dtype=dtype)
-    found = read_geometry(config, KVCacheConfig(4, [], [KVCacheGroupSpec(["model.layers.0.attn"], spec)]))
+    found = read_geometry(config, KVCacheConfig(4, [], [KVCacheGroupSpec(["model.layers.0.attn"], spec)])).groups[0]
     assert (found.kv_dtype, found.itemsize) == (name, itemsize)
 
 

@@ -217,7 +217,7 @@ def test_tokens_of_a_local_hit_are_not_written(start: Start, monkeypatch: pytest
     warm_pool(start, long, page_tokens=64)
     engine = start(page_tokens=64)
     engine.ask(PROMPT[:90])
-    blocks = engine.workers[0].connector._worker.memory.blocks
+    blocks = engine.workers[0].connector._worker.memory.groups[0].blocks
     skipped: dict[int, int] = {}
     load_page = blocks.load_page
 

@@ -224,7 +224,7 @@ def test_what_is_copied_aside_is_bounded_and_the_rest_overtaken(
     start: Start, faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(num_blocks=20, prefix_caching=False)
-    room = 3 * engine.workers[0].side.memory.blocks.block_nbytes
+    room = 3 * engine.workers[0].side.memory.groups[0].blocks.block_nbytes
     monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", room)
     faults.hold_writes()
     engine.answer(PROMPT, 1)
@@ -246,7 +246,7 @@ def test_where_memory_may_go_between_two_steps_saves_read_what_was_copied_at_onc
     engine = start(events=events)
     memory = engine.workers[0].side.memory
     memory.sleeps = True
-    room = 3 * memory.blocks.block_nbytes
+    room = 3 * memory.groups[0].blocks.block_nbytes
     monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", room)
     engine.check(PROMPT, 100)
     assert all(engine.pages(PROMPT)) and not read_late
@@ -257,7 +257,7 @@ def test_what_lies_aside_goes_with_its_deadline_although_the_pool_hangs(
     start: Start, faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(num_blocks=20, prefix_caching=False)
-    room = 7 * engine.workers[0].side.memory.blocks.block_nbytes
+    room = 7 * engine.workers[0].side.memory.groups[0].blocks.block_nbytes
     monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", room)
     saver = engine.workers[0].prefix._saver
     faults.hold_writes()

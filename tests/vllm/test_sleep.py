@@ -35,7 +35,7 @@ def test_after_sleep_pages_are_saved_and_loaded_as_before(start: Start) -> None:
     engine.ask(PROMPT)
     assert engine.scheduler.reset_prefix_cache()
     sleep(engine)
-    assert all(worker.side.memory.blocks is None for worker in engine.workers)
+    assert all(not worker.side.memory.registered for worker in engine.workers)
     wake(engine)
     assert engine.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
     engine.scheduler.reset_prefix_cache()

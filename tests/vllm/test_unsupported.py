@@ -85,9 +85,9 @@ def test_kv_tensors_of_another_shape_than_announced_end_every_job_as_failed(
 ) -> None:
     engine = warmed(start, prefix_caching=False)
     worker = engine.workers[0].connector._worker
-    worker.memory.blocks = None
+    worker.memory.release()
     worker.register({name: torch.zeros(64, 2, 16, 6, dtype=torch.float16) for name in layer_names()})
-    assert worker.memory.blocks is None
+    assert not worker.memory.registered
     assert sum("off" in r.getMessage() for r in caplog.records) == 1
     for prompt in (PROMPT, list(range(200, 300))):
         assert engine.ask(prompt, 20) == oracle.generate(prompt, 20)

@@ -129,7 +129,7 @@ def check_pool(engine: Engine) -> int:
         for page, present in enumerate(engine.pages(text)):
             if present:
                 known.add(tuple(text[: (page + 1) * size]))
-    shards = len(engine.prefix._shards)
+    shards = len(engine.prefix._views())
     assert len(known) * shards <= engine.num_pages()
     if shards == 1:
         assert len(known) == engine.num_pages()

@@ -95,7 +95,7 @@ class PDScheduler:
         if self._directory is not None:  # of the time before the engine slept
             self._directory.close()
             self._directory, self._cards = None, []
-        num_ranks = self._geometry.tp_size * self._geometry.pp_size
+        num_ranks = self._geometry.num_ranks
         if len(cards) != num_ranks:
             logger.warning("KV transfers are off: %d of %d ranks could set them up", len(cards), num_ranks)
             return

@@ -33,19 +33,20 @@ logger = get_logger(__name__)
 
 def open_worker(memory: KVMemory, config: Config, access: Access, stats: ConnectorStats) -> PDWorker | None:
     """Set transfers up over KV memory that was registered; None, and one line that says why, where they cannot be."""
-    geometry, device, blocks = memory.geometry, memory.tensors[0].device, memory.blocks
+    (part,) = memory.groups
+    group, device, blocks = part.group, part.tensors[0].device, part.blocks
     assert blocks is not None
     if device.type not in ("cpu", "cuda"):
         logger.warning("KV transfers are off: no transport can move KV blocks in %s memory", device.type)
         return None
     section = Section(
         name="kv",
-        model_layers=geometry.num_layers,
-        model_heads=geometry.num_kv_heads,
-        shard=memory.shard,
-        k_dim=geometry.k_dim,
-        v_dim=geometry.v_dim,
-        itemsize=geometry.itemsize,
+        model_layers=group.num_layers,
+        model_heads=group.num_kv_heads,
+        shard=part.shard,
+        k_dim=group.k_dim,
+        v_dim=group.v_dim,
+        itemsize=group.itemsize,
         blocks=blocks.layout,
     )
     options = NodeOptions.configured(config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,24 @@ _COLLECT_S = 1.0
 
 
 @dataclass(slots=True)
+class _Plan:
+    """Saves of the same pages of a request, of all its groups.
+
+    Args:
+        first_page: number of the first of these pages in the request.
+        saves: those that not all workers have reported.
+        whole: whether all that ended have all their pages in the pool.
+        event: what to publish when all pages are there; None where nobody listens.
+    """
+
+    tracked: Tracked
+    first_page: int
+    event: BlockStored | None
+    saves: int = 0
+    whole: bool = True
+
+
+@dataclass(slots=True)
 class _Save:
     """A save that not all workers have reported.
 
@@ -36,15 +54,13 @@ class _Save:
         first_page: number of its first page in the request.
         workers: how many have yet to report it.
         result: what those that have say together.
-        event: what to publish when all pages are in the pool; None where nobody listens.
     """
 
-    tracked: Tracked
+    plan: _Plan
     job: SaveJob
     first_page: int
     workers: int
-    result: SaveResult | None
-    event: BlockStored | None
+    result: SaveResult | None = None
 
 
 class SavePlanner:
@@ -56,7 +72,7 @@ class SavePlanner:
     """
 
     def __init__(self, geometry: Geometry, page_tokens: int, *, num_workers: int, publishes: bool) -> None:
-        self._page_tokens, self._block_tokens = page_tokens, geometry.block_tokens
+        self._page_tokens, self._groups = page_tokens, geometry.groups
         self._num_workers, self._publishes = num_workers, publishes
         self._manager: KVCacheManager | None = None
         self._planned: list[SaveJob] = []
@@ -84,36 +100,54 @@ class SavePlanner:
         num_pages = min(num_computed_tokens, request.num_tokens) // self._page_tokens
         if num_pages <= first or tracked.root is None or self._manager is None:
             return
-        page_tokens, block_tokens = self._page_tokens, self._block_tokens
-        start, stop = first * page_tokens // block_tokens, -(-num_pages * page_tokens // block_tokens)
-        block_ids = self._manager.get_block_ids(request.request_id)[0][start:stop]
-        if len(block_ids) < stop - start or not all(block_ids):  # block 0 is vLLM's null block
-            return
-        keys = tracked.page_keys(num_pages, page_tokens)
-        job = SaveJob(
-            job_id=self._next_job_id,
-            keys=keys[first:num_pages],
-            parent=keys[first - 1] if first else None,
-            first_token=first * page_tokens - start * block_tokens,
-            block_ids=list(block_ids),
-            computed=computed,
-        )
-        event = self._stored_event(request, job, first * page_tokens, num_pages * page_tokens)
-        self._next_job_id += 1
+        tables = self._manager.get_block_ids(request.request_id)
+        keys = tracked.page_keys(num_pages, self._page_tokens)
+        jobs = []
+        for position, group in enumerate(self._groups):
+            job = self._job(keys, position, tables[group.index], first, num_pages, computed)
+            if job is None:
+                return
+            jobs.append(job)
+        plan = _Plan(tracked, first, self._stored_event(request, keys, first, num_pages))
+        for job in jobs:
+            self._plan(plan, job, first)
         tracked.saved_pages = num_pages
-        self._planned.append(job)
-        self._under_way[job.job_id] = _Save(tracked, job, first, self._num_workers, None, event)
-        self._readers.update(job.block_ids)
         self._idle_since_s = None
 
-    def _stored_event(self, request: Request, job: SaveJob, start: int, stop: int) -> BlockStored | None:
+    def _plan(self, plan: _Plan, job: SaveJob, first_page: int) -> None:
+        plan.saves += 1
+        self._planned.append(job)
+        self._under_way[job.job_id] = _Save(plan, job, first_page, self._num_workers)
+        self._readers.update(job.block_ids)
+
+    def _job(
+        self, keys: list[bytes], position: int, table: Sequence[int], first: int, stop: int, computed: bool
+    ) -> SaveJob | None:
+        """Save pages `[first, stop)` of a group, whose first pages have these keys; None where it lacks a block."""
+        page_tokens, block_tokens = self._page_tokens, self._groups[position].block_tokens
+        start, end = first * page_tokens // block_tokens, -(-stop * page_tokens // block_tokens)
+        block_ids = list(table[start:end])
+        if len(block_ids) < end - start or not all(block_ids):  # block 0 is vLLM's null block
+            return None
+        self._next_job_id += 1
+        return SaveJob(
+            job_id=self._next_job_id,
+            keys=keys[first:stop],
+            parent=keys[first - 1] if first else None,
+            first_token=first * page_tokens - start * block_tokens,
+            block_ids=block_ids,
+            computed=computed,
+            group=position,
+        )
+
+    def _stored_event(self, request: Request, keys: list[bytes], first: int, stop: int) -> BlockStored | None:
         if not self._publishes:
             return None
         lora = request.lora_request
         return BlockStored(
-            block_hashes=list(job.keys),
-            parent_block_hash=job.parent,
-            token_ids=list(request.all_token_ids[start:stop]),
+            block_hashes=keys[first:stop],
+            parent_block_hash=keys[first - 1] if first else None,
+            token_ids=list(request.all_token_ids[first * self._page_tokens : stop * self._page_tokens]),
             block_size=self._page_tokens,
             lora_id=lora.adapter_id if lora else None,
             medium=MEDIUM_CPU,
@@ -122,10 +156,12 @@ class SavePlanner:
 
     # Blocks that are given away
 
-    def give_away(self, block_ids: Iterable[int]) -> None:
-        """These blocks are a request's from the coming step on, which writes to them, or loads into them."""
+    def give_away(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """These blocks are a request's from the coming step on, which writes to those beyond so many tokens, or loads
+        into them."""
         if self._readers:
-            self._given_away.update(block_id for block_id in block_ids if block_id in self._readers)
+            beyond = self._beyond(block_ids, num_tokens)
+            self._given_away.update(block_id for block_id in beyond if block_id in self._readers)
 
     def look_at(self, scheduled: SchedulerOutput) -> None:
         """Note what the requests of a step write to: their own new blocks, never those of a local hit."""
@@ -134,16 +170,17 @@ class SavePlanner:
         if not self._readers:
             return
         for new in scheduled.scheduled_new_reqs:
-            self.give_away(self._beyond(new.block_ids, new.num_computed_tokens))
+            self.give_away(new.block_ids, new.num_computed_tokens)
         cached = scheduled.scheduled_cached_reqs
         for req_id, block_ids, num_computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             if block_ids is not None:  # all of a request that resumes, or those that one that runs gets in addition
-                self.give_away(self._beyond(block_ids, num_computed if req_id in cached.resumed_req_ids else 0))
+                self.give_away(block_ids, num_computed if req_id in cached.resumed_req_ids else 0)
 
     def _beyond(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Iterator[int]:
-        return iter(block_ids[0][num_tokens // self._block_tokens :])
+        for group in self._groups:
+            yield from block_ids[group.index][num_tokens // group.block_tokens :]
 
     def take(self) -> tuple[list[SaveJob], frozenset[int]]:
         """What was planned since the last step, and the blocks that saves of steps before it must not read any more."""
@@ -169,11 +206,14 @@ class SavePlanner:
         if save.workers > 0:
             return
         self._forget(job_id)
-        if save.event is not None and result.pages == len(save.job.keys):
-            self._events.append(save.event)
-        if result.overtaken is not None:
-            stored = 0 if save.event is not None else result.overtaken  # an event that is due names them all
-            save.tracked.saved_pages = min(save.tracked.saved_pages, save.first_page + stored)
+        plan = save.plan
+        plan.saves -= 1
+        plan.whole &= result.pages == len(save.job.keys)
+        if plan.event is not None and plan.whole and not plan.saves:
+            self._events.append(plan.event)
+        if result.overtaken is not None:  # an event that is due names all pages
+            again = plan.first_page if plan.event is not None else save.first_page + result.overtaken
+            plan.tracked.saved_pages = min(plan.tracked.saved_pages, again)
 
     def _forget(self, job_id: int) -> None:
         for block_id in self._under_way.pop(job_id).job.block_ids:
@@ -203,7 +243,7 @@ class SavePlanner:
         """
         self.drop()
         for save in self._under_way.values():
-            save.event = None
+            save.plan.event = None
         if self._publishes:
             self._events.append(AllBlocksCleared())
             self._idle_since_s = None

@@ -20,7 +20,7 @@ from store_client.mover import Mover
 from store_client.sharded import ShardView
 from transfer.device_order import Wait
 from vllm_plugin.blocks import BlockCopies, KVBlocks
-from vllm_plugin.kv_memory import KVMemory
+from vllm_plugin.kv_memory import GroupMemory, KVMemory
 from vllm_plugin.messages import SaveJob, SaveResult, StepMetadata
 
 _ASIDE_NBYTES = 256 << 20
@@ -31,24 +31,22 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BlockSave(Save):
-    """A save out of the blocks of one request.
+    """A save out of the blocks of one request and group of layers.
 
     Under the job's lock: `_overtaken` are pages whose blocks are others' by now, of which `_aside` has a copy or not.
 
     Args:
-        writes: False where another rank stores the same heads: then the save is over at once.
+        memory: of the group. Where another rank stores the same heads, the save is over at once.
     """
 
     plan: SaveJob
-    writes: bool
-    page_tokens: int
-    block_tokens: int
+    memory: GroupMemory
     aside_nbytes: int = 0
     _overtaken: set[int] = field(default_factory=set)
     _aside: dict[int, tuple[BlockCopies, Wait | None]] = field(default_factory=dict)
 
     def run(self) -> str | None:
-        if self.writes:
+        if self.memory.is_writer:
             return Save.run(self)
         self.pages = len(self.keys)
         return ""
@@ -97,12 +95,13 @@ class BlockSave(Save):
         ]
 
     def first_token(self, number: int) -> int:
-        return self.plan.first_token + number * self.page_tokens
+        return self.plan.first_token + number * self.memory.fmt.page_tokens
 
     def blocks_of(self, number: int) -> Sequence[int]:
         """The blocks that hold a page."""
-        first = self.first_token(number)
-        return self.plan.block_ids[first // self.block_tokens : -(-(first + self.page_tokens) // self.block_tokens)]
+        first, block_tokens = self.first_token(number), self.memory.group.block_tokens
+        stop = first + self.memory.fmt.page_tokens
+        return self.plan.block_ids[first // block_tokens : -(-stop // block_tokens)]
 
     def overtake(self, numbers: Iterable[int]) -> None:
         with self._lock:
@@ -121,9 +120,11 @@ class BlockSave(Save):
 
 
 class Saver:
-    """See the module. All methods are the engine's; `view` is what this rank sees of the pool in a namespace."""
+    """See the module. All methods are the engine's; `view` is what this rank sees of a group in the pool."""
 
-    def __init__(self, view: Callable[[Namespace], ShardView | None], memory: KVMemory, *, deadline_s: float) -> None:
+    def __init__(
+        self, view: Callable[[Namespace, int], ShardView | None], memory: KVMemory, *, deadline_s: float
+    ) -> None:
         self._view, self._memory, self._deadline_s = view, memory, deadline_s
         self._mover: Mover[BlockSave] = Mover("save")
 
@@ -142,7 +143,8 @@ class Saver:
             self._mover.submit(save)
 
     def _save(self, plan: SaveJob, namespace: Namespace, fence: Wait | None) -> BlockSave:
-        blocks, page_tokens = self._memory.blocks, self._memory.fmt.page_tokens
+        memory = self._memory.groups[plan.group]
+        blocks, page_tokens = memory.blocks, memory.fmt.page_tokens
 
         def copy(number: int, page: Bytes) -> None:
             assert blocks is not None
@@ -151,19 +153,17 @@ class Saver:
         return BlockSave(
             keys=plan.keys,
             parent=plan.parent,
-            view=partial(self._view, namespace),
+            view=partial(self._view, namespace, plan.group),
             deadline_s=self._deadline_s,
             fence=fence,
             copy=copy if blocks is not None else None,
             plan=plan,
-            writes=self._memory.is_writer,
-            page_tokens=page_tokens,
-            block_tokens=blocks.block_tokens if blocks is not None else page_tokens,
+            memory=memory,
         )
 
     def _leave_out_stored(self, save: BlockSave) -> None:
         """What is in the pool needs no room aside: a save that is larger gets further each time it is planned."""
-        view = save.view() if self._memory.is_writer else None
+        view = save.view() if save.memory.is_writer else None
         if view is not None:
             save.leave_out_present(view)
 
@@ -196,8 +196,8 @@ class Saver:
 
     def _take_blocks(self, save: BlockSave, block_ids: Set[int]) -> None:
         """Copy pages of a save aside that read these blocks, and have the rest overtaken."""
-        blocks = self._memory.blocks
-        if blocks is None or not self._memory.is_writer:
+        blocks = save.memory.blocks
+        if blocks is None or not save.memory.is_writer:
             return
         numbers = save.reading(block_ids)
         if not numbers:

@@ -55,14 +55,16 @@ class PrefixScheduler:
         self._page_tokens = int(config.page_tokens)
         self._tiered = bool(config.tiers)
         self._min_hit_tokens = config.effective_min_hit_tokens
-        self._shards = geometry.shards()
-        self._unit_nbytes = geometry.page_format(self._shards[0], self._page_tokens).unit_nbytes
+        self._shards = [group.shards() for group in geometry.groups]
+        self._unit_nbytes = [
+            group.page_format(shards[0], self._page_tokens).unit_nbytes
+            for group, shards in zip(geometry.groups, self._shards, strict=True)
+        ]
         self._tracked: dict[str, Tracked] = {}
         self._metadata = StepMetadata()
         events = vllm_config.kv_events_config
         publishes = events is not None and events.enable_kv_cache_events
-        num_workers = geometry.tp_size * geometry.pp_size
-        self.saves = SavePlanner(geometry, self._page_tokens, num_workers=num_workers, publishes=publishes)
+        self.saves = SavePlanner(geometry, self._page_tokens, num_workers=geometry.num_ranks, publishes=publishes)
         self._announced = AnnouncedPages() if publishes else None
         self._decode_steps = 0
         self._stats = stats
@@ -80,8 +82,9 @@ class PrefixScheduler:
 
         @contained(nothing)
         def tell_sizes(store: Store) -> None:
-            own_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * geometry.block_tokens
-            page_nbytes = sum(geometry.page_format(shard, self._page_tokens).nbytes for shard in self._shards)
+            own_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * geometry.main.block_tokens
+            shards = [(group, shard) for group in geometry.groups for shard in group.shards()]
+            page_nbytes = sum(group.page_format(shard, self._page_tokens).nbytes for group, shard in shards)
             _tell_sizes(store.stats().capacity_nbytes, page_nbytes, self._page_tokens, own_tokens)
 
         self._store = open_in_background(config, identify, tell_sizes)
@@ -147,7 +150,7 @@ class PrefixScheduler:
         """Blocks beyond the local hit may be written from now on, by a load that no step's output will show."""
         tracked = self._tracked.get(request.request_id)
         num_local = 0 if tracked is None else request.num_computed_tokens or tracked.local_tokens
-        self.saves.give_away(blocks.get_block_ids()[0][num_local // self._geometry.block_tokens :])
+        self.saves.give_away(blocks.get_block_ids(), num_local)
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_from_pool: int) -> None:
         """Blocks were allocated: plan the load of the tokens that the pool is to bring.
@@ -314,12 +317,13 @@ class PrefixScheduler:
             namespace = self._namespace = dataclasses.replace(namespace, model_digest=self._reset_digest)
         return namespace
 
-    def _views(self) -> list[ShardView]:
-        """What each rank sees of the pool; nothing while the pool or the identity of the model is not there yet."""
+    def _views(self, group: int = 0) -> list[ShardView]:
+        """What each rank sees of a group in the pool; nothing while that or the identity of the model is not there."""
         namespace = self.namespace()
         if namespace is None:
             return []
-        views = [self._store.view(namespace, shard, self._unit_nbytes) for shard in self._shards]
+        own, nbytes = self._geometry.group_namespace(namespace, group), self._unit_nbytes[group]
+        views = [self._store.view(own, shard, nbytes) for shard in self._shards[group]]
         return [] if None in views else views  # type: ignore[return-value]
 
     def _record(self, num_local_pages: int, hit_pages: int, num_prompt_tokens: int) -> None:

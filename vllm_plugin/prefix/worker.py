@@ -6,6 +6,7 @@ pass waits for neither.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,13 +27,15 @@ from vllm_plugin.stats import ConnectorStats
 
 _CAUSES = {"busy": "pool_refused", "refused": "pool_refused"}
 """What the metrics call why a job ended, where it is not the job's own word."""
+_IN_VAIN = "other_group"
+"""Why a load was given up whose request lacks another group's pages; that failure is counted, and this is none."""
 _STOP_S = 2.0
 """Longest wait for a running job at shutdown; the engine kills its processes after a few seconds."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BlockLoad(Load):
-    """A load into the blocks of one request."""
+    """A load into the blocks of one request and group of layers."""
 
     plan: LoadJob
 
@@ -45,8 +48,10 @@ class PrefixWorker:
         self._store = open_in_background(config)
         self._loads: Mover[BlockLoad] = Mover("load")
         self._saver = Saver(self._view, memory, deadline_s=config.save_deadline_s)
-        self._loading: set[str] = set()
-        """Requests with pages on their way from the pool."""
+        self._loading: Counter[str] = Counter()
+        """Request -> its groups with pages on their way from the pool."""
+        self._failed: set[str] = set()
+        """Those of them, of models with several groups, of which one could not be loaded."""
         self._store.wait(1.0)
 
     def stop(self, cause: str) -> None:
@@ -65,11 +70,12 @@ class PrefixWorker:
         assert metadata.namespace is not None
         fence = self._memory.record()
         for plan in metadata.loads:
-            self._loading.add(plan.req_id)
+            self._loading[plan.req_id] += 1
             self._loads.submit(self._load(plan, metadata.namespace, fence))
 
     def _load(self, plan: LoadJob, namespace: Namespace, fence: Wait | None) -> BlockLoad:
-        blocks, page_tokens = self._memory.blocks, self._memory.fmt.page_tokens
+        memory = self._memory.groups[plan.group]
+        blocks, page_tokens = memory.blocks, memory.fmt.page_tokens
 
         def copy(number: int, part: Shard, page: Bytes) -> None:
             assert blocks is not None
@@ -78,7 +84,7 @@ class PrefixWorker:
 
         return BlockLoad(
             keys=plan.keys,
-            view=partial(self._view, namespace),
+            view=partial(self._view, namespace, plan.group),
             deadline_s=self._config.load_deadline_s,
             fence=fence,
             copy=copy if blocks is not None else None,
@@ -104,22 +110,40 @@ class PrefixWorker:
         for save in self._saver.take_ended():
             self._count("save", save)
             self._stats.add("saved_pages", save.stored)
-            self._stats.add("save_bytes", save.stored * self._memory.fmt.nbytes)
+            self._stats.add("save_bytes", save.stored * save.memory.fmt.nbytes)
             if save.lost:
                 self._stats.add("overtaken_pages", len(save.lost))
             ended.report.saves[save.plan.job_id] = save.result()
-        for load in self._loads.take_ended():
-            req_id = load.plan.req_id
-            self._loading.discard(req_id)
+        loads = self._loads.take_ended()
+        failed = {load.plan.req_id for load in loads if load.cause}
+        if failed and self._memory.geometry.is_hybrid:  # the other groups of a request are loaded in vain
+            for load in self._loads.pending:
+                if load.plan.req_id in failed:
+                    load.give_up(_IN_VAIN)
+            loads += self._loads.take_ended()
+        for load in loads:
+            self._take_load(load, ended)
+
+    def _take_load(self, load: BlockLoad, ended: Ended) -> None:
+        plan, req_id = load.plan, load.plan.req_id
+        self._count("load", load)
+        self._stats.add("load_bytes", load.pages * self._memory.groups[plan.group].fmt.nbytes)
+        self._count_promised(load)
+        if load.cause:
+            ended.report.failed_loads.add(req_id)
+            ended.report.stalled |= load.cause == "deadline"
+            ended.report.not_landed |= load.cause == NOT_LANDED
+            if self._memory.geometry.is_hybrid:
+                self._failed.add(req_id)
+            else:
+                ended.failed_blocks |= self._blocks_from(plan, load.pages)
+        self._loading[req_id] -= 1
+        if not self._loading[req_id]:
+            del self._loading[req_id]
             ended.arrived.add(req_id)
-            self._count("load", load)
-            self._stats.add("load_bytes", load.pages * self._memory.fmt.nbytes)
-            self._count_promised(load)
-            if load.cause:
-                ended.failed_blocks |= self._blocks_from(load.plan, load.pages)
-                ended.report.failed_loads.add(req_id)
-                ended.report.stalled |= load.cause == "deadline"
-                ended.report.not_landed |= load.cause == NOT_LANDED
+            if req_id in self._failed:
+                self._failed.remove(req_id)
+                ended.refused.add(req_id)
 
     def fills(self, req_id: str) -> bool:
         """Whether blocks of a request may still be written to by a load."""
@@ -135,8 +159,10 @@ class PrefixWorker:
         self._loads.stop(_STOP_S)
         self._store.close()
 
-    def _view(self, namespace: Namespace) -> ShardView | None:
-        return self._store.view(namespace, self._memory.shard, self._memory.fmt.unit_nbytes)
+    def _view(self, namespace: Namespace, group: int) -> ShardView | None:
+        memory = self._memory.groups[group]
+        own = self._memory.geometry.group_namespace(namespace, group)
+        return self._store.view(own, memory.shard, memory.fmt.unit_nbytes)
 
     def _count_promised(self, load: BlockLoad) -> None:
         """What became of the pages that were on their way when the load was planned."""
@@ -149,12 +175,12 @@ class PrefixWorker:
     def _count(self, kind: str, job: Job) -> None:
         self._stats.add(f"{kind}s")
         self._stats.add(f"{kind}_seconds", job.seconds)
-        if job.cause:
+        if job.cause and job.cause != _IN_VAIN:
             self._stats.fail(f"{kind}_{_CAUSES.get(job.cause, job.cause)}")
 
     def _blocks_from(self, job: LoadJob, pages: int) -> set[int]:
         """The blocks of a load from the first page on that did not arrive; never those of a local hit."""
-        page_tokens, block_tokens = self._memory.fmt.page_tokens, self._memory.geometry.block_tokens
+        page_tokens, block_tokens = self._memory.page_tokens, self._memory.groups[job.group].group.block_tokens
         first = job.first_token + (pages * page_tokens if pages else job.skip_tokens)
         stop = job.first_token + len(job.keys) * page_tokens
         return set(job.block_ids[first // block_tokens : -(-stop // block_tokens)])
