@@ -1,7 +1,8 @@
 """What one rank sees of a namespace: its own shard, and those of instances with another TP or PP size.
 
-A page that the rank's own shard lacks is put together from the pages of shards that overlap with it. Moving their bytes
-is the caller's business, since only it knows its memory.
+A page that the rank's own shard lacks is put together from the pages of shards that overlap with it, which a store that
+fetches pages from elsewhere is asked for once it has nothing more of the own one. Moving their bytes is the caller's
+business, since only it knows its memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,7 @@ class ShardView:
         self.nbytes = shard.num_units * unit_nbytes
         self.own: Space = store.space(namespace, shard, self.nbytes)
         self._unit_nbytes = unit_nbytes
-        self._others = _Others(shard, [], self._open)
+        self._others = _Others(shard, [], store.shards_elsewhere(namespace), self._open)  # which may begin to ask now
         self._look_again_s = 0.0
 
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
@@ -61,9 +62,11 @@ class ShardView:
             count += len(rest) if present.all() else int(present.argmin())
             own = self.own.lookup(keys[count:])  # what is on its way behind those that others cover
             count += own.pages
-        following = keys[count : count + 1]
-        pending = bool(following) and (own.pending or others.pending(following))
-        return Lookup(count, pending, own.coming if following else 0)
+        following = keys[count + own.coming :]
+        if own.pending or not following:
+            return Lookup(count, own.pending, min(own.coming, len(keys) - count))
+        found = others.lookup(following)
+        return Lookup(count, found.pending, own.coming + found.coming)
 
     def prefetch(
         self,
@@ -73,8 +76,15 @@ class ShardView:
         prefill_tokens_s: float | None = None,
         deadline_s: float = 30.0,
     ) -> None:
-        """Say that these pages will be looked up, as `Space.prefetch`. Only the rank's own shard is fetched."""
+        """Say that these pages will be looked up, as `Space.prefetch`.
+
+        Other shards are asked for at once where nobody elsewhere has the own one, and else once they are looked up.
+        """
         self.own.prefetch(keys, parent=parent, prefill_tokens_s=prefill_tokens_s, deadline_s=deadline_s)
+        others = self._look()
+        if others.elsewhere:
+            wanted = () if self.shard in others.elsewhere else keys
+            others.prefetch(wanted, parent=parent, prefill_tokens_s=prefill_tokens_s, deadline_s=deadline_s)
 
     def lookup_within(self, keys: Sequence[bytes], wait_s: float) -> Lookup:
         """As `lookup`, for a thread that may wait: asks again for at most `wait_s` while the answer is pending."""
@@ -144,17 +154,19 @@ class ShardView:
         self.own.record_lookup(hit_pages=hit_pages, missed_pages=missed_pages, page_tokens=page_tokens)
 
     def _look(self) -> _Others:
-        """The other shards, as the pool knew them at most a second ago."""
-        now_s = time.monotonic()
+        """The other shards, as the pool knew them at most a second ago, and as is known of elsewhere."""
+        now_s, here = time.monotonic(), self._others.here
         if now_s >= self._look_again_s:
             self._look_again_s = now_s + _LOOK_S
-            shards = self._store.shards(self._namespace)
-            if shards != self._others.listed:
-                self._others = _Others(self.shard, shards, self._open)
+            here = self._store.shards(self._namespace)
+        elsewhere = self._store.shards_elsewhere(self._namespace)
+        if here != self._others.here or elsewhere != self._others.elsewhere:
+            self._others = _Others(self.shard, here, elsewhere, self._open)
         return self._others
 
-    def _open(self, shard: Shard) -> tuple[Space, int]:
-        return self._store.space(self._namespace, shard), shard.num_units * self._unit_nbytes
+    def _open(self, shard: Shard, fetched: bool) -> tuple[Space, int]:
+        nbytes = shard.num_units * self._unit_nbytes
+        return self._store.space(self._namespace, shard, nbytes if fetched else None), nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,26 +177,34 @@ class _Part:
     space: Space
     nbytes: int
     cells: Bools
+    fetched: bool
+    """Whether its pages may be fetched from elsewhere."""
+
+
+_OpenPart: TypeAlias = Callable[[Shard, bool], tuple[Space, int]]
+"""Called with (shard, whether its pages may be fetched); the space and the size of its pages."""
 
 
 class _Others:
-    """What pages of `shard` can be put together from, of the shards `listed`.
+    """What pages of `shard` can be put together from, of the shards that are `here` and `elsewhere`.
 
     Their borders cut the rank's shard into cells, each of which a part has as a whole or not at all. A page is covered
     where every cell is. Where all parts together leave a cell out, `parts` is empty.
     """
 
-    def __init__(self, shard: Shard, listed: list[Shard], open_part: Callable[[Shard], tuple[Space, int]]) -> None:
-        self.listed = listed
+    def __init__(self, shard: Shard, here: list[Shard], elsewhere: list[Shard], open_part: _OpenPart) -> None:
+        self.here, self.elsewhere = here, elsewhere
         self.parts: list[_Part] = []
-        found = {other: common for other in listed if other != shard and (common := other.common(shard))}
+        every = dict.fromkeys([*here, *elsewhere])
+        found = {other: common for other in every if other != shard and (common := other.common(shard))}
         cells = shard.cut(found)
         self._num_cells = len(cells)
         if not all(any(common.covers(cell) for common in found.values()) for cell in cells):
             return
         for other in sorted(found, key=lambda other: found[other].num_units, reverse=True):  # few large parts first
             held = np.array([found[other].covers(cell) for cell in cells], dtype=bool)
-            self.parts.append(_Part(other, *open_part(other), held))
+            fetched = other in elsewhere
+            self.parts.append(_Part(other, *open_part(other, fetched), held, fetched))
 
     def covered(self, keys: Sequence[bytes]) -> Bools:
         """For each key whether all cells of its page are present."""
@@ -194,8 +214,30 @@ class _Others:
         complete: Bools = np.logical_and.reduce(present, axis=0)
         return complete
 
-    def pending(self, keys: Sequence[bytes]) -> bool:
-        return any(part.space.lookup(keys).pending for part in self.parts)
+    def lookup(self, keys: Sequence[bytes]) -> Lookup:
+        """How many leading pages are coming, those that are present among them: so many as every cell will have.
+
+        Large parts are asked first, and others only for what these have not, once that is known.
+        """
+        reach, waits = np.zeros(self._num_cells, dtype=int), np.zeros(self._num_cells, dtype=bool)
+        for part in self.parts:
+            asked = part.cells & ~waits
+            start = int(reach[asked].min()) if asked.any() else len(keys)
+            if start < len(keys):
+                found = part.space.lookup(keys[start:])
+                reach[part.cells] = np.maximum(reach[part.cells], start + found.pages + found.coming)
+                waits[part.cells] |= found.pending
+        count = int(reach.min())
+        short = reach == count
+        return Lookup(0, count < len(keys) and bool(waits[short].all()), count)
+
+    def prefetch(self, keys: Sequence[bytes], **said: Any) -> None:
+        """Have the largest parts fetched that together have all cells, and tell all of them what is said beside."""
+        wanted = np.ones(self._num_cells, dtype=bool)
+        for part in self.parts:
+            if part.fetched:
+                part.space.prefetch(keys if (part.cells & wanted).any() else (), **said)
+                wanted &= ~part.cells
 
     def read(self, keys: Sequence[bytes], consume: ConsumePart) -> Bools:
         """Show each page's parts until all its cells were seen; for each key whether that came true.

@@ -21,9 +21,10 @@ from mooncake_connector import __version__
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
+from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.agent import messages, sockets
-from store_client.agent.asked import Asked
+from store_client.agent.asked import Asked, Elsewhere
 from store_client.agent.messages import Frames, Junk
 from store_client.agent.start import Starter
 from store_client.agent.visit import hear
@@ -58,11 +59,13 @@ class Client:
         self._taking = threading.Lock()
         self._awaits_s = 0.0
         """When the first ask was made that nothing was heard since of any; 0 where there is none."""
-        self._outbox: SimpleQueue[Asked | messages.Forget | socket.socket | None] = SimpleQueue()
+        self._outbox: SimpleQueue[Asked | Elsewhere | messages.Forget | socket.socket | None] = SimpleQueue()
         """A socket in it: that connection is lost. None: something has changed."""
         self._in_flight: dict[int, Asked] = {}
         self._kept: list[Asked] = []
         self._places: dict[tuple[bytes, Shard], int] = {}
+        self._elsewhere: dict[bytes, Elsewhere] = {}
+        """By the namespace's digest."""
         self._numbers = self._place_numbers = 0
         self._closed = False
         self._starter = Starter(pool, config)
@@ -79,6 +82,17 @@ class Client:
         if not self._awaits_s:
             self._awaits_s = asked.asked_s
         self._outbox.put(asked)
+
+    def shards_elsewhere(self, namespace: Namespace) -> list[Shard]:
+        """Of which shards the tiers have pages, as far as the agent has said; what is asked for is kept up to date."""
+        known = self._elsewhere.get(namespace.digest)
+        if known is None:
+            if len(self._elsewhere) >= _PLACES:
+                self._elsewhere.clear()
+            known = self._elsewhere[namespace.digest] = Elsewhere(namespace)
+        if self.ready and known.is_due(time.monotonic()):
+            self._outbox.put(known)
+        return known.shards
 
     def forget(self) -> None:
         """Tell the agent that there are new marks; one that is not there now finds them when it comes."""
@@ -167,6 +181,9 @@ class Client:
         self.ready = True
         cleaned_s = time.monotonic()
         try:
+            for known in list(self._elsewhere.values()):
+                known.asked_s = 0.0
+                self._send_which(connection, known)
             _send(connection, messages.frame(messages.Forget()))  # there may be marks from while it was not connected
             while not self._closed:
                 with contextlib.suppress(Empty):
@@ -180,6 +197,8 @@ class Client:
                         except BaseException:
                             self._end(item)
                             raise
+                    elif isinstance(item, Elsewhere):
+                        self._send_which(connection, item)
                     elif isinstance(item, messages.Forget):
                         _send(connection, messages.frame(item))
                 if time.monotonic() - cleaned_s > _HOUSEKEEPING_S:
@@ -204,7 +223,7 @@ class Client:
         if {KEY_NBYTES} != set(map(len, asked.keys)) or len(asked.parent or asked.keys[0]) != KEY_NBYTES:
             self._end(asked)  # the caller's mistake, which reading these pages will tell
             return
-        place, parts = self._place(asked)
+        place, parts = self._place(asked.namespace, asked.shard)
         self._numbers += 1
         asked.number = self._numbers
         self._in_flight[asked.number] = asked
@@ -219,18 +238,28 @@ class Client:
             asked.index[key] = (asked, i)
         asked.is_indexed = True
 
-    def _place(self, asked: Asked) -> tuple[int, bytes]:
-        name = (asked.namespace.digest, asked.shard)
+    def _send_which(self, connection: socket.socket, known: Elsewhere) -> None:
+        now_s = time.monotonic()
+        if known.is_due(now_s):
+            known.asked_s = now_s
+            namespace = known.namespace
+            whole = Shard(0, namespace.num_layers, 0, namespace.num_kv_heads)
+            known.place, parts = self._place(namespace, whole)
+            _send(connection, parts + messages.frame(messages.Which(known.place)))
+
+    def _place(self, namespace: Namespace, shard: Shard) -> tuple[int, bytes]:
+        name = (namespace.digest, shard)
         number = self._places.get(name)
         if number is not None:
             return number, b""
         if len(self._places) >= _PLACES:
             self._places.clear()
+            for known in list(self._elsewhere.values()):
+                known.place = -1
         self._place_numbers += 1
         number = self._places[name] = self._place_numbers % _PLACES
-        shard = asked.shard
         bounds = (shard.layer_start, shard.layer_stop, shard.head_start, shard.head_stop)
-        return number, messages.frame(messages.Place(number, asked.namespace.to_dict(), bounds))
+        return number, messages.frame(messages.Place(number, namespace.to_dict(), bounds))
 
     def _hear(self, connection: socket.socket) -> None:
         frames = Frames()
@@ -241,6 +270,8 @@ class Client:
                     message = messages.read_outbound(body)
                     if isinstance(message, messages.Told):
                         self._told(message)
+                    elif isinstance(message, messages.Shards):
+                        self._heard_of(message)
         except (OSError, Junk) as error:
             if not self._closed:
                 said = "the connection to the agent broke: %s"
@@ -260,6 +291,15 @@ class Client:
         if told.done:
             asked.done = True
             self._in_flight.pop(told.number, None)
+
+    def _heard_of(self, told: messages.Shards) -> None:
+        try:
+            shards = [Shard(*bounds) for bounds in told.shards]
+        except ValueError as error:
+            raise Junk(str(error)) from None
+        for known in list(self._elsewhere.values()):
+            if known.place == told.place:
+                known.shards = shards
 
     def _clean(self, connection: socket.socket, now_s: float) -> None:
         """Forget asks that have ended, and those that ought to have."""

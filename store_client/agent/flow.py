@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from mooncake_connector.config.tiers import TierSettings
+from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from store_client.agent.fetch import Fetcher
 from store_client.agent.plan import Chain
 from store_client.agent.report import TierReport
 from store_client.agent.source import Source
+from store_client.agent.splits import Splits
 from store_client.agent.spread import Spread
 from store_client.agent.wish import Wish, Word
 from store_client.embedded import EmbeddedStore
@@ -50,6 +53,7 @@ class Flow:
         self._closed = threading.Event()
         self._register(pool)
         self._fetcher = Fetcher(pool, self._sources)
+        self._splits = Splits(self._sources)
         for source in self._sources:
             spread = Spread(pool, source, self._closed)
             for _ in range(source.gifts.width):
@@ -78,6 +82,10 @@ class Flow:
         """Have pages fetched; returns at once. `tell` is called from threads of the flow, once at a time and in order,
         whenever more is known, and at last with `done`; not after `cancel`, but for a call that is under way."""
         return Ask(self._fetcher, self._fetcher.ask(wish, tell))
+
+    def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard]], None]) -> None:
+        """As `Fetches.shards`."""
+        self._splits.ask(namespace, tell)
 
     def stats(self) -> list[TierReport]:
         """How each tier does, in their order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.base import Bytes, Put
 from store_client.tiers.base import Purged, Sealed, SpaceName, Target, Tier, TierError, TierStats
@@ -51,6 +52,9 @@ class LaterTier(Tier):
 
     def clear(self, namespace: bytes | None, *, deadline_s: float) -> int:
         return self._now().clear(namespace, deadline_s=deadline_s)
+
+    def shards(self, namespace: bytes, *, deadline_s: float) -> list[Shard]:
+        return self._now().shards(namespace, deadline_s=deadline_s)
 
     def purge(
         self,

@@ -1,11 +1,12 @@
 """What travels between an engine's process and the agent: frames, each a length (uint32, little endian) and a
 MessagePack map, over a Unix socket in the pool's folder. Sans-I/O.
 
-    engine -> agent     Hello, then Place, Ask, Cancel, Forget, Query and Stop in any order
-    agent  -> engine    Welcome or Refused, then Told and Report
+    engine -> agent     Hello, then Place, Ask, Which, Cancel, Forget, Query and Stop in any order
+    agent  -> engine    Welcome or Refused, then Told, Shards and Report
 
 A Place gives a namespace and shard the number under which Asks name them. Every Ask is answered by one or more Told,
-the last of which is `done`. Decoding is strict and bounded: what is not exactly one of these is Junk.
+the last of which is `done`, a Which by one or more Shards, each in place of the one before. Decoding is strict and
+bounded: what is not exactly one of these is Junk.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from msgspec import Meta, Struct
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.kv.keys import KEY_NBYTES
 
-VERSION = 1
+VERSION = 2
 """Of these messages; both sides must have the same."""
 MAX_KEYS = 16384
 """Of an Ask: a chain of a million tokens of the usual page. The rest of a longer one is not asked for."""
+MAX_SHARDS = 64
+"""In a Shards; of a model that is split in more ways the rest is not told."""
 MAX_FRAME_NBYTES = 1 << 20
 MAX_HELLO_NBYTES = 1024
 _HEAD = struct.Struct("<I")
@@ -77,6 +80,12 @@ class Ask(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     prefill_tokens_s: Annotated[float, Meta(gt=0, le=1e12)] | None
 
 
+class Which(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """Of which shards of this place's namespace do the tiers have pages?"""
+
+    place: _Count
+
+
 class Cancel(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     """Nobody waits for this Ask any more; it is not answered further."""
 
@@ -106,15 +115,22 @@ class Told(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     settled: bool = False
 
 
+class Shards(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """To a Which: shards (layers and heads, half-open) as far as they are known by now."""
+
+    place: _Count
+    shards: Annotated[list[tuple[_Count, _Count, _Count, _Count]], Meta(max_length=MAX_SHARDS)]
+
+
 class Report(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     """The state of the agent, JSON."""
 
     text: bytes
 
 
-Inbound: TypeAlias = Place | Ask | Cancel | Forget | Query | Stop
+Inbound: TypeAlias = Place | Ask | Which | Cancel | Forget | Query | Stop
 """What the agent takes after the Hello."""
-Outbound: TypeAlias = Told | Report | Welcome | Refused
+Outbound: TypeAlias = Told | Shards | Report | Welcome | Refused
 Message: TypeAlias = Hello | Inbound | Outbound
 
 _encoder = msgspec.msgpack.Encoder()

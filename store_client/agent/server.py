@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,8 @@ class Peer(asyncio.Protocol):
                 self._ask(message)
             case messages.Place():
                 self._place(message)
+            case messages.Which():
+                self._which(message)
             case messages.Cancel():
                 asked = self.asks.pop(message.number, None)
                 if asked is not None:
@@ -288,6 +290,20 @@ class Peer(asyncio.Protocol):
         except Exception as error:
             log_once("agent.ask", "the agent could not ask its tiers: %r", error, logger=logger, exc_info=True)
             self._tell(number, asked, Word(done=True, cause="error"))
+
+    def _which(self, which: messages.Which) -> None:
+        place = self._places.get(which.place)
+        if place is None:
+            raise Junk(f"Which at place {which.place}: expected a known place")
+        namespace, loop = place[0], self._loop
+
+        def tell(shards: Sequence[Shard]) -> None:
+            bounds = [(one.layer_start, one.layer_stop, one.head_start, one.head_stop) for one in shards]
+            answer = messages.Shards(which.place, bounds[: messages.MAX_SHARDS])
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self.send, answer)
+
+        self._server.fetches.shards(namespace, tell)
 
     def _tell(self, number: int, asked: Asked, word: Word) -> None:
         if self.asks.get(number) is not asked:

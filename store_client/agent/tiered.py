@@ -55,6 +55,9 @@ class TieredStore(StoreAround):
             space = self._spaces[name] = TieredSpace(pages, self._client, namespace, shard, nbytes)
         return space
 
+    def shards_elsewhere(self, namespace: Namespace) -> list[Shard]:
+        return [] if namespace.is_private else self._client.shards_elsewhere(namespace)
+
     def stats(self) -> StoreStats:
         """Those of the pool; what this process failed to get from the agent is among the failures."""
         stats = self._inner.stats()

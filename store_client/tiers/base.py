@@ -115,6 +115,11 @@ class Tier(ABC):
     def clear(self, namespace: bytes | None, *, deadline_s: float) -> int:
         """Forget all pages of this package, or of one namespace; nobody else's. Return how many there were."""
 
+    @abstractmethod
+    def shards(self, namespace: bytes, *, deadline_s: float) -> list[Shard]:
+        """The shards of a namespace of which there seem to be pages, or were a while ago; cheap, and in no order. One
+        may be left out, and be told later."""
+
     def purge(
         self,
         namespace: bytes | None,

@@ -248,6 +248,20 @@ class TierConformance:
             assert tier.clear(space.namespace, deadline_s=DEADLINE_S) == 0
             assert write(tier, memory, space, keys) == [Put.STORED] * 3
 
+    def test_the_shards_of_a_namespace_are_told(self, make_tier: MakeTier) -> None:
+        with _Used(make_tier) as (tier, memory):
+            space, other, keys = new_space(), new_space(Shard(0, 8, 0, 1)), chain("a", 2)
+            assert tier.shards(space.namespace, deadline_s=DEADLINE_S) == []
+            beside = space._replace(shard=Shard(4, 8, 0, 2))
+            for where in (space, beside, other):
+                write(tier, memory, where, keys)
+            shards = tier.shards(space.namespace, deadline_s=DEADLINE_S)
+            assert len(shards) == 2 and set(shards) == {space.shard, beside.shard}
+            tier.clear(space.namespace, deadline_s=DEADLINE_S)
+            write(tier, memory, beside, keys[:1])
+            assert beside.shard in tier.shards(space.namespace, deadline_s=DEADLINE_S)
+            assert tier.shards(other.namespace, deadline_s=DEADLINE_S) == [other.shard]
+
     def test_clear_of_everything_forgets_all_namespaces(self, make_tier: MakeTier) -> None:
         with _Used(make_tier) as (tier, memory):
             spaces, keys = [new_space(), new_space()], chain("a", 2)

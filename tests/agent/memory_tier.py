@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mooncake_connector.kv.geometry import Shard
 from store_client.base import Bytes, Put
 from store_client.embedded.arena import gather, spread
 from store_client.tiers.base import Sealed, SpaceName, Target, Tier, TierError, TierStats
@@ -101,6 +102,11 @@ class MemoryTier(Tier):
             for name in gone:
                 del self.pages[name]
         return len(gone)
+
+    def shards(self, namespace: bytes, *, deadline_s: float) -> list[Shard]:
+        self._call("shards")
+        with self._lock:
+            return list({space.shard for space, _ in self.pages if space.namespace == namespace})
 
     def stats(self) -> TierStats:
         return TierStats(pages=len(self.pages))

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.namespace import Namespace
 from store_client import EmbeddedStore, Space
 from store_client.agent import lock as lock_
 from store_client.agent.agent import Agent
@@ -48,6 +50,7 @@ class StandIn:
     def __init__(self, answer: Callable[[Asked], None] | None = None) -> None:
         self.answer = answer
         self.asked: list[Asked] = []
+        self.elsewhere: list[Shard] = []
         self.cleared: list[bytes | None] = []
         self.broken: Exception | None = None
         self.closed = False
@@ -58,6 +61,9 @@ class StandIn:
         if self.answer is not None:
             self.answer(asked)
         return asked
+
+    def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard]], None]) -> None:
+        tell(self.elsewhere)
 
     def clear(self, namespace: bytes | None, done: set[str]) -> None:
         if self.broken is not None:

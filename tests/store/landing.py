@@ -99,3 +99,6 @@ class LandingStore:
 
     def shards(self, namespace: Any) -> list[Shard]:
         return []
+
+    def shards_elsewhere(self, namespace: Any) -> list[Shard]:
+        return []

@@ -19,6 +19,7 @@ from store.shard_model import UNIT_NBYTES, Model, Pool, Reader, instances, model
 
 from mooncake_connector.kv.geometry import Shard
 from store_client import EmbeddedStore, Lookup, Put
+from store_client.around import StoreAround
 from store_client.sharded import ShardView
 from store_client.testing import DEADLINE_S, chain, namespace, parents_of, put_pages
 
@@ -157,18 +158,19 @@ def test_a_part_with_a_wrong_byte_is_a_miss(shared):
 # What is asked of the pool
 
 
-class Counting:
+class Counting(StoreAround):
     """A store that counts what it is asked."""
 
     def __init__(self, store):
-        self._store, self.listed, self.asked = store, 0, []
+        super().__init__(store)
+        self.listed, self.asked = 0, []
 
     def shards(self, name):
         self.listed += 1
-        return self._store.shards(name)
+        return super().shards(name)
 
     def space(self, name, shard, nbytes=None):
-        space, asked = self._store.space(name, shard, nbytes), self.asked
+        space, asked = super().space(name, shard, nbytes), self.asked
 
         class Asked:
             def __getattr__(self, call):
@@ -313,7 +315,8 @@ def unsure_view(pool, *shards):
     def space(namespace, shard, nbytes=None):
         return FaultySpace(pool.store.space(namespace, shard), shard, unsure if shard in shards else Faults())
 
-    store = SimpleNamespace(space=space, shards=pool.store.shards)
+    store = StoreAround(pool.store)
+    store.space = space
     return ShardView(store, pool.model.namespace, WHOLE, UNIT_NBYTES)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from harness import Engine
 from pd import figures
 from simulated.waiting import wait_for
 
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
 from store_client.agent.visit import ask_report
 
@@ -47,6 +49,13 @@ def client(engine: Engine) -> Any:
     return engine.prefix._store.store._inner._client
 
 
+def elsewhere(engine: Engine) -> list[Shard]:
+    """Of which shards the folder has pages, as the scheduler knows."""
+    namespace = engine.prefix.namespace()
+    assert namespace is not None
+    return list(engine.prefix._store.store.shards_elsewhere(namespace))
+
+
 def report(engine: Engine) -> dict[str, Any]:
     """What the agent of an engine's pool says of the folder."""
     said = ask_report(client(engine).pool)
@@ -76,6 +85,55 @@ def test_every_ranks_pages_are_fetched(host: Host, split: dict[str, int]) -> Non
     host("other", **split).check(PROMPT, computed=ALL_LOADED)
 
 
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [({"tp_size": 2}, {}), ({}, {"tp_size": 2}), ({"pp_size": 2}, {}), ({}, {"pp_size": 2})],
+    ids=["tp2 to 1", "tp1 to 2", "pp2 to 1", "pp1 to 2"],
+)
+def test_an_instance_with_another_split_gets_the_pages_too(
+    host: Host, writer: dict[str, int], reader: dict[str, int]
+) -> None:
+    share(host("one", **writer), math.prod(writer.values()) * len(KEYS))
+    other = host("other", **reader)
+    (*_, view) = other.prefix._views()
+    wait_for(lambda: len(elsewhere(other)) == math.prod(writer.values()))
+    other.check(PROMPT, computed=ALL_LOADED)
+    assert figures(other)["tier_hit_tokens"] == 16 * len(KEYS)
+    assert report(other)["fetched_pages"] == math.prod(writer.values()) * len(KEYS), "each page is fetched once"
+    assert not all(view.own.contains(KEYS)), "nobody has computed them"
+
+
+def test_where_one_rank_of_another_split_lacks_pages_those_that_all_have_are_loaded(host: Host, tmp_path: Path) -> None:
+    share(host("one", tp_size=2), 2 * len(KEYS))
+    for key in KEYS[2:]:
+        files = sorted(path for path in (tmp_path / "shared").rglob(key.hex()))
+        assert len(files) == 2
+        files[0].unlink()
+    other = host("other")
+    wait_for(lambda: len(elsewhere(other)) == 2)
+    other.check(PROMPT, computed=len(PROMPT) - 16 * 2 + 2)
+
+
+@pytest.mark.parametrize("damage", ["no", "half"])
+def test_a_page_of_which_a_part_was_changed_in_the_folder_is_computed(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    if damage == "half":  # a worker may be too late to hear that a page was coming, which never does
+        monkeypatch.setattr("store_client.jobs._HEARING_S", 2.0)
+    share(host("one", tp_size=2), 2 * len(KEYS))
+    if damage == "half":
+        file = min(path for path in (tmp_path / "shared").rglob(KEYS[0].hex()))
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    other = host("other")
+    wait_for(lambda: len(elsewhere(other)) == 2)
+    name = other.add(PROMPT)
+    other.finish(name)
+    assert other.computed(name) == (len(PROMPT) + 2 if damage == "half" else ALL_LOADED)
+    assert report(other)["corrupt_pages"] == (damage == "half")
+
+
 def test_what_landed_before_the_requests_turn_is_a_hit_like_any(host: Host) -> None:
     share(host("one"))
     other = host("other")
@@ -86,7 +144,10 @@ def test_what_landed_before_the_requests_turn_is_a_hit_like_any(host: Host) -> N
 
 
 @pytest.mark.parametrize("page", [0, 3])
-def test_a_page_that_was_changed_in_the_folder_is_computed(host: Host, tmp_path: Path, page: int) -> None:
+def test_a_page_that_was_changed_in_the_folder_is_computed(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int
+) -> None:
+    monkeypatch.setattr("store_client.jobs._HEARING_S", 2.0)
     one = host("one")
     share(one)
     key = KEYS[page]

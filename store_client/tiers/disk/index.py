@@ -18,6 +18,8 @@ from pathlib import Path
 
 import lmdb
 
+from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.keys import KEY_NBYTES
 from store_client.embedded.allocator import Piece
 from store_client.tiers.base import SEAL_NBYTES, SpaceName
 
@@ -67,6 +69,15 @@ def name_prefix(space: SpaceName) -> bytes:
     shard = space.shard
     where = _SHARD.pack(shard.layer_start, shard.layer_stop, shard.head_start, shard.head_stop)
     return space.namespace + where
+
+
+def space_of(name: bytes) -> bytes:
+    """What `name_prefix` gave for the page of that name."""
+    return name[:-KEY_NBYTES]
+
+
+def shard_of(prefix: bytes) -> Shard:
+    return Shard(*_SHARD.unpack(prefix[-_SHARD.size :]))
 
 
 class Index:

@@ -7,14 +7,15 @@ Space of a page that is gone is *waiting*: it is given away only once the index 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from mooncake_connector.kv.geometry import Shard
 from store_client.base import Put
 from store_client.embedded.allocator import FreeRuns, Piece, as_runs, without
-from store_client.tiers.disk.index import Page
+from store_client.tiers.disk.index import Page, shard_of, space_of
 from store_client.tiers.disk.pagefile import granules_of
 
 _MAX_PIECES = 64
@@ -38,6 +39,7 @@ class Pages:
         self._waiting: list[Piece] = []
         self._waiting_granules = 0
         self._changes: dict[bytes, Page | None] = {}
+        self._in_spaces = Counter(space_of(name) for name in self._pages)
         self._uses = max((page.last_use for page in self._pages.values()), default=0)
         self._used: set[bytes] = set()
         self.used_granules = int(taken[:, 1].sum(dtype=np.int64))
@@ -45,6 +47,12 @@ class Pages:
 
     def __len__(self) -> int:
         return len(self._pages)
+
+    def shards(self, namespace: bytes) -> list[Shard]:
+        """Of which it has pages."""
+        with self._lock:
+            spaces = [space for space, count in self._in_spaces.items() if count]
+        return [shard_of(space) for space in spaces if space.startswith(namespace)]
 
     def present(self, names: Sequence[bytes], nbytes: int) -> list[bool]:
         with self._lock:
@@ -137,6 +145,7 @@ class Pages:
             self._uses += 1
             page = Page(nbytes, seal, place, self._uses)
             self._pages[name] = self._changes[name] = page
+            self._in_spaces[space_of(name)] += 1
             self.used_granules += page.granules
         return Put.STORED
 
@@ -155,6 +164,7 @@ class Pages:
         if page is None:
             return False
         page.gone = True
+        self._in_spaces[space_of(name)] -= 1
         self._changes[name] = None
         self._used.discard(name)
         self.used_granules -= page.granules

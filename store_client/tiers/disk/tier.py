@@ -16,6 +16,7 @@ from typing import TypeGuard
 import lmdb
 
 from mooncake_connector.config.tiers import DiskTier
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.sizes import human_nbytes
 from store_client.base import Put
@@ -201,6 +202,10 @@ class Disk(Tier):
         removed = self._pages.forget_namespace(namespace)
         self.flush()
         return removed
+
+    def shards(self, namespace: bytes, *, deadline_s: float) -> list[Shard]:
+        self._check_usable()
+        return self._pages.shards(namespace)
 
     def stats(self) -> TierStats:
         self._check_usable()

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mooncake_connector.kv.geometry import Shard
 from store_client.embedded.locks import write_file
 from store_client.tiers.base import SEAL_NBYTES, SpaceName, TierError
 from store_client.tiers.own_folder import refuse_foreign
@@ -26,7 +27,7 @@ MARKER = "mooncake-connector-pages.txt"
 SWEPT, PAGES = "swept", "pages"
 _MARKER_TEXT = "Pages of KV cache that mooncake-connector shares between hosts. See docs/fleet.md.\n"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_SHARD = re.compile(r"\d+-\d+\.\d+-\d+")
+_SHARD = re.compile(r"(\d{1,9})-(\d{1,9})\.(\d{1,9})-(\d{1,9})")
 _FAN = re.compile(r"[0-9a-f]{2}")
 _NEW = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.new")
 _CLOCK = re.compile(r"[0-9a-f]{16}\.clock")
@@ -112,6 +113,16 @@ def page_folders(root: Path, namespace: bytes | None = None) -> Iterator[str]:
             yield from _below(shard, _FAN)
             yield shard
         yield digest
+
+
+def shards(root: Path, namespace: bytes) -> list[Shard]:
+    """Those that have a folder. Raises OSError where nobody can tell."""
+    found = []
+    for folder in _below(f"{root}/{PAGES}/{namespace.hex()}", _SHARD):
+        bounds = _SHARD.fullmatch(folder.rpartition("/")[2])
+        with suppress(ValueError):  # a stranger's
+            found += [Shard(*map(int, bounds.groups()))] if bounds else []
+    return found
 
 
 def _below(folder: str, wanted: re.Pattern[str]) -> list[str]:

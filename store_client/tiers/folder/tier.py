@@ -13,6 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from mooncake_connector.config.tiers import FolderTier
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.sizes import human_nbytes
 from store_client.base import Put
 from store_client.tiers.base import Purged, Sealed, SpaceName, Target, Tier, TierError, TierStats
@@ -123,6 +124,9 @@ class SharedFolder(Tier):
             with self._lock:
                 self._swept, self._written_pages, self._written_nbytes = Swept(0, 0, 0), 0, 0
         return removed.pages
+
+    def shards(self, namespace: bytes, *, deadline_s: float) -> list[Shard]:
+        return self._one("looking for shards", partial(layout.shards, self._root, namespace), deadline_s)
 
     def purge(
         self,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mooncake_connector.config.tiers import MooncakeTier
+from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes, Put
 from store_client.tiers.base import SEAL_NBYTES, Pieces, Sealed, SpaceName, Target, Tier, TierError, TierStats
@@ -19,6 +20,7 @@ from store_client.tiers.checks import check_keys, check_sealed, check_targets
 from store_client.tiers.mooncake import status
 from store_client.tiers.mooncake.library import load, replication, version
 from store_client.tiers.mooncake.link import Link
+from store_client.tiers.mooncake.markers import Markers
 from store_client.tiers.mooncake.memory import Place, Range, Registered, Side, Sides, groups
 from store_client.tiers.mooncake.names import page_name, pattern
 from store_client.tiers.mooncake.settings import client_settings
@@ -46,36 +48,47 @@ class MooncakeCluster(Tier):
         self._counts, self._lock = Counter[str](), threading.Lock()
         self._writing, self._changed = set[str](), threading.Condition()
         self._refused_puts = 0
+        self._markers = Markers(self._title, self._are_there, self._fetched, self._stored, self._removed)
 
     def register(self, memory: Bytes) -> None:
         self._registered.add(memory)
 
     def contains(self, space: SpaceName, keys: Sequence[bytes], *, nbytes: int, deadline_s: float) -> list[bool]:
         check_keys(keys)
-        names = [page_name(space, key) for key in keys]
-        return [found == 1 for found in self._listed(names, lambda client: client.batch_is_exist, deadline_s)]
+        return self._are_there([page_name(space, key) for key in keys], deadline_s)
 
     def read(
         self, space: SpaceName, targets: Sequence[Target], *, nbytes: int, deadline_s: float
     ) -> list[bytes | None]:
         check_targets(targets, nbytes)
         names = [page_name(space, target.key) for target in targets]
-        seals: list[bytes | None] = [None] * len(targets)
+        return self._fetched(names, [target.pieces for target in targets], nbytes, deadline_s)
+
+    def _fetched(
+        self, names: Sequence[str], places: Sequence[Pieces], nbytes: int, deadline_s: float
+    ) -> list[bytes | None]:
+        seals: list[bytes | None] = [None] * len(names)
         codes: list[int] = []
         end_s = time.monotonic() + deadline_s
-        pages = [(number, target.pieces) for number, target in enumerate(targets)]
+        pages = list(enumerate(places))
         for group in groups(self._registered, pages, nbytes, self.batch_nbytes):
             if (left_s := end_s - time.monotonic()) <= 0:
                 break
             with self._sides.one() as side, self._link.client(left_s) as client:
                 codes += self._read_group(client, side, group, names, seals, nbytes)
-        self._judge("read", codes, len(targets), nbytes, names)
+        self._judge("read", codes, len(names), nbytes, names)
         return seals
 
     def write(self, space: SpaceName, pages: Sequence[Sealed], *, nbytes: int, deadline_s: float) -> list[Put]:
         check_sealed(pages, nbytes)
         end_s = time.monotonic() + deadline_s
-        names = [page_name(space, page.key) for page in pages]
+        puts = self._stored([page_name(space, page.key) for page in pages], pages, nbytes, deadline_s)
+        if any(put is not Put.FAILED for put in puts):
+            self._markers.note(space, end_s - time.monotonic())
+        return puts
+
+    def _stored(self, names: Sequence[str], pages: Sequence[Sealed], nbytes: int, deadline_s: float) -> list[Put]:
+        end_s = time.monotonic() + deadline_s
         mine, others = self._begin(names)
         try:
             puts = self._written(names, mine, pages, nbytes, end_s)
@@ -123,12 +136,13 @@ class MooncakeCluster(Tier):
 
     def remove(self, space: SpaceName, keys: Sequence[bytes], *, deadline_s: float) -> int:
         check_keys(keys)
-        names = [page_name(space, key) for key in keys]
-        return self._listed(names, lambda client: lambda some: client.batch_remove(some, True), deadline_s).count(0)
+        return self._removed([page_name(space, key) for key in keys], deadline_s)
 
     def clear(self, namespace: bytes | None, *, deadline_s: float) -> int:
-        """The master looks at every name it has; where that takes it too long to answer, it is asked again."""
+        """The master looks at every name it has; where that takes it too long to answer, it is asked again. Of all
+        namespaces the markers count as well."""
         end_s, count = time.monotonic() + deadline_s, 0
+        self._markers.clear(namespace, deadline_s)
         while True:
             with self._link.client(max(0.0, end_s - time.monotonic())) as client:
                 found = int(client.remove_by_regex(pattern(namespace), True))
@@ -136,6 +150,9 @@ class MooncakeCluster(Tier):
                 return count + found
             if found != status.RPC_TIMEOUT or time.monotonic() > end_s:
                 raise self._masters("clear", found)
+
+    def shards(self, namespace: bytes, *, deadline_s: float) -> list[Shard]:
+        return self._markers.shards(namespace, deadline_s)
 
     def stats(self) -> TierStats:
         settings = self._settings
@@ -148,6 +165,12 @@ class MooncakeCluster(Tier):
 
     def close(self) -> None:
         self._link.close()
+
+    def _are_there(self, names: Sequence[str], deadline_s: float) -> list[bool]:
+        return [found == 1 for found in self._listed(names, lambda client: client.batch_is_exist, deadline_s)]
+
+    def _removed(self, names: Sequence[str], deadline_s: float) -> int:
+        return self._listed(names, lambda client: lambda some: client.batch_remove(some, True), deadline_s).count(0)
 
     def _listed(
         self, names: Sequence[str], call: Callable[[Any], Callable[[Any], Any]], deadline_s: float

@@ -19,6 +19,7 @@ CLOCK = f"{FOLDER}/clock"
 SWEPT = f"{FOLDER}/swept"
 
 _URL = re.compile(r"s3://([a-z0-9][a-z0-9._-]{1,61}[a-z0-9])((?:/[A-Za-z0-9!_.*'()=-]+)*)/?")
+_SHARD = re.compile(r"(\d{1,9})-(\d{1,9})x(\d{1,9})-(\d{1,9})")
 _PAGE = re.compile(rf"{FOLDER}/([0-9a-f]{{64}})/(\d+-\d+x\d+-\d+)/(\d{{1,15}})/([0-9a-f]{{64}})")
 
 
@@ -53,6 +54,15 @@ def read_name(path: str, object_nbytes: int) -> PageName | None:
     """The page that an object of this name and size is, or None for a stranger's. One that was cut is a page too."""
     found = _PAGE.fullmatch(path)
     return PageName(bytes.fromhex(found[1]), max(0, object_nbytes - SEAL_NBYTES)) if found else None
+
+
+def read_shard(folder: str) -> Shard | None:
+    """The shard whose folder this is, or None for a stranger's."""
+    found = _SHARD.fullmatch(folder.rpartition("/")[2])
+    try:
+        return Shard(*map(int, found.groups())) if found else None
+    except ValueError:
+        return None
 
 
 def _shard(shard: Shard) -> str:

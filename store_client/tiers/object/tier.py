@@ -14,11 +14,12 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 
 from mooncake_connector.config.tiers import ObjectTier
+from mooncake_connector.kv.geometry import Shard
 from store_client.base import Put
 from store_client.tiers.base import SEAL_NBYTES, Pieces, Purged, Sealed, SpaceName, Target, Tier, TierStats
 from store_client.tiers.checks import check_keys, check_sealed, check_targets
 from store_client.tiers.object.client import Bucket
-from store_client.tiers.object.names import of_page, of_space
+from store_client.tiers.object.names import of_namespace, of_page, of_space, read_shard
 from store_client.tiers.object.retention import Retention
 
 
@@ -80,6 +81,10 @@ class ObjectStore(Tier):
 
     def clear(self, namespace: bytes | None, *, deadline_s: float) -> int:
         return self.purge(namespace, deadline_s=deadline_s).pages
+
+    def shards(self, namespace: bytes, *, deadline_s: float) -> list[Shard]:
+        folders = self._bucket.one(lambda: self._bucket.folders(of_namespace(namespace)), deadline_s)
+        return [shard for shard in map(read_shard, folders) if shard is not None]
 
     def purge(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mooncake_connector.kv.geometry import Shard
 from store_client.base import Bytes, Put
 from store_client.tiers.base import Sealed, SpaceName, Target, Tier, TierError, TierStats
 from store_client.tiers.checks import check_keys, check_sealed, check_targets
@@ -71,6 +72,11 @@ class MemoryTier(Tier):
             for name in gone:
                 del self._pages[name]
         return len(gone)
+
+    def shards(self, namespace: bytes, *, deadline_s: float) -> list[Shard]:
+        self._check_open()
+        with self._lock:
+            return list({space.shard for space, _ in self._pages if space.namespace == namespace})
 
     def stats(self) -> TierStats:
         self._check_open()
