@@ -167,7 +167,8 @@ class Writer:
                 return PutPlan(pages, None, [], outcome)
             beneath = self._beneath(pages, absent)
             if pages.used_ns is None:
-                self._touch_ancestors([*self._slots_by_key(pages.parents_of(absent), space).values(), *beneath.values()])
+                parents = self._slots_by_key(pages.parents_of(absent), space)
+                self._touch_ancestors([*parents.values(), *beneath.values()])
             reachable, orphans = self._split_orphans(pages, absent, space, beneath)
             absent = reachable + orphans
             evict_for = len(reachable) if pages.used_ns is None else 0
