@@ -14,8 +14,8 @@ _WHICH_S = 5.0
 _STALE_S = 5.0
 """An agent repeats every second how an ask stands that is not over."""
 
-Index: TypeAlias = "dict[bytes, tuple[Asked, int]]"
-"""Of one space: the ask that a key is part of, and its place there."""
+Index: TypeAlias = "dict[bytes, Asked]"
+"""Of one space: the ask that a key is part of."""
 
 
 class Asked:
@@ -23,7 +23,7 @@ class Asked:
 
     __slots__ = (
         "asked_s", "coming", "deadline_s", "done", "heard_s", "index", "is_indexed", "keys", "landed", "namespace",
-        "nbytes", "number", "parent", "prefill_tokens_s", "settled", "shard",
+        "nbytes", "number", "parent", "places", "prefill_tokens_s", "said", "settled", "shard",
     )  # fmt: skip
 
     def __init__(
@@ -35,9 +35,32 @@ class Asked:
         self.asked_s = time.monotonic()
         self.heard_s = 0.0
         """When the agent last said something of it; 0: never yet."""
+        self.said = 0
+        """So many times something about it has changed."""
         self.coming = self.landed = 0
         self.done = self.settled = self.is_indexed = False
         self.number = -1
+        self.places: dict[bytes, int] = {}
+        """Of each key, once it is indexed; before, the index has the first one alone."""
+
+    def enter(self) -> None:
+        """Have all keys found in the index."""
+        self.said += 1
+        self.places = dict(zip(self.keys, range(len(self.keys)), strict=True))
+        self.index.update(dict.fromkeys(self.keys, self))
+        self.is_indexed = True
+
+    def place(self, key: bytes) -> int:
+        """Of a key that the index has."""
+        return self.places.get(key, 0)
+
+    def leave(self) -> None:
+        """It has ended, and what it asked for may be asked for again."""
+        self.done = True
+        self.said += 1
+        for key in self.places or self.keys[:1]:
+            if self.index.get(key) is self:
+                self.index.pop(key, None)
 
     def is_fresh(self, now_s: float) -> bool:
         """Whether the last word on it still says how it stands."""

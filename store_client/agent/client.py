@@ -1,9 +1,9 @@
 """The client of the agent: one for each pool in a process. Nobody who asks ever waits for it.
 
-What is asked goes through a queue to one thread, which sends; another one hears the answers and writes them into the
-asks, where lookups read them. (A queue, not a pipe: a system call would give the interpreter lock away, and beside a
-busy thread it comes back only after 5 ms.) Where the agent dies, all asks have failed at once; it is reached, and
-started, again with back-off. After a fork the child's copy is dead, and a store that the child opens makes a new one.
+What is asked goes through a queue to one thread, which sends. (A queue, not a pipe: a system call would give the
+interpreter lock away, and beside a busy thread it comes back only after 5 ms.) Lookups read the answers (`ears`), and
+another thread notices the agent's death: all asks have failed at once then, and it is reached, and started, again with
+back-off. After a fork the child's copy is dead, and a store that the child opens makes a new one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.agent import messages, sockets
 from store_client.agent.asked import Asked, Elsewhere
+from store_client.agent.ears import Ears, until_lost
 from store_client.agent.messages import Frames, Junk
 from store_client.agent.start import Starter
 from store_client.agent.visit import hear
@@ -66,7 +67,10 @@ class Client:
         self._places: dict[tuple[bytes, Shard], int] = {}
         self._elsewhere: dict[bytes, Elsewhere] = {}
         """By the namespace's digest."""
+        self._wonders: set[int] = set()
+        """Places of those that the agent is yet to answer."""
         self._numbers = self._place_numbers = 0
+        self._ears: Ears | None = None
         self._closed = False
         self._starter = Starter(pool, config)
         self._thread = threading.Thread(target=self._run, name="mooncake-connector-agent", daemon=True)
@@ -76,8 +80,7 @@ class Client:
         """Have it sent; returns at once. What cannot be sent has ended."""
         if not self.ready or self._outbox.qsize() >= _MAX_WAITING or len(self._in_flight) >= _MAX_IN_FLIGHT:
             self.failures["agent_busy" if self.ready else "agent_lost"] += 1
-            asked.done = True
-            asked.index.pop(asked.keys[0], None)
+            asked.leave()
             return
         if not self._awaits_s:
             self._awaits_s = asked.asked_s
@@ -85,6 +88,7 @@ class Client:
 
     def shards_elsewhere(self, namespace: Namespace) -> list[Shard]:
         """Of which shards the tiers have pages, as far as the agent has said; what is asked for is kept up to date."""
+        self.listen()
         known = self._elsewhere.get(namespace.digest)
         if known is None:
             if len(self._elsewhere) >= _PLACES:
@@ -93,6 +97,22 @@ class Client:
         if self.ready and known.is_due(time.monotonic()):
             self._outbox.put(known)
         return known.shards
+
+    def listen(self) -> None:
+        """Take in what the agent has said by now. Waits for nothing."""
+        ears = self._ears
+        if ears is None or not (self._in_flight or self._wonders):
+            return
+        try:
+            for word in ears.words():
+                if isinstance(word, messages.Told):
+                    self._told(word)
+                elif isinstance(word, messages.Shards):
+                    self._heard_of(word)
+        except Junk as error:
+            said = "the connection to the agent broke: %s"
+            log_once(f"agent.broke:{kind_of(str(error))}", said, error, logger=logger)
+            ears.hang_up()
 
     def forget(self) -> None:
         """Tell the agent that there are new marks; one that is not there now finds them when it comes."""
@@ -142,7 +162,7 @@ class Client:
             with contextlib.suppress(Empty):
                 item = self._outbox.get(timeout=left_s)
                 if isinstance(item, Asked):  # from just before the connection was lost
-                    self._end(item)
+                    item.leave()
 
     def _connect(self) -> socket.socket | float:
         """A connection on which the agent has said Welcome; or else a pause in seconds, 0 for the usual one."""
@@ -172,12 +192,14 @@ class Client:
     def _talk(self, connection: socket.socket) -> None:
         """Send what is asked until the connection is lost, or this client is closed."""
         self._places.clear()
+        self._wonders.clear()
         self._awaits_s = 0.0
         connection.settimeout(None)
-        ears = threading.Thread(
-            target=self._hear, args=(connection,), name="mooncake-connector-agent-words", daemon=True
+        watch = threading.Thread(
+            target=self._watch, args=(connection,), name="mooncake-connector-agent-watch", daemon=True
         )
-        ears.start()
+        watch.start()
+        ears = self._ears = Ears(connection)
         self.ready = True
         cleaned_s = time.monotonic()
         try:
@@ -195,12 +217,13 @@ class Client:
                         try:
                             self._send_ask(connection, item)
                         except BaseException:
-                            self._end(item)
+                            item.leave()
                             raise
                     elif isinstance(item, Elsewhere):
                         self._send_which(connection, item)
                     elif isinstance(item, messages.Forget):
                         _send(connection, messages.frame(item))
+                self.listen()
                 if time.monotonic() - cleaned_s > _HOUSEKEEPING_S:
                     cleaned_s = time.monotonic()
                     self._clean(connection, cleaned_s)
@@ -212,16 +235,18 @@ class Client:
             self.ready = False
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-            ears.join(_CLOSE_S)
+            self._ears = None
+            ears.close()
+            watch.join(_CLOSE_S)
             sockets.close(connection)
             self._in_flight.clear()
             for asked in self._kept:
-                self._end(asked)
+                asked.leave()
             self._kept.clear()
 
     def _send_ask(self, connection: socket.socket, asked: Asked) -> None:
         if {KEY_NBYTES} != set(map(len, asked.keys)) or len(asked.parent or asked.keys[0]) != KEY_NBYTES:
-            self._end(asked)  # the caller's mistake, which reading these pages will tell
+            asked.leave()  # the caller's mistake, which reading these pages will tell
             return
         place, parts = self._place(asked.namespace, asked.shard)
         self._numbers += 1
@@ -234,9 +259,7 @@ class Client:
             asked.prefill_tokens_s,
         )  # fmt: skip
         _send(connection, parts + messages.frame(ask))
-        for i, key in enumerate(asked.keys):
-            asked.index[key] = (asked, i)
-        asked.is_indexed = True
+        asked.enter()
 
     def _send_which(self, connection: socket.socket, known: Elsewhere) -> None:
         now_s = time.monotonic()
@@ -245,6 +268,7 @@ class Client:
             namespace = known.namespace
             whole = Shard(0, namespace.num_layers, 0, namespace.num_kv_heads)
             known.place, parts = self._place(namespace, whole)
+            self._wonders.add(known.place)
             _send(connection, parts + messages.frame(messages.Which(known.place)))
 
     def _place(self, namespace: Namespace, shard: Shard) -> tuple[int, bytes]:
@@ -261,21 +285,9 @@ class Client:
         bounds = (shard.layer_start, shard.layer_stop, shard.head_start, shard.head_stop)
         return number, messages.frame(messages.Place(number, namespace.to_dict(), bounds))
 
-    def _hear(self, connection: socket.socket) -> None:
-        frames = Frames()
+    def _watch(self, connection: socket.socket) -> None:
         try:
-            while data := connection.recv(1 << 16):
-                frames.feed(data)
-                while (body := frames.take()) is not None:
-                    message = messages.read_outbound(body)
-                    if isinstance(message, messages.Told):
-                        self._told(message)
-                    elif isinstance(message, messages.Shards):
-                        self._heard_of(message)
-        except (OSError, Junk) as error:
-            if not self._closed:
-                said = "the connection to the agent broke: %s"
-                log_once(f"agent.broke:{kind_of(str(error))}", said, error, logger=logger)
+            until_lost(connection)
         finally:
             self.ready = False
             self._outbox.put(connection)
@@ -291,8 +303,10 @@ class Client:
         if told.done:
             asked.done = True
             self._in_flight.pop(told.number, None)
+        asked.said += 1  # last: a lookup in between looks again
 
     def _heard_of(self, told: messages.Shards) -> None:
+        self._wonders.discard(told.place)
         try:
             shards = [Shard(*bounds) for bounds in told.shards]
         except ValueError as error:
@@ -312,15 +326,8 @@ class Client:
             if self._in_flight.pop(asked.number, None) is not None:
                 self.failures["agent_late"] += 1
                 _send(connection, messages.frame(messages.Cancel(asked.number)))
-            self._end(asked)
+            asked.leave()
         self._kept = kept
-
-    def _end(self, asked: Asked) -> None:
-        asked.done = True
-        for key in asked.keys:
-            found = asked.index.get(key)
-            if found is not None and found[0] is asked:
-                asked.index.pop(key, None)
 
     def _fail(self, cause: str, message: str, *args: object) -> None:
         self.failures[cause] += 1

@@ -157,7 +157,7 @@ class Frames:
         """Whether a frame has begun and not ended."""
         return bool(self._bytes)
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes | memoryview) -> None:
         self._bytes += data
 
     def take(self) -> bytes | None:

@@ -36,7 +36,8 @@ _MAX_UNSENT_NBYTES = 1 << 20
 _HELLO_S = 10.0
 _FRAME_S = 20.0
 """A frame that has begun has ended by then."""
-_TICK_S = 1.0
+_GATHER_S = 0.0005
+"""How many pages come is told as soon as that is settled; before, what is found within so long is told at once."""
 
 logger = get_logger(__name__)
 
@@ -155,11 +156,14 @@ class Server:
 class Asked:
     """An Ask that is being looked after."""
 
-    __slots__ = ("fetch", "namespace", "num_keys", "word")
+    __slots__ = ("fetch", "gathers", "namespace", "num_keys", "told", "word")
 
     def __init__(self, namespace: bytes, num_keys: int) -> None:
         self.namespace, self.num_keys = namespace, num_keys
         self.word = Word()
+        self.told: Word | None = None
+        """What the peer knows."""
+        self.gathers = False
         self.fetch: Fetch | None = None
 
 
@@ -308,10 +312,25 @@ class Peer(asyncio.Protocol):
     def _tell(self, number: int, asked: Asked, word: Word) -> None:
         if self.asks.get(number) is not asked:
             return
-        asked.word = word
+        asked.word, told = word, asked.told
         if word.done:
             del self.asks[number]
             self._num_keys -= asked.num_keys
+        if word.done or word.settled or not word.coming:
+            # Each word wakes a thread of the engine's. That further pages have landed it sees in the pool.
+            if word.done or told is None or (word.coming, word.settled) != (told.coming, told.settled):
+                self._send_word(number, asked)
+        elif not asked.gathers:
+            asked.gathers = True
+            self._loop.call_later(_GATHER_S, self._gathered, number, asked)
+
+    def _gathered(self, number: int, asked: Asked) -> None:
+        asked.gathers = False
+        if self.asks.get(number) is asked and (asked.told is None or asked.told.coming != asked.word.coming):
+            self._send_word(number, asked)
+
+    def _send_word(self, number: int, asked: Asked) -> None:
+        word = asked.told = asked.word
         self.send(messages.Told(number, word.coming, word.landed, word.done, word.cause, word.settled))
 
     def tick(self, now_s: float) -> None:
@@ -324,7 +343,7 @@ class Peer(asyncio.Protocol):
             if not self._frames.is_partial and self._welcome:
                 self._since_s = now_s
             for number, asked in list(self.asks.items()):
-                self._tell(number, asked, asked.word)
+                self._send_word(number, asked)
 
     def hang_up(self) -> None:
         if self._transport is not None:

@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
@@ -29,6 +30,12 @@ _DEADLINE_S = 30.0
 _SHORTEST_S, _LONGEST_S = 0.001, 3600.0
 _MOST_TOKENS_S = 1e9
 _MAX_SPACES = 1024
+_MAX_ANSWERS = 1024
+_LOOK_AGAIN_S = 0.01
+"""A chain that waits for pages is looked up over and over. While the agent says nothing new of it, the pool is looked
+into again only after so long,"""
+_WHOLE_AGAIN_S = 0.05
+"""and for what was there already after so long."""
 
 logger = get_logger(__name__)
 
@@ -79,6 +86,27 @@ class TieredStore(StoreAround):
             self._inner.close()
 
 
+class _Found(NamedTuple):
+    """What the pool has of a chain."""
+
+    present: int
+    whole_s: float
+    """When the pool was last asked for all of it, and when for what was missing."""
+    looked_s: float
+
+
+class _Answer(NamedTuple):
+    """The last answer to lookups of one chain, which holds until then, or until more is said of what was asked."""
+
+    first: bytes
+    num_keys: int
+    found: _Found
+    asked: Asked
+    said: int
+    until_s: float
+    lookup: Lookup
+
+
 class TieredSpace(SpaceAround):
     """A space of the pool; pages that it lacks are asked for where their size `nbytes` is known, and tiers may have
     them, which have none of a private namespace."""
@@ -88,14 +116,42 @@ class TieredSpace(SpaceAround):
         self._client, self._namespace, self._shard = client, namespace, shard
         self._nbytes = None if namespace.is_private else nbytes
         self._asks: Index = {}
+        self._answers: dict[bytes, _Answer] = {}
+        """To lookups of chains that wait for pages, by their last key."""
         self._prefill_tokens_s: float | None = None
 
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
-        found = self._inner.lookup(keys)
-        if found.pages >= len(keys) or self._nbytes is None or not self._client.ready:
-            return found
-        self._ask(keys, found.pages, None, _DEADLINE_S)
-        return self._answer(keys, found.pages)
+        if self._nbytes is None or not keys:
+            return self._inner.lookup(keys)
+        self._client.listen()
+        now_s = time.monotonic()
+        former = self._answers.get(keys[-1])
+        if former is not None and (former.first != keys[0] or former.num_keys != len(keys)):
+            former = None
+        if former is not None and now_s < former.until_s and former.asked.said == former.said:
+            return former.lookup
+        found = self._look(keys, former, now_s)
+        if found.present >= len(keys) or not self._client.ready:
+            return Lookup(found.present)
+        self._ask(keys, found.present, None, _DEADLINE_S)
+        return self._answer(keys, found, now_s)
+
+    def _look(self, keys: Sequence[bytes], former: _Answer | None, now_s: float) -> _Found:
+        """How many pages are present: in full now and then, or else only what was missing. Pages that the agent has
+        just said to have landed need no look."""
+        whole_s, looked_s, present = now_s, 0.0, 0
+        if former is not None and now_s - former.found.whole_s < _WHOLE_AGAIN_S:
+            present, whole_s, looked_s = former.found
+            asked = self._asks.get(keys[present])
+            if asked is not None and asked.is_indexed and now_s - asked.heard_s < _WHOLE_AGAIN_S:
+                place = asked.place(keys[present])
+                landed = asked.landed - place
+                if landed > 0:
+                    present = min(self._end_of(asked, place, keys, present), present + landed)
+        if now_s - looked_s >= _LOOK_AGAIN_S and present < len(keys):
+            looked_s = now_s
+            present += self._inner.lookup(keys[present:] if present else keys).pages
+        return _Found(present, whole_s, looked_s)
 
     def prefetch(
         self,
@@ -108,9 +164,9 @@ class TieredSpace(SpaceAround):
         if prefill_tokens_s is not None and prefill_tokens_s > 0:
             self._prefill_tokens_s = min(prefill_tokens_s, _MOST_TOKENS_S)
         if self._nbytes is not None and self._client.ready:
-            found = self._inner.lookup(keys).pages
-            if found < len(keys):
-                self._ask(keys, found, parent, min(max(deadline_s, _SHORTEST_S), _LONGEST_S))
+            present = self._inner.lookup(keys).pages
+            if present < len(keys):
+                self._ask(keys, present, parent, min(max(deadline_s, _SHORTEST_S), _LONGEST_S))
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """As `Space.remove`, of the pool alone: what a tier has of them comes back when it is looked up."""
@@ -126,13 +182,12 @@ class TieredSpace(SpaceAround):
     def _ask(self, keys: Sequence[bytes], missing: int, parent: bytes | None, deadline_s: float) -> None:
         """Ask for the pages from the first missing one on, unless they were asked for already."""
         at = missing
-        while at < len(keys) and (found := self._asks.get(keys[at])) is not None:
-            asked, place = found
+        while at < len(keys) and (asked := self._asks.get(keys[at])) is not None:
             if not asked.is_indexed:
                 return  # just now
             if asked.done and asked.landed < len(asked.keys):
                 return  # the chain ends there, for now
-            at = self._end_of(asked, place, keys, at)
+            at = self._end_of(asked, asked.place(keys[at]), keys, at)
         if at == len(keys):
             return
         wanted = list(keys[at:])
@@ -140,21 +195,26 @@ class TieredSpace(SpaceAround):
             self._namespace, self._shard, wanted, keys[at - 1] if at else parent, self._nbytes or 0, deadline_s,
             self._prefill_tokens_s, self._asks,
         )  # fmt: skip
-        self._asks[wanted[0]] = (asked, 0)
+        self._asks[wanted[0]] = asked
         self._client.ask(asked)
 
-    def _answer(self, keys: Sequence[bytes], present: int) -> Lookup:
-        now_s = time.monotonic()
-        at, pending = present, False
+    def _answer(self, keys: Sequence[bytes], found: _Found, now_s: float) -> Lookup:
+        """What is there and what is coming; while it is coming the answer is kept."""
+        present = at = found.present
+        pending, until_s = False, now_s + _LOOK_AGAIN_S
+        first = self._asks.get(keys[at])
+        said = 0 if first is None else first.said
         silent = self._client.is_silent(now_s)
-        while at < len(keys) and (found := self._asks.get(keys[at])) is not None:
-            asked, place = found
+        while at < len(keys) and (asked := self._asks.get(keys[at])) is not None:
             if asked.done:
                 # What has landed is in the pool, or was there and is not any more.
                 break
             if not asked.heard_s:
-                pending = pending or (not silent and now_s - asked.asked_s < _FIRST_WORD_S)
+                if now_s < asked.asked_s + _FIRST_WORD_S:
+                    pending = pending or not silent
+                    until_s = min(until_s, asked.asked_s + _FIRST_WORD_S)
                 break
+            place = asked.place(keys[at])
             if asked.coming <= place or not asked.is_fresh(now_s):
                 break
             pending = pending or not asked.settled
@@ -162,7 +222,14 @@ class TieredSpace(SpaceAround):
             at = end
             if asked.coming < len(asked.keys):
                 break
-        return Lookup(present, pending, at - present)
+        lookup = Lookup(present, pending, at - present)
+        if first is not None and not first.done:
+            if len(self._answers) >= _MAX_ANSWERS:
+                self._answers.clear()
+            self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, first, said, until_s, lookup)
+        else:
+            self._answers.pop(keys[-1], None)
+        return lookup
 
     @staticmethod
     def _end_of(asked: Asked, place: int, keys: Sequence[bytes], at: int) -> int:

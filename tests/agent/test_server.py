@@ -244,6 +244,21 @@ def test_no_more_connections_are_taken_than_there_is_room_for(pool, monkeypatch)
         assert lives(agent, pool)
 
 
+def test_pages_that_land_wake_nobody_who_knows_that_they_come(pool):
+    with running(pool) as agent:
+        visitor = met(pool)
+        visitor.send(PLACE, ask(1, chain("a", 3)))
+        asked = until(lambda: agent.fetches.asked)[0]
+        for _ in range(300):
+            for landed in range(3):
+                asked.tell(Word(3, landed, settled=True))
+        asked.tell(Word(3, 3, True, settled=True))
+        words = [visitor.hear()]
+        while not words[-1].done:
+            words.append(visitor.hear())
+        assert words[0].coming == words[-1].landed == 3 and len(words) < 300
+
+
 def test_a_peer_that_does_not_read_is_hung_up_on(pool, monkeypatch):
     monkeypatch.setattr(server, "_MAX_UNSENT_NBYTES", 4096)
     with running(pool) as agent:
@@ -252,8 +267,8 @@ def test_a_peer_that_does_not_read_is_hung_up_on(pool, monkeypatch):
         asked = until(lambda: agent.fetches.asked)[0]
 
         def talk() -> bool:
-            for _ in range(1000):
-                asked.tell(Word(1, cause="x" * 60))
+            for number in range(1000):
+                asked.tell(Word(number % 2, settled=True, cause="x" * 60))
             return asked.cancelled
 
         until(talk)

@@ -409,3 +409,35 @@ def test_a_defect_of_the_client_ends_no_thread(pool, monkeypatch):
 def test_a_wrong_key_is_the_callers_mistake_as_everywhere(pool):
     with running(pool), tiered(pool) as store, pytest.raises(ValueError, match="expected 32"):
         space_of(store).lookup([b"x" * (KEY_NBYTES - 1)])
+
+
+def test_what_is_asked_over_and_over_is_looked_up_once_until_the_agent_says_more(pool, monkeypatch):
+    """The pool may have lost the pages that landed meanwhile: reading them tells."""
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 3600.0)
+    monkeypatch.setattr("store_client.agent.tiered._WHOLE_AGAIN_S", 3600.0)
+    keys = chain("a", 5)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        looks: list[int] = []
+        look = space._inner.lookup
+        monkeypatch.setattr(space._inner, "lookup", lambda keys: looks.append(len(keys)) or look(keys))
+        space.lookup(keys)
+        asked = until(lambda: agent.fetches.asked)[0]
+        asked.tell(Word(coming=4, settled=True))
+        settled(space, keys, Lookup(0, False, 4))
+        asked.tell(Word(coming=3, landed=2, settled=True))
+        settled(space, keys, Lookup(2, False, 1))
+        assert looks == [5]
+        monkeypatch.setattr("store_client.agent.tiered._WHOLE_AGAIN_S", 0.0)
+        asked.tell(Word(coming=4, landed=2, settled=True))
+        settled(space, keys, Lookup(0, False, 4))
+        assert set(looks) == {5} and len(looks) > 1
+
+
+def test_an_agent_that_talks_nonsense_is_left_and_reached_again(pool, monkeypatch):
+    keys = chain("a", 3)
+    with running(pool, StandIn(lambda asked: asked.tell(Word(coming=2)))), tiered(pool) as store:
+        with monkeypatch.context() as broken:
+            broken.setattr("store_client.agent.messages.Frames.take", lambda self: b"nonsense")
+            until(lambda: space_of(store).lookup(keys) and store._client.failures["agent_lost"])
+        settled(space_of(store), keys, Lookup(0, True, 2))

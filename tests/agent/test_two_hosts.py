@@ -78,7 +78,7 @@ def test_what_one_host_clears_comes_from_the_shared_folder_no_more(hosts):
         given(hosts[0].pool, 6)
         reads(two, other)
         space_of(two).prefetch(keys, prefill_tokens_s=1.0)
-        until(lambda: all(asked.done for asked, _ in space_of(two)._asks.values()))
+        until(lambda: all(asked.done for asked in space_of(two)._asks.values()))
         assert space_of(two).lookup(keys).pages == 0
 
 
