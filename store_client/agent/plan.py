@@ -8,7 +8,7 @@ tier begin once the page before them has landed, so that a tier that hangs holds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -277,7 +277,7 @@ class Plan:
 
     def _search(self, chain: Chain) -> None:
         """Find a source for as many leading keys as there are answers for."""
-        keys, sources = chain.wish.keys, chain.sources
+        keys, sources, open_tiers = chain.wish.keys, chain.sources, self._open(chain)
         while len(sources) < chain.limit:
             at = len(sources)
             flight = self._flights.get(self._name(chain.wish, chain.clears, keys[at]))
@@ -287,13 +287,13 @@ class Plan:
                 flight[0].wanted[flight[1]][chain] = at
                 sources.append(_TOGETHER)
             else:
-                tier = next((t for t in self._open(chain) if chain.answers[t][at] == _YES), None)
+                tier = next((t for t in open_tiers if chain.answers[t][at] == _YES), None)
                 if tier is None:
                     break
                 sources.append(tier)
 
-    def _open(self, chain: Chain) -> Iterable[int]:
-        return (t for t, tier in enumerate(self._tiers) if t not in chain.refused and tier.usable())
+    def _open(self, chain: Chain) -> list[int]:
+        return [t for t, tier in enumerate(self._tiers) if t not in chain.refused and tier.usable()]
 
     def _commit(self, chain: Chain) -> bool:
         """Put what was found into batches, as far as it is worth it; False where the search has to be done again."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -59,15 +61,18 @@ class _Batch(Generic[T]):
 class Workers:
     """Args:
     count: operations that are under way at once.
+    niceness: by so much they give way to other threads, also of this process.
     """
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, niceness: int = 0) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._count = count
+        self._count, self._niceness = count, niceness
         for number in range(count):
             threading.Thread(target=self._run, name=f"mooncake-connector-{name}-{number}", daemon=True).start()
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # forbidden, in a container
+            os.nice(self._niceness)  # on Linux it is the thread's own
         while (work := self._queue.get()) is not None:
             work()
             del work  # it holds memory of the caller

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from store_client.tiers.mooncake.library import load, replication, version
 from store_client.tiers.mooncake.link import Link
 from store_client.tiers.mooncake.markers import Markers
 from store_client.tiers.mooncake.memory import Place, Range, Registered, Side, Sides, groups
+from store_client.tiers.mooncake.movers import Movers
 from store_client.tiers.mooncake.names import page_name, pattern
 from store_client.tiers.mooncake.settings import client_settings
 
@@ -37,6 +39,8 @@ class MooncakeCluster(Tier):
     or no master is named.
     """
 
+    batch_nbytes = 32 << 20  # half of it, and the agent's own work for a batch takes a tenth of the speed
+
     def __init__(self, settings: MooncakeTier, pool_name: str = "") -> None:
         self._title = settings.title
         self._settings = client_settings(settings, os.environ)
@@ -45,6 +49,7 @@ class MooncakeCluster(Tier):
         self._registered = Registered()
         self._sides = Sides(self._registered)
         self._link = Link(self._title, self._settings, library, self._registered)
+        self._movers = Movers(self._title)
         self._counts, self._lock = Counter[str](), threading.Lock()
         self._writing, self._changed = set[str](), threading.Condition()
         self._refused_puts = 0
@@ -75,7 +80,7 @@ class MooncakeCluster(Tier):
             if (left_s := end_s - time.monotonic()) <= 0:
                 break
             with self._sides.one() as side, self._link.client(left_s) as client:
-                codes += self._read_group(client, side, group, names, seals, nbytes)
+                codes += self._read_group(client, side, group, names, seals, nbytes, left_s)
         self._judge("read", codes, len(names), nbytes, names)
         return seals
 
@@ -117,7 +122,7 @@ class MooncakeCluster(Tier):
             if (left_s := end_s - time.monotonic()) <= 0:
                 break
             with self._sides.one() as side, self._link.client(left_s) as client:
-                codes += self._write_group(client, side, group, names, pages, puts, nbytes)
+                codes += self._write_group(client, side, group, names, pages, puts, nbytes, left_s)
         self._judge("write", codes, len(absent), nbytes, names)
         return puts
 
@@ -165,6 +170,7 @@ class MooncakeCluster(Tier):
 
     def close(self) -> None:
         self._link.close()
+        self._movers.close()
 
     def _are_there(self, names: Sequence[str], deadline_s: float) -> list[bool]:
         return [found == 1 for found in self._listed(names, lambda client: client.batch_is_exist, deadline_s)]
@@ -194,16 +200,16 @@ class MooncakeCluster(Tier):
         names: Sequence[str],
         seals: list[bytes | None],
         nbytes: int,
+        left_s: float,
     ) -> list[int]:
         """Fills pieces and seals; the status of each page, which is its length with the seal where it is there."""
         buffers = self._buffers(side, group, nbytes)
-        whole = nbytes + SEAL_NBYTES
-        codes: list[int] = _moved(client.batch_get_into_multi_buffers, group, names, buffers)
+        some, whole = [names[place.number] for place in group], nbytes + SEAL_NBYTES
+        read = partial(self._movers.move, client.batch_get_into_multi_buffers, deadline_s=left_s)
+        codes = read(some, buffers)
         if again := [at for at, code in enumerate(codes) if code == status.LEASE_EXPIRED]:
-            some = _moved(
-                client.batch_get_into_multi_buffers, [group[at] for at in again], names, [buffers[at] for at in again]
-            )
-            for at, code in zip(again, some, strict=True):
+            later = read([some[at] for at in again], [buffers[at] for at in again])
+            for at, code in zip(again, later, strict=True):
                 codes[at] = code
         for at, (place, code) in enumerate(zip(group, codes, strict=True)):
             if code != whole:
@@ -222,13 +228,15 @@ class MooncakeCluster(Tier):
         pages: Sequence[Sealed],
         puts: list[Put],
         nbytes: int,
+        left_s: float,
     ) -> list[int]:
         buffers = self._buffers(side, group, nbytes)
         for at, place in enumerate(group):
             side.seal(at)[:] = np.frombuffer(pages[place.number].seal, dtype=np.uint8)
             if not place.buffers:
                 np.concatenate(place.pieces, out=self._staged(side, at, len(group), nbytes))
-        codes = _moved(client.batch_put_from_multi_buffers, group, names, buffers, self._config)
+        some, write = [names[place.number] for place in group], client.batch_put_from_multi_buffers
+        codes = self._movers.move(write, some, buffers, self._config, deadline_s=left_s)
         for place, code in zip(group, codes, strict=True):
             if code == 0:
                 puts[place.number] = Put.STORED
@@ -290,19 +298,6 @@ class MooncakeCluster(Tier):
         with self._link.client(self._settings.rpc_s) as client:
             found = int(client.get_size(name))
         return found >= 0 and found != nbytes + SEAL_NBYTES
-
-
-def _moved(
-    call: Callable[..., Any],
-    group: Sequence[Place],
-    names: Sequence[str],
-    buffers: Sequence[Sequence[Range]],
-    *config: Any,
-) -> list[int]:
-    """A call of the library that moves bytes; the status of each page."""
-    starts = [[one.start for one in parts] for parts in buffers]
-    sizes = [[one.stop - one.start for one in parts] for parts in buffers]
-    return list(call([names[place.number] for place in group], starts, sizes, *config))
 
 
 def _spread(page: Bytes, pieces: Pieces) -> None:

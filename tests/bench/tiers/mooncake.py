@@ -81,7 +81,7 @@ def _settings(master: str) -> MooncakeTier:
 
 
 def flow_rates(where: Path, master: str, nbytes: int, total: int, name: str) -> Measured:
-    """Until the tier has all that was put into the pool, and until the pool has all that was asked for."""
+    """From a pool that has all pages until the tier has them, and from the question until the pool has them again."""
     keys, name_space = chain(name, total // nbytes), namespace(name)
     tier = _Counting(_settings(master), len(keys))
     space_name = SpaceName(name_space.digest, SHARD)
@@ -99,10 +99,11 @@ def flow_rates(where: Path, master: str, nbytes: int, total: int, name: str) -> 
         space.clear()
         flow = Flow(pool, [(_settings(master), tier)], b"")
         try:
-            started_s = time.perf_counter()
             done = space.write(keys, fill, nbytes=nbytes, parents=parents, deadline_s=_DEADLINE_S)
             if done != [Put.STORED] * len(keys):
                 raise BenchError("the pool did not take all pages")
+            started_s = time.perf_counter()
+            tier.takes.set()
             if not tier.has_all.wait(_DEADLINE_S):
                 raise BenchError(f"the cluster does not have all pages within {_DEADLINE_S:g} s")
             yield "write", total / (time.perf_counter() - started_s)
@@ -128,14 +129,15 @@ def flow_rates(where: Path, master: str, nbytes: int, total: int, name: str) -> 
 
 
 class _Counting(MooncakeCluster):
-    """Knows when it has so many pages, without anybody asking it all the time."""
+    """Takes pages once the pool has them all, and knows when it has so many."""
 
     def __init__(self, settings: MooncakeTier, expected: int) -> None:
         super().__init__(settings)
         self._missing, self._count = expected, threading.Lock()
-        self.has_all = threading.Event()
+        self.takes, self.has_all = threading.Event(), threading.Event()
 
     def write(self, *args: Any, **named: Any) -> list[Put]:
+        self.takes.wait(_DEADLINE_S)
         puts = super().write(*args, **named)
         with self._count:
             self._missing -= puts.count(Put.STORED)
