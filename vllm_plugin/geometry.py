@@ -33,8 +33,8 @@ class Unsupported(Exception):
     """Why the pool cannot serve this model or setting; the text is the one log line a person sees."""
 
 
-Kind = Literal["full", "window", "chunked"]
-"""What a group's layers attend to: every token before, the last ones, or those since the chunk began."""
+Kind = Literal["full", "window", "chunked", "state"]
+"""What a group's layers go on from: every token before, the last ones, those since the chunk began, or a state."""
 
 
 @dataclass(frozen=True, kw_only=True)

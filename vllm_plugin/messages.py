@@ -98,10 +98,11 @@ class PDStep:
     Args:
         opened: outgoing: a request whose KV another instance will want -> name of the transfer.
         preempted: outgoing: their KV does not count any more, or vLLM takes their blocks back in this step.
-        computed: outgoing: what this step computes of them, and the tokens of their prompt.
+        computed: outgoing: what this step computes of them, with the block table of each group, and the tokens of their
+            prompt.
         finished: outgoing: their prefill is over -> tokens.
         announced: incoming: a request whose KV comes from elsewhere.
-        granted: incoming: they have blocks now, for these tokens.
+        granted: incoming: they have blocks now, for these tokens (or this state) of each group.
         cancelled: either: they need nothing (more) -> why.
         unreported: of those, the ones whose end vLLM does not wait for.
         home: where this instance's own directory is.
@@ -112,7 +113,7 @@ class PDStep:
     computed: dict[str, tuple[Computed, int]] = field(default_factory=dict)
     finished: dict[str, int] = field(default_factory=dict)
     announced: dict[str, Announcement] = field(default_factory=dict)
-    granted: dict[str, Table] = field(default_factory=dict)
+    granted: dict[str, list[Table]] = field(default_factory=dict)
     cancelled: dict[str, str] = field(default_factory=dict)
     unreported: set[str] = field(default_factory=set)
     home: Address = ("", 0)

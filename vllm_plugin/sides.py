@@ -42,6 +42,8 @@ class SchedulerSide:
         self.prefix = PrefixScheduler(vllm_config, geometry, config, self.stats)
         dp_rank = vllm_config.parallel_config.data_parallel_index
         self.pd = PDScheduler(geometry, config, engine_id, dp_rank, access, self.stats)
+        self._has_one_source = geometry.is_hybrid
+        """Where a transfer brings anything, it brings all: windows of two sources would have to meet."""
         self._granule = math.lcm(int(config.page_tokens), *(group.block_tokens for group in geometry.groups))
         """What the pool brings ends at a multiple of it, so that no block is filled from two sides."""
 
@@ -52,10 +54,10 @@ class SchedulerSide:
             self.prefix.announce(request)
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """What a transfer will bring, all of the prompt, or else what is in the pool."""
+        """What a transfer will bring, all of the prompt (see `PDScheduler.brings`), or else what is in the pool."""
         expects = self.pd.expects(request)
         pooled = self.prefix.matched_tokens(request, num_computed_tokens, fetch=not expects)  # for `after_alloc` too
-        rest = request.num_prompt_tokens - num_computed_tokens
+        rest = self.pd.brings(request) - num_computed_tokens
         return (rest, True) if rest > 0 and expects else pooled
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -63,9 +65,9 @@ class SchedulerSide:
         self.prefix.give_away(request, blocks)
         num_pooled = num_external_tokens
         if self.pd.expects(request):
-            stop = request.num_prompt_tokens
+            stop = self.pd.brings(request)
             first = stop - num_external_tokens
-            end = min(first + self.prefix.offered(request), stop)
+            end = first if self._has_one_source else min(first + self.prefix.offered(request), stop)
             if end < stop:
                 end = max(first, end // self._granule * self._granule)
             num_pooled = end - first

@@ -76,8 +76,8 @@ def transfers_of(engine: Engine) -> list[Any]:
 
 
 def jobs(engine: Engine) -> list[Any]:
-    """What an engine asked its workers to fetch."""
-    return [job for step in engine.metadata for job in step.pd.granted.values()]
+    """What an engine asked its workers to fetch, into the blocks of its first group."""
+    return [tables[0] for step in engine.metadata for tables in step.pd.granted.values()]
 
 
 def granted(engine: Engine, transfer_id: str = "") -> bool:

@@ -40,22 +40,14 @@ def memory_of(shared: oracle.Slots, spec: KVCacheSpec) -> oracle.Slots:
     return shared.reshape(*shared.shape[:2], spec.num_kv_heads, spec.block_size)
 
 
-def as_states(memory: oracle.Slots, spec: MambaSpec, names: list[str]) -> dict[str, list[torch.Tensor]]:
-    """A group's memory as vLLM hands it over: a layer's states, one behind the other in each block."""
+def as_states(memory: oracle.Slots, names: list[str]) -> dict[str, torch.Tensor]:
+    """A group's memory as vLLM hands it over: a layer's states are bytes `[block, 1, 1, byte]`, whatever is in them."""
     assert isinstance(memory.base, np.ndarray)
-    nbytes = torch.from_numpy(memory.base.reshape(-1).view(np.uint8))
+    nbytes = torch.from_numpy(memory.base.reshape(-1).view(np.int8))
     layer_stride, block_stride, _ = memory.strides
-    found: dict[str, list[torch.Tensor]] = {}
-    for layer, name in enumerate(names):
-        start = layer * layer_stride
-        states = found[name] = []
-        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
-            within = torch.empty(shape, dtype=dtype)
-            whole = nbytes[start:][: (memory.shape[1] - 1) * block_stride + within.nbytes].view(dtype)
-            strides = block_stride // dtype.itemsize, *within.stride()
-            states.append(whole.as_strided((memory.shape[1], *shape), strides))
-            start += within.nbytes
-    return found
+    content = memory.shape[2] * oracle.SLOT_NBYTES
+    shape, strides = (memory.shape[1], 1, 1, content), (block_stride, content, content, 1)
+    return {name: nbytes.as_strided(shape, strides, layer * layer_stride) for layer, name in enumerate(names)}
 
 
 def as_kv_caches(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from mooncake_connector.kv.geometry import Shard
 from transfer.plan.granularity import Bounds
 from transfer.plan.layout import Table
 from transfer.protocol import orders
@@ -50,9 +49,9 @@ def node() -> Node:
 
 @pytest.fixture
 def worker(node: Any) -> PDWorker:
-    section: Any = SimpleNamespace(shard=Shard(0, 2, 0, 1))
+    sections: Any = SimpleNamespace(layers={}, last_layers=[(0, 1)])
     device: Any = SimpleNamespace(then=lambda call: call())
-    return PDWorker(node, section, [], Bounds(), device, ConnectorStats())
+    return PDWorker(node, sections, Bounds(), device, ConnectorStats())
 
 
 def step(**said: Any) -> StepMetadata:
@@ -109,7 +108,7 @@ def test_what_cannot_be_done_for_one_request_is_done_for_the_others(
     worker: PDWorker, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.before_step(step(preempted=["gone"], opened={"sent": "sent"}))
-    said = step(announced={"other": announcement("other")}, granted={"gone": Table(0, 8, [1])})
+    said = step(announced={"other": announcement("other")}, granted={"gone": [Table(0, 8, [1])]})
     said.pd.finished = {"gone": 8, "sent": 8}
     worker.start(said)
     assert node.told == [("open", "sent"), ("awaited", "sent"), ("finished", "sent"), ("announce", "other")]

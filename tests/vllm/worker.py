@@ -50,7 +50,7 @@ class Worker:
         for group in groups:
             names = layer_names(group.layers)
             if isinstance(group.spec, MambaSpec):
-                self._caches |= as_states(group.memory, group.spec, names)
+                self._caches |= as_states(group.memory, names)
             else:
                 self._caches |= as_kv_caches(group.memory, names, kernel_tokens=setup.kernel_tokens)
         caches = self._caches

@@ -19,10 +19,10 @@ from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from transfer.control.connection import Access
 from transfer.control.directory import THIS_HOST, Address, Directory, RankCard
-from transfer.plan.layout import Table
+from transfer.plan.layout import NO_BLOCK, Table
 from transfer.serving import Computed
 from transfer.transports.base import TransferError
-from vllm_plugin.geometry import Geometry
+from vllm_plugin.geometry import Geometry, Group
 from vllm_plugin.messages import Announcement, PDStep, WorkerReport
 from vllm_plugin.naming import named_tokens
 from vllm_plugin.pd.params import PrefillRequest, answer_params, parse_params, transfer_name
@@ -139,6 +139,10 @@ class PDScheduler:
                 reason = "the model's identity is not known yet"
             log_once(f"pd.nameless:{reason}", "a request is prefilled here: %s", reason, logger=logger)
             return
+        if self._geometry.is_hybrid and not _has_a_last_token(request):
+            reason = "its prompt is one token, or is read to its end (prompt_logprobs)"
+            log_once("pd.whole", "a request of a hybrid model is prefilled here: %s", reason, logger=logger)
+            return
         name = transfer_name(asked.transfer_id, namespace, root, named_tokens(request, 0, request.num_prompt_tokens))
         same = self._outgoing if isinstance(asked, PrefillRequest) else self._incoming
         if any(other.name == name for other in same.values()):
@@ -146,6 +150,8 @@ class PDScheduler:
         elif isinstance(asked, PrefillRequest):
             self._outgoing[request.request_id] = _Outgoing(request, name, asked)
             self._step.opened[request.request_id] = name
+            if self._geometry.is_hybrid:
+                _leave_last_token(request)
         else:
             self._incoming[request.request_id] = _Incoming(name, asked.name)
             self._step.announced[request.request_id] = Announcement(name, asked.where, asked.computed)
@@ -158,6 +164,14 @@ class PDScheduler:
         """Whether KV of a request is to come that has no blocks yet."""
         incoming = self._incoming.get(request.request_id)
         return incoming is not None and not incoming.granted
+
+    def brings(self, request: Request) -> int:
+        """Tokens of the prompt, the first ones, of which a transfer brings the KV.
+
+        Of a hybrid model all but the last. The decode instance computes that one in any case, from windows and states
+        as they are before it; after it they are others.
+        """
+        return request.num_prompt_tokens - self._geometry.is_hybrid
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, num_pooled: int) -> None:
         """Blocks were allocated for a request whose KV is expected.
@@ -172,9 +186,11 @@ class PDScheduler:
         self._incoming[request.request_id].granted = True
         assert request.kv_transfer_params is not None
         request.kv_transfer_params["do_remote_prefill"] = False  # one transfer a request
-        stop = request.num_prompt_tokens
-        first = stop - num_external_tokens + num_pooled
-        self._step.granted[request.request_id] = Table(first, stop, list(blocks.get_block_ids()[0]))
+        stop = self.brings(request)
+        first, block_ids = stop - num_external_tokens + num_pooled, blocks.get_block_ids()
+        self._step.granted[request.request_id] = [
+            _wanted(group, first, stop, block_ids[group.index]) for group in self._geometry.groups
+        ]
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """vLLM is through with a request: whether its blocks are to be held, and what to tell the router."""
@@ -286,9 +302,10 @@ class PDScheduler:
         request = outgoing.request
         prompt_tokens = request.num_prompt_tokens
         if request.num_computed_tokens < prompt_tokens:
-            block_ids = list(self._manager.get_block_ids(request.request_id)[0])
+            block_ids = self._manager.get_block_ids(request.request_id)
             stop = min(request.num_computed_tokens + num_tokens, prompt_tokens)
-            step.computed[request.request_id] = Computed([block_ids], stop, outgoing.run), prompt_tokens
+            tables = [_held(group, stop, block_ids[group.index]) for group in self._geometry.groups]
+            step.computed[request.request_id] = Computed(tables, stop, outgoing.run), prompt_tokens
 
     def update(self, output: KVConnectorOutput) -> None:
         """Take in what the workers report."""
@@ -307,3 +324,37 @@ class PDScheduler:
         directory, self._directory = self._directory, None
         if directory is not None:
             directory.close()
+
+
+def _wanted(group: Group, first: int, stop: int, block_ids: Sequence[int]) -> Table:
+    """What of a group a request goes on from that has the KV of tokens before `first`, and wants that before `stop`."""
+    if group.kind == "state":
+        return Table(0, 1, [block_ids[(stop - 1) // group.block_tokens]])
+    return Table(max(first, group.first_kept(stop)), stop, list(block_ids))
+
+
+def _held(group: Group, stop: int, block_ids: Sequence[int]) -> list[int]:
+    """The block table of a group's section with tokens before `stop` computed, of states the block with the last one.
+
+    Without blocks that vLLM has taken back, as windows move on: it names its null block there.
+    """
+    if group.kind == "state":
+        block_ids = [block_ids[(stop - 1) // group.block_tokens]]
+    return [block_id or NO_BLOCK for block_id in block_ids]
+
+
+def _has_a_last_token(request: Request) -> bool:
+    """Whether it can be left to the decode instance."""
+    return request.num_prompt_tokens > 1 and not request.get_skip_reading_prefix_cache()
+
+
+def _leave_last_token(request: Request) -> None:
+    """Have a prefill instance compute all but a prompt's last token, and stop there.
+
+    With that one computed, windows would have moved on by a token and states be those after it. What vLLM samples then
+    is of no use to anybody, as little as all else that a prefill instance samples.
+    """
+    assert request.prompt_token_ids is not None
+    del request.prompt_token_ids[-1:], request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1

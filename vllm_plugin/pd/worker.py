@@ -17,7 +17,7 @@ from transfer.control.connection import Access
 from transfer.control.directory import Address
 from transfer.device_order import DeviceOrder
 from transfer.plan.granularity import Bounds, Granularity
-from transfer.plan.layout import RankLayout, Section, Table
+from transfer.plan.layout import Table
 from transfer.protocol.incoming import Incoming
 from transfer.protocol.orders import Ending, Failed
 from transfer.protocol.outgoing import Outgoing
@@ -26,6 +26,7 @@ from transfer.session import Node, NodeOptions
 from transfer.transports.base import TransferError
 from vllm_plugin.kv_memory import KVMemory
 from vllm_plugin.messages import Announcement, Ended, StepMetadata
+from vllm_plugin.pd.sections import RankSections
 from vllm_plugin.stats import ConnectorStats
 
 logger = get_logger(__name__)
@@ -33,52 +34,38 @@ logger = get_logger(__name__)
 
 def open_worker(memory: KVMemory, config: Config, access: Access, stats: ConnectorStats) -> PDWorker | None:
     """Set transfers up over KV memory that was registered; None, and one line that says why, where they cannot be."""
-    (part,) = memory.groups
-    group, device, blocks = part.group, part.tensors[0].device, part.blocks
-    assert blocks is not None
+    device = memory.groups[0].tensors[0].device
     if device.type not in ("cpu", "cuda"):
         logger.warning("KV transfers are off: no transport can move KV blocks in %s memory", device.type)
         return None
-    section = Section(
-        name="kv",
-        model_layers=group.num_layers,
-        model_heads=group.num_kv_heads,
-        shard=part.shard,
-        k_dim=group.k_dim,
-        v_dim=group.v_dim,
-        itemsize=group.itemsize,
-        blocks=blocks.layout,
-    )
     options = NodeOptions.configured(config)
     try:
-        node = Node(RankLayout((section,)), memory.storages, access, options, device.index)
+        sections = RankSections(memory)
+        node = Node(sections.layout, memory.storages, access, options, device.index)
     except (TransferError, ValueError, OSError) as error:
         logger.error("KV transfers are off: %s", error)
         return None
-    return PDWorker(node, section, memory.layers, options.bounds, DeviceOrder(memory.record), stats)
+    return PDWorker(node, sections, options.bounds, DeviceOrder(memory.record), stats)
 
 
 class PDWorker:
     """See the module; `stats` takes what is counted.
 
     Args:
-        section: the KV of the one group of layers that this rank has.
-        layers: names of this rank's layers, in order.
+        sections: what this rank hands over.
         device: makes calls when the device has done what was queued before them.
     """
 
     def __init__(
         self,
         node: Node,
-        section: Section,
-        layers: Sequence[str],
+        sections: RankSections,
         bounds: Bounds,
         device: DeviceOrder,
         stats: ConnectorStats,
     ) -> None:
-        self._node, self._section, self._bounds = node, section, bounds
+        self._node, self._sections, self._bounds = node, sections, bounds
         self._device, self._stats = device, stats
-        self._layers = {name: section.shard.layer_start + number for number, name in enumerate(layers)}
         self._transfers: dict[str, Outgoing | Incoming] = {}
         """Whose end vLLM waits for, by request. The id of one that ended early may be another's by then."""
         self._is_stopped = False
@@ -109,13 +96,15 @@ class PDWorker:
 
     def layer_computed(self, name: str) -> None:
         """The forward pass has written a layer of this step's tokens."""
-        if self._progress_by_layer and name in self._layers:
-            self._computed(self._layers[name], self._progress_by_layer)
+        if self._progress_by_layer and name in self._sections.layers:
+            section, layer = self._sections.layers[name]
+            self._computed(section, layer, self._progress_by_layer)
 
     def step_computed(self, metadata: StepMetadata) -> None:
         """The forward pass is over."""
         if self._progress:
-            self._computed(self._section.shard.layer_stop - 1, self._progress)
+            for section, layer in self._sections.last_layers:
+                self._computed(section, layer, self._progress)
             self._progress, self._progress_by_layer = [], []
 
     def start(self, metadata: StepMetadata) -> None:
@@ -125,8 +114,8 @@ class PDWorker:
             self._finished(req_id, num_tokens)
         for req_id, announced in step.announced.items():
             self._announced(req_id, announced, step.home)
-        for req_id, table in step.granted.items():
-            self._granted(req_id, table)
+        for req_id, tables in step.granted.items():
+            self._granted(req_id, tables)
         for req_id, cause in step.cancelled.items():
             self._cancelled(req_id, cause, reported=req_id not in step.unreported)
 
@@ -141,8 +130,8 @@ class PDWorker:
         transfer = self._transfers[req_id] = Outgoing(name, req_id)
         self._node.open(transfer)
 
-    def _computed(self, layer: int, progress: list[tuple[Outgoing, Computed]]) -> None:
-        self._device.then(lambda: self._node.computed(layer, progress))
+    def _computed(self, section: int, layer: int, progress: list[tuple[Outgoing, Computed]]) -> None:
+        self._device.then(lambda: self._node.computed(layer, progress, section))
 
     @contained(nothing)
     def _finished(self, req_id: str, num_tokens: int) -> None:
@@ -158,12 +147,12 @@ class PDWorker:
         self._node.announce(transfer, home)
 
     @contained(nothing)
-    def _granted(self, req_id: str, table: Table) -> None:
+    def _granted(self, req_id: str, tables: Sequence[Table]) -> None:
         """After what a former owner of the blocks still computes into them; vLLM waits from now on."""
         transfer = self._transfers[req_id]
         assert isinstance(transfer, Incoming)
-        self._node.allocated(transfer, [table])
-        self._device.then(lambda: self._node.grant(transfer, [table]))
+        self._node.allocated(transfer, tables)
+        self._device.then(lambda: self._node.grant(transfer, tables))
 
     @contained(nothing)
     def _cancelled(self, req_id: str, cause: str, *, reported: bool) -> None:
@@ -204,11 +193,18 @@ class PDWorker:
             ended.sent.add(transfer.request)
             return
         ended.arrived.add(transfer.request)
-        for table in transfer.tables:
-            if transfer.ending is Ending.DONE:
-                self._stats.add("fetched_tokens", len(table.tokens))
-            elif transfer.ending is not Ending.CANCELLED:
-                ended.failed_blocks.update(self._section.holding(table.block_ids, table.first_token, table.stop_token))
+        if transfer.ending is Ending.DONE:
+            self._stats.add("fetched_tokens", max((len(table.tokens) for table in transfer.tables), default=0))
+        elif transfer.ending is not Ending.CANCELLED and transfer.tables:
+            self._failed(transfer, ended)
+
+    def _failed(self, transfer: Incoming, ended: Ended) -> None:
+        """Of a model with several groups vLLM takes whole requests only."""
+        if len(self._sections.layout.sections) > 1:
+            ended.refused.add(transfer.request)
+            return
+        (section,), (table,) = self._sections.layout.sections, transfer.tables
+        ended.failed_blocks.update(section.holding(table.block_ids, table.first_token, table.stop_token))
 
     def stop(self, cause: str) -> None:
         """End every transfer, and each that begins later; when this returns, the node touches no memory any more."""
