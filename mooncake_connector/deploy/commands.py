@@ -102,6 +102,8 @@ def settings_environ(settings: Mapping[str, Any]) -> dict[str, str]:
 def _text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
+    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        return json.dumps(value)
     return ",".join(value) if isinstance(value, list) else str(value)
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from mooncake_connector.config.file import entries, parse_yaml, read_text, value_of
 from mooncake_connector.config.schema import Config, Setting, check_together, checked, suggestion
+from mooncake_connector.config.tiers import Tiers, place_of
 from mooncake_connector.config.values import shown
 from mooncake_connector.deploy.flags import problem_with
 from mooncake_connector.deploy.schema import MAX_PORT, Deployment, Environment, decode, is_variable, meta_of
@@ -101,6 +102,8 @@ class _Reader:
             given[key] = checked(key, values[key], f"{self._name}, line {at}")
             if self._for_containers:
                 self._check_rendered(key, values[key], at)
+                if key == "tiers" and values.get("agent") != "external":
+                    self._check_folders(given[key].value, at)
         defaults = msgspec.structs.fields(Config)
         check_together([given.get(one.name) or Setting(one.name, one.default, "default") for one in defaults])
         return {**values}
@@ -112,6 +115,13 @@ class _Reader:
             raise self._error(line, problem)
         if key.startswith("tls_") and value is not None:
             raise self._error(line, f"connector.{key} is not rendered: leave it out, and add certificates afterwards")
+
+    def _check_folders(self, tiers: Tiers, line: int) -> None:
+        """An agent that an engine starts runs in that engine's container."""
+        for tier in tiers:
+            if place_of(tier) is not None:
+                problem = f"connector.tiers has {tier.title!r}, whose folder no container of an engine has: set "
+                raise self._error(line, f"{problem}connector.agent to external, and add the agent (docs/fleet.md)")
 
     def _check_together(self, found: Deployment) -> None:
         for role in ("prefill", "decode"):

@@ -43,6 +43,15 @@ def test_vllm_gets_roles_and_ports_that_follow_each_other(tmp_path):
     assert run["prefill-0"].env == {} and run["prefill-0"].listens == (("127.0.0.1", 8100),)
 
 
+def test_tiers_come_to_each_instance_as_the_file_has_them(tmp_path):
+    tiers = [{"kind": "mooncake", "master": "10.0.0.1:50051", "soft_pin": True}, {"kind": "mooncake", "name": "two"}]
+    named = made(tmp_path, "engine: vllm\nmodel: owner/m\nconnector: {tiers: [mooncake]}")
+    run = made(tmp_path, f"engine: vllm\nmodel: owner/m\nconnector:\n  tiers: {json.dumps(tiers)}")
+    for name in ("prefill-0", "decode-0"):
+        assert load_config(None, run[name].env).tiers == load_config({"tiers": tiers}, {}).tiers
+        assert load_config(None, named[name].env).tiers == load_config({"tiers": ["mooncake"]}, {}).tiers
+
+
 def test_in_the_concurrent_order_the_router_knows_where_prefill_instances_are_asked(tmp_path):
     run = made(tmp_path, "engine: vllm\nmodel: owner/m\nprefill: {count: 2}\nrouter: {order: concurrent}")
     assert [run[f"prefill-{n}"].env["MOONCAKE_CONNECTOR_TRANSFER_PORT"] for n in (0, 1)] == ["18100", "18101"]

@@ -520,6 +520,14 @@ def test_certificates_are_not_rendered(tmp_path):
     assert "line 4: connector.tls_certificate is not rendered: leave it out" in run.stderr
 
 
+def test_tiers_in_folders_are_rendered_for_an_agent_of_its_own(tmp_path):
+    tiers = "  tiers: [{kind: mooncake, master: '10.0.0.1:50051'}, {kind: disk, path: /nvme/kv, capacity: 1TiB}]\n"
+    file = f"engine: vllm\nmodel: /m\nconnector:\n{tiers}"
+    with pytest.raises(ConfigError, match=r"line 4: connector.tiers has 'disk', whose folder .*agent to external"):
+        rendered(tmp_path, file, "k8s")
+    assert "/nvme/kv" in str(rendered(tmp_path, f"{file}  agent: external\n", "k8s"))
+
+
 @pytest.mark.parametrize("words", [["--render", "helm"], ["--render", "k8s", "--check"], ["--render"]])
 def test_forms_that_do_not_exist_are_wrong_usage(tmp_path, words):
     file = tmp_path / "d.yaml"
