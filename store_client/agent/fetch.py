@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from functools import partial
 
 from mooncake_connector.log import get_logger, log_once
+from store_client.agent.chain import BEHIND, Batch, Chain, Question
 from store_client.agent.landing import Landing
 from store_client.agent.lanes import Job, Lane
-from store_client.agent.plan import BEHIND, Batch, Chain, Plan, Question
+from store_client.agent.plan import Plan
 from store_client.agent.source import Source
 from store_client.agent.wish import Wish, Word
 from store_client.embedded import EmbeddedStore

@@ -14,8 +14,8 @@ from mooncake_connector.config.tiers import TierSettings
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
+from store_client.agent.chain import Chain
 from store_client.agent.fetch import Fetcher
-from store_client.agent.plan import Chain
 from store_client.agent.report import TierReport
 from store_client.agent.source import Source
 from store_client.agent.splits import Splits

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from mooncake_connector.log import get_logger, log_once
-from store_client.agent.plan import BEHIND, LANDED, Batch
+from store_client.agent.chain import BEHIND, LANDED, Batch
 from store_client.agent.source import Source
 from store_client.base import Pieces, Put
 from store_client.embedded import EmbeddedStore

@@ -8,7 +8,8 @@ from agent.flows import wish_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from store_client.agent.plan import BEHIND, LANDED, Batch, Chain, Plan, Question
+from store_client.agent.chain import BEHIND, LANDED, Batch, Chain, Question
+from store_client.agent.plan import Plan
 from store_client.agent.wish import Wish, Word
 from store_client.testing import PAGE_NBYTES, chain
 

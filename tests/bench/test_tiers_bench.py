@@ -55,6 +55,7 @@ def test_a_cluster_beside_a_bare_client(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [
         "mooncake, write, pages of 1024 KiB", "mooncake, read, pages of 1024 KiB",
+        "mooncake, read for 8 prompts at once, pages of 1024 KiB",
     ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from mooncake_connector.cli.bench.measure import Progress
 PEERS = ("mooncake",)
 QUICK = Scale(nbytes=32 << 20, rounds=1, pages=(1 << 20,))
 _GOALS = {"disk": 0.8, "folder": 0.8, "mooncake": 0.9}
-_CLUSTER_NBYTES = 256 << 20
+_CLUSTER_NBYTES = 512 << 20
 
 
 def run(

@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ class Rates:
 
 
 Measured = Iterator[tuple[str, float]]
-"""("write" or "read", bytes a second)."""
+"""("write", "read" or a way to do it, bytes a second)."""
 
 
 def compare(
@@ -62,12 +62,12 @@ def compare(
     """Each page size in rounds; both are given a folder of their own, the page size, and the number of the round."""
     found = []
     for nbytes in scale.pages:
-        rates: Mapping[str, tuple[list[float], list[float]]] = {"write": ([], []), "read": ([], [])}
+        rates: dict[str, tuple[list[float], list[float]]] = {}
         for number in range(scale.rounds):
             for column, measure in enumerate((ours, other)):
                 with scratch(folder) as where:
                     for what, rate in measure(where, nbytes, number):
-                        rates[what][column].append(rate)
+                        rates.setdefault(what, ([], []))[column].append(rate)
         for what, (mine, theirs) in rates.items():
             found.append(Rates(f"{title}, {what}, pages of {nbytes >> 10} KiB", tuple(mine), tuple(theirs)))
             say(str(found[-1]))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ _NODES = 2
 _ROOM_NBYTES = 128 << 20
 _START_S = 60.0
 _DEADLINE_S = 300.0
+_PROMPTS = 8
+_SEVERAL = f"read for {_PROMPTS} prompts at once"
 _LEASES = ("--default_kv_lease_ttl=10000", "--client_ttl=60")
 
 
@@ -107,25 +110,39 @@ def flow_rates(where: Path, master: str, nbytes: int, total: int, name: str) -> 
             if not tier.has_all.wait(_DEADLINE_S):
                 raise BenchError(f"the cluster does not have all pages within {_DEADLINE_S:g} s")
             yield "write", total / (time.perf_counter() - started_s)
-            space.clear()
-            told, words = threading.Event(), list[Word]()
-
-            def tell(word: Word) -> None:
-                words.append(word)
-                if word.done:
-                    told.set()
-
-            wish = Wish(
-                namespace=name_space, shard=SHARD, keys=keys, parent=None, nbytes=nbytes, deadline_s=_DEADLINE_S
-            )
-            started_s = time.perf_counter()
-            flow.ask(wish, tell)
-            if not told.wait(_DEADLINE_S) or words[-1].landed != len(keys):
-                raise BenchError(f"not all pages came back: {words[-1] if words else 'no word'}")
-            yield "read", total / (time.perf_counter() - started_s)
+            for what, prompts in (("read", 1), (_SEVERAL, _PROMPTS)):
+                space.clear()
+                step = len(keys) // prompts
+                wishes = [
+                    Wish(
+                        namespace=name_space, shard=SHARD, keys=keys[first : first + step], parent=None, nbytes=nbytes,
+                        deadline_s=_DEADLINE_S,
+                    )
+                    for first in range(0, step * prompts, step)
+                ]  # fmt: skip
+                started_s = time.perf_counter()
+                _fetch(flow, wishes)
+                yield what, step * prompts * nbytes / (time.perf_counter() - started_s)
             flow.clear(name_space.digest, set())
         finally:
             flow.close()
+
+
+def _fetch(flow: Flow, wishes: Sequence[Wish]) -> None:
+    """All at once, until all of their pages are there."""
+    words: SimpleQueue[Word] = SimpleQueue()
+    for wish in wishes:
+        flow.ask(wish, words.put)
+    landed = ended = 0
+    while ended < len(wishes):
+        try:
+            word = words.get(timeout=_DEADLINE_S)
+        except Empty:
+            raise BenchError(f"not all pages came back within {_DEADLINE_S:g} s") from None
+        if word.done:
+            landed, ended = landed + word.landed, ended + 1
+    if landed != sum(len(wish.keys) for wish in wishes):
+        raise BenchError(f"not all pages came back: {word}")
 
 
 class _Counting(MooncakeCluster):
@@ -189,7 +206,7 @@ class Bare:
                 raise BenchError(f"the bare client could not get: {codes}")
 
         batch = max(1, tier.batch_nbytes // nbytes)
-        for what, work in (("write", put), ("read", get)):
+        for what, work in (("write", put), ("read", get), (_SEVERAL, get)):
             started_s = time.perf_counter()
             side_by_side(work, names, batch, tier.parallel)
             yield what, count * nbytes / (time.perf_counter() - started_s)
@@ -197,8 +214,8 @@ class Bare:
 
 
 if __name__ == "__main__":
-    scale = Scale(nbytes=256 << 20, rounds=int(os.environ.get("ROUNDS", "5")), pages=(256 << 10, 1 << 20))
+    scale = Scale(nbytes=512 << 20, rounds=int(os.environ.get("ROUNDS", "5")), pages=(256 << 10, 1 << 20))
     if "tiny" in sys.argv[2:]:
-        scale = Scale(nbytes=4 << 20, rounds=1, pages=(1 << 20,))
+        scale = Scale(nbytes=16 << 20, rounds=1, pages=(1 << 20,))
     measure(Path(sys.argv[1]), scale, lambda line: print(line, flush=True))
     os._exit(0)  # the library takes long to be unloaded

@@ -1,0 +1,90 @@
+"""A wish under way: what the plan remembers of it, of the questions it asks of tiers, and of its batches of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from store_client.agent.wish import Wish, Word
+
+LANDED = ""
+"""What became of a page that is in the pool."""
+BEHIND = "behind"
+"""Why a page that a tier may have was not taken from it: the one before it did not come."""
+
+
+@dataclass(eq=False, slots=True)
+class Question:
+    """Which of a chain's keys has the tier?"""
+
+    chain: Chain
+    tier: int
+    start: int
+    count: int
+
+    @property
+    def keys(self) -> Sequence[bytes]:
+        return self.chain.wish.keys[self.start : self.start + self.count]
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Consecutive pages of a chain that are to be fetched from one tier."""
+
+    tier: int
+    wish: Wish
+    """Whose namespace, shard and size they have."""
+    clears: int
+    keys: Sequence[bytes]
+    parents: Sequence[bytes | None]
+    wanted: list[dict[Chain, int]]
+    """Of each page, who wants it, as which of its keys."""
+    after: Batch | None
+    """The batch of the page before the first one, where that was under way."""
+    released: bool = False
+    ended: bool = False
+    whole: bool = False
+    """Whether all of it is in the pool."""
+    publishing: bool = False
+    followers: list[Batch] = field(default_factory=list)
+
+    def chains(self) -> set[Chain]:
+        return {chain for wanted in self.wanted for chain in wanted}
+
+
+@dataclass(eq=False, slots=True)
+class Chain:
+    """A wish under way."""
+
+    wish: Wish
+    tell: Callable[[Word], None]
+    deadline: float
+    clears: int
+    answers: list[bytearray]
+    """By tier, for each key."""
+    here: bytearray
+    """For each key, whether it landed."""
+    limit: int
+    """Keys from here on are not tried any more."""
+    sizes: list[int]
+    """By tier, keys of its next question."""
+    questions: list[Question | None]
+    """By tier, the one under way."""
+    refused: set[int] = field(default_factory=set)
+    """Tiers from which fetching would take longer than computing."""
+    sources: list[int] = field(default_factory=list)
+    """The tier of each leading key that was found."""
+    taken: dict[int, int] = field(default_factory=dict)
+    """By tier, pages that were put into batches."""
+    committed: int = 0
+    """Leading keys that landed or are in batches."""
+    landed: int = 0
+    cause: str = ""
+    last: Word = field(default_factory=Word)
+    words: list[Word] = field(default_factory=list)
+    """To be told."""
+    telling: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.last.done
