@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mooncake_connector.log import get_logger, log_once
+from store_client.tiers.workers import give_way
 
 logger = get_logger(__name__)
 
@@ -29,12 +30,13 @@ class Lane:
     """Runs jobs in order, `width` at once, in daemon threads of its own that start when they are needed.
 
     A job that never returns costs its thread. Where all of them hang, the lane is stuck and takes no job any more.
+    `urgent`: its threads do not give way to those of engines; somebody waits for an answer.
     """
 
     _current = threading.local()
 
-    def __init__(self, name: str, width: int) -> None:
-        self._name, self.width = name, max(1, width)
+    def __init__(self, name: str, width: int, *, urgent: bool = False) -> None:
+        self._name, self.width, self._urgent = name, max(1, width), urgent
         self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._running: set[Job] = set()
@@ -68,6 +70,8 @@ class Lane:
         return True
 
     def _work(self) -> None:
+        if not self._urgent:
+            give_way()
         while True:
             with self._changed:
                 self._idle += 1

@@ -34,7 +34,7 @@ class Source:
         self.title = settings.title
         self.reads, self.writes = Breaker(), Breaker()
         self.speed, self.tally = Speed(), Tally()
-        self.questions = Lane(f"ask-{self.title}", _QUESTIONS_AT_ONCE)
+        self.questions = Lane(f"ask-{self.title}", _QUESTIONS_AT_ONCE, urgent=True)
         self.fetches = Lane(f"fetch-{self.title}", tier.parallel)
         self.gifts = Lane(f"give-{self.title}", 1 if settings.write == "none" else tier.parallel)
         self._stats = TierStats()

@@ -14,6 +14,19 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 Outcome = list["T | BaseException"]
 
+_NICENESS = 10
+"""A tenth of the weight of another thread: where all cores are busy what engines do comes first, and this goes on."""
+
+
+def give_way() -> None:
+    """Have the calling thread, which moves bytes, and those that it starts give way to others, engines above all.
+
+    The kernel weighs threads within a control group (a container, a service), or else within a session where it groups
+    by those (`sched_autogroup_enabled`).
+    """
+    with contextlib.suppress(OSError):  # forbidden, in a container
+        os.nice(_NICENESS)  # on Linux it is the thread's own
+
 
 class _Batch(Generic[T]):
     def __init__(self, operations: Sequence[Callable[[], T]]) -> None:
@@ -61,18 +74,16 @@ class _Batch(Generic[T]):
 class Workers:
     """Args:
     count: operations that are under way at once.
-    niceness: by so much they give way to other threads, also of this process.
     """
 
-    def __init__(self, name: str, count: int, niceness: int = 0) -> None:
+    def __init__(self, name: str, count: int) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._count, self._niceness = count, niceness
+        self._count = count
         for number in range(count):
             threading.Thread(target=self._run, name=f"mooncake-connector-{name}-{number}", daemon=True).start()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # forbidden, in a container
-            os.nice(self._niceness)  # on Linux it is the thread's own
+        give_way()
         while (work := self._queue.get()) is not None:
             work()
             del work  # it holds memory of the caller

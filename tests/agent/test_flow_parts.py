@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from queue import SimpleQueue
 
 import pytest
 
@@ -177,3 +179,13 @@ def test_where_no_thread_can_be_started_a_job_is_refused(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", start)
     assert Lane("test", 2).run(lambda: None, lambda _: None) == "threads"
+
+
+@pytest.mark.parametrize(("urgent", "given"), [(False, 10), (True, 0)])
+def test_threads_that_move_bytes_give_way_and_those_that_somebody_waits_for_do_not(urgent, given):
+    own, seen = os.getpriority(os.PRIO_PROCESS, 0), SimpleQueue[int]()
+    lane = Lane("test", 1, urgent=urgent)
+    assert not lane.run(lambda: seen.put(os.getpriority(os.PRIO_PROCESS, 0)), lambda _: None)
+    assert seen.get(timeout=120) == min(own + given, 19)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+    assert lane.close(time.monotonic() + 120)

@@ -15,13 +15,12 @@ from store_client.tiers.workers import Workers
 
 _AT_ONCE = 4
 """As many as the agent has under way, reads and writes."""
-_NICENESS = 10
 
 
 class Movers:
     def __init__(self, title: str) -> None:
         self._title = title
-        self._workers = Workers(f"move-{title}", _AT_ONCE, _NICENESS)
+        self._workers = Workers(f"move-{title}", _AT_ONCE)
 
     def move(
         self, call: Callable[..., Any], names: Sequence[str], buffers: Sequence[Sequence[Range]], *config: Any,
