@@ -12,6 +12,7 @@ what cannot be stored is reported as not stored.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
@@ -41,6 +42,7 @@ from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, p
 from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
 from sglang_backend.metrics import Metrics
 from sglang_backend.plugin import hooked
+from sglang_backend.states import longest, look_for_states, restorable
 from sglang_backend.stored_pool import Movers, StoredPool
 from store_client.open import BackgroundStore, open_in_background
 from store_client.sharded import ShardView
@@ -132,11 +134,14 @@ class MooncakeConnectorStorage(HiCacheStorage):
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         return self._hits(keys, extra_info, fetch=True)
 
-    def _hits(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None, *, fetch: bool) -> int:
-        """Leading pages that are in the pool, or where `fetch` on their way there from a tier."""
+    def _hits(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None, *, fetch: bool, wanted: int | None = None
+    ) -> int:
+        """Leading pages, of so many as are wanted, that are in the pool, or where `fetch` on their way there from a
+        tier."""
         if self._kv is None:
             return 0
-        names = _names(keys)
+        names = _names(keys[:wanted])
         hits = self._kv.prefix(names, _parent(extra_info)) if fetch else sum(takewhile(bool, self._kv.contains(names)))
         page_tokens = self._kv.pages.page_slots
         if hits * page_tokens < (self._config.min_hit_tokens or 0):
@@ -153,13 +158,19 @@ class MooncakeConnectorStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        # States (Mamba, sliding windows) are stored for a few pages only, and no tier is asked for those: KV that a
-        # tier would bring is of no use without them.
-        fetch = all(transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES for transfer in pool_transfers or [])
+        # Where there are states (Mamba, sliding windows), KV that a tier would bring is of no use without them: they
+        # are looked for first, and the KV is fetched as far as they go.
+        trailing = [one for one in pool_transfers or [] if one.hit_policy == PoolHitPolicy.TRAILING_PAGES]
+        asks = bool(self._config.tiers) and threading.current_thread() is not threading.main_thread()
+        states = look_for_states(trailing, self._others, _names(keys), tiers=asks)
+        reach = longest(states, trailing) if asks and trailing else 0
+        fetch = not trailing or reach > 0
         # Without a buffer of its own, the anchor has what the other pools have.
-        kv_pages = len(keys) if self._kv is None and pool_transfers else self._hits(keys, extra_info, fetch=fetch)
+        kv_pages = len(keys)
+        if self._kv is not None or not pool_transfers:
+            kv_pages = self._hits(keys, extra_info, fetch=fetch, wanted=reach or len(keys))
         hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
-        restorable = set(range(1, kv_pages + 1))
+        legal = set(range(1, kv_pages + 1))
         names = _names(keys[:kv_pages])
         for transfer in pool_transfers or []:
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:  # never decides about the KV pages
@@ -167,16 +178,18 @@ class MooncakeConnectorStorage(HiCacheStorage):
             other = self._others.get(transfer.name)
             if other is None:
                 present = [False] * kv_pages
+            elif transfer.name in states:
+                present = states[transfer.name][:kv_pages]
             elif fetch:
                 found = other.prefix(names, _parent(extra_info))
                 present = [True] * found + [False] * (kv_pages - found)
             else:
                 present = other.contains(names)
-            lengths = _restorable(present, transfer)
+            lengths = restorable(present, transfer)
             if lengths:
                 hits[transfer.name] = max(lengths)
-            restorable &= lengths
-        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+            legal &= lengths
+        return PoolTransferResult(max(legal, default=0), hits, sorted(legal))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -345,20 +358,6 @@ def _parent(extra_info: HiCacheStorageExtraInfo | None) -> bytes | None:
     """The page before the first one of a call, where SGLang says it (`hicache_storage_pass_prefix_keys`)."""
     before = extra_info.prefix_keys if extra_info is not None else None
     return _names(before[-1:])[0] if before else None
-
-
-def _restorable(present: Sequence[bool], transfer: PoolTransfer) -> set[int]:
-    """Prefix lengths, in pages, at which a pool has what its hit policy asks for."""
-    length = present.index(False) if False in present else len(present)
-    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-        return set(range(1, length + 1))
-    window = max(1, len(transfer.keys or ()))
-    lengths, run = set(), 0
-    for pages, here in enumerate(present, start=1):
-        run = run + 1 if here else 0
-        if run >= min(window, pages):
-            lengths.add(pages)
-    return lengths
 
 
 def _first_slots(stored: StoredPool | None, keys: Sequence[str], indices: torch.Tensor | None) -> list[int] | None:

@@ -23,6 +23,7 @@ from store_client.mover import PAUSE_S, Mover
 from store_client.sharded import ConsumePart, ShardView
 
 _STOP_S = 2.0
+_ASK_AGAIN_S = 0.002
 _LOOKUP_HANGS_S = 1.0
 """A lookup only reads memory: one that took so much longer than it may wait says that the next one will as well."""
 _MOST_PROMISED = 1 << 16
@@ -82,18 +83,47 @@ class StoredPool:
         """
         return self._look_up(lambda view: self._prefix(view, keys, parent), 0)
 
+    def each(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each page by itself whether it is present or coming, after a wait as in `prefix`."""
+        return self._look_up(lambda view: self._each(view, keys), [False] * len(keys))
+
+    def _each(self, view: ShardView, keys: Sequence[bytes]) -> list[bool]:
+        asked_s = time.monotonic()
+        wait_s = self._patience_s(asked_s)
+        found = [view.lookup([key]) for key in keys]
+        while any(one.pending for one in found) and time.monotonic() - asked_s < (wait_s or 0.0):
+            time.sleep(_ASK_AGAIN_S)
+            found = [view.lookup([key]) for key in keys]
+        now_s = time.monotonic()
+        if now_s - asked_s > _ASK_AGAIN_S:
+            self._metrics.waited(now_s - asked_s)
+        self._waited(asked_s, wait_s, late=any(one.pending for one in found))
+        return [one.pages + (0 if wait_s is None else one.coming) > 0 for one in found]
+
+    def _patience_s(self, now_s: float) -> float | None:
+        """How long a lookup may wait; None where pages that are coming do not count either."""
+        may_wait = now_s >= self._impatient_until_s and threading.current_thread() is not threading.main_thread()
+        return self._config.lookup_wait_s if may_wait else None
+
     def _prefix(self, view: ShardView, keys: Sequence[bytes], parent: bytes | None) -> int:
         asked_s = time.monotonic()
-        may_wait = asked_s >= self._impatient_until_s and threading.current_thread() is not threading.main_thread()
-        wait_s = self._config.lookup_wait_s if may_wait else 0.0
+        wait_s = self._patience_s(asked_s)
         if self._config.tiers:
             view.prefetch(keys, parent=parent)
         found = view.lookup(keys)
         if found.pending and wait_s:
             found = view.lookup_within(keys, wait_s)
             self._metrics.waited(time.monotonic() - asked_s)
+        self._waited(asked_s, wait_s, late=found.pending)
+        if wait_s is None:
+            return found.pages
+        self._promise(keys[found.pages : found.pages + found.coming])
+        return found.pages + found.coming
+
+    def _waited(self, asked_s: float, wait_s: float | None, *, late: bool) -> None:
+        """A lookup that was begun at `asked_s` is over; `late`: the store did not say all of it."""
         now_s = time.monotonic()
-        if found.pending and wait_s:
+        if late and wait_s:
             self._impatient_until_s = now_s + PAUSE_S  # else each request behind this one would wait as long in turn
             self._metrics.failed("lookup", "late")
             log_once(
@@ -103,12 +133,8 @@ class StoredPool:
                 wait_s, PAUSE_S,
                 logger=logger,
             )  # fmt: skip
-        if now_s - asked_s > wait_s + _LOOKUP_HANGS_S:
+        if now_s - asked_s > (wait_s or 0.0) + _LOOKUP_HANGS_S:
             self._lookup_failed("hung", f"it took {now_s - asked_s:.1f} s")
-        if not may_wait:
-            return found.pages
-        self._promise(keys[found.pages : found.pages + found.coming])
-        return found.pages + found.coming
 
     def _promise(self, keys: Sequence[bytes]) -> None:
         """SGLang will be told that these are hits, and asks for them in a moment; not for all, and not always."""
