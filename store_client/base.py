@@ -6,6 +6,7 @@ they could not. Exceptions are for the caller's own mistakes (a key that is not 
 """
 
 import enum
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ class Lookup(NamedTuple):
     coming: int = 0
     """So many more, right behind, are being fetched: who plans a load may count on them, and loads them as they land.
     One that does not land is a page that was lost."""
+    wait_s: float = math.inf
+    """Where `pending`: it is worth to ask again if that is within so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,9 @@ class ShardView:
             count += own.pages
         following = keys[count + own.coming :]
         if own.pending or not following:
-            return Lookup(count, own.pending, min(own.coming, len(keys) - count))
+            return Lookup(count, own.pending, min(own.coming, len(keys) - count), own.wait_s)
         found = others.lookup(following)
-        return Lookup(count, found.pending, own.coming + found.coming)
+        return Lookup(count, found.pending, own.coming + found.coming, found.wait_s)
 
     def prefetch(
         self,

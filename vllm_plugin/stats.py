@@ -22,6 +22,7 @@ SUMS = {
     "tier_lost_pages": "Of tier_promised_pages, those that did not come in time and were computed",
     "tier_waits": "Requests that were put aside until tiers had said which of their pages they have",
     "tier_wait_seconds": "Seconds for which requests were put aside for that",
+    "tier_unheard": "Requests that were planned before tiers had said so",
     "queried_tokens": "Prompt tokens beyond the local prefix cache that were looked up in the pool",
     "load_bytes": "Bytes loaded from the pool into KV blocks",
     "load_seconds": "Seconds from the submission of a load to its end",

@@ -62,6 +62,12 @@ class Asked:
             if self.index.get(key) is self:
                 self.index.pop(key, None)
 
+    @property
+    def prefill_s(self) -> float | None:
+        """What computing the pages takes; None where that is not known."""
+        speed = self.prefill_tokens_s
+        return len(self.keys) * self.namespace.page_tokens / speed if speed else None
+
     def is_fresh(self, now_s: float) -> bool:
         """Whether the last word on it still says how it stands."""
         return now_s - self.heard_s < _STALE_S

@@ -27,6 +27,7 @@ from store_client.agent import messages, sockets
 from store_client.agent.asked import Asked, Elsewhere
 from store_client.agent.ears import Ears, until_lost
 from store_client.agent.messages import Frames, Junk
+from store_client.agent.patience import Patience
 from store_client.agent.start import Starter
 from store_client.agent.visit import hear
 
@@ -55,6 +56,7 @@ class Client:
         self.users = 0
         self.ready = False
         """Whether an agent is connected: only then anything is asked."""
+        self.patience = Patience()
         self.failures: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()
         self._taking = threading.Lock()
@@ -297,6 +299,8 @@ class Client:
         asked = self._in_flight.get(told.number)
         if asked is None:
             return
+        if asked.prefill_tokens_s and not asked.settled and (told.settled or told.done):
+            self.patience.heard(len(asked.keys), min(told.coming, len(asked.keys)))
         asked.coming, asked.landed = min(told.coming, len(asked.keys)), min(told.landed, len(asked.keys))
         asked.settled = told.settled
         asked.heard_s = time.monotonic()

@@ -6,6 +6,7 @@ far is part of the answer. Nothing here waits for the agent.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from bisect import bisect_left
@@ -24,8 +25,6 @@ from store_client.around import SpaceAround, StoreAround
 from store_client.base import Lookup, Space, StoreStats
 from store_client.embedded import EmbeddedStore
 
-_FIRST_WORD_S = 0.002
-"""For so long after it was asked the agent's first word is worth another lookup."""
 _DEADLINE_S = 30.0
 _SHORTEST_S, _LONGEST_S = 0.001, 3600.0
 _MOST_TOKENS_S = 1e9
@@ -201,7 +200,7 @@ class TieredSpace(SpaceAround):
     def _answer(self, keys: Sequence[bytes], found: _Found, now_s: float) -> Lookup:
         """What is there and what is coming; while it is coming the answer is kept."""
         present = at = found.present
-        pending, until_s = False, now_s + _LOOK_AGAIN_S
+        pending, wait_s, until_s = False, math.inf, now_s + _LOOK_AGAIN_S
         first = self._asks.get(keys[at])
         said = 0 if first is None else first.said
         silent = self._client.is_silent(now_s)
@@ -210,9 +209,9 @@ class TieredSpace(SpaceAround):
                 # What has landed is in the pool, or was there and is not any more.
                 break
             if not asked.heard_s:
-                if now_s < asked.asked_s + _FIRST_WORD_S:
-                    pending = pending or not silent
-                    until_s = min(until_s, asked.asked_s + _FIRST_WORD_S)
+                left_s = asked.asked_s + self._client.patience.wait_s(asked.prefill_s) - now_s
+                if not silent and left_s > 0 and not pending:
+                    pending, wait_s, until_s = True, left_s, now_s
                 break
             place = asked.place(keys[at])
             if asked.coming <= place or not asked.is_fresh(now_s):
@@ -222,7 +221,7 @@ class TieredSpace(SpaceAround):
             at = end
             if asked.coming < len(asked.keys):
                 break
-        lookup = Lookup(present, pending, at - present)
+        lookup = Lookup(present, pending, at - present, wait_s)
         if first is not None and not first.done:
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()

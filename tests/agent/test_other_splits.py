@@ -33,7 +33,7 @@ QUARTERS = tuple(Shard(0, 4, head, head + 1) for head in range(4))
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent's first word is waited for, however busy the machine is."""
     forget_causes()
-    monkeypatch.setattr("store_client.agent.tiered._FIRST_WORD_S", 60.0)
+    monkeypatch.setattr("store_client.agent.patience.LEAST_S", 60.0)
 
 
 @pytest.fixture

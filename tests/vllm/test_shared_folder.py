@@ -27,7 +27,7 @@ Host = Callable[..., Engine]
 @pytest.fixture
 def host(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     """`host(name, **settings)`: an engine with a pool of its own, whose agent knows the shared folder."""
-    monkeypatch.setattr("store_client.agent.tiered._FIRST_WORD_S", 60.0)
+    monkeypatch.setattr("store_client.agent.patience.LEAST_S", 60.0)
     monkeypatch.setattr("store_client.jobs._HEARING_S", 60.0)
     secret = tmp_path / "secret"
     secret.write_bytes(b"0123456789abcdef" * 2)

@@ -232,6 +232,30 @@ def test_tiers_that_say_nothing_put_a_request_aside_once_and_cost_it_nothing_els
     assert figures(engine)["tier_waits"] == 1 and figures(engine)["tier_wait_seconds"] > 0
 
 
+@pytest.mark.parametrize("others", [False, True], ids=["idle", "busy"])
+def test_a_request_waits_for_the_first_word_where_the_next_step_is_near(
+    start: Start, faults: Faults, monkeypatch: pytest.MonkeyPatch, others: bool
+) -> None:
+    """While others compute, the next step is as far away as the last one took, which may be more than it is worth."""
+    engine = warmed(start, extra=TIERS)
+    takes = property(lambda speed: 30.0, lambda speed, step_s: None)
+    monkeypatch.setattr(type(engine.prefix.speed), "step_s", takes, raising=False)
+    asked: list[Lookup] = []
+
+    def slow(keys: Sequence[bytes], found: Lookup) -> Lookup:
+        asked.append(Lookup(0, pending=len(asked) < 3, wait_s=20.0))
+        return asked[-1]
+
+    if others:
+        other = engine.add(OTHER, 40)
+        engine.run(until=lambda: engine.texts[other])
+    before = figures(engine).get("tier_waits", 0)
+    faults.answer = slow
+    engine.check(PROMPT, computed=NOTHING_LOADED)
+    assert figures(engine).get("tier_waits", 0) - before == (not others)
+    assert figures(engine).get("tier_unheard", 0) == others
+
+
 def test_what_the_agent_did_not_do_is_among_the_engines_failures(start: Start) -> None:
     """In one process the scheduler's side and the worker's have one client, and each failure counts once."""
     engine = warmed(start, extra=TIERS)

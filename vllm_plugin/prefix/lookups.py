@@ -7,6 +7,7 @@ have, the pool answers what it has heard so far and is asked again.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 
 from mooncake_connector.config.schema import Config
@@ -67,10 +68,10 @@ class Lookups:
             said = "a lookup took %.1f s: no prefix reuse for %d s"
             log_once("lookup.hung", said, now_s - asked_s, _STALL_PAUSE_S, logger=logger)
         if now_s < self._unpromised_until_s:  # what lands meanwhile counts
-            found = Lookup(found.pages, found.pending and not found.coming)
+            found = Lookup(found.pages, found.pending and not found.coming, wait_s=found.wait_s)
         tokens = max((first + found.pages + found.coming) * page_tokens - num_local_tokens, 0)
         reuse_s = _PENDING_REUSE_S if found.pending else _LOOKUP_REUSE_S
-        return Offer(num_local_tokens, tokens, found.coming, found.pending, now_s + reuse_s)
+        return Offer(num_local_tokens, tokens, found.coming, found.pending, found.wait_s, now_s + reuse_s)
 
     def leading(self, keys: list[bytes], views: list[ShardView], fetch: bool = True) -> Lookup:
         """The leading pages that all ranks have or will have: more may come where they may for each that has no more.
@@ -83,16 +84,20 @@ class Lookups:
             found = [view.lookup(keys) for view in views]
             pages = min(one.pages for one in found)
             stop = min(len(keys), *(one.pages + one.coming for one in found))
-            pending = all(one.pending for one in found if one.pages + one.coming == stop)
-            return Lookup(pages, pending, max(stop - pages, 0))
+            ends = [one for one in found if one.pages + one.coming == stop]
+            wait_s = min((one.wait_s for one in ends), default=math.inf)
+            return Lookup(pages, all(one.pending for one in ends), max(stop - pages, 0), wait_s)
         except Exception as error:
             self._stats.fail("lookup")
             log_once("lookup", "a lookup failed: %r", error, logger=logger, exc_info=True)
             return Lookup(0)
 
-    def is_worth_a_wait(self, tracked: Tracked, offer: Offer) -> bool:
-        """Whether a request waits for the rest of an answer; pages that are known to come are no reason."""
-        waits = self._waits(tracked, offer)
+    def is_worth_a_wait(self, tracked: Tracked, offer: Offer, step_s: float) -> bool:
+        """Whether a request waits for the rest of an answer; pages that are known to come are no reason.
+
+        `step_s`: what the step is expected to take that the others get meanwhile; 0 where there are none.
+        """
+        waits = max(step_s, _PENDING_REUSE_S) <= offer.wait_s and self._waits(tracked, offer)
         if not waits and tracked.aside_since_s is not None:
             self._stats.add("tier_wait_seconds", time.monotonic() - tracked.aside_since_s)
             tracked.aside_since_s = None

@@ -9,6 +9,7 @@ vLLM like those that are there, and the load waits for them. Saves are planned i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from mooncake_connector.config.schema import Config
@@ -75,6 +76,10 @@ class PrefixScheduler:
         """Steps that may be planned before the outcome of the first of them is known, and that one."""
         self.speed = PrefillSpeed(self._page_tokens, self._max_batches)
         self._doubtful_steps = 0
+        self._begins = False
+        """Whether a request has been given its turn since the last step was planned."""
+        self._computing: Collection[str] = ()
+        """What the last step computes."""
         self._namespace: Namespace | None = None
 
         def identify() -> None:  # may read all weights
@@ -136,11 +141,16 @@ class PrefixScheduler:
             return 0, False
         asks = fetch or not self._tiered
         offer = tracked.offer = self._lookups.offer(tracked, former, num_computed_tokens, views, fetch=asks)
-        if self._lookups.is_worth_a_wait(tracked, offer):
+        if self._lookups.is_worth_a_wait(tracked, offer, self.speed.step_s if self._computes() else 0.0):
             return None, False
         if offer.tokens < self._min_hit_tokens:
             return 0, False
         return offer.tokens, True
+
+    def _computes(self) -> bool:
+        """Whether the step that is being planned computes anything, as far as can be told: something that the last one
+        computed goes on, or something new has its turn."""
+        return self._begins or any(req_id in self._tracked for req_id in self._computing)
 
     def offered(self, request: Request) -> int:
         """Tokens beyond the local hit that the last lookup of a request found in the pool."""
@@ -161,6 +171,7 @@ class PrefixScheduler:
         """
         tracked = self.track(request)
         offer, tracked.offer = tracked.offer, None
+        self._begins = self._begins or not num_from_pool
         if not request.num_computed_tokens:  # vLLM will count what anybody loads before it is there
             tracked.loading = (0, 0)
         if offer is None:
@@ -168,6 +179,8 @@ class PrefixScheduler:
         num_local = offer.local_tokens
         if num_from_pool:
             self._plan_load(tracked, blocks, offer, num_from_pool)
+        if offer.pending:
+            self._stats.add("tier_unheard")
         self._stats.add("queried_tokens", request.num_prompt_tokens - num_local)
         self._record(num_local // self._page_tokens, offer.tokens // self._page_tokens, request.num_prompt_tokens)
 
@@ -193,6 +206,7 @@ class PrefixScheduler:
     def build(self, scheduled: SchedulerOutput) -> StepMetadata:
         """The jobs of this step: loads planned above, and saves of the pages that this step completes."""
         metadata, self._metadata = self._metadata, StepMetadata()
+        self._begins, self._computing = False, scheduled.num_scheduled_tokens
         self._add_saves(scheduled, metadata)
         if metadata.loads or metadata.saves:
             metadata.namespace = self.namespace()

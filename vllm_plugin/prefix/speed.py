@@ -23,6 +23,8 @@ class PrefillSpeed:
         self._steps: deque[tuple[float, int]] = deque(maxlen=in_flight)
         self._tokens = self._seconds = 0.0
         self._free_s = 0.0
+        self.step_s = 0.0
+        """Seconds of the last step, whatever it computed; 0 before the first one."""
 
     @property
     def tokens_s(self) -> float | None:
@@ -40,6 +42,7 @@ class PrefillSpeed:
             return
         planned_s, num_tokens = self._steps.popleft()
         began_s, self._free_s = max(planned_s, self._free_s), time.monotonic()
+        self.step_s = self._free_s - began_s
         if num_tokens and self._free_s > began_s:
             self._tokens = _KEPT * self._tokens + num_tokens
             self._seconds = _KEPT * self._seconds + self._free_s - began_s

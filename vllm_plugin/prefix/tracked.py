@@ -21,6 +21,7 @@ class Offer:
         tokens: in the pool beyond those, or on their way there.
         num_coming: pages of these, the last ones, that are on their way.
         pending: the pool may have more in a moment.
+        wait_s: asking again is worth it within so many seconds.
         good_until_s: from then on the pool is asked again.
     """
 
@@ -28,6 +29,7 @@ class Offer:
     tokens: int
     num_coming: int
     pending: bool
+    wait_s: float
     good_until_s: float
 
 
