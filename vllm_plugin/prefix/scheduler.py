@@ -91,7 +91,8 @@ class PrefixScheduler:
             shards = [(group, shard) for group in geometry.groups for shard in group.shards()]
             page_nbytes = sum(group.page_format(shard, self._page_tokens).nbytes for group, shard in shards)
             _tell_sizes(store.stats().capacity_nbytes, page_nbytes, self._page_tokens, own_tokens)
-            self._views()  # begins to ask which shards tiers have, before the first request does
+            if (namespace := self.namespace()) is not None:  # asks which shards tiers have, before the first request
+                store.shards_elsewhere(self._geometry.group_namespace(namespace, 0))
 
         self._store = open_in_background(config, identify, tell_sizes)
         self._store.wait(_IDENTITY_WAIT_S)
