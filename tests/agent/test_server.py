@@ -154,6 +154,7 @@ AFTER_HELLO: dict[str, list[bytes | Inbound]] = {
     "random": [struct.pack("<I", 64) + bytes(range(64))],
     "a second Hello": [struct.pack("<I", 2) + b"\x80\x80"],
     "an unknown place": [ask(1, chain("a", 1), place=9)],
+    "shards of an unknown place": [messages.Which(9)],
     "a number twice": [PLACE, ask(1, chain("a", 1)), ask(1, chain("a", 1))],
     "half a key": [PLACE, Ask(1, 1, b"x" * 48, None, 4096, 1.0, None)],
     "no key": [PLACE, Ask(1, 1, b"", None, 4096, 1.0, None)],
