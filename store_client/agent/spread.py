@@ -21,7 +21,7 @@ from store_client.embedded.present import Reread
 from store_client.tiers.base import SpaceName
 
 _SHORTEST_POLL_S, _POLL_S = 0.001, 0.05
-"""Right after there was something new, and in the end."""
+"""Right after there was something to give, and in the end."""
 _REREAD_POLL_S = 1.0
 _SURVEY_PAUSE_S = 0.01
 _SURVEY_PAGES = 1024
@@ -89,12 +89,14 @@ class Spread:
             position = news.position
             if news.gap:
                 yield from self._survey()
-            for change in news.changes:
-                if change.stored:
-                    yield from self._tasks_of(change, is_new=True, counted=True)
-            if news.changes:
+            tasks = [
+                task for change in news.changes if change.stored
+                for task in self._tasks_of(change, is_new=True, counted=True)
+            ]  # fmt: skip
+            yield from tasks
+            if tasks:
                 poll_s = _SHORTEST_POLL_S
-            else:
+            elif sum(len(change.keys) for change in news.changes) < _FEED_PAGES:
                 self._stop.wait(poll_s)
                 poll_s = min(2 * poll_s, _POLL_S)
                 yield None
@@ -108,23 +110,22 @@ class Spread:
                 yield from self._tasks_of(change, is_new=False, counted=False)
 
     def _tasks_of(self, change: Change, *, is_new: bool, counted: bool) -> Iterator[_Task]:
-        """None for pages that no tier is to have. What is new comes in batches, a share for each thread."""
+        """Without pages that the tier is not to have. What is new comes in batches, a share for each thread."""
         space = self._pool.space_named(change.namespace_digest, change.shard)
         if space is None or space.is_private:
             return
-        at = 0
-        while at < len(change.keys) and not self._stop.is_set():
-            step = self._size.pages(change.nbytes) if is_new else len(change.keys)
-            yield _Task(space, _some(change, change.keys[at : at + step]), is_new, counted)
-            at += step
+        keys = change.keys
+        if not self._source.settings.share:
+            keys = tuple(key for key, brought in zip(keys, space.brought(keys), strict=True) if not brought)
+        step = self._size.pages(change.nbytes) if is_new else max(1, len(keys))
+        for at in range(0, len(keys), step):
+            yield _Task(space, _some(change, keys[at : at + step]), is_new, counted)
 
     # -- giving it: by several threads at once ------------------------------------------------------------------
 
     def _give(self, task: _Task) -> None:
         change = task.change if task.is_new else self._absent(task.change)
         name, keys, nbytes = SpaceName(change.namespace_digest, change.shard), change.keys, change.nbytes
-        if not self._source.settings.share:
-            keys = tuple(key for key, brought in zip(keys, task.space.brought(keys), strict=True) if not brought)
         at = 0
         while at < len(keys) and not self._stop.is_set():
             some = keys[at : at + self._size.pages(nbytes)]
