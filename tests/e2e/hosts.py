@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
-import socket
 import subprocess
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from e2e.network import LOOPBACK, Host
 from e2e.pages import wait_for
-from e2e.process import ENVIRONMENTS, small_environment
+from e2e.process import ENVIRONMENTS, free_port, small_environment
 from mooncake_connector.errors import PoolError
 from store_client.agent.visit import ask_report
 
-__all__ = ["CAPACITY", "ENGINE", "Agent", "Cluster", "silent_master"]
+__all__ = ["CAPACITY", "ENGINE", "Agent", "Cluster"]
 
 COMMAND = ENVIRONMENTS.parent / ".venv" / "bin" / "mooncake-connector"
 """Of the environment that has Mooncake; those of the engines do not, as on a host where only the agent needs it."""
@@ -32,17 +33,22 @@ ENGINE = {
     "MOONCAKE_CONNECTOR_CAPACITY": CAPACITY,
 }
 """Settings of an engine whose agent is started apart: what its tiers are is the agent's business."""
-PATIENCE_S = 120.0
+DOCS = ENVIRONMENTS.parent / "docs" / "fleet.md"
+MASTER, NODE = "10.0.0.1", "10.0.0.7"
+"""Addresses in its commands for real hosts."""
+MASTER_PORT, METRICS_PORT = 50051, 9003
 
 
 class Command:
-    """`mooncake-connector ...` as a process of its own, and what it says."""
+    """A process of its own, and what it says. `launcher` runs the rest of its arguments on another host."""
 
-    def __init__(self, log: Path, *arguments: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, log: Path, *command: str | Path, env: Mapping[str, str] | None = None, launcher: Sequence[str] = ()
+    ) -> None:
         self.log = log
         with open(log, "ab") as out:
             self.process = subprocess.Popen(
-                [COMMAND, *arguments],
+                [*launcher, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -69,10 +75,10 @@ class Command:
 
 
 class Agent:
-    """The agent of one pool, started again by the test, as systemd would."""
+    """The agent of one pool, on the pool's host; started again by the test, as systemd would."""
 
-    def __init__(self, pool: Path, log: Path, env: Mapping[str, str]) -> None:
-        self.pool, self._log, self._env = pool, log, dict(env)
+    def __init__(self, pool: Path, log: Path, env: Mapping[str, str], host: Host = LOOPBACK) -> None:
+        self.pool, self._log, self._env, self._host = pool, log, dict(env), host
         self._command: Command | None = None
         log.unlink(missing_ok=True)
 
@@ -80,7 +86,8 @@ class Agent:
         """With these tiers from now on; without any, with those of before."""
         if tiers:
             self._env["MOONCAKE_CONNECTOR_TIERS"] = json.dumps(tiers)
-        self._command = Command(self._log, "agent", "--foreground", "--pool", str(self.pool), env=self._env)
+        arguments = ("agent", "--foreground", "--pool", self.pool)
+        self._command = Command(self._log, COMMAND, *arguments, env=self._env, launcher=self._host.launcher)
         wait_for(self._answers, f"an agent of {self.pool}")
 
     def _answers(self) -> bool:
@@ -89,6 +96,10 @@ class Agent:
         with suppress(PoolError):
             return ask_report(self.pool) is not None
         return False
+
+    @property
+    def is_running(self) -> bool:
+        return self._command is not None
 
     def kill(self) -> None:
         self._end(signal.SIGKILL)
@@ -112,62 +123,86 @@ class Agent:
 
 
 class Cluster:
-    """A Mooncake master and two nodes; what is killed of it is started again, three times each."""
+    """A Mooncake master and nodes, each on its host, by the very commands that docs/fleet.md gives for real hosts.
 
-    def __init__(self, logs: Path) -> None:
+    The test starts again what it killed, as systemd would. Without namespaces all share one address.
+    """
+
+    def __init__(self, master: Host, nodes: Sequence[Host], logs: Path) -> None:
         self._logs = logs
         logs.mkdir(exist_ok=True)
-        self.start()
+        self._master, self._nodes = master, nodes
+        apart = bool(master.name)
+        port, metrics_port = (MASTER_PORT, METRICS_PORT) if apart else (free_port(), free_port())
+        self._address = f"{master.data}:{port}"
+        self._segments = f"http://{master.control}:{metrics_port}/get_all_segments"
+        said, _ = said_for_real_hosts(self._address, "")
+        self._commands = {"master": (master, [*said, f"--metrics_port={metrics_port}"])}
+        for number, node in enumerate(nodes):
+            _, said = said_for_real_hosts(self._address, node.data)
+            port_of_its_own = [] if apart else [f"--port={free_port()}"]
+            self._commands[f"node-{number}"] = (node, [*said, *port_of_its_own])
+        self._running: dict[str, Command] = {}
+        for name in self._commands:
+            (logs / f"{name}.log").unlink(missing_ok=True)
 
     def start(self) -> None:
-        log = self._logs / "up.log"
-        log.unlink(missing_ok=True)
-        self._command = Command(log, "cluster", "up", "--nodes", "2", "--memory", "2GiB", "--logs", str(self._logs))
-        try:
-            wait_for(self._is_ready, "a Mooncake cluster")
-        except BaseException:
-            self._command.end()
-            raise
+        """Whatever does not run; ready when the master knows all nodes."""
+        for name, (host, (program, *arguments)) in self._commands.items():
+            if name not in self._running:
+                path = COMMAND.with_name(program)
+                log = self._logs / f"{name}.log"
+                self._running[name] = Command(log, path, *arguments, env={"MC_FORCE_TCP": "1"}, launcher=host.launcher)
+            if name == "master":
+                wait_for(lambda: self._segment_count() is not None, "a Mooncake master")
+        wait_for(lambda: self._segment_count() == len(self._nodes), "all nodes of a Mooncake cluster")
 
-    def _is_ready(self) -> bool:
-        self._command.check_alive()
-        return "The cluster is ready" in self._command.log.read_text()
+    def _segment_count(self) -> int | None:
+        for command in self._running.values():
+            command.check_alive()
+        with suppress(OSError), urllib.request.urlopen(self._segments, timeout=10) as answer:
+            return len(answer.read().split())
+        return None
 
     @property
     def tier(self) -> dict[str, Any]:
-        (address,) = set(re.findall(r'"master": "([^"]+)"', self._command.log.read_text()))
-        return {"kind": "mooncake", "master": address, "host": "127.0.0.1"}
+        """What an agent is told; which address of its host is the one for others it finds out by itself."""
+        return {"kind": "mooncake", "master": self._address}
 
-    def kill(self, what: str) -> None:
-        """SIGKILL to the `master`, or to the first `client` that is a node."""
-        for process in psutil.Process(self._command.process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if Path(process.exe()).name == f"mooncake_{what}":
-                    process.kill()
-                    return
-        raise AssertionError(f"no mooncake_{what} runs")
+    def kill(self, name: str) -> None:
+        """SIGKILL to the `master`, or to `node-0` and so on."""
+        self._running.pop(name).end(signal.SIGKILL)
+
+    @contextmanager
+    def silent_master(self) -> Iterator[None]:
+        """The master accepts connections and never says a word, meanwhile."""
+        process = self._running["master"].process
+        process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        self._command.end()
+        while self._running:
+            self._running.popitem()[1].end()
 
 
-@contextmanager
-def silent_master() -> Iterator[dict[str, Any]]:
-    """A tier whose master accepts connections and never says a word."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        held: list[socket.socket] = []
-
-        def accept() -> None:
-            with suppress(OSError):
-                while True:
-                    held.append(listener.accept()[0])
-
-        threading.Thread(target=accept, daemon=True).start()
-        try:
-            yield {"kind": "mooncake", "master": f"127.0.0.1:{listener.getsockname()[1]}", "host": "127.0.0.1"}
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            for one in held:
-                one.close()
-
-
+def said_for_real_hosts(master: str, node: str) -> tuple[list[str], list[str]]:
+    """The commands for a master and for a node, with these addresses, over TCP, and the memory that a test has."""
+    (block,) = re.findall(
+        r"^\*\*On real hosts\.\*\*.*?\n\n((?:    [^\n]*\n)+)", DOCS.read_text(), re.DOTALL | re.MULTILINE
+    )
+    host, _, port = master.partition(":")
+    for written, meant in {
+        f"--rpc_address={MASTER}": f"--rpc_address={host}",
+        f"--rpc_port={MASTER_PORT}": f"--rpc_port={port}",
+        f"--master_server_address={MASTER}:{MASTER_PORT}": f"--master_server_address={master}",
+        f"--host={NODE}": f"--host={node}",
+        "--global_segment_size=256GB": "--global_segment_size=1GB",
+        "--protocol=rdma --device_names=mlx5_0": "--protocol=tcp",
+    }.items():
+        assert written in block, f"{DOCS} does not say {written}"
+        block = block.replace(written, meant)
+    master_command, node_command = block.replace("\\\n", " ").strip().splitlines()
+    return shlex.split(master_command), shlex.split(node_command)

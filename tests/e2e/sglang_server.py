@@ -130,7 +130,7 @@ class SGLangServer(ServerProcess, SGLangClient):
     `pool` is the folder of our pool, or of SGLang's own `file` backend. Prompts of one page already are looked up in
     the storage (SGLang's own threshold is 256 tokens), and the scheduler waits for what it reads from there. Like
     vLLM's in `e2e.server` it computes in float32, unless `args` say otherwise. With a `role` it is that side of a PD
-    pair; a prefill instance has a bootstrap server at `bootstrap_port`.
+    pair; a prefill instance has a bootstrap server at `bootstrap_port`. `launcher` and `host` are as in `e2e.server`.
     """
 
     def __init__(
@@ -149,12 +149,15 @@ class SGLangServer(ServerProcess, SGLangClient):
         extra_config: dict[str, object] | None = None,
         args: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        launcher: Sequence[str] = (),
+        host: str = "127.0.0.1",
     ) -> None:
         self.model, self.pool = model, pool
         port, self.bootstrap_port = free_port(), free_port()
         command = [
+            *launcher,
             *(str(ENVIRONMENTS / "sglang" / "bin" / "python"), "-m", "sglang.launch_server"),
-            *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--page-size", str(PAGE_TOKENS)),
+            *("--model-path", str(model), "--host", host, "--port", str(port), "--page-size", str(PAGE_TOKENS)),
             *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
             *("--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", str(max_total_tokens)),
             *("--sleep-on-idle", "--skip-server-warmup"),
@@ -195,8 +198,9 @@ class SGLangServer(ServerProcess, SGLangClient):
             env={**environment, **(env or {})},
             log=log,
             is_complaint=_Complaint(),
+            host=host,
         )
-        SGLangClient.__init__(self, "127.0.0.1", port)
+        SGLangClient.__init__(self, host, port)
 
     def compute(self, prompt: Sequence[int], **tenant: str | None) -> None:
         """With nothing of the prompt in the server's own cache."""

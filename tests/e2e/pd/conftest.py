@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from certificates import CAN_MAKE, make_certificate
 
+from e2e.network import Host, Link, NoNamespaces, hosts_apart
 from e2e.pd.chat import CHAT_TEMPLATE, Chatting, draw_letters
 from e2e.pd.fleet import Fleet, Group
-from e2e.pd.hosts import Host, Link, NoNamespaces, two_hosts
 from e2e.pd.instances import Instance
 from e2e.process import pool_folder, running
 from e2e.questions import Examiner, Question
@@ -145,10 +145,10 @@ class Hosts(Group):
 
 
 @pytest.fixture(scope="session")
-def network() -> Iterator[tuple[Host, Host, Link] | None]:
+def network() -> Iterator[tuple[list[Host], Link] | None]:
     with ExitStack() as stack:
         try:
-            found = stack.enter_context(two_hosts())
+            found = stack.enter_context(hosts_apart(2))
         except NoNamespaces:
             found = None
         yield found
@@ -160,7 +160,7 @@ def hosts(
     fleet: Fleet,
     qwen3: Path,
     logs: Path,
-    network: tuple[Host, Host, Link] | None,
+    network: tuple[list[Host], Link] | None,
     pools: tuple[Path, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Hosts:
@@ -173,10 +173,10 @@ def hosts(
 
         def instance(number: int, pool: Path) -> Instance:
             apart = {"transfer_host": "127.0.0.1"} if network is None else {
-                "host": network[number].control,
-                "transfer_host": network[number].data,
-                "launcher": network[number].launcher,
-                "env": {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"},
+                "host": network[0][number].control,
+                "transfer_host": network[0][number].data,
+                "launcher": network[0][number].launcher,
+                "env": network[0][number].env,
             }  # fmt: skip
             config = {
                 "prefix_reuse": True,
@@ -194,7 +194,7 @@ def hosts(
             return Instance(qwen3, log=log, pool=pool, config=config, args=args, **apart)  # type: ignore[arg-type]
 
         prefill, decode = (instance(number, pool) for number, pool in enumerate(pools))
-        return Hosts(prefill, decode, network and network[2], logs)
+        return Hosts(prefill, decode, network and network[1], logs)
 
     group = fleet.use("hosts", make)
     assert isinstance(group, Hosts)

@@ -78,7 +78,7 @@ def test_a_cut_in_mid_transfer(hosts: Hosts, questions: dict[str, Question]) -> 
     question = questions["cut"]
     proxy = hosts.proxy([hosts.prefill], [hosts.decode])
     with half_way(proxy, hosts.prefill, question) as asking:
-        hosts.link.set(cut=True)
+        hosts.link.set(cut=[hosts.prefill.transfer_host])
         hosts.prefill.heal()
         assert asking.result(LIMIT_S) == question.answer
     hosts.prefill.holds_no_block()
