@@ -29,7 +29,8 @@ from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_level
 from transfer.control.connection import Access
 from transfer.transports.registry import check_configured
-from vllm_plugin.geometry import Unsupported, read_geometry
+from vllm_plugin.geometry import Unsupported
+from vllm_plugin.kv_groups import read_geometry
 from vllm_plugin.kv_memory import KVMemory
 from vllm_plugin.messages import StepMetadata, WorkerReport
 from vllm_plugin.sides import SchedulerSide, WorkerSide
@@ -187,7 +188,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.pd.update(connector_output)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """All groups: there is one, and what is loaded fills it."""
+        """All groups: what is loaded fills what a request has of each."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

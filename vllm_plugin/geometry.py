@@ -1,29 +1,24 @@
-"""What this vLLM instance keeps as KV cache: groups of layers, their shards, and whether the pool may be used at all.
+"""What this vLLM instance keeps as KV cache: groups of layers, and the shards of their pages that ranks hold.
 
 vLLM divides a model's layers into *groups*: one where all keep every token, several where some keep a sliding window
 (hybrid models). Each group has a block table of its own; block ids are shared, so a block is one group's at a time.
-
-Reads vLLM's configuration only; it neither touches memory nor the pool.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from vllm.distributed.utils import get_pp_indices
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace, canonical_json
 from mooncake_connector.kv.page import PageFormat
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec
 
 _TRANSFER_FORMAT = 2
 """Raised whenever the same bytes of a transfer would mean something else."""
@@ -43,6 +38,7 @@ class Group:
 
     Args:
         index: the group's number in vLLM's KV cache configuration, and so of its block table.
+        spec: vLLM's description of its blocks, which says how vLLM manages them.
         span: tokens of the window or the chunk; None for full attention.
         layers: the model's numbers of its layers, in order; only a group among several is named by them.
         num_layers, num_kv_heads, k_dim, v_dim, itemsize: of these layers; MLA has one head and v_dim 0.
@@ -53,6 +49,7 @@ class Group:
     """
 
     index: int = 0
+    spec: AttentionSpec | None = field(default=None, repr=False)
     kind: Kind = "full"
     span: int | None = None
     layers: tuple[int, ...] = ()
@@ -111,22 +108,26 @@ class Geometry:
     """The KV cache of this instance, over all ranks.
 
     Args:
-        groups: those that are stored and handed over; a model whose layers all attend to everything has one.
+        groups: those that are stored and handed over; a model whose layers all attend to everything has one. Those of
+            full attention come first.
         tp_size, pp_size: ranks.
+        retention_tokens: how often vLLM's own cache keeps what a group with a window needs to go on: at every boundary
+            of blocks (None), at the end of prompts (0), or also once in so many tokens.
     """
 
     groups: tuple[Group, ...]
     tp_size: int
     pp_size: int
+    retention_tokens: int | None = None
 
     @property
     def is_hybrid(self) -> bool:
         return len(self.groups) > 1
 
-    @cached_property
+    @property
     def main(self) -> Group:
-        """The group that stands for the model: a full attention's, where there is one."""
-        return min(self.groups, key=lambda group: group.kind != "full")
+        """The group that stands for the model: of full attention."""
+        return self.groups[0]
 
     @property
     def num_layers(self) -> int:
@@ -154,81 +155,3 @@ class Geometry:
 @lru_cache(maxsize=64)
 def _of_group(namespace: Namespace, group: str) -> Namespace:
     return replace(namespace, group=group)
-
-
-def read_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
-    """Geometry of the instance.
-
-    Raises:
-        Unsupported: a hit needs the state of every layer, so a model with sliding-window, Mamba or other state beside
-            full attention has no page that could stand for a prefix; likewise context parallelism and packed caches.
-    """
-    parallel = vllm_config.parallel_config
-    spec, layer_names = _full_attention_group(kv_cache_config)
-    _check_spec(vllm_config, spec)
-    is_mla = isinstance(spec, MLAAttentionSpec)
-    heads = 1 if is_mla else vllm_config.model_config.get_total_num_kv_heads()
-    if heads >= parallel.tensor_parallel_size and heads % parallel.tensor_parallel_size:
-        raise Unsupported(f"{heads} KV heads are not divided evenly by {parallel.tensor_parallel_size} TP ranks")
-    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    num_layers = len(layer_names) if pp_size == 1 else vllm_config.model_config.get_total_num_hidden_layers()
-    group = Group(
-        num_layers=num_layers,
-        num_kv_heads=heads,
-        k_dim=spec.head_size,
-        v_dim=0 if is_mla else spec.head_size_v,
-        itemsize=torch.empty((), dtype=spec.dtype).element_size(),
-        kv_dtype=_kv_dtype_name(vllm_config, spec),
-        is_mla=is_mla,
-        block_tokens=spec.block_size,
-        layer_names=layer_names,
-        tp_size=tp_size,
-        pp_size=pp_size,
-    )
-    return Geometry((group,), tp_size, pp_size)
-
-
-def _full_attention_group(kv_cache_config: KVCacheConfig) -> tuple[FullAttentionSpec, tuple[str, ...]]:
-    groups = kv_cache_config.kv_cache_groups
-    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-    if len(groups) != 1:
-        raise Unsupported(
-            f"the model has {len(groups)} KV-cache groups ({', '.join(kinds)}); a hit needs the state of all of them"
-        )
-    spec = groups[0].kv_cache_spec
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        raise Unsupported(f"its KV cache is {kinds[0]}; only full attention (GQA, MHA, MLA) is stored")
-    return spec, tuple(sorted(groups[0].layer_names, key=_layer_order))
-
-
-def _layer_order(name: str) -> tuple[int, ...]:
-    """Numbers of a layer's name: `model.layers.10.self_attn.attn` comes after `model.layers.9.self_attn.attn`."""
-    return tuple(int(part) for part in name.split(".") if part.isdigit())
-
-
-def _check_spec(vllm_config: VllmConfig, spec: FullAttentionSpec) -> None:
-    parallel = vllm_config.parallel_config
-    context_parallel = parallel.decode_context_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
-    packed = spec.state_content_bytes is not None or spec.num_head_slots is not None or spec.tokens_per_state != 1
-    reasons = {
-        "context parallelism splits the tokens of a block over ranks": context_parallel > 1,
-        "chunked local attention keeps only part of a prefix": spec.attention_chunk_size is not None,
-        "non-causal attention makes KV depend on later tokens": spec.non_causal,
-        "the KV cache has a packed format that is not K beside V": packed,
-        "KV scales computed at run time differ between instances": bool(
-            getattr(vllm_config.cache_config, "calculate_kv_scales", False)
-        ),
-        f"KV quantisation {spec.kv_quant_mode.name} keeps scales outside the page": spec.kv_quant_mode
-        not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise Unsupported(reason)
-
-
-def _kv_dtype_name(vllm_config: VllmConfig, spec: FullAttentionSpec) -> str:
-    """The namespace's dtype name; vLLM says "auto" for the model's own and "fp8" for e4m3."""
-    configured = vllm_config.cache_config.cache_dtype
-    if configured.startswith("fp8"):
-        return {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}.get(configured, configured)
-    return str(spec.dtype).removeprefix("torch.")

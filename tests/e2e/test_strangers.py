@@ -26,8 +26,8 @@ from e2e.process import ENVIRONMENTS, small_environment
 from models import checkpoint
 from mooncake_connector.config.schema import load_config
 from mooncake_connector.kv.keys import page_keys
-from vllm_plugin.geometry import read_geometry
 from vllm_plugin.identity import instance_namespace
+from vllm_plugin.kv_groups import read_geometry
 from vllm_plugin.naming import AdapterKeys, chain_root, named_tokens
 
 MODEL, OTHER_MODEL = (str(checkpoint(name)) for name in ("qwen3", "qwen3-other"))

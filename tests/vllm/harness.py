@@ -314,18 +314,27 @@ class Engine:
 
     # The pool
 
-    def pages(self, tokens: Sequence[int], *, salt: str | None = None, weights: int = 0) -> list[bool]:
+    def pages(
+        self, tokens: Sequence[int], *, salt: str | None = None, weights: int = 0, group: int | None = None
+    ) -> list[bool]:
         """Which full pages of these tokens are in the pool, whole: in every rank's shard, with the right bytes.
+
+        Args:
+            group: position among the connector's groups; all of full attention by default.
 
         Raises:
             AssertionError: a page of the pool does not hold the KV of its key.
         """
-        size = self.setup.page_tokens
+        prefix, size = self.prefix, self.setup.page_tokens
+        if group is None:
+            every = [self.pages(tokens, salt=salt, weights=weights, group=one) for one in prefix._full]
+            return [all(groups) for groups in zip(*every, strict=True)]
         keys = page_keys(tokens, size, root=root_digest(None, salt))
         hashes = oracle.chain(tokens, seed=weights)
         present = [True] * len(keys)
-        for view in self.prefix._views():
-            layers = range(view.shard.layer_start, view.shard.layer_stop)
+        numbers = prefix._geometry.groups[group].layers
+        for view in prefix._views(group):
+            layers = numbers if self.setup.is_hybrid else range(view.shard.layer_start, view.shard.layer_stop)
             heads = range(view.shard.head_start, view.shard.head_stop)
             expected = [
                 oracle.canonical_page(hashes[i * size : (i + 1) * size], layers, heads, mla=self.setup.mla)

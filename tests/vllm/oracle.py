@@ -45,13 +45,15 @@ def chain(tokens: Sequence[int], hashes: Sequence[int] = (), seed: int = 0) -> l
     return known
 
 
-def slots(hashes: Sequence[int], layers: range, heads: range) -> Slots:
+def slots(hashes: Sequence[int], layers: Sequence[int], heads: range) -> Slots:
     """What the KV cache must hold for some tokens: `[token, layer, head]`."""
     places = np.array([[layer * 1024 + head + 1 for head in heads] for layer in layers], dtype=np.uint64)
     return _mix_all(np.array(hashes, dtype=np.uint64)[:, None, None] ^ (places * np.uint64(0xD1342543DE82EF95)))
 
 
-def canonical_page(hashes: Sequence[int], layers: range, heads: range, *, mla: bool = False) -> npt.NDArray[np.uint8]:
+def canonical_page(
+    hashes: Sequence[int], layers: Sequence[int], heads: range, *, mla: bool = False
+) -> npt.NDArray[np.uint8]:
     """The canonical page of these tokens: K `[layer][token][head][dim]`, then V of the same form; MLA has no V."""
     numbers = slots(hashes, layers, heads).transpose(1, 0, 2)
     if mla:

@@ -232,7 +232,8 @@ class Runner:
         else:
             first = group.first_attended(start)
             position = np.arange(first, stop)
-            expected = oracle.slots(hashes[first:], group.layers, self._heads)
+            heads = self._heads[: group.memory.shape[2]]  # some groups have fewer
+            expected = oracle.slots(hashes[first:], group.layers, heads)
         return _Part(first, expected, np.array(blocks)[position // block_tokens], position % block_tokens)
 
     def _attend(self, group: Group, number: int, one: _Pass, part: _Part) -> None:

@@ -86,6 +86,8 @@ class Setup:
     """After every step the connector's threads finish what they have; a real step takes far longer than a page."""
     kv_spec: Any = None
     """Instead of full attention of `NUM_KV_HEADS`; a list of specs makes as many groups, of pages of as many bytes."""
+    retention_tokens: int | None = 0
+    """`--prefix-cache-retention-interval`, of groups with a window or a state."""
     layers_a_group: int = 1
     """Of several groups, whose layers take turns in the model."""
     worker_kv_spec: Any = None
@@ -136,7 +138,12 @@ def layer_names(layers: range = range(NUM_LAYERS)) -> list[str]:
 def kv_cache_config(setup: Setup, rank: int = 0) -> KVCacheConfig:
     """Of one worker; vLLM gives its scheduler the first worker's."""
     groups = [KVCacheGroupSpec(layer_names(layers), spec) for spec, layers in setup.groups(rank)]
-    return KVCacheConfig(num_blocks=setup.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(
+        num_blocks=setup.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=groups,
+        prefix_cache_retention_interval=setup.retention_tokens,
+    )
 
 
 def worker_kv_cache_config(setup: Setup, rank: int) -> KVCacheConfig:

@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from models import checkpoint
 from mooncake_connector.kv.identity.shape import read_shape
-from vllm_plugin.geometry import Group, Unsupported, read_geometry
+from vllm_plugin.geometry import Group, Unsupported
+from vllm_plugin.kv_groups import read_geometry
 
 MLA = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype=torch.float16)
 

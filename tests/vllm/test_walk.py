@@ -124,13 +124,18 @@ def texts(engine: Engine) -> list[list[int]]:
 
 def check_pool(engine: Engine) -> int:
     """Every page is that of some text, with the right bytes in every shard; how many there are."""
-    known, size = set(), engine.setup.page_tokens
-    for text in texts(engine):
-        for page, present in enumerate(engine.pages(text)):
-            if present:
-                known.add(tuple(text[: (page + 1) * size]))
-    shards = len(engine.prefix._views())
-    assert len(known) * shards <= engine.num_pages()
-    if shards == 1:
-        assert len(known) == engine.num_pages()
-    return len(known)
+    size, total, all_shards = engine.setup.page_tokens, 0, 0
+    groups = range(len(engine.prefix._geometry.groups))
+    for group in groups:
+        known = set()
+        for text in texts(engine):
+            for page, present in enumerate(engine.pages(text, group=group)):
+                if present:
+                    known.add(tuple(text[: (page + 1) * size]))
+        shards = len(engine.prefix._views(group))
+        total, all_shards = total + len(known) * shards, all_shards + shards
+        assert known, f"nothing of group {group} was stored"
+    assert total <= engine.num_pages()
+    if all_shards == len(groups):
+        assert total == engine.num_pages()
+    return total

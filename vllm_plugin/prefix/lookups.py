@@ -9,11 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Callable
+from typing import TypeAlias
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Lookup
 from store_client.sharded import ShardView
+from vllm_plugin.prefix.groups_hit import GroupsHit, Present
 from vllm_plugin.prefix.tracked import Offer, Tracked
 from vllm_plugin.stats import ConnectorStats
 
@@ -29,14 +32,16 @@ long for nothing."""
 _NOT_LANDED_PAUSE_S = 30.0
 """After a load that waited in vain for pages that were said to be coming, none is promised for so long."""
 
+Views: TypeAlias = Callable[[int | None], list[ShardView]]
+
 logger = get_logger(__name__)
 
 
 class Lookups:
-    """See the module; `stats` takes what is counted."""
+    """See the module; `stats` takes what is counted, `groups` decides for models with several of them."""
 
-    def __init__(self, config: Config, stats: ConnectorStats) -> None:
-        self._page_tokens = int(config.page_tokens)
+    def __init__(self, config: Config, stats: ConnectorStats, groups: GroupsHit | None) -> None:
+        self._page_tokens, self._groups = int(config.page_tokens), groups
         self._wait_s = config.lookup_wait_s
         self._stats = stats
         self._stalled_until_s = 0.0
@@ -48,19 +53,24 @@ class Lookups:
         return time.monotonic() < self._stalled_until_s
 
     def offer(
-        self, tracked: Tracked, former: Offer | None, num_local_tokens: int, views: list[ShardView], *, fetch: bool
+        self, tracked: Tracked, former: Offer | None, num_local_tokens: int, views: Views, *, fetch: bool
     ) -> Offer:
         """What the pool has of a prompt beyond vLLM's own hit; the `former` answer, while it is good.
 
         Where not `fetch` no tier is asked, and only what is there counts.
+
+        Args:
+            views: what the ranks see of the group at a position, or (None) of all groups of full attention.
         """
         now_s = time.monotonic()
         if former is not None and former.local_tokens == num_local_tokens and now_s <= former.good_until_s:
             return former
         page_tokens = self._page_tokens
         first = num_local_tokens // page_tokens
-        keys = tracked.page_keys(tracked.request.num_prompt_tokens // page_tokens, page_tokens)[first:]
-        found = self.leading(keys, views, fetch)
+        keys = tracked.page_keys(tracked.request.num_prompt_tokens // page_tokens, page_tokens)
+        found = self.leading(keys[first:], views(None), fetch)
+        if self._groups is not None and found.pages:
+            found = self._agreed(self._groups, tracked, first, found.pages, views)
         asked_s, now_s = now_s, time.monotonic()
         if now_s - asked_s > _LOOKUP_HANGS_S:
             self._stalled_until_s = now_s + _STALL_PAUSE_S
@@ -72,6 +82,28 @@ class Lookups:
         tokens = max((first + found.pages + found.coming) * page_tokens - num_local_tokens, 0)
         reuse_s = _PENDING_REUSE_S if found.pending else _LOOKUP_REUSE_S
         return Offer(num_local_tokens, tokens, found.coming, found.pending, found.wait_s, now_s + reuse_s)
+
+    def _agreed(self, groups: GroupsHit, tracked: Tracked, first: int, pages: int, views: Views) -> Lookup:
+        """How much of what full attention has, so many pages from the first on, the other groups can go on from."""
+        keys = tracked.keys
+
+        def present(position: int) -> Present:
+            seen = views(position)
+
+            def look(start: int, stop: int) -> list[bool]:
+                return [all(ranks) for ranks in zip(*(view.contains(keys[start:stop]) for view in seen), strict=True)]
+
+            return look
+
+        try:
+            there = min(first + pages, groups.most_pages(tracked.request.num_tokens))
+            agreed = groups.longest(first, there, present)
+        except Exception as error:
+            self._fail(error)
+            return Lookup(0)
+        if there > agreed:
+            tracked.junctions.add(there * self._page_tokens)
+        return Lookup(max(agreed - first, 0))
 
     def leading(self, keys: list[bytes], views: list[ShardView], fetch: bool = True) -> Lookup:
         """The leading pages that all ranks have or will have: more may come where they may for each that has no more.
@@ -88,9 +120,12 @@ class Lookups:
             wait_s = min((one.wait_s for one in ends), default=math.inf)
             return Lookup(pages, all(one.pending for one in ends), max(stop - pages, 0), wait_s)
         except Exception as error:
-            self._stats.fail("lookup")
-            log_once("lookup", "a lookup failed: %r", error, logger=logger, exc_info=True)
+            self._fail(error)
             return Lookup(0)
+
+    def _fail(self, error: Exception) -> None:
+        self._stats.fail("lookup")
+        log_once("lookup", "a lookup failed: %r", error, logger=logger, exc_info=True)
 
     def is_worth_a_wait(self, tracked: Tracked, offer: Offer, step_s: float) -> bool:
         """Whether a request waits for the rest of an answer; pages that are known to come are no reason.

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockStored, KVCacheEvent
 
 from mooncake_connector.contain import contained, nothing
-from vllm_plugin.geometry import Geometry
+from vllm_plugin.geometry import Geometry, Group
 from vllm_plugin.messages import SaveJob, SaveResult
+from vllm_plugin.prefix.groups_hit import GroupsHit
 from vllm_plugin.prefix.tracked import Tracked
 
 if TYPE_CHECKING:
@@ -67,12 +68,15 @@ class SavePlanner:
     """See the module.
 
     Args:
+        hit: what of groups that keep a part of a text only is of use later.
         num_workers: that report each save.
         publishes: whether vLLM publishes KV events.
     """
 
-    def __init__(self, geometry: Geometry, page_tokens: int, *, num_workers: int, publishes: bool) -> None:
-        self._page_tokens, self._groups = page_tokens, geometry.groups
+    def __init__(
+        self, geometry: Geometry, hit: GroupsHit | None, page_tokens: int, *, num_workers: int, publishes: bool
+    ) -> None:
+        self._page_tokens, self._groups, self._hit = page_tokens, geometry.groups, hit
         self._num_workers, self._publishes = num_workers, publishes
         self._manager: KVCacheManager | None = None
         self._planned: list[SaveJob] = []
@@ -104,38 +108,68 @@ class SavePlanner:
         keys = tracked.page_keys(num_pages, self._page_tokens)
         jobs = []
         for position, group in enumerate(self._groups):
-            job = self._job(keys, position, tables[group.index], first, num_pages, computed)
-            if job is None:
-                return
-            jobs.append(job)
+            table = tables[group.index]
+            if group.kind == "full":
+                if not self._is_whole(table, group, first, num_pages):
+                    return
+                runs = [(first, num_pages)]
+            else:
+                runs = self._needed(tracked, position, table, first, num_pages)
+            jobs += [(start, self._job(keys, position, table, start, stop, computed)) for start, stop in runs]
         plan = _Plan(tracked, first, self._stored_event(request, keys, first, num_pages))
-        for job in jobs:
-            self._plan(plan, job, first)
+        for start, job in jobs:
+            self._submit(plan, job, start)
         tracked.saved_pages = num_pages
         self._idle_since_s = None
 
-    def _plan(self, plan: _Plan, job: SaveJob, first_page: int) -> None:
+    def _submit(self, plan: _Plan, job: SaveJob, first_page: int) -> None:
         plan.saves += 1
         self._planned.append(job)
         self._under_way[job.job_id] = _Save(plan, job, first_page, self._num_workers)
         self._readers.update(job.block_ids)
 
+    def _is_whole(self, table: Sequence[int], group: Group, first: int, stop: int) -> bool:
+        """Whether a block table has the blocks of pages `[first, stop)`; block 0 is vLLM's null block."""
+        start, end = self._blocks_of(group, first, stop)
+        return len(table) >= end and all(table[start:end])
+
+    def _blocks_of(self, group: Group, first: int, stop: int) -> tuple[int, int]:
+        page_tokens, block_tokens = self._page_tokens, group.block_tokens
+        return first * page_tokens // block_tokens, -(-stop * page_tokens // block_tokens)
+
+    def _needed(
+        self, tracked: Tracked, position: int, table: Sequence[int], first: int, stop: int
+    ) -> list[tuple[int, int]]:
+        """Runs of pages of a group that keeps a part of a text only: those that somebody may go on from, where there.
+
+        What a window has left behind was computed all the same, but its blocks are others' by now.
+        """
+        assert self._hit is not None
+        request, group = tracked.request, self._groups[position]
+        parted = [*tracked.junctions, *filter(None, [request.shared_prefix_boundary])]
+        kept = self._hit.kept(position, first, stop, self._hit.boundaries(request.num_prompt_tokens, parted))
+        runs: list[tuple[int, int]] = []
+        for page in range(first, stop):
+            if (kept is None or kept[page - first]) and self._is_whole(table, group, page, page + 1):
+                if runs and runs[-1][1] == page:
+                    runs[-1] = (runs[-1][0], page + 1)
+                else:
+                    runs.append((page, page + 1))
+        return runs
+
     def _job(
         self, keys: list[bytes], position: int, table: Sequence[int], first: int, stop: int, computed: bool
-    ) -> SaveJob | None:
-        """Save pages `[first, stop)` of a group, whose first pages have these keys; None where it lacks a block."""
-        page_tokens, block_tokens = self._page_tokens, self._groups[position].block_tokens
-        start, end = first * page_tokens // block_tokens, -(-stop * page_tokens // block_tokens)
-        block_ids = list(table[start:end])
-        if len(block_ids) < end - start or not all(block_ids):  # block 0 is vLLM's null block
-            return None
+    ) -> SaveJob:
+        """Save pages `[first, stop)` of a group."""
+        group = self._groups[position]
+        start, end = self._blocks_of(group, first, stop)
         self._next_job_id += 1
         return SaveJob(
             job_id=self._next_job_id,
             keys=keys[first:stop],
-            parent=keys[first - 1] if first else None,
-            first_token=first * page_tokens - start * block_tokens,
-            block_ids=block_ids,
+            parent=keys[first - 1] if first and group.kind == "full" else None,
+            first_token=first * self._page_tokens - start * group.block_tokens,
+            block_ids=list(table[start:end]),
             computed=computed,
             group=position,
         )

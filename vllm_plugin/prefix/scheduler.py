@@ -25,6 +25,7 @@ from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
 from vllm_plugin.naming import AdapterKeys, chain_root
 from vllm_plugin.prefix.announced import AnnouncedPages
+from vllm_plugin.prefix.groups_hit import GroupsHit
 from vllm_plugin.prefix.lookups import Lookups
 from vllm_plugin.prefix.save_planner import SavePlanner
 from vllm_plugin.prefix.speed import PrefillSpeed
@@ -57,6 +58,7 @@ class PrefixScheduler:
         self._tiered = bool(config.tiers)
         self._min_hit_tokens = config.effective_min_hit_tokens
         self._shards = [group.shards() for group in geometry.groups]
+        self._full = [position for position, group in enumerate(geometry.groups) if group.kind == "full"]
         self._unit_nbytes = [
             group.page_format(shards[0], self._page_tokens).unit_nbytes
             for group, shards in zip(geometry.groups, self._shards, strict=True)
@@ -65,11 +67,14 @@ class PrefixScheduler:
         self._metadata = StepMetadata()
         events = vllm_config.kv_events_config
         publishes = events is not None and events.enable_kv_cache_events
-        self.saves = SavePlanner(geometry, self._page_tokens, num_workers=geometry.num_ranks, publishes=publishes)
+        groups = GroupsHit(geometry, self._page_tokens) if geometry.is_hybrid else None
+        self.saves = SavePlanner(
+            geometry, groups, self._page_tokens, num_workers=geometry.num_ranks, publishes=publishes
+        )
         self._announced = AnnouncedPages() if publishes else None
         self._decode_steps = 0
         self._stats = stats
-        self._lookups = Lookups(config, stats)
+        self._lookups = Lookups(config, stats, groups)
         self._adapters = AdapterKeys()
         self._reset_digest: str | None = None
         self._max_batches = vllm_config.max_concurrent_batches
@@ -113,6 +118,8 @@ class PrefixScheduler:
         num_pages = request.num_prompt_tokens // self._page_tokens
         if not self._tiered or num_pages * self._page_tokens < max(1, self._min_hit_tokens):
             return
+        if self._geometry.is_hybrid:  # which windows there are nobody knows, and without them the rest is of no use
+            return
         tracked = self.track(request)
         views = self._views()
         if tracked.root is None or not views or self._lookups.stalled:
@@ -140,8 +147,8 @@ class PrefixScheduler:
             return 0, False
         if self._lookups.stalled:
             return 0, False
-        asks = fetch or not self._tiered
-        offer = tracked.offer = self._lookups.offer(tracked, former, num_computed_tokens, views, fetch=asks)
+        asks = not self._tiered or (fetch and not self._geometry.is_hybrid)
+        offer = tracked.offer = self._lookups.offer(tracked, former, num_computed_tokens, self._views, fetch=asks)
         if self._lookups.is_worth_a_wait(tracked, offer, self.speed.step_s if self._computes() else 0.0):
             return None, False
         if offer.tokens < self._min_hit_tokens:
@@ -187,20 +194,30 @@ class PrefixScheduler:
 
     def _plan_load(self, tracked: Tracked, blocks: KVCacheBlocks, offer: Offer, num_external_tokens: int) -> None:
         page_tokens, num_local = self._page_tokens, offer.local_tokens
-        first = num_local // page_tokens
         stop = (num_local + num_external_tokens) // page_tokens
-        tracked.loading = (num_local, num_local + num_external_tokens)
         here = (num_local + offer.tokens) // page_tokens - offer.num_coming
-        self._metadata.loads.append(
-            LoadJob(
-                req_id=tracked.request.request_id,
-                keys=tracked.keys[first:stop],
-                first_token=first * page_tokens,
-                skip_tokens=num_local - first * page_tokens,
-                block_ids=list(blocks.get_block_ids()[0]),
-                num_coming=max(0, stop - max(here, first)),
+        tracked.loading = (num_local, num_local + num_external_tokens)
+        tables = blocks.get_block_ids()
+        for position, group in enumerate(self._geometry.groups):
+            table = tables[group.index]
+            start = num_local
+            if group.kind != "full":  # the null block stands where nothing is attended to any more
+                nulls = next((number for number, block_id in enumerate(table) if block_id), len(table))
+                start = max(start, nulls * group.block_tokens)
+            first = start // page_tokens
+            if first >= stop:
+                continue
+            self._metadata.loads.append(
+                LoadJob(
+                    req_id=tracked.request.request_id,
+                    keys=tracked.keys[first:stop],
+                    first_token=first * page_tokens,
+                    skip_tokens=start - first * page_tokens,
+                    block_ids=list(table),
+                    num_coming=max(0, stop - max(here, first)) if group.kind == "full" else 0,
+                    group=position,
+                )
             )
-        )
 
     # Save
 
@@ -304,7 +321,7 @@ class PrefixScheduler:
         if self._announced is None:
             return []
         events, namespace = self.saves.take_events(), self.namespace()
-        digest = b"" if namespace is None else namespace.digest
+        digest = b"" if namespace is None else self._geometry.group_namespace(namespace, 0).digest
         return events + self._announced.follow(self._store.store, digest, self._views(), events)
 
     def reset(self) -> bool:
@@ -333,13 +350,17 @@ class PrefixScheduler:
             namespace = self._namespace = dataclasses.replace(namespace, model_digest=self._reset_digest)
         return namespace
 
-    def _views(self, group: int = 0) -> list[ShardView]:
-        """What each rank sees of a group in the pool; nothing while that or the identity of the model is not there."""
+    def _views(self, group: int | None = None) -> list[ShardView]:
+        """What each rank sees of a group in the pool, or (None) of all of full attention: a page is there if it is in
+        all of them. Nothing while the pool or the identity of the model is not there yet.
+        """
         namespace = self.namespace()
         if namespace is None:
             return []
-        own, nbytes = self._geometry.group_namespace(namespace, group), self._unit_nbytes[group]
-        views = [self._store.view(own, shard, nbytes) for shard in self._shards[group]]
+        views = []
+        for position in self._full if group is None else (group,):
+            own, nbytes = self._geometry.group_namespace(namespace, position), self._unit_nbytes[position]
+            views += [self._store.view(own, shard, nbytes) for shard in self._shards[position]]
         return [] if None in views else views  # type: ignore[return-value]
 
     def _record(self, num_local_pages: int, hit_pages: int, num_prompt_tokens: int) -> None:

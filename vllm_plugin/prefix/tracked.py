@@ -49,6 +49,8 @@ class Tracked:
         loading: (first token, end) of what the pool brings to blocks that no step has used yet; None once one has, or
             the load has ended. It may be nothing: another source brings more, or all, and does not say so here.
         refused: a load failed; the pool is not offered to this request again.
+        junctions: tokens up to which the pool has the prompt's pages of full attention, where groups with a window
+            could not go on from: others parted from it there, and this request leaves there what the next one needs.
     """
 
     request: Request
@@ -62,6 +64,7 @@ class Tracked:
     known_pages: int | None = None
     loading: tuple[int, int] | None = None
     refused: bool = False
+    junctions: set[int] = field(default_factory=set)
 
     def page_keys(self, num_pages: int, page_tokens: int) -> list[bytes]:
         """Keys of at least the first `num_pages` pages."""

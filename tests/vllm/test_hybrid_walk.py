@@ -1,0 +1,59 @@
+"""The random walk of test_walk.py over models with several KV-cache groups: windows, chunks, blocks of two sizes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from cases import RUNNERS, Interruption, Start
+from mixes import chunked, full, window
+from test_walk import change_faults, check_answers, check_pool, crowd_out, prompts
+
+import vllm_plugin.prefix.saver
+
+NUM_REQUESTS = 80
+SETTINGS: dict[str, dict[str, Any]] = {
+    "window": {"kv_spec": [full(), window(20)], "num_blocks": 40},
+    "window in the middle of a block": {"kv_spec": [window(40), full()], "num_blocks": 48, "retention_tokens": None},
+    "two windows, large pages": {
+        "kv_spec": [full(), window(33), window(70)], "num_blocks": 80, "page_tokens": 32, "retention_tokens": 64,
+    },
+    "blocks of two sizes": {"kv_spec": [full(), window(40, 32, 1)], "num_blocks": 44, "layers_a_group": 2},
+    "pages smaller than blocks": {"kv_spec": [full(48), window(60, 48)], "num_blocks": 16, "retention_tokens": None},
+    "two of full attention": {"kv_spec": [full(), window(24), full(32, 1)], "num_blocks": 64},
+    "chunks": {"kv_spec": [full(), chunked(32)], "num_blocks": 40},
+    "chunks that begin inside a page": {"kv_spec": [full(), chunked(48)], "num_blocks": 48, "page_tokens": 32},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("runner", [RUNNERS[0], RUNNERS[-1]])
+def test_random_walk(
+    start: Start, faults, runner: dict[str, bool], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_plugin.prefix.lookups._STALL_PAUSE_S", 0.1)
+    rng = random.Random(f"{runner}{name}")
+    engine = start(
+        **runner, **SETTINGS[name], max_num_batched_tokens=96, extra={"load_deadline_s": 0.05, "save_deadline_s": 0.25}
+    )
+    source = prompts(rng)
+    interruption = Interruption(monkeypatch)
+    faults.lose_reads = lambda keys: [rng.random() < 0.03 for _ in keys]
+    while len(engine.requests) < NUM_REQUESTS or engine.scheduler.has_unfinished_requests():
+        if len(engine.requests) < NUM_REQUESTS and rng.random() < 0.3:
+            engine.add(next(source), rng.choice([1, 2, 20, 60]))
+        if rng.random() < 0.015 and engine.scheduler.requests:
+            engine.abort(rng.choice(list(engine.scheduler.requests)))
+        change_faults(rng, engine, faults)
+        if rng.random() < 0.1:
+            (interruption.event.set if rng.random() < 0.7 else interruption.event.clear)()
+            monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", rng.choice([0, 0, 2000, 256 << 20]))
+        engine.step()
+    faults.release()
+    faults.lose_reads = None
+    faults.refuse_writes = False
+    crowd_out(engine, interruption, monkeypatch)
+    check_answers(engine)
+    assert check_pool(engine) > 0
+    assert faults.calls["read"] > 0 and interruption.times > 0

@@ -1,0 +1,167 @@
+"""Whether the pool may be used with a model and its settings, and how the model's KV cache is read.
+
+Reads vLLM's configuration only; it neither touches memory nor the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from vllm_plugin.geometry import Geometry, Group, Kind, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_KINDS: dict[type[KVCacheSpec], Kind] = {
+    FullAttentionSpec: "full",
+    MLAAttentionSpec: "full",
+    SlidingWindowSpec: "window",
+    ChunkedLocalAttentionSpec: "chunked",
+}
+_SPANS = {SlidingWindowSpec: "sliding_window", ChunkedLocalAttentionSpec: "attention_chunk_size"}
+_NO_SPAN = {"sliding_window": None, "attention_chunk_size": None}
+"""Layers that compute with a window, while vLLM keeps every token of them, have blocks like all others."""
+
+
+def read_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Geometry:
+    """Geometry of the instance.
+
+    Raises:
+        Unsupported: a hit needs what every group of layers goes on from, so one group that is not understood (Mamba or
+            other state, packed caches) leaves the whole model alone; likewise context parallelism.
+    """
+    parallel = vllm_config.parallel_config
+    _check_groups(vllm_config, kv_cache_config)
+    groups = [
+        _read_group(vllm_config, index, cast("AttentionSpec", _one_spec(group.kv_cache_spec)), group.layer_names)
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+    ]
+    groups.sort(key=lambda group: group.kind != "full")
+    return Geometry(
+        tuple(groups),
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        kv_cache_config.prefix_cache_retention_interval,
+    )
+
+
+def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raises Unsupported where one of the groups, or their being several, is in the way."""
+    groups = kv_cache_config.kv_cache_groups
+    specs = [_one_spec(group.kv_cache_spec) for group in groups]
+    kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+    if any(type(spec) not in _KINDS for spec in specs):
+        raise Unsupported(f"its KV cache is {kinds}; only attention that is full, or has windows or chunks, is stored")
+    if all(_KINDS[type(spec)] != "full" for spec in specs):
+        raise Unsupported(f"its KV cache is {kinds}; one group at least has to keep every token")
+    if len(groups) == 1:
+        return
+    speculative = vllm_config.speculative_config
+    reasons = {
+        "its layers are on several pipeline ranks": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "a group is not part of what vLLM caches or hands over": len(kv_cache_config.prefix_cacheable_groups)
+        != len(groups),
+        "a draft model has layers in them": any(group.is_eagle_group for group in groups)
+        or (speculative is not None and speculative.draft_model_config is not None),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise Unsupported(f"the model has {len(groups)} KV-cache groups ({kinds}), and {reason}")
+
+
+def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    """What all layers of a group have; vLLM's workers may be given one description a layer."""
+    if not isinstance(spec, UniformTypeKVCacheSpecs):
+        return spec
+    first, *others = spec.kv_cache_specs.values()
+    blocks = [replace(one, **_NO_SPAN) if isinstance(one, FullAttentionSpec) else one for one in (first, *others)]
+    if any(one != blocks[0] for one in blocks):
+        raise Unsupported(f"layers of one KV-cache group differ in shape (UniformTypeKVCacheSpecs of {len(blocks)})")
+    return first
+
+
+def _read_group(vllm_config: VllmConfig, index: int, spec: AttentionSpec, names: Sequence[str]) -> Group:
+    """Raises Unsupported where the blocks of the group are not understood."""
+    _check_spec(vllm_config, spec)
+    parallel = vllm_config.parallel_config
+    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    layer_names = tuple(sorted(names, key=_layer_order))
+    is_mla = isinstance(spec, MLAAttentionSpec)
+    return Group(
+        index=index,
+        spec=spec,
+        kind=_KINDS[type(spec)],
+        span=getattr(spec, _SPANS[type(spec)]) if type(spec) in _SPANS else None,
+        layers=tuple(_layer_order(name)[0] for name in layer_names if _layer_order(name)),
+        num_layers=len(names) if pp_size == 1 else vllm_config.model_config.get_total_num_hidden_layers(),
+        num_kv_heads=1 if is_mla else _num_kv_heads(vllm_config, spec),
+        k_dim=spec.head_size,
+        v_dim=0 if is_mla else spec.head_size_v,
+        itemsize=torch.empty((), dtype=spec.dtype).element_size(),
+        kv_dtype=_kv_dtype_name(vllm_config, spec),
+        is_mla=is_mla,
+        block_tokens=spec.block_size,
+        layer_names=layer_names,
+        tp_size=tp_size,
+        pp_size=pp_size,
+    )
+
+
+def _num_kv_heads(vllm_config: VllmConfig, spec: AttentionSpec) -> int:
+    """KV heads of a group over all ranks, of which vLLM says how many one rank has."""
+    heads, tp_size = vllm_config.model_config.get_total_num_kv_heads(), vllm_config.parallel_config.tensor_parallel_size
+    if tp_size == 1:
+        return spec.num_kv_heads
+    if heads >= tp_size and heads % tp_size:
+        raise Unsupported(f"{heads} KV heads are not divided evenly by {tp_size} TP ranks")
+    if spec.num_kv_heads != max(1, heads // tp_size):
+        raise Unsupported(f"layers with {spec.num_kv_heads} KV heads a rank in a model with {heads} on {tp_size} ranks")
+    return heads
+
+
+def _layer_order(name: str) -> tuple[int, ...]:
+    """Numbers of a layer's name: `model.layers.10.self_attn.attn` comes after `model.layers.9.self_attn.attn`."""
+    return tuple(int(part) for part in name.split(".") if part.isdigit())
+
+
+def _check_spec(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
+    parallel = vllm_config.parallel_config
+    context_parallel = parallel.decode_context_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    packed = spec.state_content_bytes is not None or spec.num_head_slots is not None or spec.tokens_per_state != 1
+    reasons = {
+        "context parallelism splits the tokens of a block over ranks": context_parallel > 1,
+        "non-causal attention makes KV depend on later tokens": getattr(spec, "non_causal", False),
+        "the KV cache has a packed format that is not K beside V": packed,
+        "KV scales computed at run time differ between instances": bool(
+            getattr(vllm_config.cache_config, "calculate_kv_scales", False)
+        ),
+        f"KV quantisation {spec.kv_quant_mode.name} keeps scales outside the page": spec.kv_quant_mode
+        not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise Unsupported(reason)
+
+
+def _kv_dtype_name(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
+    """The namespace's dtype name; vLLM says "auto" for the model's own and "fp8" for e4m3."""
+    configured = vllm_config.cache_config.cache_dtype
+    if configured.startswith("fp8"):
+        return {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}.get(configured, configured)
+    return str(spec.dtype).removeprefix("torch.")
