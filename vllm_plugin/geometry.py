@@ -24,6 +24,10 @@ _TRANSFER_FORMAT = 2
 """Raised whenever the same bytes of a transfer would mean something else."""
 
 
+_OF_ONE_RANK = ("ranks", "shapes")
+"""What a state's identity says of its split. Sections of transfers say it too, in refusals with both sides' values."""
+
+
 class Unsupported(Exception):
     """Why the pool cannot serve this model or setting; the text is the one log line a person sees."""
 
@@ -147,7 +151,10 @@ class Geometry:
         fields = ("num_kv_heads", "k_dim", "v_dim", "itemsize", "kv_dtype", "is_mla")
         described = {name: getattr(main, name) for name in fields} | {"num_layers": self.num_layers}
         if self.is_hybrid:
-            described["groups"] = [group.identity for group in self.groups]
+            described["groups"] = [
+                {name: value for name, value in group.identity.items() if name not in _OF_ONE_RANK}
+                for group in self.groups
+            ]
         described |= {"engine": "vllm", "format": _TRANSFER_FORMAT}
         return hashlib.sha256(canonical_json(described).encode()).digest()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from math import gcd
 
 from mooncake_connector.kv.page import BlockLayout, SegmentLayout
-from transfer.plan.layout import RankLayout, Section
+from transfer.plan.layout import LayoutError, RankLayout, Section
 from vllm_plugin.geometry import Group
 from vllm_plugin.kv_memory import GroupMemory, KVMemory
 
@@ -45,8 +45,10 @@ class RankSections:
 
 
 def _name(group: Group) -> str:
-    """By which the other instance knows it."""
-    return f"{group.index} {group.kind}" if group.span is None else f"{group.index} {group.kind} of {group.span}"
+    """By which the other instance knows it. A state's bytes do not say of what they are, nor in which order."""
+    shapes = getattr(group.spec, "shapes", ()) if group.kind == "state" else ()
+    span = "" if group.span is None else f" of {group.span}"
+    return " ".join([f"{group.index} {group.kind}{span}", *("x".join(map(str, shape)) for shape in shapes)])
 
 
 def _section(part: GroupMemory, name: str) -> Section:
@@ -69,6 +71,10 @@ def _section(part: GroupMemory, name: str) -> Section:
 def _state(part: GroupMemory, name: str) -> Section:
     """Blocks of one row, of a layer's state: its bytes, whatever they are."""
     group, first = part.group, part.tensors[0]
+    if len(part.tensors) != group.num_layers:
+        raise LayoutError(
+            f"states of {group.num_layers} layers lie in {len(part.tensors)} tensors; expected one a layer"
+        )
     unit = gcd(group.k_dim, _LARGEST_UNIT)
     return Section(
         name=name,
