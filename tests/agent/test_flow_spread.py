@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from dataclasses import replace
 
@@ -58,21 +59,36 @@ def test_new_pages_reach_the_tier_parents_first_and_another_pool(store, space, t
 
 
 def test_as_many_batches_are_under_way_as_suit_the_tier(store, space):
-    tier, keys = MemoryTier(parallel=2), chain("a", 8)
-    together = threading.Barrier(2)
-    tier.before["write"] = lambda: together.wait(PATIENT_S)
+    tier, both, under_way, turns = MemoryTier(parallel=2), threading.Event(), [], itertools.count()
+
+    def call() -> None:
+        under_way.append(1)
+        if len(under_way) == 2:
+            both.set()
+        both.wait(PATIENT_S)
+        under_way.pop()
+
+    tier.before["write"] = call
     with flowing(store, giving(tier)):
-        put_chain(space, keys)
-        wait_until(lambda: has(tier, keys))
-    assert sorted(map(len, tier.made("write"))) == [4, 4]
+        # What is stored just when the flow begins may be offered to one thread alone.
+        wait_until(lambda: both.is_set() or not put_chain(space, chain(f"turn {next(turns)}", 8)))
 
 
 def test_a_call_that_does_not_come_back_holds_up_no_other(store, space):
-    tier, first, second = MemoryTier(parallel=2), chain("first", 4), chain("second", 12)
-    tier.before["write"] = lambda: tier.listen.wait(PATIENT_S) if set(first) & set(tier.made("write")[-1]) else None
+    """What is stored just when the flow begins may be given twice at once, so two threads of three may hang."""
+    first, second, held = chain("first", 4), chain("second", 12), threading.Event()
+
+    class Holding(MemoryTier):
+        def write(self, space, pages, **named):
+            if {page.key for page in pages} & set(first):
+                held.set()
+                self.listen.wait(PATIENT_S)
+            return super().write(space, pages, **named)
+
+    tier = Holding(parallel=3)
     with flowing(store, giving(tier)):
         put_chain(space, first)
-        wait_until(lambda: tier.made("write"))
+        assert held.wait(PATIENT_S)
         put_chain(space, second)
         wait_until(lambda: has(tier, second))
         assert not set(first) & set(tier.stored())
