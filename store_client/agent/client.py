@@ -73,6 +73,8 @@ class Client:
         """Places of those that the agent is yet to answer."""
         self._numbers = self._place_numbers = 0
         self._ears: Ears | None = None
+        self.listened_s = 0.0
+        """When what the agent says was last read."""
         self._closed = False
         self._starter = Starter(pool, config)
         self._thread = threading.Thread(target=self._run, name="mooncake-connector-agent", daemon=True)
@@ -105,6 +107,7 @@ class Client:
         ears = self._ears
         if ears is None or not (self._in_flight or self._wonders):
             return
+        self.listened_s = time.monotonic()
         try:
             for word in ears.words():
                 if isinstance(word, messages.Told):

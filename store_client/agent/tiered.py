@@ -35,6 +35,8 @@ _LOOK_AGAIN_S = 0.01
 into again only after so long,"""
 _WHOLE_AGAIN_S = 0.05
 """and for what was there already after so long."""
+_LISTEN_AGAIN_S = 0.003
+"""Once it is settled what comes, words are read only so often: reading them is most of what a lookup costs then."""
 
 logger = get_logger(__name__)
 
@@ -122,11 +124,12 @@ class TieredSpace(SpaceAround):
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
         if self._nbytes is None or not keys:
             return self._inner.lookup(keys)
-        self._client.listen()
         now_s = time.monotonic()
         former = self._answers.get(keys[-1])
         if former is not None and (former.first != keys[0] or former.num_keys != len(keys)):
             former = None
+        if former is None or not former.asked.settled or now_s - self._client.listened_s >= _LISTEN_AGAIN_S:
+            self._client.listen()
         if former is not None and now_s < former.until_s and former.asked.said == former.said:
             return former.lookup
         found = self._look(keys, former, now_s)

@@ -81,7 +81,8 @@ def hash_key(key: bytes, space: int) -> int:
 CELLS = 8
 CELL_NBYTES = 8
 _LOW = np.uint64(0xFFFFFFFF)
-_SECOND = np.uint64(0x9E3779B97F4A7C15)
+_SECOND_INT = 0x9E3779B97F4A7C15
+_SECOND = np.uint64(_SECOND_INT)
 _ONE = np.uint64(1)
 
 
@@ -100,7 +101,7 @@ class Cells:
     """
 
     def __init__(self, words: U64) -> None:
-        self._flat = words.data
+        self._flat, self._halves = words.data, words.view("<u4").data
         self._buckets = words.reshape(-1, CELLS)
         self._count = np.uint64(len(self._buckets))
 
@@ -122,11 +123,29 @@ class Cells:
         found: npt.NDArray[np.bool_] = ((cells >> _SHIFT) == prints[:, None]).any(axis=1)
         return found
 
+    def leading(self, keys: Sequence[bytes], space: int) -> int:
+        """How many leading keys are `present`, one after the other. For some dozens that is quicker than arrays, and
+        three times as quick where the processor did something else in between and has to fetch NumPy's code again."""
+        halves, count, (p, q, r, s) = self._halves, len(self._buckets), _MIX_INTS
+        for i, key in enumerate(keys):
+            a, b, c, d = _WORDS.unpack(key)
+            mixed = (a * p + b * q + c * r + d * s + space * _FINISH_INT) & _MASK
+            mixed = ((mixed ^ mixed >> 32) * _FINISH_INT) & _MASK
+            mixed ^= mixed >> 32
+            wanted = mixed >> 32 | 1
+            at = ((mixed & 0xFFFFFFFF) * count >> 32) * 2 * CELLS
+            if wanted in halves[at + 1 : at + 2 * CELLS : 2].tolist():
+                continue
+            at = (((mixed * _SECOND_INT & _MASK) >> 32) * count >> 32) * 2 * CELLS
+            if wanted not in halves[at + 1 : at + 2 * CELLS : 2].tolist():
+                return i
+        return len(keys)
+
     def matches_one(self, hashed: int) -> list[int]:
         """The slots of `matches` for one hash, without the fixed cost of arrays."""
         count, wanted = len(self._buckets), hashed >> 32 | 1
         first = ((hashed & 0xFFFFFFFF) * count >> 32) * CELLS
-        second = (((hashed * int(_SECOND) & 0xFFFFFFFFFFFFFFFF) >> 32) * count >> 32) * CELLS
+        second = (((hashed * _SECOND_INT & _MASK) >> 32) * count >> 32) * CELLS
         cells = self._flat[first : first + CELLS].tolist() + self._flat[second : second + CELLS].tolist()
         return [(cell & 0xFFFFFFFF) - 1 for cell in cells if cell >> 32 == wanted]
 
