@@ -6,7 +6,9 @@ vLLM's own scheduler and managers; every slot that a request attends to is check
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +62,7 @@ def test_another_instance_goes_on_from_the_end_of_a_prompt(start: Start, mix: st
 def test_where_vllm_keeps_every_boundary_prompts_go_on_from_each(start: Start, mix: str) -> None:
     engine = warmed(start, mix, retention_tokens=None)
     assert engine.scheduler.reset_prefix_cache()
-    for cut in range(1, len(PROMPT)):
+    for cut in range(47, 82):
         before = cut // 16 * 16
         engine.check([*PROMPT[:cut], *tail(7)], 2, computed=cut - before + 7 + 1)
         assert engine.scheduler.reset_prefix_cache()
@@ -68,7 +70,7 @@ def test_where_vllm_keeps_every_boundary_prompts_go_on_from_each(start: Start, m
 
 @every_mix
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33, 48, 64, 80, 96])
-def test_a_prompt_of_any_length_is_asked_again(start: Start, mix: str, length: int) -> None:
+def test_a_prompt_of_any_length_can_be_asked_again(start: Start, mix: str, length: int) -> None:
     """The last token is computed in any case, and attends to its window: a hit of all tokens would have dropped one."""
     engine = warmed(start, mix, PROMPT[:length], prefix_caching=False)
     engine.check(PROMPT[:length], 20, computed=length - (length - 1) // 16 * 16 + 19)
@@ -147,34 +149,30 @@ def test_a_failed_load_fails_the_request_where_that_is_asked_for(start: Start, f
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_one_wrong_bit_in_a_page_of_any_group_is_a_miss(start: Start, group: int, pool: Any) -> None:
+def test_one_wrong_bit_in_a_page_of_any_group_is_a_miss(start: Start, group: int, pool: Path) -> None:
     engine = warmed(start)
     (view,) = engine.prefix._views(group)
-    key = page_keys(PROMPT, 16)[5]
-
-    def spoil(index: int, page: Any) -> None:
-        bytes_of = np.frombuffer(page, dtype=np.uint8)
-        if not bytes_of.flags.writeable:
-            address = bytes_of.__array_interface__["data"][0]
-            bytes_of = np.asarray(_Writable(address, len(bytes_of)))
-        bytes_of[3] ^= 1
-
-    space = getattr(view.own, "_space", view.own)
-    try:
-        space.read([key], spoil, nbytes=view.nbytes)
-    except Exception:
-        pytest.skip("this machine maps the pool read-only")
+    pages: list[bytes] = []
+    last = page_keys(PROMPT, 16)[5:]
+    getattr(view.own, "_space", view.own).read(last, lambda _, page: pages.append(bytes(page)), nbytes=view.nbytes)
+    spoil(pool, pages[0])
     engine.check(PROMPT, 20, computed=len(PROMPT) + 19)
 
 
-class _Writable:
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__array_interface__ = {"version": 3, "data": (address, False), "typestr": "|u1", "shape": (nbytes,)}
+def spoil(pool: Path, page: bytes) -> None:
+    """Flip one bit of a page in the pool's file."""
+    for arena in pool.rglob("arena"):
+        with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+            at = content.find(page)
+            if at >= 0:
+                content[at + 3] ^= 1
+                return
+    raise AssertionError("the page is nowhere in the pool")
 
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_wrong_bytes_of_any_group_are_attended_to(start: Start, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of all these tests: what is loaded matters, and somebody looks at it."""
+    """The control of all these tests: what is loaded matters, and is looked at."""
     engine = warmed(start)
     target = engine.workers[0].side.memory.groups[group].blocks
     load_page = KVBlocks.load_page
