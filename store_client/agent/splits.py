@@ -16,9 +16,10 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from store_client.agent.source import Source
 
-_GOOD_S = 10.0
-_NONE_GOOD_S = 5.0
-"""What a tier said, where it named no shard."""
+_GOOD_S = 60.0
+"""What a tier said, where the shards that it named are a whole model."""
+_ELSE_GOOD_S = 10.0
+"""Where they are not, or there are none: more of them may be on their way."""
 _MOST_SHARDS = 64
 _MOST_NAMESPACES = 256
 
@@ -83,7 +84,9 @@ class Splits:
             if found is not None:
                 one.shards = frozenset(each for each in found if each.layer_stop <= layers and each.head_stop <= heads)
             one.asking = False
-            one.good_until_s = time.monotonic() + (_GOOD_S if one.shards else _NONE_GOOD_S)
+            whole = Shard(0, layers, 0, heads)
+            complete = all(any(each.covers(cell) for each in one.shards) for cell in whole.cut(one.shards))
+            one.good_until_s = time.monotonic() + (_GOOD_S if complete else _ELSE_GOOD_S)
             listening = list(self._listening.get(namespace.digest, ()))
             if not any(each.asking for each in known):
                 self._listening.pop(namespace.digest, None)

@@ -188,14 +188,19 @@ def test_a_miss_asks_for_other_shards_of_a_namespace_now_and_then_alone(host, mo
 
 
 def test_what_was_stored_meanwhile_is_heard_of(host, model, monkeypatch):
-    monkeypatch.setattr(splits, "_GOOD_S", 0.0)
-    monkeypatch.setattr(splits, "_NONE_GOOD_S", 0.0)
+    monkeypatch.setattr(splits, "_ELSE_GOOD_S", 0.0)
     monkeypatch.setattr("store_client.agent.asked._WHICH_S", 0.0)
     view = ShardView(host.store, model.namespace, WHOLE, UNIT_NBYTES)
     until(lambda: view.lookup(model.keys) == Lookup(0))
-    for shard in HALVES:
-        host.give(shard, range(4))
+    host.give(HALVES[0], range(4))
+    until(lambda: view.lookup(model.keys) == Lookup(0) and host.store.shards_elsewhere(model.namespace) == [HALVES[0]])
+    host.give(HALVES[1], range(4))
     until(lambda: view.lookup([model.keys[1]]).coming or view.lookup([model.keys[1]]).pages)
+    asked = len(host.tier.made("shards"))
+    for _ in range(10):
+        host.store.shards_elsewhere(model.namespace)
+        until(lambda: host.store._client._outbox.empty())
+    assert len(host.tier.made("shards")) == asked, "what makes a whole model is good for a while"
 
 
 def test_shards_that_the_model_cannot_have_are_left_out_and_a_tier_that_fails_hides_no_other(pool, model):
