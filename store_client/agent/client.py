@@ -313,7 +313,8 @@ class Client:
         asked.said += 1  # last: a lookup in between looks again
 
     def _heard_of(self, told: messages.Shards) -> None:
-        self._wonders.discard(told.place)
+        if told.done:
+            self._wonders.discard(told.place)
         try:
             shards = [Shard(*bounds) for bounds in told.shards]
         except ValueError as error:

@@ -83,7 +83,7 @@ class Flow:
         whenever more is known, and at last with `done`; not after `cancel`, but for a call that is under way."""
         return Ask(self._fetcher, self._fetcher.ask(wish, tell))
 
-    def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard]], None]) -> None:
+    def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard], bool], None]) -> None:
         """As `Fetches.shards`."""
         self._splits.ask(namespace, tell)
 

@@ -116,10 +116,11 @@ class Told(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
 
 
 class Shards(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """To a Which: shards (layers and heads, half-open) as far as they are known by now."""
+    """To a Which: shards (layers and heads, half-open) as far as they are known by now; `done`: that was all."""
 
     place: _Count
     shards: Annotated[list[tuple[_Count, _Count, _Count, _Count]], Meta(max_length=MAX_SHARDS)]
+    done: bool
 
 
 class Report(Struct, tag=True, frozen=True, forbid_unknown_fields=True):

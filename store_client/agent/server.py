@@ -301,9 +301,9 @@ class Peer(asyncio.Protocol):
             raise Junk(f"Which at place {which.place}: expected a known place")
         namespace, loop = place[0], self._loop
 
-        def tell(shards: Sequence[Shard]) -> None:
+        def tell(shards: Sequence[Shard], done: bool) -> None:
             bounds = [(one.layer_start, one.layer_stop, one.head_start, one.head_stop) for one in shards]
-            answer = messages.Shards(which.place, bounds[: messages.MAX_SHARDS])
+            answer = messages.Shards(which.place, bounds[: messages.MAX_SHARDS], done)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self.send, answer)
 

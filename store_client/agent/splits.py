@@ -23,7 +23,7 @@ _ELSE_GOOD_S = 10.0
 _MOST_SHARDS = 64
 _MOST_NAMESPACES = 256
 
-Tell: TypeAlias = Callable[[Sequence[Shard]], None]
+Tell: TypeAlias = Callable[[Sequence[Shard], bool], None]
 
 
 @dataclass(slots=True)
@@ -54,10 +54,11 @@ class Splits:
             stale = [n for n, one in enumerate(known) if now_s >= one.good_until_s and not one.asking]
             for number in stale:
                 known[number].asking = True
-            if any(one.asking for one in known):
+            done = not any(one.asking for one in known)
+            if not done:
                 self._listening.setdefault(digest, []).append(tell)
             shards = self._shards(known)
-        tell(shards)
+        tell(shards, done)
         for number in stale:
             source = self._sources[number]
             given_up = partial(self._answered, namespace, known, number, None)
@@ -88,11 +89,12 @@ class Splits:
             complete = all(any(each.covers(cell) for each in one.shards) for cell in whole.cut(one.shards))
             one.good_until_s = time.monotonic() + (_GOOD_S if complete else _ELSE_GOOD_S)
             listening = list(self._listening.get(namespace.digest, ()))
-            if not any(each.asking for each in known):
+            done = not any(each.asking for each in known)
+            if done:
                 self._listening.pop(namespace.digest, None)
             shards = self._shards(known)
-        for tell in listening if found is not None else ():
-            tell(shards)
+        for tell in listening:
+            tell(shards, done)
 
     @staticmethod
     def _shards(known: list[_Known]) -> list[Shard]:

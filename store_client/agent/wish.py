@@ -67,9 +67,9 @@ class Fetches(Protocol):
     def ask(self, wish: Wish, tell: Callable[[Word], None]) -> Fetch:
         """Returns at once; `tell` is called from any thread, any number of times, at last with `done`."""
 
-    def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard]], None]) -> None:
+    def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard], bool], None]) -> None:
         """Which shards of a namespace the tiers have. Returns at once; `tell` is called with what is known by then, and
-        from any thread when more is."""
+        from any thread when more is, at last with True."""
 
     def clear(self, namespace: bytes | None, done: set[str]) -> Any:
         """Forget the pages of a namespace, or all, in the tiers, but for those whose title is in `done`; adds those

@@ -62,8 +62,8 @@ class StandIn:
             self.answer(asked)
         return asked
 
-    def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard]], None]) -> None:
-        tell(self.elsewhere)
+    def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard], bool], None]) -> None:
+        tell(self.elsewhere, True)
 
     def clear(self, namespace: bytes | None, done: set[str]) -> None:
         if self.broken is not None:
