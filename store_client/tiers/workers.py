@@ -18,14 +18,14 @@ _NICENESS = 10
 """A tenth of the weight of another thread: where all cores are busy what engines do comes first, and this goes on."""
 
 
-def give_way() -> None:
+def give_way(niceness: int = _NICENESS) -> None:
     """Have the calling thread, which moves bytes, and those that it starts give way to others, engines above all.
 
     The kernel weighs threads within a control group (a container, a service), or else within a session where it groups
     by those (`sched_autogroup_enabled`).
     """
     with contextlib.suppress(OSError):  # forbidden, in a container
-        os.nice(_NICENESS)  # on Linux it is the thread's own
+        os.nice(niceness)  # on Linux it is the thread's own
 
 
 class _Batch(Generic[T]):
@@ -74,16 +74,17 @@ class _Batch(Generic[T]):
 class Workers:
     """Args:
     count: operations that are under way at once.
+    niceness: by so much the threads give way to others.
     """
 
-    def __init__(self, name: str, count: int) -> None:
+    def __init__(self, name: str, count: int, niceness: int = _NICENESS) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._count = count
+        self._count, self._niceness = count, niceness
         for number in range(count):
             threading.Thread(target=self._run, name=f"mooncake-connector-{name}-{number}", daemon=True).start()
 
     def _run(self) -> None:
-        give_way()
+        give_way(self._niceness)
         while (work := self._queue.get()) is not None:
             work()
             del work  # it holds memory of the caller

@@ -15,12 +15,14 @@ from store_client.tiers.workers import Workers
 
 _AT_ONCE = 4
 """As many as the agent has under way, reads and writes."""
+_NICENESS = 19
+"""Below the agent's other threads that move bytes: those work, these wait."""
 
 
 class Movers:
     def __init__(self, title: str) -> None:
         self._title = title
-        self._workers = Workers(f"move-{title}", _AT_ONCE)
+        self._workers = Workers(f"move-{title}", _AT_ONCE, _NICENESS)
 
     def move(
         self, call: Callable[..., Any], names: Sequence[str], buffers: Sequence[Sequence[Range]], *config: Any,
