@@ -78,7 +78,7 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
         "a group is not part of what vLLM caches or hands over": len(kv_cache_config.prefix_cacheable_groups)
         != len(groups),
         "a draft model has layers in them": any(group.is_eagle_group for group in groups)
-        or (speculative is not None and speculative.draft_model_config is not None),
+        or (speculative is not None and speculative.uses_draft_kv_cache()),
     }
     for reason, holds in reasons.items():
         if holds:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases import PROMPT, Start, warm_pool
+from mixes import MIXES
 from settings import Setup, kv_cache_config, vllm_config
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
@@ -106,6 +108,40 @@ def test_context_parallelism_is_refused(configs: tuple[Any, KVCacheConfig]) -> N
     config, cache = configs
     config.parallel_config.decode_context_parallel_size = 2
     with pytest.raises(Unsupported, match="context parallelism"):
+        read_geometry(config, cache)
+
+
+@pytest.fixture
+def hybrid(base_config: Any, pool: Path) -> tuple[Any, KVCacheConfig]:
+    setup = Setup(kv_spec=MIXES["windows"])
+    return vllm_config(setup, base_config, pool), kv_cache_config(setup)
+
+
+def test_several_groups_are_refused_on_several_pipeline_ranks(hybrid: tuple[Any, KVCacheConfig]) -> None:
+    config, cache = hybrid
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(Unsupported, match=r"3 KV-cache groups .* pipeline ranks"):
+        read_geometry(config, cache)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_several_groups_are_refused_where_a_draft_model_has_layers(
+    hybrid: tuple[Any, KVCacheConfig], drafts: bool
+) -> None:
+    """An n-gram proposer has none."""
+    config, cache = hybrid
+    config.speculative_config = SimpleNamespace(uses_draft_kv_cache=lambda: drafts)
+    if not drafts:
+        assert [group.kind for group in read_geometry(config, cache).groups] == ["full", "window", "window"]
+        return
+    with pytest.raises(Unsupported, match="a draft model has layers"):
+        read_geometry(config, cache)
+
+
+def test_a_group_with_draft_layers_is_refused(hybrid: tuple[Any, KVCacheConfig]) -> None:
+    config, cache = hybrid
+    cache.kv_cache_groups[2].is_eagle_group = True
+    with pytest.raises(Unsupported, match="a draft model has layers"):
         read_geometry(config, cache)
 
 

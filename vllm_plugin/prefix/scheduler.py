@@ -93,7 +93,9 @@ class PrefixScheduler:
         @contained(nothing)
         def tell_sizes(store: Store) -> None:
             own_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * geometry.main.block_tokens
-            shards = [(group, shard) for group in geometry.groups for shard in group.shards()]
+            own_tokens //= len(geometry.groups)  # a block is one group's at a time
+            full = [group for group in geometry.groups if group.kind == "full"]  # the others are stored here and there
+            shards = [(group, shard) for group in full for shard in group.shards()]
             page_nbytes = sum(group.page_format(shard, self._page_tokens).nbytes for group, shard in shards)
             _tell_sizes(store.stats().capacity_nbytes, page_nbytes, self._page_tokens, own_tokens)
             if (namespace := self.namespace()) is not None:  # asks which shards tiers have, before the first request
