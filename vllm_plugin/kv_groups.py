@@ -15,12 +15,14 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
     KVQuantMode,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from vllm_plugin.geometry import Geometry, Group, Kind, Unsupported
+from vllm_plugin.states import read_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +35,7 @@ _KINDS: dict[type[KVCacheSpec], Kind] = {
     MLAAttentionSpec: "full",
     SlidingWindowSpec: "window",
     ChunkedLocalAttentionSpec: "chunked",
+    MambaSpec: "state",
 }
 _SPANS = {SlidingWindowSpec: "sliding_window", ChunkedLocalAttentionSpec: "attention_chunk_size"}
 _NO_SPAN = {"sliding_window": None, "attention_chunk_size": None}
@@ -43,13 +46,13 @@ def read_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ge
     """Geometry of the instance.
 
     Raises:
-        Unsupported: a hit needs what every group of layers goes on from, so one group that is not understood (Mamba or
-            other state, packed caches) leaves the whole model alone; likewise context parallelism.
+        Unsupported: a hit needs what every group of layers goes on from, so one group that is not understood (such as
+            packed caches) leaves the whole model alone; likewise context parallelism.
     """
     parallel = vllm_config.parallel_config
     _check_groups(vllm_config, kv_cache_config)
     groups = [
-        _read_group(vllm_config, index, cast("AttentionSpec", _one_spec(group.kv_cache_spec)), group.layer_names)
+        _read_group(vllm_config, index, _one_spec(group.kv_cache_spec), group.layer_names)
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
     ]
     groups.sort(key=lambda group: group.kind != "full")
@@ -67,7 +70,7 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
     specs = [_one_spec(group.kv_cache_spec) for group in groups]
     kinds = ", ".join(sorted({type(spec).__name__ for spec in specs}))
     if any(type(spec) not in _KINDS for spec in specs):
-        raise Unsupported(f"its KV cache is {kinds}; only attention that is full, or has windows or chunks, is stored")
+        raise Unsupported(f"its KV cache is {kinds}; only full attention, windows, chunks and states are stored")
     if all(_KINDS[type(spec)] != "full" for spec in specs):
         raise Unsupported(f"its KV cache is {kinds}; one group at least has to keep every token")
     if len(groups) == 1:
@@ -96,19 +99,23 @@ def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
     return first
 
 
-def _read_group(vllm_config: VllmConfig, index: int, spec: AttentionSpec, names: Sequence[str]) -> Group:
+def _read_group(vllm_config: VllmConfig, index: int, one: KVCacheSpec, names: Sequence[str]) -> Group:
     """Raises Unsupported where the blocks of the group are not understood."""
+    layer_names = tuple(sorted(names, key=_layer_order))
+    layers = tuple(_layer_order(name)[0] for name in layer_names if _layer_order(name))
+    if isinstance(one, MambaSpec):
+        return read_states(vllm_config, index, one, layers, layer_names)
+    spec = cast("AttentionSpec", one)
     _check_spec(vllm_config, spec)
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    layer_names = tuple(sorted(names, key=_layer_order))
     is_mla = isinstance(spec, MLAAttentionSpec)
     return Group(
         index=index,
         spec=spec,
         kind=_KINDS[type(spec)],
         span=getattr(spec, _SPANS[type(spec)]) if type(spec) in _SPANS else None,
-        layers=tuple(_layer_order(name)[0] for name in layer_names if _layer_order(name)),
+        layers=layers,
         num_layers=len(names) if pp_size == 1 else vllm_config.model_config.get_total_num_hidden_layers(),
         num_kv_heads=1 if is_mla else _num_kv_heads(vllm_config, spec),
         k_dim=spec.head_size,

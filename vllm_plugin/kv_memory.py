@@ -12,6 +12,7 @@ from mooncake_connector.kv.geometry import Shard
 from transfer.device_order import Wait
 from vllm_plugin.blocks import KVBlocks, probe_cpu_order, register_tensors
 from vllm_plugin.geometry import Geometry, Group
+from vllm_plugin.states import StateBlocks, StateGroup, state_tensors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,17 +32,20 @@ class GroupMemory:
         self.group, self.shard, self.is_writer = group, shard, is_writer
         self.fmt = group.page_format(shard, page_tokens)
         self.tensors: list[torch.Tensor] = []
-        self.blocks: KVBlocks | None = None
+        self.blocks: KVBlocks | StateBlocks | None = None
 
     def understand(
         self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, engine: VllmConfig
-    ) -> tuple[list[torch.Tensor], KVBlocks]:
+    ) -> tuple[list[torch.Tensor], KVBlocks | StateBlocks]:
         """What the engine's tensors of these layers are.
 
         Raises:
             Unsupported: they cannot be understood.
         """
         group = self.group
+        if isinstance(group, StateGroup):
+            states = state_tensors(kv_caches, group, num_blocks)
+            return states, StateBlocks(states, group.block_tokens)
         tensors = register_tensors(kv_caches, group.layer_names, num_blocks, group.block_tokens)
         order = None
         if tensors[0].device.type == "cpu" and not group.is_mla:
@@ -70,7 +74,7 @@ class KVMemory:
             for group in geometry.groups
         )
         in_parts = vllm_config.parallel_config.use_ubatching
-        self.layers = () if in_parts else tuple(name for group in geometry.groups for name in group.layer_names)
+        self.layers = () if in_parts else attention_layers(geometry)
         """Layers of which each is computed when it is named. A batch in parts runs through them once for each part, and
         a layer is named when one of them is."""
         self.record: Callable[[], Wait | None] = lambda: None
@@ -107,6 +111,11 @@ class KVMemory:
         """`(address, nbytes)` of what the tensors lie in, each once."""
         storages = [tensor.untyped_storage() for part in self.groups for tensor in part.tensors]
         return sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
+
+
+def attention_layers(geometry: Geometry) -> tuple[str, ...]:
+    """Those of all groups that vLLM names while it computes them; it names none that keeps a state."""
+    return tuple(name for group in geometry.groups if group.kind != "state" for name in group.layer_names)
 
 
 def recorder(device: torch.device) -> Callable[[], Wait | None]:

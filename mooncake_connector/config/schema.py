@@ -112,6 +112,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             '"lru" (least recently used)',
         ),
     ] = "lru"
+    state_budget: Annotated[
+        float,
+        _field(
+            "For models that keep a state (Mamba, GDN, KDA) beside full attention: how many bytes of states a prompt "
+            "may have in the pool for each byte of its pages. vLLM makes a state reusable at the end of a prompt, "
+            "where prompts part, and every `--prefix-cache-retention-interval` tokens; one is stored where it is at "
+            "least so far behind the last one that this holds. Every hit goes on from a state: with a smaller budget "
+            "the pool holds more prompts, and short ones are no hits.",
+            "a number above 0, at most 1024",
+            gt=0,
+            le=1024,
+        ),
+    ] = 4.0
     log_level: Annotated[
         Literal["DEBUG", "INFO", "WARNING", "ERROR"],
         _field("Messages of this package below this level are not logged.", '"DEBUG", "INFO", "WARNING" or "ERROR"'),

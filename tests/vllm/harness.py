@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import oracle
 from settings import Setup, kv_cache_config, vllm_config, worker_kv_cache_config
 from vllm.config import VllmConfig
@@ -336,10 +337,16 @@ class Engine:
         for view in prefix._views(group):
             layers = numbers if self.setup.is_hybrid else range(view.shard.layer_start, view.shard.layer_stop)
             heads = range(view.shard.head_start, view.shard.head_stop)
-            expected = [
-                oracle.canonical_page(hashes[i * size : (i + 1) * size], layers, heads, mla=self.setup.mla)
-                for i in range(len(keys))
-            ]
+            if prefix._geometry.groups[group].kind == "state":
+                num_slots = prefix._geometry.groups[group].k_dim // oracle.SLOT_NBYTES
+                places = range(64 * heads.start, 64 * heads.start + num_slots)
+                ends = oracle.slots(hashes[size - 1 :: size], layers, places)
+                expected = [end.view(np.uint8).ravel() for end in np.ascontiguousarray(ends)]
+            else:
+                expected = [
+                    oracle.canonical_page(hashes[i * size : (i + 1) * size], layers, heads, mla=self.setup.mla)
+                    for i in range(len(keys))
+                ]
 
             def check(index: int, page: Any, expected: list[Any] = expected) -> None:
                 assert bytes(page) == bytes(expected[index]), f"page {index} of {len(keys)} holds other KV"

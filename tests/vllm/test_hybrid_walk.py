@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from cases import Interruption, Start
-from mixes import chunked, full, window
+from mixes import chunked, full, state, window
 from test_walk import change_faults, check_answers, check_pool, crowd_out, prompts
 
 import vllm_plugin.prefix.saver
@@ -31,6 +31,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two of full attention": {"kv_spec": [full(), window(24), full(32, 1)], "num_blocks": 64},
     "chunks": {"kv_spec": [full(), chunked(32)], "num_blocks": 40},
     "chunks that begin inside a page": {"kv_spec": [full(), chunked(48)], "num_blocks": 48, "page_tokens": 32},
+    "states": {"kv_spec": [full(), state(), state()], "num_blocks": 48, "extra": {"state_budget": 1024}},
+    "states at many boundaries, and a window": {
+        "kv_spec": [full(), window(24), state()], "num_blocks": 48, "retention_tokens": 32, "page_tokens": 32,
+    },
 }  # fmt: skip
 
 
@@ -40,9 +44,9 @@ def test_random_walk(
 ) -> None:
     monkeypatch.setattr("vllm_plugin.prefix.lookups._STALL_PAUSE_S", 0.1)
     rng = random.Random(f"{runner}{name}")
-    engine = start(
-        **runner, **SETTINGS[name], max_num_batched_tokens=96, extra={"load_deadline_s": 0.05, "save_deadline_s": 0.25}
-    )
+    settings = SETTINGS[name]
+    extra = {"load_deadline_s": 0.05, "save_deadline_s": 0.25} | settings.get("extra", {})
+    engine = start(**runner | settings | {"max_num_batched_tokens": 96, "extra": extra})
     source = prompts(rng)
     interruption = Interruption(monkeypatch)
     faults.lose_reads = lambda keys: [rng.random() < 0.03 for _ in keys]

@@ -27,7 +27,7 @@ def full(**changes: Any) -> FullAttentionSpec:
 SLIDING = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=2, dtype=torch.float16, sliding_window=512)
 MAMBA = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float16,))
 CASES = {
-    "full and mamba": ([full(), MAMBA], "FullAttentionSpec, MambaSpec"),
+    "states outside of prefix caching": ([full(), MAMBA], "mamba_cache_mode 'none'"),
     "sliding window alone": (SLIDING, "SlidingWindowSpec"),
     "chunked": (
         ChunkedLocalAttentionSpec(

@@ -13,6 +13,7 @@ from math import gcd
 
 from mooncake_connector.kv.page import BlockLayout, SegmentLayout
 from transfer.plan.layout import LayoutError, RankLayout, Section
+from vllm_plugin.blocks import KVBlocks
 from vllm_plugin.geometry import Group
 from vllm_plugin.kv_memory import GroupMemory, KVMemory
 
@@ -55,7 +56,7 @@ def _section(part: GroupMemory, name: str) -> Section:
     group, blocks = part.group, part.blocks
     if group.kind == "state":
         return _state(part, name)
-    assert blocks is not None
+    assert isinstance(blocks, KVBlocks)
     return Section(
         name=name,
         model_layers=group.num_layers,

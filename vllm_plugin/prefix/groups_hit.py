@@ -29,6 +29,7 @@ class GroupRules:
     def __init__(self, group: Group, unit_tokens: int, unit_pages: int, retention_tokens: int | None) -> None:
         self._unit_tokens, self._unit_pages, self._retention_tokens = unit_tokens, unit_pages, retention_tokens
         assert group.spec is not None
+        self.is_state = group.kind == "state"
         self._spec = group.spec.copy_with_new_block_size(unit_tokens)
         manager = KVCacheSpecRegistry.get_manager_class(self._spec)
         assert manager is not None
@@ -106,7 +107,10 @@ class GroupsHit:
             present: of the group at a position.
         """
         units, had = stop // self._unit_pages, first // self._unit_pages
-        looks = {position: _Looks(present(position), had, self._unit_pages) for position in self._rules}
+        looks = {
+            position: _Looks(present(position), had, self._unit_pages, last=rules.is_state)
+            for position, rules in self._rules.items()
+        }
         agreed = None
         while units > had and units != agreed:  # each may have shortened what others had agreed on
             agreed = units
@@ -116,10 +120,13 @@ class GroupsHit:
 
 
 class _Looks:
-    """Which units a group has, looked up from the last one asked for on; vLLM's own cache has the first `local`."""
+    """Which units a group has, looked up from the last one asked for on; vLLM's own cache has the first `local`.
 
-    def __init__(self, present: Present, local: int, unit_pages: int) -> None:
-        self._present, self._local, self._unit_pages = present, local, unit_pages
+    A unit is there with all its pages, or, of states, with the `last` one.
+    """
+
+    def __init__(self, present: Present, local: int, unit_pages: int, *, last: bool) -> None:
+        self._present, self._local, self._unit_pages, self._last = present, local, unit_pages, last
         self._pages: dict[int, bool] = {}
 
     def has(self, unit: int) -> bool:
@@ -130,4 +137,4 @@ class _Looks:
             begin = max(self._local * self._unit_pages, (stop - _LOOK_PAGES) // self._unit_pages * self._unit_pages)
             begin = min(begin, start)
             self._pages.update(zip(range(begin, stop), self._present(begin, stop), strict=True))
-        return all(self._pages[page] for page in range(start, stop))
+        return all(self._pages[page] for page in range(stop - 1 if self._last else start, stop))

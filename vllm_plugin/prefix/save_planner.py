@@ -109,6 +109,8 @@ class SavePlanner:
         jobs = []
         for position, group in enumerate(self._groups):
             table = tables[group.index]
+            if group.kind == "state":  # vLLM says which block holds one (`StatePlanner`)
+                continue
             if group.kind == "full":
                 if not self._is_whole(table, group, first, num_pages):
                     return
@@ -120,6 +122,22 @@ class SavePlanner:
         for start, job in jobs:
             self._submit(plan, job, start)
         tracked.saved_pages = num_pages
+        self._idle_since_s = None
+
+    def plan_state(self, tracked: Tracked, position: int, page: int, block_id: int) -> None:
+        """Save the state behind a page of a request, from the block that this step leaves it in."""
+        key = tracked.page_keys(page + 1, self._page_tokens)[page]
+        self._next_job_id += 1
+        job = SaveJob(
+            job_id=self._next_job_id,
+            keys=[key],
+            parent=None,  # the page before has no state
+            first_token=0,
+            block_ids=[block_id],
+            computed=False,
+            group=position,
+        )
+        self._submit(_Plan(tracked, page + 1, None), job, page + 1)  # pages are not saved again for its sake
         self._idle_since_s = None
 
     def _submit(self, plan: _Plan, job: SaveJob, first_page: int) -> None:

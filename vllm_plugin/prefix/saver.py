@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
@@ -22,9 +23,12 @@ from transfer.device_order import Wait
 from vllm_plugin.blocks import BlockCopies, KVBlocks
 from vllm_plugin.kv_memory import GroupMemory, KVMemory
 from vllm_plugin.messages import SaveJob, SaveResult, StepMetadata
+from vllm_plugin.states import StateBlocks, StateCopies
 
 _ASIDE_NBYTES = 256 << 20
 """At most so much lies copied aside. Copying takes a small part of the time that computing it took."""
+
+Copies: TypeAlias = BlockCopies | StateCopies
 
 logger = get_logger(__name__)
 
@@ -43,7 +47,7 @@ class BlockSave(Save):
     memory: GroupMemory
     aside_nbytes: int = 0
     _overtaken: set[int] = field(default_factory=set)
-    _aside: dict[int, tuple[BlockCopies, Wait | None]] = field(default_factory=dict)
+    _aside: dict[int, tuple[Copies, Wait | None]] = field(default_factory=dict)
 
     def run(self) -> str | None:
         if self.memory.is_writer:
@@ -73,7 +77,7 @@ class BlockSave(Save):
                 wait()
             copies.save_page(self.plan.block_ids, self.first_token(number), page)
 
-    def _source(self, number: int) -> tuple[BlockCopies, Wait | None] | None:
+    def _source(self, number: int) -> tuple[Copies, Wait | None] | None:
         """Where a page is to be read: aside, or in its blocks (None). Raises as `fill`."""
         with self._lock:
             if self.given_up:
@@ -107,7 +111,7 @@ class BlockSave(Save):
         with self._lock:
             self._overtaken.update(numbers)
 
-    def put_aside(self, numbers: Sequence[int], copies: BlockCopies, wait: Wait | None) -> None:
+    def put_aside(self, numbers: Sequence[int], copies: Copies, wait: Wait | None) -> None:
         with self._lock:
             self._aside.update(dict.fromkeys(numbers, (copies, wait)))
         self.aside_nbytes += copies.nbytes
@@ -137,7 +141,7 @@ class Saver:
         fence = self._memory.record()
         for plan in jobs:
             save = self._save(plan, namespace, fence)
-            if self._memory.sleeps:
+            if self._memory.sleeps or save.memory.group.kind == "state":  # the next step may overwrite a state
                 self._leave_out_stored(save)
                 self._take_blocks(save, set(plan.block_ids))
             self._mover.submit(save)
@@ -212,7 +216,7 @@ class Saver:
             log_once("save.aside", said, error, logger=logger)
         save.overtake(numbers)
 
-    def _fitting(self, save: BlockSave, numbers: Sequence[int], blocks: KVBlocks) -> list[int]:
+    def _fitting(self, save: BlockSave, numbers: Sequence[int], blocks: KVBlocks | StateBlocks) -> list[int]:
         """The first of these pages for which there is room aside."""
         room = 0 if self._mover.paused else _ASIDE_NBYTES - sum(other.aside_nbytes for other in self.pending)
         read: set[int] = set()

@@ -29,6 +29,7 @@ from vllm_plugin.prefix.groups_hit import GroupsHit
 from vllm_plugin.prefix.lookups import Lookups
 from vllm_plugin.prefix.save_planner import SavePlanner
 from vllm_plugin.prefix.speed import PrefillSpeed
+from vllm_plugin.prefix.states import StatePlanner
 from vllm_plugin.prefix.tracked import Offer, Tracked
 from vllm_plugin.stats import ConnectorStats
 
@@ -71,6 +72,7 @@ class PrefixScheduler:
         self.saves = SavePlanner(
             geometry, groups, self._page_tokens, num_workers=geometry.num_ranks, publishes=publishes
         )
+        self._states = StatePlanner(geometry, config)
         self._announced = AnnouncedPages() if publishes else None
         self._decode_steps = 0
         self._stats = stats
@@ -153,6 +155,7 @@ class PrefixScheduler:
         offer = tracked.offer = self._lookups.offer(tracked, former, num_computed_tokens, self._views, fetch=asks)
         if self._lookups.is_worth_a_wait(tracked, offer, self.speed.step_s if self._computes() else 0.0):
             return None, False
+        self._states.ask_for(tracked)
         if offer.tokens < self._min_hit_tokens:
             return 0, False
         return offer.tokens, True
@@ -206,6 +209,8 @@ class PrefixScheduler:
             if group.kind != "full":  # the null block stands where nothing is attended to any more
                 nulls = next((number for number, block_id in enumerate(table) if block_id), len(table))
                 start = max(start, nulls * group.block_tokens)
+            if group.kind == "state":  # the one at the end of the hit
+                start = max(start, group.first_kept(stop * page_tokens))
             first = start // page_tokens
             if first >= stop:
                 continue
@@ -241,6 +246,9 @@ class PrefixScheduler:
             self.saves.look_at(scheduled)
             if self._completes_pages(scheduled):
                 self._plan_saves(scheduled)
+            if self._views():
+                for tracked, position, page, block_id in self._states.completed(scheduled, self._tracked):
+                    self.saves.plan_state(tracked, position, page, block_id)
             metadata.saves, metadata.given_away = self.saves.take()
         except BaseException:
             self.saves.drop()
