@@ -1,6 +1,6 @@
-"""Prefill and decode apart for models with several KV-cache groups: windows and chunks.
+"""Prefill and decode apart for models with several KV-cache groups: windows, chunks and states.
 
-The pretended model looks at each slot that a group attends to.
+The pretended model looks at each slot that a group attends to, and at each state that it goes on from.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from mixes import MIXES as EVERY
-from mixes import full, window
+from mixes import MIXES, full, state, window
 from pd import (
     PROMPT,
     MakePair,
@@ -33,11 +32,10 @@ import transfer.fetching
 import transfer.serving
 from vllm_plugin.geometry import Group
 
-MIXES = {name: mix for name, mix in EVERY.items() if name in ("window", "windows", "chunked")}
 LONG = [token % oracle.VOCAB for token in range(11, 11 * 213, 11)]
 STEP = {"max_num_batched_tokens": 48, "num_blocks": 80}
 NUM_OUTPUT = 24
-"""More than a block: windows move on."""
+"""More than a block: windows move on, and states into another block."""
 
 every_mix = pytest.mark.parametrize("mix", MIXES)
 
@@ -52,8 +50,8 @@ def alike(mix: str, **settings: Any) -> dict[str, dict[str, Any]]:
     return {side: STEP | {"kv_spec": MIXES[mix]} | settings for side in ("prefill", "decode")}
 
 
-def ask_all(both: Pair, order: str, lengths: tuple[int, ...] = (2, 37, 52, 53, 213)) -> None:
-    """With prompts that are shorter than a window, end where it begins in a block, and are longer; in a new order."""
+def ask_all(both: Pair, order: str, lengths: tuple[int, ...] = (2, 35, 55, 64, 213)) -> None:
+    """Prompts shorter than a window, longer, and such that with their last token vLLM takes a block of it back."""
     for length in lengths:
         both.ask(LONG[-length:], NUM_OUTPUT, order=order, computed=NUM_OUTPUT)
     assert not both.failures()
@@ -67,7 +65,7 @@ def test_decode_computes_the_last_token_of_a_prompt_and_no_other(pair: MakePair,
 
 @every_granularity
 def test_in_every_granularity(pair: MakePair, granularity: str) -> None:
-    ask_all(pair(**alike("windows", layers_a_group=2), granularity=granularity), "concurrent")
+    ask_all(pair(**alike("all", layers_a_group=2), granularity=granularity), "concurrent")
 
 
 def test_without_a_prefix_cache(pair: MakePair) -> None:
@@ -77,7 +75,7 @@ def test_without_a_prefix_cache(pair: MakePair) -> None:
 @every_order
 @pytest.mark.parametrize("blocks", [(16, 48), (48, 16), (32, 48)])
 def test_blocks_of_other_sizes(pair: MakePair, blocks: tuple[int, int], order: str) -> None:
-    specs = [{"kv_spec": [full(size), window(40, size)]} for size in blocks]
+    specs = [{"kv_spec": [full(size), window(40, size), state(size)]} for size in blocks]
     prefill, decode = (STEP | {"block_tokens": size} | spec for size, spec in zip(blocks, specs, strict=True))
     ask_all(pair(prefill, decode, granularity="layer"), order)
 
@@ -86,6 +84,21 @@ def test_blocks_of_other_sizes(pair: MakePair, blocks: tuple[int, int], order: s
 def test_other_numbers_of_ranks(pair: MakePair, ranks: tuple[int, int]) -> None:
     sides = [{"tp_size": count, "kv_spec": [full(heads=2 // count), window(40, heads=2 // count)]} for count in ranks]
     ask_all(pair(*(STEP | side for side in sides), granularity="layer"), "concurrent")
+
+
+def test_states_of_two_ranks_go_to_two(pair: MakePair) -> None:
+    side = STEP | {"tp_size": 2, "kv_spec": [full(heads=1), state(heads=1)]}
+    ask_all(pair(side, side, granularity="layer"), "concurrent")
+
+
+def test_a_state_that_cannot_be_split_again_is_refused_with_both_sizes(
+    pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    sides = [{"tp_size": count, "kv_spec": [full(heads=2 // count), state(heads=2 // count)]} for count in (1, 2)]
+    both = pair(*(STEP | side for side in sides), transfer_lease_s=1)
+    both.ask(PROMPT, computed=len(PROMPT) + 2)
+    said = [record.getMessage() for record in caplog.records if "section '1 state 3x4 2x2x3'" in record.getMessage()]
+    assert said and all("KV heads 0..0 of 1" in line and "KV heads 0..0 of 2" in line for line in said)
 
 
 @every_mix
@@ -133,7 +146,7 @@ def test_a_byte_of_any_group_that_changed_on_its_way(
         assert figures(both.decode).get("failures", {}) == ({} if times == 1 else {"fetch_failed": 1})
 
 
-@pytest.mark.parametrize("mix", ["window", "windows", "chunked"])
+@pytest.mark.parametrize("mix", ["window", "windows", "chunked", "all"])
 def test_what_the_prefill_instance_has_given_back_is_not_sent(
     pair: MakePair, mix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +159,7 @@ def test_what_the_prefill_instance_has_given_back_is_not_sent(
     assert figures(both.decode)["failures"] == {"fetch_failed": 1}
 
 
-@pytest.mark.parametrize("mix", ["window", "chunked"])
+@pytest.mark.parametrize("mix", ["window", "state"])
 def test_a_prompt_that_has_no_last_token_to_leave_is_prefilled_where_it_is(
     pair: MakePair, mix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,7 +173,7 @@ def test_a_prompt_that_has_no_last_token_to_leave_is_prefilled_where_it_is(
 
 
 def test_a_prefill_leg_stops_before_the_last_token_whatever_it_was_asked_for(pair: MakePair) -> None:
-    both = pair(**alike("windows"))
+    both = pair(**alike("all"))
     answer = both.handed_over(PROMPT, max_tokens=9)
     assert answer["remote_num_tokens"] == both.prefill.computed(last(both.prefill)) == len(PROMPT) - 1
     assert both.prefill.reasons[last(both.prefill)] == "length"
