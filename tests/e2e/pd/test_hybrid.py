@@ -1,4 +1,4 @@
-"""Two instances of a model with sliding windows answer as one does."""
+"""Two instances of a model with sliding windows, or with states, answer as one does."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from e2e.pages import wait_for
 from e2e.pd.conftest import BOUNDS, LEASE_S, ORDERS, STEADY
 from e2e.pd.fleet import Fleet, Group
 from e2e.pd.instances import Instance
-from e2e.questions import Examiner
+from e2e.questions import SMALLEST_GAP, Examiner
 from models import checkpoint
 
 LENGTHS = {"below a block": 100, "some": 385, "many": 700}
 
+MODELS: dict[str, tuple[tuple[str, ...], float]] = {
+    "gemma3": ((), SMALLEST_GAP),
+    "qwen3-next": (("--dtype", "bfloat16"), 0.1),
+}
+"""Arguments, and how far ahead the best token of each step has to be: GDN computes in nothing else on the CPU."""
 
-@pytest.fixture(params=["gemma3"])
+
+@pytest.fixture(params=MODELS)
 def hybrid(request: pytest.FixtureRequest, fleet: Fleet, logs: Path) -> Group:
     """A prefill and a decode instance, which have nothing cached."""
 
     def make() -> Group:
+        args, _ = MODELS[request.param]
         config = {**BOUNDS, "transfer_deadline_s": 60, "transfer_lease_s": LEASE_S}
         instances = [
             Instance(
@@ -29,7 +36,7 @@ def hybrid(request: pytest.FixtureRequest, fleet: Fleet, logs: Path) -> Group:
                 log=logs / f"pd-{request.param}-{number}.log",
                 pool=logs / "no-pool",
                 config=config,
-                args=["--max-model-len", "1024", "--max-num-batched-tokens", str(chunk)],
+                args=["--max-model-len", "1024", "--max-num-batched-tokens", str(chunk), *args],
                 env=STEADY,
             )
             for number, chunk in enumerate((256, 1024))
@@ -47,7 +54,7 @@ def _has_fetched(decode: Instance, num_tokens: float) -> bool:
 def test_two_instances_answer_as_one_in_both_orders(hybrid: Group) -> None:
     """In chunks of 256 tokens, and layer by layer; and what travels with wrong bytes changes the text."""
     prefill, decode = hybrid.instances
-    examiner = Examiner(decode)
+    examiner = Examiner(decode, smallest_gap=MODELS[decode.model.name][1])
     questions = [examiner.question(name, length) for name, length in LENGTHS.items()]
     for order in ORDERS:
         hybrid.forget()
