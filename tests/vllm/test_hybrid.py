@@ -197,6 +197,12 @@ def test_the_null_block_is_neither_written_nor_stored(start: Start) -> None:
         engine.pages(PROMPT * 3, group=group)  # each holds the KV of its key
 
 
+def test_what_a_window_has_left_behind_before_its_page_was_full_is_not_stored(start: Start) -> None:
+    engine = start(kv_spec=MIXES["window"], page_tokens=64, retention_tokens=None, max_num_batched_tokens=40)
+    engine.check(PROMPT * 3, 20)
+    assert all(engine.pages(PROMPT * 3)) and not all(engine.pages(PROMPT * 3, group=1))
+
+
 def test_a_page_is_announced_when_all_groups_that_keep_it_have_it(start: Start, faults) -> None:
     engine = start(kv_spec=MIXES["window"], events=True)
     events: list[Any] = []
