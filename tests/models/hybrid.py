@@ -1,6 +1,6 @@
 """Models whose layers do not all keep full attention, with random weights: windows of 128 tokens, or a recurrent state.
 
-What vLLM 0.32 makes of them on the CPU is in `tests/vllm/test_hybrid_models.py`.
+`tests/e2e/hybrid/` asks them in the real vLLM, which keeps them in blocks of 128 tokens, Qwen3-Next in blocks of 256.
 """
 
 from __future__ import annotations

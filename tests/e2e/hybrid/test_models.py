@@ -1,0 +1,181 @@
+"""The four hybrid models of tests/models in the real vLLM: a hit from the pool answers as the engine alone does.
+
+The engine runs inside this process, one model after the other. Its text says something where it is clear and depends
+on the whole prompt (`e2e.questions`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from e2e.client import Answer
+from e2e.questions import Examiner, Question
+from models import checkpoint
+from mooncake_connector.kv.keys import page_keys
+from store_client import EmbeddedStore
+from store_client.base import SpaceInfo
+from store_client.testing import get_pages, put_pages
+
+pytestmark = pytest.mark.engine
+
+PAGE_TOKENS = 64
+HIT = 512
+"""Of 600 tokens: where the blocks of all groups end, 128 or 256 tokens long."""
+GROUPS = {"gemma3": 3, "gpt-oss": 2, "qwen3-next": 4, "cohere2": 4}
+
+
+@dataclass
+class Inside:
+    """An engine in this process and its pool."""
+
+    llm: Any
+    pool: Path
+
+    def ask(self, prompt: Sequence[int], *, max_tokens: int = 4, cache_salt: str | None = None) -> Answer:
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=2, detokenize=False)
+        tokens: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        if cache_salt is not None:
+            tokens["cache_salt"] = cache_salt
+        output = self.llm.generate(tokens, greedy, use_tqdm=False)[0]
+        core = self.llm.llm_engine.engine_core.engine_core
+        while core.scheduler.has_requests():  # saves end, as in the idle engine of a server
+            core.step()
+        (answer,) = output.outputs
+        steps = tuple({token: one.logprob for token, one in step.items()} for step in answer.logprobs)
+        return Answer(tuple(answer.token_ids), "", steps, len(prompt), output.num_cached_tokens or 0, 0.0, 0.0)
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache."""
+        assert self.llm.reset_prefix_cache()
+
+    def falsify(self, prompt: Sequence[int], *, part: int) -> None:
+        """Give what the hit goes on from in one group other bytes, with a checksum that matches them."""
+        keys = page_keys(list(prompt), PAGE_TOKENS)[: HIT // PAGE_TOKENS]
+        with EmbeddedStore(self.pool) as store:
+            info = groups_of(store, keys[-1])[part]
+            space, nbytes = store.space(info.namespace, info.shard), page_nbytes(info)
+            held = [key for key, found in zip(keys, space.contains(keys), strict=True) if found]
+            assert held[-1] == keys[-1]
+            right = [np.empty(nbytes, np.uint8) for _ in held]
+            assert all(get_pages(space, held, right, nbytes=nbytes))
+            for page in right:
+                page[1::2] ^= 0x80  # the other sign for every number, of two bytes or four
+            assert space.remove(held) == len(held)
+            put_pages(space, held, right, parents=[None] * len(held), deadline_s=60.0)
+
+
+def groups_of(store: EmbeddedStore, key: bytes) -> list[SpaceInfo]:
+    """What the pool has under a key, in each group."""
+    infos = [info for info in store.namespaces() if any(store.space(info.namespace, info.shard).contains([key]))]
+    return sorted(infos, key=lambda info: info.namespace.group)
+
+
+def page_nbytes(info: SpaceInfo) -> int:
+    """Bytes of one object, by what its namespace says of the group."""
+    group, itemsizes = json.loads(info.namespace.group), {"bfloat16": 2, "float32": 4}
+    if group["kind"] == "state":
+        parts = zip(group["shapes"], group["dtypes"], strict=True)
+        return sum(math.prod(shape) * itemsizes[dtype] for shape, dtype in parts) * len(group["layers"])
+    content = (group["k_dim"] + group["v_dim"]) * group["itemsize"]
+    return PAGE_TOKENS * group["num_kv_heads"] * content * len(group["layers"])
+
+
+@pytest.fixture(scope="module", params=GROUPS)
+def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
+    patch = pytest.MonkeyPatch()
+    for name, value in {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # or log-probabilities have something compiled for a quarter of a minute
+    }.items():
+        patch.setenv(name, value)
+    pool = Path(tempfile.mkdtemp(prefix="mooncake-connector-test-", dir="/dev/shm"))
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    transfer = KVTransferConfig(
+        kv_connector="MooncakeKVConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"pool": str(pool), "capacity": "256MiB", "page_tokens": PAGE_TOKENS},
+    )
+    llm = LLM(
+        str(checkpoint(request.param)),
+        enforce_eager=True,
+        dtype="bfloat16" if request.param == "qwen3-next" else "float32",  # its kernels on the CPU know nothing else
+        max_model_len=1024,
+        disable_hybrid_kv_cache_manager=False,
+        kv_transfer_config=transfer,
+    )
+    yield Inside(llm, pool)
+    llm.llm_engine.engine_core.shutdown()
+    ensure_kv_transfer_shutdown()
+    patch.undo()
+    shutil.rmtree(pool, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def question(inside: Inside) -> Question:
+    return Examiner(inside, max_tokens=4).question("hybrid", 600)
+
+
+def test_computed_own_hit_and_hit_from_the_pool_are_one_text(
+    inside: Inside, question: Question, request: pytest.FixtureRequest
+) -> None:
+    computed = inside.ask(question.prompt)
+    own = inside.ask(question.prompt)
+    inside.forget()
+    loaded = inside.ask(question.prompt)
+    assert [answer.cached_tokens for answer in (computed, own, loaded)] == [0, HIT, HIT]
+    assert {answer.token_ids for answer in (computed, own, loaded)} == {question.answer}
+    with EmbeddedStore(inside.pool) as store:
+        key = page_keys(list(question.prompt), PAGE_TOKENS)[HIT // PAGE_TOKENS - 1]
+        assert len(groups_of(store, key)) == GROUPS[request.node.callspec.params["inside"]]
+
+
+def test_where_prompts_part_the_third_is_a_hit(inside: Inside, question: Question) -> None:
+    cached = []
+    for number in range(2):
+        inside.forget()
+        fork = (*question.prompt[:300], *([number] * 200))
+        answer = inside.ask(fork)
+        cached.append(answer.cached_tokens)
+        inside.forget()
+        assert answer.token_ids == inside.ask(fork, cache_salt="fork").token_ids or answer.smallest_gap < 0.02
+    assert cached == [0, 256]
+
+
+def test_other_bytes_in_any_group_are_what_the_model_goes_on_from(inside: Inside, question: Question) -> None:
+    """The negative control: rounding moves log-probabilities by a thousandth of what is asked for here."""
+    with EmbeddedStore(inside.pool) as store:
+        key = page_keys(list(question.prompt), PAGE_TOKENS)[HIT // PAGE_TOKENS - 1]
+        count = len(groups_of(store, key))
+    for part in range(count):
+        inside.forget()
+        before = inside.ask(question.prompt)
+        inside.falsify(question.prompt, part=part)
+        inside.forget()
+        after = inside.ask(question.prompt)
+        assert before.cached_tokens == after.cached_tokens == HIT
+        first, other = before.steps[0], after.steps[0]
+        moved = [abs(first[token] - other.get(token, -100.0)) for token in first]
+        assert max(moved) > 0.01, f"group {part} of {count}"
+
+
+def test_a_prompt_shorter_than_a_block_is_computed(inside: Inside) -> None:
+    for _ in range(2):
+        assert inside.ask(range(100)).cached_tokens == 0
+        inside.forget()
