@@ -79,6 +79,8 @@ class Namespace:
         for field in ("model_digest", "kv_dtype"):
             if not getattr(self, field):
                 raise NamespaceError(f"namespace field {field} is empty: pages of different models would mix")
+        if self.group and not _is_object(self.group):
+            raise NamespaceError(f"namespace field group is {self.group!r}: expected a JSON object")
 
     @cached_property
     def digest(self) -> bytes:
@@ -87,6 +89,16 @@ class Namespace:
         if not self.group:  # as it was before there were groups
             del identity["group"]
         return hashlib.sha256(canonical_json(identity).encode("ascii")).digest()
+
+    @cached_property
+    def family(self) -> bytes:
+        """The digest that all groups of a model have in common."""
+        return dataclasses.replace(self, group="").digest
+
+    @cached_property
+    def rests_on_others(self) -> bool:
+        """Whether its pages are of no use without those of the model's layers of full attention: windows and states."""
+        return bool(self.group) and json.loads(self.group).get("kind") != "full"
 
     @property
     def is_mla(self) -> bool:
@@ -119,6 +131,13 @@ class Namespace:
 def _check_count(field: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise NamespaceError(f"namespace field {field} is {value!r}: expected an integer of at least 1")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _check_type(name: str, value: Any, annotation: str) -> None:

@@ -212,6 +212,19 @@ class Spaces:
             self._known[identity] = (namespace, shard)
         return identity
 
+    def beneath(self, namespace: Namespace, shard: Shard) -> list[int]:
+        """The spaces whose pages those of this space hang on: of the same model's layers of full attention, the ones
+        with the same heads first. None for such layers themselves, and where a model has one kind only."""
+        if not namespace.rests_on_others:
+            return []
+        self._refresh()
+        found = [
+            (other.heads != shard.heads, identity)
+            for identity, (name, other) in self._known.items()
+            if name.family == namespace.family and name.group and not name.rests_on_others
+        ]
+        return [identity for _, identity in sorted(found)]
+
     def _append(self, namespace: Namespace, shard: Shard) -> None:
         bounds = [shard.layer_start, shard.layer_stop, shard.head_start, shard.head_stop]
         # The newline in front ends a line that a killed writer left unfinished.

@@ -165,9 +165,11 @@ class Writer:
             absent = sorted({pages.keys[i]: i for i in reversed(range(len(slots))) if slots[i] < 0}.values())
             if not absent:
                 return PutPlan(pages, None, [], outcome)
+            beneath = self._beneath(pages, absent)
             if pages.used_ns is None:
-                self._touch_ancestors(pages.parents_of(absent), space)
-            reachable, orphans = self._split_orphans(pages, absent, space)
+                parents = self._slots_by_key(pages.parents_of(absent), space)
+                self._touch_ancestors([*parents.values(), *beneath.values()])
+            reachable, orphans = self._split_orphans(pages, absent, space, beneath)
             absent = reachable + orphans
             evict_for = len(reachable) if pages.used_ns is None else 0
             reservation, places, cause = self._allocate(absent, evict_for, pages.nbytes, started_ns)
@@ -178,12 +180,24 @@ class Writer:
         slots = self._table.slots(join_keys(keys), space) if keys else []
         return {key: slot for key, slot in zip(keys, slots, strict=True) if slot >= 0}
 
-    def _split_orphans(self, pages: PutPages, absent: list[int], space: int) -> tuple[list[int], list[int]]:
+    def _beneath(self, pages: PutPages, indices: Sequence[int]) -> dict[int, int]:
+        """Slots of the full attention's pages that these hang on, for pages of another group of layers: those with the
+        same keys. So a window or a state goes before the page without which it is of no use."""
+        found: dict[int, int] = {}
+        for space in self._spaces.beneath(pages.namespace, pages.shard):
+            rest = [i for i in indices if i not in found]
+            slots = self._table.slots(join_keys([pages.keys[i] for i in rest]), space) if rest else []
+            found.update({i: slot for i, slot in zip(rest, slots, strict=True) if slot >= 0})
+        return found
+
+    def _split_orphans(
+        self, pages: PutPages, absent: list[int], space: int, beneath: Mapping[int, int]
+    ) -> tuple[list[int], list[int]]:
         """Pages that a prefix lookup will reach, and those whose parent is neither stored nor in this batch."""
         rooted: set[bytes | None] = {None, *pages.follows, *self._slots_by_key(pages.parents_of(absent), space)}
         reachable, orphans = [], []
         for i in absent:
-            if pages.parents[i] in rooted:
+            if i in beneath or pages.parents[i] in rooted:
                 rooted.add(pages.keys[i])
                 reachable.append(i)
             else:
@@ -226,15 +240,16 @@ class Writer:
         """A page put again counts as used, and its link to its parent is renewed."""
         self._table.touch([slots[i] for i in present])
         by_key = dict(zip(pages.keys, slots, strict=True))
+        beneath = self._beneath(pages, present)
         for i in present:
-            parent = by_key.get(pages.parents[i] or b"", -1)
+            parent = beneath.get(i, by_key.get(pages.parents[i] or b"", -1))
             if parent >= 0 and self._table.depth[parent] < self._table.depth[slots[i]]:
                 self._table.parent[slots[i]] = parent
 
-    def _touch_ancestors(self, parents: Sequence[bytes], space: int) -> None:
+    def _touch_ancestors(self, parents: Sequence[int]) -> None:
         """Mark the chains that new pages hang on as used, so that making room never takes their beginnings."""
         chain: set[int] = set()
-        for slot in self._slots_by_key(parents, space).values():
+        for slot in parents:
             while 0 <= slot < self._table.max_pages and slot not in chain and self._table.granules[slot]:
                 chain.add(slot)
                 slot = int(self._table.parent[slot])
@@ -302,10 +317,13 @@ class Writer:
         """Rows of new pages; a parent is looked up among them first and in the table otherwise."""
         known = self._slots_by_key(pages.parents_of(place.index for place in places), space)
         links = {key: (slot, int(self._table.depth[slot])) for key, slot in known.items()}
+        beneath = self._beneath(pages, [place.index for place in places])
         created = int(time.time())
         rows = []
         for place in places:
             parent, depth = links.get(pages.parents[place.index] or b"", (NONE, -1))
+            if (slot := beneath.get(place.index, -1)) >= 0:
+                parent, depth = slot, int(self._table.depth[slot])
             links[pages.keys[place.index]] = place.slot, depth + 1
             if place.is_listed:
                 draft.put_extents(place.slot, as_runs(place.extents))

@@ -34,6 +34,8 @@ def value_of(name: str) -> st.SearchStrategy:
         return counts
     if name in OPTIONAL_COUNTS:
         return st.one_of(st.none(), counts)
+    if name == "group":
+        return st.one_of(st.just(""), st.dictionaries(st.text(), counts, min_size=1).map(canonical_json))
     return st.text(min_size=1 if name in REQUIRED_TEXTS else 0)
 
 

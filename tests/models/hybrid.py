@@ -85,7 +85,7 @@ def make_qwen3_next(folder: Path) -> None:
 
     def adjust(model: Any) -> None:
         for layer in model.model.layers:
-            if layer.layer_type == _LINEAR:
+            if hasattr(layer, "linear_attn"):
                 layer.linear_attn.A_log.fill_(-6.0)  # a state that forgets within some hundred tokens, not at once
             else:
                 layer.self_attn.q_norm.weight += 2.0  # few tokens stand out, so that each page can be what matters
