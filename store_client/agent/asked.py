@@ -76,7 +76,7 @@ class Asked:
 class Elsewhere:
     """Of which shards of a namespace the tiers have pages, as far as the agent has said."""
 
-    __slots__ = ("asked_s", "namespace", "place", "shards")
+    __slots__ = ("asked_s", "namespace", "place", "queued", "shards")
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -84,6 +84,8 @@ class Elsewhere:
         self.place = -1
         """The number of the place that it was asked with."""
         self.asked_s = 0.0
+        self.queued = False
+        """Whether it waits to be sent."""
 
     def is_due(self, now_s: float) -> bool:
         """Whether to ask, or to ask again."""

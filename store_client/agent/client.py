@@ -82,13 +82,19 @@ class Client:
 
     def ask(self, asked: Asked) -> None:
         """Have it sent; returns at once. What cannot be sent has ended."""
-        if not self.ready or self._outbox.qsize() >= _MAX_WAITING or len(self._in_flight) >= _MAX_IN_FLIGHT:
+        if not self.ready or self._is_busy():
             self.failures["agent_busy" if self.ready else "agent_lost"] += 1
             asked.leave()
             return
         if not self._awaits_s:
             self._awaits_s = asked.asked_s
         self._outbox.put(asked)
+
+    def _is_busy(self) -> bool:
+        waiting = self._outbox.qsize()
+        if waiting >= _MAX_WAITING:  # by far: whatever else is in it
+            waiting -= sum(known.queued for known in list(self._elsewhere.values()))
+        return waiting >= _MAX_WAITING or len(self._in_flight) >= _MAX_IN_FLIGHT
 
     def shards_elsewhere(self, namespace: Namespace) -> list[Shard]:
         """Of which shards the tiers have pages, as far as the agent has said; what is asked for is kept up to date."""
@@ -98,7 +104,8 @@ class Client:
             if len(self._elsewhere) >= _PLACES:
                 self._elsewhere.clear()
             known = self._elsewhere[namespace.digest] = Elsewhere(namespace)
-        if self.ready and known.is_due(time.monotonic()):
+        if self.ready and not known.queued and known.is_due(time.monotonic()):
+            known.queued = True  # until it is sent, or the connection is lost: once is enough
             self._outbox.put(known)
         return known.shards
 
@@ -209,7 +216,7 @@ class Client:
         cleaned_s = time.monotonic()
         try:
             for known in list(self._elsewhere.values()):
-                known.asked_s = 0.0
+                known.asked_s, known.queued = 0.0, False
                 self._send_which(connection, known)
             _send(connection, messages.frame(messages.Forget()))  # there may be marks from while it was not connected
             while not self._closed:
@@ -268,13 +275,15 @@ class Client:
 
     def _send_which(self, connection: socket.socket, known: Elsewhere) -> None:
         now_s = time.monotonic()
-        if known.is_due(now_s):
-            known.asked_s = now_s
-            namespace = known.namespace
-            whole = Shard(0, namespace.num_layers, 0, namespace.num_kv_heads)
-            known.place, parts = self._place(namespace, whole)
-            self._wonders.add(known.place)
-            _send(connection, parts + messages.frame(messages.Which(known.place)))
+        if not known.is_due(now_s):
+            known.queued = False
+            return
+        known.asked_s, known.queued = now_s, False
+        namespace = known.namespace
+        whole = Shard(0, namespace.num_layers, 0, namespace.num_kv_heads)
+        known.place, parts = self._place(namespace, whole)
+        self._wonders.add(known.place)
+        _send(connection, parts + messages.frame(messages.Which(known.place)))
 
     def _place(self, namespace: Namespace, shard: Shard) -> tuple[int, bytes]:
         name = (namespace.digest, shard)

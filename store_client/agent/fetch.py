@@ -168,7 +168,7 @@ class Fetcher:
     def _look_for_hanging(self, source: Source, lane: Lane, now: float) -> None:
         hung: list[Job] = lane.overdue(now)
         if hung:
-            source.failed(source.writes if lane is source.gifts else source.reads, "hanging")
+            source.failed(source.breaker(lane), "hanging")
             said = "tier %s: a call did not come back; its other threads go on"
             log_once(f"tier.{source.title}.hanging", said, source.title, logger=logger)
         for job in hung:

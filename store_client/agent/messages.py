@@ -21,7 +21,7 @@ from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.kv.keys import KEY_NBYTES
 
 VERSION = 2
-"""Of these messages; both sides must have the same."""
+"""Of these messages; engine and agent must have the same. A person's command and an agent need not (`ForPeople`)."""
 MAX_KEYS = 16384
 """Of an Ask: a chain of a million tokens of the usual page. The rest of a longer one is not asked for."""
 MAX_SHARDS = 64
@@ -46,7 +46,7 @@ class Hello(Struct, tag=True, frozen=True):
     version: _Count
     package: _Word
     person: bool = False
-    """A command line, which does not count as a user of the agent."""
+    """A command line, which does not count as a user of the agent. It may have another version."""
 
 
 class Welcome(Struct, tag=True, frozen=True):
@@ -129,6 +129,8 @@ class Report(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     text: bytes
 
 
+ForPeople: TypeAlias = Forget | Query | Stop
+"""What a command line may say, of whatever version it is. These and a Report stay as they are in all versions."""
 Inbound: TypeAlias = Place | Ask | Which | Cancel | Forget | Query | Stop
 """What the agent takes after the Hello."""
 Outbound: TypeAlias = Told | Shards | Report | Welcome | Refused

@@ -215,14 +215,17 @@ class Peer(asyncio.Protocol):
             while self._transport is not None and (body := self._frames.take()) is not None:
                 self._since_s = time.monotonic()
                 if self._welcome:
-                    self._handle(messages.read_inbound(body))
+                    message = messages.read_inbound(body)
+                    if not self.is_user and not isinstance(message, messages.ForPeople):
+                        raise Junk(f"{type(message).__name__} from a command line, whose version may be another one")
+                    self._handle(message)
                 else:
                     self._meet(messages.read_hello(body))
         except Junk as error:
             self._refuse("agent.junk", str(error))
 
     def _meet(self, hello: messages.Hello) -> None:
-        if hello.version != messages.VERSION:
+        if hello.version != messages.VERSION and not hello.person:  # who must be able to end an old agent
             self._refuse(
                 f"agent.version:{hello.version}",
                 f"it speaks version {hello.version} of the agent's protocol (mooncake-connector {hello.package[:32]}), "

@@ -32,19 +32,25 @@ class Source:
     def __init__(self, settings: TierSettings, tier: Tier, secret: bytes) -> None:
         self.settings, self.tier, self._secret = settings, tier, secret
         self.title = settings.title
-        self.reads, self.writes = Breaker(), Breaker()
+        self.reads, self.writes, self.lists = Breaker(), Breaker(), Breaker()
         self.speed, self.tally = Speed(), Tally()
         self.questions = Lane(f"ask-{self.title}", _QUESTIONS_AT_ONCE, urgent=True)
         self.fetches = Lane(f"fetch-{self.title}", tier.parallel)
         self.gifts = Lane(f"give-{self.title}", 1 if settings.write == "none" else tier.parallel)
+        self.surveys = Lane(f"list-{self.title}", 1, urgent=True)
+        """For which shards it has, with `lists`: listing may be slow or forbidden where reading is neither."""
         self._stats = TierStats()
         self._asking: tuple[threading.Thread, float] | None = None
         """Who asks the tier for its figures, and since when."""
         self._asking_lock = threading.Lock()
 
     @property
-    def lanes(self) -> tuple[Lane, Lane, Lane]:
-        return self.questions, self.fetches, self.gifts
+    def lanes(self) -> tuple[Lane, ...]:
+        return self.questions, self.surveys, self.fetches, self.gifts
+
+    def breaker(self, lane: Lane) -> Breaker:
+        """What calls of that lane open."""
+        return {self.surveys: self.lists, self.gifts: self.writes}.get(lane, self.reads)
 
     @property
     def secret(self) -> bytes:

@@ -63,14 +63,14 @@ class Splits:
             source = self._sources[number]
             given_up = partial(self._answered, namespace, known, number, None)
             cause = "" if source.usable() else "open"
-            cause = cause or source.questions.run(partial(self._look, namespace, known, number), given_up)
+            cause = cause or source.surveys.run(partial(self._look, namespace, known, number), given_up)
             if cause:
                 given_up(cause)
 
     def _look(self, namespace: Namespace, known: list[_Known], number: int) -> None:
         source = self._sources[number]
         found, cause, _ = source.call(
-            source.questions, source.reads,
+            source.surveys, source.lists,
             lambda deadline_s: source.tier.shards(namespace.digest, deadline_s=deadline_s),
         )  # fmt: skip
         self._answered(namespace, known, number, found, cause)

@@ -170,6 +170,36 @@ def test_what_a_tier_that_hangs_was_to_bring_comes_from_another_one(store, space
     audit(store)
 
 
+def test_a_tier_that_does_not_list_answers_questions_all_the_same(store, tier):
+    keys = chain("a", 4)
+    put_into(tier, keys)
+    tier.deaf = {"shards"}
+    with flowing(store, tier) as flow:
+        for number in range(4):
+            flow.shards(namespace(f"model {number}"), lambda shards, done: None)
+        wait_until(lambda: tier.made("shards"))
+        assert fetch(flow, keys)[0].landed == 4
+        assert len(tier.made("shards")) == 1
+
+
+def test_a_tier_that_may_not_be_listed_is_read_from_all_the_same(store, tier):
+    keys, told = chain("a", 4), []
+
+    def deny() -> None:
+        raise TierError("not allowed to list", "denied", lasting=True)
+
+    put_into(tier, keys)
+    tier.before["shards"] = deny
+    with flowing(store, tier) as flow:
+        for number in range(4):
+            flow.shards(namespace(f"model {number}"), lambda shards, done: told.append((list(shards), done)))
+        wait_until(lambda: told.count(([], True)) == 4)
+        assert fetch(flow, keys)[0].landed == 4
+        (report,) = flow.stats()
+        assert (report.reads, report.writes, report.errors) == ("closed", "none", {"denied": 1})
+        assert len(tier.made("shards")) == 1, "it is left alone with that"
+
+
 def test_close_does_not_wait_for_a_tier_that_hangs(store, tier):
     put_into(tier, chain("a", 4))
     tier.deaf = {"read"}

@@ -17,10 +17,10 @@ from causes import forget_causes
 from mooncake_connector import __version__
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore
-from store_client.agent import lock, messages, server, sockets
+from store_client.agent import lock, messages, server, sockets, visit
 from store_client.agent.client import Client
 from store_client.agent.messages import Ask, Cancel, Frames, Hello, Inbound, Junk, Place, Query, Report, Told, frame
-from store_client.agent.visit import ask_report, ask_to_stop
+from store_client.agent.visit import ask_report, ask_to_forget, ask_to_stop
 from store_client.agent.wish import Word
 from store_client.embedded.folder import remove_data
 from store_client.testing import DEADLINE_S, SHARD, chain, namespace
@@ -346,6 +346,24 @@ def test_a_person_is_told_how_it_is_and_can_end_it(pool):
         until(lambda: agent.is_over)
         assert agent.fetches.closed
         assert ask_report(pool) is None
+
+
+def test_a_person_reaches_an_agent_of_another_version_and_says_nothing_else_to_it(pool, monkeypatch):
+    with running(pool) as agent:
+        visitor = Visitor(pool)
+        visitor.send(Hello(messages.VERSION + 1, "9.9", person=True), PLACE)
+        assert visitor.hear() == messages.Welcome(messages.VERSION, __version__)
+        assert "Place from a command line" in visitor.is_refused()
+        asked = []
+        monkeypatch.setattr(agent.agent._server, "forget", lambda: asked.append(True))
+        with monkeypatch.context() as changed:
+            changed.setattr(visit.messages, "Hello", lambda _, package, person: Hello(99, package, person))
+            report = ask_report(pool)
+            assert report is not None and (report["users"], report["version"]) == (0, __version__)
+            assert ask_to_forget(pool)
+            until(lambda: asked)
+            assert ask_to_stop(pool, DEADLINE_S)
+        until(lambda: agent.is_over)
 
 
 def test_a_report_is_one_frame_even_to_who_asks_often(pool):

@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent.stand_in import CAPACITY, StandIn, absent, configured, running, settled, tiered, until
@@ -15,6 +16,8 @@ from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import private_model_digest
 from store_client import EmbeddedStore, Lookup, Space
 from store_client.agent import forget
+from store_client.agent.asked import Elsewhere
+from store_client.agent.client import Client
 from store_client.agent.forget import Forgetting, marks
 from store_client.agent.tiered import TieredStore
 from store_client.agent.wish import Word
@@ -238,6 +241,44 @@ def test_a_lookup_waits_for_nothing_while_the_client_thread_stands_still(pool, m
         assert store.stats().failures["agent_busy"] > 500
         assert agent.fetches.asked == []
         stuck.append(True)
+
+
+def test_which_shards_tiers_have_is_asked_once_and_keeps_no_room_from_others(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.client._MAX_WAITING", 4)
+    names = [namespace(f"model {number}") for number in range(10)]
+    reached, stuck = [], []
+    with running(pool) as agent, tiered(pool) as store:
+        send, client = Client._send_which, store._client
+
+        def hold(*args: Any) -> None:
+            reached.append(True)
+            until(lambda: stuck)
+            send(*args)
+
+        monkeypatch.setattr(Client, "_send_which", hold)
+        agent.fetches.elsewhere = [SHARD]
+        store.shards_elsewhere(namespace())
+        until(lambda: reached)  # the thread that sends stands still
+        for _ in range(100):
+            for name in names:
+                store.shards_elsewhere(name)
+        assert client._outbox.qsize() == len(names)
+        space_of(store).lookup(chain("a", 3))
+        assert store.stats().failures.get("agent_busy", 0) == 0
+        stuck.append(True)
+        until(lambda: all(store.shards_elsewhere(name) == [SHARD] for name in names))
+        until(lambda: agent.fetches.asked)
+        until(lambda: not any(known.queued for known in client._elsewhere.values()))
+
+
+def test_what_was_to_be_asked_when_the_connection_was_lost_is_asked_of_the_next_agent(pool):
+    fetches = StandIn()
+    fetches.elsewhere = [SHARD]
+    with TieredStore(EmbeddedStore(pool, CAPACITY), configured(pool)) as store:
+        known = store._client._elsewhere[namespace().digest] = Elsewhere(namespace())
+        known.queued = True
+        with running(pool, fetches):
+            until(lambda: store.shards_elsewhere(namespace()) == [SHARD])
 
 
 def test_when_the_agent_ends_what_was_coming_is_not_coming_any_more_and_the_next_one_is_asked_again(pool):
