@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from mooncake_connector.config.tiers import TierSettings
 from mooncake_connector.kv.geometry import Shard
@@ -55,11 +54,7 @@ class Flow:
         self._fetcher = Fetcher(pool, self._sources)
         self._splits = Splits(self._sources)
         for source in self._sources:
-            spread = Spread(pool, source, self._closed)
-            for _ in range(source.gifts.width):
-                cause = source.gifts.run(spread.run, partial(self._gives_less, source))
-                if cause:
-                    self._gives_less(source, cause)
+            Spread(pool, source, self._closed).start()
 
     def _register(self, pool: EmbeddedStore) -> None:
         memory = pool.memory
@@ -71,12 +66,6 @@ class Flow:
             except TierError as error:
                 source.failed(source.reads, error.cause, lasting=error.lasting)
                 logger.warning("tier %s: %s", source.title, error)
-
-    @staticmethod
-    def _gives_less(source: Source, cause: str) -> None:
-        if cause not in ("closed", "hanging"):  # which is told where it is noticed
-            said = "tier %s gets fewer pages at once than suit it, or none: %s"
-            log_once(f"tier.{source.title}.gives", said, source.title, cause, logger=logger)
 
     def ask(self, wish: Wish, tell: Callable[[Word], None]) -> Ask:
         """Have pages fetched; returns at once. `tell` is called from threads of the flow, once at a time and in order,

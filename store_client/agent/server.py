@@ -320,7 +320,7 @@ class Peer(asyncio.Protocol):
             del self.asks[number]
             self._num_keys -= asked.num_keys
         if word.done or word.settled or not word.coming:
-            # Each word wakes a thread of the engine's. That further pages have landed it sees in the pool.
+            # Each word costs the engine's next lookup. That further pages have landed it sees in the pool.
             if word.done or told is None or (word.coming, word.settled) != (told.coming, told.settled):
                 self._send_word(number, asked)
         elif not asked.gathers:

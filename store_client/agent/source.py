@@ -36,7 +36,7 @@ class Source:
         self.speed, self.tally = Speed(), Tally()
         self.questions = Lane(f"ask-{self.title}", _QUESTIONS_AT_ONCE, urgent=True)
         self.fetches = Lane(f"fetch-{self.title}", tier.parallel)
-        self.gifts = Lane(f"give-{self.title}", 1 if settings.write == "none" else tier.parallel)
+        self.gifts = Lane(f"give-{self.title}", self.gifts_at_once)
         self.surveys = Lane(f"list-{self.title}", 1, urgent=True)
         """For which shards it has, with `lists`: listing may be slow or forbidden where reading is neither."""
         self._stats = TierStats()
@@ -51,6 +51,11 @@ class Source:
     def breaker(self, lane: Lane) -> Breaker:
         """What calls of that lane open."""
         return {self.surveys: self.lists, self.gifts: self.writes}.get(lane, self.reads)
+
+    @property
+    def gifts_at_once(self) -> int:
+        """As the tier says by now."""
+        return 1 if self.settings.write == "none" else self.tier.parallel
 
     @property
     def secret(self) -> bytes:

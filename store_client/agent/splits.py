@@ -47,10 +47,7 @@ class Splits:
         """As `Fetches.shards`."""
         now_s, digest = time.monotonic(), namespace.digest
         with self._lock:
-            if digest not in self._known and len(self._known) >= _MOST_NAMESPACES:
-                self._known.clear()
-                self._listening.clear()
-            known = self._known.setdefault(digest, [_Known() for _ in self._sources])
+            known = self._known_of(digest)
             stale = [n for n, one in enumerate(known) if now_s >= one.good_until_s and not one.asking]
             for number in stale:
                 known[number].asking = True
@@ -66,6 +63,14 @@ class Splits:
             cause = cause or source.surveys.run(partial(self._look, namespace, known, number), given_up)
             if cause:
                 given_up(cause)
+
+    def _known_of(self, digest: bytes) -> list[_Known]:
+        """Empty where so many namespaces are being asked for that no further one is."""
+        if digest not in self._known and len(self._known) >= _MOST_NAMESPACES:
+            self._known = {each: known for each, known in self._known.items() if any(one.asking for one in known)}
+            if len(self._known) >= _MOST_NAMESPACES:
+                return []
+        return self._known.setdefault(digest, [_Known() for _ in self._sources])
 
     def _look(self, namespace: Namespace, known: list[_Known], number: int) -> None:
         source = self._sources[number]

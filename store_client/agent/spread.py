@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from mooncake_connector.log import get_logger, log_once
 from store_client.agent.budget import Bandwidth
 from store_client.agent.gift import BatchSize, Gift
 from store_client.agent.source import Source
@@ -19,6 +20,8 @@ from store_client.base import Change, Position
 from store_client.embedded import EmbeddedSpace, EmbeddedStore
 from store_client.embedded.present import Reread
 from store_client.tiers.base import SpaceName
+
+logger = get_logger(__name__)
 
 _SHORTEST_POLL_S, _POLL_S = 0.001, 0.05
 """Right after there was something to give, and in the end."""
@@ -42,8 +45,7 @@ class _Task(NamedTuple):
 
 
 class Spread:
-    """Gives one tier what its settings say it is to have. `run` is a job of the source's lane `gifts`, and may be
-    several of them."""
+    """Gives one tier what its settings say it is to have, in jobs of the source's lane `gifts`."""
 
     def __init__(self, pool: EmbeddedStore, source: Source, stop: threading.Event) -> None:
         self._pool, self._source, self._stop = pool, source, stop
@@ -53,9 +55,28 @@ class Spread:
         self._memory = pool.memory
         """As the tier was told."""
         self._next_tidy_s = time.monotonic() + _TIDY_PERIOD_S
+        self._threads = 0
 
-    def run(self) -> None:
+    def start(self) -> None:
+        """Have as many threads as suit the tier. One that opens late says only then how many do."""
+        gifts = self._source.gifts
+        with self._lock:
+            gifts.width = max(gifts.width, self._source.gifts_at_once)
+            missing, self._threads = gifts.width - self._threads, gifts.width
+        for _ in range(missing):
+            cause = gifts.run(self._run, self._gives_less)
+            if cause:
+                self._gives_less(cause)
+
+    def _gives_less(self, cause: str) -> None:
+        if cause not in ("closed", "hanging"):  # which is told where it is noticed
+            title, said = self._source.title, "tier %s gets fewer pages at once than suit it, or none: %s"
+            log_once(f"tier.{title}.gives", said, title, cause, logger=logger)
+
+    def _run(self) -> None:
         while not self._stop.is_set():
+            if self._threads < self._source.gifts_at_once:
+                self.start()
             with self._turn:
                 try:
                     task = next(self._tasks)

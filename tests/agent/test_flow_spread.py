@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from agent.flows import PATIENT_S, SECRET, fetch, flowing, is_right, put_into, settings, wait_until
@@ -14,9 +14,10 @@ from store.pools import CAPACITY
 from mooncake_connector.kv.namespace import private_model_digest
 from store_client import EmbeddedStore, Put
 from store_client.agent import gift, spread
+from store_client.agent.later import LaterTier
 from store_client.embedded import EmbeddedSpace
 from store_client.testing import PAGE_NBYTES, SHARD, chain, get_page, namespace, put_chain
-from store_client.tiers.base import TierError
+from store_client.tiers.base import Tier, TierError
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_new_pages_reach_the_tier_parents_first_and_another_pool(store, space, t
 
 
 def test_as_many_batches_are_under_way_as_suit_the_tier(store, space):
-    tier, both, under_way, turns = MemoryTier(parallel=2), threading.Event(), [], itertools.count()
+    tier, both, under_way, turns = MemoryTier(parallel=2), threading.Event(), [], count()
 
     def call() -> None:
         under_way.append(1)
@@ -72,6 +73,29 @@ def test_as_many_batches_are_under_way_as_suit_the_tier(store, space):
     with flowing(store, giving(tier)):
         # What is stored just when the flow begins may be offered to one thread alone.
         wait_until(lambda: both.is_set() or not put_chain(space, chain(f"turn {next(turns)}", 8)))
+
+
+def test_a_tier_that_opens_late_is_given_as_many_batches_at_once_as_suit_it(store, space):
+    tier, opens, all_four, under_way, turns = MemoryTier(parallel=4), threading.Event(), threading.Event(), [], count()
+
+    def call() -> None:
+        under_way.append(1)
+        if len(under_way) == 4:
+            all_four.set()
+        all_four.wait(PATIENT_S)
+        under_way.pop()
+
+    def open_it() -> Tier:
+        assert opens.wait(PATIENT_S)
+        return tier
+
+    tier.before["write"] = call
+    late = LaterTier("late", open_it)
+    assert late.parallel < 4
+    with flowing(store, (settings("late", write="all"), late)):
+        opens.set()
+        wait_until(lambda: late.parallel == 4)
+        wait_until(lambda: all_four.is_set() or not put_chain(space, chain(f"turn {next(turns)}", 8)))
 
 
 def test_a_call_that_does_not_come_back_holds_up_no_other(store, space):

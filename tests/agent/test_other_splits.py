@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -19,8 +20,10 @@ from mooncake_connector.kv.geometry import Shard
 from store_client import EmbeddedStore, Lookup
 from store_client.agent import splits
 from store_client.agent.flow import Flow
+from store_client.agent.source import Source
 from store_client.agent.tiered import TieredStore
 from store_client.sharded import ShardView
+from store_client.testing import DEADLINE_S, namespace
 from store_client.tiers.base import SpaceName, TierError
 from store_client.tiers.seal import seal
 
@@ -201,6 +204,27 @@ def test_what_was_stored_meanwhile_is_heard_of(host, model, monkeypatch):
         host.store.shards_elsewhere(model.namespace)
         until(lambda: host.store._client._outbox.empty())
     assert len(host.tier.made("shards")) == asked, "what makes a whole model is good for a while"
+
+
+def test_beyond_what_is_remembered_nobody_who_listens_is_forgotten(monkeypatch):
+    monkeypatch.setattr(splits, "_MOST_NAMESPACES", 2)
+    tier, told = MemoryTier(), []
+    tier.deaf.add("shards")
+    source = Source(settings(), tier, b"")
+    known = splits.Splits([source])
+
+    def ask(name: str) -> None:
+        known.ask(namespace(name), lambda shards, done: told.append((name, done)))
+
+    for name in "abc":
+        ask(name)
+    assert told == [("a", False), ("b", False), ("c", True)], "there is room for two that are being asked for"
+    tier.listen.set()
+    until(lambda: {("a", True), ("b", True)} <= set(told))
+    ask("c")
+    until(lambda: told[-1] == ("c", True) and len(told) == 7)
+    assert len(tier.made("shards")) == 3
+    assert source.surveys.close(time.monotonic() + DEADLINE_S)
 
 
 def test_shards_that_the_model_cannot_have_are_left_out_and_a_tier_that_fails_hides_no_other(pool, model):
