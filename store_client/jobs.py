@@ -23,7 +23,8 @@ up meanwhile, and each move costs the store a transaction, about 1 ms a write.""
 _MOST_DEADLINES = 10
 """A load that goes on page by page ends after so many of its deadlines: others wait for the same thread."""
 _HEARING_S = 0.5
-"""A store that was told elsewhere that pages are coming says so here within so long, or they are lost."""
+"""A store that was told elsewhere that pages are coming says so here within so long, or they are lost. It counts
+from the last page that arrived: those behind it may be in other shards, which are asked for only then."""
 NOT_LANDED = "not_landed"
 """Why a load ends whose next page was on its way until the deadline: that is no fault of the pool."""
 _LOCK_WAIT_S = 0.5
@@ -169,6 +170,7 @@ class Load(Job):
     awaits: bool = False
     _announced: bool = False
     _heard: bool = False
+    """Whether the store has said of the next page that it is coming."""
 
     @property
     def late_cause(self) -> str:
@@ -187,6 +189,7 @@ class Load(Job):
                 return self.late_cause if self.left_s < 0 else None
             if there.pages == 0 or self._read(view, keys[: there.pages]) < there.pages:
                 return "page_lost"
+            self._heard = there.coming > 0
         return ""
 
     def _is_coming(self, there: Lookup) -> bool:
@@ -195,7 +198,8 @@ class Load(Job):
             self._heard = self._heard or there.coming > 0
             return True
         promised = self.pages >= len(self.keys) - self.num_coming
-        return promised and not self._heard and time.monotonic() < self.begun_s + _HEARING_S
+        hearing_until_s = max(self.begun_s, self.since_s) + _HEARING_S
+        return promised and not self._heard and time.monotonic() < hearing_until_s
 
     def _read(self, view: ShardView, keys: Sequence[bytes]) -> int:
         """How many of these pages arrived, from the first on."""

@@ -7,6 +7,7 @@ business, since only it knows its memory.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -220,16 +221,21 @@ class _Others:
         Large parts are asked first, and others only for what these have not, once that is known.
         """
         reach, waits = np.zeros(self._num_cells, dtype=int), np.zeros(self._num_cells, dtype=bool)
+        waits_s = np.full(self._num_cells, math.inf)
         for part in self.parts:
             asked = part.cells & ~waits
             start = int(reach[asked].min()) if asked.any() else len(keys)
             if start < len(keys):
                 found = part.space.lookup(keys[start:])
                 reach[part.cells] = np.maximum(reach[part.cells], start + found.pages + found.coming)
-                waits[part.cells] |= found.pending
+                if found.pending:
+                    waits[part.cells] = True
+                    waits_s[part.cells] = np.minimum(waits_s[part.cells], found.wait_s)
         count = int(reach.min())
         short = reach == count
-        return Lookup(0, count < len(keys) and bool(waits[short].all()), count)
+        if count == len(keys) or not waits[short].all():
+            return Lookup(0, coming=count)
+        return Lookup(0, True, count, float(waits_s[short].min()))
 
     def prefetch(self, keys: Sequence[bytes], **said: Any) -> None:
         """Have the largest parts fetched that together have all cells, and tell all of them what is said beside."""

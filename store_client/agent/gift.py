@@ -1,6 +1,7 @@
 """One batch of pages on its way from the pool into a tier, straight from the arena; and how large a batch may be.
 
-A page that was evicted while the tier read it is removed from the tier again.
+A page that was evicted or cleared while the tier read it is removed from the tier again, also where the call failed: it
+may have been stored all the same.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class Gift:
             self._shown.clear()
             self._cause, self._called = "", False
             stayed = space.show(self._keys, self._write, nbytes=self._nbytes)
+            moved = {i for i in self._shown if not stayed[i]} if self._called else set()
+            self._take_back([self._keys[i] for i in sorted(moved) if self._puts.get(i) is not Put.PRESENT], wait)
             if not self._cause:
                 break
             if not self._called:
@@ -81,11 +84,10 @@ class Gift:
             if self._cause in ("timeout", "hanging") and len(self._shown) > 1:
                 return False
             errors += self._cause in ("error", "timeout")  # the pages' fault, maybe; whatever else it is passes
+        stored = {i for i, put in self._puts.items() if put is Put.STORED}
+        right = len(stored - moved)
         if self._counted:
-            tally.add(overtaken_pages=len(self._keys) - len(self._shown))
-        stored = [i for i, put in self._puts.items() if put is Put.STORED]
-        moved = [self._keys[i] for i in stored if not stayed[i]]
-        right = len(stored) - len(moved)
+            tally.add(overtaken_pages=len(self._keys) - len(self._shown) + len(stored & moved))
         tally.add(
             written_pages=right, written_nbytes=right * self._nbytes,
             present_pages=sum(put is Put.PRESENT for put in self._puts.values()),
@@ -93,8 +95,6 @@ class Gift:
         for put in self._puts.values():
             if put is Put.FAILED:
                 tally.failed("refused")
-        if moved:
-            self._take_back(moved)
         return True
 
     def _write(self, pages: Iterable[tuple[int, Pieces, int]]) -> None:
@@ -116,11 +116,16 @@ class Gift:
         else:
             self._puts.update(zip(numbers, puts, strict=True))
 
-    def _take_back(self, keys: Sequence[bytes]) -> None:
+    def _take_back(self, keys: Sequence[bytes], wait: Callable[[int], bool]) -> None:
         """The pool gave their place to others while the tier read it, so what it has is not them, or may not be."""
-        source = self._source
-        source.tally.add(overtaken_pages=len(keys) if self._counted else 0)
-        source.call(
-            source.gifts, source.writes,
-            lambda deadline_s: source.tier.remove(self._name, keys, deadline_s=deadline_s),
-        )  # fmt: skip
+        source, tries = self._source, 0
+
+        def remove(deadline_s: float) -> int:
+            nonlocal tries
+            tries += 1
+            return source.tier.remove(self._name, keys, deadline_s=deadline_s)
+
+        while keys and tries < _TRIES:
+            _, cause, _ = source.call(source.gifts, source.writes, remove)
+            if not cause or not wait(0):
+                return

@@ -228,6 +228,44 @@ def test_a_page_that_changes_while_the_tier_reads_it_is_removed_again(store, spa
     assert has(tier, [*keys[:2], *keys[3:]]) and keys[2] not in tier.stored()
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_page_that_is_cleared_while_a_call_hangs_is_removed_again(store, space, tier, count, monkeypatch):
+    """The tier has forgotten the namespace by then, and stores the page all the same."""
+    monkeypatch.setattr("store_client.agent.breaker.FIRST_PAUSE_S", 0.01)
+    keys, later = chain("a", count), chain("later", 1)
+    with flowing(store, giving(tier, timeout_s=0.05)) as flow:
+        tier.deaf = {"write"}
+        put_chain(space, keys)
+        wait_until(lambda: flow.stats()[0].errors.get("hanging"))
+        space.clear()
+        tier.listen.set()
+        put_chain(space, later)
+        wait_until(lambda: has(tier, later))
+        assert any(set(keys) & set(removed) for removed in tier.made("remove"))
+    assert tier.stored() == later
+
+
+def test_a_page_that_is_cleared_while_a_write_fails_is_removed_again(store, space, tier, monkeypatch):
+    """A write that timed out may have been done; nor is it forgotten where the tier is left alone for a while."""
+    monkeypatch.setattr("store_client.agent.breaker.FIRST_PAUSE_S", 0.01)
+    keys = chain("a", 1)
+
+    def lose() -> None:
+        if tier.made("write")[-1] == tuple(keys) and space.contains(keys)[0]:
+            put_into(tier, keys)
+            space.clear()
+            tier.failing = TierError("the answer was lost", "unavailable")
+
+    def come_back() -> None:
+        if len(tier.made("remove")) == 2:
+            tier.failing = None
+
+    tier.before |= {"write": lose, "remove": come_back}
+    with flowing(store, giving(tier)):
+        put_chain(space, keys)
+        wait_until(lambda: len(tier.made("remove")) == 2 and not tier.stored())
+
+
 def test_a_batch_that_the_tier_cannot_take_does_not_hold_up_the_next(store, space, tier):
     bad, good = chain("bad", 1), chain("good", 4)
 

@@ -222,6 +222,39 @@ class TestLoadsThatGrow:
         space.expected = set()
         assert over(job) and (job.pages, job.cause) == (2, "page_lost") and memory.holds(2)
 
+    def test_what_was_heard_of_earlier_pages_says_nothing_of_the_next_one(
+        self, mover, space, view, memory, clock, monkeypatch
+    ):
+        """The pages behind may come from other shards, which are asked for only once the earlier ones are there."""
+        monkeypatch.setattr(store_client.jobs, "_HEARING_S", PATIENCE_S)
+        space.sure, space.expected = True, set(KEYS[:4])
+        space.land(KEYS[:2])
+        job = load(view, memory, num_coming=len(KEYS) - 2)
+        mover.submit(job)
+        wait_for(lambda: job.awaits)
+        clock.ahead_s += 2 * PATIENCE_S
+        space.land(KEYS[2:4])
+        wait_for(lambda: job.pages == 4 and (job.awaits or job.over.is_set()))
+        assert not job.over.is_set()
+        space.expected = set(KEYS[4:])
+        space.land(KEYS[4:])
+        assert over(job) and job.cause == "" and memory.holds(len(KEYS))
+
+    def test_a_page_that_was_said_to_come_behind_those_that_landed_and_comes_no_more_ends_a_load_at_once(
+        self, mover, space, view, memory, monkeypatch
+    ):
+        monkeypatch.setattr(store_client.jobs, "_HEARING_S", 1e9)
+        monkeypatch.setattr(store_client.jobs, "_MOVE_PAGES", len(KEYS))
+        space.sure, space.expected = True, set(KEYS)
+        space.land(KEYS[:2])
+        space.hold_reads()
+        job = load(view, memory, num_coming=len(KEYS) - 2)
+        mover.submit(job)
+        space.wait_for_read()
+        space.expected = set()
+        space.let_read()
+        assert over(job) and (job.pages, job.cause) == (2, "page_lost") and memory.holds(2)
+
     def test_a_page_that_is_not_on_its_way_ends_a_load_at_once(self, mover, space, view, memory):
         space.land([*KEYS[:2], *KEYS[3:]])
         job = load(view, memory)

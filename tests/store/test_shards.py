@@ -309,11 +309,16 @@ def test_after_clear_nothing_is_found(shared):
 
 def unsure_view(pool, *shards):
     """Some shards of the store may get more of a chain."""
-    unsure = Faults()
-    unsure.answer = lambda keys, found: Lookup(found.pages, pending=found.pages < len(keys))
+    return view_of(pool, dict.fromkeys(shards, lambda keys, found: Lookup(found.pages, found.pages < len(keys))))
+
+
+def view_of(pool, answers):
+    """`answers` to lookups by shard, where they are not those of the store."""
 
     def space(namespace, shard, nbytes=None):
-        return FaultySpace(pool.store.space(namespace, shard), shard, unsure if shard in shards else Faults())
+        faults = Faults()
+        faults.answer = answers.get(shard)
+        return FaultySpace(pool.store.space(namespace, shard), shard, faults)
 
     store = StoreAround(pool.store)
     store.space = space
@@ -329,6 +334,23 @@ def test_a_lookup_is_pending_while_any_shard_may_bring_the_next_page(shared, sha
     assert view.lookup(keys) == Lookup(2, pending=True)
     assert view.lookup(keys[:2]) == Lookup(2)
     assert unsure_view(shared).lookup(keys) == Lookup(2)
+
+
+@pytest.mark.parametrize(
+    ("halves", "expected"),
+    [
+        ([Lookup(0, True, wait_s=0.25), Lookup(0, True, wait_s=0.5)], Lookup(0, True, wait_s=0.25)),
+        ([Lookup(0, True, wait_s=0.25), Lookup(0, True)], Lookup(0, True, wait_s=0.25)),
+        ([Lookup(0, True, 2, wait_s=0.25), Lookup(0, True, 1, wait_s=0.5)], Lookup(0, True, 1, wait_s=0.5)),
+        ([Lookup(0, True, wait_s=0.25), Lookup(0)], Lookup(0)),
+    ],
+    ids=["both wait", "one may wait long", "one is further", "one is known"],
+)
+def test_a_pending_answer_is_worth_waiting_for_as_long_as_the_shards_that_hold_it_up(shared, halves, expected):
+    answers = {shard: lambda keys, found, answer=answer: answer for shard, answer in zip(HALVES, halves, strict=True)}
+    for shard in HALVES:  # of another page: they are known to the pool
+        shared.put(shard, [3])
+    assert view_of(shared, answers).lookup(shared.model.keys) == expected
 
 
 def test_a_thread_that_may_wait_gets_what_came_in_time(shared):
