@@ -9,8 +9,6 @@ from typing import TypeAlias
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 
-_WHICH_S = 5.0
-"""What the tiers have is asked for again so often, at most."""
 _STALE_S = 5.0
 """An agent repeats every second how an ask stands that is not over."""
 
@@ -71,22 +69,3 @@ class Asked:
     def is_fresh(self, now_s: float) -> bool:
         """Whether the last word on it still says how it stands."""
         return now_s - self.heard_s < _STALE_S
-
-
-class Elsewhere:
-    """Of which shards of a namespace the tiers have pages, as far as the agent has said."""
-
-    __slots__ = ("asked_s", "namespace", "place", "queued", "shards")
-
-    def __init__(self, namespace: Namespace) -> None:
-        self.namespace = namespace
-        self.shards: list[Shard] = []
-        self.place = -1
-        """The number of the place that it was asked with."""
-        self.asked_s = 0.0
-        self.queued = False
-        """Whether it waits to be sent."""
-
-    def is_due(self, now_s: float) -> bool:
-        """Whether to ask, or to ask again."""
-        return not self.asked_s or now_s - self.asked_s > _WHICH_S

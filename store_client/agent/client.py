@@ -24,10 +24,11 @@ from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.agent import messages, sockets
-from store_client.agent.asked import Asked, Elsewhere
+from store_client.agent.asked import Asked
 from store_client.agent.ears import Ears, until_lost
 from store_client.agent.messages import Frames, Junk
 from store_client.agent.patience import Patience
+from store_client.agent.places import Elsewhere, Places
 from store_client.agent.start import Starter
 from store_client.agent.visit import hear
 
@@ -41,7 +42,6 @@ _KEPT_S = 5.0
 """An ask that has ended serves further lookups for so long, then the same pages are asked for again."""
 _MAX_WAITING = 256
 _MAX_IN_FLIGHT = 1000
-_PLACES = 1000
 _SILENT_S = 3.0
 _CLOSE_S = 5.0
 _GONE = "pages that were being fetched are recomputed: the agent is gone"
@@ -66,12 +66,8 @@ class Client:
         """A socket in it: that connection is lost. None: something has changed."""
         self._in_flight: dict[int, Asked] = {}
         self._kept: list[Asked] = []
-        self._places: dict[tuple[bytes, Shard], int] = {}
-        self._elsewhere: dict[bytes, Elsewhere] = {}
-        """By the namespace's digest."""
-        self._wonders: set[int] = set()
-        """Places of those that the agent is yet to answer."""
-        self._numbers = self._place_numbers = 0
+        self._places = Places()
+        self._numbers = 0
         self._ears: Ears | None = None
         self.listened_s = 0.0
         """When what the agent says was last read."""
@@ -93,17 +89,13 @@ class Client:
     def _is_busy(self) -> bool:
         waiting = self._outbox.qsize()
         if waiting >= _MAX_WAITING:  # by far: whatever else is in it
-            waiting -= sum(known.queued for known in list(self._elsewhere.values()))
+            waiting -= self._places.queued
         return waiting >= _MAX_WAITING or len(self._in_flight) >= _MAX_IN_FLIGHT
 
     def shards_elsewhere(self, namespace: Namespace) -> list[Shard]:
         """Of which shards the tiers have pages, as far as the agent has said; what is asked for is kept up to date."""
         self.listen()
-        known = self._elsewhere.get(namespace.digest)
-        if known is None:
-            if len(self._elsewhere) >= _PLACES:
-                self._elsewhere.clear()
-            known = self._elsewhere[namespace.digest] = Elsewhere(namespace)
+        known = self._places.elsewhere(namespace)
         if self.ready and not known.queued and known.is_due(time.monotonic()):
             known.queued = True  # until it is sent, or the connection is lost: once is enough
             self._outbox.put(known)
@@ -112,7 +104,7 @@ class Client:
     def listen(self) -> None:
         """Take in what the agent has said by now. Waits for nothing."""
         ears = self._ears
-        if ears is None or not (self._in_flight or self._wonders):
+        if ears is None or not (self._in_flight or self._places.wonders):
             return
         self.listened_s = time.monotonic()
         try:
@@ -120,7 +112,7 @@ class Client:
                 if isinstance(word, messages.Told):
                     self._told(word)
                 elif isinstance(word, messages.Shards):
-                    self._heard_of(word)
+                    self._places.heard(word)
         except Junk as error:
             said = "the connection to the agent broke: %s"
             log_once(f"agent.broke:{kind_of(str(error))}", said, error, logger=logger)
@@ -203,8 +195,7 @@ class Client:
 
     def _talk(self, connection: socket.socket) -> None:
         """Send what is asked until the connection is lost, or this client is closed."""
-        self._places.clear()
-        self._wonders.clear()
+        wondering = self._places.begin()
         self._awaits_s = 0.0
         connection.settimeout(None)
         watch = threading.Thread(
@@ -215,9 +206,8 @@ class Client:
         self.ready = True
         cleaned_s = time.monotonic()
         try:
-            for known in list(self._elsewhere.values()):
-                known.asked_s, known.queued = 0.0, False
-                self._send_which(connection, known)
+            for known in wondering:
+                _send(connection, self._places.which(known))
             _send(connection, messages.frame(messages.Forget()))  # there may be marks from while it was not connected
             while not self._closed:
                 with contextlib.suppress(Empty):
@@ -232,7 +222,7 @@ class Client:
                             item.leave()
                             raise
                     elif isinstance(item, Elsewhere):
-                        self._send_which(connection, item)
+                        _send(connection, self._places.which(item))
                     elif isinstance(item, messages.Forget):
                         _send(connection, messages.frame(item))
                 self.listen()
@@ -260,7 +250,7 @@ class Client:
         if {KEY_NBYTES} != set(map(len, asked.keys)) or len(asked.parent or asked.keys[0]) != KEY_NBYTES:
             asked.leave()  # the caller's mistake, which reading these pages will tell
             return
-        place, parts = self._place(asked.namespace, asked.shard)
+        place, parts = self._places.number(asked.namespace, asked.shard)
         self._numbers += 1
         asked.number = self._numbers
         self._in_flight[asked.number] = asked
@@ -272,32 +262,6 @@ class Client:
         )  # fmt: skip
         _send(connection, parts + messages.frame(ask))
         asked.enter()
-
-    def _send_which(self, connection: socket.socket, known: Elsewhere) -> None:
-        now_s = time.monotonic()
-        if not known.is_due(now_s):
-            known.queued = False
-            return
-        known.asked_s, known.queued = now_s, False
-        namespace = known.namespace
-        whole = Shard(0, namespace.num_layers, 0, namespace.num_kv_heads)
-        known.place, parts = self._place(namespace, whole)
-        self._wonders.add(known.place)
-        _send(connection, parts + messages.frame(messages.Which(known.place)))
-
-    def _place(self, namespace: Namespace, shard: Shard) -> tuple[int, bytes]:
-        name = (namespace.digest, shard)
-        number = self._places.get(name)
-        if number is not None:
-            return number, b""
-        if len(self._places) >= _PLACES:
-            self._places.clear()
-            for known in list(self._elsewhere.values()):
-                known.place = -1
-        self._place_numbers += 1
-        number = self._places[name] = self._place_numbers % _PLACES
-        bounds = (shard.layer_start, shard.layer_stop, shard.head_start, shard.head_stop)
-        return number, messages.frame(messages.Place(number, namespace.to_dict(), bounds))
 
     def _watch(self, connection: socket.socket) -> None:
         try:
@@ -320,17 +284,6 @@ class Client:
             asked.done = True
             self._in_flight.pop(told.number, None)
         asked.said += 1  # last: a lookup in between looks again
-
-    def _heard_of(self, told: messages.Shards) -> None:
-        if told.done:
-            self._wonders.discard(told.place)
-        try:
-            shards = [Shard(*bounds) for bounds in told.shards]
-        except ValueError as error:
-            raise Junk(str(error)) from None
-        for known in list(self._elsewhere.values()):
-            if known.place == told.place:
-                known.shards = shards
 
     def _clean(self, connection: socket.socket, now_s: float) -> None:
         """Forget asks that have ended, and those that ought to have."""

@@ -155,7 +155,7 @@ def test_parts_that_leave_something_out_are_not_asked_for(host, model):
     assert not host.tier.made("read") and host.fetched() == set()
     host.give(HALVES[1], range(4))
     host.flow._splits._known.clear()
-    host.store._client._elsewhere.clear()
+    host.store._client._places._elsewhere.clear()
     host.check(WHOLE, 4)
 
 
@@ -192,7 +192,7 @@ def test_a_miss_asks_for_other_shards_of_a_namespace_now_and_then_alone(host, mo
 
 def test_what_was_stored_meanwhile_is_heard_of(host, model, monkeypatch):
     monkeypatch.setattr(splits, "_ELSE_GOOD_S", 0.0)
-    monkeypatch.setattr("store_client.agent.asked._WHICH_S", 0.0)
+    monkeypatch.setattr("store_client.agent.places._WHICH_S", 0.0)
     view = ShardView(host.store, model.namespace, WHOLE, UNIT_NBYTES)
     until(lambda: view.lookup(model.keys) == Lookup(0))
     host.give(HALVES[0], range(4))

@@ -16,9 +16,8 @@ from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import private_model_digest
 from store_client import EmbeddedStore, Lookup, Space
 from store_client.agent import forget
-from store_client.agent.asked import Elsewhere
-from store_client.agent.client import Client
 from store_client.agent.forget import Forgetting, marks
+from store_client.agent.places import Elsewhere, Places
 from store_client.agent.tiered import TieredStore
 from store_client.agent.wish import Word
 from store_client.open import open_store
@@ -248,14 +247,14 @@ def test_which_shards_tiers_have_is_asked_once_and_keeps_no_room_from_others(poo
     names = [namespace(f"model {number}") for number in range(10)]
     reached, stuck = [], []
     with running(pool) as agent, tiered(pool) as store:
-        send, client = Client._send_which, store._client
+        which, client = Places.which, store._client
 
-        def hold(*args: Any) -> None:
+        def hold(*args: Any) -> bytes:
             reached.append(True)
             until(lambda: stuck)
-            send(*args)
+            return which(*args)
 
-        monkeypatch.setattr(Client, "_send_which", hold)
+        monkeypatch.setattr(Places, "which", hold)
         agent.fetches.elsewhere = [SHARD]
         store.shards_elsewhere(namespace())
         until(lambda: reached)  # the thread that sends stands still
@@ -268,14 +267,14 @@ def test_which_shards_tiers_have_is_asked_once_and_keeps_no_room_from_others(poo
         stuck.append(True)
         until(lambda: all(store.shards_elsewhere(name) == [SHARD] for name in names))
         until(lambda: agent.fetches.asked)
-        until(lambda: not any(known.queued for known in client._elsewhere.values()))
+        until(lambda: not any(known.queued for known in client._places._elsewhere.values()))
 
 
 def test_what_was_to_be_asked_when_the_connection_was_lost_is_asked_of_the_next_agent(pool):
     fetches = StandIn()
     fetches.elsewhere = [SHARD]
     with TieredStore(EmbeddedStore(pool, CAPACITY), configured(pool)) as store:
-        known = store._client._elsewhere[namespace().digest] = Elsewhere(namespace())
+        known = store._client._places._elsewhere[namespace().digest] = Elsewhere(namespace())
         known.queued = True
         with running(pool, fetches):
             until(lambda: store.shards_elsewhere(namespace()) == [SHARD])
