@@ -97,13 +97,19 @@ class Forgetting:
                 found = marks(self._pool)
                 if self._is_current():
                     for name in self._marks.keys() - found.keys():
-                        write_file(self._pool / name, b"")
+                        self._put_back(name)
                 for name, namespace in found.items():
                     if name not in self._marks:
                         self._marks[name] = _Mark(namespace)
                         self._again_s = 0.0
         except OSError as error:
             log_once("agent.forget", "marks in %s cannot be read: %s", self._pool, error, logger=logger)
+
+    def _put_back(self, name: str) -> None:
+        """Raises OSError. Whoever deletes the pool may be about to delete the folder, which the mark would hold up."""
+        write_file(self._pool / name, b"")
+        if not self._is_current():
+            (self._pool / name).unlink(missing_ok=True)
 
     def _begin(self) -> None:
         if self._marks and (self._thread is None or not self._thread.is_alive()):

@@ -148,6 +148,20 @@ def test_a_mark_that_somebody_else_removes_is_put_back_until_all_tiers_have_forg
         assert tier.stored() == [] and not marks(pool)
 
 
+def test_no_mark_is_put_back_into_a_folder_that_somebody_deletes(pool, store, broken):
+    """Their files are listed, and go one by one: a mark that comes back behind their back would hold up the folder."""
+    answers = iter([True, False])  # before the mark is written, and after
+    with flowing(store, broken) as flow:
+        forgetting = forgetting_for(pool, store, flow)
+        mark(pool, DIGEST)
+        forget(forgetting)
+        (name,) = marks(pool)
+        (pool / name).unlink()
+        forgetting._is_current = lambda: next(answers)
+        forgetting._read()
+        assert not marks(pool) and next(answers, None) is None
+
+
 def test_the_agent_of_a_pool_that_was_replaced_leaves_the_marks_to_the_next_one(pool, store):
     tier, is_current = MemoryTier(), [True]
     with flowing(store, tier) as flow:

@@ -51,7 +51,7 @@ class Pages:
     def shards(self, namespace: bytes) -> list[Shard]:
         """Of which it has pages."""
         with self._lock:
-            spaces = [space for space, count in self._in_spaces.items() if count]
+            spaces = list(self._in_spaces)
         return [shard_of(space) for space in spaces if space.startswith(namespace)]
 
     def present(self, names: Sequence[bytes], nbytes: int) -> list[bool]:
@@ -164,7 +164,10 @@ class Pages:
         if page is None:
             return False
         page.gone = True
-        self._in_spaces[space_of(name)] -= 1
+        space = space_of(name)
+        self._in_spaces[space] -= 1
+        if not self._in_spaces[space]:
+            del self._in_spaces[space]
         self._changes[name] = None
         self._used.discard(name)
         self.used_granules -= page.granules

@@ -19,7 +19,7 @@ import xxhash
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.base import Pieces, Put
-from store_client.tiers.base import Sealed, SpaceName, TierError
+from store_client.tiers.base import Sealed, SpaceName
 from store_client.tiers.mooncake.names import marker_name
 from store_client.tiers.seal import seal, why_broken
 
@@ -49,6 +49,8 @@ class Markers:
         self._are_there, self._read, self._write, self._remove = are_there, read, write, remove
         self._again_s: dict[SpaceName, float] = {}
         """When to look for the marker again."""
+        self._clears = 0
+        """So many so far: a marker that was noted before one may be gone with it."""
         self._lock = threading.Lock()
 
     def shards(self, namespace: bytes, deadline_s: float) -> list[Shard]:
@@ -64,22 +66,30 @@ class Markers:
             if len(self._again_s) >= _MOST_NOTED:
                 self._again_s.clear()
             self._again_s[space] = now + _PAUSE_S  # nor does another thread try it now
+            clears = self._clears
         try:
             noted = self._note(space, now + deadline_s)
-        except TierError as error:
+        except Exception as error:  # the pages were stored
             said = "tier %s: what shards a model has is not written down now: %s"
             log_once(f"tiers.mooncake.marker:{kind_of(str(error))}", said, self._title, error, logger=_log)
             return
-        if noted:
-            with self._lock:
+        with self._lock:
+            if noted and clears == self._clears:
                 self._again_s[space] = time.monotonic() + _NOTED_S
 
     def clear(self, namespace: bytes | None, deadline_s: float) -> None:
-        """Remove the markers of a namespace; of all, they go with the pages."""
+        """Remove the markers of a namespace; of all, they go with the pages, and then it is to `look_again`."""
+        try:
+            if namespace is not None:
+                self._remove([marker_name(namespace, number) for number in range(_NUMBERS)], deadline_s)
+        finally:
+            self.look_again()
+
+    def look_again(self) -> None:
+        """Markers may be gone, also those of a `note` that is under way."""
         with self._lock:
             self._again_s.clear()
-        if namespace is not None:
-            self._remove([marker_name(namespace, number) for number in range(_NUMBERS)], deadline_s)
+            self._clears += 1
 
     def _note(self, space: SpaceName, end_s: float) -> bool:
         for _ in range(_TRIES):

@@ -148,13 +148,17 @@ class MooncakeCluster(Tier):
         namespaces the markers count as well."""
         end_s, count = time.monotonic() + deadline_s, 0
         self._markers.clear(namespace, deadline_s)
-        while True:
-            with self._link.client(max(0.0, end_s - time.monotonic())) as client:
-                found = int(client.remove_by_regex(pattern(namespace), True))
-            if found >= 0:
-                return count + found
-            if found != status.RPC_TIMEOUT or time.monotonic() > end_s:
-                raise self._masters("clear", found)
+        try:
+            while True:
+                with self._link.client(max(0.0, end_s - time.monotonic())) as client:
+                    found = int(client.remove_by_regex(pattern(namespace), True))
+                if found >= 0:
+                    return count + found
+                if found != status.RPC_TIMEOUT or time.monotonic() > end_s:
+                    raise self._masters("clear", found)
+        finally:
+            if namespace is None:
+                self._markers.look_again()
 
     def shards(self, namespace: bytes, *, deadline_s: float) -> list[Shard]:
         return self._markers.shards(namespace, deadline_s)

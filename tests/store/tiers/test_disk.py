@@ -44,6 +44,18 @@ def used_up(disk: Disk, memory: Memory, count: int, name: str = "others") -> Non
     assert Put.FAILED not in write(disk, memory, new_space(), chain(name, count))
 
 
+def test_nothing_is_kept_of_a_model_whose_pages_are_gone(folder):
+    space, memory = new_space(), Memory()
+    disk = open_disk(folder)
+    write(disk, memory, space, chain("a", 2))
+    assert list(disk._pages._in_spaces.values()) == [2]
+    disk.remove(space, chain("a", 1), deadline_s=DEADLINE_S)
+    assert disk.shards(space.namespace, deadline_s=DEADLINE_S) == [space.shard]
+    disk.clear(space.namespace, deadline_s=DEADLINE_S)
+    assert disk.shards(space.namespace, deadline_s=DEADLINE_S) == [] and not disk._pages._in_spaces
+    disk.close()
+
+
 def test_pages_are_there_after_a_restart_in_the_order_of_their_last_use(folder):
     space, keys, memory = new_space(), chain("a", 40), Memory()
     disk = open_disk(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +109,33 @@ def test_a_shard_is_looked_for_once_a_minute_and_sooner_where_that_failed(object
     objects.broken = False
     noting.note(SpaceName(NAMESPACE, SHARDS[1]), DEADLINE_S)
     assert told(objects) == set(SHARDS[:2])
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_marker_that_goes_while_it_is_noted_is_written_with_the_next_pages(objects, all_of_them):
+    noting, read = objects.markers(), objects.read
+
+    def clear(*args: Any) -> list[bytes | None]:
+        seals = read(*args)
+        if all_of_them:
+            objects.content.clear()
+            noting.look_again()
+        else:
+            noting.clear(NAMESPACE, DEADLINE_S)
+        return seals
+
+    noting._read = clear
+    noting.note(SpaceName(NAMESPACE, SHARDS[0]), DEADLINE_S)
+    assert told(objects) == set() and objects.calls.count("write") == 1
+    noting._read = read
+    noting.note(SpaceName(NAMESPACE, SHARDS[0]), DEADLINE_S)
+    assert told(objects) == {SHARDS[0]}
+
+
+def test_whatever_goes_wrong_with_a_marker_the_pages_are_stored(objects, caplog):
+    noting = Markers("test", lambda *args: 1 // 0, objects.read, objects.write, objects.remove)
+    noting.note(SpaceName(NAMESPACE, SHARDS[0]), DEADLINE_S)
+    assert "what shards a model has is not written down now: integer division" in caplog.text
 
 
 def test_there_are_no_more_than_so_many_and_those_go_with_the_namespace(objects, monkeypatch):
