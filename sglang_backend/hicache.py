@@ -162,7 +162,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         # are looked for first, and the KV is fetched as far as they go.
         trailing = [one for one in pool_transfers or [] if one.hit_policy == PoolHitPolicy.TRAILING_PAGES]
         asks = bool(self._config.tiers) and threading.current_thread() is not threading.main_thread()
-        states = look_for_states(trailing, self._others, _names(keys), tiers=asks)
+        states = look_for_states(trailing, self._others, _names(keys), self._config.lookup_wait_s if asks else None)
         reach = longest(states, trailing) if asks and trailing else 0
         fetch = not trailing or reach > 0
         # Without a buffer of its own, the anchor has what the other pools have.

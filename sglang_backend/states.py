@@ -6,6 +6,7 @@ from the end of the prompt backwards, where a prompt that goes on has the last o
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
@@ -13,7 +14,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
 from sglang_backend.stored_pool import StoredPool
 
 _ROUNDS = (8, 24, 96)
-"""Pages of which the tiers are asked for states: the next ones only where none of these has one."""
+"""Pages of which the tiers are asked for states: the next ones only where none of these has one, and time is left."""
 _LONGEST_WINDOW = 128
 """In pages. Of a longer one the tiers are not asked for states."""
 
@@ -44,19 +45,27 @@ def longest(present: Mapping[str, Sequence[bool]], transfers: Sequence[PoolTrans
 
 
 def look_for_states(
-    transfers: Sequence[PoolTransfer], pools: Mapping[str, StoredPool], names: Sequence[bytes], *, tiers: bool
+    transfers: Sequence[PoolTransfer], pools: Mapping[str, StoredPool], names: Sequence[bytes], wait_s: float | None
 ) -> dict[str, list[bool]]:
-    """By pool, of which pages its state is present; with `tiers` also where it is coming, which it is from now on."""
+    """By pool, of which pages its state is present; where tiers are asked, also where it is coming, from now on.
+
+    `wait_s`: for how long in all to wait for the tiers' answers; None where they are not asked. Each state is a
+    question of its own, so the next ones are asked for only where that time is enough for them, at the pace so far.
+    """
     found = {one.name: pools[one.name].contains(names) for one in transfers if one.name in pools}
     present: dict[str, list[bool]] = {one.name: found.get(one.name) or [False] * len(names) for one in transfers}
     window = max(map(window_of, transfers), default=0)
-    if not tiers or len(found) < len(transfers) or window > _LONGEST_WINDOW:
+    if wait_s is None or len(found) < len(transfers) or window > _LONGEST_WINDOW:
         return present
-    stop = len(names)
+    began_s, stop = time.monotonic(), len(names)
     for pages in _ROUNDS:
         start = max(0, stop - pages - (window if stop == len(names) else 0))
+        spent_s, asked = time.monotonic() - began_s, len(names) - stop
+        if asked and spent_s / asked * (stop - start) > wait_s - spent_s:
+            break
         for name, here in present.items():
-            here[start:stop] = pools[name].each(names[start:stop])
+            left_s = max(wait_s - (time.monotonic() - began_s), 0.0)
+            here[start:stop] = pools[name].each(names[start:stop], left_s)
         if start == 0 or longest(present, transfers) > start:
             break
         stop = start

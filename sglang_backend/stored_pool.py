@@ -83,22 +83,26 @@ class StoredPool:
         """
         return self._look_up(lambda view: self._prefix(view, keys, parent), 0)
 
-    def each(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each page by itself whether it is present or coming, after a wait as in `prefix`."""
-        return self._look_up(lambda view: self._each(view, keys), [False] * len(keys))
+    def each(self, keys: Sequence[bytes], wait_s: float) -> list[bool]:
+        """For each page by itself whether it is present or coming, after a wait as in `prefix`, of at most `wait_s`."""
+        return self._look_up(lambda view: self._each(view, keys, wait_s), [False] * len(keys))
 
-    def _each(self, view: ShardView, keys: Sequence[bytes]) -> list[bool]:
+    def _each(self, view: ShardView, keys: Sequence[bytes], wait_s: float) -> list[bool]:
         asked_s = time.monotonic()
-        wait_s = self._patience_s(asked_s)
+        if self._patience_s(asked_s) is None:  # each key is a question of its own, whose answer would not count
+            return view.contains(keys)
+        view.prefetch((), patient=True)
         found = [view.lookup([key]) for key in keys]
-        while any(one.pending for one in found) and time.monotonic() - asked_s < (wait_s or 0.0):
+        waits = late = any(one.pending for one in found)
+        while late and time.monotonic() - asked_s < wait_s:
             time.sleep(_ASK_AGAIN_S)
-            found = [view.lookup([key]) for key in keys]
-        now_s = time.monotonic()
-        if now_s - asked_s > _ASK_AGAIN_S:
-            self._metrics.waited(now_s - asked_s)
-        self._waited(asked_s, wait_s, late=any(one.pending for one in found))
-        return [one.pages + (0 if wait_s is None else one.coming) > 0 for one in found]
+            found = [view.lookup([key]) if one.pending else one for key, one in zip(keys, found, strict=True)]
+            late = any(one.pending for one in found)
+        if waits:
+            self._metrics.waited(time.monotonic() - asked_s)
+        self._waited(asked_s, wait_s, late=late)
+        self._promise([key for key, one in zip(keys, found, strict=True) if one.coming])
+        return [one.pages + one.coming > 0 for one in found]
 
     def _patience_s(self, now_s: float) -> float | None:
         """How long a lookup may wait; None where pages that are coming do not count either."""
@@ -109,7 +113,7 @@ class StoredPool:
         asked_s = time.monotonic()
         wait_s = self._patience_s(asked_s)
         if self._config.tiers:
-            view.prefetch(keys, parent=parent)
+            view.prefetch(keys, parent=parent, patient=True)
         found = view.lookup(keys)
         if found.pending and wait_s:
             found = view.lookup_within(keys, wait_s)

@@ -38,8 +38,11 @@ class SpaceAround(Space):
         parent: bytes | None = None,
         prefill_tokens_s: float | None = None,
         deadline_s: float = 30.0,
+        patient: bool = False,
     ) -> None:
-        self._inner.prefetch(keys, parent=parent, prefill_tokens_s=prefill_tokens_s, deadline_s=deadline_s)
+        self._inner.prefetch(
+            keys, parent=parent, prefill_tokens_s=prefill_tokens_s, deadline_s=deadline_s, patient=patient
+        )
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._inner.contains(keys)

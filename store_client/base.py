@@ -159,6 +159,7 @@ class Space(ABC):
         parent: bytes | None = None,
         prefill_tokens_s: float | None = None,
         deadline_s: float = 30.0,
+        patient: bool = False,
     ) -> None:
         """Say that these pages of a chain will be looked up: the earlier, the better. Never waits and takes no lock.
 
@@ -170,6 +171,8 @@ class Space(ABC):
             prefill_tokens_s: tokens that the caller would compute in a second, so that nothing is fetched that is
                 computed sooner; the latest one given serves for lookups as well. None: not known yet.
             deadline_s: after so many seconds the pages are of no use any more.
+            patient: from now on lookups are pending until the first word on what was asked for, however long that
+                takes, since the caller waits in a thread of its own and has a limit. Else for a moment alone.
         """
 
     @abstractmethod

@@ -76,16 +76,20 @@ class ShardView:
         parent: bytes | None = None,
         prefill_tokens_s: float | None = None,
         deadline_s: float = 30.0,
+        patient: bool = False,
     ) -> None:
         """Say that these pages will be looked up, as `Space.prefetch`.
 
         Other shards are asked for at once where nobody elsewhere has the own one, and else once they are looked up.
         """
-        self.own.prefetch(keys, parent=parent, prefill_tokens_s=prefill_tokens_s, deadline_s=deadline_s)
+        said: dict[str, Any] = {
+            "parent": parent, "prefill_tokens_s": prefill_tokens_s, "deadline_s": deadline_s, "patient": patient,
+        }  # fmt: skip
+        self.own.prefetch(keys, **said)
         others = self._look()
         if others.elsewhere:
             wanted = () if self.shard in others.elsewhere else keys
-            others.prefetch(wanted, parent=parent, prefill_tokens_s=prefill_tokens_s, deadline_s=deadline_s)
+            others.prefetch(wanted, **said)
 
     def lookup_within(self, keys: Sequence[bytes], wait_s: float) -> Lookup:
         """As `lookup`, for a thread that may wait: asks again for at most `wait_s` while the answer is pending."""

@@ -120,6 +120,7 @@ class TieredSpace(SpaceAround):
         self._answers: dict[bytes, _Answer] = {}
         """To lookups of chains that wait for pages, by their last key."""
         self._prefill_tokens_s: float | None = None
+        self._patient = False
 
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
         if self._nbytes is None or not keys:
@@ -162,9 +163,11 @@ class TieredSpace(SpaceAround):
         parent: bytes | None = None,
         prefill_tokens_s: float | None = None,
         deadline_s: float = _DEADLINE_S,
+        patient: bool = False,
     ) -> None:
         if prefill_tokens_s is not None and prefill_tokens_s > 0:
             self._prefill_tokens_s = min(prefill_tokens_s, _MOST_TOKENS_S)
+        self._patient = self._patient or patient
         if self._nbytes is not None and self._client.ready:
             present = self._inner.lookup(keys).pages
             if present < len(keys):
@@ -212,7 +215,8 @@ class TieredSpace(SpaceAround):
                 # What has landed is in the pool, or was there and is not any more.
                 break
             if not asked.heard_s:
-                left_s = asked.asked_s + self._client.patience.wait_s(asked.prefill_s) - now_s
+                patience_s = math.inf if self._patient else self._client.patience.wait_s(asked.prefill_s)
+                left_s = asked.asked_s + patience_s - now_s
                 if not silent and left_s > 0 and not pending:
                     pending, wait_s, until_s = True, left_s, now_s
                 break

@@ -415,6 +415,21 @@ def test_a_stopped_agent_is_not_waited_for(pool, monkeypatch):
         assert space.lookup(chain("b", 3)).pending
 
 
+def test_who_waits_in_a_thread_of_its_own_has_pending_answers_until_the_first_word(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.patience.LEAST_S", 0.0)
+    monkeypatch.setattr("store_client.agent.client._SILENT_S", 3600.0)
+    keys = chain("a", 3)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.prefetch(chain("b", 3))
+        assert space.lookup(chain("b", 3)) == NOTHING
+        space.prefetch(keys, patient=True)
+        until(lambda: len(agent.fetches.asked) == 2)
+        assert space.lookup(keys) == Lookup(0, pending=True)
+        agent.fetches.asked[1].tell(Word(coming=2, settled=True))
+        settled(space, keys, Lookup(0, coming=2))
+
+
 def test_an_agent_is_silent_that_says_nothing_of_what_was_asked(pool):
     with running(pool), tiered(pool) as store:
         client = store._client

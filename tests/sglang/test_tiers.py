@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from faults import Arrivals, Faults
@@ -15,6 +18,7 @@ from prometheus_client import REGISTRY
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer
 from simulated.waiting import wait_for
 
+import sglang_backend.states as states_module
 import store_client.agent.client as client_module
 from store_client.base import Lookup
 
@@ -22,6 +26,7 @@ NAMES = keys(PAGES)
 KEYS = [bytes.fromhex(name) for name in NAMES]
 WHOLE = list(range(PAGES))
 OUTCOMES = ("promised", "landed", "lost")
+STATES = PoolTransfer(PoolName.MAMBA, keys=NAMES[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
 BEFORE = HiCacheStorageExtraInfo(prefix_keys=keys(2, "before"))
 
 
@@ -120,6 +125,63 @@ def test_a_lookup_that_waits_for_the_tiers_is_counted(
     assert counted("tier_waits") - waits == 1 and counted("tier_wait_seconds") > seconds
 
 
+def test_a_lookup_for_which_the_tiers_had_their_answer_did_not_wait(
+    storage: Any, faults: Faults, in_a_thread: Callable[..., Any]
+) -> None:
+    storage.register_mem_host_pool_v2(mamba(), PoolName.MAMBA)
+    waits = counted("tier_waits")
+
+    def slow(keys: Any, found: Lookup) -> Lookup:
+        time.sleep(0.01)
+        return Lookup(0)
+
+    faults.answer = slow
+    assert in_a_thread(storage.batch_exists_v2, NAMES, [STATES]).result(60).kv_hit_pages == 0
+    assert counted("tier_waits") == waits
+
+
+def test_states_are_asked_for_no_further_than_the_tiers_answer_in_time(
+    storage: Any, faults: Faults, in_a_thread: Callable[..., Any]
+) -> None:
+    storage._config = msgspec.structs.replace(storage._config, lookup_wait_s=0.05)  # for pools from now on
+    storage.register_mem_host_pool_v2(mamba(), PoolName.MAMBA)
+    asked, waits, late = set(), counted("tier_waits"), counted("failures", operation="lookup", cause="late")
+
+    def silent(keys: Any, found: Lookup) -> Lookup:
+        asked.update(keys)
+        return Lookup(0, pending=True)
+
+    faults.answer = silent
+    assert in_a_thread(storage.batch_exists_v2, NAMES, [STATES]).result(60).kv_hit_pages == 0
+    assert asked == set(KEYS[-9:]), "the last 8 and a window"
+    assert counted("tier_waits") - waits == 1 == counted("failures", operation="lookup", cause="late") - late
+    asked.clear()
+    assert in_a_thread(storage.batch_exists_v2, NAMES, [STATES]).result(60).kv_hit_pages == 0
+    assert not asked, "nothing is asked for that would not be waited for"
+
+
+@pytest.mark.parametrize(("page_s", "rounds"), [(0.001, [9, 24, 96]), (0.01, [9, 24]), (0.2, [9])])
+def test_more_states_are_asked_for_where_the_answers_come_within_what_is_left_of_the_wait(
+    monkeypatch: pytest.MonkeyPatch, page_s: float, rounds: list[int]
+) -> None:
+    clock = SimpleNamespace(now_s=0.0, asked=[])
+
+    class Pool:
+        def contains(self, names: list[bytes]) -> list[bool]:
+            return [False] * len(names)
+
+        def each(self, names: list[bytes], wait_s: float) -> list[bool]:
+            assert wait_s == pytest.approx(max(1.0 - clock.now_s, 0.0))
+            clock.now_s += page_s * len(names)
+            clock.asked.append(len(names))
+            return [False] * len(names)
+
+    monkeypatch.setattr(states_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    names = [bytes([number]) * 32 for number in range(200)]
+    found = states_module.look_for_states([STATES], {PoolName.MAMBA: Pool()}, names, 1.0)
+    assert found == {PoolName.MAMBA: [False] * 200} and clock.asked == rounds
+
+
 def test_what_the_agent_did_not_do_is_among_the_failures(storage: Any) -> None:
     (client,) = client_module._clients.values()
     wait_for(lambda: client.failures["agent_lost"])
@@ -132,12 +194,15 @@ def test_what_the_agent_did_not_do_is_among_the_failures(storage: Any) -> None:
 
 @pytest.mark.parametrize("policy", [PoolHitPolicy.TRAILING_PAGES, PoolHitPolicy.ALL_PAGES], ids=["states", "all"])
 def test_pools_beside_the_kv_are_fetched_with_it(
-    storage: Any, faults: Faults, in_a_thread: Callable[..., Any], policy: PoolHitPolicy
-) -> None:
+    storage: Any, faults: Faults, in_a_thread: Callable[..., Any], outcomes: Callable[[], list[float]],
+    policy: PoolHitPolicy,
+) -> None:  # fmt: skip
     states = mamba()
     storage.register_mem_host_pool_v2(states, PoolName.MAMBA)
     wanted = PoolTransfer(PoolName.MAMBA, host_indices=slots([0], 1), keys=NAMES[:1], hit_policy=policy)
     found = in_a_thread(storage.batch_exists_v2, NAMES, [wanted]).result(60)
     assert found.kv_hit_pages == PAGES
+    few = policy == PoolHitPolicy.TRAILING_PAGES
+    assert outcomes() == [PAGES + (9 if few else PAGES), 0, 0], "KV, and states of the last 8 pages and a window or all"
     faults.answer.promised.clear()
     assert in_a_thread(storage.batch_exists_v2, NAMES, [wanted]).result(60).kv_hit_pages == 0
