@@ -182,7 +182,7 @@ def test_a_tier_that_does_not_say_what_it_has_keeps_no_lookup_waiting(host, mode
 
 def test_a_miss_asks_for_other_shards_of_a_namespace_now_and_then_alone(host, model, monkeypatch):
     monkeypatch.setattr(splits, "_ELSE_GOOD_S", 3600.0)
-    monkeypatch.setattr("store_client.agent.asked._WHICH_S", 3600.0)
+    monkeypatch.setattr("store_client.agent.places._WHICH_S", 3600.0)
     monkeypatch.setattr("store_client.agent.client._KEPT_S", 3600.0)
     view = ShardView(host.store, model.namespace, WHOLE, UNIT_NBYTES)
     until(lambda: host.tier.made("shards"))
