@@ -194,10 +194,12 @@ class Writer:
         self, pages: PutPages, absent: list[int], space: int, beneath: Mapping[int, int]
     ) -> tuple[list[int], list[int]]:
         """Pages that a prefix lookup will reach, and those whose parent is neither stored nor in this batch."""
+        if pages.namespace.rests_on_others:
+            return [i for i in absent if i in beneath], [i for i in absent if i not in beneath]
         rooted: set[bytes | None] = {None, *pages.follows, *self._slots_by_key(pages.parents_of(absent), space)}
         reachable, orphans = [], []
         for i in absent:
-            if i in beneath or pages.parents[i] in rooted:
+            if pages.parents[i] in rooted:
                 rooted.add(pages.keys[i])
                 reachable.append(i)
             else:

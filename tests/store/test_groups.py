@@ -75,8 +75,9 @@ def test_a_window_takes_the_place_of_older_pages_as_a_full_page_would(pool):
         put_chain(space_of(store, "full", Shard(0, 4, 1, 2)), chain("old", 16))
         put_chain(space_of(store, "full"), keys)
         assert put(space_of(store, "window"), keys[6:], [keys[5], keys[6]]) == [Put.STORED] * 2
-        assert put(space_of(store, "window"), chain("b", 3)[1:2], [chain("b", 3)[0]]) == [Put.FAILED]
-        assert store.stats().failures == {"full": 1}
+        for parent in (chain("b", 3)[0], None):  # nothing is evicted for a window without full pages
+            assert put(space_of(store, "window"), chain("b", 3)[1:2], [parent]) == [Put.FAILED]
+        assert store.stats().failures == {"full": 2}
 
 
 def test_the_pages_of_any_shard_of_full_attention_will_do(pool):
