@@ -117,12 +117,15 @@ class Geometry:
         tp_size, pp_size: ranks.
         retention_tokens: how often vLLM's own cache keeps what a group with a window needs to go on: at every boundary
             of blocks (None), at the end of prompts (0), or also once in so many tokens.
+        zeroes_blocks: whether vLLM zeroes blocks that a step gives to another request. Model Runner V2 does so before
+            the connector hears of that step, so no block is read after the step that computed it.
     """
 
     groups: tuple[Group, ...]
     tp_size: int
     pp_size: int
     retention_tokens: int | None = None
+    zeroes_blocks: bool = False
 
     @property
     def is_hybrid(self) -> bool:

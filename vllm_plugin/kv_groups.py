@@ -61,6 +61,7 @@ def read_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ge
         parallel.tensor_parallel_size,
         parallel.pipeline_parallel_size,
         kv_cache_config.prefix_cache_retention_interval,
+        kv_cache_config.needs_kv_cache_zeroing,
     )
 
 

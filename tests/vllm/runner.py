@@ -159,14 +159,16 @@ class Runner:
         self.states: dict[str, State] = {}
         self.num_computed: dict[str, int] = {}
         self.weights = 0
+        self._starts: dict[str, int] = {}
+        """Tokens computed of each request before this step."""
 
     def forward(self, scheduled: SchedulerOutput, around_layer: AroundLayer = nullcontext) -> ModelRunnerOutput:
-        """Run the batch of one step, layer by layer; `around_layer(layer)` is entered around each one's attention.
+        """Run the batch of an updated step layer by layer; `around_layer(layer)` is entered around each attention.
 
         Raises:
             WrongKV: a slot that a request attends to does not hold its prefix's KV.
         """
-        starts = self._update(scheduled)
+        starts = self._starts
         batch = [self._prepare(req_id, starts[req_id], num) for req_id, num in scheduled.num_scheduled_tokens.items()]
         for layer, at, number in self._order:
             group = self._groups[at]
@@ -180,10 +182,13 @@ class Runner:
             output.sampled_token_ids.append(self._sample(one))
         return output
 
-    def _update(self, scheduled: SchedulerOutput) -> dict[str, int]:
-        """Take in new and changed requests as vLLM's runners do; return each one's number of computed tokens."""
-        starts = {}
+    def update(self, scheduled: SchedulerOutput) -> None:
+        """Take in new and changed requests as vLLM's runners do, and zero and copy blocks."""
+        starts: dict[str, int] = {}
+        self._starts = starts
         self._zero(scheduled.new_block_ids_to_zero or [])
+        for source, target in scheduled.kv_cache_block_copies or ():
+            self.memory[:, target] = self.memory[:, source]
         for req_id in scheduled.finished_req_ids:
             self.states.pop(req_id, None)
         for new in scheduled.scheduled_new_reqs:
@@ -207,7 +212,6 @@ class Runner:
                 if tokens is not None and len(tokens) > len(state.tokens):
                     state.replace(tokens)
             starts[req_id] = cached.num_computed_tokens[index]
-        return starts
 
     def seed_of(self, new: Any) -> int:
         """What KV depends on besides the tokens: weights and adapter."""

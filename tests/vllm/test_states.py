@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import oracle
 import pytest
-from cases import Start, every_runner
+from cases import Start, begin_save, every_runner
 from harness import Engine
 from mixes import full, state, window
 from runner import WrongKV
@@ -154,6 +154,40 @@ def test_ranks_load_their_own_halves_and_another_number_of_them_finds_no_state(s
     engine.check(PROMPT, 3, computed=4 + 2)
     engine = restarted(start, engine, kv_spec=STATES, **GENEROUS)
     engine.check(PROMPT, 3, computed=100 + 2)
+
+
+@every_runner
+@every_mix
+def test_what_is_saved_late_is_right_although_its_blocks_were_zeroed(start: Start, faults, mix: list) -> None:
+    """Model Runner V2 zeroes the blocks that a step gives to others before the connector hears of that step."""
+    engine = start(kv_spec=mix, num_blocks=20, **GENEROUS)
+    first = begin_save(engine, faults)
+    engine.abort(first)
+    crowd(engine)
+    faults.release()
+    engine.finish()
+    text = engine.requests[first].prompt_token_ids
+    assert all(engine.pages(text)) and states(engine, text) == [96]
+
+
+@every_runner
+def test_what_is_saved_when_a_request_ends_is_right_although_its_blocks_are_zeroed_in_the_next_step(
+    start: Start,
+) -> None:
+    """The next prompt takes the whole cache in one step."""
+    engine = start(kv_spec=STATES, num_blocks=20, **GENEROUS)
+    name = engine.add(PROMPT, 29)  # the page that ends with token 128 is complete one step before the request ends
+    engine.run(until=lambda: name in engine.reasons)
+    engine.check([token % 256 for token in range(17, 240)], 3)
+    text = [*PROMPT, *oracle.generate(PROMPT, 29)]
+    assert all(engine.pages(text)[:6])
+
+
+def crowd(engine: Engine) -> None:
+    """Others fill the whole cache."""
+    for prompt in (list(range(start, start + 100)) for start in (120, 230, 340)):
+        name = engine.answer(prompt, 20)
+        engine.check_answer(name)
 
 
 def test_a_request_id_that_comes_twice_leaks_no_block_and_stores_right_states(start: Start) -> None:

@@ -69,8 +69,8 @@ class Worker:
             if self._active is not None:
                 return self._execute_v2(self._active, scheduled)
             self.connector.handle_preemptions(scheduled.kv_connector_metadata)
+            self.runner.update(scheduled)
             if not scheduled.total_num_scheduled_tokens:
-                self.runner.forward(scheduled)
                 return KVConnectorModelRunnerMixin.kv_connector_no_forward(scheduled, self._config)
             with KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(scheduled) as connector_output:
                 output = self.runner.forward(scheduled, self._around_layer)
@@ -78,8 +78,9 @@ class Worker:
             return output
 
     def _execute_v2(self, active: ActiveKVConnector, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """As `execute_model` of V2, which zeroes and copies blocks before the connector hears of the step."""
+        self.runner.update(scheduled)
         if not scheduled.total_num_scheduled_tokens:
-            self.runner.forward(scheduled)
             return active.no_forward(scheduled)
         batch = SimpleNamespace(idx_mapping=None, req_ids=list(scheduled.num_scheduled_tokens), num_tokens=0)
         active.pre_forward(scheduled, batch)

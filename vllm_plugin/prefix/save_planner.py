@@ -78,6 +78,7 @@ class SavePlanner:
     ) -> None:
         self._page_tokens, self._groups, self._hit = page_tokens, geometry.groups, hit
         self._num_workers, self._publishes = num_workers, publishes
+        self._zeroes_blocks = geometry.zeroes_blocks
         self._manager: KVCacheManager | None = None
         self._planned: list[SaveJob] = []
         self._under_way: dict[int, _Save] = {}
@@ -238,6 +239,11 @@ class SavePlanner:
         """What was planned since the last step, and the blocks that saves of steps before it must not read any more."""
         planned, self._planned = self._planned, []
         given_away, self._given_away = self._given_away, set()
+        if self._zeroes_blocks:  # before the workers could read them
+            late = [job for job in planned if job.computed and not given_away.isdisjoint(job.block_ids)]
+            planned = [job for job in planned if job not in late]
+            for job in late:
+                self.ended(job.job_id, SaveResult(self._num_workers, 0))
         return planned, frozenset(given_away)
 
     def drop(self) -> None:

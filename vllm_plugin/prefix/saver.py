@@ -3,7 +3,8 @@
 Blocks are given away only between two steps, and the engine's thread hears of it before anything is written to them
 (:meth:`Saver.give_away`). A page whose blocks are taken before the thread came to it is copied aside at once, as far as
 there is room; otherwise it is overtaken. The thread asks after each copy whether that happened meanwhile: then it takes
-what was copied aside instead, or does not store the page.
+what was copied aside instead, or does not store the page. Where the word would come too late
+(`Geometry.zeroes_blocks`), every page is copied aside behind the step that computed it.
 """
 
 from __future__ import annotations
@@ -139,9 +140,10 @@ class Saver:
     def submit(self, jobs: Iterable[SaveJob], namespace: Namespace) -> None:
         """Queue saves of what was computed, or launched on the device, until now."""
         fence = self._memory.record()
+        at_once = self._memory.sleeps or self._memory.geometry.zeroes_blocks  # as is any model that keeps states
         for plan in jobs:
             save = self._save(plan, namespace, fence)
-            if self._memory.sleeps or save.memory.group.kind == "state":  # the next step may overwrite a state
+            if at_once:
                 self._leave_out_stored(save)
                 self._take_blocks(save, set(plan.block_ids))
             self._mover.submit(save)
