@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import oracle
 import pytest
 from cases import PROMPT, Interruption, Start, begin_save, every_runner, steady_runners
 from harness import Engine
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.core.sched.output import SchedulerOutput
 
 import vllm_plugin.prefix.saver
 from mooncake_connector.kv.keys import page_keys
@@ -112,6 +115,20 @@ def test_pages_planned_when_a_request_ends_are_right_although_its_blocks_are_use
     pages = engine.pages([*PROMPT, *oracle.generate(PROMPT, 29)])
     assert pages[:6] == [True] * 6 or not aside
     check_pool(engine, PROMPT, OTHERS[0], num_tokens=60)
+
+
+def test_a_block_that_another_one_is_copied_to_is_read_by_no_save_any_more(start: Start, faults) -> None:
+    """vLLM says so nowhere else where it copies what a running request is about to overwrite."""
+    engine = start()
+    name = begin_save(engine, faults)
+    planner = engine.prefix.saves
+    target = next(iter(planner._readers))
+    free = engine.setup.num_blocks - 1
+    copied = [KVCacheBlockCopy(free, target), KVCacheBlockCopy(target, free)]
+    planner.look_at(dataclasses.replace(SchedulerOutput.make_empty(), kv_cache_block_copies=copied))
+    assert planner._given_away == {target}
+    faults.release()
+    engine.finish(name)
 
 
 @every_runner

@@ -217,7 +217,10 @@ class SavePlanner:
             self._given_away.update(block_id for block_id in beyond if block_id in self._readers)
 
     def look_at(self, scheduled: SchedulerOutput) -> None:
-        """Note what the requests of a step write to: their own new blocks, never those of a local hit."""
+        """Note what the requests of a step write to: their own new blocks, never those of a local hit.
+
+        What a block is copied to (where a request goes on inside a shared one) may be in nobody's new blocks.
+        """
         if scheduled.total_num_scheduled_tokens:
             self._idle_since_s = None
         if not self._readers:
@@ -230,6 +233,8 @@ class SavePlanner:
         ):
             if block_ids is not None:  # all of a request that resumes, or those that one that runs gets in addition
                 self.give_away(block_ids, num_computed if req_id in cached.resumed_req_ids else 0)
+        targets = (copied.dst_block_id for copied in scheduled.kv_cache_block_copies or ())
+        self._given_away.update(block_id for block_id in targets if block_id in self._readers)
 
     def _beyond(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Iterator[int]:
         for group in self._groups:

@@ -246,7 +246,7 @@ class PrefixScheduler:
             self.saves.look_at(scheduled)
             if self._completes_pages(scheduled):
                 self._plan_saves(scheduled)
-            if self._views():
+            if self._states.any and self._views():
                 for tracked, position, page, block_id in self._states.completed(scheduled, self._tracked):
                     self.saves.plan_state(tracked, position, page, block_id)
             metadata.saves, metadata.given_away = self.saves.take()

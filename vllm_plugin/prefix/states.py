@@ -42,12 +42,15 @@ class StatePlanner:
         self._last: dict[str, int] = {}
         """Request -> the token up to which its chain has a state, stored or hit."""
 
+    @property
+    def any(self) -> bool:
+        """Whether the model keeps states."""
+        return bool(self._groups)
+
     def completed(
         self, scheduled: SchedulerOutput, requests: Mapping[str, Tracked]
     ) -> Iterator[tuple[Tracked, int, int, int]]:
         """States that this step completes and that are stored: (request, group's position, last page, block)."""
-        if not self._groups:
-            return
         self._follow(scheduled)
         state = scheduled.kv_connector_block_state
         gone = {*(scheduled.preempted_req_ids or ()), *scheduled.finished_req_ids}
