@@ -392,6 +392,17 @@ def test_a_section_of_another_shape_is_refused_with_both_sides_values():
         routes([one], [RankLayout((replace(rows(4), is_whole=False),))])
 
 
+@pytest.mark.parametrize("sizes", [(4, 4), (8, 4), (4, 8), (4, 6), (6, 4)])
+def test_windows_are_mapped_where_the_blocks_that_they_begin_in_are_filled_whole(sizes):
+    source, destination = (replace(make_ranks(1, {"sliding": size})[0].sections[0], is_windowed=True) for size in sizes)
+    if sizes[0] % sizes[1] == 0:
+        assert Pairing(source, destination, destination.shard).unit == sizes[1]
+        return
+    with pytest.raises(LayoutError, match="window's first block") as refused:
+        Pairing(source, destination, destination.shard)
+    assert all(f"blocks of {size} tokens" in str(refused.value) for size in sizes)
+
+
 def test_a_grant_covers_the_blocks_of_every_table_and_no_others():
     (rank,) = make_ranks(1, {"full": 4, "sliding": 2})
     tables = [Table(4, 16, [3, 1, 0, 2]), Table(0, 3, [2, 0]), Table(0, 1, [2])]

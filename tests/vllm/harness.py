@@ -97,9 +97,10 @@ class Engine:
         extra = {key: kwargs.pop(key) for key in ("prompt_logprobs",) if key in kwargs}
         if "params" in kwargs:
             extra["extra_args"] = {"kv_transfer_params": copy.deepcopy(kwargs.pop("params"))}
+        tokens = prompt if isinstance(prompt, list) else list(prompt)  # a list is the caller's, as inside its process
         request = Request(
             request_id=name,
-            prompt_token_ids=None if "prompt_embeds" in kwargs else list(prompt),
+            prompt_token_ids=None if "prompt_embeds" in kwargs else tokens,
             sampling_params=SamplingParams(max_tokens=max_tokens, stop_token_ids=list(stop), ignore_eos=True, **extra),
             pooling_params=None,
             block_hasher=self._hasher,

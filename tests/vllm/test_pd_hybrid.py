@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import oracle
 import pytest
-from mixes import MIXES, full, state, window
+from mixes import MIXES, chunked, full, state, window
 from pd import (
     PROMPT,
     MakePair,
@@ -26,7 +27,8 @@ from pd import (
     run_all,
 )
 from test_pd_walk import Walk
-from test_walk import check_answers
+from test_walk import check_answers, check_pool
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 import transfer.fetching
 import transfer.serving
@@ -48,6 +50,14 @@ def _each_layer_travels(monkeypatch: pytest.MonkeyPatch) -> None:
 def alike(mix: str, **settings: Any) -> dict[str, dict[str, Any]]:
     """Settings of both sides."""
     return {side: STEP | {"kv_spec": MIXES[mix]} | settings for side in ("prefill", "decode")}
+
+
+def window_of_40(block_tokens: int) -> KVCacheSpec:
+    return window(40, block_tokens)
+
+
+def chunk_of_32(block_tokens: int) -> KVCacheSpec:
+    return chunked(32, block_tokens)
 
 
 def ask_all(both: Pair, order: str, lengths: tuple[int, ...] = (2, 35, 55, 64, 213)) -> None:
@@ -72,12 +82,51 @@ def test_without_a_prefix_cache(pair: MakePair) -> None:
     ask_all(pair(**alike("windows", prefix_caching=False), granularity="layer"), "concurrent")
 
 
+def of_sizes(blocks: tuple[int, int], *specs: Callable[[int], KVCacheSpec]) -> list[dict[str, Any]]:
+    """Settings of both sides, whose blocks have so many tokens."""
+    return [STEP | {"block_tokens": size, "kv_spec": [spec(size) for spec in specs]} for size in blocks]
+
+
 @every_order
-@pytest.mark.parametrize("blocks", [(16, 48), (48, 16), (32, 48)])
+@pytest.mark.parametrize("blocks", [(48, 16), (64, 32)])
 def test_blocks_of_other_sizes(pair: MakePair, blocks: tuple[int, int], order: str) -> None:
-    specs = [{"kv_spec": [full(size), window(40, size), state(size)]} for size in blocks]
-    prefill, decode = (STEP | {"block_tokens": size} | spec for size, spec in zip(blocks, specs, strict=True))
-    ask_all(pair(prefill, decode, granularity="layer"), order)
+    ask_all(pair(*of_sizes(blocks, full, window_of_40, state), granularity="layer"), order)
+
+
+@every_order
+@pytest.mark.parametrize("blocks", [(16, 48), (32, 48)])
+def test_without_windows_blocks_of_any_sizes(pair: MakePair, blocks: tuple[int, int], order: str) -> None:
+    ask_all(pair(*of_sizes(blocks, full, state), granularity="layer"), order)
+
+
+@pytest.mark.parametrize("blocks", [(16, 48), (32, 48)])
+@pytest.mark.parametrize("part", [window_of_40, chunk_of_32])
+def test_windows_that_leave_the_first_of_their_blocks_in_part_empty_are_refused_with_both_sizes(
+    pair: MakePair, blocks: tuple[int, int], part: Callable[[int], KVCacheSpec], caplog: pytest.LogCaptureFixture
+) -> None:
+    both = pair(*of_sizes(blocks, full, part), transfer_lease_s=1)
+    both.ask(PROMPT, computed=len(PROMPT) + 2)
+    said = [record.getMessage() for record in caplog.records if "window's first block" in record.getMessage()]
+    assert said and all(f"blocks of {size} tokens" in line for line in said for size in blocks)
+
+
+@pytest.mark.parametrize("is_pooled", [False, True])
+@pytest.mark.parametrize("part", [window_of_40, chunk_of_32])
+@pytest.mark.parametrize("blocks", [(16, 16), (48, 48), (48, 16), (16, 48), (32, 48)])
+def test_who_shares_the_prefix_afterwards_reads_no_block_that_came_in_part(
+    pair: MakePair, blocks: tuple[int, int], part: Callable[[int], KVCacheSpec], is_pooled: bool, tmp_path: Path
+) -> None:
+    """Neither in the cache of the decode instance nor, with a pool of its own, there."""
+    prefill, decode = of_sizes(blocks, full, part)
+    decode |= {"extra": {"pool": str(tmp_path / "other")}}
+    both = pair(prefill, decode, granularity="layer", pool=is_pooled, transfer_lease_s=1)
+    both.ask(LONG, computed=1 + 2 if blocks[0] % blocks[1] == 0 else len(LONG) + 2)
+    for stop in (208, 192, 176, 144):
+        both.decode.check([*LONG[:stop], 1, 2, 3])
+    if is_pooled:
+        assert check_pool(both.decode) > 0
+        assert both.decode.scheduler.reset_prefix_cache()
+        both.decode.check([*LONG[:192], 4, 5, 6])
 
 
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
@@ -170,6 +219,13 @@ def test_a_prompt_that_has_no_last_token_to_leave_is_prefilled_where_it_is(
         both.finish(last(both.decode), computed=len(prompt) + 2)
         assert both.prefill.answers[leg] is None
     assert sum("hybrid model is prefilled here" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_prefill_leg_leaves_the_list_of_the_prompt_as_it_is(pair: MakePair) -> None:
+    """In an engine inside the caller's process it is the caller's, for other samples of the prompt too."""
+    both, prompt = pair(**alike("window")), list(PROMPT)
+    both.ask(prompt, computed=1 + 2)
+    assert prompt == PROMPT
 
 
 def test_a_prefill_leg_stops_before_the_last_token_whatever_it_was_asked_for(pair: MakePair) -> None:

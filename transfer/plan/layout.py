@@ -75,6 +75,7 @@ class Section:
         itemsize: bytes an element.
         blocks: an address for each of the rank's layers, and strides; head 0 is the rank's first.
         is_whole: it is sent as a whole, once, when the request has been computed: aux rows, state.
+        is_windowed: only the last tokens are sent, and the source may have nothing of those before: windows, chunks.
 
     Raises:
         LayoutError: a count or a range that cannot be.
@@ -89,6 +90,7 @@ class Section:
     itemsize: int
     blocks: BlockLayout
     is_whole: bool = False
+    is_windowed: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= _MAX_NAME_LENGTH or not self.name.isprintable():

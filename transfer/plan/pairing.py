@@ -131,7 +131,7 @@ def _parts(sources: Sequence[tuple[int, Section]], wanted: Section, turn: int) -
 
 
 def _check_same_shape(one: Section, other: Section) -> None:
-    fields = ("name", "model_layers", "model_heads", "k_dim", "v_dim", "itemsize", "is_whole")
+    fields = ("name", "model_layers", "model_heads", "k_dim", "v_dim", "itemsize", "is_whole", "is_windowed")
     different = [name for name in fields if getattr(one, name) != getattr(other, name)]
     if different:
         raise LayoutError(f"{', '.join(different)} differ: {one.describe()}; and {other.describe()}")
@@ -179,6 +179,7 @@ class Pairing:
         self.unit = gcd(source.block_tokens, destination.block_tokens)
         """Tokens that are moved together."""
         self._sides = (source, destination)
+        self._check_fills_blocks()
         self._runs = _Runs(source, destination, part.heads, self.unit)
         self._check_runs()
 
@@ -290,6 +291,16 @@ class Pairing:
         layout = self._sides[side]
         first = layers.start - layout.shard.layer_start
         return np.array(layout.blocks.layer_addresses[first : first + len(layers)], dtype=np.int64)
+
+    def _check_fills_blocks(self) -> None:
+        """The block that a window begins in comes whole: the destination's engine may give it to other requests."""
+        source, destination = self._sides
+        if destination.is_windowed and self.unit < destination.block_tokens:
+            raise LayoutError(
+                f"the source may have nothing of a window's first block of {destination.block_tokens} tokens but its "
+                f"end: expected a block size at the destination that divides the source's, {source.block_tokens}. "
+                f"Source: {source.describe()}. Destination: {destination.describe()}"
+            )
 
     def _check_runs(self) -> None:
         source, destination = self._sides

@@ -353,8 +353,11 @@ def _leave_last_token(request: Request) -> None:
 
     With that one computed, windows would have moved on by a token and states be those after it. What vLLM samples then
     is of no use to anybody, as little as all else that a prefill instance samples.
+
+    The list of the prompt is the caller's where the engine runs in its process: several samples of a prompt share it.
     """
     assert request.prompt_token_ids is not None
-    del request.prompt_token_ids[-1:], request._all_token_ids[-1:]
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    del request._all_token_ids[-1:]
     request.num_prompt_tokens -= 1
     request.max_tokens = 1

@@ -66,6 +66,7 @@ def _section(part: GroupMemory, name: str) -> Section:
         v_dim=group.v_dim,
         itemsize=group.itemsize,
         blocks=blocks.layout,
+        is_windowed=group.span is not None,
     )
 
 
