@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -24,12 +25,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import vllm_plugin
-from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.config.schema import Config, load_config, load_settings
+from mooncake_connector.config.values import PageTokens
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_level
 from transfer.control.connection import Access
 from transfer.transports.registry import check_configured
-from vllm_plugin.geometry import Unsupported
+from vllm_plugin.geometry import Geometry, Unsupported
 from vllm_plugin.kv_groups import read_geometry
 from vllm_plugin.kv_memory import KVMemory
 from vllm_plugin.messages import StepMetadata, WorkerReport
@@ -74,6 +76,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
             if role is KVConnectorRole.WORKER:
                 self._worker = WorkerSide(config, None, None)
             return
+        config = _with_fitting_pages(config, geometry, transfer.kv_connector_extra_config)
         access = Access.configured(config, geometry.compatibility())
         if role is KVConnectorRole.SCHEDULER:
             _replace_policy(transfer, config.transfer_failure)
@@ -263,6 +266,22 @@ class PDHandshake(KVConnectorHandshakeMetadata):
     """A worker's `transfer.control.directory.RankCard`, on its way to the scheduler's process."""
 
     card: bytes
+
+
+def _with_fitting_pages(config: Config, geometry: Geometry, extra: dict[str, Any]) -> Config:
+    """The configuration with pages that divide the blocks of a hybrid model, unless their size was set."""
+    asked, fitting = int(config.page_tokens), geometry.fitting_page(int(config.page_tokens))
+    if fitting == asked:
+        return config
+    unit, blocks = geometry.unit_tokens(asked), geometry.unit_tokens(1)
+    if any(one.name == "page_tokens" and one.source != "default" for one in load_settings(extra)):
+        said = "page_tokens %d does not divide this model's blocks of %d tokens: only every %d tokens may a hit end; "
+        said += "leave page_tokens out for pages of %d"
+        log_once("page.set", said, asked, blocks, unit, fitting, logger=logger)
+        return config
+    said = "pages have %d tokens in place of %d, since they divide this model's blocks of %d"
+    log_once("page.fitting", said, fitting, asked, blocks, level=logging.INFO, logger=logger)
+    return msgspec.structs.replace(config, page_tokens=PageTokens(fitting))
 
 
 def _replace_policy(transfer: KVTransferConfig, ours: str) -> None:

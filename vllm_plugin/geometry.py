@@ -7,6 +7,7 @@ vLLM divides a model's layers into *groups*: one where all keep every token, sev
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 _TRANSFER_FORMAT = 2
 """Raised whenever the same bytes of a transfer would mean something else."""
 
+
+_SMALLEST_PAGE = 16
+"""Tokens; smaller pages cost more to look up than they bring."""
 
 _OF_ONE_RANK = ("ranks", "shapes")
 """What a state's identity says of its split. Sections of transfers say it too, in refusals with both sides' values."""
@@ -143,6 +147,21 @@ class Geometry:
     @property
     def num_ranks(self) -> int:
         return self.tp_size * self.pp_size
+
+    def unit_tokens(self, page_tokens: int) -> int:
+        """What all groups' blocks and pages have in common: a hit ends at multiples of it and fills whole blocks."""
+        return math.lcm(page_tokens, *(group.block_tokens for group in self.groups))
+
+    def fitting_page(self, page_tokens: int) -> int:
+        """A page, no larger than this one, with which a hit of a hybrid model may end wherever its blocks do.
+
+        vLLM makes blocks as large as a state, of 544 tokens for instance, and keeps a state at their end alone.
+        """
+        blocks = self.unit_tokens(1)
+        if not self.is_hybrid or blocks <= page_tokens or not blocks % page_tokens:
+            return page_tokens
+        fitting = (tokens for tokens in range(page_tokens, _SMALLEST_PAGE - 1, -1) if not blocks % tokens)
+        return next(fitting, page_tokens)
 
     def group_namespace(self, namespace: Namespace, group: int) -> Namespace:
         """The namespace of one of the groups (its position in `groups`); of a model with one group, the instance's."""

@@ -5,7 +5,6 @@ The two know nothing of each other. What a request gets from both is divided, an
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -44,7 +43,7 @@ class SchedulerSide:
         self.pd = PDScheduler(geometry, config, engine_id, dp_rank, access, self.stats)
         self._has_one_source = geometry.is_hybrid
         """Where a transfer brings anything, it brings all: windows of two sources would have to meet."""
-        self._granule = math.lcm(int(config.page_tokens), *(group.block_tokens for group in geometry.groups))
+        self._granule = geometry.unit_tokens(int(config.page_tokens))
         """What the pool brings ends at a multiple of it, so that no block is filled from two sides."""
 
     def track(self, request: Request) -> None:

@@ -67,6 +67,7 @@ class Setup:
     num_blocks: int = 64
     block_tokens: int = 16
     page_tokens: int = 16
+    """0: not set."""
     layout: str = "LBHNC"
     kernel_tokens: int | None = None
     dual_batch_overlap: bool = False
@@ -179,7 +180,9 @@ def vllm_config(setup: Setup, base: VllmConfig, pool: Path, rank: int = 0) -> Vl
 
 def transfer_config(setup: Setup, pool: Path) -> dict[str, Any]:
     """What a person writes after `--kv-transfer-config`."""
-    extra = {"pool": str(pool), "capacity": "8MiB", "page_tokens": setup.page_tokens, "model_id": setup.model_id}
+    extra = {"pool": str(pool), "capacity": "8MiB", "model_id": setup.model_id}
+    if setup.page_tokens:
+        extra["page_tokens"] = setup.page_tokens
     unhurried = {"load_deadline_s": 40.0, "save_deadline_s": 40.0}  # a busy machine leaves a thread waiting for seconds
     return {
         "kv_connector": "MooncakeKVConnector",

@@ -59,6 +59,34 @@ def test_pages_may_be_larger_than_blocks(start: Start, page_tokens: int) -> None
         engine.shut_down()
 
 
+@pytest.mark.parametrize(("set_to", "page_tokens"), [(0, 34), (64, 64)])
+def test_pages_divide_the_blocks_unless_their_size_is_set(
+    start: Start, caplog: pytest.LogCaptureFixture, set_to: int, page_tokens: int
+) -> None:
+    """Where 64 does not divide 544, a hit of 64 could end at multiples of 1,088 only."""
+    prompt = [token % oracle.VOCAB for token in range(7, 7 + 3 * 600, 3)]
+    blocks = {"kv_spec": [full(544), state(544)], "num_blocks": 16, "block_tokens": 544, "page_tokens": set_to}
+    for computed in (600, 600 if set_to else 600 - 544):
+        engine = start(max_num_batched_tokens=1024, **blocks, **GENEROUS)
+        assert engine.prefix._page_tokens == page_tokens
+        engine.check(prompt, 3, computed=computed + 2)
+        engine.shut_down()
+    assert ("leave page_tokens out for pages of 34" in caplog.text) == bool(set_to)
+
+
+@pytest.mark.parametrize(
+    ("mix", "fitting"),
+    [
+        ([full(528), state(528)], 48),
+        ([full(16), window(20)], 64),
+        ([full(128), window(20, 128)], 64),
+        ([full(547), state(547)], 64),
+    ],
+)
+def test_pages_are_as_large_as_fits(start: Start, mix: list, fitting: int) -> None:
+    assert start(kv_spec=mix).prefix._geometry.fitting_page(64) == fitting
+
+
 @every_mix
 def test_no_state_in_the_pool_is_no_hit_although_all_pages_are_there(start: Start, mix: list) -> None:
     engine = start(kv_spec=mix, **GENEROUS)

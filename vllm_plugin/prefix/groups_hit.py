@@ -6,7 +6,6 @@ blocks do. The unit is what all groups' blocks and pages have in common, so that
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -77,7 +76,7 @@ class GroupsHit:
     """See the module; for models with several groups."""
 
     def __init__(self, geometry: Geometry, page_tokens: int) -> None:
-        self._unit_tokens = math.lcm(page_tokens, *(group.block_tokens for group in geometry.groups))
+        self._unit_tokens = geometry.unit_tokens(page_tokens)
         self._unit_pages = self._unit_tokens // page_tokens
         self._rules = {
             position: GroupRules(group, self._unit_tokens, self._unit_pages, geometry.retention_tokens)

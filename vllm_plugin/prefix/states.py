@@ -11,7 +11,6 @@ are worth it (`state_budget`): in no chain are there more bytes of states than s
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,7 @@ class StatePlanner:
 
     def __init__(self, geometry: Geometry, config: Config) -> None:
         self._page_tokens = int(config.page_tokens)
-        self._unit_tokens = math.lcm(self._page_tokens, *(group.block_tokens for group in geometry.groups))
+        self._unit_tokens = geometry.unit_tokens(self._page_tokens)
         """Where a hit may end; a state that lies elsewhere is of no use."""
         self._groups = {group.index: at for at, group in enumerate(geometry.groups) if group.kind == "state"}
         """vLLM's number of a group -> its position."""
