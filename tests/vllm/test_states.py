@@ -107,6 +107,22 @@ def test_where_prompts_part_the_second_leaves_a_state_for_the_third(start: Start
         assert 80 in states(engine, fork)
 
 
+def test_a_prompt_that_waits_for_one_like_it_parts_from_it_nowhere(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lookup finds as many pages as the other has by then; only where the last one ended counts."""
+    monkeypatch.setattr("vllm_plugin.prefix.lookups._LOOKUP_REUSE_S", -1.0)
+    engine = start(kv_spec=STATES, max_num_batched_tokens=32, max_num_seqs=1, keep_pace=True, **GENEROUS)
+    first, second = engine.add(PROMPT), engine.add(PROMPT)
+    seen = []
+    for _ in range(3):
+        engine.step()
+        engine.connector.get_num_new_matched_tokens(engine.requests[second], 0)
+        seen.append(set(engine.prefix._tracked[second].junctions))
+    assert seen[:2] == [{32}, {64}] and len(seen[2]) <= 1
+    engine.finish(first, second)
+
+
 @every_mix
 def test_long_prompts_in_several_steps_leave_one_state_at_their_end(start: Start, mix: list) -> None:
     engine = start(kv_spec=mix, max_num_batched_tokens=32, **GENEROUS)

@@ -65,6 +65,7 @@ class Lookups:
         now_s = time.monotonic()
         if former is not None and former.local_tokens == num_local_tokens and now_s <= former.good_until_s:
             return former
+        tracked.junctions.clear()  # that of a former lookup was as far as a request had got that has gone on since
         page_tokens = self._page_tokens
         first = num_local_tokens // page_tokens
         keys = tracked.page_keys(tracked.request.num_prompt_tokens // page_tokens, page_tokens)
