@@ -353,7 +353,7 @@ class Engine:
                 assert bytes(page) == bytes(expected[index]), f"page {index} of {len(keys)} holds other KV"
 
             if keys:
-                found = getattr(view.own, "_space", view.own).read(keys, check, nbytes=expected[0].nbytes)
+                found = getattr(view.own, "_inner", view.own).read(keys, check, nbytes=expected[0].nbytes)
                 present = [a and b for a, b in zip(present, found, strict=True)]
         return present
 

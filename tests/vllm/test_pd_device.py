@@ -93,7 +93,7 @@ def test_what_was_computed_before_a_preemption_is_not_given_away_after_it(
     preempted, computed, before, told = node.preempted, node.computed, [], []
     monkeypatch.setattr(node, "preempted", lambda what: (before.append(device.recorded), preempted(what)))
     monkeypatch.setattr(
-        node, "computed", lambda layer, made: (told.extend(one.run for _, one in made), computed(layer, made))
+        node, "computed", lambda layer, made, *rest: (told.extend(one.run for _, one in made), computed(layer, made, *rest))
     )
     device.done.clear()
     run_all(both.prefill, until=lambda: both.prefill.computed(last(both.prefill)) >= 32)

@@ -44,7 +44,7 @@ def test_where_batches_are_computed_in_parts_no_layer_is_given_away_before_the_s
     name = both.add_granted(PROMPT)
     node, told = node_of(both.prefill), []
     computed = node.computed
-    monkeypatch.setattr(node, "computed", lambda layer, stops: (told.append(layer), computed(layer, stops)))
+    monkeypatch.setattr(node, "computed", lambda layer, *rest: (told.append(layer), computed(layer, *rest)))
     both.finish(name)
     assert told == [1, 1, 1]
     assert both.decode.computed(name) == 1 + 2
