@@ -19,21 +19,21 @@ OTHER = list(range(200, 300))
 
 
 @every_runner
-def test_loads_are_asynchronous_and_start_after_the_forward_pass(start: Start, faults, monkeypatch) -> None:
+def test_loads_are_asynchronous_and_start_once_a_step_is_taken_in(start: Start, faults, monkeypatch) -> None:
     """Traps 1, 3 and 7. Cure: a hit is offered as asynchronous, so its blocks are in no batch of that step."""
     engine = warmed(start)
     order: list[str] = []
     worker = engine.workers[0]
-    forward, start_load_kv = worker.runner.forward, worker.connector.start_load_kv
-    monkeypatch.setattr(worker.runner, "forward", lambda *a: (order.append("forward"), forward(*a))[1])
+    update, start_load_kv = worker.runner.update, worker.connector.start_load_kv
+    monkeypatch.setattr(worker.runner, "update", lambda *a: (order.append("update"), update(*a))[1])
     monkeypatch.setattr(
         worker.connector, "start_load_kv", lambda *a, **k: (order.append("loads"), start_load_kv(*a, **k))[1]
     )
     request = engine.requests[engine.add(PROMPT)]
     assert engine.connector.get_num_new_matched_tokens(request, 0) == (96, True)
     engine.run()
-    assert order[:2] == ["forward", "loads"]
-    assert order.count("loads") == order.count("forward")
+    assert order[:2] == ["update", "loads"]
+    assert order.count("loads") == order.count("update")
 
 
 @every_runner
