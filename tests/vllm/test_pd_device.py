@@ -93,8 +93,9 @@ def test_what_was_computed_before_a_preemption_is_not_given_away_after_it(
     preempted, computed, before, told = node.preempted, node.computed, [], []
     monkeypatch.setattr(node, "preempted", lambda what: (before.append(device.recorded), preempted(what)))
     monkeypatch.setattr(
-        node, "computed", lambda layer, made, *rest: (told.extend(one.run for _, one in made), computed(layer, made, *rest))
-    )
+        node, "computed",
+        lambda layer, made, *rest: (told.extend(one.run for _, one in made), computed(layer, made, *rest)),
+    )  # fmt: skip
     device.done.clear()
     run_all(both.prefill, until=lambda: both.prefill.computed(last(both.prefill)) >= 32)
     both.prefill.preempt()
