@@ -77,7 +77,11 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
     if len(groups) == 1:
         return
     speculative = vllm_config.speculative_config
+    states, sizes = any(_KINDS[type(spec)] == "state" for spec in specs), sorted({spec.block_size for spec in specs})
+    aligned = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or sizes[-1]
     reasons = {
+        f"vLLM's own hits may end inside a block of states (blocks of {sizes} tokens, hits of {aligned})": states
+        and (len(sizes) > 1 or aligned < sizes[-1]),
         "its layers are on several pipeline ranks": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "a group is not part of what vLLM caches or hands over": len(kv_cache_config.prefix_cacheable_groups)
         != len(groups),

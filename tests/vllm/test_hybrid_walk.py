@@ -33,9 +33,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunks": {"kv_spec": [full(), chunked(32)], "num_blocks": 40},
     "chunks that begin inside a page": {"kv_spec": [full(), chunked(48)], "num_blocks": 48, "page_tokens": 32},
     "states": {"kv_spec": [full(), state(), state()], "num_blocks": 48, "extra": {"state_budget": 1024}},
-    "states in larger blocks": {
-        "kv_spec": [full(), state(32, 1)], "num_blocks": 48, "extra": {"state_budget": 1024},
-    },
     "states at many boundaries, and a window": {
         "kv_spec": [full(), window(24), state()], "num_blocks": 48, "retention_tokens": 32, "page_tokens": 32,
     },

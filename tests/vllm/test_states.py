@@ -278,3 +278,10 @@ def damage(pool: Path, content: npt.NDArray[np.uint8]) -> None:
     with arena.open("r+b") as file:
         file.seek(at + len(content) - 1)
         file.write(bytes([content[-1] ^ 1]))
+
+
+def test_states_in_larger_blocks_are_left_alone(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's own hits may then end inside a block of states."""
+    engine = start(kv_spec=[full(), state(32, 1)], num_blocks=48)
+    assert engine.connector._scheduler is None
+    assert "end inside a block of states" in caplog.text
