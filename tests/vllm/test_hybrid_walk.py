@@ -10,7 +10,7 @@ import pytest
 from cases import Interruption, Start
 from harness import PATIENCE_S, Engine
 from mixes import chunked, full, state, window
-from test_walk import CROWD, change_faults, check_answers, check_pool, crowd_out, prompts
+from test_walk import CROWD, check_answers, check_pool, crowd_out, prompts, walk
 
 import vllm_plugin.prefix.saver
 
@@ -51,19 +51,7 @@ def test_random_walk(
     source = prompts(rng)
     interruption = Interruption(monkeypatch)
     faults.lose_reads = lambda keys: [rng.random() < 0.03 for _ in keys]
-    while len(engine.requests) < NUM_REQUESTS or engine.scheduler.has_unfinished_requests():
-        if len(engine.requests) < NUM_REQUESTS and rng.random() < 0.3:
-            engine.add(next(source), rng.choice([1, 2, 20, 60]))
-        if rng.random() < 0.015 and engine.scheduler.requests:
-            engine.abort(rng.choice(list(engine.scheduler.requests)))
-        change_faults(rng, engine, faults)
-        if rng.random() < 0.1:
-            (interruption.event.set if rng.random() < 0.7 else interruption.event.clear)()
-            monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", rng.choice([0, 0, 2000, 256 << 20]))
-        engine.step()
-    faults.release()
-    faults.lose_reads = None
-    faults.refuse_writes = False
+    walk(engine, faults, rng, source, interruption, monkeypatch, num_requests=NUM_REQUESTS)
     if engine.prefix._geometry.zeroes_blocks:  # what is not copied aside at once is read no more
         interruption.event.set()
         store_one(engine, monkeypatch)

@@ -50,8 +50,22 @@ def test_random_walk(
     source = prompts(rng)
     interruption = Interruption(monkeypatch)
     faults.lose_reads = lambda keys: [rng.random() < 0.05 for _ in keys]
-    while len(engine.requests) < NUM_REQUESTS or engine.scheduler.has_unfinished_requests():
-        if len(engine.requests) < NUM_REQUESTS and rng.random() < 0.3:
+    walk(engine, faults, rng, source, interruption, monkeypatch, num_requests=NUM_REQUESTS)
+    crowd_out(engine, interruption, monkeypatch)
+    check_answers(engine)
+    assert check_pool(engine) > 0
+    assert faults.calls["read"] > 0 and interruption.times > 0
+    assert any(one.kv_connector_stats and one.kv_connector_stats.get("overtaken_pages") for one in engine.stats)
+    assert any(request.num_preemptions for request in engine.requests.values())
+
+
+def walk(
+    engine: Engine, faults, rng: random.Random, source: Iterator[list[int]], interruption: Interruption,
+    monkeypatch: pytest.MonkeyPatch, *, num_requests: int,
+) -> None:  # fmt: skip
+    """Requests that come and are aborted, faults that come and go, and none at the end."""
+    while len(engine.requests) < num_requests or engine.scheduler.has_unfinished_requests():
+        if len(engine.requests) < num_requests and rng.random() < 0.3:
             engine.add(next(source), rng.choice([1, 2, 20, 60]))
         if rng.random() < 0.015 and engine.scheduler.requests:
             engine.abort(rng.choice(list(engine.scheduler.requests)))
@@ -63,12 +77,6 @@ def test_random_walk(
     faults.release()
     faults.lose_reads = None
     faults.refuse_writes = False
-    crowd_out(engine, interruption, monkeypatch)
-    check_answers(engine)
-    assert check_pool(engine) > 0
-    assert faults.calls["read"] > 0 and interruption.times > 0
-    assert any(one.kv_connector_stats and one.kv_connector_stats.get("overtaken_pages") for one in engine.stats)
-    assert any(request.num_preemptions for request in engine.requests.values())
 
 
 def crowd_out(engine: Engine, interruption: Interruption, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from outcome import write_outcome
-from vllm_idle import base_config, make_requests, make_scheduler
+from vllm_idle import answer, base_config, make_requests, make_scheduler
 
 _SHORT_S, _LONG_S = 0.002, 0.01
 """A forward pass."""
@@ -113,8 +113,6 @@ class Loop:
             self.step()
 
     def step(self) -> None:
-        from vllm.v1.outputs import ModelRunnerOutput
-
         start = time.perf_counter()
         scheduled = self._scheduler.schedule()
         planned = time.perf_counter()
@@ -122,14 +120,7 @@ class Loop:
         for request in scheduled.scheduled_new_reqs:
             self.waits_s[request.req_id] = planned - self._came_s[request.req_id]
         time.sleep(self._forward_s if names else _ASK_AGAIN_S)
-        output = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[[7] for _ in names],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
+        output = answer(names)
         computed = time.perf_counter()
         self._scheduler.update_from_output(scheduled, output)
         self.seconds += planned - start + time.perf_counter() - computed

@@ -97,10 +97,22 @@ def make_scheduler(base: Any, transfer: dict[str, Any] | None) -> Any:
     )
 
 
-def decode(scheduler: Any, requests: list[Any]) -> float:
-    """Take requests from their arrival to their end; the median seconds of a step in which all of them decode."""
+def answer(names: list[str]) -> Any:
+    """What a forward pass would say of these requests: the same token to all of them."""
     from vllm.v1.outputs import ModelRunnerOutput
 
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=[[7] for _ in names],
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+    )
+
+
+def decode(scheduler: Any, requests: list[Any]) -> float:
+    """Take requests from their arrival to their end; the median seconds of a step in which all of them decode."""
     for request in requests:
         scheduler.add_request(request)
     steps = []
@@ -109,14 +121,7 @@ def decode(scheduler: Any, requests: list[Any]) -> float:
         scheduled = scheduler.schedule()
         planned = time.perf_counter()
         names = list(scheduled.num_scheduled_tokens)
-        output = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[[7] for _ in names],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
+        output = answer(names)
         computed = time.perf_counter()
         scheduler.update_from_output(scheduled, output)
         if scheduled.total_num_scheduled_tokens == len(requests):
