@@ -59,6 +59,7 @@ class Client:
         self.patience = Patience()
         self.failures: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()
+        self._num_taken = 0
         self._taking = threading.Lock()
         self._awaits_s = 0.0
         """When the first ask was made that nothing was heard since of any; 0 where there is none."""
@@ -125,8 +126,11 @@ class Client:
 
     def take_failures(self) -> Counter[str]:
         """`failures` since the last call, whoever made it."""
+        if sum(self.failures.values()) == self._num_taken:  # each step of an engine asks; no thread comes between
+            return Counter()
         with self._taking:
             taken, self._taken = self._taken, self.failures.copy()
+            self._num_taken = self._taken.total()
             return self._taken - taken
 
     def is_silent(self, now_s: float) -> bool:
