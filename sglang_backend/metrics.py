@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
+from mooncake_connector.metrics.registry import PREFIX, SGLANG, Kind, Metric
 from transfer.protocol.orders import Ending
 from transfer.protocol.outgoing import Outgoing
 
@@ -19,32 +20,16 @@ _GIB = 1 << 30
 
 
 @cache
-def _counters() -> dict[str, Counter]:
+def _metrics() -> dict[str, Any]:
     """Made once in a process: a backend that is attached again goes on counting."""
-    return {
-        "pages": Counter("mooncake_connector_pages_total", "Pages loaded from or saved to the pool", ["operation"]),
-        "bytes": Counter("mooncake_connector_bytes_total", "Bytes moved from or to the pool", ["operation"]),
-        "seconds": Counter("mooncake_connector_seconds_total", "Seconds spent moving pages", ["operation"]),
-        "failures": Counter("mooncake_connector_failures_total", "Operations that failed", ["operation", "cause"]),
-        "tier_pages": Counter(
-            "mooncake_connector_tier_pages_total",
-            "Pages that tiers were bringing when SGLang looked for them (promised), of these those that were loaded "
-            "(landed) and those that it then asked for in vain (lost)",
-            ["outcome"],
-        ),
-        "tier_waits": Counter(
-            "mooncake_connector_tier_waits_total", "Lookups that waited until tiers had said which pages they have"
-        ),
-        "tier_wait_seconds": Counter("mooncake_connector_tier_wait_seconds_total", "Seconds that they waited"),
-        "transfers": Counter(
-            "mooncake_connector_transfers_total", "Requests' KV sent or fetched, well or not", ["operation"]
-        ),
-        "transfer_bytes": Counter("mooncake_connector_transfer_bytes_total", "KV sent or fetched", ["operation"]),
-        "transfer_seconds": Counter(
-            "mooncake_connector_transfer_seconds_total", "Seconds from a request's beginning to its end", ["operation"]
-        ),
-        "transport_bytes": Counter("mooncake_connector_transport_bytes_total", "KV sent, by transport", ["transport"]),
-    }
+    return {metric.figure: _made(metric) for metric in SGLANG}
+
+
+def _made(metric: Metric) -> Counter | Histogram:
+    name, text = PREFIX + metric.name, metric.text + "."
+    if metric.kind is Kind.HISTOGRAM:
+        return Histogram(name, text, metric.labels, buckets=metric.buckets)
+    return Counter(name, text, metric.labels)
 
 
 class Metrics:
@@ -63,10 +48,11 @@ class Metrics:
         """Count pages that were loaded (`operation` "load") or saved ("save")."""
         if not self._enabled or pages == 0:
             return
-        counters, nbytes = _counters(), pages * page_nbytes
-        counters["pages"].labels(operation).inc(pages)
-        counters["bytes"].labels(operation).inc(nbytes)
-        counters["seconds"].labels(operation).inc(seconds)
+        metrics, nbytes = _metrics(), pages * page_nbytes
+        metrics["pages"].labels(operation).inc(pages)
+        metrics["bytes"].labels(operation).inc(nbytes)
+        metrics["seconds"].labels(operation).inc(seconds)
+        metrics[f"{operation}_duration_seconds"].observe(seconds)
         with self._lock:
             if operation == "load":
                 self._since.prefetch_pgs.append(pages)
@@ -77,7 +63,7 @@ class Metrics:
 
     def failed(self, operation: str, cause: str, count: int = 1) -> None:
         if self._enabled:
-            _counters()["failures"].labels(operation, cause).inc(count)
+            _metrics()["failures"].labels(operation, cause).inc(count)
 
     def promised(self, pages: int) -> None:
         """Count pages that tiers are bringing."""
@@ -90,13 +76,13 @@ class Metrics:
 
     def _outcome(self, outcome: str, pages: int) -> None:
         if self._enabled and pages:
-            _counters()["tier_pages"].labels(outcome).inc(pages)
+            _metrics()["tier_pages"].labels(outcome).inc(pages)
 
     def waited(self, seconds: float) -> None:
         """Count a lookup that waited for what tiers say."""
         if self._enabled:
-            _counters()["tier_waits"].inc()
-            _counters()["tier_wait_seconds"].inc(seconds)
+            _metrics()["tier_waits"].inc()
+            _metrics()["tier_wait_seconds"].inc(seconds)
 
     def drain(self) -> StorageMetrics:
         """What was moved since the last call."""
@@ -118,16 +104,18 @@ class TransferMetrics:
     def ended(self, transfer: Outgoing | Incoming) -> None:
         if not self._enabled:
             return
-        counters = _counters()
+        metrics = _metrics()
         operation = "send" if isinstance(transfer, Outgoing) else "fetch"
-        counters["transfers"].labels(operation).inc()
-        counters["transfer_bytes"].labels(operation).inc(transfer.nbytes)
-        counters["transfer_seconds"].labels(operation).inc(transfer.seconds)
+        metrics["transfers"].labels(operation).inc()
+        metrics["transfer_bytes"].labels(operation).inc(transfer.nbytes)
+        metrics["transfer_seconds"].labels(operation).inc(transfer.seconds)
+        if operation == "fetch":
+            metrics["fetch_duration_seconds"].observe(transfer.seconds)
         if transfer.transport:
-            counters["transport_bytes"].labels(transfer.transport).inc(transfer.nbytes)
+            metrics["transport_bytes"].labels(transfer.transport).inc(transfer.nbytes)
         if transfer.ending in (Ending.FAILED, Ending.EXPIRED):
             self.failed(operation, transfer.ending.value)
 
     def failed(self, operation: str, cause: str) -> None:
         if self._enabled:
-            _counters()["failures"].labels(operation, cause).inc()
+            _metrics()["failures"].labels(operation, cause).inc()

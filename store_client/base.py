@@ -88,6 +88,11 @@ class StoreStats:
     """Bytes that dead writers had reserved and that came back."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """Operations on a page that failed, by cause ("busy", "full", "no_space", "corrupt", ...)."""
+    evicted_ages: tuple[int, ...] = ()
+    """Pages that were evicted to make room, by how long they had not been used: within each of `AGES_S` (but not within
+    the one before), and longer. Empty where the store does not say."""
+    evicted_unused_s: int = 0
+    """Seconds for which all of these together had not been used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Metrics of the connector, through vLLM's own hooks: its periodic log line and its /metrics endpoint.
 
-A stats object holds plain sums since the last step; vLLM adds them up over workers and intervals.
+A stats object holds plain values since the last step; vLLM adds them up over workers and intervals. Their names are in
+:mod:`mooncake_connector.metrics.registry`.
 """
 
 from __future__ import annotations
@@ -12,41 +13,18 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.utils import create_metric_per_engine
 
-SUMS = {
-    "hit_tokens": "Prompt tokens that were loaded from the pool instead of computed",
-    "tier_hit_tokens": "Of hit_tokens, those that the pool did not have when the request arrived: tiers brought them",
-    "tier_promised_pages": "Pages that tiers were bringing when a load was planned, by each rank",
-    "tier_landed_pages": "Of tier_promised_pages, those that came and were loaded",
-    "tier_lost_pages": "Of tier_promised_pages, those that did not come in time and were computed",
-    "tier_waits": "Requests that were put aside until tiers had said which of their pages they have",
-    "tier_wait_seconds": "Seconds for which requests were put aside for that",
-    "tier_unheard": "Requests that were planned before tiers had said so",
-    "queried_tokens": "Prompt tokens beyond the local prefix cache that were looked up in the pool",
-    "load_bytes": "Bytes loaded from the pool into KV blocks",
-    "load_seconds": "Seconds from the submission of a load to its end",
-    "loads": "Loads that ended, well or not",
-    "save_bytes": "Bytes stored in the pool",
-    "save_seconds": "Seconds from the submission of a save to its end",
-    "saves": "Saves that ended, well or not",
-    "saved_pages": "Pages newly stored in the pool",
-    "overtaken_pages": "Pages that were not stored, since vLLM used their blocks for another request first",
-    "fetched_tokens": "Prompt tokens that a prefill instance computed for this one",
-    "fetch_bytes": "Bytes of KV that arrived from prefill instances",
-    "fetch_seconds": "Seconds from the announcement of a transfer to its end",
-    "fetches": "Transfers from prefill instances that ended, well or not",
-    "send_bytes": "Bytes of KV that were sent to decode instances",
-    "send_seconds": "Seconds from the beginning of a request that is given away to its release",
-    "sends": "Transfers to decode instances that ended, well or not",
-}
-"""Figure -> documentation. Failures are a table of their own, by cause, and so are bytes sent by transport."""
-_TABLES = ("failures", "transports")
+from mooncake_connector.metrics.registry import VLLM, VLLM_PREFIX, Kind, Metric, by_figure
+
+_OWN = by_figure(VLLM)
+_TABLES = {figure for figure, metric in _OWN.items() if metric.labels}
+_LISTS = {figure for figure, metric in _OWN.items() if metric.kind is Kind.HISTOGRAM}
 
 
 @dataclass
 class ConnectorStats(KVConnectorStats):
-    """`data`: the sums of :data:`SUMS` that are not zero, `failures` by cause, bytes sent by `transports`."""
+    """`data`: what is not zero of the registry's figures: sums, of those with a label sums by its value, and of
+    histograms each value."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -75,6 +53,10 @@ class ConnectorStats(KVConnectorStats):
     def travelled(self, transport: str, nbytes: int) -> None:
         self._enter("transports", transport, nbytes)
 
+    def took(self, figure: str, seconds: float) -> None:
+        """Enter one value of a histogram."""
+        self.data.setdefault(figure, []).append(seconds)
+
     def _enter(self, table: str, key: str, amount: float) -> None:
         entries = self.data.setdefault(table, {})
         entries[key] = entries.get(key, 0) + amount
@@ -84,6 +66,8 @@ class ConnectorStats(KVConnectorStats):
             if figure in _TABLES:
                 for key, part in amount.items():
                     self._enter(figure, key, part)
+            elif figure in _LISTS:
+                self.data[figure] = [*self.data.get(figure, ()), *amount]
             else:
                 self.add(figure, amount)
         return self
@@ -105,7 +89,7 @@ class ConnectorStats(KVConnectorStats):
 
 
 class ConnectorPromMetrics(KVConnectorPromMetrics):
-    """Prometheus counters `vllm:mooncake_connector_*`, one child an engine."""
+    """Prometheus metrics `vllm:mooncake_connector_*`, one child an engine."""
 
     def __init__(
         self,
@@ -115,34 +99,33 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, dict(metric_types), labelnames, per_engine_labelvalues)
-        self._sums = {
-            figure: create_metric_per_engine(
-                self._counter_cls(name=_name(figure), documentation=text + ".", labelnames=labelnames),
-                per_engine_labelvalues,
-            )
-            for figure, text in SUMS.items()
+        self._metrics = {figure: self._make(metric, labelnames) for figure, metric in _OWN.items()}
+        for figure, made in self._metrics.items():
+            if not _OWN[figure].labels:  # it is there from the beginning, as 0
+                for values in per_engine_labelvalues.values():
+                    made.labels(*values)
+
+    def _make(self, metric: Metric, labelnames: list[str]) -> Any:
+        named: dict[str, Any] = {
+            "name": VLLM_PREFIX + metric.name,
+            "documentation": metric.text + ".",
+            "labelnames": [*labelnames, *metric.labels],
         }
-        self._failures = self._counter_cls(
-            name=_name("failures"),
-            documentation="Loads, saves and transfers that failed, and what the agent did not do, by cause; each "
-            "was answered by recomputation.",
-            labelnames=[*labelnames, "cause"],
-        )
-        self._transports = self._counter_cls(
-            name=_name("transport_bytes"),
-            documentation="Bytes of KV that were sent to decode instances, by transport.",
-            labelnames=[*labelnames, "transport"],
-        )
+        if metric.kind is Kind.HISTOGRAM:
+            return self._histogram_cls(**named, buckets=list(metric.buckets))
+        return self._counter_cls(**named)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
         for figure, amount in transfer_stats_data.items():
-            if figure in self._sums:
-                self._sums[figure][engine_idx].inc(amount)
-        for cause, count in transfer_stats_data.get("failures", {}).items():
-            self._failures.labels(*self.per_engine_labelvalues[engine_idx], cause).inc(count)
-        for transport, nbytes in transfer_stats_data.get("transports", {}).items():
-            self._transports.labels(*self.per_engine_labelvalues[engine_idx], transport).inc(nbytes)
-
-
-def _name(figure: str) -> str:
-    return f"vllm:mooncake_connector_{figure}"
+            metric = self._metrics.get(figure)
+            if metric is None:
+                continue
+            if figure in _TABLES:
+                for key, part in amount.items():
+                    metric.labels(*values, key).inc(part)
+            elif figure in _LISTS:
+                for seconds in amount:
+                    metric.labels(*values).observe(seconds)
+            else:
+                metric.labels(*values).inc(amount)

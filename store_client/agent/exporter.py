@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.metrics.registry import EVICTED_AGE, POOL, PREFIX, TIER, Kind, Metric
 from store_client.agent.wish import Fetches
-from store_client.base import Store
+from store_client.base import SpaceInfo, Store, StoreStats
 
-_PREFIX = "mooncake_connector"
-_POOL_GAUGES = ("capacity_nbytes", "used_nbytes", "pages", "max_pages", "index_nbytes")
-_TIER_GAUGES = ("up", "queued_pages", "latency_s", "bandwidth", "capacity_nbytes", "used_nbytes", "pages", "retry_s")
-_NOT_COUNTED = ("location", "failures")
+_FAMILIES = {
+    Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily, Kind.HISTOGRAM: HistogramMetricFamily
+}  # fmt: skip
 
 logger = get_logger(__name__)
 
@@ -46,60 +48,60 @@ class Exporter(Collector):
             self._server.shutdown()
             self._server.server_close()
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         try:
-            stats = dataclasses.asdict(self._store.stats())
+            stats, spaces = self._store.stats(), self._store.namespaces()
         except MooncakeConnectorError as error:
             log_once("agent.metrics.pool", "the pool gave no figures: %s", error, logger=logger)
         else:
-            yield from self._pool(stats)
-        yield from self._tiers()
+            yield from pool_families(stats, spaces)
+        yield from tier_families(dataclasses.asdict(report) for report in self._fetches.stats())
 
-    def _pool(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
-        for name, value in stats.items():
-            if name in _NOT_COUNTED:
-                continue
-            full = f"{_PREFIX}_pool_{name.replace('nbytes', 'bytes')}"
-            kind = GaugeMetricFamily if name in _POOL_GAUGES else CounterMetricFamily
-            yield kind(full, f"{name} of the pool, over all processes of this host", value=value)
-        failures = CounterMetricFamily(
-            f"{_PREFIX}_pool_failures", "Operations on a page of the pool that failed", labels=["cause"]
-        )
-        for cause, count in stats["failures"].items():
-            failures.add_metric([cause], count)
-        yield failures
-        reach = GaugeMetricFamily(
-            f"{_PREFIX}_pool_oldest_page_seconds", "Age of the oldest page of a model: how far back the pool reaches",
-            labels=["namespace", "model"],
-        )  # fmt: skip
-        oldest: dict[tuple[str, str], float] = {}
-        for space in self._store.namespaces():
-            if space.pages:
-                labels = (space.namespace.digest.hex()[:12], space.namespace.model_name)
-                oldest[labels] = max(oldest.get(labels, 0.0), space.oldest_s)
-        for labels, age_s in oldest.items():
-            reach.add_metric(labels, age_s)
-        yield reach
 
-    def _tiers(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for report in self._fetches.stats():
-            values = dataclasses.asdict(report)
-            tier = str(values.pop("title"))
-            values["up"] = int(values.get("reads") != "open")
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._family(families, name, []).add_metric([tier], float(value))
-                elif isinstance(value, Mapping):
-                    for label, count in value.items():
-                        if isinstance(count, int | float):
-                            self._family(families, name, ["cause"]).add_metric([tier, str(label)], float(count))
-        yield from families.values()
+def pool_families(stats: StoreStats, spaces: Iterable[SpaceInfo]) -> Iterator[Family]:
+    """`POOL` of the registry, from what a store says."""
+    for metric in POOL:
+        family = _family(metric)
+        if metric is EVICTED_AGE:
+            within = itertools.accumulate(stats.evicted_ages)
+            bounds = [*map(str, metric.buckets), "+Inf"]
+            family.add_metric([], list(zip(bounds, within, strict=False)), stats.evicted_unused_s)
+        elif metric.figure == "oldest_s":
+            for labels, age_s in oldest_pages(spaces).items():
+                family.add_metric(labels, age_s)
+        elif metric.labels:
+            for label, count in getattr(stats, metric.figure).items():
+                family.add_metric([label], count)
+        else:
+            family.add_metric([], getattr(stats, metric.figure))
+        yield family
 
-    @staticmethod
-    def _family(families: dict[str, Metric], name: str, more: list[str]) -> Any:
-        if name not in families:
-            full = f"{_PREFIX}_tier_{name.replace('nbytes', 'bytes')}"
-            kind = GaugeMetricFamily if name in _TIER_GAUGES else CounterMetricFamily
-            families[name] = kind(full, f"{name} of a tier, since the agent was started", labels=["tier", *more])
-        return families[name]
+
+def oldest_pages(spaces: Iterable[SpaceInfo]) -> dict[tuple[str, str], float]:
+    """Seconds since the oldest page was stored, by namespace (12 digits) and name of the model."""
+    oldest: dict[tuple[str, str], float] = {}
+    for space in spaces:
+        if space.pages:
+            labels = (space.namespace.digest.hex()[:12], space.namespace.model_name)
+            oldest[labels] = max(oldest.get(labels, 0.0), space.oldest_s)
+    return oldest
+
+
+def tier_families(reports: Iterable[Mapping[str, Any]]) -> Iterator[Family]:
+    """`TIER` of the registry, from the reports of tiers as plain values."""
+    known = [{**report, "up": int(report.get("reads") != "open")} for report in reports]
+    for metric in TIER:
+        family = _family(metric)
+        for report in known:
+            tier, value = str(report["title"]), report.get(metric.figure)
+            if isinstance(value, Mapping):
+                for cause, count in value.items():
+                    family.add_metric([tier, str(cause)], float(count))
+            elif value is not None:
+                family.add_metric([tier], float(value))
+        if family.samples:
+            yield family
+
+
+def _family(metric: Metric) -> Any:
+    return _FAMILIES[metric.kind](PREFIX + metric.name, metric.text + ".", labels=metric.labels)

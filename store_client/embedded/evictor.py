@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from mooncake_connector.metrics.registry import AGES_S
 from store_client.embedded.allocator import Piece, as_runs, clip_runs
 from store_client.embedded.ledger import Draft, Ledger
 from store_client.embedded.names import U32, U64, Slots
-from store_client.embedded.table import NONE, Row, Table, now_ns
+from store_client.embedded.table import AGES, NONE, Row, Table, now_ns
 
 FORGET_BATCH = 4096
 
@@ -142,6 +144,13 @@ class Evictor:
         used[used > now_ns()] = max(0, started_ns - 1)
         pages = Candidates(used, table.parent, table.depth, table.granules)
         victims = self._policy.victims(pages, at_least, max(slots, 1), started_ns)
+        unused_s = (now_ns() - used[victims].astype(np.int64)) / 1e9
         evicted = self.forget(victims)
-        table.add_counters({"evicted_pages": evicted})
+        table.add_counters({"evicted_pages": evicted, **_by_age(unused_s)})
         return evicted
+
+
+def _by_age(unused_s: npt.NDArray[np.float64]) -> dict[str, int]:
+    """`AGES` of evicted pages."""
+    within = np.bincount(np.searchsorted(AGES_S, unused_s), minlength=len(AGES_S) + 1)
+    return dict(zip(AGES, (*within.tolist(), round(float(unused_s.sum()))), strict=True))

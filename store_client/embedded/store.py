@@ -24,7 +24,7 @@ from store_client.embedded.registry import Handle, attach
 from store_client.embedded.returning import put_back
 from store_client.embedded.space import EmbeddedSpace, FillAll
 from store_client.embedded.survey import Pages, Survey, View, peek, survey
-from store_client.embedded.table import CAUSES, COUNTERS, now_ns
+from store_client.embedded.table import AGES, CAUSES, COUNTERS, now_ns
 from store_client.embedded.writer import PutPages
 
 logger = get_logger(__name__)
@@ -160,6 +160,7 @@ class EmbeddedStore(Store):
             pool.table.pages, folder.index_nbytes(pool.table.max_pages), pool.table.max_pages,
             **{name: counts[name] for name in COUNTERS},
             failures={cause: counts[cause] for cause in CAUSES if counts[cause]},
+            evicted_ages=tuple(counts[name] for name in AGES[:-1]), evicted_unused_s=counts[AGES[-1]],
         )  # fmt: skip
 
     def clear(self, namespace_digest: bytes | None = None, *, deadline_s: float = 60.0) -> int:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from mooncake_connector.kv.keys import KEY_NBYTES
+from mooncake_connector.metrics.registry import AGES_S
 from store_client.embedded.faults import Damaged
 from store_client.embedded.locks import open_file
 from store_client.embedded.names import CELL_NBYTES, CELLS, U8, U32, U64, Cells, Slots, hash_key, hash_keys, num_buckets
@@ -28,6 +29,11 @@ COUNTERS = (
     "stored_nbytes", "present_pages", "evicted_pages", "removed_pages", "corrupt_pages", "reclaimed_nbytes",
 )  # fmt: skip
 CAUSES = ("busy", "full", "no_space", "corrupt", "geometry", "index", "changed", "reclaimed", "error")
+AGES = (*(f"evicted_within_{bound_s:.0f}_s" for bound_s in AGES_S), "evicted_later", "evicted_unused_s")
+"""How many pages were evicted that had not been used for longer than the bound before and not longer than this one, and
+the seconds of all together."""
+_NAMED = (*COUNTERS, *CAUSES, *AGES)
+"""In the order of the header: a new name goes to the end, and older pools have it as 0."""
 _APPLIED, _PAGES, _USED, _CAPACITY, _CLEARS = range(5)
 _FIRST_COUNTER = 64
 _COLUMN_NBYTES = 8 + 8 + 4 + 4 + 4
@@ -181,6 +187,11 @@ def table_nbytes(max_pages: int) -> int:
     return HEADER_NBYTES + max_pages * (ROW_NBYTES + _COLUMN_NBYTES) + cells
 
 
+def counters_in(header: U64) -> dict[str, int]:
+    """Everything in `_NAMED`, out of a header's words."""
+    return dict(zip(_NAMED, header[_FIRST_COUNTER : _FIRST_COUNTER + len(_NAMED)].tolist(), strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A page as a reader met it: its row, and the bytes of that row to compare with later."""
@@ -253,11 +264,10 @@ class Table:
 
     def counters(self) -> dict[str, int]:
         """All counters and failures by name, as far as processes have handed theirs in."""
-        names = (*COUNTERS, *CAUSES)
-        return dict(zip(names, self._header[_FIRST_COUNTER : _FIRST_COUNTER + len(names)].tolist(), strict=True))
+        return counters_in(self._header)
 
     def add_counters(self, deltas: dict[str, int]) -> None:
-        for i, name in enumerate((*COUNTERS, *CAUSES)):
+        for i, name in enumerate(_NAMED):
             if deltas.get(name):
                 count = int(self._header[_FIRST_COUNTER + i]) + deltas[name]
                 self._header[_FIRST_COUNTER + i] = count & 0xFFFFFFFFFFFFFFFF

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from mooncake_connector.kv.namespace import Namespace
 from store_client import EmbeddedStore, Space
 from store_client.agent import lock as lock_
 from store_client.agent.agent import Agent
+from store_client.agent.report import TierReport
 from store_client.agent.tiered import TieredStore
 from store_client.agent.wish import Wish, Word
 from store_client.base import Lookup
@@ -24,13 +24,6 @@ from store_client.testing import DEADLINE_S
 CAPACITY = 16 << 20
 
 Tell = Callable[[Word], None]
-
-
-@dataclass
-class TierReport:
-    title: str
-    read_pages: int = 0
-    errors: dict[str, int] = field(default_factory=dict)
 
 
 class Asked:
@@ -71,7 +64,10 @@ class StandIn:
         self.cleared.append(namespace)
 
     def stats(self) -> Sequence[TierReport]:
-        return [TierReport("played", 7, {"timeout": 2})]
+        played = TierReport(
+            title="played", kind="played", reads="closed", writes="none", fetched_pages=7, errors={"timeout": 2}
+        )
+        return [played]
 
     def close(self) -> None:
         self.closed = True

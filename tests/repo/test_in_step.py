@@ -13,6 +13,7 @@ from mooncake_connector import quick_start
 from mooncake_connector.config.docs import render
 from mooncake_connector.config.schema import Config
 from mooncake_connector.deploy import docs as deploy_docs
+from mooncake_connector.metrics import docs as metrics_docs
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("mooncake_connector", "sglang_backend", "store_client", "transfer", "vllm_plugin")
@@ -40,6 +41,11 @@ def test_the_deployment_page_and_schema_are_what_the_schema_generates():
     assert page == deploy_docs.render(), "run: python -m mooncake_connector.deploy.docs > docs/deployment.md"
     schema = (docs / "deployment.schema.json").read_text("utf-8")
     assert schema == deploy_docs.schema_text(), "run: mooncake-connector up --schema > docs/deployment.schema.json"
+
+
+def test_the_page_of_metrics_is_what_the_registry_generates():
+    page = (REPOSITORY / "docs" / "metrics.md").read_text("utf-8")
+    assert page == metrics_docs.render(), "run: python -m mooncake_connector.metrics.docs > docs/metrics.md"
 
 
 def test_the_package_has_the_version_of_the_distribution():

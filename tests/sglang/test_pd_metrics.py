@@ -17,6 +17,8 @@ COUNTED = [
     ("transfer_bytes_total", {"operation": "fetch"}),
     ("transfer_seconds_total", {"operation": "send"}),
     ("transfer_seconds_total", {"operation": "fetch"}),
+    ("fetch_duration_seconds_count", {}),
+    ("fetch_duration_seconds_sum", {}),
     ("transport_bytes_total", {"transport": "cma"}),
     ("failures_total", {"operation": "send", "cause": "expired"}),
     ("failures_total", {"operation": "fetch", "cause": "failed"}),
@@ -46,7 +48,7 @@ CANCELLED = Incoming("d", ending=Ending.CANCELLED, seconds=1.0)
 
 def test_each_transfer_is_counted_once_and_an_abort_is_no_failure():
     found = added(TransferMetrics(enabled=True), SENT, EXPIRED, FETCHED, FAILED, CANCELLED)
-    assert found == pytest.approx([2, 3, 100, 140, 30.5, 2.25, 100, 1, 1, 1])
+    assert found == pytest.approx([2, 3, 100, 140, 30.5, 2.25, 3, 2.25, 100, 1, 1, 1])
 
 
 def test_without_metrics_nothing_is_counted():

@@ -8,7 +8,9 @@ from simulated.waiting import wait_for
 from store.audit import audit
 from store.pools import garble, space_in
 
+from mooncake_connector.metrics.registry import AGES_S
 from store_client import EmbeddedStore, Put
+from store_client.embedded import table
 from store_client.embedded.allocator import FreeRuns, as_runs
 from store_client.embedded.evictor import Candidates, Lru
 from store_client.embedded.folder import index_nbytes
@@ -24,6 +26,21 @@ def test_the_least_recently_used_goes_first(pool):
         assert get_page(space, chain("0", 1)[0]) is not None
         put_chain(space, chain("new", 1))
         assert space.contains([chain("0", 1)[0], chain("1", 1)[0]]) == [True, False]
+
+
+def test_how_long_evicted_pages_were_unused_is_counted(pool, monkeypatch):
+    """By the clock of the pool, which the test turns on by ten minutes; what is cleared is not counted."""
+    with EmbeddedStore(pool, 1 << 20) as store:
+        space = space_in(store)
+        put_chain(space, chain("old", 16))
+        turned_ns = table.now_ns() + 600 * 10**9
+        monkeypatch.setattr("store_client.embedded.evictor.now_ns", lambda: turned_ns)
+        put_chain(space, chain("new", 4))
+        store.clear()
+        stats = store.stats()
+    assert stats.evicted_pages >= 4 and sum(stats.evicted_ages) == stats.evicted_pages
+    assert stats.evicted_ages[AGES_S.index(900.0)] == stats.evicted_pages, "all within 15 minutes, none within 5"
+    assert stats.evicted_unused_s == pytest.approx(600 * stats.evicted_pages, rel=0.3)
 
 
 def test_descendants_go_before_ancestors(pool):

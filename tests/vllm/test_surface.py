@@ -21,8 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 
 import vllm_plugin
 from mooncake_connector.errors import ConfigError
+from mooncake_connector.metrics.registry import VLLM, Kind
 from vllm_plugin.connector import MooncakeKVConnector
-from vllm_plugin.stats import SUMS, ConnectorStats
+from vllm_plugin.prefix.speed import PrefillSpeed
+from vllm_plugin.stats import ConnectorStats
 
 OTHER = list(range(200, 300))
 
@@ -164,6 +166,18 @@ def sample(registry: CollectorRegistry, figure: str, engine: str = "0", **labels
     return registry.get_sample_value(name, {"model_name": "m", "engine": engine, **labels})
 
 
+def histogram(registry: CollectorRegistry, name: str, engine: str) -> tuple[float | None, float | None]:
+    """How many values it has, and their sum."""
+    labels = {"model_name": "m", "engine": engine}
+    name = f"vllm:mooncake_connector_{name}"
+    return registry.get_sample_value(f"{name}_count", labels), registry.get_sample_value(f"{name}_sum", labels)
+
+
+def bucket(registry: CollectorRegistry, name: str, engine: str, bound: str) -> float | None:
+    labels = {"model_name": "m", "engine": engine, "le": bound}
+    return registry.get_sample_value(f"vllm:mooncake_connector_{name}_bucket", labels)
+
+
 def observe(engine: Engine, metrics: Any, engine_index: int = 0) -> None:
     for stats in engine.stats:
         if stats.kv_connector_stats:
@@ -174,11 +188,48 @@ def test_prometheus_counters_hold_what_the_engine_did(start: Start) -> None:
     warm_pool(start)
     engine, registry = start(), CollectorRegistry()
     metrics = prometheus(engine, registry)
-    assert all(sample(registry, figure, index) == 0 for figure in SUMS for index in "01")
+    plain = [metric.name for metric in VLLM if metric.kind is Kind.COUNTER and not metric.labels]
+    assert len(plain) > 20 and all(sample(registry, name, index) == 0 for name in plain for index in "01")
     engine.ask(PROMPT)
+    engine.ask(OTHER)
     observe(engine, metrics, 1)
     assert sample(registry, "hit_tokens", "1") == 96
     assert sample(registry, "hit_tokens", "0") == 0
+    for kind in ("load", "save"):
+        ended = sample(registry, f"{kind}s", "1")
+        assert ended and histogram(registry, f"{kind}_duration_seconds", "1") == (
+            ended, pytest.approx(sample(registry, f"{kind}_seconds", "1")),
+        )  # fmt: skip
+
+
+def test_histograms_add_up_over_workers_and_engines_stay_apart(start: Start) -> None:
+    engine, registry = start(), CollectorRegistry()
+    metrics = prometheus(engine, registry)
+    workers = [ConnectorStats(), ConnectorStats()]
+    for number, stats in enumerate(workers):
+        stats.took("load_duration_seconds", 0.5 + number)
+        stats.took("load_duration_seconds", 0.25)
+    merged = ConnectorStats().aggregate(workers[0]).aggregate(workers[1])
+    assert workers[0].data == {"load_duration_seconds": [0.5, 0.25]}, "what is added is not changed"
+    metrics.observe(merged.to_dict(), 1)
+    assert histogram(registry, "load_duration_seconds", "1") == (4, 2.5)
+    assert histogram(registry, "load_duration_seconds", "0") == (0, 0)
+    assert bucket(registry, "load_duration_seconds", "1", "0.5") == 3
+
+
+def test_seconds_saved_are_hit_tokens_over_the_measured_speed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step of prefill nobody knows the speed, and nothing is counted."""
+    warm_pool(start)
+    engine, registry = start(), CollectorRegistry()
+    metrics = prometheus(engine, registry)
+    engine.ask(PROMPT)
+    observe(engine, metrics, 0)
+    monkeypatch.setattr(PrefillSpeed, "tokens_s", 48.0)
+    engine = start()
+    engine.ask(PROMPT)
+    observe(engine, metrics, 1)
+    assert [sample(registry, "hit_tokens", index) for index in "01"] == [96, 96]
+    assert [sample(registry, "prefill_seconds_saved", index) for index in "01"] == [0, 2]
 
 
 def test_prometheus_failures_carry_their_cause(start: Start) -> None:

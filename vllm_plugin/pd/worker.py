@@ -225,6 +225,8 @@ def _count(stats: ConnectorStats, transfer: Outgoing | Incoming) -> None:
     stats.add(plural)
     stats.add(f"{kind}_seconds", transfer.seconds)
     stats.add(f"{kind}_bytes", transfer.nbytes)
+    if kind == "fetch":
+        stats.took("fetch_duration_seconds", transfer.seconds)
     if transfer.transport:
         stats.travelled(transfer.transport, transfer.nbytes)
     if transfer.ending in (Ending.FAILED, Ending.EXPIRED):

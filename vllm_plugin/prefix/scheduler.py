@@ -312,6 +312,8 @@ class PrefixScheduler:
                 tracked.loading = None
                 if not tracked.refused:
                     self._stats.add("hit_tokens", stop - start)
+                    if self.speed.tokens_s:
+                        self._stats.add("prefill_seconds_saved", (stop - start) / self.speed.tokens_s)
                     self._count_fetched(tracked, start, stop)
                     tracked.saved_pages = max(tracked.saved_pages, stop // self._page_tokens)
 

@@ -175,6 +175,7 @@ class PrefixWorker:
     def _count(self, kind: str, job: Job) -> None:
         self._stats.add(f"{kind}s")
         self._stats.add(f"{kind}_seconds", job.seconds)
+        self._stats.took(f"{kind}_duration_seconds", job.seconds)
         if job.cause and job.cause != _IN_VAIN:
             self._stats.fail(f"{kind}_{_CAUSES.get(job.cause, job.cause)}")
 
