@@ -20,6 +20,7 @@ from store_client.base import (
     StoreStats,
     VerifyReport,
 )
+from store_client.fate import Fate
 
 
 class SpaceAround(Space):
@@ -46,6 +47,9 @@ class SpaceAround(Space):
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._inner.contains(keys)
+
+    def explain(self, keys: Sequence[bytes]) -> list[Fate]:
+        return self._inner.explain(keys)
 
     def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:
         return self._inner.read(keys, consume, nbytes=nbytes)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
+from store_client.fate import Fate, Known
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A contiguous one-dimensional uint8 array."""
@@ -183,6 +184,10 @@ class Space(ABC):
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether the page is present. Takes no lock and writes nothing."""
+
+    def explain(self, keys: Sequence[bytes]) -> list[Fate]:
+        """What became of each page: why it is not there. For people and counters; takes no lock and writes nothing."""
+        return [Fate(Known.STORED if present else Known.UNKNOWN) for present in self.contains(keys)]
 
     @abstractmethod
     def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from store_client.base import Bytes, Fill, Lookup, Put, Space, Store
+from store_client.fate import UNKNOWN, Fate, Known
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
@@ -107,6 +108,14 @@ class ShardView:
             for i, found in zip(missing, covered.tolist(), strict=True):
                 present[i] = found
         return present
+
+    def explain(self, keys: Sequence[bytes]) -> list[Fate]:
+        """As `Space.explain`: stored where the page can be put together, else what is known of it or of a part."""
+        fates = [self.own.explain(keys), *(part.space.explain(keys) for part in self._look().parts)]
+        of_parts = ([fate for fate in each if fate.cause is not None] for each in zip(*fates, strict=True))
+        known = [min(found, key=lambda fate: fate.ago_s, default=UNKNOWN) for found in of_parts]
+        present = self.contains(keys)
+        return [Fate(Known.STORED) if there else fate for there, fate in zip(present, known, strict=True)]
 
     def read(self, keys: Sequence[bytes], consume: ConsumePart) -> list[bool]:
         """Show the bytes of every present page to `consume(i, part, view)`, once for each of its parts.

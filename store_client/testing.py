@@ -19,6 +19,7 @@ import pytest
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from store_client.base import Bytes, Position, Put, Space, Store
+from store_client.fate import Known
 
 PAGE_NBYTES = 65536
 SHARD = Shard(0, 4, 0, 2)
@@ -257,6 +258,14 @@ class StoreConformance:
         assert leading(other, keys) == 4
         assert store.clear(namespace("other").digest) == 4
         assert leading(other, keys) == 0
+
+    def test_what_became_of_a_page_is_told_or_unknown(self, space: Space) -> None:
+        keys = chain("a", 3)
+        put_chain(space, keys[:2])
+        space.remove(keys[1:2])
+        stored, gone, never = space.explain(keys)
+        assert stored.known is Known.STORED and never.known is Known.UNKNOWN
+        assert gone.known in (Known.GONE, Known.UNKNOWN)
 
     def test_stats_and_namespaces_count_what_happened(self, store: Store) -> None:
         keys = chain("a", 3)

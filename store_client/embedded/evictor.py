@@ -13,9 +13,11 @@ import numpy.typing as npt
 
 from mooncake_connector.metrics.registry import AGES_S
 from store_client.embedded.allocator import Piece, as_runs, clip_runs
+from store_client.embedded.evicted import Evicted
 from store_client.embedded.ledger import Draft, Ledger
 from store_client.embedded.names import U32, U64, Slots
 from store_client.embedded.table import AGES, NONE, Row, Table, now_ns
+from store_client.fate import Lost
 
 FORGET_BATCH = 4096
 
@@ -96,10 +98,10 @@ POLICIES: dict[str, type[Policy]] = {"lru": Lru}
 class Evictor:
     """Forgets chosen pages, or those that the policy chooses."""
 
-    def __init__(self, table: Table, ledger: Ledger, policy: Policy) -> None:
-        self._table, self._ledger, self._policy = table, ledger, policy
+    def __init__(self, table: Table, ledger: Ledger, policy: Policy, evicted: Evicted) -> None:
+        self._table, self._ledger, self._policy, self._evicted = table, ledger, policy, evicted
 
-    def forget(self, slots: Slots) -> int:
+    def forget(self, slots: Slots, cause: Lost) -> int:
         """One transaction for each FORGET_BATCH of slots: their space is free and their names are gone."""
         forgotten = 0
         for at in range(0, len(slots), FORGET_BATCH):
@@ -108,7 +110,9 @@ class Evictor:
                 pieces, gone = self._pieces(draft, batch)
                 self.free(draft, pieces, gone.tolist())
                 granules = sum(size for _, size in pieces)
-                cells = self._table.cells_of(gone)
+                hashes = self._table.hashes_of(gone)
+                self._evicted.note(hashes, cause, self._table.access[gone])  # before: nobody asks why a page is there
+                cells = self._table.cells.cell_of(hashes, gone)
                 self._ledger.record(draft, -len(gone), -granules, clear_cells=cells, clear_slots=gone)
             forgotten += len(gone)
         return forgotten
@@ -145,7 +149,7 @@ class Evictor:
         pages = Candidates(used, table.parent, table.depth, table.granules)
         victims = self._policy.victims(pages, at_least, max(slots, 1), started_ns)
         unused_s = (now_ns() - used[victims].astype(np.int64)) / 1e9
-        evicted = self.forget(victims)
+        evicted = self.forget(victims, Lost.PRESSURE)
         table.add_counters({"evicted_pages": evicted, **_by_age(unused_s)})
         return evicted
 

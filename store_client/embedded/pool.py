@@ -15,6 +15,7 @@ from mooncake_connector.log import get_logger
 from mooncake_connector.sizes import human_nbytes
 from store_client.embedded import folder
 from store_client.embedded.arena import GRANULE, Arena
+from store_client.embedded.evicted import Evicted
 from store_client.embedded.evictor import Policy
 from store_client.embedded.faults import DAMAGE, start_thread
 from store_client.embedded.feed import Feed
@@ -56,7 +57,9 @@ class Pool:
         self._next_look = 0.0
         self._open(description)
         try:
-            self.writer = Writer(self._lock, self._ledger, self.table, self.arena, self.spaces, self._owners, policy)
+            self.writer = Writer(
+                self._lock, self._ledger, self.table, self.arena, self.spaces, self._owners, policy, self.evicted
+            )
             secured = self._tidy_up(capacity_nbytes, deadline)
             self._files = [path / folder.DESCRIPTION, *(self.data / name for name in _FILES)]
             self._known = [os.stat(file) for file in self._files]
@@ -79,6 +82,7 @@ class Pool:
             self._owners = Owners(data / "owners")
             opened.pop_all()
         self.spaces, self.counters = Spaces(data / "spaces"), self._owners.counters
+        self.evicted = Evicted(data / "evicted", description.max_pages)
 
     def _tidy_up(self, capacity_nbytes: int | None, deadline: float) -> int:
         """Returns the granules that are secured."""

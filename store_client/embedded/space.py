@@ -19,14 +19,16 @@ from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes, Consume, Fill, Lookup, Pieces, Put, Space
 from store_client.embedded.arena import spread
+from store_client.embedded.evicted import refusal
 from store_client.embedded.faults import CallersOwn, callers
 from store_client.embedded.locks import LockTimeout
-from store_client.embedded.names import identify, join_keys
+from store_client.embedded.names import hash_keys, identify, join_keys
 from store_client.embedded.pool import Pool
 from store_client.embedded.reader import ConsumeAll
 from store_client.embedded.registry import Handle
 from store_client.embedded.table import BROUGHT
 from store_client.embedded.writer import Place, PutPages, PutPlan
+from store_client.fate import UNKNOWN, Fate, Known
 
 logger = get_logger(__name__)
 
@@ -100,6 +102,16 @@ class EmbeddedSpace(Space):
             join_keys(keys)
         absent = [False] * len(keys)
         return self._handle.look(self._closed, lambda pool: pool.reader.contains(keys, self._number), absent)
+
+    def explain(self, keys: Sequence[bytes]) -> list[Fate]:
+        joined = join_keys(keys)
+
+        def explain(pool: Pool) -> list[Fate]:
+            present = pool.reader.contains(keys, self._number)
+            fates = pool.evicted.fates(joined, self._number)  # after: what goes in between is remembered by then
+            return [Fate(Known.STORED) if there else fate for there, fate in zip(present, fates, strict=True)]
+
+        return self._handle.look(self._closed, explain, [UNKNOWN] * len(keys))
 
     def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:
         join_keys(keys)
@@ -221,8 +233,14 @@ class EmbeddedSpace(Space):
             else:
                 results.append(outcome.get(i, cause))
         self._count(pool, results, pages.nbytes)
+        self._remember_refused(pool, pages, results)
         puts = [Put(result) if result in ("stored", "present") else Put.FAILED for result in results]
         return puts, filling_s
+
+    def _remember_refused(self, pool: Pool, pages: PutPages, results: list[str]) -> None:
+        for cause in set(results).difference(_UNCOUNTED):
+            refused = [key for key, result in zip(pages.keys, results, strict=True) if result == cause]
+            pool.evicted.note(hash_keys(join_keys(refused), self._number), refusal(cause))
 
     @staticmethod
     def _fill_places(pool: Pool, plan: PutPlan, fill: _FillPlan) -> None:

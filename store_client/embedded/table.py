@@ -372,10 +372,10 @@ class Table:
         self._header[_USED] = record.used_granules
         self._header[_APPLIED] = record.number
 
-    def cells_of(self, slots: U32) -> U64:
-        """The cells that name the pages at `slots`."""
+    def hashes_of(self, slots: U32) -> U64:
+        """The hashes of the names of the pages at `slots`."""
         rows = self._rows_at(slots.astype(np.int64))
-        return self.cells.cell_of(hash_keys(rows["key"], rows["space"].astype(np.uint64)), slots)
+        return hash_keys(rows["key"], rows["space"].astype(np.uint64))
 
     def count_names(self) -> int:
         """Cells in use: as many as pages."""

@@ -16,12 +16,14 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from store_client.embedded.allocator import Allocator, Piece, as_runs
 from store_client.embedded.arena import GRANULE, Arena
+from store_client.embedded.evicted import Evicted
 from store_client.embedded.evictor import FORGET_BATCH, Evictor, Policy
 from store_client.embedded.ledger import Draft, Ledger, Reservation
 from store_client.embedded.locks import FileLock
 from store_client.embedded.names import Slots, Spaces, hash_keys, join_keys
 from store_client.embedded.owners import Owners
 from store_client.embedded.table import INLINE_EXTENTS, NONE, ROW_NBYTES, Found, Row, Table, now_ns
+from store_client.fate import Lost
 
 _RECLAIM_PERIOD_S = 5.0
 
@@ -81,11 +83,12 @@ class Writer:
     """The one way to change a pool. Methods that take `deadline` (of `time.monotonic()`) raise LockTimeout."""
 
     def __init__(
-        self, lock: FileLock, ledger: Ledger, table: Table, arena: Arena, spaces: Spaces, owners: Owners, policy: Policy
-    ) -> None:
+        self, lock: FileLock, ledger: Ledger, table: Table, arena: Arena, spaces: Spaces, owners: Owners,
+        policy: Policy, evicted: Evicted,
+    ) -> None:  # fmt: skip
         self._lock, self._ledger, self._table, self._arena = lock, ledger, table, arena
         self._spaces, self._owners = spaces, owners
-        self._evictor = Evictor(table, ledger, policy)
+        self._evictor = Evictor(table, ledger, policy, evicted)
         self._allocator = Allocator(arena)
         self._abandoned: list[Reservation] = []
         self._doubted: list[tuple[int, Found | None]] = []
@@ -131,7 +134,7 @@ class Writer:
             doubted, self._doubted = self._doubted, []
             self._table.check([slot for slot, found in doubted if found is None])
             corrupt = [slot for slot, found in doubted if found is not None and self._table.unchanged(found)]
-            self._evictor.forget(np.unique(np.array(corrupt, dtype=np.int64)))
+            self._evictor.forget(np.unique(np.array(corrupt, dtype=np.int64)), Lost.CORRUPT)
         if time.monotonic() >= self._next_reclaim:
             self._next_reclaim = time.monotonic() + _RECLAIM_PERIOD_S
             self._reclaim()
@@ -341,7 +344,7 @@ class Writer:
     def forget_keys(self, keys: Sequence[bytes], space: int, deadline: float) -> int:
         with self.locked(deadline):
             slots = [slot for slot in self._table.slots(join_keys(keys), space) if slot >= 0]
-            removed = self._evictor.forget(np.unique(np.array(slots, dtype=np.int64)))
+            removed = self._evictor.forget(np.unique(np.array(slots, dtype=np.int64)), Lost.REMOVED)
             self._table.add_counters({"removed_pages": removed})
             return removed
 
@@ -358,7 +361,7 @@ class Writer:
                 if not len(live):
                     return removed
                 deepest_first = np.argsort(-self._table.depth[live].astype(np.int64), kind="stable")
-                count = self._evictor.forget(live[deepest_first[:FORGET_BATCH]])
+                count = self._evictor.forget(live[deepest_first[:FORGET_BATCH]], Lost.CLEARED)
                 self._table.add_counters({"removed_pages": count})
                 removed += count
                 if not count:
@@ -414,7 +417,8 @@ class Writer:
         with self.locked(deadline):
             self._reclaim()
             self._arena.extend(capacity)  # first: a file smaller than the capacity is one that cannot be trusted
-            self._table.add_counters({"evicted_pages": self._evictor.forget(self._slots_beyond(capacity))})
+            evicted = self._evictor.forget(self._slots_beyond(capacity), Lost.SHRUNK)
+            self._table.add_counters({"evicted_pages": evicted})
             with self._ledger.transaction() as draft:
                 draft.capacity = capacity
                 draft.free.clip(capacity)
