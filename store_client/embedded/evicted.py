@@ -40,8 +40,9 @@ _LOST = {code: lost for lost, code in _CODES.items()}
 
 
 def num_entries(max_pages: int) -> int:
-    """A power of two, so that a page's place is some bits of its hash: about as many as the pool may have pages."""
-    return min(_MOST, max(_FEWEST, 1 << max(0, max_pages - 1).bit_length()))
+    """A power of two, so that a page's place is some bits of its hash: for each two pages that the index has room for,
+    which is more than a pool has, as pages are larger than the index reckons with."""
+    return min(_MOST, max(_FEWEST, (1 << max(0, max_pages - 1).bit_length()) // 2))
 
 
 def evicted_nbytes(max_pages: int) -> int:

@@ -216,7 +216,7 @@ def test_random_bytes_in_the_file_are_nothing_or_an_explanation(pool, seed):
 
 
 @pytest.mark.parametrize(
-    "max_pages, entries", [(1, 4096), (1024, 4096), (5000, 8192), (524288, 1 << 18), (1 << 24, 1 << 18)]
+    "max_pages, entries", [(1, 4096), (1024, 4096), (20_000, 1 << 14), (524288, 1 << 18), (1 << 24, 1 << 18)]
 )
 def test_the_table_is_as_large_as_the_pool_within_bounds(max_pages, entries):
     assert num_entries(max_pages) == entries
