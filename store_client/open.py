@@ -33,7 +33,7 @@ def open_store(config: Config) -> Store:
     started_s = time.monotonic()
     store = EmbeddedStore(config.pool, config.capacity, eviction=config.eviction)
     logger.info("pool %s open after %.3f s", store.path, time.monotonic() - started_s)
-    return TieredStore(store, config) if config.tiers else store
+    return TieredStore(store, config) if config.tiers or config.agent_http_port else store
 
 
 def open_in_background(

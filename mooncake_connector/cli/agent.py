@@ -62,8 +62,11 @@ def agent(
 
 
 def _begin(folder: Path, config: Config, foreground: bool, as_json: bool) -> None:
-    if not config.tiers:
-        raise ConfigError(f"no tiers are configured, so there is nothing to do: set {environ_name('tiers')}")
+    if not config.tiers and not config.agent_http_port:
+        raise ConfigError(
+            f"no tiers are configured, so there is nothing to do: set {environ_name('tiers')}, or for an index that "
+            f"routers ask {environ_name('agent_http_port')}"
+        )
     if foreground:
         log_to_stderr(config.log_level)  # also what opening the pool says
     EmbeddedStore(folder, config.capacity, eviction=config.eviction).close()  # there is one from now on

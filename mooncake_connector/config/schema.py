@@ -6,6 +6,7 @@ docs/configuration.md is generated from the schema by `mooncake_connector.config
 """
 
 import difflib
+import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from msgspec import Meta
 from mooncake_connector.config.environ import is_service_variable
 from mooncake_connector.config.file import read_config_file
 from mooncake_connector.config.tiers import Tiers, decode_tiers, place_of
-from mooncake_connector.config.values import TRANSPORTS, Hosts, Nbytes, PageTokens, Transports, decode, shown
+from mooncake_connector.config.values import TRANSPORTS, Hosts, IpAddress, Nbytes, PageTokens, Transports, decode, shown
 from mooncake_connector.errors import ConfigError
 
 ENV_PREFIX = "MOONCAKE_CONNECTOR_"
@@ -151,7 +152,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "What lies behind the pool of this host, nearest first: a Mooncake Store cluster (`mooncake`), a disk of "
             "this host (`disk`), a folder that several hosts mount (`folder`), an object store (`object`). Pages that "
             "the pool lacks are fetched from them, and new pages are written to them, by one agent process for each "
-            "pool. Unset: there is no agent. See [a fleet](fleet.md).",
+            "pool. Unset: there is no agent, but for `agent_http_port`. See [a fleet](fleet.md).",
             'a list of up to 8 tiers: each a mapping with `kind` ("mooncake", "disk", "folder" or "object") and the '
             "settings of that kind, or the name of the kind alone; in the environment as JSON",
         ),
@@ -183,6 +184,32 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             le=65535,
         ),
     ] = 0
+    agent_http_port: Annotated[
+        int,
+        _field(
+            "Port at which the agent answers routers that ask who has which pages. Also where there are no `tiers`: "
+            "then it is what the agent is for. See [the index](index.md).",
+            "an integer from 0 to 65535; 0 for none",
+            ge=0,
+            le=65535,
+        ),
+    ] = 0
+    agent_http_host: Annotated[
+        IpAddress,
+        _field(
+            "Address of this machine at which it does. Any but the loopback's needs `agent_http_token_file`.",
+            "a literal IP address; 0.0.0.0 or :: for all of this machine's",
+        ),
+    ] = IpAddress("127.0.0.1")
+    agent_http_token_file: Annotated[
+        Path | None,
+        _field(
+            "File with the token that whoever asks there must send (`Authorization: Bearer TOKEN`): at least 16 bytes, "
+            "not counting white space at either end. It must belong to this user or root, and only its owner may read "
+            "it.",
+            "an absolute path (`~` is expanded); null for none, which leaves the loopback alone",
+        ),
+    ] = None
     transports: Annotated[
         Transports,
         _field(
@@ -304,7 +331,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 _FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
 _LONGEST_NAME = 80
-_PRIVATE = {"secret_file", "tls_key"}
+_PRIVATE = {"secret_file", "agent_http_token_file", "tls_key"}
 """Fields in which a person may put the secret itself by mistake: a message does not repeat what was refused."""
 
 
@@ -427,6 +454,15 @@ def check_together(settings: list[Setting]) -> None:
                 f"{said('tiers')} has {tier.title} with path {shown(place)}, and {seen('pool')}: expected a path "
                 "outside the pool's folder"
             )
+    if (
+        value["agent_http_port"]
+        and value["agent_http_token_file"] is None
+        and not ipaddress.ip_address(value["agent_http_host"]).is_loopback
+    ):
+        raise ConfigError(
+            f"{seen('agent_http_host')}, and {seen('agent_http_token_file')}: set agent_http_token_file to a file with "
+            "a token, or agent_http_host to 127.0.0.1, which other hosts do not reach"
+        )
     hosts = value["transfer_hosts"]
     if hosts and value["secret_file"] is None:
         raise ConfigError(

@@ -35,6 +35,12 @@ class Transports(tuple[str, ...]):
     """Names of transports, each once, in the order in which they are tried."""
 
 
+class IpAddress(str):
+    """A literal IP address at which something listens."""
+
+    __slots__ = ()
+
+
 class Hosts(tuple[str, ...]):
     """Literal IP addresses of this machine, each once."""
 
@@ -46,6 +52,10 @@ def decode(wanted: type, value: Any, strict: bool) -> Any:
     """
     if wanted is Path:
         return _decode_path(value)
+    if wanted is IpAddress:
+        if not isinstance(value, str):
+            raise ValueError("expected text")
+        return IpAddress(ipaddress.ip_address(value))
     if wanted is Transports:
         names = _decode_names(value, strict, MAX_TRANSPORTS)
         if not names or not all(map(_TRANSPORT_NAME.fullmatch, names)):

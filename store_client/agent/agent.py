@@ -23,6 +23,7 @@ from mooncake_connector.log import get_logger, log_once
 from store_client.agent.exporter import Exporter
 from store_client.agent.flow import Flow, close_tier
 from store_client.agent.forget import Forgetting
+from store_client.agent.http.serve import serving
 from store_client.agent.later import LaterTier
 from store_client.agent.lock import is_in_place
 from store_client.agent.server import Server
@@ -111,7 +112,10 @@ class Agent:
         with contextlib.closing(store):
             self._fetches = self._open_fetches(store, self._config)
             try:
-                with Exporter(self._config.agent_metrics_port, store, self._fetches):
+                with (
+                    Exporter(self._config.agent_metrics_port, store, self._fetches) as exporter,
+                    serving(self._config, store, self._fetches, exporter),
+                ):
                     await self._listen_until_told(store)
             finally:
                 self._fetches.close()

@@ -15,13 +15,14 @@ from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from store_client.agent.chain import Chain
 from store_client.agent.fetch import Fetcher
+from store_client.agent.looks import Holding, look
 from store_client.agent.report import TierReport
 from store_client.agent.source import Source
 from store_client.agent.splits import Splits
 from store_client.agent.spread import Spread
 from store_client.agent.wish import Wish, Word
 from store_client.embedded import EmbeddedStore
-from store_client.tiers.base import Tier, TierError
+from store_client.tiers.base import SpaceName, Tier, TierError
 
 logger = get_logger(__name__)
 
@@ -75,6 +76,14 @@ class Flow:
     def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard], bool], None]) -> None:
         """As `Fetches.shards`."""
         self._splits.ask(namespace, tell)
+
+    def holds(
+        self, namespace: Namespace, shard: Shard, keys: Sequence[bytes], nbytes: int, allowed_s: float
+    ) -> list[tuple[str, Holding]]:
+        """As `Fetches.holds`."""
+        space = SpaceName(namespace.digest, shard)
+        usable = [source for source in self._sources if source.usable() and not namespace.is_private]
+        return [(source.settings.kind, look(source, space, keys, nbytes, allowed_s)) for source in usable]
 
     def stats(self) -> list[TierReport]:
         """How each tier does, in their order."""

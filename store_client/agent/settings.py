@@ -13,12 +13,15 @@ from msgspec import Struct
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.tiers import Tiers
-from mooncake_connector.config.values import Nbytes
+from mooncake_connector.config.values import IpAddress, Nbytes
 
 _MAX_NBYTES = 48 << 10
 """So that they fit into a pipe (64 KiB), and nobody waits for whoever reads them."""
 _TOLD_S = 60.0
-_FIELDS = ("eviction", "tiers", "agent", "agent_idle_s", "agent_metrics_port", "secret_file", "log_level")
+_FIELDS = (
+    "eviction", "tiers", "agent", "agent_idle_s", "agent_metrics_port", "agent_http_port", "agent_http_host",
+    "agent_http_token_file", "secret_file", "log_level",
+)  # fmt: skip
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,4 +66,6 @@ def read_settings(fd: int) -> Settings:
 def _plain(value: Any) -> Any:
     if isinstance(value, Tiers):
         return list(value)
+    if isinstance(value, IpAddress):
+        return str(value)
     return int(value) if isinstance(value, Nbytes) else os.fspath(value)

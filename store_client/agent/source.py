@@ -39,6 +39,8 @@ class Source:
         self.gifts = Lane(f"give-{self.title}", self.gifts_at_once)
         self.surveys = Lane(f"list-{self.title}", 1, urgent=True)
         """For which shards it has, with `lists`: listing may be slow or forbidden where reading is neither."""
+        self.looks = Lane(f"look-{self.title}", 1, urgent=True)
+        """For what routers ask, which no engine is to wait for."""
         self._stats = TierStats()
         self._asking: tuple[threading.Thread, float] | None = None
         """Who asks the tier for its figures, and since when."""
@@ -46,7 +48,7 @@ class Source:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        return self.questions, self.surveys, self.fetches, self.gifts
+        return self.questions, self.surveys, self.looks, self.fetches, self.gifts
 
     def breaker(self, lane: Lane) -> Breaker:
         """What calls of that lane open."""

@@ -42,13 +42,17 @@ logger = get_logger(__name__)
 
 
 class TieredStore(StoreAround):
-    """`store`, which it owns from now on, with the tiers that `config` lists behind it."""
+    """`store`, which it owns from now on, with the tiers that `config` lists behind it.
+
+    Without any, the agent is there for what it serves to others, and nothing is asked of it.
+    """
 
     def __init__(self, store: EmbeddedStore, config: Config) -> None:
         super().__init__(store)
         self.path = store.path
         """The pool folder."""
         self._client = client_of(store.path, config)
+        self._has_tiers = bool(config.tiers)
         self._spaces: dict[tuple[bytes, Shard, int | None], TieredSpace] = {}
         self._closing = threading.Lock()
         """Taken by the one call of `close` that counts, and never given back."""
@@ -60,11 +64,12 @@ class TieredStore(StoreAround):
             if len(self._spaces) >= _MAX_SPACES:
                 self._spaces.clear()
             pages = self._inner.space(namespace, shard, nbytes)
-            space = self._spaces[name] = TieredSpace(pages, self._client, namespace, shard, nbytes)
+            asked_nbytes = nbytes if self._has_tiers else None
+            space = self._spaces[name] = TieredSpace(pages, self._client, namespace, shard, asked_nbytes)
         return space
 
     def shards_elsewhere(self, namespace: Namespace) -> list[Shard]:
-        return [] if namespace.is_private else self._client.shards_elsewhere(namespace)
+        return [] if namespace.is_private or not self._has_tiers else self._client.shards_elsewhere(namespace)
 
     def stats(self) -> StoreStats:
         """Those of the pool; what this process failed to get from the agent is among the failures."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,6 +71,12 @@ class Fetches(Protocol):
     def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard], bool], None]) -> None:
         """Which shards of a namespace the tiers have. Returns at once; `tell` is called with what is known by then, and
         from any thread when more is, at last with True."""
+
+    def holds(
+        self, namespace: Namespace, shard: Shard, keys: Sequence[bytes], nbytes: int, allowed_s: float
+    ) -> Sequence[tuple[str, Future[list[bool] | None]]]:
+        """Which of these pages each tier seems to have, by the tier's kind; nothing is fetched. Returns at once. None
+        where a tier does not say within `allowed_s`."""
 
     def clear(self, namespace: bytes | None, done: set[str]) -> Any:
         """Forget the pages of a namespace, or all, in the tiers, but for those whose title is in `done`; adds those

@@ -79,6 +79,10 @@ class EmbeddedStore(Store):
 
         return self._handle.call(self._closed, stored, [])
 
+    def spaces(self) -> list[tuple[Namespace, Shard]]:
+        """Every namespace and shard that was ever written; unlike `namespaces`, this looks at no page."""
+        return self._handle.call(self._closed, lambda pool: list(pool.spaces.all().values()), [])
+
     @property
     def memory(self) -> Bytes | None:
         """The mapped arena, in which the pieces of `EmbeddedSpace.receive` and `show` lie; None for a closed store."""

@@ -58,6 +58,9 @@ class StandIn:
     def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard], bool], None]) -> None:
         tell(self.elsewhere, True)
 
+    def holds(self, *asked: Any) -> Sequence[Any]:
+        return []
+
     def clear(self, namespace: bytes | None, done: set[str]) -> None:
         if self.broken is not None:
             raise self.broken

@@ -1,0 +1,87 @@
+"""The paths of Mooncake's Conductor, answered by the index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from mooncake_connector import __version__
+from store_client.agent.http.app import App, Request, Response, Route
+from store_client.agent.index.index import Index
+from store_client.agent.index.requests import Query, QueryByHash, Registration, Unregistration, decode
+
+_PREFIX = "mooncake_connector_index"
+
+
+class Conductor:
+    """Args:
+    registry: what `/metrics` shows.
+    """
+
+    def __init__(self, index: Index, registry: CollectorRegistry) -> None:
+        self._index, self._registry = index, registry
+
+    def routes(self) -> Mapping[str, Mapping[str, Route]]:
+        return {
+            "/register": {"POST": Route(self._register)},
+            "/unregister": {"POST": Route(self._unregister)},
+            "/query": {"POST": Route(self._query)},
+            "/query_by_hash": {"POST": Route(self._query_by_hash)},
+            "/services": {"GET": Route(self._services)},
+            "/health": {"GET": Route(self._health)},
+            "/metrics": {"GET": Route(self._metrics)},
+        }
+
+    async def _register(self, request: Request) -> Response:
+        registration = decode(request.body, Registration)
+        _, remark = self._index.register(registration)
+        answer = {"status": "registered successfully", "instance_id": registration.instance_id}
+        return Response({**answer, "remark": remark} if remark else answer)
+
+    async def _unregister(self, request: Request) -> Response:
+        instance = self._index.unregister(decode(request.body, Unregistration))
+        removed = [instance.registered.name]
+        return Response({"status": "unregistered successfully", "removed_instances": removed})
+
+    async def _query(self, request: Request) -> Response:
+        return Response(await self._index.query(decode(request.body, Query)))
+
+    async def _query_by_hash(self, request: Request) -> Response:
+        return Response(await self._index.query_by_hash(decode(request.body, QueryByHash)))
+
+    async def _services(self, request: Request) -> Response:
+        services = self._index.services()
+        return Response({"count": len(services), "services": services})
+
+    async def _health(self, request: Request) -> Response:
+        return Response({"status": "ok", "version": __version__, "instances": len(self._index.instances)})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+class Figures(Collector):
+    """What the index and the server have done, for Prometheus."""
+
+    def __init__(self, index: Index, app: App) -> None:
+        self._index, self._app = index, app
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(f"{_PREFIX}_instances", "Registered ranks of instances", len(self._index.instances))
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_blocks", "Blocks in engines' own memory that events told of", self._index.held.num_blocks
+        )
+        yield CounterMetricFamily(
+            f"{_PREFIX}_without_namespace", "Questions for instances whose pages in the pool are not known by name",
+            self._index.counts["without_namespace"],
+        )  # fmt: skip
+        answers = CounterMetricFamily(
+            f"{_PREFIX}_http_answers", "Answers to requests, by path and status", labels=["path", "status"]
+        )
+        for (path, status), count in self._app.counts.copy().items():
+            answers.add_metric([path or "unknown", str(status)], count)
+        yield answers
