@@ -24,9 +24,10 @@ VLLM_NEXT := .cache/vllm-0.33
 PEER_ENV := .venvs/peers
 ROUTERS := .venvs/routers
 BUILT := .cache/wheel/.built
+PANELS := .cache/panels/page.js
 
 .PHONY: bench-store bench-hicache bench-transfer bench-tiers bench-pd bench-pd-sglang bench-serve bench-unnamed
-.PHONY: help setup dev vllm vllm-next sglang routers models system-packages wheel demo demo-pd demo-engines test test-fast test-long test-gpu bench lint clean
+.PHONY: help setup dev vllm vllm-next sglang routers panels models system-packages wheel demo demo-pd demo-engines test test-fast test-long test-gpu bench lint clean
 
 help:
 	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
@@ -42,12 +43,13 @@ help:
 	@echo 'make wheel         the wheel, in .cache/wheel'
 	@echo 'make clean         remove everything that was made'
 
-setup: dev vllm vllm-next sglang routers
+setup: dev vllm vllm-next sglang routers panels
 dev: system-packages $(DEV)/.tools $(DEV)/.mooncake $(DEV)/.s3 $(DEV)/.wheel
 vllm: system-packages $(VLLM)/.engine $(VLLM)/.tests $(VLLM)/.wheel .cache/models/.made
 vllm-next: $(VLLM_NEXT)/.made
 sglang: system-packages $(SGLANG)/.engine $(SGLANG)/.tests $(SGLANG)/.mooncake $(SGLANG)/.wheel
 routers: $(ROUTERS)/.installed
+panels: $(PANELS)
 wheel: $(BUILT)
 models: .cache/models/.made
 
@@ -173,6 +175,12 @@ $(ROUTERS)/.installed: $(REQUIREMENTS)/routers.txt $(SGLANG_CONSTRAINTS)
 	@$(PYTHON) -m venv $(ROUTERS)
 	@if $(ROUTERS)/bin/python $(PIP_INSTALL) -r $<; then touch $@; \
 		else echo 'NOT INSTALLED: sglang-router and vllm-router; what is tested behind it will be skipped' >&2; fi
+
+# Where npm or its packages cannot be had there is no page, so that the next call tries again.
+$(PANELS): tests/tools/build_panels.sh $(wildcard tests/dashboards/render/*)
+	@echo 'building the page that draws the panels of the dashboard, of components of Grafana (a minute)'
+	@mkdir -p $(@D)
+	@$< $@ || echo 'NOT INSTALLED: components of Grafana; the panels of the dashboard will not be drawn' >&2
 
 # The same version is built again and again: the first call brings its code, the second what it depends on.
 $(DEV)/.wheel $(VLLM)/.wheel $(SGLANG)/.wheel: %/.wheel: $(BUILT)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from mooncake_connector import __version__, quick_start
-from mooncake_connector.cli import agent, cluster, config, doctor, purge, size, snapshot, store, up
+from mooncake_connector.cli import agent, cluster, config, dashboards, doctor, purge, size, snapshot, store, up
 from mooncake_connector.cli.bench import commands as bench
 from mooncake_connector.cli.output import (
     EXIT_FAILED,
@@ -72,6 +72,7 @@ app.add_typer(doctor.app, name="doctor")
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cluster.app, name="cluster")
+app.add_typer(dashboards.app, name="dashboards")
 app.command()(agent.agent)
 app.command()(size.size)
 app.command()(up.up)

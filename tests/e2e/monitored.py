@@ -1,0 +1,115 @@
+"""Real engines to which everything happens that the dashboard shows, and a real Prometheus that reads them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dashboards.prometheus import Prometheus, prometheus
+from long_form import LONG
+
+from e2e.hosts import Agent
+from e2e.pages import PAGE_TOKENS, wait_for
+from e2e.pd.instances import Instance
+from e2e.process import ENVIRONMENTS, free_port, pool_folder
+from e2e.questions import draw_tokens
+from e2e.server import Server
+from e2e.sglang_server import ONE_CORE, SGLangServer
+
+__all__ = ["HAS_SGLANG", "Seen", "monitored"]
+
+HAS_SGLANG = LONG and (ENVIRONMENTS / "sglang" / "bin" / "python").exists()
+CAPACITY = "24MiB"
+"""24 pages of the checkpoint: prompts push each other out."""
+PROMPT_TOKENS = 5 * PAGE_TOKENS
+ROUNDS = 40 if LONG else 8
+HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What Prometheus has read from `start_s` to `end_s`, seconds since the epoch."""
+
+    prometheus: Prometheus
+    start_s: float
+    end_s: float
+
+
+@contextmanager
+def monitored(model: Path, logs: Path, folder: Path) -> Iterator[Seen]:
+    """Two vLLM instances (in the long form one of SGLang too) on a pool with two tiers, of which one cannot be used."""
+    with ExitStack() as stack:
+        pool = stack.enter_context(pool_folder())
+        port = free_port()
+        env = {"MOONCAKE_CONNECTOR_CAPACITY": CAPACITY, "MOONCAKE_CONNECTOR_AGENT_METRICS_PORT": str(port)}
+        agent = Agent(pool, logs / "monitored-agent.log", env)
+        stack.callback(agent.stop)
+        agent.start(
+            {"kind": "disk", "path": str(folder / "disk"), "capacity": "1GiB"},
+            {"kind": "disk", "name": "unusable", "path": "/dev/null/disk", "capacity": "1GiB"},
+        )
+        config = {"prefix_reuse": True, "capacity": CAPACITY, "tiers": ["mooncake"], "agent": "external"}
+        prefill, decode = (
+            Instance(
+                model, log=logs / f"monitored-{number}.log", pool=pool, config=config,
+                args=["--max-model-len", "2048", "--max-num-seqs", "2"],
+            )
+            for number in range(2)
+        )  # fmt: skip
+        servers: list[Server | SGLangServer] = [prefill, decode]
+        if HAS_SGLANG:
+            engine = {"MOONCAKE_CONNECTOR_TIERS": "mooncake", "MOONCAKE_CONNECTOR_AGENT": "external"}
+            log = logs / "monitored-sglang.log"
+            servers.append(SGLangServer(model, log=log, pool=pool, env=ONE_CORE | env | engine))
+        for server in servers:
+            stack.callback(server.stop)
+            server.start()
+        for server in servers:
+            server.wait_until_ready()
+        targets = {
+            "engines": [server.url.removeprefix("http://") for server in servers],
+            "mooncake-connector-agents": [f"127.0.0.1:{port}"],
+        }
+        (folder / "monitoring").mkdir()
+        watcher = stack.enter_context(prometheus(folder / "monitoring", free_port(), targets))
+        wait_for(lambda: all(one["health"] == "up" for one in watcher.targets()), "every target is read")
+        start_s = time.time()
+        load(prefill, decode, servers[2:], pool)
+        yield Seen(watcher, start_s, time.time())
+
+
+def load(prefill: Instance, decode: Instance, others: list[Server | SGLangServer], pool: Path) -> None:
+    """Prompts that are new, that the own cache has, the pool, or a tier, and that one instance computes for another."""
+    source = random.Random(18)
+    prompts: list[tuple[int, ...]] = []
+    for number in range(ROUNDS):
+        prompt, other = (draw_tokens(source, PROMPT_TOKENS) for _ in range(2))
+        prompts.append(prompt)
+        for _ in range(2):  # the second time from its own cache
+            prefill.ask(prompt, max_tokens=2)
+        for server in (decode, *others):  # by the pool
+            server.ask(prompt, max_tokens=2)
+        if number >= ROUNDS // 2:  # by a tier, as the pool has long evicted it
+            decode.reset_prefix_cache()
+            decode.ask(prompts[number - ROUNDS // 2], max_tokens=2)
+        params = prefill.post(prefill.body(other, 1, kv_transfer_params=HAND_OVER))["kv_transfer_params"]
+        decode.post(decode.body(other, 2, kv_transfer_params=params))
+        if number % 2:
+            damage(pool)
+            decode.reset_prefix_cache()
+            decode.ask(prompt, max_tokens=2)
+
+
+def damage(pool: Path) -> None:
+    """A bit in every page of the pool; whoever reads one notices."""
+    for arena in pool.glob("*/arena"):
+        with open(arena, "r+b", buffering=0) as file:
+            for at in range(1000, arena.stat().st_size, 4096):
+                file.seek(at)
+                (byte,) = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte ^ 1]))
