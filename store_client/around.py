@@ -14,6 +14,7 @@ from store_client.base import (
     Position,
     Progress,
     Put,
+    Seen,
     Space,
     SpaceInfo,
     Store,
@@ -44,6 +45,9 @@ class SpaceAround(Space):
         self._inner.prefetch(
             keys, parent=parent, prefill_tokens_s=prefill_tokens_s, deadline_s=deadline_s, patient=patient
         )
+
+    def seek(self, keys: Sequence[bytes], *, prefill_s: float | None = None) -> Seen:
+        return self._inner.seek(keys, prefill_s=prefill_s)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._inner.contains(keys)

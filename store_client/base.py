@@ -47,6 +47,17 @@ class Lookup(NamedTuple):
     """Where `pending`: it is worth to ask again if that is within so many seconds."""
 
 
+class Seen(NamedTuple):
+    """Which pages may be fetched from elsewhere, wherever they lie in their chain."""
+
+    found: list[bool]
+    """For each key whether it can be, as far as is known by now."""
+    pending: bool = False
+    """More may be known soon, so it is worth to ask again."""
+    wait_s: float = math.inf
+    """As in `Lookup`."""
+
+
 @dataclass(frozen=True, slots=True)
 class SpaceInfo:
     """What a store holds of one namespace and shard."""
@@ -180,6 +191,14 @@ class Space(ABC):
             patient: from now on lookups are pending until the first word on what was asked for, however long that
                 takes, since the caller waits in a thread of its own and has a limit. Else for a moment alone.
         """
+
+    def seek(self, keys: Sequence[bytes], *, prefill_s: float | None = None) -> Seen:
+        """Which of these pages can be fetched from elsewhere, present or not. Never waits, and fetches nothing.
+
+        For who needs some of them, no matter which, before it is known what to look up. `prefill_s`: what computing
+        takes that the answer may save; None where that is not known. A store that has all its pages at hand knows none.
+        """
+        return Seen([False] * len(keys))
 
     @abstractmethod
     def contains(self, keys: Sequence[bytes]) -> list[bool]:

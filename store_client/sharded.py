@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from store_client.base import Bytes, Fill, Lookup, Put, Space, Store
+from store_client.base import Bytes, Fill, Lookup, Put, Seen, Space, Store
 from store_client.fate import UNKNOWN, Fate, Known
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -98,6 +98,18 @@ class ShardView:
         while (found := self.lookup(keys)).pending and time.monotonic() < give_up_s:
             time.sleep(min(_ASK_AGAIN_S, wait_s))
         return found
+
+    def seek(self, keys: Sequence[bytes], *, prefill_s: float | None = None) -> Seen:
+        """Which of these pages can be fetched from elsewhere, whole or in parts; as `Space.seek`."""
+        own = self.own.seek(keys, prefill_s=prefill_s)
+        missing = [i for i, found in enumerate(own.found) if not found]
+        others = self._look()
+        if own.pending or not missing or not any(part.fetched for part in others.parts):
+            return own
+        parts = others.seek([keys[i] for i in missing], prefill_s)
+        for i, found in zip(missing, parts.found, strict=True):
+            own.found[i] = found
+        return Seen(own.found, parts.pending, parts.wait_s)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether the page is present, here or in parts."""
@@ -249,6 +261,18 @@ class _Others:
         if count == len(keys) or not waits[short].all():
             return Lookup(0, coming=count)
         return Lookup(0, True, count, float(waits_s[short].min()))
+
+    def seek(self, keys: Sequence[bytes], prefill_s: float | None) -> Seen:
+        """Of which of these pages every cell is present or can be fetched."""
+        held = np.zeros((self._num_cells, len(keys)), dtype=bool)
+        waits_s: list[float] = []
+        for part in self.parts:
+            held[part.cells] |= np.array(part.space.contains(keys), dtype=bool)
+            if part.fetched:
+                seen = part.space.seek(keys, prefill_s=prefill_s)
+                held[part.cells] |= np.array(seen.found, dtype=bool)
+                waits_s += [seen.wait_s] if seen.pending else []
+        return Seen(held.all(axis=0).tolist(), bool(waits_s), min(waits_s, default=math.inf))
 
     def prefetch(self, keys: Sequence[bytes], **said: Any) -> None:
         """Have the largest parts fetched that together have all cells, and tell all of them what is said beside."""

@@ -29,6 +29,7 @@ from store_client.agent.ears import Ears, until_lost
 from store_client.agent.messages import Frames, Junk
 from store_client.agent.patience import Patience
 from store_client.agent.places import Elsewhere, Places
+from store_client.agent.sought import Sought
 from store_client.agent.start import Starter
 from store_client.agent.visit import hear
 
@@ -42,6 +43,8 @@ _KEPT_S = 5.0
 """An ask that has ended serves further lookups for so long, then the same pages are asked for again."""
 _MAX_WAITING = 256
 _MAX_IN_FLIGHT = 1000
+_MAX_SOUGHT = 200
+_SOUGHT_S = 30.0
 _SILENT_S = 3.0
 _CLOSE_S = 5.0
 _GONE = "pages that were being fetched are recomputed: the agent is gone"
@@ -63,10 +66,12 @@ class Client:
         self._taking = threading.Lock()
         self._awaits_s = 0.0
         """When the first ask was made that nothing was heard since of any; 0 where there is none."""
-        self._outbox: SimpleQueue[Asked | Elsewhere | messages.Forget | socket.socket | None] = SimpleQueue()
+        self._outbox: SimpleQueue[Asked | Sought | Elsewhere | messages.Forget | socket.socket | None] = SimpleQueue()
         """A socket in it: that connection is lost. None: something has changed."""
         self._in_flight: dict[int, Asked] = {}
         self._kept: list[Asked] = []
+        self._sought: dict[int, Sought] = {}
+        """Under way."""
         self._places = Places()
         self._numbers = 0
         self._ears: Ears | None = None
@@ -87,6 +92,14 @@ class Client:
             self._awaits_s = asked.asked_s
         self._outbox.put(asked)
 
+    def seek(self, sought: Sought) -> None:
+        """Have it sent; returns at once. What cannot be sent has ended, with nothing found."""
+        if not self.ready or self._is_busy() or len(self._sought) >= _MAX_SOUGHT:
+            self.failures["agent_busy" if self.ready else "agent_lost"] += 1
+            sought.done = True
+            return
+        self._outbox.put(sought)
+
     def _is_busy(self) -> bool:
         waiting = self._outbox.qsize()
         if waiting >= _MAX_WAITING:  # by far: whatever else is in it
@@ -105,13 +118,15 @@ class Client:
     def listen(self) -> None:
         """Take in what the agent has said by now. Waits for nothing."""
         ears = self._ears
-        if ears is None or not (self._in_flight or self._places.wonders):
+        if ears is None or not (self._in_flight or self._sought or self._places.wonders):
             return
         self.listened_s = time.monotonic()
         try:
             for word in ears.words():
                 if isinstance(word, messages.Told):
                     self._told(word)
+                elif isinstance(word, messages.Found):
+                    self._found(word)
                 elif isinstance(word, messages.Shards):
                     self._places.heard(word)
         except Junk as error:
@@ -171,6 +186,8 @@ class Client:
                 item = self._outbox.get(timeout=left_s)
                 if isinstance(item, Asked):  # from just before the connection was lost
                     item.leave()
+                elif isinstance(item, Sought):
+                    item.done = True
 
     def _connect(self) -> socket.socket | float:
         """A connection on which the agent has said Welcome; or else a pause in seconds, 0 for the usual one."""
@@ -225,6 +242,8 @@ class Client:
                         except BaseException:
                             item.leave()
                             raise
+                    elif isinstance(item, Sought):
+                        self._send_seek(connection, item)
                     elif isinstance(item, Elsewhere):
                         _send(connection, self._places.which(item))
                     elif isinstance(item, messages.Forget):
@@ -249,6 +268,17 @@ class Client:
             for asked in self._kept:
                 asked.leave()
             self._kept.clear()
+            for sought in self._sought.values():
+                sought.done = True
+            self._sought.clear()
+
+    def _send_seek(self, connection: socket.socket, sought: Sought) -> None:
+        place, parts = self._places.number(sought.namespace, sought.shard)
+        self._numbers += 1
+        sought.number = self._numbers
+        self._sought[sought.number] = sought
+        seek = messages.Seek(sought.number, place, b"".join(sought.keys), sought.nbytes)
+        _send(connection, parts + messages.frame(seek))
 
     def _send_ask(self, connection: socket.socket, asked: Asked) -> None:
         if {KEY_NBYTES} != set(map(len, asked.keys)) or len(asked.parent or asked.keys[0]) != KEY_NBYTES:
@@ -289,6 +319,15 @@ class Client:
             self._in_flight.pop(told.number, None)
         asked.said += 1  # last: a lookup in between looks again
 
+    def _found(self, found: messages.Found) -> None:
+        self._awaits_s = 0.0
+        sought = self._sought.get(found.number)
+        if sought is not None and len(found.found) == len(sought.keys):
+            sought.found = [bool(here) for here in found.found]
+            if found.done:
+                sought.done = True
+                self._sought.pop(found.number, None)
+
     def _clean(self, connection: socket.socket, now_s: float) -> None:
         """Forget asks that have ended, and those that ought to have."""
         kept = []
@@ -302,6 +341,11 @@ class Client:
                 _send(connection, messages.frame(messages.Cancel(asked.number)))
             asked.leave()
         self._kept = kept
+        for number, sought in list(self._sought.items()):
+            if now_s - sought.asked_s > _SOUGHT_S:
+                self.failures["agent_late"] += 1
+                sought.done = True
+                self._sought.pop(number, None)
 
     def _fail(self, cause: str, message: str, *args: object) -> None:
         self.failures[cause] += 1

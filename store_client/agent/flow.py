@@ -17,6 +17,7 @@ from store_client.agent.chain import Chain
 from store_client.agent.fetch import Fetcher
 from store_client.agent.looks import Holding, look
 from store_client.agent.report import TierReport
+from store_client.agent.seeking import Seeking
 from store_client.agent.source import Source
 from store_client.agent.splits import Splits
 from store_client.agent.spread import Spread
@@ -54,6 +55,7 @@ class Flow:
         self._register(pool)
         self._fetcher = Fetcher(pool, self._sources)
         self._splits = Splits(self._sources)
+        self._seeking = Seeking(self._sources)
         for source in self._sources:
             Spread(pool, source, self._closed).start()
 
@@ -72,6 +74,12 @@ class Flow:
         """Have pages fetched; returns at once. `tell` is called from threads of the flow, once at a time and in order,
         whenever more is known, and at last with `done`; not after `cancel`, but for a call that is under way."""
         return Ask(self._fetcher, self._fetcher.ask(wish, tell))
+
+    def seek(
+        self, space: SpaceName, keys: Sequence[bytes], nbytes: int, tell: Callable[[Sequence[bool], bool], None]
+    ) -> None:
+        """As `Fetches.seek`."""
+        self._seeking.ask(space, keys, nbytes, tell)
 
     def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard], bool], None]) -> None:
         """As `Fetches.shards`."""

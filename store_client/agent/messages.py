@@ -1,12 +1,12 @@
 """What travels between an engine's process and the agent: frames, each a length (uint32, little endian) and a
 MessagePack map, over a Unix socket in the pool's folder. Sans-I/O.
 
-    engine -> agent     Hello, then Place, Ask, Which, Cancel, Forget, Query and Stop in any order
-    agent  -> engine    Welcome or Refused, then Told, Shards and Report
+    engine -> agent     Hello, then Place, Ask, Seek, Which, Cancel, Forget, Query and Stop in any order
+    agent  -> engine    Welcome or Refused, then Told, Found, Shards and Report
 
 A Place gives a namespace and shard the number under which Asks name them. Every Ask is answered by one or more Told,
-the last of which is `done`, a Which by one or more Shards, each in place of the one before. Decoding is strict and
-bounded: what is not exactly one of these is Junk.
+the last of which is `done`, a Seek by Found and a Which by Shards likewise, each in place of the one before. Decoding
+is strict and bounded: what is not exactly one of these is Junk.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from msgspec import Meta, Struct
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.kv.keys import KEY_NBYTES
 
-VERSION = 2
+VERSION = 3
 """Of these messages; engine and agent must have the same. A person's command and an agent need not (`ForPeople`)."""
 MAX_KEYS = 16384
 """Of an Ask: a chain of a million tokens of the usual page. The rest of a longer one is not asked for."""
+MAX_SOUGHT = 1024
+"""Keys of a Seek: each may cost a tier a call."""
 MAX_SHARDS = 64
 """In a Shards; of a model that is split in more ways the rest is not told."""
 MAX_FRAME_NBYTES = 1 << 20
@@ -80,6 +82,15 @@ class Ask(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     prefill_tokens_s: Annotated[float, Meta(gt=0, le=1e12)] | None
 
 
+class Seek(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """Which of these pages have the tiers? None of them is fetched for that. The number is the sender's choice."""
+
+    number: _Number
+    place: _Count
+    keys: Annotated[bytes, Meta(min_length=KEY_NBYTES, max_length=MAX_SOUGHT * KEY_NBYTES)]
+    nbytes: Annotated[int, Meta(ge=1, lt=1 << 32)]
+
+
 class Which(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     """Of which shards of this place's namespace do the tiers have pages?"""
 
@@ -115,6 +126,14 @@ class Told(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     settled: bool = False
 
 
+class Found(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
+    """To a Seek: a byte for each key, 1 where some tier has said by now that it has the page; `done`: that was all."""
+
+    number: _Number
+    found: Annotated[bytes, Meta(max_length=MAX_SOUGHT)]
+    done: bool
+
+
 class Shards(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
     """To a Which: shards (layers and heads, half-open) as far as they are known by now; `done`: that was all."""
 
@@ -131,9 +150,9 @@ class Report(Struct, tag=True, frozen=True, forbid_unknown_fields=True):
 
 ForPeople: TypeAlias = Forget | Query | Stop
 """What a command line may say, of whatever version it is. These and a Report stay as they are in all versions."""
-Inbound: TypeAlias = Place | Ask | Which | Cancel | Forget | Query | Stop
+Inbound: TypeAlias = Place | Ask | Seek | Which | Cancel | Forget | Query | Stop
 """What the agent takes after the Hello."""
-Outbound: TypeAlias = Told | Shards | Report | Welcome | Refused
+Outbound: TypeAlias = Told | Found | Shards | Report | Welcome | Refused
 Message: TypeAlias = Hello | Inbound | Outbound
 
 _encoder = msgspec.msgpack.Encoder()
@@ -185,7 +204,7 @@ def read_hello(body: bytes) -> Hello:
 def read_inbound(body: bytes) -> Inbound:
     """A message to the agent. Raises Junk."""
     message: Inbound = _decode(_inbound, body)
-    if isinstance(message, Ask) and len(message.keys) % KEY_NBYTES:
+    if isinstance(message, Ask | Seek) and len(message.keys) % KEY_NBYTES:
         raise Junk(f"keys of {len(message.keys)} bytes: expected a multiple of {KEY_NBYTES}")
     return message
 

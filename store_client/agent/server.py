@@ -25,11 +25,14 @@ from mooncake_connector.log import get_logger, log_once, printable
 from store_client.agent import messages, sockets
 from store_client.agent.messages import Frames, Junk
 from store_client.agent.wish import Fetch, Fetches, Wish, Word
+from store_client.tiers.base import SpaceName
 
 MAX_PEERS = 512
 MAX_ASKS = 1024
 """Of one connection at a time, and how many keys they may have together."""
 MAX_ASKED_KEYS = 1 << 18
+MAX_SEEKS = 256
+"""Of one connection at a time; to one more the answer is that nothing was found."""
 _MAX_PLACES = 1024
 _MAX_UNSENT_NBYTES = 1 << 20
 """A peer that does not read is hung up on beyond so many bytes."""
@@ -176,7 +179,7 @@ class Peer(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._frames = Frames(messages.MAX_HELLO_NBYTES)
         self._places: dict[int, tuple[Namespace, Shard]] = {}
-        self._num_keys = 0
+        self._num_keys = self._num_seeks = 0
         self._since_s = time.monotonic()
         """When it connected, or when a frame began that has not ended."""
         self._welcome = False
@@ -241,6 +244,8 @@ class Peer(asyncio.Protocol):
         match message:
             case messages.Ask():
                 self._ask(message)
+            case messages.Seek():
+                self._seek(message)
             case messages.Place():
                 self._place(message)
             case messages.Which():
@@ -278,9 +283,8 @@ class Peer(asyncio.Protocol):
         if self._server.is_forgotten(namespace.digest):
             self.send(messages.Told(ask.number, 0, 0, True, "forgotten"))
             return
-        keys = [ask.keys[at : at + KEY_NBYTES] for at in range(0, len(ask.keys), KEY_NBYTES)]
         wish = Wish(
-            namespace=namespace, shard=shard, keys=keys, parent=ask.parent, nbytes=ask.nbytes,
+            namespace=namespace, shard=shard, keys=_split(ask.keys), parent=ask.parent, nbytes=ask.nbytes,
             deadline_s=ask.deadline_s, prefill_tokens_s=ask.prefill_tokens_s,
         )  # fmt: skip
         asked = self.asks[ask.number] = Asked(namespace.digest, num_keys)
@@ -297,6 +301,30 @@ class Peer(asyncio.Protocol):
         except Exception as error:
             log_once("agent.ask", "the agent could not ask its tiers: %r", error, logger=logger, exc_info=True)
             self._tell(number, asked, Word(done=True, cause="error"))
+
+    def _seek(self, seek: messages.Seek) -> None:
+        place = self._places.get(seek.place)
+        if place is None:
+            raise Junk(f"Seek at place {seek.place}: expected a known place")
+        (namespace, shard), loop, number, keys = place, self._loop, seek.number, _split(seek.keys)
+        self._num_seeks += 1
+        if self._num_seeks > MAX_SEEKS or self._server.is_forgotten(namespace.digest):
+            self._found(number, bytes(len(keys)), True)
+            return
+
+        def tell(found: Sequence[bool], done: bool) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._found, number, bytes(found), done)
+
+        try:
+            self._server.fetches.seek(SpaceName(namespace.digest, shard), keys, seek.nbytes, tell)
+        except Exception as error:
+            log_once("agent.seek", "the agent could not ask its tiers: %r", error, logger=logger, exc_info=True)
+            self._found(number, bytes(len(keys)), True)
+
+    def _found(self, number: int, found: bytes, done: bool) -> None:
+        self._num_seeks -= done
+        self.send(messages.Found(number, found, done))
 
     def _which(self, which: messages.Which) -> None:
         place = self._places.get(which.place)
@@ -367,3 +395,7 @@ class Peer(asyncio.Protocol):
             log_once("agent.unread", "the agent hung up on a process that does not read its answers", logger=logger)
             transport.abort()
             self._transport = None
+
+
+def _split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + KEY_NBYTES] for at in range(0, len(keys), KEY_NBYTES)]

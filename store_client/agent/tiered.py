@@ -21,8 +21,10 @@ from mooncake_connector.log import get_logger, log_once
 from store_client.agent import forget
 from store_client.agent.asked import Asked, Index
 from store_client.agent.client import Client, client_of, give_back
+from store_client.agent.messages import MAX_SOUGHT
+from store_client.agent.sought import Sought
 from store_client.around import SpaceAround, StoreAround
-from store_client.base import Lookup, Space, StoreStats
+from store_client.base import Lookup, Seen, Space, StoreStats
 from store_client.embedded import EmbeddedStore
 
 _DEADLINE_S = 30.0
@@ -124,6 +126,8 @@ class TieredSpace(SpaceAround):
         self._asks: Index = {}
         self._answers: dict[bytes, _Answer] = {}
         """To lookups of chains that wait for pages, by their last key."""
+        self._sought: dict[bytes, Sought] = {}
+        """By the last key."""
         self._prefill_tokens_s: float | None = None
         self._patient = False
 
@@ -177,6 +181,23 @@ class TieredSpace(SpaceAround):
             present = self._inner.lookup(keys).pages
             if present < len(keys):
                 self._ask(keys, present, parent, min(max(deadline_s, _SHORTEST_S), _LONGEST_S))
+
+    def seek(self, keys: Sequence[bytes], *, prefill_s: float | None = None) -> Seen:
+        """As `Space.seek`. Of more than `MAX_SOUGHT` keys the last ones."""
+        before, keys = [False] * max(0, len(keys) - MAX_SOUGHT), keys[-MAX_SOUGHT:]
+        if self._nbytes is None or not keys or not self._client.ready:
+            return Seen(before + [False] * len(keys))
+        self._client.listen()
+        now_s = time.monotonic()
+        sought = self._sought.get(keys[-1])
+        if sought is None or not sought.is_good(keys, now_s):
+            if len(self._sought) >= _MAX_ANSWERS:
+                self._sought.clear()
+            sought = self._sought[keys[-1]] = Sought(self._namespace, self._shard, list(keys), self._nbytes)
+            self._client.seek(sought)
+        left_s = sought.asked_s + self._client.patience.wait_s(prefill_s) - now_s
+        pending = not sought.done and left_s > 0 and not self._client.is_silent(now_s)
+        return Seen(before + sought.found, pending, left_s if pending else math.inf)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """As `Space.remove`, of the pool alone: what a tier has of them comes back when it is looked up."""

@@ -68,6 +68,12 @@ class Fetches(Protocol):
     def ask(self, wish: Wish, tell: Callable[[Word], None]) -> Fetch:
         """Returns at once; `tell` is called from any thread, any number of times, at last with `done`."""
 
+    def seek(
+        self, space: SpaceName, keys: Sequence[bytes], nbytes: int, tell: Callable[[Sequence[bool], bool], None]
+    ) -> None:
+        """Which of these pages, of `nbytes` each, the tiers have. Returns at once; `tell` is called from any thread
+        with what is known of each key, at last with True."""
+
     def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard], bool], None]) -> None:
         """Which shards of a namespace the tiers have. Returns at once; `tell` is called with what is known by then, and
         from any thread when more is, at last with True."""

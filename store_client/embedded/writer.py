@@ -197,6 +197,8 @@ class Writer:
         self, pages: PutPages, absent: list[int], space: int, beneath: Mapping[int, int]
     ) -> tuple[list[int], list[int]]:
         """Pages that a prefix lookup will reach, and those whose parent is neither stored nor in this batch."""
+        if pages.namespace.rests_on_others and pages.mark:  # brought for who asked for those pages as well
+            return absent, []
         if pages.namespace.rests_on_others:
             return [i for i in absent if i in beneath], [i for i in absent if i not in beneath]
         rooted: set[bytes | None] = {None, *pages.follows, *self._slots_by_key(pages.parents_of(absent), space)}

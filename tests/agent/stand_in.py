@@ -20,6 +20,7 @@ from store_client.agent.tiered import TieredStore
 from store_client.agent.wish import Wish, Word
 from store_client.base import Lookup
 from store_client.testing import DEADLINE_S
+from store_client.tiers.base import SpaceName
 
 CAPACITY = 16 << 20
 
@@ -43,6 +44,7 @@ class StandIn:
     def __init__(self, answer: Callable[[Asked], None] | None = None) -> None:
         self.answer = answer
         self.asked: list[Asked] = []
+        self.sought: list[tuple[SpaceName, list[bytes], int, Callable[[Sequence[bool], bool], None]]] = []
         self.elsewhere: list[Shard] = []
         self.cleared: list[bytes | None] = []
         self.broken: Exception | None = None
@@ -54,6 +56,11 @@ class StandIn:
         if self.answer is not None:
             self.answer(asked)
         return asked
+
+    def seek(
+        self, space: SpaceName, keys: Sequence[bytes], nbytes: int, tell: Callable[[Sequence[bool], bool], None]
+    ) -> None:
+        self.sought.append((space, list(keys), nbytes, tell))
 
     def shards(self, namespace: Namespace, tell: Callable[[Sequence[Shard], bool], None]) -> None:
         tell(self.elsewhere, True)

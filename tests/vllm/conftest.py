@@ -16,9 +16,11 @@ import settings
 from causes import forget_causes
 from faults import Faults, faulty_opening
 from harness import Engine
+from hosts import Host, client, shared_folder
 from pd import Pair
 from proxied import LIMIT_S, Proxied
 from settings import Setup
+from simulated.waiting import wait_for
 
 import store_client.open
 import vllm_plugin
@@ -124,3 +126,19 @@ def proxied() -> Iterator[Callable[..., Proxied]]:
     for one in made:
         one.process.terminate()
         assert one.process.wait(LIMIT_S) in (0, -15)
+
+
+@pytest.fixture
+def host(start: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """`host(name, **settings)`: an engine with a pool of its own, whose agent knows the folder that all share."""
+    monkeypatch.setattr("store_client.agent.patience.LEAST_S", 60.0)
+    monkeypatch.setattr("store_client.jobs._HEARING_S", 60.0)
+    folder = shared_folder(tmp_path / "shared")
+
+    def start_one(name: str, **settings: Any) -> Engine:
+        extra = {"pool": str(tmp_path / name)} | folder | settings.pop("extra", {})
+        engine = start(**settings, extra=extra)
+        wait_for(lambda: client(engine).ready)
+        return engine
+
+    return start_one

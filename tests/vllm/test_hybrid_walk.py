@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from cases import Interruption, Start
 from harness import PATIENCE_S, Engine
+from hosts import Host
 from mixes import chunked, full, state, window
+from simulated.waiting import wait_for
 from test_walk import CROWD, check_answers, check_pool, crowd_out, prompts, walk
 
 import vllm_plugin.prefix.saver
+from mooncake_connector.kv.keys import page_keys
+from store_client.sharded import ShardView
 
 NUM_REQUESTS = 60
 TURNS: list[dict[str, bool]] = [
@@ -70,3 +75,59 @@ def store_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         saver = worker.prefix._saver
         saver._deadline_s, saver._mover._paused_until_s = PATIENCE_S, 0.0
     engine.finish(engine.add(CROWD[0], 60))
+
+
+@pytest.mark.parametrize("name", ["two windows, large pages", "states at many boundaries, and a window"])
+@pytest.mark.parametrize("runner", [TURNS[0], TURNS[1]], ids=["v1", "v2-async-lazy"])
+def test_random_walk_with_a_tier(
+    host: Host, faults, name: str, runner: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool loses pages of one group or another all the time, which are in the folder behind it, or will be."""
+    monkeypatch.setattr("vllm_plugin.prefix.lookups._STALL_PAUSE_S", 0.1)
+    monkeypatch.setattr("vllm_plugin.prefix.lookups._NOT_LANDED_PAUSE_S", 0.1)
+    monkeypatch.setattr("store_client.jobs._HEARING_S", 0.5)
+    rng = random.Random(f"tier {runner}{name}")
+    extra = {"load_deadline_s": 0.5, "save_deadline_s": 0.5, "state_budget": 1024}
+    engine = host("walk", **runner | SETTINGS[name] | {"max_num_batched_tokens": 96, "extra": extra})
+    known: list[list[int]] = []
+
+    def forgotten() -> Iterator[list[int]]:
+        for prompt in prompts(rng):
+            known.append(prompt)
+            for text in rng.sample(known, min(len(known), 3)):
+                forget(engine, rng.randrange(len(engine.prefix._geometry.groups)), text)
+            yield prompt
+
+    interruption = Interruption(monkeypatch)
+    faults.lose_reads = lambda keys: [rng.random() < 0.02 for _ in keys]
+    walk(engine, faults, rng, forgotten(), interruption, monkeypatch, num_requests=NUM_REQUESTS // 2)
+    interruption.event.set()
+    store_one(engine, monkeypatch)
+    check_answers(engine)
+    assert check_pool(engine) > 0
+    engine.shut_down()
+    unhurried = {"extra": {"state_budget": 1024}}
+    check_what_comes_back(host("walk", **runner | SETTINGS[name] | unhurried), CROWD[0])
+
+
+def forget(engine: Engine, group: int, tokens: list[int]) -> None:
+    """The pool loses a group's pages of a text; what is behind it keeps them."""
+    for view in engine.prefix._views(group):
+        view.own.remove(page_keys(tokens, engine.setup.page_tokens))
+
+
+def check_what_comes_back(engine: Engine, prompt: list[int]) -> None:
+    """However busy the machine was until here: what is in the folder alone is a hit."""
+    keys = page_keys(prompt, engine.setup.page_tokens)
+    engine.check(prompt)
+    views = [view for group in range(len(engine.prefix._geometry.groups)) for view in engine.prefix._views(group)]
+    wait_for(lambda: all(map(is_written, views, itertools.repeat(keys))))
+    for view in views:
+        assert view.own.remove(keys) > 0
+    assert engine.scheduler.reset_prefix_cache()
+    engine.check(prompt, computed=len(prompt) % 32 + 2)
+
+
+def is_written(view: ShardView, keys: list[bytes]) -> bool:
+    """Whether the folder has what the pool has of these pages."""
+    return all(found or not here for here, found in zip(view.contains(keys), view.seek(keys).found, strict=True))

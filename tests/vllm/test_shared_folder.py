@@ -3,65 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cases import PROMPT, Start, steady_runners
+from cases import PROMPT, steady_runners
 from faults import Faults
 from harness import Engine
+from hosts import Host, report
 from pd import figures
 from simulated.waiting import wait_for
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
-from store_client.agent.visit import ask_report
 
 KEYS = page_keys(PROMPT, 16)
 ALL_LOADED = 4 + 2
-
-Host = Callable[..., Engine]
-
-
-@pytest.fixture
-def host(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
-    """`host(name, **settings)`: an engine with a pool of its own, whose agent knows the shared folder."""
-    monkeypatch.setattr("store_client.agent.patience.LEAST_S", 60.0)
-    monkeypatch.setattr("store_client.jobs._HEARING_S", 60.0)
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"0123456789abcdef" * 2)
-    secret.chmod(0o600)
-    tiers = [{"kind": "folder", "path": str(tmp_path / "shared"), "timeout_s": 60.0}]
-    (tmp_path / "shared").mkdir(mode=0o700)
-
-    def start_one(name: str, **settings: Any) -> Engine:
-        extra = {"pool": str(tmp_path / name), "tiers": tiers, "agent": "embedded", "secret_file": str(secret)}
-        engine = start(**settings, extra=extra | {"lookup_wait_s": 60.0})
-        wait_for(lambda: client(engine).ready)
-        return engine
-
-    return start_one
-
-
-def client(engine: Engine) -> Any:
-    """Of the agent, in the scheduler's process."""
-    return engine.prefix._store.store._inner._client
-
 
 def elsewhere(engine: Engine) -> list[Shard]:
     """Of which shards the folder has pages, as the scheduler knows."""
     namespace = engine.prefix.namespace()
     assert namespace is not None
     return list(engine.prefix._store.store.shards_elsewhere(namespace))
-
-
-def report(engine: Engine) -> dict[str, Any]:
-    """What the agent of an engine's pool says of the folder."""
-    said = ask_report(client(engine).pool)
-    assert said is not None
-    (tier,) = said["tiers"]
-    return dict(tier)
 
 
 def share(engine: Engine, pages: int = len(KEYS)) -> None:

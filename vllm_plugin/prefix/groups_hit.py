@@ -6,7 +6,7 @@ blocks do. The unit is what all groups' blocks and pages have in common, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -78,11 +78,31 @@ class GroupsHit:
     def __init__(self, geometry: Geometry, page_tokens: int) -> None:
         self._unit_tokens = geometry.unit_tokens(page_tokens)
         self._unit_pages = self._unit_tokens // page_tokens
+        self._page_tokens, self._every = page_tokens, geometry.groups
+        self.of_full_attention = [at for at, group in enumerate(geometry.groups) if group.kind == "full"]
         self._rules = {
             position: GroupRules(group, self._unit_tokens, self._unit_pages, geometry.retention_tokens)
             for position, group in enumerate(geometry.groups)
             if group.kind != "full"
         }
+
+    @property
+    def positions(self) -> Collection[int]:
+        """Of the groups that are not of full attention."""
+        return self._rules.keys()
+
+    @property
+    def widest_pages(self) -> int:
+        """At most so many pages before the end of a hit does any of these need."""
+        spans = [self._every[position].span or 0 for position in self._rules]
+        return -(-max(spans, default=0) // self._unit_tokens) * self._unit_pages
+
+    def needed(self, position: int, first: int, stop: int) -> int:
+        """Of a hit of `stop` pages, the first one after `first` that a group needs."""
+        if self._rules[position].is_state:
+            return stop - 1
+        kept = self._every[position].first_kept(stop * self._page_tokens)
+        return max(first, kept // self._unit_tokens * self._unit_pages)
 
     def boundaries(self, num_prompt_tokens: int, junctions: Sequence[int]) -> list[int]:
         """Where later requests may part from one: where its prompt ends or is asked again, and where others parted."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
-from typing import TypeAlias
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Lookup
 from store_client.sharded import ShardView
-from vllm_plugin.prefix.groups_hit import GroupsHit, Present
+from vllm_plugin.prefix.groups_hit import GroupsHit
+from vllm_plugin.prefix.groups_lookup import Agreed, GroupsLookup, Views
 from vllm_plugin.prefix.tracked import Offer, Tracked
 from vllm_plugin.stats import ConnectorStats
 
@@ -32,8 +31,6 @@ long for nothing."""
 _NOT_LANDED_PAUSE_S = 30.0
 """After a load that waited in vain for pages that were said to be coming, none is promised for so long."""
 
-Views: TypeAlias = Callable[[int | None], list[ShardView]]
-
 logger = get_logger(__name__)
 
 
@@ -41,8 +38,9 @@ class Lookups:
     """See the module; `stats` takes what is counted, `groups` decides for models with several of them."""
 
     def __init__(self, config: Config, stats: ConnectorStats, groups: GroupsHit | None) -> None:
-        self._page_tokens, self._groups = int(config.page_tokens), groups
-        self._wait_s = config.lookup_wait_s
+        self._page_tokens = int(config.page_tokens)
+        self._groups = None if groups is None else GroupsLookup(groups, self._page_tokens, self.leading)
+        self._wait_s, self._tiered = config.lookup_wait_s, bool(config.tiers)
         self._stats = stats
         self._stalled_until_s = 0.0
         self._unpromised_until_s = 0.0
@@ -53,14 +51,16 @@ class Lookups:
         return time.monotonic() < self._stalled_until_s
 
     def offer(
-        self, tracked: Tracked, former: Offer | None, num_local_tokens: int, views: Views, *, fetch: bool
-    ) -> Offer:
+        self, tracked: Tracked, former: Offer | None, num_local_tokens: int, views: Views,
+        *, fetch: bool, tokens_s: float | None = None,
+    ) -> Offer:  # fmt: skip
         """What the pool has of a prompt beyond vLLM's own hit; the `former` answer, while it is good.
 
         Where not `fetch` no tier is asked, and only what is there counts.
 
         Args:
             views: what the ranks see of the group at a position, or (None) of all groups of full attention.
+            tokens_s: how many tokens would be computed in a second; None where that is not known.
         """
         now_s = time.monotonic()
         if former is not None and former.local_tokens == num_local_tokens and now_s <= former.good_until_s:
@@ -70,41 +70,39 @@ class Lookups:
         first = num_local_tokens // page_tokens
         keys = tracked.page_keys(tracked.request.num_prompt_tokens // page_tokens, page_tokens)
         found = self.leading(keys[first:], views(None), fetch)
-        if self._groups is not None and found.pages:
-            found = self._agreed(self._groups, tracked, first, found.pages, views)
+        unpromised = now_s < self._unpromised_until_s
+        if unpromised:  # what lands meanwhile counts
+            found = Lookup(found.pages, found.pending and not found.coming, wait_s=found.wait_s)
+        coming = {0: found.coming}
+        if self._groups is not None and found.pages + found.coming:
+            asks = fetch and self._tiered and not unpromised
+            agreed = self._agreed(tracked, first, found, views, fetch=asks, tokens_s=tokens_s)
+            found, coming = agreed.lookup, agreed.coming
         asked_s, now_s = now_s, time.monotonic()
         if now_s - asked_s > _LOOKUP_HANGS_S:
             self._stalled_until_s = now_s + _STALL_PAUSE_S
             self._stats.fail("lookup_hung")
             said = "a lookup took %.1f s: no prefix reuse for %d s"
             log_once("lookup.hung", said, now_s - asked_s, _STALL_PAUSE_S, logger=logger)
-        if now_s < self._unpromised_until_s:  # what lands meanwhile counts
-            found = Lookup(found.pages, found.pending and not found.coming, wait_s=found.wait_s)
         tokens = max((first + found.pages + found.coming) * page_tokens - num_local_tokens, 0)
         reuse_s = _PENDING_REUSE_S if found.pending else _LOOKUP_REUSE_S
-        return Offer(num_local_tokens, tokens, found.coming, found.pending, found.wait_s, now_s + reuse_s)
+        return Offer(num_local_tokens, tokens, coming, found.pending, found.wait_s, now_s + reuse_s)
 
-    def _agreed(self, groups: GroupsHit, tracked: Tracked, first: int, pages: int, views: Views) -> Lookup:
-        """How much of what full attention has, so many pages from the first on, the other groups can go on from."""
-        keys = tracked.keys
-
-        def present(position: int) -> Present:
-            seen = views(position)
-
-            def look(start: int, stop: int) -> list[bool]:
-                return [all(ranks) for ranks in zip(*(view.contains(keys[start:stop]) for view in seen), strict=True)]
-
-            return look
-
+    def _agreed(
+        self, tracked: Tracked, first: int, found: Lookup, views: Views, *, fetch: bool, tokens_s: float | None
+    ) -> Agreed:
+        """How much of what full attention has, from the first page on, the other groups can go on from."""
+        assert self._groups is not None
         try:
-            there = min(first + pages, groups.most_pages(tracked.request.num_tokens))
-            agreed = groups.longest(first, there, present)
+            agreed = self._groups.agreed(
+                tracked.keys, tracked.request.num_tokens, first, found, views, fetch=fetch, tokens_s=tokens_s
+            )
         except Exception as error:
             self._fail(error)
-            return Lookup(0)
-        if there > agreed:
-            tracked.junctions.add(there * self._page_tokens)
-        return Lookup(max(agreed - first, 0))
+            return Agreed(Lookup(0))
+        if agreed.most > first + agreed.lookup.pages + agreed.lookup.coming:
+            tracked.junctions.add(agreed.most * self._page_tokens)
+        return agreed
 
     def leading(self, keys: list[bytes], views: list[ShardView], fetch: bool = True) -> Lookup:
         """The leading pages that all ranks have or will have: more may come where they may for each that has no more.

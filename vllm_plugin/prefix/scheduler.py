@@ -122,8 +122,6 @@ class PrefixScheduler:
         num_pages = request.num_prompt_tokens // self._page_tokens
         if not self._tiered or num_pages * self._page_tokens < max(1, self._min_hit_tokens):
             return
-        if self._geometry.is_hybrid:  # which windows there are nobody knows, and without them the rest is of no use
-            return
         tracked = self.track(request)
         views = self._views()
         if tracked.root is None or not views or self._lookups.stalled:
@@ -131,7 +129,12 @@ class PrefixScheduler:
         keys = tracked.page_keys(num_pages, self._page_tokens)
         for view in views:
             view.prefetch(keys, prefill_tokens_s=self.speed.tokens_s)
-        tracked.known_pages = self._lookups.leading(keys, views).pages
+        if not self._geometry.is_hybrid:
+            tracked.known_pages = self._lookups.leading(keys, views).pages
+            return
+        here = self._lookups.offer(tracked, None, 0, self._views, fetch=False)
+        tracked.known_pages = here.tokens // self._page_tokens
+        self._lookups.offer(tracked, None, 0, self._views, fetch=True, tokens_s=self.speed.tokens_s)
 
     def matched_tokens(
         self, request: Request, num_computed_tokens: int, *, fetch: bool = True
@@ -151,8 +154,10 @@ class PrefixScheduler:
             return 0, False
         if self._lookups.stalled:
             return 0, False
-        asks = not self._tiered or (fetch and not self._geometry.is_hybrid)
-        offer = tracked.offer = self._lookups.offer(tracked, former, num_computed_tokens, self._views, fetch=asks)
+        offer = tracked.offer = self._lookups.offer(
+            tracked, former, num_computed_tokens, self._views,
+            fetch=fetch or not self._tiered, tokens_s=self.speed.tokens_s,
+        )  # fmt: skip
         if self._lookups.is_worth_a_wait(tracked, offer, self.speed.step_s if self._computes() else 0.0):
             return None, False
         self._states.ask_for(tracked)
@@ -200,7 +205,7 @@ class PrefixScheduler:
     def _plan_load(self, tracked: Tracked, blocks: KVCacheBlocks, offer: Offer, num_external_tokens: int) -> None:
         page_tokens, num_local = self._page_tokens, offer.local_tokens
         stop = (num_local + num_external_tokens) // page_tokens
-        here = (num_local + offer.tokens) // page_tokens - offer.num_coming
+        end = (num_local + offer.tokens) // page_tokens
         tracked.loading = (num_local, num_local + num_external_tokens)
         tables = blocks.get_block_ids()
         for position, group in enumerate(self._geometry.groups):
@@ -214,6 +219,7 @@ class PrefixScheduler:
             first = start // page_tokens
             if first >= stop:
                 continue
+            here = end - offer.coming.get(position, 0)
             self._metadata.loads.append(
                 LoadJob(
                     req_id=tracked.request.request_id,
@@ -221,7 +227,7 @@ class PrefixScheduler:
                     first_token=first * page_tokens,
                     skip_tokens=start - first * page_tokens,
                     block_ids=list(table),
-                    num_coming=max(0, stop - max(here, first)) if group.kind == "full" else 0,
+                    num_coming=max(0, stop - max(here, first)),
                     group=position,
                 )
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ class Offer:
     Args:
         local_tokens: what vLLM's own prefix cache held then.
         tokens: in the pool beyond those, or on their way there.
-        num_coming: pages of these, the last ones, that are on their way.
+        coming: by position of a group, pages of these, the last ones, that are on their way.
         pending: the pool may have more in a moment.
         wait_s: asking again is worth it within so many seconds.
         good_until_s: from then on the pool is asked again.
@@ -27,7 +28,7 @@ class Offer:
 
     local_tokens: int
     tokens: int
-    num_coming: int
+    coming: Mapping[int, int]
     pending: bool
     wait_s: float
     good_until_s: float
