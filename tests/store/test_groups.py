@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+import xxhash
 from store.audit import audit
 from store.pools import CAPACITY
 
@@ -11,6 +12,7 @@ from mooncake_connector.errors import NamespaceError
 from mooncake_connector.kv.geometry import Shard
 from store_client import EmbeddedStore, Put
 from store_client.base import Space
+from store_client.embedded.arena import spread
 from store_client.testing import DEADLINE_S, SHARD, chain, get_page, namespace, page_bytes, parents_of, put_chain
 
 
@@ -78,6 +80,24 @@ def test_a_window_takes_the_place_of_older_pages_as_a_full_page_would(pool):
         for parent in (chain("b", 3)[0], None):  # nothing is evicted for a window without full pages
             assert put(space_of(store, "window"), chain("b", 3)[1:2], [parent]) == [Put.FAILED]
         assert store.stats().failures == {"full": 2}
+
+
+def test_a_window_that_is_brought_before_its_full_pages_takes_the_place_of_older_ones(pool):
+    """Who asked for it asked for those too, and they may land later."""
+    keys = chain("b", 3)[1:2]
+    page = page_bytes(keys[0])
+
+    def bring(places):
+        for _, pieces in places:
+            spread(page, pieces)
+        return [xxhash.xxh3_64_intdigest(page.data)] * len(places)
+
+    with EmbeddedStore(pool, 1 << 20) as store:
+        put_chain(space_of(store, "full"), chain("old", 32))
+        window = space_of(store, "window")
+        assert put(window, keys, [None]) == [Put.FAILED]
+        assert window.receive(keys, bring, nbytes=len(page), parents=[None], deadline_s=DEADLINE_S) == [Put.STORED]
+        audit(store)
 
 
 def test_the_pages_of_any_shard_of_full_attention_will_do(pool):

@@ -188,13 +188,3 @@ def test_wrong_bytes_from_the_folder_would_be_noticed(
     monkeypatch.setattr(target, "load_page", load_wrong)
     with pytest.raises(WrongKV):
         engine.ask(PROMPT)
-
-
-def test_a_pool_without_room_still_takes_windows_in(host: Host) -> None:
-    """Windows may land before the pages of full attention do, without which nobody could use them."""
-    share(host, "window")
-    engine = other(host, "window", extra={"capacity": "1MiB", "state_budget": 1024})
-    while not engine.prefix._store.store.stats().evicted_pages:
-        engine.check([_RNG.randrange(oracle.VOCAB) for _ in range(900)], 1)
-    engine.check(PROMPT, 20, computed=4 + 19)
-    assert "failures" not in figures(engine)
