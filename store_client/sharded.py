@@ -272,7 +272,8 @@ class _Others:
                 seen = part.space.seek(keys, prefill_s=prefill_s)
                 held[part.cells] |= np.array(seen.found, dtype=bool)
                 waits_s += [seen.wait_s] if seen.pending else []
-        return Seen(held.all(axis=0).tolist(), bool(waits_s), min(waits_s, default=math.inf))
+        whole: Bools = np.logical_and.reduce(held, axis=0)
+        return Seen(list(whole.tolist()), bool(waits_s), min(waits_s, default=math.inf))
 
     def prefetch(self, keys: Sequence[bytes], **said: Any) -> None:
         """Have the largest parts fetched that together have all cells, and tell all of them what is said beside."""

@@ -29,8 +29,8 @@ class Seeking:
         for number, source in enumerate(self._sources):
             look = partial(_look, source, search, number, space, keys, nbytes)
             cause = "" if source.usable() else "open"
-            if cause or source.questions.run(look, lambda cause, number=number: search.answered(number, None)):
-                search.answered(number, None)
+            if cause or source.questions.run(look, partial(search.failed, number)):
+                search.failed(number, cause)
 
 
 class _Search:
@@ -41,6 +41,9 @@ class _Search:
         self._found = [False] * num_keys
         self._silent = set(range(num_tiers))
         self._tell = tell
+
+    def failed(self, tier: int, cause: str) -> None:
+        self.answered(tier, None)
 
     def answered(self, tier: int, found: Sequence[bool] | None) -> None:
         """`found` None: it did not say. Each tier's first answer counts."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Mapping
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.log import get_logger, log_once
@@ -73,7 +74,7 @@ class Lookups:
         unpromised = now_s < self._unpromised_until_s
         if unpromised:  # what lands meanwhile counts
             found = Lookup(found.pages, found.pending and not found.coming, wait_s=found.wait_s)
-        coming = {0: found.coming}
+        coming: Mapping[int, int] = {0: found.coming}
         if self._groups is not None and found.pages + found.coming:
             asks = fetch and self._tiered and not unpromised
             agreed = self._agreed(tracked, first, found, views, fetch=asks, tokens_s=tokens_s)
