@@ -21,6 +21,7 @@ from mooncake_connector.cli.output import (
     print_error,
     print_json,
 )
+from mooncake_connector.cli.top import command as top
 from mooncake_connector.errors import MooncakeConnectorError
 
 _HELP = f"""A KV cache that LLM engines share: check the set-up, inspect the pool, measure it.
@@ -39,6 +40,7 @@ or beside an installed SGLang:
 Then:
   mooncake-connector doctor vllm   # will vLLM use the pool? or: doctor sglang
   mooncake-connector store stats   # what is in the pool, how often it hits
+  mooncake-connector top           # the same, live
   mooncake-connector size DIR      # what the model in DIR takes, how many tokens the pool holds
 
 Every command takes --help. Settings come from the environment (MOONCAKE_CONNECTOR_POOL, ...) and the file that
@@ -75,6 +77,7 @@ app.add_typer(cluster.app, name="cluster")
 app.add_typer(dashboards.app, name="dashboards")
 app.command()(agent.agent)
 app.command()(size.size)
+app.command()(top.top)
 app.command()(up.up)
 
 

@@ -137,7 +137,7 @@ def users_lines(users: Sequence[PoolUser] | None, width: int | None) -> list[str
         )
     if not users:
         return ["Used by no other process"]
-    rows = [(_place(user), human_seconds(user.since_s), user.command or "-") for user in users]
+    rows = [(place_of(user), human_seconds(user.since_s), user.command or "-") for user in users]
     return sheet("Used by", ("process", "for>", "command~"), rows, width)
 
 
@@ -146,7 +146,7 @@ def tiers_lines(report: Mapping[str, Any], width: int | None) -> list[str]:
     rows = [
         (
             tier["title"],
-            _tier_state(tier),
+            tier_state(tier),
             f"{tier['write']}, shared" if tier["share"] else tier["write"],
             f"{tier.get('fetched_pages', 0):,} ({human_nbytes(tier.get('fetched_nbytes', 0))})",
             f"{tier.get('written_pages', 0):,} ({human_nbytes(tier.get('written_nbytes', 0))})",
@@ -159,7 +159,7 @@ def tiers_lines(report: Mapping[str, Any], width: int | None) -> list[str]:
     return sheet(title, ("tier", "state", "is given", "fetched>", "written>", "used>", "failed calls~"), rows, width)
 
 
-def _tier_state(tier: Mapping[str, Any]) -> str:
+def tier_state(tier: Mapping[str, Any]) -> str:
     states = {tier.get("reads"), tier.get("writes")} - {"none", None}
     if states <= {"closed"}:
         return "works"
@@ -168,10 +168,10 @@ def _tier_state(tier: Mapping[str, Any]) -> str:
 
 def user_text(user: PoolUser) -> str:
     """One process as part of a sentence."""
-    return f"{_place(user)} ({user.command})" if user.command else _place(user)
+    return f"{place_of(user)} ({user.command})" if user.command else place_of(user)
 
 
-def _place(user: PoolUser) -> str:
+def place_of(user: PoolUser) -> str:
     if user.pid is None:
         return "unknown"
     return f"pid {user.pid}" if user.here else f"pid {user.pid} in another container (host name {user.host})"

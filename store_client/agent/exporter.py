@@ -16,7 +16,9 @@ from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.metrics.registry import EVICTED_AGE, POOL, PREFIX, TIER, Kind, Metric
 from store_client.agent.wish import Fetches
-from store_client.base import SpaceInfo, Store, StoreStats
+from store_client.base import SpaceInfo, StoreStats
+from store_client.embedded import EmbeddedStore
+from store_client.embedded.glance import Glances
 
 _FAMILIES = {
     Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily, Kind.HISTOGRAM: HistogramMetricFamily
@@ -28,8 +30,9 @@ logger = get_logger(__name__)
 class Exporter(Collector):
     """Serves while it is entered. A port that is taken is a line in the log, and no reason to do without an agent."""
 
-    def __init__(self, port: int, store: Store, fetches: Fetches) -> None:
+    def __init__(self, port: int, store: EmbeddedStore, fetches: Fetches) -> None:
         self._port, self._store, self._fetches = port, store, fetches
+        self._glances = Glances(store.path)
         self._server: Any = None
 
     def __enter__(self) -> Exporter:
@@ -50,7 +53,7 @@ class Exporter(Collector):
 
     def collect(self) -> Iterator[Family]:
         try:
-            stats, spaces = self._store.stats(), self._store.namespaces()
+            (_, stats), spaces = self._glances.look(), self._store.namespaces()
         except MooncakeConnectorError as error:
             log_once("agent.metrics.pool", "the pool gave no figures: %s", error, logger=logger)
         else:

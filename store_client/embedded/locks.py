@@ -25,11 +25,11 @@ def open_file(path: Path, flags: int) -> int:
     return fd
 
 
-def read_file(path: Path, start: int = 0) -> bytes:
-    """Its content from byte `start` on."""
+def read_file(path: Path, start: int = 0, nbytes: int = -1) -> bytes:
+    """Its content from byte `start` on; so many bytes at most."""
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         file.seek(start)
-        return file.read()
+        return file.read(nbytes)
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -142,14 +142,7 @@ class Owners:
 
     def counts(self, owner: bytes | None = None) -> dict[str, int]:
         """What this owner has counted and not handed over yet; without one, all owners together."""
-        total: U64 = np.zeros(_COUNTS_NBYTES // 8, dtype=np.uint64)
-        for name in [owner.hex()] if owner is not None else os.listdir(self._folder):
-            try:
-                content = read_file(self._folder / name, _COUNTS_AT)[:_COUNTS_NBYTES]
-            except OSError:
-                continue
-            total += np.frombuffer(content.ljust(_COUNTS_NBYTES, b"\0"), dtype="<u8")
-        return _as_counts(total)
+        return waiting_counts(self._folder, owner)
 
     def is_dead(self, owner: bytes) -> bool:
         """True if no process holds the lock of `owner` any more: a file that is gone proves nothing."""
@@ -198,6 +191,18 @@ class Owners:
         self._changing = threading.Lock()
         self._close()
         self.counters.abandon_in_child()
+
+
+def waiting_counts(folder: Path, owner: bytes | None = None) -> dict[str, int]:
+    """What the owners in a folder, or one of them, have counted and not handed over yet. Raises OSError."""
+    total: U64 = np.zeros(_COUNTS_NBYTES // 8, dtype=np.uint64)
+    for name in [owner.hex()] if owner is not None else os.listdir(folder):
+        try:
+            content = read_file(folder / name, _COUNTS_AT, _COUNTS_NBYTES)
+        except OSError:
+            continue
+        total += np.frombuffer(content.ljust(_COUNTS_NBYTES, b"\0"), dtype="<u8")
+    return _as_counts(total)
 
 
 @dataclass(frozen=True, slots=True)

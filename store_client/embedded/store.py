@@ -17,6 +17,7 @@ from store_client.embedded import folder, present
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.evictor import POLICIES
 from store_client.embedded.faults import callers
+from store_client.embedded.glance import figures
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.names import identify
 from store_client.embedded.pool import Pool
@@ -24,7 +25,7 @@ from store_client.embedded.registry import Handle, attach
 from store_client.embedded.returning import put_back
 from store_client.embedded.space import EmbeddedSpace, FillAll
 from store_client.embedded.survey import Pages, Survey, View, peek, survey
-from store_client.embedded.table import AGES, CAUSES, COUNTERS, now_ns
+from store_client.embedded.table import now_ns
 from store_client.embedded.writer import PutPages
 
 logger = get_logger(__name__)
@@ -156,16 +157,8 @@ class EmbeddedStore(Store):
         return self._handle.ask(self._closed, self._stats)
 
     def _stats(self, pool: Pool) -> StoreStats:
-        counts = pool.table.counters()
-        for name, count in pool.waiting_counts().items():
-            counts[name] += count
-        return StoreStats(
-            str(self.path), pool.table.capacity_granules * GRANULE, pool.table.used_granules * GRANULE,
-            pool.table.pages, folder.index_nbytes(pool.table.max_pages), pool.table.max_pages,
-            **{name: counts[name] for name in COUNTERS},
-            failures={cause: counts[cause] for cause in CAUSES if counts[cause]},
-            evicted_ages=tuple(counts[name] for name in AGES[:-1]), evicted_unused_s=counts[AGES[-1]],
-        )  # fmt: skip
+        header = pool.table.header()
+        return figures(str(self.path), pool.table.max_pages, header, pool.waiting_counts())
 
     def clear(self, namespace_digest: bytes | None = None, *, deadline_s: float = 60.0) -> int:
         """As `Store.clear`. Raises PoolError if the pool stays locked for `deadline_s`."""

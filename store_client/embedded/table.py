@@ -192,6 +192,11 @@ def counters_in(header: U64) -> dict[str, int]:
     return dict(zip(_NAMED, header[_FIRST_COUNTER : _FIRST_COUNTER + len(_NAMED)].tolist(), strict=True))
 
 
+def totals_in(header: U64) -> tuple[int, int, int]:
+    """Pages, granules that they take, and granules that they may take."""
+    return int(header[_PAGES]), int(header[_USED]), int(header[_CAPACITY])
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """A page as a reader met it: its row, and the bytes of that row to compare with later."""
@@ -262,9 +267,9 @@ class Table:
         """A copy for readers; the truth is in the transaction."""
         self._header[_CAPACITY] = granules
 
-    def counters(self) -> dict[str, int]:
-        """All counters and failures by name, as far as processes have handed theirs in."""
-        return counters_in(self._header)
+    def header(self) -> U64:
+        """A copy, for `counters_in` and `totals_in`."""
+        return self._header.copy()
 
     def add_counters(self, deltas: dict[str, int]) -> None:
         for i, name in enumerate(_NAMED):

@@ -46,6 +46,7 @@ class TestHelp:
             (["store", "verify", "--help"], ["Corrupt pages are removed", "mooncake-connector store verify"]),
             (["store", "snapshot", "--help"], ["DIR", "--namespace", "mooncake-connector store snapshot /var/lib/"]),
             (["store", "restore", "--help"], ["DIR", "exit code is 3", "mooncake-connector store restore /mnt/"]),
+            (["top", "--help"], ["--url", "--interval", "--once", "Ctrl-C ends it", "mooncake-connector top"]),
             (["store", "destroy", "--help"], ["--yes", "mooncake-connector store destroy"]),
         ],
         ids=lambda value: " ".join(value) if value[-1] == "--help" else "",
