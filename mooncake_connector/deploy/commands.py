@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mooncake_connector.config.schema import Config, environ_name, load_config
 from mooncake_connector.deploy.schema import (
     DECODE_PORT,
@@ -20,6 +22,7 @@ from mooncake_connector.deploy.schema import (
     PREFILL_PORT,
     Deployment,
     Instances,
+    Router,
     folder_of,
     is_folder,
 )
@@ -79,7 +82,7 @@ def commands(
         ]
         for role in ("prefill", "decode")
     )
-    return [*prefills, *decodes, *_router(deployment, prefills, decodes)]
+    return [*prefills, *decodes, *_router(deployment, file, prefills, decodes)]
 
 
 def typed(command: Command) -> str:
@@ -163,7 +166,9 @@ def _sglang(role: str, config: Config, bootstrap_port: int) -> tuple[str, ...]:
     )
 
 
-def _router(deployment: Deployment, prefills: list[Command], decodes: list[Command]) -> Iterator[Command]:
+def _router(
+    deployment: Deployment, file: Path, prefills: list[Command], decodes: list[Command]
+) -> Iterator[Command]:
     router = deployment.router
     if router.kind == "none":
         return
@@ -173,6 +178,7 @@ def _router(deployment: Deployment, prefills: list[Command], decodes: list[Comma
         before = (sys.executable, "-m", "mooncake_connector.deploy.proxy", "--engine", deployment.engine)
         order = ("--order", router.order) if deployment.engine == "vllm" else ()
         arguments = [*before, *listens, *order, "--policy", router.policy.replace("_", "-")]
+        arguments += _conductor(router, file) if router.policy == "conductor" else []
         arguments += ["--silence-deadline-s", f"{deployment.silence_deadline_s:g}"]
         arguments += [
             word for one in prefills for word in ("--prefill", f"{one.url},{one.peer_port},{one.peer_host}".rstrip(","))
@@ -198,6 +204,19 @@ def _router(deployment: Deployment, prefills: list[Command], decodes: list[Comma
         # sglang-router answers /health before it has taken its instances in.
         ready_path="/readiness" if router.kind == "sglang-router" else "/health",
     )
+
+
+def _conductor(router: Router, file: Path) -> list[str]:
+    """What differs from the defaults, which are those of the proxy."""
+    given = router.conductor
+    changed = {
+        field.name: getattr(given, field.name)
+        for field in msgspec.structs.fields(type(given))
+        if getattr(given, field.name) != field.default
+    }
+    if given.index_token_file is not None:
+        changed["index_token_file"] = folder_of(given.index_token_file, file)
+    return [word for name, value in changed.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def _prometheus_port(flags: tuple[str, ...]) -> int:

@@ -126,6 +126,39 @@ prompt (`n` above 1), which SGLang names itself.
 Several prompts in one request of vLLM's sequential order are computed by the decode instance: prefill answers with the
 parameters of the first alone. In the concurrent order, and in SGLang, each is handed over.
 
+### The policy conductor
+`router.policy: conductor` sends a prompt where most of it is cached, unless too much else is going on there. The score
+of an instance is
+
+    cache_weight * cached / prompt - request_weight * requests - prefill_weight * prefill
+
+- **cached / prompt**: the part of the prompt that the instance has in its cache, from 0 to 1.
+- **requests**: how many more requests it has under way than the one with the fewest, as a multiple of what that one
+  has, at least of 16.
+- **prefill**: how many more tokens it has still to compute than the one with the fewest, as a multiple of this
+  prompt's tokens, or of the mean of all where that is more. A prompt counts, less what is cached of it, until its
+  instance answers: with a stream until the first piece, else until the end.
+
+The best gets it, and of equal ones the one whose turn it is; with `candidates` above 1 one of so many of the best.
+With the default weights a prompt waits for what is cached as long as computing that twice would take, and an instance
+that has a prefix that everybody asks for gets at most twice 16 requests, or twice the requests of the least loaded,
+more than that one: then others get some, and have the prefix as well. The form is known from public gateways beside
+Mooncake's Conductor (aigw's `inference_lb`, with weights 2, 1 and 3); the units of the loads are our own. Instances of
+one host that share a pool find nearly the same there wherever a prompt goes.
+
+Where there are prefill instances, they are chosen so, and decode instances by their requests alone. Decode instances
+that compute prompts themselves are chosen so as well.
+
+What is cached is an estimate by default: the router keeps for each instance hashes of the last 16,384 chunks (512
+bytes of text, or 128 token ids) that it sent there, and nobody is asked. It does not see what an instance has evicted,
+what it has computed for other routers, nor that it was restarted; a wrong guess costs one prefill, after which it is
+right. With `conductor.index` an index is asked: the prompt is tokenized by `/tokenize` of the least loaded instance,
+unless it came as token ids, and `/query` of the index says how many tokens each instance has, in any medium
+(`longest_matched`, of the tenant `default`). Prompts of several in one request are sent by load. An index that does
+not answer within `index_deadline_s`, that cannot be reached, refuses, or answers nonsense costs what it would have
+told: the request goes by load. The first of each such cause is logged, and after three in a row the index is not asked
+for 5 s.
+
 `vllm-router` and `sglang-router` are packages of others, which are started with `--prefill` and `--decode` and what
 they need for this connector. They are looked for beside the Python that runs `mooncake-connector`, then on the PATH: an
 environment of their own will do (`python -m venv routers && routers/bin/pip install sglang-router`, and

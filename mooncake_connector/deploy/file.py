@@ -159,13 +159,22 @@ class _Reader:
                 f"router.kind is '{router.kind}', which serves {engine} alone, and engine is '{found.engine}': "
                 f"expected {found.engine}-router, builtin or none",
             )
-        for name, ours in (("order", True), ("policy", True), ("flags", False)):
+        for name, ours in (("order", True), ("policy", True), ("conductor", True), ("flags", False)):
             if f"router.{name}" in self._lines and ours is not (router.kind == "builtin"):
                 kinds = "builtin" if ours else "vllm-router or sglang-router"
                 raise self._error(
                     self._lines[f"router.{name}"],
                     f"router.{name} is for a router.kind of {kinds}, and that is '{router.kind}': leave it out",
                 )
+        if "router.conductor" in self._lines and router.policy != "conductor":
+            raise self._error(
+                self._lines["router.conductor"],
+                f"router.conductor is for a router.policy of conductor, and that is '{router.policy}': leave it out, "
+                "or set router.policy",
+            )
+        if self._for_containers and router.conductor.index_token_file is not None:
+            problem = "router.conductor.index_token_file is not rendered: leave it out, and mount it afterwards"
+            raise self._error(self._lines["router.conductor.index_token_file"], problem)
 
     def _error(self, line: int, problem: str) -> ConfigError:
         return ConfigError(f"{self._name}, line {line}: {printable(problem)}")

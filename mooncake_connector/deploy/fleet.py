@@ -1,22 +1,18 @@
-"""Instances behind the built-in router: which are well, which is next, whether one that was asked still answers."""
+"""Instances behind the built-in router: which are well, and whether one that was asked still answers."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
 
 from mooncake_connector.deploy.asgi import Answered, ended, problem
+from mooncake_connector.deploy.instances import Instance
 
 HEALTH_EVERY_S, HEALTH_LIMIT_S = 1.0, 10.0
-FAILURES = 3
-"""Failures in a row, of /health or of a connection, after which an instance is asked nothing until it is well again."""
 
 T = TypeVar("T")
 
@@ -26,63 +22,6 @@ class NoAnswer(Exception):
 
     def __init__(self, answer: Answered | None = None) -> None:
         self.answer = answer
-
-
-@dataclass(slots=True)
-class Instance:
-    """`load` counts requests under way, `failures` those in a row; at first it has to show that it is well."""
-
-    url: str
-    peer_port: int = 0
-    peer_host: str = ""
-    load: int = 0
-    failures: int = FAILURES
-
-    @property
-    def host(self) -> str:
-        return urlsplit(self.url).hostname or ""
-
-    @property
-    def healthy(self) -> bool:
-        return self.failures < FAILURES
-
-
-@dataclass(slots=True)
-class Group:
-    """The instances of one role."""
-
-    instances: Sequence[Instance]
-    by_load: bool
-    _turn: int = 0
-
-    def choose(self, tried: Sequence[Instance], *, takes_turn: bool = True) -> Instance | None:
-        """The next healthy one that was not tried; None where there is none."""
-        self._turn += takes_turn
-        order = [self.instances[(self._turn + at) % len(self.instances)] for at in range(len(self.instances))]
-        left = [one for one in order if one.healthy and one not in tried]
-        return min(left, key=lambda one: one.load if self.by_load else 0, default=None)
-
-    @property
-    def healthy(self) -> bool:
-        return any(one.healthy for one in self.instances)
-
-
-def instance(text: str) -> Instance:
-    """`URL,PORT,HOST`, the last two of which may be left out."""
-    url, _, peer = text.partition(",")
-    port, _, host = peer.partition(",")
-    return Instance(url.rstrip("/"), int(port or 0), host or "127.0.0.1")
-
-
-@contextlib.contextmanager
-def busy(*instances: Instance) -> Iterator[None]:
-    for one in instances:
-        one.load += 1
-    try:
-        yield
-    finally:
-        for one in instances:
-            one.load -= 1
 
 
 async def look(client: Any, instances: Iterable[Instance]) -> None:

@@ -13,12 +13,14 @@ import msgspec
 from msgspec import Meta
 
 from mooncake_connector.config.values import decode as decode_setting
+from mooncake_connector.deploy.policies import CACHE_WEIGHT, PREFILL_WEIGHT, REQUEST_WEIGHT
 
 PREFILL_PORT, DECODE_PORT = 8100, 8200
 PEER_PORT_OFFSET = 10_000
 """What is added to the port of a prefill instance for the one at which decode instances find it."""
 MAX_INSTANCES = 64
 SILENCE_DEADLINE_S = 300.0
+INDEX_DEADLINE_S = 0.2
 MAX_PORT = 65535 - PEER_PORT_OFFSET
 _SHELL = "text as in a shell, without comments and without flags that other keys of this file stand for"
 _VARIABLES = "names of letters, digits and _, with text or numbers"
@@ -89,6 +91,65 @@ class Instances(msgspec.Struct, frozen=True, kw_only=True):
         return self.tp * self.pp
 
 
+_WEIGHT = "a number from 0 to 100"
+
+
+class Conductor(msgspec.Struct, frozen=True, kw_only=True):
+    """How much each term of the policy `conductor` counts, and where it knows from what is cached."""
+
+    cache_weight: Annotated[
+        float,
+        _field("Of the part of the prompt that an instance has in its cache.", _WEIGHT, ge=0, le=100),
+    ] = CACHE_WEIGHT
+    request_weight: Annotated[
+        float,
+        _field("Of the requests that an instance has under way.", _WEIGHT, ge=0, le=100),
+    ] = REQUEST_WEIGHT
+    prefill_weight: Annotated[
+        float,
+        _field("Of the prompt tokens that an instance has still to compute.", _WEIGHT, ge=0, le=100),
+    ] = PREFILL_WEIGHT
+    candidates: Annotated[
+        int,
+        _field(
+            "Among so many of the best one is drawn. 1 is best for one router; several, which do not see each other's "
+            "requests, keep apart with 2 or 3.",
+            f"an integer from 1 to {MAX_INSTANCES}",
+            ge=1,
+            le=MAX_INSTANCES,
+        ),
+    ] = 1
+    index: Annotated[
+        Annotated[str, Meta(pattern=r"^https?://[^\s/?#]+$")] | None,
+        _field(
+            "Where an index listens that speaks the HTTP API of Mooncake's Conductor, in which each instance is "
+            "registered with its URL or its `host:port` as `instance_id`. Unset: the router goes by what it has sent "
+            "where.",
+            "a URL of http or https without a path; null for none",
+        ),
+    ] = None
+    index_block_tokens: Annotated[
+        int,
+        _field("Tokens of a block, as instances are registered there.", "an integer from 1 to 65536", ge=1, le=65536),
+    ] = 64
+    index_deadline_s: Annotated[
+        float,
+        _field(
+            "How long a request may wait for tokens and for the index; then it goes by load.",
+            "a number above 0, at most 10",
+            gt=0,
+            le=10,
+        ),
+    ] = INDEX_DEADLINE_S
+    index_token_file: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=4096)] | None,
+        _field(
+            "A file, from the folder of this one on, whose text is sent to the index as a bearer token.",
+            "text; null for none",
+        ),
+    ] = None
+
+
 class Router(msgspec.Struct, frozen=True, kw_only=True):
     """What stands before the instances."""
 
@@ -114,13 +175,14 @@ class Router(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "sequential"
     policy: Annotated[
-        Literal["round_robin", "least_loaded"],
+        Literal["round_robin", "least_loaded", "conductor"],
         _field(
-            "How `builtin` chooses an instance: in turn, or the one with the fewest requests under way. The policy of "
-            "the others is one of their flags.",
-            '"round_robin" or "least_loaded"',
+            "How `builtin` chooses an instance: in turn, the one with the fewest requests under way, or by "
+            "[what it has cached and has to do](#the-policy-conductor). The others have flags for theirs.",
+            '"round_robin", "least_loaded" or "conductor"',
         ),
     ] = "round_robin"
+    conductor: Annotated[Conductor, _field("For the policy `conductor`.", "the keys below")] = Conductor()
     flags: Annotated[
         Arguments,
         _field(

@@ -126,6 +126,14 @@ def test_stages_of_a_pipeline_have_gpus_of_their_own(tmp_path, engine, tp, pp):
     assert pp not in run["decode-0"].arguments
 
 
+def test_the_policy_and_what_differs_from_its_defaults_come_to_the_router(tmp_path):
+    head = "engine: vllm\nmodel: /m\nrouter:\n  policy: conductor\n"
+    assert "--policy conductor --silence" in " ".join(made(tmp_path, head)["router"].arguments)
+    more = "  conductor: {cache_weight: 3, request_weight: 1, index: 'http://h:1', index_token_file: t}"
+    line = " ".join(made(tmp_path, head + more)["router"].arguments)
+    assert f"--policy conductor --cache-weight 3.0 --index http://h:1 --index-token-file {tmp_path / 't'} --sil" in line
+
+
 @pytest.mark.parametrize(
     "engine, peer, words",
     [

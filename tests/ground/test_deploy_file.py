@@ -87,6 +87,14 @@ def test_everything_can_be_said(read):
         ("router:\n  kind: nginx", 4, 'router.kind is \'nginx\': expected "builtin", "vllm-router"'),
         ("router:\n  kind: sglang-router", 4, "which serves sglang alone, and engine is 'vllm': expected vllm-router"),
         ("router:\n  kind: none\n  policy: least_loaded", 5, "router.policy is for a router.kind of builtin"),
+        ("router:\n  kind: none\n  conductor: {}", 5, "router.conductor is for a router.kind of builtin"),
+        ("router:\n  conductor: {candidates: 2}", 4, "router.conductor is for a router.policy of conductor, and"),
+        (
+            "router: {policy: conductor, conductor: {index: localhost}}",
+            3,
+            "router.conductor.index is 'localhost': expected a URL of http or https without a path",
+        ),
+        ("router: {policy: conductor, conductor: {prefill_weight: -1}}", 3, "expected a number from 0 to 100"),
         ("router:\n  flags: --x", 4, "router.flags is for a router.kind of vllm-router or sglang-router"),
         (
             "prefill:\n  devices: [0, 1]",

@@ -118,8 +118,8 @@ def start(base_config: Any, pool: Path, faults: Faults, runner: dict[str, bool])
 def proxied() -> Iterator[Callable[..., Proxied]]:
     made: list[Proxied] = []
 
-    def make(*arguments: str, before: str = "") -> Proxied:
-        made.append(Proxied(*arguments, before=before))
+    def make(*arguments: str, **more: Any) -> Proxied:
+        made.append(Proxied(*arguments, **more))
         return made[-1]
 
     yield make

@@ -57,6 +57,7 @@ class Engine:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    tokenized: list[dict[str, Any]] = field(default_factory=list)
     left: int = 0
     abort_keys: list[str | None] = field(default_factory=list)
     """What authorized them."""
@@ -88,6 +89,10 @@ class Engine:
                     engine.abort_keys.append(self.headers["Authorization"])
                     engine.aborted.append(body["rid"])
                     self.answer(200, {})
+                    return
+                if self.path == "/tokenize":
+                    engine.tokenized.append(body)
+                    self.answer(engine.status, {"tokens": [*str(body.get("prompt") or body["messages"]).encode()]})
                     return
                 engine.bodies.append(body)
                 engine.headers.append(dict(self.headers.items()))
@@ -145,10 +150,14 @@ class Engine:
 
 
 class Proxied:
-    """The proxy with two instances of each role; peer ports are 1 and 2; `before` runs in it first."""
+    """The proxy with two instances of each role; peer ports are 1 and 2; `before` runs in it first.
 
-    def __init__(self, *arguments: str, before: str = "") -> None:
-        self.prefills, self.decodes = ([Engine(f"{role}{n}") for n in (0, 1)] for role in "pd")
+    `plain` ones compute prompts as well: there are no prefill instances.
+    """
+
+    def __init__(self, *arguments: str, before: str = "", plain: bool = False) -> None:
+        self.prefills = [] if plain else [Engine(f"p{n}") for n in (0, 1)]
+        self.decodes = [Engine(f"d{n}") for n in (0, 1)]
         self.port = free_port()
         command = [sys.executable, "-c", before + QUICK, "--port", str(self.port), *arguments]
         for number, one in enumerate(self.prefills, 1):

@@ -11,8 +11,10 @@ from proxied import BODY, SGLANG, VLLM, wait_until
 
 from mooncake_connector.deploy import fleet
 from mooncake_connector.deploy.asgi import Answered
-from mooncake_connector.deploy.fleet import Group, Instance, NoAnswer, look, unless_lost
-from mooncake_connector.deploy.proxy import Proxy, Request
+from mooncake_connector.deploy.fleet import NoAnswer, look, unless_lost
+from mooncake_connector.deploy.instances import Group, Instance
+from mooncake_connector.deploy.policies import RoundRobin
+from mooncake_connector.deploy.relay import Proxy, Request
 
 
 @pytest.mark.parametrize("way", [VLLM, SGLANG], ids=("sequential", "sglang"))
@@ -110,7 +112,7 @@ def test_a_client_that_leaves_as_an_answer_comes_leaves_nothing_open():
 
     async def leave() -> None:
         client, decode = Client(), Instance("http://x", failures=0)
-        group = Group([decode], by_load=False)
+        group = Group([decode], RoundRobin())
         proxy = Proxy("vllm", group, group, concurrent=False, silence_s=60.0, client=client)
         asking = asyncio.create_task(proxy._decoded(Request("/", {}, {}, None), {}))
         await client.asked.wait()

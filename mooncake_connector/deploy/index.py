@@ -1,0 +1,174 @@
+"""Asks an index that speaks the HTTP API of Mooncake's Conductor how much of a prompt each instance has.
+
+The API is that of Mooncake's RFC #1403 and its docs/source/api-reference/http/conductor-indexer.md. Its `/query` wants
+token ids, which an instance's own `/tokenize` makes. An index that is slow, wrong or dead costs what it would have
+told, and at most the deadline; after some failures in a row it is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from mooncake_connector.deploy.bodies import Body
+from mooncake_connector.deploy.instances import Instance
+from mooncake_connector.deploy.policies import Prompt
+from mooncake_connector.deploy.prompts import are_tokens, text_of, tokens_in
+from mooncake_connector.log import log_once
+
+TENANT = "default"
+_FAILURES, _PAUSE_S = 3, 5.0
+_MAX_ANSWER_NBYTES = 16 << 20
+_OF_CHATS = (
+    "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+    "chat_template_kwargs", "add_special_tokens",
+)  # fmt: skip
+_OF_COMPLETIONS = ("model", "prompt", "add_special_tokens")
+
+Headers = dict[bytes, bytes]
+T = TypeVar("T")
+
+
+class _Failed(Exception):
+    """Why a question has no answer: `cause` is counted."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class Index:
+    """Implements `Prefixes`.
+
+    Args:
+        url: where the index listens, without a path.
+        block_tokens: the size of the blocks by which instances are registered there.
+        deadline_s: for all that is asked for one request.
+        token: sent as a bearer token; empty for none.
+        client: an httpx.AsyncClient.
+    """
+
+    def __init__(self, url: str, *, block_tokens: int, deadline_s: float, token: bytes, client: Any) -> None:
+        self._url, self._block_tokens, self._deadline_s, self._client = (
+            url.rstrip("/"),
+            block_tokens,
+            deadline_s,
+            client,
+        )
+        self._headers = {b"authorization": b"Bearer " + token} if token else {}
+        self._failures, self._not_before_s = 0, 0.0
+        self.outcomes: Counter[str] = Counter()
+        """Requests by what became of the question: `answered`, `no_tokens`, `unasked`, or why there was no answer."""
+
+    async def find(self, body: Body, headers: Headers, among: Sequence[Instance]) -> Prompt:
+        prompt = Prompt(tokens_in(text_of(body)))
+        if time.monotonic() < self._not_before_s:
+            self.outcomes["unasked"] += 1
+            return prompt
+        until_s, is_index = time.monotonic() + self._deadline_s, False
+        try:
+            tokens = await self._within(until_s, self._tokens(body, headers, among))
+            if not tokens:
+                self.outcomes["no_tokens"] += 1
+                return prompt
+            prompt, is_index = Prompt(len(tokens)), True
+            answer = await self._within(until_s, self._post(f"{self._url}/query", self._question(body, tokens), {}))
+            prompt = Prompt(len(tokens), matched(answer, [one.url for one in among]))
+        except _Failed as error:
+            self._failed(error, is_index)
+            return prompt
+        self._failures = 0
+        self.outcomes["answered"] += 1
+        return prompt
+
+    def sent(self, prompt: Prompt, one: Instance) -> None:
+        """The index hears of it from the instance."""
+
+    def _failed(self, error: _Failed, is_index: bool) -> None:
+        """What an instance does not tokenize says nothing about the index: a client may have sent anything."""
+        cause = f"index_{error.cause}" if is_index else f"tokenize_{error.cause}"
+        self.outcomes[cause] += 1
+        if is_index:
+            self._failures += 1
+            if self._failures >= _FAILURES:
+                self._not_before_s = time.monotonic() + _PAUSE_S
+        log_once(f"router.{cause}", "the index is not of use, so requests go by load alone: %s", error)
+
+    async def _within(self, until_s: float, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await asyncio.wait_for(work, max(0.0, until_s - time.monotonic()))
+        except _Failed:
+            raise
+        except (TimeoutError, asyncio.TimeoutError):
+            raise _Failed("late", f"no answer within {self._deadline_s:g} s") from None
+        except Exception as error:  # httpx has many, and no request may fail for any of them
+            raise _Failed("unreachable", repr(error)) from None
+
+    def _question(self, body: Body, tokens: list[int]) -> Body:
+        salt = body.get("cache_salt")
+        return {
+            "model": str(body.get("model") or ""),
+            "token_ids": tokens,
+            "tenant_id": TENANT,
+            "block_size": self._block_tokens,
+            **({"cache_salt": salt} if salt and isinstance(salt, str) else {}),
+        }
+
+    async def _tokens(self, body: Body, headers: Headers, among: Sequence[Instance]) -> list[int]:
+        """Of the one prompt of a request; none where it has several, or something else."""
+        prompt = body.get("prompt")
+        if isinstance(prompt, list):
+            return prompt if are_tokens(prompt) else []
+        asked = min((one for one in among if one.healthy), key=lambda one: one.load, default=None)
+        if asked is None:
+            return []
+        question = {key: body[key] for key in (_OF_CHATS if prompt is None else _OF_COMPLETIONS) if key in body}
+        answer = await self._post(f"{asked.url}/tokenize", question, headers)
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list) or not are_tokens(tokens):
+            raise _Failed("wrong", f"{asked.url}/tokenize answered no token ids")
+        return tokens
+
+    async def _post(self, url: str, question: Body, headers: Headers) -> Any:
+        headers = {**(headers or self._headers), b"content-type": b"application/json"}
+        request = self._client.build_request("POST", url, content=json.dumps(question), headers=headers)
+        found = await self._client.send(request, stream=True)
+        try:
+            data = bytearray()
+            async for piece in found.aiter_bytes():
+                data += piece
+                if len(data) > _MAX_ANSWER_NBYTES:
+                    raise _Failed("wrong", f"{url} answered more than {_MAX_ANSWER_NBYTES} bytes")
+        finally:
+            await found.aclose()
+        if found.status_code != 200:
+            raise _Failed("refused", f"{url} answered {found.status_code} {data[:200].decode(errors='replace')}")
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            raise _Failed("wrong", f"{url} answered what is no JSON") from None
+
+
+def matched(answer: Any, urls: Sequence[str]) -> dict[str, int]:
+    """What an answer to `/query` says of instances, which it may name by URL or by `host:port`; raises _Failed.
+
+    Instances that this router does not have are left out.
+    """
+    told = answer.get(TENANT, {}) if isinstance(answer, dict) else None
+    if not isinstance(told, dict):
+        raise _Failed("wrong", f"/query answered no instances of the tenant {TENANT}")
+    found: dict[str, int] = {}
+    for url in urls:
+        of = told.get(url, told.get(urlsplit(url).netloc))
+        if of is None:
+            continue
+        tokens = of.get("longest_matched") if isinstance(of, dict) else None
+        if type(tokens) is not int or tokens < 0:
+            raise _Failed("wrong", f"/query answered no number of tokens for {url}")
+        found[url] = tokens
+    return found
