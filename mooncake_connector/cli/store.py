@@ -31,6 +31,7 @@ from store_client.agent.forget import mark
 from store_client.agent.visit import ask_report, ask_to_forget
 from store_client.base import Progress
 from store_client.embedded import PoolUser, pool_users
+from store_client.embedded.policies import POLICIES
 
 app = command_group("Inspect, verify, clear, save, restore and delete the pool of KV pages.")
 
@@ -96,6 +97,31 @@ def _agent_of(folder: Path) -> dict[str, Any] | None:
     except PoolError as error:
         typer.echo(clean(f"{error}"), err=True)
         return None
+
+
+@app.command()
+def eviction(
+    policy: Annotated[
+        str | None, typer.Argument(metavar="|".join(POLICIES), help="The policy from now on; without one it is shown.")
+    ] = None,
+    pool: Pool = None,
+    as_json: Json = False,
+) -> None:
+    """Show or change which pages the pool evicts first. A change goes for all its processes, at once; pages stay.
+
+    \b
+    Examples:
+      mooncake-connector store eviction
+      mooncake-connector store eviction s3-fifo
+    """
+    with pool_.opened(pool) as store:
+        if policy is not None:
+            store.choose_eviction(policy)
+        found = store.eviction
+    if as_json:
+        print_json({"eviction": found})
+    else:
+        typer.echo(found)
 
 
 @app.command("ls")

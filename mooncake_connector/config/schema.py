@@ -46,7 +46,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     capacity: Annotated[
         Nbytes | None,
         _field(
-            "How many bytes of pages the pool may hold; when it is full, the least recently used pages are evicted. "
+            "How many bytes of pages the pool may hold; when it is full, pages are evicted (`eviction`). "
             "Unset: a quarter of what the folder's file system has free when the pool is created, at most 16 GiB.",
             'bytes as an integer, or text with a unit: "8GiB" or "8Gi" (8 * 1024**3), "8GB" or "8G" (8 * 1000**3), '
             "likewise with K, M, T and P, in upper or lower case; from 1MiB to 1024TiB; null for the default",
@@ -106,13 +106,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 10.0
     eviction: Annotated[
-        Literal["lru"],
+        Literal["lru", "s3-fifo", "auto"] | None,
         _field(
-            "Which pages are evicted first when the pool is full. A page is never evicted before the pages that follow "
-            "it in its prefix.",
-            '"lru" (least recently used)',
+            "Which pages are evicted first when a new pool is full. A pool that is there keeps its own policy, the "
+            "same for all its processes: `mooncake-connector store eviction` shows and changes it. A page is never "
+            "evicted before the pages that follow it in its prefix.",
+            '"lru" (least recently used), "s3-fifo" (what was used once goes before what was used again) or "auto" '
+            "(what by the pool's own record comes back last); null for the default, lru",
         ),
-    ] = "lru"
+    ] = None
     state_budget: Annotated[
         float,
         _field(

@@ -3,7 +3,7 @@
 <pool>/pool.json      which data folder is current; replaced as a whole, never edited
 <pool>/open.lock      held while a process opens or rebuilds the pool
 <pool>/agent.*        what the agent leaves, where there is one: socket, lock, log, marks of what it shall forget
-<pool>/<id>/          ledger/data.mdb, table, feed, arena, spaces, evicted, owners/
+<pool>/<id>/          ledger/data.mdb, table, feed, arena, spaces, evicted, policy, owners/
 
 A data folder is ours if pool.json names it, or if its name proves that it was made here: such a proof cannot be deleted
 by whoever cleans up old files. Nothing is removed recursively: only files that bear the names of our layout go, and
@@ -27,12 +27,13 @@ from mooncake_connector.sizes import human_nbytes
 from store_client.embedded import evicted, feed, ledger, table
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.locks import FileLock, LockTimeout, read_file, write_file
+from store_client.embedded.policies import hints_nbytes
 
 DESCRIPTION, OPEN_LOCK = "pool.json", "open.lock"
 NEW_DESCRIPTION = "pool.json.new"
 AGENT_SOCKET, AGENT_LOCK, AGENT_LOG = "agent.sock", "agent.lock", "agent.log"
 AGENT_MARK = re.compile(r"agent\.forget\.([0-9a-f]{64}|all)(?:\.[0-9a-f]{16})?")
-_FILES = ("table", "feed", "arena", "spaces", "evicted", "write.lock", "ledger/data.mdb")
+_FILES = ("table", "feed", "arena", "spaces", "evicted", "policy", "policy.new", "write.lock", "ledger/data.mdb")
 _ID = re.compile(r"[0-9a-f]{32}")
 _OWNER = re.compile(r"[0-9a-f]{32}(\.new)?")
 _REMOVAL_WAIT_S = 5.0
@@ -112,7 +113,7 @@ def pages_for(capacity_nbytes: int) -> int:
 
 def index_nbytes(max_pages: int) -> int:
     mapped = table.table_nbytes(max_pages) + ledger.map_nbytes(max_pages)
-    return mapped + feed.FEED_NBYTES + evicted.evicted_nbytes(max_pages)
+    return mapped + feed.FEED_NBYTES + evicted.evicted_nbytes(max_pages) + hints_nbytes(max_pages)
 
 
 def overhead_nbytes(capacity_nbytes: int) -> int:

@@ -17,12 +17,12 @@ from mooncake_connector.log import get_logger
 from mooncake_connector.sizes import human_nbytes
 from store_client.embedded import folder
 from store_client.embedded.arena import GRANULE
-from store_client.embedded.evictor import Policy
 from store_client.embedded.faults import DAMAGE
 from store_client.embedded.feed import FEED_NBYTES, Feed
 from store_client.embedded.folder import Description, Unusable
 from store_client.embedded.ledger import Ledger, map_nbytes
 from store_client.embedded.locks import FileLock, LockTimeout
+from store_client.embedded.policies import DEFAULT_POLICY, hints_nbytes, policy_number
 from store_client.embedded.pool import Pool
 from store_client.embedded.table import Table, table_nbytes
 
@@ -33,7 +33,7 @@ _GROWS_IN_PLACE = 4
 
 
 def open_pool(
-    path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: float, *, rebuild: bool = True,
+    path: Path, capacity_nbytes: int | None, eviction: str | None, deadline_s: float, *, rebuild: bool = True,
     distrusted: Path | None = None,
 ) -> Pool:  # fmt: skip
     """Open the pool at `path`, creating or rebuilding it if need be. Raises PoolError.
@@ -50,7 +50,7 @@ def open_pool(
         try:
             lock.acquire(deadline)
             try:
-                return _open_locked(path, capacity_nbytes, policy, deadline, rebuild, distrusted)
+                return _open_locked(path, capacity_nbytes, eviction, deadline, rebuild, distrusted)
             finally:
                 lock.release()
         finally:
@@ -78,14 +78,14 @@ def _open_lock(path: Path) -> FileLock:
 
 
 def _open_locked(
-    path: Path, capacity: int | None, policy: Policy, deadline: float, rebuild: bool, distrusted: Path | None
+    path: Path, capacity: int | None, eviction: str | None, deadline: float, rebuild: bool, distrusted: Path | None
 ) -> Pool:
     try:
         description = folder.read_description(path)
         if description is not None:
             if description.data(path) == distrusted:
                 raise Unusable("damage was found while it was in use")
-            return _open_existing(path, description, capacity, policy, deadline)
+            return _open_existing(path, description, capacity, eviction, deadline)
         if not rebuild:
             raise Unusable(f"{folder.DESCRIPTION} is missing")
     except Unusable as reason:
@@ -94,14 +94,14 @@ def _open_locked(
         logger.warning("pool %s is rebuilt, empty: %s; its pages will be recomputed", path, reason)
     folder.remove_data(path)
     chosen = folder.check_capacity(path, capacity, 0)
-    description = _create(path, chosen)
+    description = _create(path, chosen, eviction)
     try:
-        return _open_existing(path, description, chosen, policy, deadline)
+        return _open_existing(path, description, chosen, eviction, deadline)
     except Unusable as reason:
         raise PoolError(f"pool {path} was just created and cannot be used ({reason}); choose another `pool`") from None
 
 
-def _create(path: Path, capacity: int) -> Description:
+def _create(path: Path, capacity: int, eviction: str | None) -> Description:
     """A new, empty data folder, all of its index secured, and pool.json that points to it."""
     description = folder.new_description(capacity)
     data = description.data(path)
@@ -109,13 +109,16 @@ def _create(path: Path, capacity: int) -> Description:
         data.mkdir(mode=0o700)
         (data / "ledger").mkdir(mode=0o700)
         (data / "owners").mkdir(mode=0o700)
-        sizes = {"table": table_nbytes(description.max_pages), "feed": FEED_NBYTES, "spaces": 0, "arena": 0}
+        max_pages = description.max_pages
+        sizes = {"table": table_nbytes(max_pages), "policy": hints_nbytes(max_pages), "feed": FEED_NBYTES}
+        sizes |= {"spaces": 0, "arena": 0}
         for name, nbytes in sizes.items():
             _secure(data / name, nbytes, os.O_CREAT | os.O_EXCL)
         os.truncate(data / "arena", capacity)
         table, feed = Table(data / "table", description.max_pages), Feed(data / "feed", description.ring)
         ledger = Ledger(data / "ledger", table, feed)
         _secure(data / "ledger" / "data.mdb", map_nbytes(description.max_pages))
+        table.set_eviction(policy_number(eviction or DEFAULT_POLICY))
         ledger.found(capacity // GRANULE)
         ledger.close()
         folder.write_description(path, description)
@@ -167,14 +170,16 @@ def _check_files(data: Path, description: Description) -> None:
             raise Unusable(f"{name} has {status.st_size} bytes and should have {expected[name]}")
 
 
-def _open_existing(path: Path, description: Description, capacity: int | None, policy: Policy, deadline: float) -> Pool:
+def _open_existing(
+    path: Path, description: Description, capacity: int | None, eviction: str | None, deadline: float
+) -> Pool:
     if capacity is not None and folder.pages_for(capacity) > _GROWS_IN_PLACE * description.max_pages:
         folder.check_capacity(path, capacity, folder.held_nbytes(path))  # an impossible one must not cost the pool
         wanted = human_nbytes(capacity)
         raise Unusable(f"capacity {wanted} is more than its index of {description.max_pages} pages can serve")
     _check_files(description.data(path), description)
     try:
-        return Pool(path, description, capacity, policy, deadline)
+        return Pool(path, description, capacity, eviction, deadline)
     except DAMAGE as error:
         raise Unusable(f"its index is damaged ({type(error).__name__}: {error})") from None
     except lmdb.Error as error:

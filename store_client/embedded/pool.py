@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mooncake_connector.errors import PoolError
-from mooncake_connector.log import get_logger
+from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.sizes import human_nbytes
 from store_client.embedded import folder
 from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.evicted import Evicted
-from store_client.embedded.evictor import Policy
 from store_client.embedded.faults import DAMAGE, start_thread
 from store_client.embedded.feed import Feed
 from store_client.embedded.ledger import Ledger
 from store_client.embedded.locks import FileLock, LockTimeout
 from store_client.embedded.names import Spaces
 from store_client.embedded.owners import Owners
+from store_client.embedded.policies import Hints
+from store_client.embedded.policies.file import open_hints
 from store_client.embedded.reader import Reader
 from store_client.embedded.table import Found, Table
 from store_client.embedded.writer import Writer
@@ -45,8 +46,9 @@ class Pool:
     """
 
     def __init__(
-        self, path: Path, description: folder.Description, capacity_nbytes: int | None, policy: Policy, deadline: float
-    ) -> None:
+        self, path: Path, description: folder.Description, capacity_nbytes: int | None, eviction: str | None,
+        deadline: float,
+    ) -> None:  # fmt: skip
         self.path, self.data = path, description.data(path)
         self.damage: str | None = None
         """What proves that the files cannot be trusted any more."""
@@ -57,10 +59,10 @@ class Pool:
         self._next_look = 0.0
         self._open(description)
         try:
-            self.writer = Writer(
-                self._lock, self._ledger, self.table, self.arena, self.spaces, self._owners, policy, self.evicted
-            )
+            parts = self._lock, self._ledger, self.table, self.arena, self.spaces, self._owners
+            self.writer = Writer(*parts, self._hints, self.evicted)
             secured = self._tidy_up(capacity_nbytes, deadline)
+            self._agree_on(eviction)
             self._files = [path / folder.DESCRIPTION, *(self.data / name for name in _FILES)]
             self._known = [os.stat(file) for file in self._files]
         except BaseException:
@@ -83,10 +85,12 @@ class Pool:
             opened.pop_all()
         self.spaces, self.counters = Spaces(data / "spaces"), self._owners.counters
         self.evicted = Evicted(data / "evicted", description.max_pages)
+        self._hints: Hints | None = open_hints(data / "policy", description.max_pages)
 
     def _tidy_up(self, capacity_nbytes: int | None, deadline: float) -> int:
         """Returns the granules that are secured."""
         self.writer.bury(deadline)
+        self.writer.begin_counting_uses(deadline)
         problem = self.writer.unsound(deadline)
         if problem is not None:
             raise folder.Unusable(problem)
@@ -98,6 +102,16 @@ class Pool:
             )
             self.writer.resize(capacity_nbytes // GRANULE, deadline)
         return self.writer.trim(deadline)
+
+    def _agree_on(self, eviction: str | None) -> None:
+        """All processes of a pool use its policy: what is asked for counts when a pool is made."""
+        has = self.writer.eviction
+        if eviction not in (None, has):
+            log_once(
+                f"store.eviction:{self.path}", "pool %s evicts by %s, as all its processes do, and not by %s as was "
+                "asked for here: `mooncake-connector store eviction %s` changes it for all",
+                self.path, has, eviction, eviction, logger=logger,
+            )  # fmt: skip
 
     def _check_capacity(self, capacity_nbytes: int) -> None:
         granted = self.table.capacity_granules * GRANULE

@@ -78,7 +78,7 @@ class Reader:
             else:
                 self._report_corrupt(found)
         if touched:
-            self._table.touch(touched, READ)
+            self._table.touch(touched, READ, use=True)
         self._counters.add(
             read_pages=len(touched), read_nbytes=len(touched) * nbytes, geometry=geometry, changed=changed
         )

@@ -13,7 +13,6 @@ from typing import TypeVar
 from mooncake_connector.errors import PoolError
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.embedded.arena import GRANULE
-from store_client.embedded.evictor import Policy
 from store_client.embedded.faults import CallersOwn, start_thread
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.opening import open_pool
@@ -32,14 +31,14 @@ _lock = threading.Lock()
 _handles: dict[Path, "Handle"] = {}
 
 
-def attach(path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: float, rebuild: bool) -> "Handle":
+def attach(path: Path, capacity_nbytes: int | None, eviction: str | None, deadline_s: float, rebuild: bool) -> "Handle":
     """The handle of the pool at `path`, opened if this process has not yet. Raises PoolError."""
     path = Path(os.path.abspath(path))
     with _lock:
         handle = _handles.get(path)
         if handle is None:
-            pool = open_pool(path, capacity_nbytes, policy, deadline_s, rebuild=rebuild)
-            handle = _handles[path] = Handle(path, pool, capacity_nbytes, policy, rebuild)
+            pool = open_pool(path, capacity_nbytes, eviction, deadline_s, rebuild=rebuild)
+            handle = _handles[path] = Handle(path, pool, capacity_nbytes, eviction, rebuild)
         else:
             handle.adopt(capacity_nbytes, deadline_s)
         handle.users += 1
@@ -49,12 +48,14 @@ def attach(path: Path, capacity_nbytes: int | None, policy: Policy, deadline_s: 
 class Handle:
     """A pool that stays the one of its folder: when that is replaced, a thread opens the new one."""
 
-    def __init__(self, path: Path, pool: Pool, capacity_nbytes: int | None, policy: Policy, rebuild: bool) -> None:
+    def __init__(
+        self, path: Path, pool: Pool, capacity_nbytes: int | None, eviction: str | None, rebuild: bool
+    ) -> None:
         self.path = path
         self.users = 0
         self._pool: Pool | None = pool
         self._capacity_nbytes = capacity_nbytes
-        self._policy, self._rebuild = policy, rebuild
+        self._eviction, self._rebuild = eviction, rebuild
         self._following = threading.Lock()
 
     def adopt(self, capacity_nbytes: int | None, deadline_s: float) -> None:
@@ -162,7 +163,7 @@ class Handle:
                 if not self.users or self._pool is not old:
                     return
                 self._pool = open_pool(
-                    self.path, self._capacity_nbytes or old.arena.limit * GRANULE, self._policy, _REOPEN_DEADLINE_S,
+                    self.path, self._capacity_nbytes or old.arena.limit * GRANULE, self._eviction, _REOPEN_DEADLINE_S,
                     rebuild=self._rebuild and broken, distrusted=old.data if broken else None,
                 )  # fmt: skip
         except PoolError as error:

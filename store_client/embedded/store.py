@@ -15,11 +15,11 @@ from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes, Change, Changes, Position, Progress, SpaceInfo, Store, StoreStats, VerifyReport
 from store_client.embedded import folder, present
 from store_client.embedded.arena import GRANULE
-from store_client.embedded.evictor import POLICIES
 from store_client.embedded.faults import callers
 from store_client.embedded.glance import figures
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.names import identify
+from store_client.embedded.policies import POLICIES
 from store_client.embedded.pool import Pool
 from store_client.embedded.registry import Handle, attach
 from store_client.embedded.returning import put_back
@@ -38,7 +38,8 @@ class EmbeddedStore(Store):
 
     `path` None is a folder of this user under /dev/shm, or under the temporary folder where shared memory is too
     small (logged). `capacity_nbytes` None keeps the capacity that the pool has; a new pool gets a quarter of what is
-    free on the file system, at most 16 GiB. `eviction` is one of `POLICIES`. `deadline_s` bounds opening.
+    free on the file system, at most 16 GiB. `eviction` is one of `POLICIES`, or None for the default; a pool that is
+    there keeps its own (logged). `deadline_s` bounds opening.
     A pool that cannot be used (older format, restart of the machine, damage) is rebuilt, or is an error without
     `rebuild`: for whoever only wants to look.
 
@@ -51,17 +52,17 @@ class EmbeddedStore(Store):
         path: str | os.PathLike[str] | None = None,
         capacity_nbytes: int | None = None,
         *,
-        eviction: str = "lru",
+        eviction: str | None = None,
         deadline_s: float = 10.0,
         rebuild: bool = True,
     ) -> None:
-        if eviction not in POLICIES:
+        if eviction is not None and eviction not in POLICIES:
             raise PoolError(f"eviction {eviction!r} is unknown: expected one of {sorted(POLICIES)}")
         if path is None:
             path, notice = folder.choose_default(capacity_nbytes)
             if notice:
                 log_once("store.fallback", "%s", notice, logger=logger)
-        self._handle: Handle = attach(Path(path), capacity_nbytes, POLICIES[eviction](), deadline_s, rebuild)
+        self._handle: Handle = attach(Path(path), capacity_nbytes, eviction, deadline_s, rebuild)
         self._closed = threading.Event()
         self._closing = threading.Lock()
         """Taken by the one call of `close` that counts, and never given back."""
@@ -177,6 +178,18 @@ class EmbeddedStore(Store):
                 ) from None
 
         return self._handle.ask(self._closed, clear)
+
+    @property
+    def eviction(self) -> str:
+        """Name of the pool's eviction policy."""
+        return self._handle.ask(self._closed, lambda pool: pool.writer.eviction)
+
+    def choose_eviction(self, name: str, *, deadline_s: float = 10.0) -> None:
+        """Name the pool's eviction policy, one of `POLICIES`, for all its processes. Raises PoolError."""
+        if name not in POLICIES:
+            raise PoolError(f"eviction {name!r} is unknown: expected one of {sorted(POLICIES)}")
+        deadline = time.monotonic() + deadline_s
+        self._handle.ask(self._closed, lambda pool: pool.writer.choose_eviction(name, deadline))
 
     def verify(self, progress: Progress | None = None) -> VerifyReport:
         report = callers(progress) if progress is not None else None

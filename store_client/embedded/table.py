@@ -35,6 +35,7 @@ the seconds of all together."""
 _NAMED = (*COUNTERS, *CAUSES, *AGES)
 """In the order of the header: a new name goes to the end, and older pools have it as 0."""
 _APPLIED, _PAGES, _USED, _CAPACITY, _CLEARS = range(5)
+_EVICTION, _COUNTS_USES = 16, 17
 _FIRST_COUNTER = 64
 _COLUMN_NBYTES = 8 + 8 + 4 + 4 + 4
 _ROWS_AT_ONCE = 1 << 16
@@ -46,6 +47,12 @@ READ, BROUGHT = 1, 2
 """Marks in the lowest bits of a page's time of last use: that it was read since it was stored, and that it did not come
 from an engine but from a tier. Hints like that time: a mark may be lost where two processes set it at once."""
 _MARKS = READ | BROUGHT
+MOST_USES = 15
+"""How often a page was used is counted up to here, in the bits above the marks: reads, and puts of what was there, once
+for all within a second, since a request may touch a page several times. A hint as well."""
+_USE, _USES = 4, 4 * MOST_USES
+_HINTS = _MARKS | _USES
+_USES_APART_NS = 1_000_000_000
 
 _ROW = struct.Struct("<32sQQQIIIIII10IQ")
 ROW_NBYTES = _ROW.size
@@ -230,7 +237,8 @@ class Table:
         self._words: U64 = column("<u8", num_buckets(max_pages) * CELLS)
         self.cells = Cells(self._words)
         self.access: U64 = column("<u8", max_pages)
-        """`now_ns()` of the last read or put of the page, but for its lowest bits (READ, BROUGHT): a hint."""
+        """`now_ns()` of the last read or put of the page, but for its lowest bits (READ, BROUGHT, and the number of its
+        uses): a hint."""
         self.space: U64 = column("<u8", max_pages)
         self.parent: U32 = column("<u4", max_pages)
         self.depth: U32 = column("<u4", max_pages)
@@ -349,15 +357,44 @@ class Table:
         """True if the page is still where it was found, so that what was read in between are its bytes."""
         return self.rows[found.slot].tobytes() == found.raw
 
-    def touch(self, slots: Sequence[int], mark: int = 0) -> None:
-        """Note that these pages were used now, and mark them."""
+    def touch(self, slots: Sequence[int], mark: int = 0, *, use: bool = False) -> None:
+        """Note that these pages were used now, and mark them. `use`: for what they hold, which is counted."""
         at = np.asarray(slots, dtype=np.int64)
-        self.access[at] = (self.access[at] & np.uint64(_MARKS)) | np.uint64(now_ns() & ~_MARKS | mark)
+        now, before = now_ns(), self.access[at]
+        kept = before & np.uint64(_HINTS)
+        if use:
+            again = now - before.view(np.int64) > _USES_APART_NS
+            kept += np.uint64(_USE) * (again & (kept < _USES))
+        self.access[at] = kept | np.uint64(now & ~_HINTS | mark)
+
+    def uses(self, access: U64) -> U8:
+        """How often each page was used since it was stored, from its time of last use; at most MOST_USES."""
+        uses: U8 = (access.astype(np.uint8) >> np.uint8(2)) & np.uint8(MOST_USES)
+        return uses
+
+    def set_uses(self, slots: Slots, uses: U8) -> None:
+        kept = self.access[slots] & ~np.uint64(_USES)
+        self.access[slots] = kept | uses.astype(np.uint64) << np.uint64(2)
+
+    @property
+    def eviction(self) -> int:
+        """Number of the pool's eviction policy."""
+        return int(self._header[_EVICTION])
+
+    def set_eviction(self, number: int) -> None:
+        """Under the write lock only."""
+        self._header[_EVICTION] = number
+
+    def begin_counting_uses(self) -> None:
+        """In a pool of a version that counted none, take what stands in their place away. Under the write lock only."""
+        if not self._header[_COUNTS_USES]:
+            self.access &= ~np.uint64(_USES)
+            self._header[_COUNTS_USES] = 1
 
     def backdate(self, slots: Sequence[int], used_ns: Sequence[int]) -> None:
-        """Note that these pages were last used then, and take their marks away."""
+        """Note that these pages were last used then, and take their marks and uses away."""
         when = np.asarray(used_ns, dtype=np.uint64)
-        self.access[np.asarray(slots, dtype=np.int64)] = when & ~np.uint64(_MARKS)
+        self.access[np.asarray(slots, dtype=np.int64)] = when & ~np.uint64(_HINTS)
 
     def apply(self, record: Record, accessed_ns: int) -> None:
         """Carry out a committed record; applying one again changes nothing."""
@@ -369,7 +406,7 @@ class Table:
             rows = np.ascontiguousarray(record.set_rows).reshape(-1).view(ROW_DTYPE)
             for name, column in (("parent", self.parent), ("depth", self.depth), ("space", self.space)):
                 column[slots] = rows[name]
-            self.access[slots] = accessed_ns & ~_MARKS
+            self.access[slots] = accessed_ns & ~_HINTS
             self.rows[slots] = record.set_rows
             self.granules[slots] = rows["granules"]
             self._words[record.set_cells] = record.set_words
@@ -377,8 +414,8 @@ class Table:
         self._header[_USED] = record.used_granules
         self._header[_APPLIED] = record.number
 
-    def hashes_of(self, slots: U32) -> U64:
-        """The hashes of the names of the pages at `slots`."""
+    def hashes_of(self, slots: U32 | Slots) -> U64:
+        """Of the names of the pages at `slots`."""
         rows = self._rows_at(slots.astype(np.int64))
         return hash_keys(rows["key"], rows["space"].astype(np.uint64))
 

@@ -17,11 +17,12 @@ from mooncake_connector.kv.namespace import Namespace
 from store_client.embedded.allocator import Allocator, Piece, as_runs
 from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.evicted import Evicted
-from store_client.embedded.evictor import FORGET_BATCH, Evictor, Policy
+from store_client.embedded.evictor import FORGET_BATCH, Evictor
 from store_client.embedded.ledger import Draft, Ledger, Reservation
 from store_client.embedded.locks import FileLock
 from store_client.embedded.names import Slots, Spaces, hash_keys, join_keys
 from store_client.embedded.owners import Owners
+from store_client.embedded.policies import Hints
 from store_client.embedded.table import INLINE_EXTENTS, NONE, ROW_NBYTES, Found, Row, Table, now_ns
 from store_client.fate import Lost
 
@@ -84,11 +85,11 @@ class Writer:
 
     def __init__(
         self, lock: FileLock, ledger: Ledger, table: Table, arena: Arena, spaces: Spaces, owners: Owners,
-        policy: Policy, evicted: Evicted,
+        hints: Hints | None, evicted: Evicted,
     ) -> None:  # fmt: skip
         self._lock, self._ledger, self._table, self._arena = lock, ledger, table, arena
         self._spaces, self._owners = spaces, owners
-        self._evictor = Evictor(table, ledger, policy, evicted)
+        self._evictor = Evictor(table, ledger, hints, evicted)
         self._allocator = Allocator(arena)
         self._abandoned: list[Reservation] = []
         self._doubted: list[tuple[int, Found | None]] = []
@@ -245,7 +246,7 @@ class Writer:
 
     def _refresh(self, pages: PutPages, slots: list[int], present: list[int]) -> None:
         """A page put again counts as used, and its link to its parent is renewed."""
-        self._table.touch([slots[i] for i in present])
+        self._table.touch([slots[i] for i in present], use=True)
         by_key = dict(zip(pages.keys, slots, strict=True))
         beneath = self._beneath(pages, present)
         for i in present:
@@ -279,7 +280,7 @@ class Writer:
                     if draft.release(plan.reservation):
                         outcome = self._publish(draft, plan, space)
                 if outcome is not None:
-                    self._note_use(plan, outcome)
+                    self._note_use(plan, outcome, space)
                     return outcome
                 # Somebody took this process for dead (its owner file was deleted): the space is no longer ours.
                 return dict.fromkeys((place.index for place in plan.places), "reclaimed")
@@ -287,14 +288,18 @@ class Writer:
             self.abandon(plan.reservation)
             raise
 
-    def _note_use(self, plan: PutPlan, outcome: Mapping[int, str]) -> None:
+    def _note_use(self, plan: PutPlan, outcome: Mapping[int, str], space: int) -> None:
         """What the table says of the use of new pages, where that is not just "now"."""
         pages = plan.pages
         stored = [place for place in plan.places if outcome[place.index] == "stored"]
+        if not stored:
+            return
         if pages.used_ns is not None:
             self._table.backdate([place.slot for place in stored], [pages.used_ns[place.index] for place in stored])
         elif pages.mark:
             self._table.touch([place.slot for place in stored], pages.mark)
+        prints = hash_keys(join_keys([pages.keys[place.index] for place in stored]), space)
+        self._evictor.stored(np.array([place.slot for place in stored], dtype=np.int64), prints)
 
     def _publish(self, draft: Draft, plan: PutPlan, space: int) -> dict[int, str]:
         table, keys = self._table, plan.pages.keys
@@ -426,6 +431,21 @@ class Writer:
                 draft.free.clip(capacity)
                 draft.high_water = min(draft.high_water, capacity)
             self._follow_capacity(capacity)
+
+    @property
+    def eviction(self) -> str:
+        """Name of the pool's eviction policy."""
+        return self._evictor.policy_name
+
+    def choose_eviction(self, name: str, deadline: float) -> None:
+        """Name the pool's eviction policy, one of `POLICIES`, for all its processes from now on."""
+        with self.locked(deadline):
+            self._evictor.choose_policy(name)
+
+    def begin_counting_uses(self, deadline: float) -> None:
+        """See `Table.begin_counting_uses`."""
+        with self.locked(deadline):
+            self._table.begin_counting_uses()
 
     def unsound(self, deadline: float) -> str | None:
         """See `Ledger.unsound`."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from store_client.embedded.evictor import Candidates, effective_access
+from store_client.embedded.names import U32, U64
 from store_client.embedded.survey import Pages
 from store_client.embedded.table import NONE
 
 _WINDOW_NBYTES = 128 << 20
 """Within so much, pages of one namespace and shard stand together: they are written to a pool in batches."""
 
-_APART_NS = np.uint64(8)
-"""A pool keeps marks in the lowest bits of such times."""
+_APART_NS = np.uint64(64)
+"""A pool keeps marks and a count in the lowest bits of such times."""
 
 Order = npt.NDArray[np.int64]
 
@@ -29,17 +29,34 @@ def returning_order(pages: Pages) -> Order:
     # Of clocks that run forwards: the least is the oldest.
     used = np.uint64(pages["idle_ns"].max()) - pages["idle_ns"]
     parents = np.where(pages["parent"] < 0, NONE, pages["parent"]).astype(np.uint32)
-    candidates = Candidates(used, parents, pages["depth"], np.ones(len(pages), dtype=np.uint32))
-    used = effective_access(candidates, np.arange(len(pages)))
+    used = effective_use(used, parents)
     order: Order = np.lexsort((pages["depth"], pages["idle_ns"].max() - used))
     window = np.cumsum(pages["nbytes"][order], dtype=np.int64) // _WINDOW_NBYTES
     return order[np.lexsort((np.arange(len(order)), pages["space"][order], window))]
 
 
+def effective_use(used: U64, parent: U32) -> U64:
+    """The latest use of each page or of any of its descendants; `parent` are places of the same pages, or NONE.
+
+    Follows the chains upwards from the pages whose use is later than their parent's. It ends, because every round
+    raises a value.
+    """
+    used = used.copy()
+    children = np.flatnonzero(parent < len(used))
+    while len(children):
+        parents = parent[children].astype(np.int64)
+        later = used[children] > used[parents]
+        children, parents = children[later], parents[later]
+        np.maximum.at(used, parents, used[children])
+        children = np.unique(parents)
+        children = children[parent[children] < len(used)]
+    return used
+
+
 def times_of_use(idle_ns: npt.NDArray[np.uint64], elapsed_ns: int, now_ns: int) -> npt.NDArray[np.uint64]:
     """When pages were used, on a clock that says `now_ns`, if they were idle for `idle_ns` and then for `elapsed_ns`.
 
-    That clock begins at boot. What was used before comes first on it, a few nanoseconds apart, so the order stays.
+    That clock begins at boot. What was used before comes first on it, some nanoseconds apart, so the order stays.
     """
     ages, rank = np.unique(idle_ns, return_inverse=True)  # the youngest first
     oldest_first = (len(ages) - rank.reshape(-1)).astype(np.uint64) * _APART_NS

@@ -21,7 +21,7 @@ def test_with_nothing_set_the_defaults_hold():
     config = load_config({}, {})
     assert config == Config()
     assert (config.pool, config.capacity, config.model_id) == (None, None, None)
-    assert (config.page_tokens, config.eviction) == (64, "lru")
+    assert (config.page_tokens, config.eviction) == (64, None)
     assert (config.load_deadline_s, config.save_deadline_s, config.log_level) == (5.0, 10.0, "INFO")
 
 
@@ -110,7 +110,7 @@ BAD_VALUES = [
     ("min_hit_tokens", "integer from 1 to 1048576", [0, "64"]),
     ("load_deadline_s", f"{ABOVE_0} 600", [0, -1.0, float("nan"), float("inf")]),
     ("save_deadline_s", f"{ABOVE_0} 600", ["5", True]),
-    ("eviction", '"lru"', ["fifo", ["lru"]]),
+    ("eviction", '"s3-fifo"', ["fifo", ["lru"]]),
     ("log_level", '"INFO"', ["info", 20]),
     ("sglang_takeover", BOOLEAN, [1, "true"]),
     ("prefix_reuse", BOOLEAN, [0]),

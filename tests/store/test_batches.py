@@ -240,7 +240,7 @@ KILLS = {
     "before the commit": "Writer.commit = die",
     "in the commit": "Writer._publish = die",
     "before the table shows them": "Table.apply = die",
-    "before they are marked": "Table.touch = lambda table, slots, mark=0: mark and die()",
+    "before they are marked": "Table.touch = lambda table, slots, mark=0, use=False: mark and die()",
 }
 ALL_OR_NOTHING = {"before the table shows them": 6, "before they are marked": 6}
 

@@ -12,8 +12,9 @@ from mooncake_connector.metrics.registry import AGES_S
 from store_client import EmbeddedStore, Put
 from store_client.embedded import table
 from store_client.embedded.allocator import FreeRuns, as_runs
-from store_client.embedded.evictor import Candidates, Lru
 from store_client.embedded.folder import index_nbytes
+from store_client.embedded.policies import Candidates, Hints
+from store_client.embedded.policies.lru import Lru
 from store_client.embedded.table import NONE
 from store_client.testing import DEADLINE_S, chain, get_page, page_bytes, parents_of, put_chain, put_pages
 
@@ -115,19 +116,21 @@ def test_all_corrupt_pages_of_a_batch_are_dropped(pool, space):
     wait_for(lambda: not any(space.contains(keys)))  # those met after the first one are dropped as well
 
 
-@pytest.mark.parametrize("max_pages", [100_000, 5_000_000])
+@pytest.mark.parametrize("max_pages", [150_000, 5_000_000])
 def test_the_index_takes_at_most_300_bytes_a_page(max_pages):
     assert index_nbytes(max_pages) / max_pages <= 300
 
 
 def test_lru_counts_a_page_as_used_when_a_descendant_is():
     pages = Candidates(
-        access=np.array([1, 5, 2, 9], np.uint64), parent=np.array([NONE, 0, NONE, 2], np.uint32),
-        depth=np.array([0, 1, 0, 1], np.uint32), granules=np.ones(4, np.uint32),
+        access=np.array([1, 5, 2, 9], np.uint64), uses=np.zeros(4, np.uint8),
+        parent=np.array([NONE, 0, NONE, 2], np.uint32), depth=np.array([0, 1, 0, 1], np.uint32),
+        granules=np.ones(4, np.uint32), count=4,
     )  # fmt: skip
-    assert Lru().victims(pages, 4, 4, 100).tolist() == [1, 0, 3, 2]
-    assert Lru().victims(pages, 1, 1, 100).tolist() == [1]
-    assert Lru().victims(pages, 4, 4, 9).tolist() == [1, 0]
+    lru = Lru(Hints(None, 4))
+    assert lru.victims(pages, 4, 4, 100, 100).tolist() == [1, 0, 3, 2]
+    assert lru.victims(pages, 1, 1, 100, 100).tolist() == [1]
+    assert lru.victims(pages, 4, 4, 9, 100).tolist() == [1, 0]
 
 
 def test_free_runs_coalesce_and_fit_best():

@@ -25,6 +25,7 @@ from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Put, Space
 from store_client.base import Bytes, Pieces
 from store_client.embedded.arena import spread
+from store_client.embedded.policies import POLICIES
 from store_client.testing import SHARD, chain, get_pages, namespace, page_bytes, parents_of, put_pages
 
 SIZES = (4096, 20480, 65536, 100000)
@@ -174,6 +175,12 @@ def fill_disk(store: EmbeddedStore, rng: random.Random) -> int:
     return 1
 
 
+def choose_policy(store: EmbeddedStore, rng: random.Random) -> int:
+    """Go on with another eviction policy, for all processes."""
+    store.choose_eviction(rng.choice(sorted(POLICIES)), deadline_s=PATIENT)
+    return mix(store, rng)
+
+
 def clear_some(store: EmbeddedStore, rng: random.Random) -> int:
     """Forget all pages of one size, now and then."""
     if rng.random() < 0.1:
@@ -184,7 +191,7 @@ def clear_some(store: EmbeddedStore, rng: random.Random) -> int:
 ROLES = {
     "write": write_some, "read": read_some, "evict": evict_some, "mix": mix, "resize": resize,
     "open": open_again, "fork": fork, "clock": turn_clock, "ballast": fill_disk, "clear": clear_some,
-    "receive": receive_some,
+    "receive": receive_some, "policy": choose_policy,
 }  # fmt: skip
 ORIGINAL_CLOCKS = {name: getattr(time, name) for name in ("time", "time_ns", "clock_gettime_ns")}
 

@@ -1,0 +1,93 @@
+"""Keeps what comes back soonest for the room it takes: how long pages take to come back is measured, not assumed.
+
+A sample gives, for each class of pages and each time since the last use, the chance that a page is used again within
+the time ahead. A page is worth the best ratio, over all times ahead, of that chance to the time for which the page has
+to be kept: Gittins' index; for caches see LHD (Beckmann et al., NSDI 2018).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from store_client.embedded.names import U64, Slots
+from store_client.embedded.policies.base import Arrivals, Candidates, Policy, lowest_first
+from store_client.embedded.policies.ghosts import Ghosts
+from store_client.embedded.policies.hints import BINS, F64, TURNS, USES, Hints
+from store_client.embedded.policies.sample import EDGES, Sample, bins_of, classes_of
+
+_ENOUGH = 256
+"""Pages that must have come back before anything is made of it; until then the least recently used go."""
+_DOUBT = 8.0
+"""So many pages' worth of what holds for all classes goes into the figures of each."""
+_RENEWED_AFTER = 512
+"""Pages stored until the figures are looked at again."""
+_REMEMBERED = 8
+"""A page is known to come back if fewer pages went since than so many times those of the pool."""
+
+
+class Returns(Policy):
+    """Pages whose class and age make a return likely, and soon, stay."""
+
+    name = "auto"
+
+    def __init__(self, hints: Hints) -> None:
+        super().__init__(hints)
+        self._ghosts, self._sample = Ghosts(hints), Sample(hints)
+        self._worth: F64 | None = None
+        self._since = 0
+
+    def stored(self, new: Arrivals, now_ns: int) -> None:
+        back, turns = self._ghosts.seen(new.prints, within=_REMEMBERED * new.count)
+        self._number_turns(new, back.tolist(), turns.tolist())
+        self._sample.stored(new, now_ns)
+        self._since += len(new.slots)
+
+    def _number_turns(self, new: Arrivals, back: list[bool], turns: list[int]) -> None:
+        """A page that comes back, or hangs on one that was used again, is of a later turn of its conversation."""
+        of, here = self.hints.turn, set(new.slots.tolist())
+        parents, uses = new.parents.tolist(), new.parent_uses.tolist()
+        for slot, parent, used, returned, turn in zip(new.slots.tolist(), parents, uses, back, turns, strict=True):
+            number = turn + 1 if returned else 0
+            if parent < len(of):
+                number = max(number, int(of[parent]) + (used > 0 and parent not in here))
+            of[slot] = min(number, TURNS - 1)
+
+    def victims(self, pages: Candidates, granules: int, count: int, used_before_ns: int, now_ns: int) -> Slots:
+        if self._worth is None or self._since >= _RENEWED_AFTER:
+            self._sample.look(pages)
+            self._worth, self._since = self._weigh(now_ns), 0
+        worth, turn = self._worth, self.hints.turn
+        if not worth.any():
+            return lowest_first(pages, granules, count, used_before_ns, lambda slots: pages.access[slots], turn)
+
+        def rank(slots: Slots) -> F64:
+            ages: F64 = float(now_ns) - pages.access[slots].astype(np.float64)
+            at = bins_of(ages)
+            after = np.minimum(at + 1, BINS - 1)
+            part = np.clip((ages - EDGES[at]) / (EDGES[at + 1] - EDGES[at]), 0.0, 1.0)
+            classes = classes_of(turn[slots], pages.uses[slots])
+            ranks: F64 = worth[classes, at] * (1 - part) + worth[classes, after] * part
+            return ranks
+
+        return lowest_first(pages, granules, count, used_before_ns, rank, classes_of(turn, pages.uses))
+
+    def _weigh(self, now_ns: int) -> F64:
+        """What a page of each class is worth at the beginning of each bin; zeros where too little is known."""
+        returned, reached = self._sample.figures(now_ns)
+        worth: F64 = np.zeros((TURNS * USES, BINS))
+        if returned.sum() < _ENOUGH:
+            return worth
+        of_all = (returned.sum(axis=0) + 0.01) / (reached.sum(axis=0) + 1.0)
+        chance = np.minimum((returned + _DOUBT * of_all) / (reached + _DOUBT), 0.99)
+        seconds = np.diff(EDGES) / 1e9
+        for b in range(BINS):
+            left = np.cumprod(1 - chance[:, b:], axis=1)
+            before = np.concatenate([np.ones((len(left), 1)), left[:, :-1]], axis=1)
+            gain = np.cumsum(before * chance[:, b:], axis=1)
+            cost = np.cumsum(before * (1 - chance[:, b:] / 2) * seconds[b:], axis=1)
+            worth[:, b] = (gain / cost).max(axis=1)
+        return worth
+
+    def evicted(self, slots: Slots, prints: U64) -> None:
+        self._ghosts.add(prints, self.hints.turn[slots])
+        self.hints.tracked[slots] = 0

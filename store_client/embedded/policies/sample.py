@@ -1,0 +1,123 @@
+"""How long pages take to come back: a sample of them is timed from use to use, whether they are in the pool or not.
+
+The sample is a table that all processes of the pool share. A page enters it when it is stored, and leaves it for
+another one when it was not used for the longest time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from store_client.embedded.names import U8, U64
+from store_client.embedded.policies.base import Arrivals, Candidates
+from store_client.embedded.policies.hints import BINS, F64, TRACKED, TURNS, USES, WAYS, Hints
+from store_client.embedded.table import MOST_USES
+
+_SHIFT = 3
+"""Word of the header: one page in 2 ** shift is in the sample."""
+_REACH = 8
+"""The sample covers at least so many times the pages of the pool."""
+_FIRST_NS = 1 << 28
+"""End of the first bin: a quarter of a second. There are two in an octave."""
+_FADE = 1 << 15
+"""So many pages count; then what was seen before counts half."""
+
+Places = npt.NDArray[np.int64]
+
+EDGES: F64 = np.concatenate([[0.0], _FIRST_NS * 2.0 ** (np.arange(BINS) // 2) * (1 + 0.5 * (np.arange(BINS) % 2))])
+"""Beginning of each bin of time since the last use, in nanoseconds, and the end of the last."""
+
+
+def bins_of(ages_ns: F64) -> Places:
+    """The bin of each."""
+    return np.clip(np.searchsorted(EDGES, ages_ns, side="right") - 1, 0, BINS - 1)
+
+
+def classes_of(turns: U8, uses: U8) -> Places:
+    """The class of each page: by its turn of the conversation, and how often it was used since it was stored."""
+    return np.minimum(turns, TURNS - 1).astype(np.int64) * USES + np.minimum(uses, USES - 1)
+
+
+class Sample:
+    """For the holder of the write lock."""
+
+    def __init__(self, hints: Hints) -> None:
+        self._hints = hints
+
+    def stored(self, new: Arrivals, now_ns: int) -> None:
+        """Of these pages, such as were in the sample have come back; others enter it. Their turns are known."""
+        hints, slots, prints = self._hints, new.slots, new.prints
+        hints.tracked[slots] = 0
+        shift = self._thin(new.count)
+        mine = (prints >> np.uint64(40)) & np.uint64((1 << shift) - 1) == 0
+        if not mine.any():
+            return
+        slots, prints = slots[mine], prints[mine]
+        ways = (prints % np.uint64(TRACKED // WAYS)).astype(np.int64)[:, None] * WAYS + np.arange(WAYS)
+        same = hints.track_print[ways] == prints[:, None]
+        known = same.any(axis=1)
+        at = ways[np.arange(len(ways)), same.argmax(axis=1)]
+        self._note(hints.returned, at[known], now_ns)
+        for i in np.flatnonzero(~known).tolist():
+            free = hints.track_print[ways[i]] == 0
+            at[i] = ways[i][np.where(free, 0, hints.track_used[ways[i]]).argmin()]
+            if not free.any():
+                self._note(hints.lost, at[i : i + 1], now_ns)
+            hints.track_print[at[i]] = prints[i]
+        hints.track_used[at] = now_ns
+        hints.track_slot[at] = slots
+        hints.track_uses[at] = 0
+        hints.track_class[at] = classes_of(hints.turn[slots], hints.track_uses[at])
+        hints.tracked[slots] = at + 1
+
+    def _thin(self, num_pages: int) -> int:
+        hints = self._hints
+        shift = min(int(hints.header[_SHIFT]), 20)
+        while shift < 20 and TRACKED << shift < _REACH * num_pages:
+            shift += 1
+            hints.track_print[(hints.track_print >> np.uint64(40)) & np.uint64((1 << shift) - 1) != 0] = 0
+            hints.header[_SHIFT] = shift
+        return shift
+
+    def _note(self, table: F64, at: Places, now_ns: int | U64) -> None:
+        """These entries were used, or lost, at `now_ns`."""
+        ages = np.maximum(0.0, np.asarray(now_ns, dtype=np.float64) - self._hints.track_used[at])
+        np.add.at(table, (self._hints.track_class[at] % (TURNS * USES), bins_of(ages)), 1.0)
+
+    def look(self, pages: Candidates) -> None:
+        """See which pages of the sample were used in the pool since the last look."""
+        hints = self._hints
+        at = np.flatnonzero(hints.track_print)
+        slots = hints.track_slot[at].astype(np.int64)
+        there = slots < len(pages.granules)
+        at, slots = at[there], slots[there]
+        there = (hints.tracked[slots] == at + 1) & (pages.granules[slots] > 0)
+        at, slots = at[there], slots[there]
+        used = pages.access[slots]
+        later = used > hints.track_used[at]
+        at, slots, used = at[later], slots[later], used[later]
+        uses = pages.uses[slots]
+        again = (uses > hints.track_uses[at]) | (uses == MOST_USES)
+        self._note(hints.returned, at[again], used[again])
+        hints.track_used[at] = used
+        hints.track_uses[at] = uses
+        hints.track_class[at] = classes_of(hints.turn[slots], uses)
+
+    def figures(self, now_ns: int) -> tuple[F64, F64]:
+        """By class and bin: pages that were used again, and those that reached the bin without."""
+        hints = self._hints
+        if not (np.isfinite(hints.returned).all() and np.isfinite(hints.lost).all()):  # garbage would stay for ever
+            hints.returned[:] = hints.lost[:] = 0
+        waiting = np.flatnonzero(hints.track_print)
+        ages = np.maximum(0.0, float(now_ns) - hints.track_used[waiting])
+        still = np.zeros_like(hints.lost)
+        np.add.at(still, (hints.track_class[waiting] % (TURNS * USES), bins_of(ages)), 1.0)
+        left = hints.lost + still
+        reached = np.cumsum((hints.returned + left)[:, ::-1], axis=1)[:, ::-1]
+        returned = hints.returned.copy()
+        if returned.sum() + hints.lost.sum() > _FADE:
+            hints.returned *= 0.5
+            hints.lost *= 0.5
+        return returned, reached - 0.5 * left
+

@@ -1,0 +1,222 @@
+"""Eviction policies: what all of them keep to, whatever they remember, and what each is for."""
+
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+from store.audit import audit
+from store.pools import data_folder, inside, run, space_in
+
+from mooncake_connector.errors import PoolError
+from store_client import EmbeddedStore, Put
+from store_client.embedded import table
+from store_client.embedded.policies import DEFAULT_POLICY, POLICIES, Arrivals, Candidates, Hints
+from store_client.embedded.table import MOST_USES, NONE
+from store_client.testing import chain, get_page, put_chain
+
+CAPACITY = 1 << 20
+policies = pytest.mark.parametrize("name", sorted(POLICIES))
+
+
+def random_pages(rng: np.random.Generator, slots: int) -> Candidates:
+    """A forest with holes, and now and then a link that is stale: to a hole, to nowhere, or to another chain's page."""
+    depth = rng.integers(0, 8, slots).astype(np.uint32)
+    parent = np.full(slots, NONE, dtype=np.uint32)
+    for slot in np.flatnonzero(depth):
+        above = np.flatnonzero(depth == depth[slot] - 1)
+        parent[slot] = rng.choice(above) if len(above) else NONE
+    stale = rng.random(slots) < 0.05
+    parent[stale] = rng.integers(0, 2 * slots, int(stale.sum()))
+    granules = rng.integers(0, 5, slots).astype(np.uint32)
+    access = rng.integers(1, 1000, slots).astype(np.uint64)
+    uses = rng.integers(0, MOST_USES + 1, slots).astype(np.uint8)
+    return Candidates(access, uses, parent, depth, granules, int(np.count_nonzero(granules)))
+
+
+def garbled_hints(rng: np.random.Generator, slots: int) -> Hints:
+    hints = Hints(None, slots)
+    for name in ("header", "ghosts", "entered", "queue", "turn", "tracked", "track_print", "track_slot", "track_class"):
+        array = getattr(hints, name)
+        array[:] = np.frombuffer(rng.bytes(array.nbytes), dtype=array.dtype)
+    return hints
+
+
+def kept_children(pages: Candidates, gone: set[int], page: int) -> list[int]:
+    there = [slot for slot in np.flatnonzero(pages.granules).tolist() if slot not in gone]
+    return [slot for slot in there if pages.parent[slot] == page and pages.depth[slot] > pages.depth[page]]
+
+
+@policies
+@pytest.mark.parametrize("seed", range(12))
+def test_no_page_goes_before_its_descendants_nor_what_is_in_use(name, seed):
+    rng = np.random.default_rng(seed)
+    pages = random_pages(rng, 60)
+    policy = POLICIES[name](Hints(None, 60) if seed % 2 else garbled_hints(rng, 60))
+    used_before, wanted = int(rng.integers(200, 1200)), int(rng.integers(1, 80))
+    victims = policy.victims(pages, wanted, 1, used_before, 1200).tolist()
+    gone: set[int] = set()
+    for page in victims:
+        assert pages.granules[page] and page not in gone
+        assert pages.access[page] < used_before, "a page in use went"
+        assert not kept_children(pages, gone, page), "a page went before its descendants"
+        gone.add(page)
+    assert victims or not [
+        slot for slot in np.flatnonzero(pages.granules) if pages.access[slot] < used_before
+        and not kept_children(pages, set(), slot)
+    ], "there was something to evict"  # fmt: skip
+    freed = int(pages.granules[victims].sum())
+    assert freed >= wanted or not [
+        slot for slot in np.flatnonzero(pages.granules).tolist()
+        if slot not in gone and pages.access[slot] < used_before and not kept_children(pages, gone, slot)
+    ], "it stopped early"  # fmt: skip
+    assert freed - int(pages.granules[victims[-1:]].sum()) < wanted, "it went on too long"
+
+
+@policies
+def test_hints_that_are_garbage_end_no_put(pool, name):
+    with EmbeddedStore(pool, CAPACITY, eviction=name) as store:
+        (file,) = pool.glob("*/policy")
+        space, rng = space_in(store), np.random.default_rng(1)
+        for i in range(12):
+            file.open("r+b").write(rng.bytes(file.stat().st_size))
+            assert put_chain(space, chain(f"{i}", 6)) == [Put.STORED] * 6
+        audit(store)
+
+
+@policies
+def test_every_policy_keeps_whole_beginnings_under_churn(pool, name):
+    rng = random.Random(3)
+    with EmbeddedStore(pool, CAPACITY, eviction=name) as store:
+        space = space_in(store)
+        chains = [chain(f"{i}", 8) for i in range(12)]
+        for _ in range(120):
+            keys = rng.choice(chains)
+            put_chain(space, keys[: rng.randint(1, 8)])
+            get_page(space, rng.choice(keys))
+            for each in chains:
+                assert sum(space.contains(each)) == space.lookup(each).pages, "a page went before its descendants"
+        assert store.stats().evicted_pages > 40
+        audit(store)
+
+
+def test_s3_fifo_keeps_what_was_used_again_where_lru_lets_a_scan_through(pool):
+    def used_twice(name):
+        with EmbeddedStore(pool / name, CAPACITY, eviction=name) as store:
+            space, hot = space_in(store), [chain(f"hot {i}", 1)[0] for i in range(8)]
+            for key in hot:
+                put_chain(space, [key])
+            pages = inside(store).table
+            pages.set_uses(pages.live_slots(), np.ones(8, dtype=np.uint8))
+            for i in range(30):
+                put_chain(space, chain(f"scan {i}", 1))
+            return sum(space.contains(hot))
+
+    assert used_twice("lru") == 0
+    assert used_twice("s3-fifo") == 8
+
+
+def test_a_use_is_counted_once_a_second_and_no_further_than_there_is_room(pool, store, space, monkeypatch):
+    (key,) = chain("a", 1)
+    put_chain(space, [key])
+    pages = inside(store).table
+    (slot,) = pages.live_slots()
+
+    def uses():
+        return int(pages.uses(pages.access[[slot]])[0])
+
+    now = table.now_ns()
+    assert uses() == 0
+    for i in range(1, MOST_USES + 5):
+        monkeypatch.setattr(table, "now_ns", lambda i=i: now + 2 * i * 10**9)
+        for _ in range(3):
+            get_page(space, key)
+        assert uses() == min(i, MOST_USES)
+    put_chain(space, chain("a", 2))
+    assert uses() == MOST_USES and int(pages.access[slot]) & 3 == table.READ
+
+
+def test_the_pool_names_its_policy_and_a_process_that_asks_for_another_is_told(pool, caplog):
+    EmbeddedStore(pool, CAPACITY, eviction="s3-fifo").close()
+    with EmbeddedStore(pool, eviction="lru") as store:
+        assert store.eviction == "s3-fifo"
+        assert [record.message for record in caplog.records if "evicts by s3-fifo" in record.message]
+        code = "print(store.eviction); store.choose_eviction('auto'); print(store.eviction)"
+        assert run("import contextlib", pool).returncode == 0
+        process = run(code, pool)
+        assert process.stdout.split() == ["s3-fifo", "auto"]
+        assert store.eviction == "auto"
+    caplog.clear()
+    with EmbeddedStore(pool) as store:
+        assert store.eviction == "auto" and not [r for r in caplog.records if "evicts by" in r.message]
+        with pytest.raises(PoolError, match="eviction 'fifo' is unknown: expected one of"):
+            store.choose_eviction("fifo")
+
+
+def test_a_new_pool_has_the_default_policy_and_a_process_that_asks_for_it_hears_nothing(pool, caplog):
+    with EmbeddedStore(pool, CAPACITY) as store, EmbeddedStore(pool, eviction=DEFAULT_POLICY) as other:
+        assert store.eviction == other.eviction == DEFAULT_POLICY
+    assert not [record for record in caplog.records if "evicts by" in record.message]
+
+
+def test_a_pool_of_a_version_without_policies_keeps_its_pages_and_is_lru(pool):
+    keys = chain("a", 4)
+    with EmbeddedStore(pool, CAPACITY) as store:
+        put_chain(space_in(store), keys)
+        pages = inside(store).table
+        pages._header[16:18] = 0
+        pages.access |= np.uint64(0x3F)  # the lowest bits of a time
+    (data_folder(pool) / "policy").unlink()
+    with EmbeddedStore(pool, eviction="lru") as store:
+        pages = inside(store).table
+        assert space_in(store).lookup(keys).pages == 4 and store.eviction == "lru"
+        assert not pages.uses(pages.access[pages.live_slots()]).any()
+        for i in range(30):
+            assert put_chain(space_in(store), chain(f"{i}", 2)) == [Put.STORED] * 2
+        audit(store)
+
+
+@pytest.mark.parametrize("moment", ["S3Fifo.victims", "S3Fifo._promote", "S3Fifo.stored", "Ghosts.add"])
+def test_a_process_killed_while_its_policy_decides_leaves_a_sound_pool(pool, moment):
+    with EmbeddedStore(pool, CAPACITY, eviction="s3-fifo") as store:
+        space = space_in(store)
+        for i in range(16):
+            put_chain(space, chain(f"{i}", 1))
+        pages = inside(store).table
+        pages.set_uses(pages.live_slots()[:8], np.full(8, 2, dtype=np.uint8))
+        code = f"""
+            from store_client.embedded.policies.s3_fifo import Ghosts, S3Fifo
+            def die(*arguments): os.kill(os.getpid(), 9)
+            {moment} = die
+            for i in range(40): put_chain(space, chain("new %d" % i, 1))
+        """
+        assert run(code, pool).returncode == -signal.SIGKILL
+        audit(store)
+        for i in range(30):
+            assert put_chain(space, chain(f"later {i}", 2)) == [Put.STORED] * 2
+        audit(store)
+
+
+def test_without_room_for_hints_a_pool_is_lru_and_says_so(pool, caplog):
+    EmbeddedStore(pool, CAPACITY, eviction="s3-fifo").close()
+    file = data_folder(pool) / "policy"
+    file.unlink()
+    file.mkdir()
+    with EmbeddedStore(pool) as store:
+        assert store.eviction == "lru"
+        assert any("no room for what its eviction policy remembers" in record.message for record in caplog.records)
+        for i in range(30):
+            assert put_chain(space_in(store), chain(f"{i}", 2)) == [Put.STORED] * 2
+    os.rmdir(file)
+
+
+def test_what_comes_back_is_known_by_its_name_for_a_while():
+    hints = Hints(None, 16)
+    policy = POLICIES["s3-fifo"](hints)
+    slots, prints = np.arange(4), np.arange(1, 5, dtype=np.uint64) * np.uint64((1 << 40) + 1)
+    parents, uses = np.full(4, NONE, dtype=np.uint32), np.zeros(4, dtype=np.uint8)
+    policy.stored(Arrivals(slots, prints, parents, uses, 4), 10)
+    policy.evicted(slots[:2], prints[:2])
+    policy.stored(Arrivals(slots, prints, parents, uses, 4), 20)
+    assert hints.queue[:4].tolist() == [1, 1, 0, 0], "the main queue for what came back"
