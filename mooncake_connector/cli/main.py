@@ -22,6 +22,7 @@ from mooncake_connector.cli.output import (
     print_json,
 )
 from mooncake_connector.cli.top import command as top
+from mooncake_connector.cli.why.command import why
 from mooncake_connector.errors import MooncakeConnectorError
 
 _HELP = f"""A KV cache that LLM engines share: check the set-up, inspect the pool, measure it.
@@ -79,6 +80,7 @@ app.command()(agent.agent)
 app.command()(size.size)
 app.command()(top.top)
 app.command()(up.up)
+app.command()(why)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,199 @@
+"""`mooncake-connector why`: the pages of one prompt, and why the pool has not all of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mooncake_connector.cli.columns import clean, folded
+from mooncake_connector.cli.output import Json, print_json, typed_path, width
+from mooncake_connector.cli.pool import find_namespace, opened
+from mooncake_connector.cli.store import Pool, Which
+from mooncake_connector.cli.why import names, prompt, runs
+from mooncake_connector.cli.why.look import Explanation, Other, Root, explain
+from mooncake_connector.cli.why.names import Family
+from mooncake_connector.config.schema import load_config
+from mooncake_connector.kv.identity.fingerprint import default_cache_dir
+from mooncake_connector.kv.identity.model import LORA_FILES, files_digest
+from mooncake_connector.kv.identity.shape import ITEMSIZES
+from store_client import Store
+
+_OTHERS_SHOWN = 5
+
+
+def why(
+    text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt as it was sent.")] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="DIR", parser=typed_path, help="The model's folder.")
+    ] = None,
+    tokens: Annotated[
+        Path | None, typer.Option("--tokens", metavar="FILE", help="Token ids instead of a prompt; - for stdin.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", metavar="URL", help="A running server, which tells model and tokens.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is the one message of a chat.")] = False,
+    salt: Annotated[str | None, typer.Option("--salt", help="The request's cache_salt.")] = None,
+    extra_key: Annotated[str | None, typer.Option("--extra-key", help="The request's extra_key (SGLang).")] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", metavar="DIR", parser=typed_path, help="The LoRA adapter (vLLM).")
+    ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option("--kv-dtype", metavar="|".join(ITEMSIZES), help="Of the KV cache; else the model's.")
+    ] = None,
+    namespace: Which = None,
+    pool: Pool = None,
+    as_json: Json = False,
+) -> None:
+    """Which pages of a prompt the pool has, and why not the others.
+
+    Nothing is computed, loaded or counted, and no engine has to run: pages are found by the prompt's tokens and the
+    model's files.
+
+    \b
+    Examples:
+      mooncake-connector why --model /models/Llama-3.1-8B-Instruct "You are a helpful assistant. ..."
+      mooncake-connector why --url http://localhost:8000 --chat "What is a KV cache?"
+      mooncake-connector why --model /models/Qwen3-32B --tokens ids.json --salt tenant-7
+    """
+    if (text is None) == (tokens is None):
+        raise typer.BadParameter("give either a prompt or --tokens FILE")
+    if kv_dtype is not None and kv_dtype not in ITEMSIZES:
+        raise typer.BadParameter(f"{kv_dtype!r} is none of {', '.join(ITEMSIZES)}", param_hint="--kv-dtype")
+    url, config = (url or "").rstrip("/") or None, load_config()
+    model, served = _model(model, url)
+    if model is None and (namespace is None or tokens is None):
+        raise typer.BadParameter("name the model's folder with --model DIR, or a server of this host with --url")
+    ids = prompt.read_tokens(tokens) if tokens is not None else _ids(text or "", model, served, url, chat)
+    root = Root(salt, extra_key, None if adapter is None else _adapter(adapter))
+    with opened(pool) as store:
+        known = names.families(store.namespaces())
+        asked = {} if model is None else names.asked_fields(model, config, kv_dtype)
+        if namespace is not None:
+            chosen: Family | None = _named(store, known, namespace)
+        else:
+            chosen = names.choose(asked, known) or (None if model is None else names.unmet(asked, model))
+        found = explain(
+            store, ids, asked, chosen, known, page_tokens=int(config.page_tokens), root=root,
+            min_hit_tokens=config.effective_min_hit_tokens,
+        )  # fmt: skip
+    if as_json:
+        print_json(_plain(found))
+        return
+    columns = width() or sys.maxsize
+    for line in _lines(found, asked, config.effective_min_hit_tokens, bool(config.tiers)):
+        typer.echo("\n".join(folded(line, columns, more="  ")))
+
+
+def _model(model: Path | None, url: str | None) -> tuple[Path | None, str | None]:
+    """The model's folder, and the name by which a server knows it."""
+    if url is None:
+        return model, None
+    served, path = prompt.served_model(url)
+    if model is None and path is not None and Path(path).is_dir():
+        model = Path(path)
+    return model, served
+
+
+def _ids(text: str, model: Path | None, served: str | None, url: str | None, chat: bool) -> list[int]:
+    if url is not None:
+        return prompt.ask_server(url, text, chat=chat, model=served)
+    assert model is not None
+    return prompt.tokenize(model, text, chat=chat)
+
+
+def _adapter(folder: Path) -> str:
+    return files_digest(folder, LORA_FILES, cache_dir=default_cache_dir())
+
+
+def _named(store: Store, known: list[Family], beginning: str) -> Family:
+    digest = find_namespace(store, beginning)
+    return next(family for family in known if any(part.namespace.digest == digest for part in family.parts))
+
+
+def _lines(found: Explanation, asked: dict[str, Any], min_hit_tokens: int, tiered: bool) -> list[str]:
+    pages = found.tokens // found.page_tokens
+    lines = [f"{found.tokens:,} tokens, {pages:,} pages of {found.page_tokens}{_where(found.family)}"]
+    if not pages:
+        lines.append(f"shorter than a page: {found.tokens} of {found.page_tokens} tokens")
+    for title, each in found.groups if pages else ():
+        lines.append((f"{title}: " if title else "") + runs.line(each, forgets=found.forgets))
+    for name, there in found.without.items():
+        lines.append(f"{name}: without it {_count(there)} would hit; requests with another {name} share no pages")
+    if found.family is not None and found.told:
+        settings = _settings(found.family, found.told)
+        lines.append(f"its engines were started with {settings}: others do not see these pages")
+    lines += [_other_line(other, asked) for other in found.others[:_OTHERS_SHOWN]]
+    if len(found.others) > _OTHERS_SHOWN:
+        lines.append(f"and {len(found.others) - _OTHERS_SHOWN} other namespaces: see `mooncake-connector store ls`")
+    lines.append(_sum(found, min_hit_tokens))
+    if found.reason is not None:
+        lines.append(f"why not more: {found.reason.words.said}")
+        lines.append(f"what to do: {found.reason.words.do}")
+    if tiered:
+        lines.append("tiers were not asked: they may have more of it (`mooncake-connector agent --status`)")
+    return lines
+
+
+def _where(family: Family | None) -> str:
+    if family is None:
+        return "; the pool has no namespace for this model, as it is asked for"
+    name = family.namespace
+    had = f"{family.pages:,} pages" if family.pages else "nothing of it is stored"
+    return f", namespace {family.id} ({clean(name.model_name)}, {name.kv_dtype}, {had})"
+
+
+def _sum(found: Explanation, min_hit_tokens: int) -> str:
+    if 0 < found.hit_tokens < min_hit_tokens:
+        return f"below min_hit_tokens: {found.hit_tokens:,} tokens hit, {min_hit_tokens:,} are wanted; all are computed"
+    return f"a request would find {found.hit_tokens:,} of its {found.tokens:,} tokens in the pool"
+
+
+def _other_line(other: Other, asked: dict[str, Any]) -> str:
+    has = other.family.namespace.to_dict()
+    differing = [f"{name} ({_short(asked[name])} here, {_short(has[name])} there)" for name in other.fields]
+    verb = "differs" if len(differing) == 1 else "differ"
+    had = f"{_count(other.pages)} of this prompt" if other.pages else "none of this prompt"
+    return (
+        f"other namespace: {', '.join(differing)} {verb} from {other.family.id}, which has {other.family.pages:,} "
+        f"pages, {had}"
+    )
+
+
+def _settings(family: Family, fields: list[str]) -> str:
+    has = family.namespace.to_dict()
+    return ", ".join(f"{name} {_short(has[name])}" for name in fields)
+
+
+def _short(value: object) -> str:
+    text = clean(str(value)) or "nothing"
+    return text if len(text) <= 60 else f"{text[:12]}..."
+
+
+def _count(pages: int) -> str:
+    return f"{pages:,} page{'' if pages == 1 else 's'}"
+
+
+def _plain(found: Explanation) -> dict[str, Any]:
+    family = found.family
+    return {
+        "tokens": found.tokens,
+        "page_tokens": found.page_tokens,
+        "namespace": None if family is None else family.namespace.digest.hex(),
+        "namespace_pages": 0 if family is None else family.pages,
+        "hit_tokens": found.hit_tokens,
+        "reason": None if found.reason is None else found.reason.value,
+        "groups": [{"title": title, "runs": [run.plain() for run in each]} for title, each in found.groups],
+        "engine_settings": found.told,
+        "without": dict(found.without),
+        "other_namespaces": [
+            {
+                "namespace": other.family.namespace.digest.hex(), "differs_in": other.fields,
+                "pages": other.family.pages, "hit_pages": other.pages,
+            }
+            for other in found.others
+        ],
+    }  # fmt: skip
