@@ -169,7 +169,7 @@ class TestReasons:
             put_chain(store.space(name, WHOLE), KEYS, 131072)
             found = asked_json("--model", model, "--tokens", ids)
             assert runs(found) == [(0, 7, "hit"), (8, 9, "full")]
-            assert found["reason"] == Miss.REFUSED.value
+            assert found["reason"] == Miss.of_cause("full").value
             assert "pages 8-9 not stored at" in ask("--model", model, "--tokens", ids)
 
     def test_a_pool_that_was_locked(self, pool, space, model, ids):
@@ -188,7 +188,7 @@ class TestReasons:
                 put_chain(store.space(name, WHOLE), KEYS, 1 << 20)
                 said = ask("--model", model, "--tokens", ids)
                 assert "pool unavailable, the file system is full" in said
-                assert f"why not more: {Miss.REFUSED.words.said}" in said
+                assert f"why not more: {Miss.of_cause('no_space').words.said}" in said
             (pool / "ballast").unlink()
 
     def test_a_pool_that_is_not_there_says_so(self, model, ids):
