@@ -1,7 +1,7 @@
 """Why prompt tokens were not in the pool: one word for each reason, what it says, and what to do about it.
 
-The engines count missed tokens by these words, and `doctor --url` and `why` say them. A reason is that of the first page
-of a prompt that is missing: the pages behind it could not be loaded in any case.
+The engines count missed tokens by these words, and `doctor --url` and `why` say them. A reason is that of the first
+page of a prompt that is missing: the pages behind it could not be loaded in any case.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Miss(str, enum.Enum):
     EVICTED = "evicted"
     CLEARED = "cleared"
     DAMAGED = "damaged"
+    REFUSED = "refused"
     OTHER_NAMESPACE = "other_namespace"
     GROUPS_DISAGREE = "groups_disagree"
     LATE = "late"
@@ -43,7 +44,7 @@ class Miss(str, enum.Enum):
 
     @staticmethod
     def of_cause(cause: str) -> Miss:
-        """The reason where the store remembers that a page went, for a `cause` in its own words."""
+        """The reason where the store remembers why it lacks a page, for the `cause` in its own words."""
         return _CAUSES.get(cause, Miss.EVICTED)
 
 
@@ -51,10 +52,13 @@ _CAUSES = {
     "cleared": Miss.CLEARED,
     "removed": Miss.CLEARED,
     "corrupt": Miss.DAMAGED,
-    "quarantined": Miss.DAMAGED,
-    "dead": Miss.DAMAGED,
+    "full": Miss.REFUSED,
+    "no_space": Miss.REFUSED,
+    "busy": Miss.REFUSED,
+    "index": Miss.REFUSED,
+    "error": Miss.REFUSED,
 }
-"""What is not here went for want of room, by itself or with the page that it hung on."""
+"""Of causes that are not here the page went for want of room."""
 
 _WORDS = {
     Miss.SHORT: Words(
@@ -79,8 +83,12 @@ _WORDS = {
         "nothing: it is stored again when it is computed",
     ),
     Miss.DAMAGED: Words(
-        "thrown away as damaged: its bytes did not agree with the checksum, or its writer died",
+        "thrown away as damaged: its bytes did not agree with the checksum",
         "nothing for a few; where it goes on, check this machine's memory and the disk under the pool",
+    ),
+    Miss.REFUSED: Words(
+        "computed, but not stored: the pool had no room that could be freed, or was locked for too long",
+        "see the pool's failures by cause (`mooncake-connector store stats`) and the engine's log",
     ),
     Miss.OTHER_NAMESPACE: Words(
         "in the pool, but of another namespace: model, weights, dtype or page_tokens differ",

@@ -18,7 +18,7 @@ def test_no_two_reasons_say_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("cause", "miss"),
-    [("pressure", Miss.EVICTED), ("beneath", Miss.EVICTED), ("cleared", Miss.CLEARED), ("corrupt", Miss.DAMAGED)],
+    [("pressure", Miss.EVICTED), ("cleared", Miss.CLEARED), ("corrupt", Miss.DAMAGED), ("no_space", Miss.REFUSED)],
 )
 def test_the_store_s_causes_have_a_reason(cause: str, miss: Miss) -> None:
     assert Miss.of_cause(cause) is miss
