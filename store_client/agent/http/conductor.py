@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from mooncake_connector import __version__
 from store_client.agent.http.app import App, Request, Response, Route
+from store_client.agent.index.feeds import Feeds
 from store_client.agent.index.index import Index
 from store_client.agent.index.requests import Query, QueryByHash, Registration, Unregistration, decode
 
@@ -22,8 +23,8 @@ class Conductor:
     registry: what `/metrics` shows.
     """
 
-    def __init__(self, index: Index, registry: CollectorRegistry) -> None:
-        self._index, self._registry = index, registry
+    def __init__(self, index: Index, registry: CollectorRegistry, feeds: Feeds) -> None:
+        self._index, self._registry, self._feeds = index, registry, feeds
 
     def routes(self) -> Mapping[str, Mapping[str, Route]]:
         return {
@@ -38,12 +39,15 @@ class Conductor:
 
     async def _register(self, request: Request) -> Response:
         registration = decode(request.body, Registration)
-        _, remark = self._index.register(registration)
+        instance, remark = self._index.register(registration)
+        if instance is not None:
+            remark = "; ".join(filter(None, (remark, self._feeds.follow(instance))))
         answer = {"status": "registered successfully", "instance_id": registration.instance_id}
         return Response({**answer, "remark": remark} if remark else answer)
 
     async def _unregister(self, request: Request) -> Response:
         instance = self._index.unregister(decode(request.body, Unregistration))
+        self._feeds.unfollow(instance)
         removed = [instance.registered.name]
         return Response({"status": "unregistered successfully", "removed_instances": removed})
 
@@ -67,8 +71,8 @@ class Conductor:
 class Figures(Collector):
     """What the index and the server have done, for Prometheus."""
 
-    def __init__(self, index: Index, app: App) -> None:
-        self._index, self._app = index, app
+    def __init__(self, index: Index, app: App, feeds: Feeds) -> None:
+        self._index, self._app, self._feeds = index, app, feeds
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily(f"{_PREFIX}_instances", "Registered ranks of instances", len(self._index.instances))
@@ -79,6 +83,12 @@ class Figures(Collector):
             f"{_PREFIX}_without_namespace", "Questions for instances whose pages in the pool are not known by name",
             self._index.counts["without_namespace"],
         )  # fmt: skip
+        told = CounterMetricFamily(
+            f"{_PREFIX}_events", "What became of engines' KV events (gaps, restarts, replays, blocks)", labels=["what"]
+        )
+        for what, count in self._feeds.counts.copy().items():
+            told.add_metric([what], count)
+        yield told
         answers = CounterMetricFamily(
             f"{_PREFIX}_http_answers", "Answers to requests, by path and status", labels=["path", "status"]
         )

@@ -13,6 +13,7 @@ from mooncake_connector.config.secret import read_secret
 from store_client.agent.http.app import App
 from store_client.agent.http.conductor import Conductor, Figures
 from store_client.agent.http.server import HttpServer
+from store_client.agent.index.feeds import Feeds
 from store_client.agent.index.index import Index
 from store_client.agent.index.pages import Pages
 from store_client.agent.wish import Fetches
@@ -32,8 +33,9 @@ def serving(config: Config, store: EmbeddedStore, fetches: Fetches, metrics: Col
     token = b"" if file is None else read_secret(file, "agent_http_token_file")
     registry = CollectorRegistry()
     index = Index(Pages(store, fetches.holds))
-    app = App(Conductor(index, registry).routes(), token)
+    feeds = Feeds(index.held)
+    app = App(Conductor(index, registry, feeds).routes(), token)
     registry.register(metrics)
-    registry.register(Figures(index, app))
-    with HttpServer(config.agent_http_host, config.agent_http_port, app):
+    registry.register(Figures(index, app, feeds))
+    with contextlib.closing(feeds), HttpServer(config.agent_http_host, config.agent_http_port, app):
         yield

@@ -63,9 +63,11 @@ class Held:
         blocks = self._blocks.get(context)
         if not blocks or not hashes:
             return {}
-        width = -(-self._used // 8)
-        owners = b"".join([blocks.get(name, 0).to_bytes(width, "little") for name in hashes])
+        masks = [blocks.get(name, 0) for name in hashes]
+        width = -(-self._used // 8)  # read after them: an owner may be new
+        owners = b"".join([mask.to_bytes(width, "little") for mask in masks])
         packed = np.frombuffer(owners, dtype=np.uint8).reshape(len(hashes), width)
         found = np.unpackbits(np.bitwise_or.reduce(packed, axis=0), bitorder="little")
-        bits = np.unpackbits(packed, axis=1, bitorder="little").T.astype(bool)
-        return {int(owner): bits[owner] for owner in np.flatnonzero(found)}
+        owners_of = np.unpackbits(packed, axis=1, bitorder="little")
+        bits = np.ascontiguousarray(owners_of.T).view(np.bool_)
+        return {owner: bits[owner] for owner in np.flatnonzero(found).tolist()}

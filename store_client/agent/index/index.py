@@ -6,13 +6,10 @@ One thread at a time registers and asks.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
@@ -45,16 +42,16 @@ class Instance:
     registered: Registration
     here: bool
     """Whether it reads the pool of this host."""
-    owners: dict[str, int] = field(default_factory=dict)
-    """Its number in what is held, by medium."""
+    owners: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Its number in what is held, by medium and tokens of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
     """What is asked for: blocks by rolling hash, and where tokens or page keys are given, pages."""
 
-    num_tokens: int
-    hashes: Sequence[int]
+    hashes: Mapping[int, Sequence[int]]
+    """By the tokens of a block."""
     found: Found | None
     page_tokens: int
 
@@ -114,14 +111,15 @@ class Index:
         num_blocks = len(tokens) // query.block_size
         tokens = tokens[: num_blocks * query.block_size]
         asked = self._asked(query)
-        hashes: list[int] = seq_hashes(tokens, query.block_size) if any(one.owners for one in asked) else []
+        sizes = {size for one in asked for _, size in list(one.owners)}
+        hashes = {size: seq_hashes(tokens, size) for size in sizes}
         answers: dict[Instance, _Prompt] = {}
         for namespace, instances in self._by_namespace(asked, query.lora).items():
             found = None
             if namespace is not None:
                 salt = query.cache_salt or ""
                 found = await self._pages.look(namespace, self._pages.keys(namespace, tokens, salt))
-            prompt = _Prompt(len(tokens), hashes, found, namespace.page_tokens if namespace is not None else 1)
+            prompt = _Prompt(hashes, found, namespace.page_tokens if namespace is not None else 1)
             answers |= dict.fromkeys(instances, prompt)
         return self._answer(query, asked, answers)
 
@@ -136,7 +134,7 @@ class Index:
             found = None
             if namespace is not None and keys is not None:
                 found = await self._pages.look(namespace, keys[: num_tokens // namespace.page_tokens])
-            prompt = _Prompt(num_tokens, hashes, found, namespace.page_tokens if namespace is not None else 1)
+            prompt = _Prompt({query.block_size: hashes}, found, namespace.page_tokens if namespace is not None else 1)
             answers |= dict.fromkeys(instances, prompt)
         return self._answer(query, asked, answers)
 
@@ -166,23 +164,23 @@ class Index:
 
     def _answer(self, query: Asked, asked: list[Instance], prompts: dict[Instance, _Prompt]) -> dict[str, Any]:
         instances: dict[str, dict[str, Any]] = {}
-        salt, loras = query.cache_salt or "", query.lora
-        presents: dict[str, dict[int, Bools]] = {}
+        presents: dict[Context, dict[int, Bools]] = {}
         paged: dict[tuple[int, bool], dict[str, Bools]] = {}
         for instance in asked:
-            prompt, own_salt = prompts[instance], salt or instance.registered.salt
-            if own_salt not in presents:
-                presents[own_salt] = self.held.present(Context(query.block_size, loras, own_salt), prompt.hashes)
+            prompt, salt = prompts[instance], query.cache_salt or instance.registered.salt
+            parts: dict[str, list[tuple[Bools, int]]] = {}
+            for (medium, size), owner in list(instance.owners.items()):
+                context = Context(size, query.lora, salt)
+                if context not in presents:
+                    presents[context] = self.held.present(context, prompt.hashes.get(size, ()))
+                if (present := presents[context].get(owner)) is not None:
+                    parts.setdefault(medium, []).append((present, size))
             seen = (id(prompt), instance.here)
             if seen not in paged:
                 paged[seen] = _on_media(prompt, instance.here)
-            own = {
-                medium: presents[own_salt][owner]
-                for medium, owner in instance.owners.items()
-                if owner in presents[own_salt]
-            }
-            _add(instances.setdefault(instance.registered.instance_id, _nothing()), instance, prompt, query.block_size,
-                 own, paged[seen])  # fmt: skip
+            for medium, present in paged[seen].items():
+                parts.setdefault(medium, []).append((present, prompt.page_tokens))
+            _add(instances.setdefault(instance.registered.instance_id, _nothing()), instance, parts)
         return {query.tenant: instances}
 
 
@@ -198,18 +196,14 @@ def _on_media(prompt: _Prompt, here: bool) -> dict[str, Bools]:
     return {medium: present for medium, present in found.items() if present.any()}
 
 
-def _add(
-    answer: dict[str, Any], instance: Instance, prompt: _Prompt, block_tokens: int, own: dict[str, Bools],
-    pages: dict[str, Bools],
-) -> None:  # fmt: skip
+def _add(answer: dict[str, Any], instance: Instance, parts: Mapping[str, list[tuple[Bools, int]]]) -> None:
     """Take a rank into its instance's answer: of several ranks the best counts."""
-    together: list[tuple[Bools, int]] = []
-    for medium in MEDIA:
-        parts = [(own[medium], block_tokens)] if medium in own else []
-        parts += [(pages[medium], prompt.page_tokens)] if medium in pages else []
-        together += parts
-        answer[medium] = max(answer[medium], _leading(parts))
-    matched = _leading(together)
+    matched = 0
+    for medium, its in parts.items():
+        matched = _leading(its)
+        answer[medium] = max(answer[medium], matched)
+    if len(parts) > 1:
+        matched = _leading([part for its in parts.values() for part in its])
     rank = str(instance.registered.dp_rank)
     answer["DP"][rank] = max(answer["DP"].get(rank, 0), matched)
     answer["longest_matched"] = max(answer["longest_matched"], matched)
@@ -217,14 +211,15 @@ def _add(
 
 def _leading(parts: Sequence[tuple[Bools, int]]) -> int:
     """Leading tokens that one or another of the parts has, each with the tokens of one of its entries."""
-    if not parts:
-        return 0
-    if len(parts) == 1:
-        present, step = parts[0]
-        return step * (len(present) if present.all() else int(present.argmin()))
-    unit = math.gcd(*(step for _, step in parts))
-    spread = [np.repeat(present, step // unit) for present, step in parts]
-    union = np.zeros(max(map(len, spread)), dtype=bool)
-    for present in spread:
-        union[: len(present)] |= present
-    return unit * (len(union) if union.all() else int(union.argmin()))
+    reached = 0
+    while True:
+        further = reached
+        for present, step in parts:
+            at = reached // step
+            if at < len(present) and present[at]:
+                rest = present[at:]
+                run = int(rest.argmin())
+                further = max(further, (at + (len(rest) if rest[run] else run)) * step)
+        if further == reached:
+            return reached
+        reached = further
