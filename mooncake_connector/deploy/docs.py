@@ -143,8 +143,9 @@ The best gets it, and of equal ones the one whose turn it is; with `candidates` 
 With the default weights a prompt waits for what is cached as long as computing that twice would take, and an instance
 that has a prefix that everybody asks for gets at most twice 16 requests, or twice the requests of the least loaded,
 more than that one: then others get some, and have the prefix as well. The form is known from public gateways beside
-Mooncake's Conductor (aigw's `inference_lb`, with weights 2, 1 and 3); the units of the loads are our own. Instances of
-one host that share a pool find nearly the same there wherever a prompt goes.
+Mooncake's Conductor (aigw's `inference_lb`, with weights 2, 1 and 3); the units of the loads are our own.
+[benchmarks.md](benchmarks.md#routing) has what it is worth. Instances of one host that share a pool find nearly the
+same there wherever a prompt goes.
 
 Where there are prefill instances, they are chosen so, and decode instances by their requests alone. Decode instances
 that compute prompts themselves are chosen so as well.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 CACHE_WEIGHT, REQUEST_WEIGHT, PREFILL_WEIGHT = 2.0, 1.0, 1.0
-"""Chosen on one recorded trace of conversations."""
+"""Chosen on one recorded trace, and held against another: docs/benchmarks.md."""
 FEW_REQUESTS = 16
 """While the least loaded has fewer, so many more requests are a load of 1."""
 

@@ -112,8 +112,8 @@ class Conductor(msgspec.Struct, frozen=True, kw_only=True):
     candidates: Annotated[
         int,
         _field(
-            "Among so many of the best one is drawn. 1 is best for one router; several, which do not see each other's "
-            "requests, keep apart with 2 or 3.",
+            "Among so many of the best one is drawn. With 1 hits are the most; several routers, which do not see each "
+            "other's requests, keep apart with 2 or 3.",
             f"an integer from 1 to {MAX_INSTANCES}",
             ge=1,
             le=MAX_INSTANCES,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mooncake_connector.cli.bench.report import say, show
+from mooncake_connector.cli.bench.routing.command import routing
 from mooncake_connector.cli.bench.serve.command import serve
 from mooncake_connector.cli.output import Json, command_group, typed_path
 
@@ -21,6 +22,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it 
 
 app = command_group("Benchmarks: the store, transfers and whole servers beside this machine's own limits.")
 app.command()(serve)
+app.command()(routing)
 
 
 @app.command()
