@@ -15,7 +15,6 @@ import os
 import threading
 from collections.abc import Sequence
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +36,7 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once, set_log_level
+from mooncake_connector.misses import Miss
 from sglang_backend import own_settings
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_format
 from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
@@ -78,10 +78,16 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._storage_config = storage_config
         self._metrics = Metrics(enabled=storage_config.enable_storage_metrics)
         self._counts_lookups = storage_config.tp_rank == 0 and storage_config.pp_rank == 0
+        self.logs_requests = self._config.log_requests and self._counts_lookups
+        """See :mod:`sglang_backend.request_lines`."""
         self._namespace: Namespace | None = None
         self._store: BackgroundStore | None = None
         self._movers = Movers()
         self._kv: StoredPool | None = None
+        self.first_miss: Miss | None = None
+        """Why a page was last missing; SGLang looks up, and loads, one prompt at a time in a thread each."""
+        self.loaded_tokens = 0
+        """Of prompts, so far."""
         self._others: dict[str, StoredPool] = {}
         self.registered_pools: dict[str, HostKVCache] = {}
 
@@ -141,15 +147,22 @@ class MooncakeConnectorStorage(HiCacheStorage):
         tier."""
         if self._kv is None:
             return 0
-        names = _names(keys[:wanted])
-        hits = self._kv.prefix(names, _parent(extra_info)) if fetch else sum(takewhile(bool, self._kv.contains(names)))
+        found, why = self._kv.prefix(_names(keys[:wanted]), _parent(extra_info), fetch=fetch)
         page_tokens = self._kv.pages.page_slots
-        if hits * page_tokens < (self._config.min_hit_tokens or 0):
-            hits = 0
+        hits = found if found * page_tokens >= (self._config.min_hit_tokens or 0) else 0
+        self._missed(Miss.BELOW_MIN_HIT, found - hits)
+        self._missed(why or Miss.GROUPS_DISAGREE, len(keys) - found)  # beyond what was wanted
         view = self._kv.view
         if self._counts_lookups and view is not None:
             view.record_lookup(hit_pages=hits, missed_pages=len(keys) - hits, page_tokens=page_tokens)
         return hits
+
+    def _missed(self, why: Miss, pages: int) -> None:
+        """Count pages of a prompt that were not found or not loaded; what is found counts when it is loaded."""
+        if pages > 0 and self._kv is not None:
+            self.first_miss = why
+            if self._counts_lookups:
+                self._metrics.missed(why, pages * self._kv.pages.page_slots)
 
     @contained(PoolTransferResult.empty)
     def batch_exists_v2(
@@ -181,7 +194,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             elif transfer.name in states:
                 present = states[transfer.name][:kv_pages]
             elif fetch:
-                found = other.prefix(names, _parent(extra_info))
+                found = other.prefix(names, _parent(extra_info)).pages
                 present = [True] * found + [False] * (kv_pages - found)
             else:
                 present = other.contains(names)
@@ -189,7 +202,9 @@ class MooncakeConnectorStorage(HiCacheStorage):
             if lengths:
                 hits[transfer.name] = max(lengths)
             legal &= lengths
-        return PoolTransferResult(max(legal, default=0), hits, sorted(legal))
+        agreed = max(legal, default=0)
+        self._missed(Miss.GROUPS_DISAGREE, kv_pages - agreed)
+        return PoolTransferResult(agreed, hits, sorted(legal))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -305,7 +320,20 @@ class MooncakeConnectorStorage(HiCacheStorage):
                 return None
             return stored.load(_names(keys), lambda i, part, page: stored.pages.load(slots[i], part, page))
 
-        return contained(nothing)(load)() or [False] * len(keys)
+        arrived = contained(nothing)(load)() or [False] * len(keys)
+        if stored is self._kv:
+            self._count_loaded(arrived)
+        return arrived
+
+    def _count_loaded(self, arrived: list[bool]) -> None:
+        """Pages that were found, and that SGLang asked for, are hits where they came."""
+        if self._kv is None:
+            return
+        loaded = sum(arrived)
+        self.loaded_tokens += loaded * self._kv.pages.page_slots
+        if self._counts_lookups:
+            self._metrics.hit(loaded * self._kv.pages.page_slots)
+        self._missed(Miss.LOAD_FAILED, len(arrived) - loaded)
 
     def _save(
         self,
@@ -333,7 +361,9 @@ class MooncakeConnectorStorage(HiCacheStorage):
         def load() -> list[bool]:
             return kv.load(_names(keys), lambda i, part, page: pages.load_flat(targets[i], part, page))
 
-        return contained(lambda: [False] * len(keys))(load)()
+        arrived = contained(lambda: [False] * len(keys))(load)()
+        self._count_loaded(arrived)
+        return arrived
 
     def _no_flat_pages(self) -> bool:
         log_once(

@@ -10,6 +10,7 @@ from prometheus_client import Counter, Histogram
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from mooncake_connector.metrics.registry import PREFIX, SGLANG, Kind, Metric
+from mooncake_connector.misses import Miss
 from transfer.protocol.orders import Ending
 from transfer.protocol.outgoing import Outgoing
 
@@ -64,6 +65,18 @@ class Metrics:
     def failed(self, operation: str, cause: str, count: int = 1) -> None:
         if self._enabled:
             _metrics()["failures"].labels(operation, cause).inc(count)
+
+    def hit(self, tokens: int) -> None:
+        """Count tokens of prompts that were loaded."""
+        if self._enabled and tokens:
+            _metrics()["queried_tokens"].inc(tokens)
+            _metrics()["hit_tokens"].inc(tokens)
+
+    def missed(self, why: Miss, tokens: int) -> None:
+        """Count tokens of prompts that were not there, or did not come."""
+        if self._enabled and tokens:
+            _metrics()["queried_tokens"].inc(tokens)
+            _metrics()["miss_tokens"].labels(why.value).inc(tokens)
 
     def promised(self, pages: int) -> None:
         """Count pages that tiers are bringing."""

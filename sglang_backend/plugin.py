@@ -22,7 +22,7 @@ from mooncake_connector.config.schema import environ_name, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger
-from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, KNOWN_VERSION
+from sglang_backend import BACKEND, BACKEND_CLASS, BACKEND_MODULE, KNOWN_VERSION, request_lines
 from sglang_backend.pd import offer, prompts
 from sglang_backend.targets import Target, in_force, misfits, place
 
@@ -42,6 +42,7 @@ def install() -> None:
     _offer("storage backend", TARGETS, _offer_storage)
     _offer("transfer backend", offer.TARGETS, offer.install)
     _compare_prompts()
+    _log_requests()
 
 
 def _offer(what: str, targets: Sequence[Target], install: Callable[[bool], None]) -> None:
@@ -71,6 +72,14 @@ def _compare_prompts() -> None:
         )  # fmt: skip
     else:
         place(prompts.TARGETS)
+
+
+def _log_requests() -> None:
+    """Where `log_requests` is set in the configuration of a backend, which is read when that is made."""
+    if found := misfits(request_lines.TARGETS):
+        logger.warning("no request has a line of its own in SGLang %s: %s", sglang.__version__, "; ".join(found))
+    else:
+        place(request_lines.TARGETS)
 
 
 def _offer_storage(take_over: bool) -> None:

@@ -11,14 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from itertools import takewhile
+from typing import NamedTuple, TypeVar
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.misses import Miss
 from sglang_backend.host_pages import HostPages
 from sglang_backend.metrics import Metrics
 from store_client.base import Bytes
 from store_client.jobs import NOT_LANDED, Job, Load, Save
+from store_client.missing import fate_of, why_missing
 from store_client.mover import PAUSE_S, Mover
 from store_client.sharded import ConsumePart, ShardView
 
@@ -49,6 +52,15 @@ class Movers:
         self.saves.stop(_STOP_S)
 
 
+class Found(NamedTuple):
+    """What a lookup found."""
+
+    pages: int
+    """So many leading ones."""
+    why: Miss | None = None
+    """Why not the one behind them."""
+
+
 class StoredPool:
     """Looks up, loads and saves pages by key; never raises for a fault of the store.
 
@@ -75,13 +87,16 @@ class StoredPool:
         """The pages in the store, or None while there is no store."""
         return self._view()
 
-    def prefix(self, keys: Sequence[bytes], parent: bytes | None = None) -> int:
+    def prefix(self, keys: Sequence[bytes], parent: bytes | None = None, *, fetch: bool = True) -> Found:
         """How many leading pages are present or coming, after a wait for those of which the store does not know yet.
 
         SGLang's prefetch thread may wait. Its scheduler, which asks in the main thread, may not, and is told of what is
-        present alone. `parent` is the key before the first one, where it is known.
+        present alone, as everybody is where not `fetch`. `parent` is the key before the first one, where it is known.
         """
-        return self._look_up(lambda view: self._prefix(view, keys, parent), 0)
+        ready = self._ready(self._movers.loads)
+        if ready is None:
+            return Found(0, Miss.STALLED if self._view() is not None else Miss.UNAVAILABLE)
+        return self._look_up(lambda view: self._prefix(view, keys, parent, fetch), Found(0, Miss.UNAVAILABLE))
 
     def each(self, keys: Sequence[bytes], wait_s: float) -> list[bool]:
         """For each page by itself whether it is present or coming, after a wait as in `prefix`, of at most `wait_s`."""
@@ -109,7 +124,10 @@ class StoredPool:
         may_wait = now_s >= self._impatient_until_s and threading.current_thread() is not threading.main_thread()
         return self._config.lookup_wait_s if may_wait else None
 
-    def _prefix(self, view: ShardView, keys: Sequence[bytes], parent: bytes | None) -> int:
+    def _prefix(self, view: ShardView, keys: Sequence[bytes], parent: bytes | None, fetch: bool) -> Found:
+        if not fetch:
+            pages = sum(takewhile(bool, view.contains(keys)))
+            return Found(pages, None if pages == len(keys) else why_missing(fate_of([view], keys[pages])))
         asked_s = time.monotonic()
         wait_s = self._patience_s(asked_s)
         if self._config.tiers:
@@ -119,10 +137,14 @@ class StoredPool:
             found = view.lookup_within(keys, wait_s)
             self._metrics.waited(time.monotonic() - asked_s)
         self._waited(asked_s, wait_s, late=found.pending)
-        if wait_s is None:
-            return found.pages
-        self._promise(keys[found.pages : found.pages + found.coming])
-        return found.pages + found.coming
+        pages = found.pages
+        if wait_s is not None:
+            self._promise(keys[found.pages : found.pages + found.coming])
+            pages += found.coming
+        if pages == len(keys):
+            return Found(pages)
+        late = found.pending or pages < found.pages + found.coming
+        return Found(pages, Miss.LATE if late else why_missing(fate_of([view], keys[pages])))
 
     def _waited(self, asked_s: float, wait_s: float | None, *, late: bool) -> None:
         """A lookup that was begun at `asked_s` is over; `late`: the store did not say all of it."""

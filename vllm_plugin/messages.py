@@ -135,35 +135,69 @@ class StepMetadata(KVConnectorMetadata):
     pd: PDStep = field(default_factory=PDStep)
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What a request's load and transfer took on the slowest worker, by what the latter came, and how many tokens."""
+
+    load_s: float = 0.0
+    transfer_s: float = 0.0
+    transport: str = ""
+    fetched_tokens: int = 0
+
+    def merge(self, other: Timing) -> Timing:
+        return Timing(
+            max(self.load_s, other.load_s),
+            max(self.transfer_s, other.transfer_s),
+            self.transport or other.transport,
+            max(self.fetched_tokens, other.fetched_tokens),
+        )
+
+
 @dataclass(slots=True)
 class WorkerReport(KVConnectorWorkerMetadata):
     """Worker to scheduler: saves that ended, by job id, and what failed.
 
     Args:
-        failed_loads: requests of which at least one worker could not load a page.
+        failed_loads: requests of which at least one worker could not load a page -> the token up to which vLLM goes on
+            with what was loaded.
         stalled: whether a load was given up at its deadline: the pool hangs.
         not_landed: whether one was given up since pages that were coming did not come: the pool is well.
         failed_transfers: announced requests of which nothing will come, and that had no blocks then.
+        timings: of loads and transfers that ended, where each request has a line in the log (`log_requests`).
     """
 
     saves: dict[int, SaveResult] = field(default_factory=dict)
-    failed_loads: set[str] = field(default_factory=set)
+    failed_loads: dict[str, int] = field(default_factory=dict)
     stalled: bool = False
     not_landed: bool = False
     failed_transfers: set[str] = field(default_factory=set)
+    timings: dict[str, Timing] = field(default_factory=dict)
+
+    def failed_load(self, req_id: str, kept: int) -> None:
+        """Enter a load that failed, with the token up to which it counts."""
+        self.failed_loads[req_id] = min(kept, self.failed_loads.get(req_id, kept))
+
+    def took(self, req_id: str, timing: Timing) -> None:
+        self.timings[req_id] = self.timings.get(req_id, timing).merge(timing)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
         saves = dict(self.saves)
         for job_id, result in other.saves.items():
             saves[job_id] = saves[job_id].merge(result) if job_id in saves else result
-        return WorkerReport(
+        merged = WorkerReport(
             saves,
-            self.failed_loads | other.failed_loads,
+            dict(self.failed_loads),
             self.stalled or other.stalled,
             self.not_landed or other.not_landed,
             self.failed_transfers | other.failed_transfers,
+            dict(self.timings),
         )
+        for req_id, kept in other.failed_loads.items():
+            merged.failed_load(req_id, kept)
+        for req_id, timing in other.timings.items():
+            merged.took(req_id, timing)
+        return merged
 
 
 @dataclass(slots=True)

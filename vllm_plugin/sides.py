@@ -71,7 +71,7 @@ class SchedulerSide:
                 end = max(first, end // self._granule * self._granule)
             num_pooled = end - first
             self.pd.after_alloc(request, blocks, num_external_tokens, num_pooled)
-        self.prefix.after_alloc(request, blocks, num_pooled)
+        self.prefix.after_alloc(request, blocks, num_pooled, num_external_tokens - num_pooled)
 
     def build(self, scheduled: SchedulerOutput) -> StepMetadata:
         step = self.prefix.build(scheduled)

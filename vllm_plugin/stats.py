@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from mooncake_connector.metrics.registry import VLLM, VLLM_PREFIX, Kind, Metric, by_figure
+from mooncake_connector.misses import Miss
 
 _OWN = by_figure(VLLM)
 _TABLES = {figure for figure, metric in _OWN.items() if metric.labels}
@@ -53,6 +54,9 @@ class ConnectorStats(KVConnectorStats):
     def travelled(self, transport: str, nbytes: int) -> None:
         self._enter("transports", transport, nbytes)
 
+    def missed(self, why: Miss, tokens: int) -> None:
+        self._enter("miss_tokens", why.value, tokens)
+
     def took(self, figure: str, seconds: float) -> None:
         """Enter one value of a histogram."""
         self.data.setdefault(figure, []).append(seconds)
@@ -78,6 +82,7 @@ class ConnectorStats(KVConnectorStats):
             "pool hit tokens": int(data.get("hit_tokens", 0)),
             "pool queried tokens": int(data.get("queried_tokens", 0)),
         }
+        figures.update({f"missed tokens: {why}": int(tokens) for why, tokens in data.get("miss_tokens", {}).items()})
         for kind, kinds in (("load", "loads"), ("save", "saves"), ("fetch", "fetches"), ("send", "sends")):
             nbytes, seconds = data.get(f"{kind}_bytes", 0), data.get(f"{kind}_seconds", 0.0)
             if data.get(kinds):

@@ -132,6 +132,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Literal["DEBUG", "INFO", "WARNING", "ERROR"],
         _field("Messages of this package below this level are not logged.", '"DEBUG", "INFO", "WARNING" or "ERROR"'),
     ] = "INFO"
+    log_requests: Annotated[
+        bool,
+        _field(
+            "Whether each request gets one line in the log, at the level INFO: how many of its tokens came from where, "
+            "how long that took, and why the first page was missing "
+            "([troubleshooting](troubleshooting.md#one-line-for-each-request)).",
+            "true or false",
+        ),
+    ] = False
     sglang_takeover: Annotated[
         bool,
         _field(

@@ -73,9 +73,23 @@ SAVE_DURATION = _histogram("save_duration_seconds", "Seconds from the submission
 FETCH_DURATION = _histogram(
     "fetch_duration_seconds", "Seconds from the announcement of a transfer to its end, prefill included", SECONDS
 )
+MISS_TOKENS = _counter(
+    "miss_tokens",
+    "Prompt tokens that did not come from the pool, by reason: that of the first page of a prompt that was missing",
+    "reason",
+)
+EVICTED = (
+    _counter("evicted_requests", "Requests whose first missing page had been evicted"),
+    _counter("evicted_unused_seconds", "Seconds for which these pages had not been used when they were evicted"),
+    _counter(
+        "evicted_reuse_seconds",
+        "Seconds from the last use of these pages to the request: over evicted_requests, for how long a pool would "
+        "have to keep them",
+    ),
+)
 
 VLLM = (
-    _counter("hit_tokens", "Prompt tokens that were loaded from the pool instead of computed"),
+    _counter("hit_tokens", "Prompt tokens that were loaded from the pool instead of computed, each request once"),
     _counter("tier_hit_tokens", "Of hit_tokens, those that tiers brought after the request had arrived"),
     _counter("tier_promised_pages", "Pages that tiers were bringing when a load was planned, by each rank"),
     _counter("tier_landed_pages", "Of tier_promised_pages, those that came and were loaded"),
@@ -83,7 +97,12 @@ VLLM = (
     _counter("tier_waits", "Requests that were put aside until tiers had said which of their pages they have"),
     _counter("tier_wait_seconds", "Seconds for which requests were put aside for that"),
     _counter("tier_unheard", "Requests that were planned before tiers had said so"),
-    _counter("queried_tokens", "Prompt tokens beyond the local prefix cache that were looked up in the pool"),
+    _counter(
+        "queried_tokens",
+        "Prompt tokens beyond the local prefix cache, each request once: all hit_tokens and all miss_tokens",
+    ),
+    MISS_TOKENS,
+    *EVICTED,
     _counter(
         "prefill_seconds_saved",
         "Seconds that computing hit_tokens would have taken: each hit's tokens over the prefill speed that this engine "
@@ -124,6 +143,13 @@ SGLANG = (
     _counter("pages", "Pages loaded from or saved to the pool", "operation"),
     _counter("bytes", "Bytes moved from or to the pool", "operation"),
     _counter("seconds", "Seconds spent moving pages", "operation"),
+    _counter(
+        "queried_tokens",
+        "Prompt tokens in full pages that SGLang asked the pool for: all hit_tokens and all miss_tokens",
+    ),
+    _counter("hit_tokens", "Prompt tokens that were loaded from the pool"),
+    MISS_TOKENS,
+    *EVICTED,
     LOAD_DURATION,
     SAVE_DURATION,
     _counter("failures", "Operations that failed", "operation", "cause"),

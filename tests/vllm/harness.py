@@ -73,6 +73,8 @@ class Engine:
         self.answers: dict[str, dict[str, Any] | None] = {}
         """`kv_transfer_params` of the last output of each request."""
         self.reasons: dict[str, str] = {}
+        self.prefills: dict[str, Any] = {}
+        """What vLLM says of each request's prompt: `PrefillStats`, of its first turn."""
         self.received: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         """How often each request was reported as received or sent, by all workers together."""
@@ -218,6 +220,8 @@ class Engine:
         for core_outputs in outputs.values():
             for one in core_outputs.outputs:
                 self.texts[one.request_id] += one.new_token_ids
+                if one.prefill_stats is not None:
+                    self.prefills[one.request_id] = one.prefill_stats
                 if one.finish_reason is not None:
                     self.reasons[one.request_id] = str(one.finish_reason)
                     self.answers[one.request_id] = pickle.loads(pickle.dumps(one.kv_transfer_params))

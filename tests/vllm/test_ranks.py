@@ -115,9 +115,9 @@ def test_a_conversation_goes_on_over_instances_that_are_split_otherwise(start: S
 
 def test_reports_of_workers_add_up_and_keep_the_worst() -> None:
     """Fewer pages on one rank means fewer pages, and what one could not copy in time is to be saved again by all."""
-    one = WorkerReport(saves={1: SaveResult(1, 5), 2: SaveResult(1, 3)}, failed_loads={"a"})
-    two = WorkerReport(saves={1: SaveResult(1, 4, overtaken=2)}, failed_loads={"b"})
+    one = WorkerReport(saves={1: SaveResult(1, 5), 2: SaveResult(1, 3)}, failed_loads={"a": 32, "both": 64})
+    two = WorkerReport(saves={1: SaveResult(1, 4, overtaken=2)}, failed_loads={"b": 0, "both": 16})
     merged = one.aggregate(two)
     assert merged.saves == {1: SaveResult(2, 4, overtaken=2), 2: SaveResult(1, 3)}
-    assert merged.failed_loads == {"a", "b"}
+    assert merged.failed_loads == {"a": 32, "b": 0, "both": 16}
     assert one.saves[1] == SaveResult(1, 5), "the inputs are left alone"

@@ -25,7 +25,7 @@ from transfer.serving import Computed
 from transfer.session import Node, NodeOptions
 from transfer.transports.base import TransferError
 from vllm_plugin.kv_memory import KVMemory
-from vllm_plugin.messages import Announcement, Ended, StepMetadata
+from vllm_plugin.messages import Announcement, Ended, StepMetadata, Timing
 from vllm_plugin.pd.sections import RankSections
 from vllm_plugin.stats import ConnectorStats
 
@@ -45,7 +45,8 @@ def open_worker(memory: KVMemory, config: Config, access: Access, stats: Connect
     except (TransferError, ValueError, OSError) as error:
         logger.error("KV transfers are off: %s", error)
         return None
-    return PDWorker(node, sections, options.bounds, DeviceOrder(memory.record), stats)
+    device_order = DeviceOrder(memory.record)
+    return PDWorker(node, sections, options.bounds, device_order, stats, logs_requests=config.log_requests)
 
 
 class PDWorker:
@@ -54,6 +55,7 @@ class PDWorker:
     Args:
         sections: what this rank hands over.
         device: makes calls when the device has done what was queued before them.
+        logs_requests: whether the scheduler's process wants to know what transfers took.
     """
 
     def __init__(
@@ -63,8 +65,11 @@ class PDWorker:
         bounds: Bounds,
         device: DeviceOrder,
         stats: ConnectorStats,
+        *,
+        logs_requests: bool,
     ) -> None:
         self._node, self._sections, self._bounds = node, sections, bounds
+        self._logs_requests = logs_requests
         self._device, self._stats = device, stats
         self._transfers: dict[str, Outgoing | Incoming] = {}
         """Whose end vLLM waits for, by request. The id of one that ended early may be another's by then."""
@@ -193,8 +198,13 @@ class PDWorker:
             ended.sent.add(transfer.request)
             return
         ended.arrived.add(transfer.request)
-        if transfer.ending is Ending.DONE:
-            self._stats.add("fetched_tokens", max((len(table.tokens) for table in transfer.tables), default=0))
+        done = transfer.ending is Ending.DONE
+        fetched = max((len(table.tokens) for table in transfer.tables), default=0) if done else 0
+        if self._logs_requests:
+            timing = Timing(transfer_s=transfer.seconds, transport=transfer.transport or "", fetched_tokens=fetched)
+            ended.report.took(transfer.request, timing)
+        if done:
+            self._stats.add("fetched_tokens", fetched)
         elif transfer.ending is not Ending.CANCELLED and transfer.tables:
             self._failed(transfer, ended)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.misses import Miss
 from store_client.base import Lookup
 from store_client.sharded import ShardView
 from vllm_plugin.prefix.groups_hit import GroupsHit
@@ -70,16 +71,19 @@ class Lookups:
         page_tokens = self._page_tokens
         first = num_local_tokens // page_tokens
         keys = tracked.page_keys(tracked.request.num_prompt_tokens // page_tokens, page_tokens)
-        found = self.leading(keys[first:], views(None), fetch)
+        found, why = self._found(keys[first:], views(None), fetch)
         unpromised = now_s < self._unpromised_until_s
         if unpromised:  # what lands meanwhile counts
+            why = Miss.LATE if found.coming else why
             found = Lookup(found.pages, found.pending and not found.coming, wait_s=found.wait_s)
         coming: Mapping[int, int] = {0: found.coming}
         if self._groups is not None and found.pages + found.coming:
             asks = fetch and self._tiered and not unpromised
             agreed = self._agreed(tracked, first, found, views, fetch=asks, tokens_s=tokens_s)
+            why = self._why_less(first, found, agreed) or why
             found, coming = agreed.lookup, agreed.coming
         asked_s, now_s = now_s, time.monotonic()
+        tracked.lookup_s += now_s - asked_s
         if now_s - asked_s > _LOOKUP_HANGS_S:
             self._stalled_until_s = now_s + _STALL_PAUSE_S
             self._stats.fail("lookup_hung")
@@ -87,7 +91,24 @@ class Lookups:
             log_once("lookup.hung", said, now_s - asked_s, _STALL_PAUSE_S, logger=logger)
         tokens = max((first + found.pages + found.coming) * page_tokens - num_local_tokens, 0)
         reuse_s = _PENDING_REUSE_S if found.pending else _LOOKUP_REUSE_S
-        return Offer(num_local_tokens, tokens, coming, found.pending, found.wait_s, now_s + reuse_s)
+        why = Miss.LATE if found.pending else why
+        return Offer(num_local_tokens, tokens, coming, found.pending, found.wait_s, now_s + reuse_s, why)
+
+    def _found(self, keys: list[bytes], views: list[ShardView], fetch: bool) -> tuple[Lookup, Miss | None]:
+        """The leading pages of full attention, and why no more where that is no page's own fate."""
+        try:
+            return self._leading(keys, views, fetch), None
+        except Exception as error:
+            self._fail(error)
+            return Lookup(0), Miss.UNAVAILABLE
+
+    @staticmethod
+    def _why_less(first: int, found: Lookup, agreed: Agreed) -> Miss | None:
+        """Why other groups take less than full attention has: a prompt's last token is computed in any case."""
+        end = agreed.lookup.pages + agreed.lookup.coming
+        if end >= found.pages + found.coming:
+            return None
+        return Miss.GROUPS_DISAGREE if agreed.most > first + end else Miss.SHORT
 
     def _agreed(
         self, tracked: Tracked, first: int, found: Lookup, views: Views, *, fetch: bool, tokens_s: float | None
@@ -111,17 +132,21 @@ class Lookups:
         Where not `fetch`, only those that are there.
         """
         try:
-            if not fetch:
-                return Lookup(min(sum(itertools.takewhile(bool, view.contains(keys))) for view in views))
-            found = [view.lookup(keys) for view in views]
-            pages = min(one.pages for one in found)
-            stop = min(len(keys), *(one.pages + one.coming for one in found))
-            ends = [one for one in found if one.pages + one.coming == stop]
-            wait_s = min((one.wait_s for one in ends), default=math.inf)
-            return Lookup(pages, all(one.pending for one in ends), max(stop - pages, 0), wait_s)
+            return self._leading(keys, views, fetch)
         except Exception as error:
             self._fail(error)
             return Lookup(0)
+
+    @staticmethod
+    def _leading(keys: list[bytes], views: list[ShardView], fetch: bool) -> Lookup:
+        if not fetch:
+            return Lookup(min(sum(itertools.takewhile(bool, view.contains(keys))) for view in views))
+        found = [view.lookup(keys) for view in views]
+        pages = min(one.pages for one in found)
+        stop = min(len(keys), *(one.pages + one.coming for one in found))
+        ends = [one for one in found if one.pages + one.coming == stop]
+        wait_s = min((one.wait_s for one in ends), default=math.inf)
+        return Lookup(pages, all(one.pending for one in ends), max(stop - pages, 0), wait_s)
 
     def _fail(self, error: Exception) -> None:
         self._stats.fail("lookup")
@@ -134,7 +159,9 @@ class Lookups:
         """
         waits = max(step_s, _PENDING_REUSE_S) <= offer.wait_s and self._waits(tracked, offer)
         if not waits and tracked.aside_since_s is not None:
-            self._stats.add("tier_wait_seconds", time.monotonic() - tracked.aside_since_s)
+            aside_s = time.monotonic() - tracked.aside_since_s
+            tracked.lookup_s += aside_s
+            self._stats.add("tier_wait_seconds", aside_s)
             tracked.aside_since_s = None
         return waits
 

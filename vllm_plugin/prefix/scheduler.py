@@ -16,14 +16,17 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.namespace import Namespace, private_model_digest
 from mooncake_connector.log import get_logger
+from mooncake_connector.misses import Miss
 from mooncake_connector.sizes import human_nbytes
 from store_client.base import Store
+from store_client.missing import fate_of
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from vllm_plugin.geometry import Geometry
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
 from vllm_plugin.naming import AdapterKeys, chain_root
+from vllm_plugin.prefix.account import Accounts
 from vllm_plugin.prefix.announced import AnnouncedPages
 from vllm_plugin.prefix.groups_hit import GroupsHit
 from vllm_plugin.prefix.lookups import Lookups
@@ -82,6 +85,7 @@ class PrefixScheduler:
         self._max_batches = vllm_config.max_concurrent_batches
         """Steps that may be planned before the outcome of the first of them is known, and that one."""
         self.speed = PrefillSpeed(self._page_tokens, self._max_batches)
+        self._accounts = Accounts(config, stats, self.speed)
         self._doubtful_steps = 0
         self._begins = False
         """Whether a request has been given its turn since the last step was planned."""
@@ -149,10 +153,8 @@ class PrefixScheduler:
         tracked = self.track(request)
         tracked.local_tokens = num_computed_tokens
         former, tracked.offer = tracked.offer, None  # which may be of a shorter local hit
-        views = self._views()
-        if beyond < self._min_hit_tokens or tracked.root is None or tracked.refused or not views:
-            return 0, False
-        if self._lookups.stalled:
+        tracked.unasked = self._unasked(tracked, beyond)
+        if tracked.unasked is not None:
             return 0, False
         offer = tracked.offer = self._lookups.offer(
             tracked, former, num_computed_tokens, self._views,
@@ -164,6 +166,18 @@ class PrefixScheduler:
         if offer.tokens < self._min_hit_tokens:
             return 0, False
         return offer.tokens, True
+
+    def _unasked(self, tracked: Tracked, beyond: int) -> Miss | None:
+        """Why the pool is not asked for a request with so many tokens in full pages `beyond` the local hit."""
+        if tracked.root is None:
+            return Miss.NOT_CACHED
+        if tracked.refused:
+            return Miss.LOAD_FAILED
+        if beyond < self._min_hit_tokens:
+            return Miss.SHORT if beyond < self._page_tokens else Miss.BELOW_MIN_HIT
+        if not self._views():
+            return Miss.UNAVAILABLE
+        return Miss.STALLED if self._lookups.stalled else None
 
     def _computes(self) -> bool:
         """Whether the step that is being planned computes anything, as far as can be told: something that the last one
@@ -181,26 +195,30 @@ class PrefixScheduler:
         num_local = 0 if tracked is None else request.num_computed_tokens or tracked.local_tokens
         self.saves.give_away(blocks.get_block_ids(), num_local)
 
-    def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_from_pool: int) -> None:
+    def after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_from_pool: int, num_elsewhere: int = 0
+    ) -> None:
         """Blocks were allocated: plan the load of the tokens that the pool is to bring.
 
         Args:
-            num_from_pool: tokens beyond the local hit that vLLM waits for from here; others may bring more.
+            num_from_pool: tokens beyond the local hit that vLLM waits for from here.
+            num_elsewhere: those behind them that another instance brings.
         """
         tracked = self.track(request)
         offer, tracked.offer = tracked.offer, None
         self._begins = self._begins or not num_from_pool
         if not request.num_computed_tokens:  # vLLM will count what anybody loads before it is there
             tracked.loading = (0, 0)
-        if offer is None:
-            return
-        num_local = offer.local_tokens
-        if num_from_pool:
-            self._plan_load(tracked, blocks, offer, num_from_pool)
-        if offer.pending:
-            self._stats.add("tier_unheard")
-        self._stats.add("queried_tokens", request.num_prompt_tokens - num_local)
-        self._record(num_local // self._page_tokens, offer.tokens // self._page_tokens, request.num_prompt_tokens)
+        if offer is not None:
+            if num_from_pool:
+                self._plan_load(tracked, blocks, offer, num_from_pool)
+            if offer.pending:
+                self._stats.add("tier_unheard")
+            num_local_pages = offer.local_tokens // self._page_tokens
+            self._record(num_local_pages, offer.tokens // self._page_tokens, request.num_prompt_tokens)
+        self._accounts.open(
+            tracked, offer, num_from_pool, num_elsewhere, lambda page: fate_of(self._views(), tracked.keys[page])
+        )
 
     def _plan_load(self, tracked: Tracked, blocks: KVCacheBlocks, offer: Offer, num_external_tokens: int) -> None:
         page_tokens, num_local = self._page_tokens, offer.local_tokens
@@ -308,27 +326,17 @@ class PrefixScheduler:
             for job_id, result in report.saves.items():
                 self.saves.ended(job_id, result)
             self._lookups.loads_failed(stalled=report.stalled, not_landed=report.not_landed)
-            for req_id in report.failed_loads:
-                if req_id in self._tracked:
-                    self._tracked[req_id].refused = True
+            for req_id in report.failed_loads.keys() & self._tracked.keys():
+                self._tracked[req_id].refused = True
+            self._accounts.reported(report, self._tracked)
         for req_id in output.finished_recving or ():
             tracked = self._tracked.get(req_id)
             if tracked is not None and tracked.loading is not None:
-                start, stop = tracked.loading
+                _, stop = tracked.loading
                 tracked.loading = None
                 if not tracked.refused:
-                    self._stats.add("hit_tokens", stop - start)
-                    if self.speed.tokens_s:
-                        self._stats.add("prefill_seconds_saved", (stop - start) / self.speed.tokens_s)
-                    self._count_fetched(tracked, start, stop)
                     tracked.saved_pages = max(tracked.saved_pages, stop // self._page_tokens)
-
-    def _count_fetched(self, tracked: Tracked, start: int, stop: int) -> None:
-        """Of the tokens that were loaded, those that the pool did not have when the request arrived."""
-        if tracked.known_pages is not None:
-            fetched = stop - max(start, tracked.known_pages * self._page_tokens)
-            if fetched > 0:
-                self._stats.add("tier_hit_tokens", fetched)
+                self._accounts.close(tracked)
 
     def count_failures(self) -> None:
         """Enter what this process did not get from behind the pool."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mooncake_connector.kv.keys import page_keys
+from mooncake_connector.misses import Miss
 from vllm_plugin.naming import named_tokens
+from vllm_plugin.prefix.account import Account
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -24,6 +26,7 @@ class Offer:
         pending: the pool may have more in a moment.
         wait_s: asking again is worth it within so many seconds.
         good_until_s: from then on the pool is asked again.
+        why: of the first page that is missing, where the lookup knew it; else the pool may remember it.
     """
 
     local_tokens: int
@@ -32,6 +35,7 @@ class Offer:
     pending: bool
     wait_s: float
     good_until_s: float
+    why: Miss | None = None
 
 
 @dataclass(slots=True)
@@ -52,6 +56,10 @@ class Tracked:
         refused: a load failed; the pool is not offered to this request again.
         junctions: tokens up to which the pool has the prompt's pages of full attention, where groups with a window
             could not go on from: others parted from it there, and this request leaves there what the next one needs.
+        unasked: why the pool was not asked, when vLLM last did; None where it was.
+        counted: its prompt is in the figures, or will be when its load has ended: it counts once, whatever comes.
+        account: what will be counted then.
+        lookup_s: what lookups took, and waits for tiers.
     """
 
     request: Request
@@ -66,6 +74,10 @@ class Tracked:
     loading: tuple[int, int] | None = None
     refused: bool = False
     junctions: set[int] = field(default_factory=set)
+    unasked: Miss | None = None
+    counted: bool = False
+    account: Account | None = None
+    lookup_s: float = 0.0
 
     def page_keys(self, num_pages: int, page_tokens: int) -> list[bytes]:
         """Keys of at least the first `num_pages` pages."""

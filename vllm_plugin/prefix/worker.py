@@ -21,7 +21,7 @@ from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from transfer.device_order import Wait
 from vllm_plugin.kv_memory import KVMemory
-from vllm_plugin.messages import Ended, LoadJob, SaveResult, StepMetadata
+from vllm_plugin.messages import Ended, LoadJob, SaveResult, StepMetadata, Timing
 from vllm_plugin.prefix.saver import Saver
 from vllm_plugin.stats import ConnectorStats
 
@@ -129,8 +129,10 @@ class PrefixWorker:
         self._count("load", load)
         self._stats.add("load_bytes", load.pages * self._memory.groups[plan.group].fmt.nbytes)
         self._count_promised(load)
+        if self._config.log_requests:
+            ended.report.took(req_id, Timing(load_s=load.seconds))
         if load.cause:
-            ended.report.failed_loads.add(req_id)
+            ended.report.failed_load(req_id, self._kept(plan, load.pages))
             ended.report.stalled |= load.cause == "deadline"
             ended.report.not_landed |= load.cause == NOT_LANDED
             if self._memory.geometry.is_hybrid:
@@ -181,10 +183,20 @@ class PrefixWorker:
 
     def _blocks_from(self, job: LoadJob, pages: int) -> set[int]:
         """The blocks of a load from the first page on that did not arrive; never those of a local hit."""
-        page_tokens, block_tokens = self._memory.page_tokens, self._memory.groups[job.group].group.block_tokens
-        first = job.first_token + (pages * page_tokens if pages else job.skip_tokens)
-        stop = job.first_token + len(job.keys) * page_tokens
-        return set(job.block_ids[first // block_tokens : -(-stop // block_tokens)])
+        block_tokens = self._memory.groups[job.group].group.block_tokens
+        stop = job.first_token + len(job.keys) * self._memory.page_tokens
+        return set(job.block_ids[self._first_lost(job, pages) // block_tokens : -(-stop // block_tokens)])
+
+    def _first_lost(self, job: LoadJob, pages: int) -> int:
+        """The first token that a load did not bring of which so many pages arrived."""
+        return job.first_token + (pages * self._memory.page_tokens if pages else job.skip_tokens)
+
+    def _kept(self, job: LoadJob, pages: int) -> int:
+        """The token up to which vLLM goes on with what such a load brought: of several groups with nothing of it."""
+        if self._memory.geometry.is_hybrid:
+            return 0
+        block_tokens = self._memory.groups[job.group].group.block_tokens
+        return self._first_lost(job, pages) // block_tokens * block_tokens
 
 
 class RefusingWorker:
@@ -212,8 +224,9 @@ class RefusingWorker:
         self._saves.update({job.job_id: SaveResult(1, 0) for job in metadata.saves})
 
     def take_ended(self, ended: Ended) -> None:
-        for refused in (ended.arrived, ended.refused, ended.report.failed_loads):
+        for refused in (ended.arrived, ended.refused):
             refused |= self._loads
+        ended.report.failed_loads.update(dict.fromkeys(self._loads, 0))
         ended.report.saves.update(self._saves)
         self._loads, self._saves = set(), {}
 

@@ -1,0 +1,161 @@
+"""Tokens of prompts that SGLang asks for: those that came are hits, the others are counted by reason, and add up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from causes import forget_causes
+from controllers import Rank
+from faults import Faults, never
+from host_pools import PAGES, axes, mha, model, slots
+from instances import keys, server
+from prometheus_client import REGISTRY
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.plugins import load_plugins
+
+from mooncake_connector.misses import Miss
+from sglang_backend import BACKEND
+
+NAMES = keys(PAGES)
+TOKENS = 16
+"""A page of the host pools here."""
+
+
+def value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"mooncake_connector_{name}_total", labels) or 0.0
+
+
+def counts() -> dict[str, float]:
+    figures = {name: value(name) for name in ("queried_tokens", "hit_tokens")}
+    return figures | {miss.value: value("miss_tokens", reason=miss.value) for miss in Miss}
+
+
+@pytest.fixture
+def added() -> Callable[[], dict[str, float]]:
+    """What was counted since the test began, without `queried_tokens`, which it must add up to."""
+    before = counts()
+
+    def since() -> dict[str, float]:
+        found = {name: now - before[name] for name, now in counts().items() if now != before[name]}
+        assert found.pop("queried_tokens", 0) == sum(found.values())
+        return found
+
+    return since
+
+
+@pytest.fixture
+def storage(attach) -> Any:
+    host_pool = mha("page_first")
+    axes(host_pool)[:] = model(1)
+    storage = attach(host_pool, load_deadline_s=40.0, save_deadline_s=40.0)
+    assert storage.batch_set_v1(NAMES, slots(list(range(PAGES)))) == [True] * PAGES
+    return storage
+
+
+def prefetch(storage: Any, names: list[str]) -> int:
+    """What SGLang does for a prompt: look up, and load what was found."""
+    found = storage.batch_exists(names)
+    if found:
+        storage.batch_get_v1(names[:found], slots(list(range(found))))
+    return int(found)
+
+
+def test_pages_that_came_are_hits_and_those_behind_them_were_never_stored(storage: Any, added: Any) -> None:
+    assert prefetch(storage, [*NAMES, *keys(2, "other")]) == PAGES
+    assert added() == {"hit_tokens": PAGES * TOKENS, "never_stored": 2 * TOKENS}
+
+
+def test_pages_that_were_found_and_not_asked_for_are_neither(storage: Any, added: Any) -> None:
+    assert storage.batch_exists(NAMES) == PAGES
+    assert added() == {}
+
+
+def test_pages_that_go_before_they_are_loaded(storage: Any, added: Any) -> None:
+    found = storage.batch_exists(NAMES)
+    assert found == PAGES
+    storage._kv.view.own.remove([bytes.fromhex(NAMES[1])])
+    storage.batch_get_v1(NAMES, slots(list(range(PAGES))))
+    assert added() == {"hit_tokens": TOKENS, "load_failed": (PAGES - 1) * TOKENS}
+
+
+def test_a_hit_that_is_too_short(attach: Any, storage: Any, added: Any) -> None:
+    other = attach(mha("page_first"), min_hit_tokens=(PAGES + 1) * TOKENS)
+    assert prefetch(other, [*NAMES, *keys(1, "other")]) == 0
+    assert added() == {"below_min_hit": PAGES * TOKENS, "never_stored": TOKENS}
+
+
+def test_an_answer_that_does_not_come(faults: Faults, attach: Any, added: Any) -> None:
+    storage = attach(mha("page_first"))
+    faults.answer = never
+    assert prefetch(storage, NAMES) == 0
+    assert added() == {"late": PAGES * TOKENS}
+
+
+def test_a_pool_that_fails_and_is_left_alone_then(faults: Faults, attach: Any, added: Any) -> None:
+    storage = attach(mha("page_first"))
+    faults.raise_in = {"lookup"}
+    assert prefetch(storage, NAMES) == 0
+    assert added() == {"unavailable": PAGES * TOKENS}
+    faults.raise_in = set()
+    storage._movers.loads._paused_until_s = float("inf")
+    assert prefetch(storage, NAMES) == 0
+    assert added() == {"unavailable": PAGES * TOKENS, "stalled": PAGES * TOKENS}
+
+
+def test_a_pool_that_cannot_be_opened(attach: Any, tmp_path: Path, added: Any) -> None:
+    (tmp_path / "file").write_text("in the way")
+    storage = attach(mha("page_first"), pool=tmp_path)
+    assert prefetch(storage, NAMES) == 0
+    assert added() == {"unavailable": PAGES * TOKENS}
+
+
+# The line of a request
+
+PROMPT = [token * 7 % 257 for token in range(5 * 64 + 10)]
+
+
+@pytest.fixture
+def rank(pool: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., Rank]]:
+    load_plugins()
+    forget_causes()
+    caplog.set_level("INFO", logger="mooncake_connector")
+    ranks: list[Rank] = []
+
+    def start(**extra: Any) -> Rank:
+        with server("qwen3"):
+            device = MHATokenToKVPool(64, 64, torch.bfloat16, 4, 64, 8, "cpu", False)
+            host_pool = mha("page_first", layers=(0, 8), heads=4, dim=64, page_tokens=64)
+            ranks.append(Rank(device, host_pool, pool, name=BACKEND, **extra))
+        return ranks[-1]
+
+    yield start
+    for one in ranks:
+        one.detach()
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:
+    said = [record.getMessage() for record in caplog.records]
+    return [dict(re.findall(r"(\w+)=(\S+)", line)) for line in said if line.startswith("request id=")]
+
+
+def test_a_miss_and_a_hit_have_a_line(rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture) -> None:
+    one = rank(log_requests=True)
+    assert one.load(PROMPT)[0] == 0
+    one.save(PROMPT[:192], one.host_pool.alloc(192))
+    assert one.load(PROMPT)[0] == 192
+    missed, hit = lines(caplog)
+    assert (missed["id"], missed["prompt_tokens"], missed["hit_tokens"]) == ("request", "320", "0")
+    assert (missed["computed_tokens"], missed["miss"]) == ("320", "never_stored")
+    assert (hit["hit_tokens"], hit["computed_tokens"], hit["miss"]) == ("192", "128", "never_stored")
+    assert float(hit["load_ms"]) > 0 and float(hit["lookup_ms"]) > 0
+
+
+def test_by_default_there_is_none(rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture) -> None:
+    one = rank()
+    assert one.load(PROMPT)[0] == 0
+    assert lines(caplog) == []
