@@ -1,4 +1,5 @@
-"""`mooncake-connector doctor`: whether an engine in this environment would use the pool, without starting the engine.
+"""`mooncake-connector doctor`: whether an engine in this environment would use the pool, without starting the engine;
+with `--url` how one that runs uses it (`doctor_url`).
 
 What concerns one engine alone is in the `doctor` module of its adapter; configuration and pool are looked at here.
 """
@@ -12,7 +13,7 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +21,10 @@ import typer
 
 from mooncake_connector.checks import Check, Verdict, failed, ok, warning
 from mooncake_connector.cli import columns as columns_
+from mooncake_connector.cli import doctor_url
 from mooncake_connector.cli.doctor_transfers import transfer_checks
 from mooncake_connector.cli.output import EXIT_FAILED, Json, command_group, print_json, styled, width
+from mooncake_connector.cli.store import Pool
 from mooncake_connector.config.schema import Config, load_config
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes
@@ -36,7 +39,7 @@ from store_client.embedded.folder import (
     secure_folder,
 )
 
-app = command_group("Check whether an engine would use the pool, without starting it.")
+app = command_group("Check whether an engine would use the pool, or (--url) why a running one hits it as it does.")
 
 TransferConfig = Annotated[
     str | None,
@@ -46,6 +49,32 @@ TransferConfig = Annotated[
 _DETAIL_COLUMN = 22
 _NARROW = 60
 _COLOURS = {Verdict.OK: typer.colors.GREEN, Verdict.WARNING: typer.colors.YELLOW, Verdict.FAILED: typer.colors.RED}
+
+
+@app.callback(invoke_without_command=True)
+def running(
+    context: typer.Context,
+    url: Annotated[
+        str | None,
+        typer.Option("--url", metavar="URL", help="A running server: why its hit rate is what it is, and what to do."),
+    ] = None,
+    pool: Pool = None,
+    as_json: Json = False,
+) -> None:
+    """Check whether an engine would use the pool, without starting it, or (--url) why a running one hits it as it does.
+
+    \b
+    Examples:
+      mooncake-connector doctor vllm
+      mooncake-connector doctor --url http://localhost:8000
+    """
+    if context.invoked_subcommand is not None:
+        if url is not None or pool is not None:
+            raise typer.BadParameter("--url and --pool are of a running server: leave the engine out")
+        return
+    if url is None:
+        raise typer.BadParameter("name an engine that is installed here (vllm or sglang), or --url of a running server")
+    _report(doctor_url.run(url, pool), as_json, {"url": url})
 
 
 @app.command()
@@ -72,16 +101,26 @@ def _examine(
     doctor = importlib.import_module(module)
     given = () if engine_json is None else (engine_json,)
     settings = None if engine_json is None else doctor.own_settings(engine_json)
+    checks = itertools.chain(_engine_checks(doctor.run(*given)), _own_checks(transfers, settings))
+    _report(checks, as_json, {"engine": engine})
+    if not as_json:
+        typer.echo(f"\nstart it with:\n\n{doctor.START}")
+
+
+def _report(checks: Iterable[Check], as_json: bool, of: Mapping[str, str]) -> None:
+    """Print them as they are found; exit code 1 where one failed.
+
+    Args:
+        of: what they are of, in JSON.
+    """
     found = []
-    for check in itertools.chain(_engine_checks(doctor.run(*given)), _own_checks(transfers, settings)):
+    for check in checks:
         found.append(check)
         if not as_json:
             print_check(check)
     healthy = all(check.status is not Verdict.FAILED for check in found)
     if as_json:
-        print_json({"engine": engine, "ok": healthy, "checks": [dataclasses.asdict(check) for check in found]})
-    elif healthy:
-        typer.echo(f"\nstart it with:\n\n{doctor.START}")
+        print_json({**of, "ok": healthy, "checks": [dataclasses.asdict(check) for check in found]})
     if not healthy:
         raise typer.Exit(EXIT_FAILED)
 
