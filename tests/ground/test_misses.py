@@ -1,5 +1,7 @@
 """Every reason for a miss has words, and every cause of the store has a reason."""
 
+from pathlib import Path
+
 import pytest
 
 from mooncake_connector.misses import Miss
@@ -22,3 +24,9 @@ def test_no_two_reasons_say_the_same() -> None:
 )
 def test_the_store_s_causes_have_a_reason(cause: str, miss: Miss) -> None:
     assert Miss.of_cause(cause) is miss
+
+
+def test_the_page_says_what_the_words_say() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text("utf-8")
+    for miss in Miss:
+        assert f"| `{miss.value}` | {miss.words.said} | {miss.words.do} |" in page
