@@ -45,6 +45,11 @@ None where the page is not to be stored."""
 _FillPlan: TypeAlias = Callable[[Pool, PutPlan], None]
 
 
+def put_batch(nbytes: int) -> int:
+    """How many pages of `nbytes` are put at a time."""
+    return max(1, min(_BATCH_PAGES, _BATCH_NBYTES // max(1, nbytes)))
+
+
 def _fill_each(fill: Fill, at: int, pool: Pool, plan: PutPlan) -> None:
     nbytes = plan.pages.nbytes
     for place in plan.places:
@@ -188,7 +193,7 @@ class EmbeddedSpace(Space):
         join_keys([parent for parent in parents if parent is not None])
         deadline = time.monotonic() + deadline_s
         outcome: list[Put] = []
-        step = max(1, min(_BATCH_PAGES, _BATCH_NBYTES // max(1, nbytes)))
+        step = put_batch(nbytes)
 
         def write_all(pool: Pool) -> None:
             nonlocal deadline

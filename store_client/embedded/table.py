@@ -52,7 +52,7 @@ MOST_USES = 15
 for all within a second, since a request may touch a page several times. A hint as well."""
 _USE, _USES = 4, 4 * MOST_USES
 _HINTS = _MARKS | _USES
-_USES_APART_NS = 1_000_000_000
+USES_APART_NS = 1_000_000_000
 
 _ROW = struct.Struct("<32sQQQIIIIII10IQ")
 ROW_NBYTES = _ROW.size
@@ -363,9 +363,14 @@ class Table:
         now, before = now_ns(), self.access[at]
         kept = before & np.uint64(_HINTS)
         if use:
-            again = now - before.view(np.int64) > _USES_APART_NS
+            again = now - before.view(np.int64) > USES_APART_NS
             kept += np.uint64(_USE) * (again & (kept < _USES))
         self.access[at] = kept | np.uint64(now & ~_HINTS | mark)
+
+    @property
+    def last_uses(self) -> U64:
+        """The time of last use of each page: a copy, without what else is noted in `access`."""
+        return self.access & ~np.uint64(_HINTS)
 
     def uses(self, access: U64) -> U8:
         """How often each page was used since it was stored, from its time of last use; at most MOST_USES."""
