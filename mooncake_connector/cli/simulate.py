@@ -31,9 +31,10 @@ def _typed_sizes(text: str) -> list[int]:
         else:
             sizes = sorted({parse_nbytes(part) for part in text.split(",")})
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r}: {error}") from None
+        raise typer.BadParameter(f"{text!r}: {error}", param_hint="--capacity") from None
     if not sizes or not sizes[0] or len(sizes) > _MOST_SIZES:
-        raise typer.BadParameter(f"{text!r}: expected a range such as 8GiB..512GiB, or up to {_MOST_SIZES} sizes")
+        wanted = f"expected a range such as 8GiB..512GiB, or up to {_MOST_SIZES} sizes"
+        raise typer.BadParameter(f"{text!r}: {wanted}", param_hint="--capacity")
     return sizes
 
 
@@ -45,8 +46,8 @@ def simulate(
         Path, typer.Option("--model", metavar="DIR", parser=typed_path, help="The model's folder, or its config.json.")
     ],
     capacity: Annotated[
-        list[int], typer.Option(metavar="SIZES", parser=_typed_sizes, help="A range, doubled, or sizes with commas.")
-    ] = "8GiB..512GiB",  # type: ignore[assignment]
+        str, typer.Option(metavar="SIZES", help="Of the pool: a range, doubled, or sizes with commas.")
+    ] = "8GiB..512GiB",
     policy: Annotated[str, typer.Option(metavar="|".join((*POLICIES, "all")), help="Which policy.")] = "all",
     kv_dtype: Annotated[
         str | None, typer.Option("--kv-dtype", metavar="|".join(ITEMSIZES), help="Of the KV cache; else the model's.")
@@ -74,7 +75,7 @@ def simulate(
         raise typer.BadParameter(f"{kv_dtype!r} is none of {', '.join(ITEMSIZES)}", param_hint="--kv-dtype")
     if plot is not None:
         need_matplotlib()
-    sizes = capacity
+    sizes = _typed_sizes(capacity)
     token_nbytes = read_shape(model).page_format(1, kv_dtype).nbytes
     seen = read_trace(trace)
     policies = list(POLICIES) if policy == "all" else [policy]

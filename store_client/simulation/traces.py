@@ -49,9 +49,10 @@ def read_trace(path: Path) -> Trace:
     found: list[Request] = []
     for number, entry in _entries(path):
         if number == 1 and entry.get("kind") == KIND:
-            page_tokens = entry.get("page_tokens", 0)
-            if not isinstance(page_tokens, int) or page_tokens < 1:
-                raise TraceError(f"{path}, line 1: page_tokens is {page_tokens!r}: expected a number of tokens")
+            said = entry.get("page_tokens")
+            if not isinstance(said, int) or said < 1:
+                raise TraceError(f"{path}, line 1: page_tokens is {said!r}: expected a number of tokens")
+            page_tokens = said
             continue
         found.append(_request(path, number, entry))
     if not found:
@@ -77,13 +78,14 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 def _request(path: Path, number: int, entry: dict[str, object]) -> Request:
     at_ms, tokens, pages = entry.get("timestamp"), entry.get("input_length"), entry.get("hash_ids")
-    good = isinstance(at_ms, int | float) and isinstance(tokens, int) and isinstance(pages, list)
-    if not good or not all(isinstance(page, int) for page in pages or ()):  # type: ignore[attr-defined]
-        raise TraceError(
-            f"{path}, line {number}: expected timestamp (milliseconds), input_length (tokens) and hash_ids (a list of "
-            f"numbers); it has {', '.join(sorted(map(str, entry))) or 'nothing'}"
-        )
-    return Request(int(at_ms * 1e6), tokens, tuple(_spread(page) for page in pages))  # type: ignore
+    if isinstance(at_ms, int | float) and isinstance(tokens, int) and isinstance(pages, list):
+        names = [page for page in pages if isinstance(page, int)]
+        if len(names) == len(pages):
+            return Request(int(at_ms * 1e6), tokens, tuple(map(_spread, names)))
+    raise TraceError(
+        f"{path}, line {number}: expected timestamp (milliseconds), input_length (tokens) and hash_ids (a list of "
+        f"numbers); it has {', '.join(sorted(map(str, entry))) or 'nothing'}"
+    )
 
 
 def _spread(number: int) -> int:
