@@ -19,6 +19,7 @@ from mooncake_connector.errors import NamespaceError
 PAGE_FORMAT_VERSION = 1
 
 _PRIVATE = re.compile(r"private-[0-9a-f]{32}")
+_ITEM_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _DISPLAY_FIELDS = frozenset({"model_name"})
 
 
@@ -103,6 +104,14 @@ class Namespace:
     @property
     def is_mla(self) -> bool:
         return self.kv_lora_rank is not None
+
+    @property
+    def unit_nbytes(self) -> int | None:
+        """Bytes of one layer and one KV head of a page, K and V; None for formats that these fields do not describe."""
+        itemsize = _ITEM_NBYTES.get(self.kv_dtype)
+        if itemsize is None or self.group:
+            return None
+        return self.page_tokens * self.head_dim * itemsize * (1 if self.is_mla else 2)
 
     @property
     def is_private(self) -> bool:

@@ -54,6 +54,12 @@ class Reader:
             return [self._table.present_one(keys[0], space)]
         return [slot >= 0 for slot in self._table.slots(join_keys(keys), space)]
 
+    def sizes(self, keys: Sequence[bytes], space: int) -> list[int]:
+        """Bytes of each page; 0 where it is not present."""
+        slots = self._table.slots(join_keys(keys), space)
+        rows = [self._table.at(slot, key, space) if slot >= 0 else None for slot, key in zip(slots, keys, strict=True)]
+        return [found.row.nbytes if found is not None else 0 for found in rows]
+
     def read(self, keys: Sequence[bytes], space: int, consume: Consume, nbytes: int) -> list[bool]:
         """See `Space.read`."""
         done = [False] * len(keys)

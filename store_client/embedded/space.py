@@ -118,6 +118,11 @@ class EmbeddedSpace(Space):
 
         return self._handle.look(self._closed, explain, [UNKNOWN] * len(keys))
 
+    def sizes(self, keys: Sequence[bytes]) -> list[int]:
+        """Bytes of each page; 0 where it is not present. Takes no lock and writes nothing."""
+        join_keys(keys)
+        return self._handle.look(self._closed, lambda pool: pool.reader.sizes(keys, self._number), [0] * len(keys))
+
     def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:
         join_keys(keys)
         show = callers(consume)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -22,6 +23,8 @@ from store_client.agent.index.requests import Refused
 MAX_BODY_NBYTES = 16 << 20
 BODY_S = 30.0
 """For a body to come in."""
+_BODIES_AT_ONCE = 16
+"""In memory; further requests wait."""
 
 logger = get_logger(__name__)
 
@@ -30,6 +33,7 @@ logger = get_logger(__name__)
 class Request:
     method: str
     path: str
+    query: Mapping[str, str]
     headers: Mapping[bytes, bytes]
     body: bytes
 
@@ -60,6 +64,7 @@ class App:
 
     def __init__(self, routes: Mapping[str, Mapping[str, Route]], token: bytes) -> None:
         self._routes, self._token = routes, token
+        self._bodies = asyncio.Semaphore(_BODIES_AT_ONCE)
         self.counts: Counter[tuple[str, int]] = Counter()
         """Answers by path and status."""
 
@@ -82,6 +87,10 @@ class App:
         self.counts[path, response.status] += 1
         await _send(send, response, head=scope["method"] == "HEAD")
 
+    @property
+    def routes(self) -> Mapping[str, Mapping[str, Route]]:
+        return self._routes
+
     def _known(self, path: str) -> str:
         """The path's entry, "" where there is none."""
         if path in self._routes:
@@ -97,11 +106,13 @@ class App:
             raise Refused(f"method {scope['method']} of {path}: expected {', '.join(methods)}", 405, "method")
         headers = dict(scope["headers"])
         self._check_token(headers, route, path)
-        try:
-            body = await asyncio.wait_for(_read(receive, route.max_body_nbytes), BODY_S)
-        except asyncio.TimeoutError:
-            raise Refused(f"the body did not come within {BODY_S:g} s", 408, "late") from None
-        return await route.answer(Request(scope["method"], scope["path"], headers, body))
+        query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+        async with self._bodies:
+            try:
+                body = await asyncio.wait_for(_read(receive, route.max_body_nbytes), BODY_S)
+            except asyncio.TimeoutError:
+                raise Refused(f"the body did not come within {BODY_S:g} s", 408, "late") from None
+            return await route.answer(Request(scope["method"], scope["path"], query, headers, body))
 
     def _check_token(self, headers: Mapping[bytes, bytes], route: Route, path: str) -> None:
         if not self._token:

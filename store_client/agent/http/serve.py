@@ -12,6 +12,7 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.config.secret import read_secret
 from store_client.agent.http.app import App
 from store_client.agent.http.conductor import Conductor, Figures
+from store_client.agent.http.pages import Pages as HttpPages
 from store_client.agent.http.server import HttpServer
 from store_client.agent.index.feeds import Feeds
 from store_client.agent.index.index import Index
@@ -34,7 +35,7 @@ def serving(config: Config, store: EmbeddedStore, fetches: Fetches, metrics: Col
     registry = CollectorRegistry()
     index = Index(Pages(store, fetches.holds))
     feeds = Feeds(index.held)
-    app = App(Conductor(index, registry, feeds).routes(), token)
+    app = App({**Conductor(index, registry, feeds).routes(), **HttpPages(store).routes()}, token)
     registry.register(metrics)
     registry.register(Figures(index, app, feeds))
     with contextlib.closing(feeds), HttpServer(config.agent_http_host, config.agent_http_port, app):

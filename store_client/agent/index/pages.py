@@ -25,7 +25,6 @@ Bools = npt.NDArray[np.bool_]
 
 TIERS_S = 0.05
 """A tier that has not said by then what it has counts as having nothing, for this question."""
-_ITEM_NBYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _MEDIA = {"mooncake": "CPU", "disk": "DISK", "folder": "DISK", "object": "DISK"}
 
 Holds = Callable[[Namespace, Shard, Sequence[bytes], int, float], Sequence[tuple[str, "Future[list[bool] | None]"]]]
@@ -94,7 +93,7 @@ class Pages:
         return Found(keys, pool, await self._in_tiers(namespace, keys, shards))
 
     async def _in_tiers(self, namespace: Namespace, keys: Sequence[bytes], shards: list[Shard]) -> dict[str, Bools]:
-        unit_nbytes = _unit_nbytes(namespace)
+        unit_nbytes = namespace.unit_nbytes
         if unit_nbytes is None:
             return {}
         asked = [
@@ -131,11 +130,3 @@ def whole(namespace: Namespace, found: Mapping[Shard, Bools]) -> Bools:
         covering = [present for shard, present in parts.items() if shard.covers(cell)]
         complete &= np.logical_or.reduce(covering, axis=0) if covering else np.zeros(count, dtype=bool)
     return complete
-
-
-def _unit_nbytes(namespace: Namespace) -> int | None:
-    """Bytes of one layer and head of a page; None for formats whose pages are something else."""
-    itemsize = _ITEM_NBYTES.get(namespace.kv_dtype)
-    if itemsize is None or namespace.group:
-        return None
-    return namespace.page_tokens * namespace.head_dim * itemsize * (1 if namespace.is_mla else 2)
