@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 
 class _Failed(Exception):
-    """Why a question has no answer: `cause` is counted."""
+    """Why a question has no answer: `cause` is counted; `of_request`: another may well have one."""
 
-    def __init__(self, cause: str, message: str) -> None:
+    def __init__(self, cause: str, message: str, *, of_request: bool = False) -> None:
         super().__init__(message)
-        self.cause = cause
+        self.cause, self.of_request = cause, of_request
 
 
 class Index:
@@ -63,7 +63,8 @@ class Index:
         self._headers = {b"authorization": b"Bearer " + token} if token else {}
         self._failures, self._not_before_s = 0, 0.0
         self.outcomes: Counter[str] = Counter()
-        """Requests by what became of the question: `answered`, `no_tokens`, `unasked`, or why there was no answer."""
+        """Requests by what became of the question: `answered`, `nothing_to_ask` (no model, or not one prompt),
+        `unasked` while it is left alone, or why there was no answer."""
 
     async def find(self, body: Body, headers: Headers, among: Sequence[Instance]) -> Prompt:
         prompt = Prompt(tokens_in(text_of(body)))
@@ -74,7 +75,7 @@ class Index:
         try:
             tokens = await self._within(until_s, self._tokens(body, headers, among))
             if not tokens:
-                self.outcomes["no_tokens"] += 1
+                self.outcomes["nothing_to_ask"] += 1
                 return prompt
             prompt, is_index = Prompt(len(tokens)), True
             answer = await self._within(until_s, self._post(f"{self._url}/query", self._question(body, tokens), {}))
@@ -90,10 +91,10 @@ class Index:
         """The index hears of it from the instance."""
 
     def _failed(self, error: _Failed, is_index: bool) -> None:
-        """What an instance does not tokenize says nothing about the index: a client may have sent anything."""
+        """What an instance does not tokenize, or the index refuses, may be any client's: that does not count for it."""
         cause = f"index_{error.cause}" if is_index else f"tokenize_{error.cause}"
         self.outcomes[cause] += 1
-        if is_index:
+        if is_index and not error.of_request:
             self._failures += 1
             if self._failures >= _FAILURES:
                 self._not_before_s = time.monotonic() + _PAUSE_S
@@ -112,7 +113,7 @@ class Index:
     def _question(self, body: Body, tokens: list[int]) -> Body:
         salt = body.get("cache_salt")
         return {
-            "model": str(body.get("model") or ""),
+            "model": body["model"],
             "token_ids": tokens,
             "tenant_id": TENANT,
             "block_size": self._block_tokens,
@@ -120,8 +121,10 @@ class Index:
         }
 
     async def _tokens(self, body: Body, headers: Headers, among: Sequence[Instance]) -> list[int]:
-        """Of the one prompt of a request; none where it has several, or something else."""
+        """Of the one prompt of a request; none where it has several, or something else, or names no model."""
         prompt = body.get("prompt")
+        if not body.get("model") or not isinstance(body["model"], str):
+            return []
         if isinstance(prompt, list):
             return prompt if are_tokens(prompt) else []
         asked = min((one for one in among if one.healthy), key=lambda one: one.load, default=None)
@@ -147,7 +150,8 @@ class Index:
         finally:
             await found.aclose()
         if found.status_code != 200:
-            raise _Failed("refused", f"{url} answered {found.status_code} {data[:200].decode(errors='replace')}")
+            answered = f"{url} answered {found.status_code} {data[:200].decode(errors='replace')}"
+            raise _Failed("refused", answered, of_request=400 <= found.status_code < 500)
         try:
             return json.loads(data)
         except (ValueError, RecursionError):

@@ -75,9 +75,10 @@ def _prefixes(arguments: argparse.Namespace, client: Any) -> Prefixes | None:
         return None
     if arguments.index is None:
         return Routed()
+    token = arguments.index_token_file
     return Index(
         arguments.index, block_tokens=arguments.index_block_tokens, deadline_s=arguments.index_deadline_s,
-        token=read_secret(arguments.index_token_file) if arguments.index_token_file else b"", client=client,
+        token=read_secret(token, "index_token_file") if token else b"", client=client,
     )  # fmt: skip
 
 

@@ -13,12 +13,15 @@ from typing import Any
 
 import httpx
 import pytest
+from agent.asking import Client, prompt, store_prompt
+from agent.stand_in import CAPACITY, running
 from proxied import BODY, SGLANG, VLLM, Engine, every_way, free_port, wait_until
 
 from mooncake_connector.deploy import index as module
 from mooncake_connector.deploy.index import Index
 from mooncake_connector.deploy.instances import Instance
 from mooncake_connector.deploy.policies import Prompt
+from store_client import EmbeddedStore
 
 CONDUCTOR = ("--policy", "conductor")
 engines = pytest.mark.parametrize("way", [VLLM, SGLANG], ids=("vllm", "sglang"))
@@ -203,10 +206,10 @@ def test_every_wrong_answer_has_a_cause_that_is_counted_and_logged_once(
 
     async def work(index: Index, among: list[Instance]) -> Any:
         with caplog.at_level(logging.WARNING):
-            prompts = [await index.find({"prompt": [1, 2, 3]}, {}, among) for _ in range(5)]
+            prompts = [await index.find({"model": "m", "prompt": [1, 2, 3]}, {}, among) for _ in range(5)]
         index._not_before_s = 0.0
         conductor.answer = (200, {"default": {"127.0.0.1:2": {"longest_matched": 2}}, "other": 5})
-        return [*prompts, await index.find({"prompt": [1, 2, 3]}, {}, among)], index
+        return [*prompts, await index.find({"model": "m", "prompt": [1, 2, 3]}, {}, among)], index
 
     (*without, last), index = found(work, conductor.url)
     assert without == [Prompt(3)] * 5 and last == Prompt(3, {"http://127.0.0.1:2": 2})
@@ -218,11 +221,39 @@ def test_what_no_instance_tokenizes_says_nothing_about_the_index(conductor):
     """A client may send anything; the index is asked for the next one's."""
 
     async def work(index: Index, among: list[Instance]) -> Any:
-        prompts = [await index.find({"prompt": "abcdefgh"}, {}, among) for _ in range(4)]
-        return [*prompts, await index.find({"prompt": [1]}, {}, among)], index.outcomes
+        prompts = [await index.find({"model": "m", "prompt": "abcdefgh"}, {}, among) for _ in range(4)]
+        conductor.answer = (413, {})
+        prompts += [await index.find({"model": "m", "prompt": [1]}, {}, among) for _ in range(4)]
+        conductor.answer = (200, {"default": {}})
+        await index.find({"prompt": [1]}, {}, among)
+        await index.find({"model": ["m"], "prompt": [1]}, {}, among)
+        return [*prompts, await index.find({"model": "m", "prompt": [1]}, {}, among)], index.outcomes
 
     prompts, outcomes = found(work, conductor.url)
-    assert prompts[:4] == [Prompt(2)] * 4 and outcomes == {"tokenize_unreachable": 4, "answered": 1}
+    assert prompts == [Prompt(2)] * 4 + [Prompt(1)] * 5
+    assert outcomes == {"tokenize_unreachable": 4, "index_refused": 4, "nothing_to_ask": 2, "answered": 1}
+
+
+def test_the_agents_index_knows_who_reads_the_pool(proxied, pool):
+    """The one that comes with this package; an instance of another host does not read it."""
+    tokens, client = prompt(1, 300), Client(free_port())
+    with running(pool, None, tiers=[], agent_http_port=client.port), EmbeddedStore(pool, CAPACITY) as store:
+        store_prompt(store, tokens)
+        index = ("--index", f"http://127.0.0.1:{client.port}", "--index-deadline-s", "60")
+        proxy = proxied(*VLLM, *CONDUCTOR, *index)
+        wait_until(lambda: reached(client), "the index")
+        elsewhere, here = proxy.prefills
+        client.register(at(elsewhere), endpoint="tcp://192.0.2.1:5557")
+        client.register(here.url)
+        assert [proxy.ask({**BODY, "prompt": tokens})[0] for _ in range(4)] == [200] * 4
+        assert [len(one.bodies) for one in proxy.prefills] == [0, 4]
+    assert proxy.ask({**BODY, "prompt": tokens})[0] == 200  # without it
+
+
+def reached(client: Client) -> bool:
+    with contextlib.suppress(OSError):
+        return client.ask("GET", "/health").status == 200
+    return False
 
 
 def test_an_index_that_does_not_answer_in_time_is_left(conductor, monkeypatch):
@@ -230,7 +261,7 @@ def test_an_index_that_does_not_answer_in_time_is_left(conductor, monkeypatch):
     conductor.goes_on.clear()
 
     async def work(index: Index, among: list[Instance]) -> Any:
-        return [await index.find({"prompt": [1]}, {}, among) for _ in range(5)], index.outcomes
+        return [await index.find({"model": "m", "prompt": [1]}, {}, among) for _ in range(5)], index.outcomes
 
     prompts, outcomes = found(work, conductor.url, deadline_s=0.1)
     assert prompts == [Prompt(1)] * 5 and outcomes == {"index_late": 3, "unasked": 2}

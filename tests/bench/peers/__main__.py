@@ -1,6 +1,6 @@
 """`make bench NAME=...`: this project beside its peers, on this machine.
 
-    python -m bench.peers store|hicache|transfer|tiers|pd|pd-sglang|serve [--peer NAME]... [--json FILE] [--quick]
+    python -m bench.peers store|hicache|transfer|tiers|pd|pd-sglang|routing|serve [--peer NAME]... [--json FILE]
 
 The rows go to stdout, how far it is to stderr. docs/benchmarks.md says what is measured, and has the figures.
 """
@@ -33,6 +33,7 @@ LEGENDS = {
     "or without fetches (the rest). Medians of rounds in turn.",
     "pd": "limit: the decode instance alone; peer: vLLM's NixlConnector between two servers of its own, prefill first, "
     "the better of its num_threads 4 (its default) and 0. Medians; rounds alternate.",
+    "routing": "Nothing to be held against but the other policies. Hits and tokens by the servers' own counters.",
     "pd-sglang": "limit: one SGLang server; peer: SGLang's in-tree Mooncake backend over TCP between two servers of "
     "its own. Medians; rounds alternate.",
 }
@@ -90,6 +91,15 @@ def pd_sglang(given: argparse.Namespace) -> Comparison:
     return pd_sglang.run(given.sglang_python, given.model, given.peer_python if given.peer else None, scale, say)
 
 
+def routing(given: argparse.Namespace) -> Comparison:
+    from bench.peers import routing
+
+    engine = _engine(given)
+    if engine is None:
+        raise BenchError("routing needs --vllm-python and --model")
+    return routing.run(engine, routing.QUICK if given.quick else routing.Scale(), say)
+
+
 def serve(given: argparse.Namespace) -> None:
     """Prints as `mooncake-connector bench serve` does."""
     from bench.peers import plot, serve
@@ -123,6 +133,7 @@ BENCHES: dict[str, tuple[Callable[[argparse.Namespace], Comparison | None], tupl
     "tiers": (tiers, ("mooncake",)),
     "pd": (pd, ("nixl",)),
     "pd-sglang": (pd_sglang, ("mooncake",)),
+    "routing": (routing, ()),
     "serve": (serve, tuple(CONNECTORS)),
 }
 

@@ -1,0 +1,180 @@
+"""`make bench NAME=routing`: the builtin router's policies before three real vLLM servers, with conversations.
+
+Each server has a prefix cache of its own and nothing else. A few conversations go on at the same time; each turn sends
+all turns before it again, and begins when the one before has ended. The policies take turns, with prompts of their own,
+and every cache is emptied in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.peers.report import Comparison, Row, row
+from bench.peers.vllm import Engine, version
+from mooncake_connector.cli.bench import processes
+from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
+from mooncake_connector.cli.bench.measure import BenchError, Progress
+from mooncake_connector.cli.bench.serve.answer import RequestFailed
+from mooncake_connector.cli.bench.serve.client import Server, completion
+from mooncake_connector.cli.bench.serve.engines import MODEL_NAME, vllm_command
+from mooncake_connector.cli.bench.serve.load import CacheTokens, cache_tokens
+
+POLICIES = ("round-robin", "least-loaded", "conductor")
+_BLOCK_TOKENS = 128
+_START_DEADLINE_S = 900.0
+_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is asked. Conversations share `shared_tokens` in groups of four."""
+
+    instances: int = 3
+    conversations: int = 18
+    turns: int = 4
+    at_once: int = 6
+    shared_tokens: int = 256
+    turn_tokens: int = 320
+    answer_tokens: int = 8
+    blocks: int = 60
+    """Of each instance's cache."""
+    rounds: int = 2
+
+    @property
+    def longest(self) -> int:
+        return self.shared_tokens + self.turns * self.turn_tokens + self.answer_tokens
+
+
+QUICK = Scale(conversations=4, turns=2, at_once=2, rounds=1)
+
+
+@dataclass
+class Found:
+    """Of one policy, over all of its rounds."""
+
+    ttfts_s: list[float] = field(default_factory=list)
+    tokens: list[list[CacheTokens]] = field(default_factory=list)
+    """By round and instance."""
+
+    def hit_rate(self) -> float:
+        every = [one for of in self.tokens for one in of]
+        hits, computed = sum(one.engine_cache for one in every), sum(one.computed for one in every)
+        return 100.0 * hits / max(1, hits + computed)
+
+    def busiest(self) -> float:
+        """The mean over rounds."""
+        computed = [[one.computed for one in of] for of in self.tokens]
+        return statistics.mean(max(of) * len(of) / max(1, sum(of)) for of in computed)
+
+
+def run(engine: Engine, scale: Scale, progress: Progress) -> Comparison:
+    """Raises BenchError where a server does not start, or a request fails."""
+    machine, versions = describe_machine(Path(tempfile.gettempdir())), describe_versions()
+    versions["vllm"] = version(engine)
+    found = {policy: Found() for policy in POLICIES}
+    with servers(engine, scale, progress) as instances:
+        for number in range(scale.rounds):
+            for policy in POLICIES:
+                progress(f"{policy}, round {number + 1} of {scale.rounds}")
+                with router(policy, instances, engine.python) as front:
+                    measure(front, instances, scale, f"{policy} {number}", found[policy])
+    return Comparison(machine, versions, rows(found, scale))
+
+
+def rows(found: dict[str, Found], scale: Scale) -> list[Row]:
+    work = f"{scale.instances} vLLM, {scale.conversations} conversations of {scale.turns} turns"
+    made = []
+    for policy, of in found.items():
+        cuts = statistics.quantiles(of.ttfts_s, n=100, method="inclusive")
+        made += [
+            row(f"{work}, {policy}: prompt tokens from a cache", of.hit_rate(), "%"),
+            row(f"{work}, {policy}: time to first token, p50", cuts[49], "s"),
+            row(f"{work}, {policy}: time to first token, p99", cuts[98], "s"),
+            row(f"{work}, {policy}: tokens computed by the busiest, over the mean", of.busiest(), ""),
+        ]
+    return made
+
+
+def measure(front: Server, instances: list[Server], scale: Scale, seed: str, into: Found) -> None:
+    for one in instances:
+        status = one.call("POST", "/reset_prefix_cache", {}, _LIMIT_S, lambda reply: reply.status)
+        if status != 200:
+            raise BenchError(f"{one.url}/reset_prefix_cache answered {status}")
+    before = [counted(one) for one in instances]
+    draw, lock = random.Random(seed), threading.Lock()
+    shared = [tokens(draw, scale.shared_tokens) for _ in range(-(-scale.conversations // 4))]
+    seeds = [draw.random() for _ in range(scale.conversations)]
+
+    def talk(number: int) -> None:
+        own, prompt = random.Random(seeds[number]), list(shared[number // 4])
+        for _ in range(scale.turns):
+            prompt += tokens(own, scale.turn_tokens)
+            body = {**completion(MODEL_NAME, prompt, scale.answer_tokens), "ignore_eos": True}
+            try:
+                answer = front.stream(body, _LIMIT_S)
+            except RequestFailed as error:
+                raise BenchError(f"{front.url} did not answer: {error}") from error
+            with lock:
+                into.ttfts_s.append(answer.first_token_s)
+
+    with ThreadPoolExecutor(scale.at_once) as pool:
+        list(pool.map(talk, range(scale.conversations)))
+    into.tokens.append([counted(one).minus(old) for one, old in zip(instances, before, strict=True)])
+
+
+def tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(10, 1000) for _ in range(count)]
+
+
+def counted(server: Server) -> CacheTokens:
+    found = cache_tokens(server)
+    if found is None:
+        raise BenchError(f"{server.url}/metrics has no counters of prompt tokens")
+    return found
+
+
+@contextlib.contextmanager
+def servers(engine: Engine, scale: Scale, progress: Progress) -> Iterator[list[Server]]:
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # to empty the caches
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    progress(f"starting {scale.instances} servers")
+    with contextlib.ExitStack() as stack:
+        started = []
+        for port in processes.free_ports(scale.instances):
+            log = stack.enter_context(tempfile.TemporaryFile())
+            command = [
+                *vllm_command(engine.python, engine.model, port, None), "--dtype", "float32", "--enforce-eager",
+                "--max-model-len", str(scale.longest), "--block-size", str(_BLOCK_TOKENS),
+                "--num-gpu-blocks-override", str(scale.blocks),
+            ]  # fmt: skip
+            process = stack.enter_context(processes.running(command, log, env, grace_s=0, leave_s=20.0))
+            started.append((Server("127.0.0.1", port), process, log))
+        for server, process, log in started:
+            processes.wait_until(server.is_healthy, process, log, _START_DEADLINE_S, server.url)
+        yield [server for server, _, _ in started]
+
+
+@contextlib.contextmanager
+def router(policy: str, instances: list[Server], python: Path) -> Iterator[Server]:
+    (port,) = processes.free_ports(1)
+    command = [str(python), "-m", "mooncake_connector.deploy.proxy", "--engine", "vllm", "--port", str(port)]
+    command += ["--policy", policy, *(word for one in instances for word in ("--decode", one.url))]
+    with tempfile.TemporaryFile() as log, processes.running(command, log, grace_s=0) as process:
+        front = Server("127.0.0.1", port)
+        processes.wait_until(front.is_healthy, process, log, 60.0, "the router")
+        yield front
