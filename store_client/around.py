@@ -106,6 +106,9 @@ class StoreAround(Store):
     def take_failures(self) -> Mapping[str, int]:
         return self._inner.take_failures()
 
+    def note_request(self, name: str, told: bytes) -> None:
+        self._inner.note_request(name, told)
+
     def clear(self, namespace_digest: bytes | None = None) -> int:
         return self._inner.clear(namespace_digest)
 

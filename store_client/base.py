@@ -294,6 +294,13 @@ class Store(ABC):
         """
         return {}
 
+    def note_request(self, name: str, told: bytes) -> None:
+        """Keep for people what became of a request, for a while: the latest few hundred, in at most 4,084 bytes each.
+
+        Never waits, and takes no lock. A store that nobody can look into keeps nothing.
+        """
+        return None
+
     @abstractmethod
     def clear(self, namespace_digest: bytes | None = None) -> int:
         """Forget all pages, or all of one namespace; return how many there were."""

@@ -92,10 +92,8 @@ class Evicted:
         what = entries[:, 1]
         known = ((entries[:, 0] ^ what) == hashes) & (what != 0)
         now = now_ns() >> _TICK_BITS
-        fates = [UNKNOWN] * len(keys)
-        for i in np.flatnonzero(known).tolist():
-            fates[i] = _fate(int(what[i]), now)
-        return fates
+        told = {word: _fate(word, now) for word in set(what[known].tolist())}  # those that went together are alike
+        return [told[word] if right else UNKNOWN for word, right in zip(what.tolist(), known.tolist(), strict=True)]
 
     def _places(self, hashes: U64) -> npt.NDArray[np.int64]:
         """The high bits of the hash's low half: the hash cells of the page table use its high half to tell names."""

@@ -3,7 +3,7 @@
 <pool>/pool.json      which data folder is current; replaced as a whole, never edited
 <pool>/open.lock      held while a process opens or rebuilds the pool
 <pool>/agent.*        what the agent leaves, where there is one: socket, lock, log, marks of what it shall forget
-<pool>/<id>/          ledger/data.mdb, table, feed, arena, spaces, evicted, policy, owners/
+<pool>/<id>/          ledger/data.mdb, table, feed, arena, spaces, evicted, requests, policy, owners/
 
 A data folder is ours if pool.json names it, or if its name proves that it was made here: such a proof cannot be deleted
 by whoever cleans up old files. Nothing is removed recursively: only files that bear the names of our layout go, and
@@ -33,7 +33,9 @@ DESCRIPTION, OPEN_LOCK = "pool.json", "open.lock"
 NEW_DESCRIPTION = "pool.json.new"
 AGENT_SOCKET, AGENT_LOCK, AGENT_LOG = "agent.sock", "agent.lock", "agent.log"
 AGENT_MARK = re.compile(r"agent\.forget\.([0-9a-f]{64}|all)(?:\.[0-9a-f]{16})?")
-_FILES = ("table", "feed", "arena", "spaces", "evicted", "policy", "policy.new", "write.lock", "ledger/data.mdb")
+_FILES = (
+    "table", "feed", "arena", "spaces", "evicted", "requests", "policy", "policy.new", "write.lock", "ledger/data.mdb",
+)  # fmt: skip
 _ID = re.compile(r"[0-9a-f]{32}")
 _OWNER = re.compile(r"[0-9a-f]{32}(\.new)?")
 _REMOVAL_WAIT_S = 5.0

@@ -25,6 +25,7 @@ from store_client.embedded.owners import Owners
 from store_client.embedded.policies import Hints
 from store_client.embedded.policies.file import open_hints
 from store_client.embedded.reader import Reader
+from store_client.embedded.requests import Requests
 from store_client.embedded.table import Found, Table
 from store_client.embedded.writer import Writer
 
@@ -84,7 +85,7 @@ class Pool:
             self._owners = Owners(data / "owners")
             opened.pop_all()
         self.spaces, self.counters = Spaces(data / "spaces"), self._owners.counters
-        self.evicted = Evicted(data / "evicted", description.max_pages)
+        self.evicted, self.requests = Evicted(data / "evicted", description.max_pages), Requests(data / "requests")
         self._hints: Hints | None = open_hints(data / "policy", description.max_pages)
 
     def _tidy_up(self, capacity_nbytes: int | None, deadline: float) -> int:

@@ -161,6 +161,13 @@ class EmbeddedStore(Store):
         header = pool.table.header()
         return figures(str(self.path), pool.table.max_pages, header, pool.waiting_counts())
 
+    def note_request(self, name: str, told: bytes) -> None:
+        self._handle.look(self._closed, lambda pool: pool.requests.note(name, told), False)
+
+    def noted_requests(self) -> list[bytes]:
+        """What was told of each request that is still kept, in no order. Raises PoolError as `stats` does."""
+        return self._handle.ask(self._closed, lambda pool: pool.requests.all())
+
     def clear(self, namespace_digest: bytes | None = None, *, deadline_s: float = 60.0) -> int:
         """As `Store.clear`. Raises PoolError if the pool stays locked for `deadline_s`."""
 

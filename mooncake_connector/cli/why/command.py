@@ -13,6 +13,7 @@ from mooncake_connector.cli.output import Json, print_json, typed_path, width
 from mooncake_connector.cli.pool import find_namespace, opened
 from mooncake_connector.cli.store import Pool, Which
 from mooncake_connector.cli.why import names, prompt, runs
+from mooncake_connector.cli.why import request as request_
 from mooncake_connector.cli.why.look import Explanation, Other, Root, explain
 from mooncake_connector.cli.why.names import Family
 from mooncake_connector.config.schema import load_config
@@ -31,6 +32,9 @@ def why(
     ] = None,
     tokens: Annotated[
         Path | None, typer.Option("--tokens", metavar="FILE", help="Token ids instead of a prompt; - for stdin.")
+    ] = None,
+    request: Annotated[
+        str | None, typer.Option("--request", metavar="ID", help="One that an engine with log_requests answered.")
     ] = None,
     url: Annotated[
         str | None, typer.Option("--url", metavar="URL", help="A running server, which tells model and tokens.")
@@ -51,16 +55,20 @@ def why(
     """Which pages of a prompt the pool has, and why not the others.
 
     Nothing is computed, loaded or counted, and no engine has to run: pages are found by the prompt's tokens and the
-    model's files.
+    model's files. --request says what an engine found when it answered.
 
     \b
     Examples:
       mooncake-connector why --model /models/Llama-3.1-8B-Instruct "You are a helpful assistant. ..."
       mooncake-connector why --url http://localhost:8000 --chat "What is a KV cache?"
       mooncake-connector why --model /models/Qwen3-32B --tokens ids.json --salt tenant-7
+      mooncake-connector why --request cmpl-4f1d
     """
-    if (text is None) == (tokens is None):
-        raise typer.BadParameter("give either a prompt or --tokens FILE")
+    if sum(given is not None for given in (text, tokens, request)) != 1:
+        raise typer.BadParameter("give one of a prompt, --tokens FILE and --request ID")
+    if request is not None:
+        _why_request(request, pool, as_json)
+        return
     if kv_dtype is not None and kv_dtype not in ITEMSIZES:
         raise typer.BadParameter(f"{kv_dtype!r} is none of {', '.join(ITEMSIZES)}", param_hint="--kv-dtype")
     url, config = (url or "").rstrip("/") or None, load_config()
@@ -83,9 +91,24 @@ def why(
     if as_json:
         print_json(_plain(found))
         return
-    columns = width() or sys.maxsize
-    for line in _lines(found, asked, config.effective_min_hit_tokens, bool(config.tiers)):
-        typer.echo("\n".join(folded(line, columns, more="  ")))
+    _print(_lines(found, asked, config.effective_min_hit_tokens, bool(config.tiers)))
+
+
+def _why_request(wanted: str, pool: Path | None, as_json: bool) -> None:
+    with opened(pool) as store:
+        found = request_.find(store, wanted)
+    if as_json:
+        print_json(request_.plain(found))
+        return
+    for number, record in enumerate(found):
+        if number:
+            typer.echo()
+        _print(request_.lines(record))
+
+
+def _print(lines: list[str]) -> None:
+    for line in lines:
+        typer.echo("\n".join(folded(line, width() or sys.maxsize, more="  ")))
 
 
 def _model(model: Path | None, url: str | None) -> tuple[Path | None, str | None]:

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mooncake_connector.cli.why import names, runs
+from mooncake_connector.cli.why import names
 from mooncake_connector.cli.why.names import Family
 from mooncake_connector.cli.why.reach import reachable_pages
-from mooncake_connector.cli.why.runs import Run
 from mooncake_connector.kv.keys import adapter_root_digest, page_keys, root_digest
 from mooncake_connector.misses import Miss
 from store_client import EmbeddedStore
 from store_client.embedded.evicted import num_entries
 from store_client.fate import Fate, Known
+from store_client.runs import Run, runs_of
 from store_client.sharded import ShardView
 
 _REMEMBERED_SHARE = 4
@@ -97,7 +97,7 @@ def explain(
     page_tokens = chosen.namespace.page_tokens if chosen is not None else page_tokens
     keys = page_keys(tokens, page_tokens, root=root.digest())
     fates = _fates(store, chosen, keys) if chosen is not None else [[Fate(Known.UNKNOWN)] * len(keys)]
-    groups = [(part.title, runs.runs_of(each)) for part, each in zip(_parts(chosen), fates, strict=False)]
+    groups = [(part.title, runs_of(each)) for part, each in zip(_parts(chosen), fates, strict=False)]
     hit_pages = _reach(chosen, fates, page_tokens)
     others = [
         Other(family, fields, _hits(store, family, tokens, root.digest()))
