@@ -19,6 +19,7 @@ from mooncake_connector.request_line import RequestLine
 from store_client.fate import Fate
 from store_client.missing import why_missing
 from vllm_plugin.messages import Timing, WorkerReport
+from vllm_plugin.prefix.kept import Keeper
 
 if TYPE_CHECKING:
     from vllm_plugin.prefix.speed import PrefillSpeed
@@ -77,13 +78,14 @@ class Account:
 
 
 class Accounts:
-    """Opens and closes the account of each request; `stats` takes what is counted, `speed` says what hits save."""
+    """Opens and closes the account of each request; `stats` takes what is counted, `speed` says what hits save, and
+    `keeper` has the line of each request, where there is one."""
 
-    def __init__(self, config: Config, stats: ConnectorStats, speed: PrefillSpeed) -> None:
+    def __init__(self, config: Config, stats: ConnectorStats, speed: PrefillSpeed, keeper: Keeper) -> None:
         self._page_tokens, self._min_hit_tokens = int(config.page_tokens), config.effective_min_hit_tokens
         self._counts, self._logs = config.prefix_reuse, config.log_requests
         self._tiers = "+".join(tier.kind for tier in config.tiers)
-        self._stats, self._speed = stats, speed
+        self._stats, self._speed, self._keeper = stats, speed, keeper
 
     @contained(nothing)
     def open(
@@ -170,4 +172,6 @@ class Accounts:
                 self._stats.add("tier_hit_tokens", brought)
         if self._logs:
             tier = self._tiers if brought else ""
-            account.line(tracked.request.request_id, lookup_s=tracked.lookup_s, tier=tier).log()
+            line = account.line(tracked.request.request_id, lookup_s=tracked.lookup_s, tier=tier)
+            line.log()
+            self._keeper.keep(line, tracked, account.missed)

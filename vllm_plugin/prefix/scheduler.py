@@ -29,6 +29,7 @@ from vllm_plugin.naming import AdapterKeys, chain_root
 from vllm_plugin.prefix.account import Accounts
 from vllm_plugin.prefix.announced import AnnouncedPages
 from vllm_plugin.prefix.groups_hit import GroupsHit
+from vllm_plugin.prefix.kept import Keeper
 from vllm_plugin.prefix.lookups import Lookups
 from vllm_plugin.prefix.save_planner import SavePlanner
 from vllm_plugin.prefix.speed import PrefillSpeed
@@ -85,7 +86,6 @@ class PrefixScheduler:
         self._max_batches = vllm_config.max_concurrent_batches
         """Steps that may be planned before the outcome of the first of them is known, and that one."""
         self.speed = PrefillSpeed(self._page_tokens, self._max_batches)
-        self._accounts = Accounts(config, stats, self.speed)
         self._doubtful_steps = 0
         self._begins = False
         """Whether a request has been given its turn since the last step was planned."""
@@ -108,6 +108,9 @@ class PrefixScheduler:
                 store.shards_elsewhere(self._geometry.group_namespace(namespace, 0))
 
         self._store = open_in_background(config, identify, tell_sizes)
+        self._keeper = Keeper(self._store, self._page_tokens)
+        self._keeps = config.log_requests
+        self._accounts = Accounts(config, stats, self.speed, self._keeper)
         self._store.wait(_IDENTITY_WAIT_S)
 
     # Lookup and load
@@ -216,6 +219,8 @@ class PrefixScheduler:
                 self._stats.add("tier_unheard")
             num_local_pages = offer.local_tokens // self._page_tokens
             self._record(num_local_pages, offer.tokens // self._page_tokens, request.num_prompt_tokens)
+        if self._keeps and not tracked.counted:
+            self._keeper.look(tracked, self.namespace(), self._views())
         self._accounts.open(
             tracked, offer, num_from_pool, num_elsewhere, lambda page: fate_of(self._views(), tracked.keys[page])
         )

@@ -10,6 +10,7 @@ from mooncake_connector.kv.keys import page_keys
 from mooncake_connector.misses import Miss
 from vllm_plugin.naming import named_tokens
 from vllm_plugin.prefix.account import Account
+from vllm_plugin.prefix.kept import Seen
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -60,6 +61,7 @@ class Tracked:
         counted: its prompt is in the figures, or will be when its load has ended: it counts once, whatever comes.
         account: what will be counted then.
         lookup_s: what lookups took, and waits for tiers.
+        seen: what the pool knew of the prompt, where that is to be kept.
     """
 
     request: Request
@@ -78,6 +80,7 @@ class Tracked:
     counted: bool = False
     account: Account | None = None
     lookup_s: float = 0.0
+    seen: Seen | None = None
 
     def page_keys(self, num_pages: int, page_tokens: int) -> list[bytes]:
         """Keys of at least the first `num_pages` pages."""
