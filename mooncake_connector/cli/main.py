@@ -21,6 +21,7 @@ from mooncake_connector.cli.output import (
     print_error,
     print_json,
 )
+from mooncake_connector.cli.record import record
 from mooncake_connector.cli.simulate import simulate
 from mooncake_connector.cli.top import command as top
 from mooncake_connector.cli.why.command import why
@@ -78,6 +79,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(dashboards.app, name="dashboards")
 app.command()(agent.agent)
+app.command()(record)
 app.command()(simulate)
 app.command()(size.size)
 app.command()(top.top)

@@ -26,6 +26,7 @@ from store_client.embedded.returning import put_back
 from store_client.embedded.space import EmbeddedSpace, FillAll
 from store_client.embedded.survey import Pages, Survey, View, peek, survey
 from store_client.embedded.table import now_ns
+from store_client.embedded.watching import UsedChain, Watch
 from store_client.embedded.writer import PutPages
 
 logger = get_logger(__name__)
@@ -104,6 +105,10 @@ class EmbeddedStore(Store):
     def reread(self, seen: present.Reread) -> tuple[Change, ...]:
         """Pages that somebody read since they were stored, parents first; each once for each `seen`. Takes no lock."""
         return self._handle.look(self._closed, seen.take, ())
+
+    def used_chains(self, watch: Watch) -> list[UsedChain]:
+        """The chains of pages used since `watch` was given last, see there. Takes no lock."""
+        return self._handle.look(self._closed, watch.take, [])
 
     @property
     def clears(self) -> int:

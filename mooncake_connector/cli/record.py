@@ -1,0 +1,82 @@
+"""`mooncake-connector record`: a pool's traffic as a trace for `simulate`."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mooncake_connector.cli import pool as pool_
+from mooncake_connector.cli.output import Json, print_json, typed_path
+from mooncake_connector.cli.store import Pool, Which
+from mooncake_connector.errors import PoolError
+from store_client import EmbeddedStore
+from store_client.base import SpaceInfo
+from store_client.embedded.names import identify
+from store_client.embedded.table import now_ns
+from store_client.embedded.watching import Watch
+from store_client.simulation.recording import Recording
+
+_LOOK_PERIOD_S = 0.2
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _typed_seconds(text: str) -> float:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
+    if found is None or not float(found[1]):
+        raise typer.BadParameter(f"{text!r}: expected a time such as 90s, 30m, 24h or 7d", param_hint="--for")
+    return float(found[1]) * _SECONDS[found[2] or "s"]
+
+
+def record(
+    file: Annotated[Path, typer.Argument(metavar="FILE", parser=typed_path, help="The recording, a new file.")],
+    duration: Annotated[str, typer.Option("--for", metavar="TIME", help="How long: 90s, 30m, 24h.")] = "1h",
+    requests: Annotated[int, typer.Option(min=1, max=10_000_000, help="At most so many requests.")] = 100_000,
+    pool: Pool = None,
+    namespace: Which = None,
+    as_json: Json = False,
+) -> None:
+    """Record which pages of the pool are used when, for `simulate`: no text, no tokens, no names of pages.
+
+    Looks at the pool five times a second; engines notice nothing, and nothing is recorded but by this command. Of a
+    model whose ranks store parts of pages, one rank's are recorded. Ctrl-C ends it, and keeps what there is.
+
+    \b
+    Examples:
+      mooncake-connector record trace.jsonl --for 24h
+      mooncake-connector record trace.jsonl --namespace 3f9a1c
+    """
+    lasts_s = _typed_seconds(duration)
+    if file.exists():
+        raise PoolError(f"{file} exists: name a new file, or delete it")
+    with pool_.opened(pool) as store:
+        space = _choose(store, namespace)
+        watch = Watch(identify((space.namespace.digest, space.shard)))
+        store.used_chains(watch)
+        recording = Recording(file, space.namespace.page_tokens, requests)
+        ends_s = time.monotonic() + lasts_s
+        try:
+            while time.monotonic() < ends_s and not recording.is_full:
+                time.sleep(min(_LOOK_PERIOD_S, max(0.0, ends_s - time.monotonic())))
+                recording.add(store.used_chains(watch), now_ns())
+        except KeyboardInterrupt:
+            pass
+        finally:
+            recording.close()
+    if as_json:
+        print_json({"file": str(file), "requests": recording.requests})
+    else:
+        typer.echo(f"{recording.requests:,} requests in {file}")
+
+
+def _choose(store: EmbeddedStore, beginning: str | None) -> SpaceInfo:
+    """The space with the most pages, of this namespace where one is given."""
+    digest = pool_.find_namespace(store, beginning)
+    spaces = [each for each in store.namespaces() if digest in (None, each.namespace.digest)]
+    spaces = [each for each in spaces if not each.namespace.rests_on_others]
+    if not spaces:
+        raise PoolError("the pool has no namespaces yet: record once an engine has stored pages")
+    return max(spaces, key=lambda each: each.pages)

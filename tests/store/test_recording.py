@@ -1,0 +1,122 @@
+"""Recording a pool's traffic: what is written is what was asked for, and nothing else."""
+
+import json
+
+import pytest
+from store.pools import fill, space_in
+from typer.testing import CliRunner
+
+from mooncake_connector.cli import record as record_
+from mooncake_connector.cli.main import app
+from store_client import EmbeddedStore
+from store_client.embedded import table
+from store_client.embedded.names import hash_key, identify
+from store_client.embedded.watching import UsedChain, Watch
+from store_client.simulation.recording import Recording
+from store_client.simulation.traces import read_trace
+from store_client.testing import SHARD, chain, get_page, namespace, put_chain
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Turns the clock by which uses are counted apart; returns its step."""
+    ahead = [0]
+    was = table.now_ns
+    monkeypatch.setattr(table, "now_ns", lambda: was() + ahead[0])
+
+    def step(seconds=2):
+        ahead[0] += int(seconds * 1e9)
+        return table.now_ns()
+
+    return step
+
+
+def names(space, keys):
+    return tuple(hash_key(key, space._number) for key in keys)
+
+
+def test_what_was_stored_or_read_is_told_with_what_it_hangs_on(store, space, clock):
+    watch = Watch(identify((namespace().digest, SHARD)))
+    put_chain(space, chain("before", 2))
+    assert store.used_chains(watch) == []
+    keys = chain("a", 4)
+    put_chain(space, keys[:3])
+    clock()
+    (stored,) = store.used_chains(watch)
+    assert stored.pages == names(space, keys[:3]) and stored.uses == (0, 0, 0)
+    assert store.used_chains(watch) == []
+    for key in keys[:2]:
+        get_page(space, key)
+    (read,) = store.used_chains(watch)
+    assert read.pages == names(space, keys[:2]) and read.uses == (1, 1) and read.used_ns > stored.used_ns
+
+
+def test_other_namespaces_are_not_told(store, clock):
+    watch = Watch(identify((namespace().digest, SHARD)))
+    store.used_chains(watch)
+    put_chain(space_in(store, "other"), chain("a", 2))
+    assert store.used_chains(watch) == []
+
+
+def written(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_pages_stored_as_they_are_computed_are_one_request_and_a_read_begins_another(tmp_path):
+    recording = Recording(tmp_path / "r", 64, 100)
+    second = 10**9
+    recording.add([UsedChain(5 * second, (1, 2), (0, 0))], 5 * second)
+    recording.add([UsedChain(6 * second, (1, 2, 3), (0, 0, 0))], 6 * second)
+    recording.add([UsedChain(20 * second, (1, 2, 3), (1, 1, 1))], 20 * second)
+    recording.add([UsedChain(21 * second, (1, 2, 3, 4), (1, 1, 1, 0))], 21 * second)
+    recording.close()
+    header, *requests = written(tmp_path / "r")
+    assert header == {"kind": "mooncake-connector-recording", "version": 1, "page_tokens": 64}
+    assert [(each["timestamp"], each["input_length"]) for each in requests] == [(0, 192), (15_000, 256)]
+    assert requests[0]["hash_ids"] == requests[1]["hash_ids"][:3]
+
+
+def test_a_recording_is_bounded_private_and_says_nothing_of_names(tmp_path):
+    for name in ("one", "two"):
+        recording = Recording(tmp_path / name, 64, 3)
+        for i in range(9):
+            recording.add([UsedChain(i * 10**9, (7, 100 + i), (0, 0))], (i + 1) * 10**11)
+        recording.close()
+        assert recording.requests == 3 and recording.is_full
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    one, two = (written(tmp_path / name)[1:] for name in ("one", "two"))
+    assert len(one) == 3 and {line["hash_ids"][0] for line in one} != {line["hash_ids"][0] for line in two}
+    assert len({line["hash_ids"][0] for line in one}) == 1
+    with pytest.raises(FileExistsError):
+        Recording(tmp_path / "one", 64, 3)
+
+
+def test_the_command_records_live_traffic_that_simulate_can_read(pool, tmp_path, monkeypatch):
+    fill(pool)
+    file, keys = tmp_path / "trace.jsonl", chain("live", 3)
+    with EmbeddedStore(pool) as store:
+        space, looks = space_in(store), []
+
+        def live(self, chains, now_ns):
+            looks.append(chains)
+            if len(looks) == 1:
+                put_chain(space, keys)
+            if chains:
+                add(self, chains, now_ns)
+                raise KeyboardInterrupt
+
+        add = Recording.add
+        monkeypatch.setattr(record_.Recording, "add", live)
+        result = CliRunner().invoke(app, ["record", str(file), "--pool", str(pool), "--for", "120s"])
+    assert result.exit_code == 0 and "1 requests in" in result.output, result.output
+    trace = read_trace(file)
+    assert [len(request.pages) for request in trace.requests] == [3]
+    again = CliRunner().invoke(app, ["record", str(file), "--pool", str(pool)])
+    assert again.exit_code == 1 and "exists: name a new file" in again.output
+
+
+@pytest.mark.parametrize("text", ["soon", "0s", "-1h", "1w"])
+def test_a_time_that_is_none_is_refused(pool, tmp_path, text):
+    fill(pool)
+    result = CliRunner().invoke(app, ["record", str(tmp_path / "r"), "--pool", str(pool), "--for", text])
+    assert result.exit_code == 2 and "90s, 30m" in " ".join(result.output.split())
