@@ -56,7 +56,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         PageTokens,
         _field(
             "Tokens in a page. Only instances with the same value share pages. Smaller pages reuse more of a prefix; "
-            "larger ones are cheaper to look up and copy.",
+            "larger ones are cheaper to look up and copy. In vLLM, where it is unset and a model with several KV-cache "
+            "groups has larger blocks that are no multiple of 64 (544 tokens, say), a page has the largest size from "
+            "16 to 64 that divides them, and the log says which; with a size that divides none of them hits could end "
+            "at multiples of both only.",
             "a power of two from 16 to 1024",
         ),
     ] = PageTokens(64)

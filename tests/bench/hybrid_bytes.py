@@ -2,16 +2,17 @@
 
     python tests/bench/hybrid_bytes.py          # the tables of docs/benchmarks.md, in Markdown
 
-Arithmetic over published configurations; nothing is measured. Stored are all tokens of layers with full attention (and
-of an indexer), the blocks of the last window before the longest hit of the prompt, and one state there. "Everything" is
-what a connector stores that takes every layer for one of full attention, and every state that vLLM keeps at a block
-boundary.
+Arithmetic over published configurations; nothing is measured. Stored are all full pages of layers with full attention
+(and of an indexer), of windows what a hit at the prompt's end and one of the prompt itself go on from, and the state of
+the latter where `state_budget` allows one so early. Hits end at multiples of what pages and blocks have in common.
+"Everything" is what a connector stores that takes every layer for one of full attention, and every state that vLLM
+keeps at a block boundary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 BFLOAT16, FLOAT32 = 2, 4
 
@@ -34,26 +35,39 @@ class Layers:
 
 @dataclass(frozen=True)
 class Model:
-    """A model as vLLM lays it out: tokens in a block of every kind of layer, and the layers."""
+    """A model as vLLM lays it out: tokens in a block of every kind of layer, the layers, and tokens in a page."""
 
     name: str
     block_tokens: int
     layers: tuple[Layers, ...]
+    page_tokens: int = 64
 
-    def stored(self, num_tokens: int) -> int:
+    @property
+    def unit_tokens(self) -> int:
+        """Hits end at multiples of it."""
+        return lcm(self.page_tokens, self.block_tokens)
+
+    def spacing_tokens(self, state_budget: float) -> int:
+        """A state is stored that lies at least so far behind the last one, or the prompt's beginning."""
+        token_nbytes = sum(kind.count * kind.token_nbytes for kind in self.layers if kind.window is None)
+        state_nbytes = sum(kind.count * kind.state_nbytes for kind in self.layers)
+        return int(state_nbytes / (state_budget * max(token_nbytes, 1)))
+
+    def stored(self, num_tokens: int, state_budget: float = 4.0) -> int:
         """Bytes of a prompt's pages and states in the pool."""
-        hit = (num_tokens - 1) // self.block_tokens * self.block_tokens  # vLLM computes the last token in any case
-        full = num_tokens // self.block_tokens * self.block_tokens
+        unit, pages = self.unit_tokens, num_tokens // self.page_tokens * self.page_tokens
+        hit, end = (num_tokens - 1) // unit * unit, num_tokens // unit * unit  # its last token is computed in any case
+        states = int(hit > 0 and hit >= self.spacing_tokens(state_budget))
         total = 0
         for kind in self.layers:
-            kept = full if kind.window is None else min(hit, _whole(kind.window - 1, self.block_tokens))
-            total += kind.count * (kind.token_nbytes * kept + (kind.state_nbytes if hit else 0))
+            window = 0 if kind.window is None else _whole(kind.window - 1, unit)
+            kept = pages if kind.window is None else end - max(0, hit - window)
+            total += kind.count * (kind.token_nbytes * kept + kind.state_nbytes * states)
         return total
 
     def everything(self, num_tokens: int) -> int:
-        blocks = num_tokens // self.block_tokens
-        size = self.block_tokens
-        return blocks * sum(kind.count * (kind.token_nbytes * size + kind.state_nbytes) for kind in self.layers)
+        pages, boundaries = num_tokens // self.page_tokens * self.page_tokens, num_tokens // self.block_tokens
+        return sum(kind.count * (kind.token_nbytes * pages + kind.state_nbytes * boundaries) for kind in self.layers)
 
 
 def _whole(num_tokens: int, block_tokens: int) -> int:
@@ -80,7 +94,7 @@ TINY = (
 
 PUBLISHED = (
     Model("gpt-oss-120b", 16, (attention(18, 8, 64, 128), attention(18, 8, 64))),
-    Model("Qwen3-Next-80B", 544, (delta_rule(36, 16, 32, 128, BFLOAT16), attention(12, 2, 256))),
+    Model("Qwen3-Next-80B", 544, (delta_rule(36, 16, 32, 128, BFLOAT16), attention(12, 2, 256)), page_tokens=34),
     Model("Gemma 3 27B", 16, (attention(52, 16, 128, 1024), attention(10, 16, 128))),
     Model("DeepSeek V3.2", 64, (Layers(61, (512 + 64) * BFLOAT16), Layers(61, 128 + 4))),  # latent and rope; indexer
 )
