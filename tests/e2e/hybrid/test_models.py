@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import shutil
 import tempfile
@@ -19,11 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import store_client.agent.client as client_module
 from e2e.client import Answer
+from e2e.pages import wait_for
 from e2e.questions import SMALLEST_GAP, Examiner, Question, draw_tokens
 from models import checkpoint
 from mooncake_connector.kv.keys import page_keys
 from store_client import EmbeddedStore
+from store_client.agent.visit import ask_report
 from store_client.base import SpaceInfo
 from store_client.testing import get_pages, put_pages
 
@@ -41,6 +45,8 @@ class Inside:
 
     llm: Any
     pool: Path
+    folder: Path
+    """Behind the pool."""
 
     def ask(self, prompt: Sequence[int], *, max_tokens: int = 4, cache_salt: str | None = None) -> Answer:
         from vllm import SamplingParams
@@ -60,6 +66,33 @@ class Inside:
     def forget(self) -> None:
         """Empty the engine's own prefix cache."""
         assert self.llm.reset_prefix_cache()
+
+    def stored(self, prompt: Sequence[int]) -> list[bytes]:
+        """Keys of the prompt's pages in the pool, each as often as it is there, once all of them are in the folder."""
+        keys = page_keys(list(prompt), PAGE_TOKENS)
+        with EmbeddedStore(self.pool) as store:
+            held = [key for key in keys for _ in groups_of(store, key)]
+        wait_for(lambda: len(self.files(*keys)) >= len(held), "pages in the folder")
+        return held
+
+    def files(self, *keys: bytes) -> list[Path]:
+        """What the folder has of these pages, in all groups."""
+        names = {key.hex() for key in keys}
+        return sorted(path for path in self.folder.rglob("*") if path.name in names)
+
+    def empty_pool(self) -> None:
+        """And the engine's own cache; the folder has what it had, and what was fetched before may be fetched again."""
+        with EmbeddedStore(self.pool) as store:
+            store.clear()
+        self.forget()
+        wait_for(lambda: not any(client._kept for client in client_module._clients.values()), "the end of all asks")
+
+    def count(self, what: str) -> int:
+        """Of the folder, as the agent says."""
+        report = ask_report(self.pool)
+        assert report is not None
+        (tier,) = report["tiers"]
+        return int(tier[what])
 
     def falsify(self, prompt: Sequence[int], *, part: int) -> None:
         """Give what the hit goes on from in one group other bytes, with a checksum that matches them."""
@@ -102,7 +135,14 @@ def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
         "TORCHDYNAMO_DISABLE": "1",  # or log-probabilities have something compiled for a quarter of a minute
     }.items():
         patch.setenv(name, value)
-    pool = Path(tempfile.mkdtemp(prefix="mooncake-connector-test-", dir="/dev/shm"))
+    patch.setattr("store_client.agent.patience.LEAST_S", 60.0)  # however busy the machine is
+    patch.setattr("store_client.agent.source.is_worth_it", lambda *args: True)
+    patch.setattr(client_module, "_KEPT_S", 0.0)
+    base = Path(tempfile.mkdtemp(prefix="mooncake-connector-test-", dir="/dev/shm"))
+    pool, folder, secret = base / "pool", base / "folder", base / "secret"
+    folder.mkdir(mode=0o700)
+    secret.write_bytes(os.urandom(32))
+    secret.chmod(0o600)
     from vllm import LLM
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
@@ -111,7 +151,16 @@ def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
         kv_connector="MooncakeKVConnector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"pool": str(pool), "capacity": "256MiB", "page_tokens": PAGE_TOKENS},
+        kv_connector_extra_config={
+            "pool": str(pool),
+            "capacity": "256MiB",
+            "page_tokens": PAGE_TOKENS,
+            "tiers": [{"kind": "folder", "path": str(folder), "timeout_s": 60.0}],
+            "agent": "embedded",
+            "secret_file": str(secret),
+            "lookup_wait_s": 60.0,
+            "load_deadline_s": 60.0,
+        },
     )
     llm = LLM(
         str(checkpoint(request.param)),
@@ -121,11 +170,11 @@ def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
         disable_hybrid_kv_cache_manager=False,
         kv_transfer_config=transfer,
     )
-    yield Inside(llm, pool)
+    yield Inside(llm, pool, folder)
     llm.llm_engine.engine_core.shutdown()
     ensure_kv_transfer_shutdown()
     patch.undo()
-    shutil.rmtree(pool, ignore_errors=True)
+    shutil.rmtree(base, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +194,34 @@ def test_computed_own_hit_and_hit_from_the_pool_are_one_text(
     with EmbeddedStore(inside.pool) as store:
         key = page_keys(list(question.prompt), PAGE_TOKENS)[HIT // PAGE_TOKENS - 1]
         assert len(groups_of(store, key)) == GROUPS[request.node.callspec.params["inside"]]
+
+
+def test_what_the_pool_has_lost_comes_from_the_folder_behind_it(inside: Inside, question: Question) -> None:
+    inside.ask(question.prompt)
+    held = inside.stored(question.prompt)
+    inside.empty_pool()
+    fetched = inside.count("fetched_pages")
+    answer = inside.ask(question.prompt)
+    assert (answer.cached_tokens, answer.token_ids) == (HIT, question.answer)
+    assert 0 < inside.count("fetched_pages") - fetched <= len(held)
+    assert len(inside.stored(question.prompt)) >= HIT // PAGE_TOKENS
+
+
+def test_a_changed_file_of_any_group_is_refused_and_the_prompt_is_computed(inside: Inside, question: Question) -> None:
+    """The control: each group's page at the end of the hit is fetched, and looked at."""
+    inside.ask(question.prompt)
+    last = page_keys(list(question.prompt), PAGE_TOKENS)[HIT // PAGE_TOKENS - 1]
+    count = inside.stored(question.prompt).count(last)
+    for group in range(count):
+        inside.stored(question.prompt)
+        inside.empty_pool()
+        file, corrupt = inside.files(last)[group], inside.count("corrupt_pages")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        answer = inside.ask(question.prompt)
+        assert (answer.cached_tokens, answer.token_ids) == (0, question.answer), f"group {group} of {count}"
+        assert inside.count("corrupt_pages") == corrupt + 1
 
 
 def test_where_prompts_part_the_third_is_a_hit(inside: Inside) -> None:
