@@ -59,14 +59,15 @@ class Panel:
         for index, query in enumerate(self.queries):
             asked = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).range()
             panel = panel.with_target(asked.ref_id(chr(ord("A") + index)).datasource(SOURCE))
+        if self.kind == "number" and self.unit == NUMBER:
+            panel = panel.decimals(0)
         return panel.max(1) if self.unit == SHARE else panel
 
     @staticmethod
     def _number() -> stat.Panel:
         last = common.ReduceDataOptions().calcs(["lastNotNull"])
-        return stat.Panel().reduce_options(last).graph_mode(looks.BigValueGraphMode.AREA).color_mode(
-            looks.BigValueColorMode.NONE
-        )
+        panel = stat.Panel().reduce_options(last).graph_mode(looks.BigValueGraphMode.AREA)
+        return panel.color_mode(looks.BigValueColorMode.NONE)
 
     def _over_time(self) -> timeseries.Panel:
         legend = common.VizLegendOptions().display_mode(looks.LegendDisplayMode.LIST).show_legend(True)

@@ -98,7 +98,7 @@ HITS = Row(
         Panel(
             "Hit rate over time", "lines", SHARE,
             "Local: of all prompt tokens, those in vLLM's own cache. Pool: of the rest, those loaded from the pool; "
-            "tiers: those of them that a tier brought. SGLang has one rate over all its levels.",
+            "tiers: those of them that a tier brought. SGLang's own rate is over all its levels.",
             [
                 Query(
                     f"{a_second(chosen('vllm:prefix_cache_hits_total'))} / "
@@ -106,18 +106,28 @@ HITS = Row(
                 ),
                 Query(f"{a_second(vllm('hit_tokens'))} / {a_second(vllm('queried_tokens'))}", "vLLM, pool"),
                 Query(f"{a_second(vllm('tier_hit_tokens'))} / {a_second(vllm('queried_tokens'))}", "vLLM, tiers"),
-                Query(f"avg({chosen('sglang:cache_hit_rate')})", "SGLang"),
-            ],
+                Query(f"avg({chosen('sglang:cache_hit_rate')})", "SGLang, all levels"),
+                Query(f"{a_second(sglang('hit_tokens'))} / {a_second(sglang('queried_tokens'))}", "SGLang, pool"),
+            ], 12,
+        ),
+        Panel(
+            "Why tokens missed", "areas", NUMBER,
+            "Prompt tokens a second that did not come from the pool, by the reason of the first page that was missing. "
+            "`mooncake-connector doctor --url` says what to do about each.",
+            [
+                Query(a_second(vllm("miss_tokens"), "reason"), "vLLM, {{reason}}"),
+                Query(a_second(sglang("miss_tokens"), "reason"), "SGLang, {{reason}}"),
+            ], 12,
         ),
         Panel(
             "Prompt tokens by source", "areas", NUMBER,
             "A second, in vLLM: computed, found in its own cache, or loaded by this connector.",
-            [Query(a_second(chosen("vllm:prompt_tokens_by_source_total"), "source"), "{{source}}")],
+            [Query(a_second(chosen("vllm:prompt_tokens_by_source_total"), "source"), "{{source}}")], 12,
         ),
         Panel(
             "Prefill seconds saved", "lines", NUMBER,
             "Seconds of prefill saved in each second, by instance: 1 is what one more such instance would compute.",
-            [Query(a_second(vllm("prefill_seconds_saved"), "instance"), "{{instance}}")],
+            [Query(a_second(vllm("prefill_seconds_saved"), "instance"), "{{instance}}")], 12,
         ),
     ],
 )  # fmt: skip
@@ -150,7 +160,8 @@ POOLS = Row(
         ),
         Panel(
             "Age of what is evicted", "lines", SECONDS,
-            "How long pages had not been used when they were evicted. Minutes mean that the pool is too small.",
+            "How long pages had not been used when they were evicted. Minutes mean that the pool is too small. Asked "
+            "for again: of those that were missed, how long after their last use: a pool should keep pages so long.",
             [
                 *[
                     Query(
@@ -160,7 +171,14 @@ POOLS = Row(
                     )
                     for quantile in (0.1, 0.5)
                 ],
-                Query(f"max by (model) ({pool('pool_oldest_page_seconds')})", "oldest page, {{model}}"),
+                *[
+                    Query(
+                        f"{a_second(of('evicted_reuse_seconds'))} / {a_second(of('evicted_requests'))}",
+                        f"asked for again by {engine}, mean",
+                    )
+                    for of, engine in ((vllm, "vLLM"), (sglang, "SGLang"))
+                ],
+                Query(f"max({pool('pool_oldest_page_seconds')})", "oldest page"),
             ],
         ),
         duration("Loads", "load", "From the submission of a load to its end."),

@@ -28,9 +28,12 @@ def alert_rules() -> list[Mapping[str, Any]]:
     return list(group["rules"])
 
 
-def as_asked(expr: str, window: str) -> str:
-    """The query as Grafana sends it for all instances, with `window` ("10s") as its rate interval and range."""
-    return expr.replace("$__rate_interval", window).replace("$__range", window).replace("$instance", ".*")
+def as_asked(expr: str, over_s: float, window_s: float) -> str:
+    """The query as Grafana sends it for all instances: `over_s` is the time shown, `window_s` its rate interval."""
+    values = {"$__rate_interval": f"{window_s:.0f}s", "$__range": f"{over_s:.0f}s", "$instance": ".*"}
+    for name, value in values.items():
+        expr = expr.replace(name, value)
+    return expr
 
 
 def metrics_of(expr: str) -> set[str]:

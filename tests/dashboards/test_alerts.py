@@ -41,9 +41,6 @@ class Case:
     labels: Mapping[str, str] = field(default_factory=lambda: {"instance": "host:8000"})
     minutes: int = 60
 
-    def __str__(self) -> str:
-        return f"{self.alert} {self.labels['instance']}"
-
 
 def loads(of: str, labels: str, a_minute: float) -> dict[str, str]:
     return {f"{of}{kind}_duration_seconds_count{{{labels}}}": rising(a_minute) for kind in ("load", "save")}
@@ -69,6 +66,12 @@ CASES = [
         {f'{SGLANG}failures_total{{{OF_SGLANG}, operation="load", cause="page_lost"}}': rising(3)},
         "host:30000 does not reach its pool",
         {"instance": "host:30000"},
+    ),
+    Case(
+        "MooncakePoolUnavailable",
+        {f'{VLLM}miss_tokens_total{{{OF_VLLM}, reason="unavailable"}}': rising(300)},
+        {f'{VLLM}miss_tokens_total{{{OF_VLLM}, reason="never_stored"}}': rising(300)},
+        "host:8000 does not reach its pool",
     ),
     Case(
         "MooncakeFailures",
@@ -172,7 +175,7 @@ def checked(folder: Path, *tests: Mapping[str, Any]) -> str:
 
 
 @needs_prometheus
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.alert} {case.labels['instance']}")
 def test_an_alert_fires_on_what_it_is_for_and_not_on_what_resembles_it(case: Case, tmp_path: Path) -> None:
     said = checked(tmp_path, unit_test(case, case.series, True), unit_test(case, case.quiet, False))
     assert not said, said

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,17 +29,24 @@ HAS_SGLANG = LONG and (ENVIRONMENTS / "sglang" / "bin" / "python").exists()
 CAPACITY = "24MiB"
 """24 pages of the checkpoint: prompts push each other out."""
 PROMPT_TOKENS = 5 * PAGE_TOKENS
-ROUNDS = 40 if LONG else 8
+FORGOTTEN = 8
+"""So many prompts later the pool has evicted one."""
+ROUND_S = 300.0
 HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What Prometheus has read from `start_s` to `end_s`, seconds since the epoch."""
+    """What Prometheus has read since `start_s`, seconds since the epoch, while the load goes on."""
 
     prometheus: Prometheus
     start_s: float
-    end_s: float
+    loading: Future[None]
+
+    def check(self) -> None:
+        """Raises what ended the load."""
+        if self.loading.done():
+            self.loading.result()
 
 
 @contextmanager
@@ -49,7 +59,7 @@ def monitored(model: Path, logs: Path, folder: Path) -> Iterator[Seen]:
         agent = Agent(pool, logs / "monitored-agent.log", env)
         stack.callback(agent.stop)
         agent.start(
-            {"kind": "disk", "path": str(folder / "disk"), "capacity": "1GiB"},
+            {"kind": "disk", "path": str(folder / "disk"), "capacity": "1GiB", "write": "reused"},
             {"kind": "disk", "name": "unusable", "path": "/dev/null/disk", "capacity": "1GiB"},
         )
         config = {"prefix_reuse": True, "capacity": CAPACITY, "tiers": ["mooncake"], "agent": "external"}
@@ -77,30 +87,38 @@ def monitored(model: Path, logs: Path, folder: Path) -> Iterator[Seen]:
         (folder / "monitoring").mkdir()
         watcher = stack.enter_context(prometheus(folder / "monitoring", free_port(), targets))
         wait_for(lambda: all(one["health"] == "up" for one in watcher.targets()), "every target is read")
-        start_s = time.time()
-        load(prefill, decode, servers[2:], pool)
-        yield Seen(watcher, start_s, time.time())
+        threads, stop = stack.enter_context(ThreadPoolExecutor(1)), threading.Event()
+        loading = threads.submit(load, prefill, decode, servers[2:], pool, stop)
+        try:
+            yield Seen(watcher, time.time(), loading)
+        finally:
+            stop.set()
+        loading.result(ROUND_S)
 
 
-def load(prefill: Instance, decode: Instance, others: list[Server | SGLangServer], pool: Path) -> None:
+def load(
+    prefill: Instance, decode: Instance, others: list[Server | SGLangServer], pool: Path, stop: threading.Event
+) -> None:
     """Prompts that are new, that the own cache has, the pool, or a tier, and that one instance computes for another."""
-    source = random.Random(18)
-    prompts: list[tuple[int, ...]] = []
-    for number in range(ROUNDS):
+    source, asked = random.Random(18), list[tuple[int, ...]]()
+    for number in itertools.count():
+        if stop.is_set():
+            return
         prompt, other = (draw_tokens(source, PROMPT_TOKENS) for _ in range(2))
-        prompts.append(prompt)
+        asked += [prompt, other]
         for _ in range(2):  # the second time from its own cache
             prefill.ask(prompt, max_tokens=2)
-        for server in (decode, *others):  # by the pool
+        for server in (decode, *others):  # from the pool
             server.ask(prompt, max_tokens=2)
-        if number >= ROUNDS // 2:  # by a tier, as the pool has long evicted it
-            decode.reset_prefix_cache()
-            decode.ask(prompts[number - ROUNDS // 2], max_tokens=2)
         params = prefill.post(prefill.body(other, 1, kv_transfer_params=HAND_OVER))["kv_transfer_params"]
         decode.post(decode.body(other, 2, kv_transfer_params=params))
+        decode.reset_prefix_cache()
+        while len(asked) > FORGOTTEN:  # evicted since: the first of a round is in a tier, as it was asked for again
+            forgotten = asked.pop(0)
+            for server in (decode, *others):
+                server.ask(forgotten, max_tokens=2)
         if number % 2:
             damage(pool)
-            decode.reset_prefix_cache()
             decode.ask(prompt, max_tokens=2)
 
 
