@@ -45,6 +45,7 @@ from sglang_backend.plugin import hooked
 from sglang_backend.states import longest, look_for_states, restorable
 from sglang_backend.stored_pool import Movers, StoredPool
 from store_client.open import BackgroundStore, open_in_background
+from store_client.pool_metrics import PoolMetrics
 from store_client.sharded import ShardView
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._counts_lookups = storage_config.tp_rank == 0 and storage_config.pp_rank == 0
         self.logs_requests = self._config.log_requests and self._counts_lookups
         """See :mod:`sglang_backend.request_lines`."""
+        self._pool_metrics = PoolMetrics(self._config) if storage_config.enable_storage_metrics else None
         self._namespace: Namespace | None = None
         self._store: BackgroundStore | None = None
         self._movers = Movers()

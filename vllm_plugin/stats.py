@@ -14,8 +14,11 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from mooncake_connector.config.schema import load_config
+from mooncake_connector.contain import contained, nothing
 from mooncake_connector.metrics.registry import VLLM, VLLM_PREFIX, Kind, Metric, by_figure
 from mooncake_connector.misses import Miss
+from store_client.pool_metrics import PoolMetrics
 
 _OWN = by_figure(VLLM)
 _TABLES = {figure for figure, metric in _OWN.items() if metric.labels}
@@ -109,6 +112,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
             if not _OWN[figure].labels:  # it is there from the beginning, as 0
                 for values in per_engine_labelvalues.values():
                     made.labels(*values)
+        self._pool = _pool_metrics(vllm_config)
 
     def _make(self, metric: Metric, labelnames: list[str]) -> Any:
         named: dict[str, Any] = {
@@ -134,3 +138,10 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
                     metric.labels(*values).observe(seconds)
             else:
                 metric.labels(*values).inc(amount)
+
+
+@contained(nothing)
+def _pool_metrics(vllm_config: VllmConfig) -> PoolMetrics | None:
+    """vLLM makes its metrics in the process that serves them, which has no store open."""
+    transfer = vllm_config.kv_transfer_config
+    return None if transfer is None else PoolMetrics(load_config(transfer.kv_connector_extra_config))

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,8 +10,8 @@ from mooncake_connector.cli.tables import ID_DIGITS, user_text
 from mooncake_connector.config.schema import environ_name, load_config
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Store
-from store_client.embedded import default_pool_path, pool_users
-from store_client.embedded.folder import is_pool, remove_pool
+from store_client.embedded import pool_users
+from store_client.embedded.folder import is_pool, remove_pool, usual_places
 from store_client.embedded.locks import LockTimeout
 
 
@@ -43,11 +42,7 @@ def _candidates(pool: Path | None) -> list[Path]:
     if pool is not None:
         return [pool.absolute()]
     configured = load_config().pool
-    if configured is not None:
-        return [configured]
-    usual = default_pool_path()
-    # Where the store goes when shared memory is too small, as in a container.
-    return [usual, *(Path(folder) / usual.name for folder in (tempfile.gettempdir(), "/var/tmp"))]
+    return [configured] if configured is not None else usual_places()
 
 
 @contextlib.contextmanager

@@ -17,12 +17,17 @@ Every metric begins with `{PREFIX}`; on vLLM's `/metrics` there is `vllm:` befor
 |---|---|
 | a vLLM instance | its `/metrics`, with vLLM's labels `model_name` and `engine`; sums over its workers |
 | an SGLang instance | its `/metrics`, with `--enable-metrics`; sums over its ranks |
-| the pool of a host, and its tiers | the agent, with `agent_metrics_port`, on 127.0.0.1 |
+| the pool of a host, and its tiers | one of the engines of the host, on its `/metrics`, without `vllm:`; or the agent |
 
-Without Prometheus, `mooncake-connector store stats` prints the pool's and the tiers' figures.
+Nothing has to be set for the last. Of all engines on a pool one shows it: who holds a lock on the pool's description;
+when its process ends, another one goes on within seconds. So a sum over engines counts each host once; a host's series
+change their `instance` then. Where an agent serves metrics (`agent_metrics_port`, `agent_http_port`), the engines leave
+it to the agent, which alone has `{PREFIX}pool_oldest_page_seconds`. An engine's look is at most five seconds old.
 
-Histograms have the series `_bucket`, `_sum` and `_count`. Figures of the pool are of a host, whoever stored or read:
-sums over hosts are right, and are never to be added to those of engines.
+Figures of the pool are of a host, whoever stored or read: sums over hosts are right, and are never to be added to those
+of engines. Histograms have the series `_bucket`, `_sum` and `_count`.
+
+Without Prometheus, `mooncake-connector top` and `mooncake-connector store stats` show what the pool and the tiers do.
 
 What people ask first, of vLLM, as PromQL:
 

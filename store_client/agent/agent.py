@@ -180,6 +180,7 @@ class Agent:
     def _report(self) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
+            "serves_metrics": bool(self._config.agent_metrics_port or self._config.agent_http_port),
             "version": __version__,
             "pool": str(self._pool),
             "mode": self._config.agent,

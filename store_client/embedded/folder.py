@@ -78,6 +78,12 @@ def default_pool_path() -> Path:
     return Path(f"/dev/shm/mooncake-connector-{os.geteuid()}")
 
 
+def usual_places() -> list[Path]:
+    """Where a pool may be whose folder was not set: the default, and where it goes when shared memory is too small."""
+    usual = default_pool_path()
+    return [usual, *(Path(folder) / usual.name for folder in (tempfile.gettempdir(), "/var/tmp"))]
+
+
 def choose_default(capacity_nbytes: int | None) -> tuple[Path, str | None]:
     """The default folder, or one on disk where shared memory is too small; and then a line that says so."""
     wanted = _DEFAULT_NEEDS_NBYTES if capacity_nbytes is None else overhead_nbytes(capacity_nbytes) + capacity_nbytes

@@ -20,6 +20,7 @@ from mooncake_connector.errors import PoolError
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from store_client import EmbeddedStore, Put
+from store_client.embedded import folder as folder_
 from store_client.testing import chain, namespace, put_chain
 
 PAGE_NBYTES = 64 << 10
@@ -258,8 +259,8 @@ class TestErrors:
     @pytest.mark.parametrize("room", [True, False], ids=["where engines put it", "where there was room"])
     def test_with_nothing_configured_the_default_pool_is_found(self, run, pool, monkeypatch, room):
         monkeypatch.delenv("MOONCAKE_CONNECTOR_POOL")
-        monkeypatch.setattr(pool_, "default_pool_path", lambda: pool if room else pool.parent / "shm" / pool.name)
-        monkeypatch.setattr(pool_.tempfile, "gettempdir", lambda: str(pool.parent))
+        monkeypatch.setattr(folder_, "default_pool_path", lambda: pool if room else pool.parent / "shm" / pool.name)
+        monkeypatch.setattr(folder_.tempfile, "gettempdir", lambda: str(pool.parent))
         assert run("stats").exit_code == 0
 
     def test_a_relative_pool_is_taken_from_the_working_folder(self, run, pool, monkeypatch):
