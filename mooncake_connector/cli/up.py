@@ -85,7 +85,8 @@ def _run(deployment: Deployment, file: Path, run: Sequence[Command]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # `nohup` wants it to go on
             signal.signal(number, lambda one, frame: asked.append(one))
-    roles = {"prefill", "decode", "router"} if deployment.engine == "sglang" else {"decode", "router"}
+    needs_prefill = deployment.engine == "sglang" and deployment.prefill.count
+    roles = {"prefill", "decode", "router"} if needs_prefill else {"decode", "router"}
     with Board(deployment.engine) as board:
         supervisor = Supervisor(
             run,
@@ -142,9 +143,8 @@ def deployment_checks(deployment: Deployment, file: Path, run: Sequence[Command]
 
 
 def _settings_checks(deployment: Deployment, run: Sequence[Command]) -> Iterator[Check]:
-    """The pool and transfers, with the settings in force at a prefill instance."""
-    prefill = next(one for one in run if one.role == "prefill")
-    config = load_config(None, {**os.environ, **prefill.env})
+    """The pool and transfers, with the settings in force at the first instance, one of prefill where there is any."""
+    config = load_config(None, {**os.environ, **run[0].env})
     if deployment.engine == "vllm" and config.prefix_reuse:
         yield from pool_checks(config)
     yield from transfer_checks(config)

@@ -127,7 +127,8 @@ def _instance(
         arguments += ["--tensor-parallel-size" if is_vllm else "--tp-size", str(instances.tp)]
     if instances.pp > 1:
         arguments += ["--pipeline-parallel-size" if is_vllm else "--pp-size", str(instances.pp)]
-    arguments += _vllm(role, config) if is_vllm else _sglang(role, config, peer_port)
+    role_of_kv = role if deployment.prefill.count else "both"
+    arguments += _vllm(role_of_kv, config) if is_vllm else _sglang(role_of_kv, config, peer_port)
     return Command(
         f"{role}-{number}",
         role,
@@ -152,15 +153,18 @@ def _environ(deployment: Deployment, instances: Instances, number: int, more: Ma
 def _vllm(role: str, config: Config) -> tuple[str, ...]:
     transfer = {
         "kv_connector": "MooncakeKVConnector",
-        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}[role],
         "kv_load_failure_policy": config.transfer_failure,
     }
     return "--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))
 
 
 def _sglang(role: str, config: Config, bootstrap_port: int) -> tuple[str, ...]:
+    served = ("--page-size", str(config.page_tokens), "--enable-metrics")
+    if role == "both":
+        return served
     return (
-        *("--page-size", str(config.page_tokens), "--enable-metrics"),
+        *served,
         *("--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake_connector"),
         *(("--disaggregation-bootstrap-port", str(bootstrap_port)) if bootstrap_port else ()),
     )

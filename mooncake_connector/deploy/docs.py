@@ -199,7 +199,8 @@ pods compute every prompt, and SGLang's requests fail. For GPUs of one host ther
 printed is validated against published schemas in the tests; no cluster and no Docker has run it yet.
 
 ### SGLang and the pool
-SGLang instances hand KV over without the pool. For the pool as well, add to `prefill.flags`:
+SGLang instances hand KV over without the pool. For the pool as well, add to `prefill.flags`, or to `decode.flags` where
+`prefill.count` is 0:
 `--enable-hierarchical-cache --hicache-storage-backend mooncake_connector`.
 
 """

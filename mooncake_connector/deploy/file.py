@@ -15,7 +15,15 @@ from mooncake_connector.config.schema import Config, Setting, check_together, ch
 from mooncake_connector.config.tiers import Tiers, place_of
 from mooncake_connector.config.values import shown
 from mooncake_connector.deploy.flags import problem_with
-from mooncake_connector.deploy.schema import MAX_PORT, Deployment, Environment, decode, is_variable, meta_of
+from mooncake_connector.deploy.schema import (
+    MAX_INSTANCES,
+    MAX_PORT,
+    Deployment,
+    Environment,
+    decode,
+    is_variable,
+    meta_of,
+)
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import printable
 
@@ -124,6 +132,9 @@ class _Reader:
                 raise self._error(line, f"{problem}connector.agent to external, and add the agent (docs/fleet.md)")
 
     def _check_together(self, found: Deployment) -> None:
+        if not found.decode.count:
+            at = self._lines["decode.count"]
+            raise self._error(at, f"decode.count is 0: expected an integer from 1 to {MAX_INSTANCES}")
         for role in ("prefill", "decode"):
             instances = getattr(found, role)
             needed = instances.count * instances.num_ranks
@@ -158,6 +169,12 @@ class _Reader:
                 self._lines["router.kind"],
                 f"router.kind is '{router.kind}', which serves {engine} alone, and engine is '{found.engine}': "
                 f"expected {found.engine}-router, builtin or none",
+            )
+        if not found.prefill.count and router.kind in _ROUTER_OF:
+            raise self._error(
+                self._lines["prefill.count"],
+                f"prefill.count is 0, and router.kind is '{router.kind}', which `up` starts for prefill and decode: "
+                "expected an integer from 1, or a router.kind of builtin or none",
             )
         for name, ours in (("order", True), ("policy", True), ("conductor", True), ("flags", False)):
             if f"router.{name}" in self._lines and ours is not (router.kind == "builtin"):

@@ -46,7 +46,13 @@ class Instances(msgspec.Struct, frozen=True, kw_only=True):
     """The instances of one role."""
 
     count: Annotated[
-        int, _field("How many there are.", f"an integer from 1 to {MAX_INSTANCES}", ge=1, le=MAX_INSTANCES)
+        int,
+        _field(
+            "How many there are. With none for prefill those of decode compute prompts, and nothing is handed over.",
+            f"an integer from 1 to {MAX_INSTANCES}, for prefill also 0",
+            ge=0,
+            le=MAX_INSTANCES,
+        ),
     ] = 1
     port: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_PORT)] | None,

@@ -126,6 +126,15 @@ def test_stages_of_a_pipeline_have_gpus_of_their_own(tmp_path, engine, tp, pp):
     assert pp not in run["decode-0"].arguments
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_instances_that_do_both_hand_nothing_over(tmp_path, engine):
+    run = made(tmp_path, f"engine: {engine}\nmodel: /m\nprefill: {{count: 0}}\ndecode: {{count: 3}}")
+    assert list(run) == ["decode-0", "decode-1", "decode-2", "router"]
+    words = " ".join(run["decode-0"].arguments)
+    assert "--disaggregation" not in words and ("kv_both" in words) is (engine == "vllm")
+    assert "--prefill" not in run["router"].arguments
+
+
 def test_the_policy_and_what_differs_from_its_defaults_come_to_the_router(tmp_path):
     head = "engine: vllm\nmodel: /m\nrouter:\n  policy: conductor\n"
     assert "--policy conductor --silence" in " ".join(made(tmp_path, head)["router"].arguments)

@@ -65,7 +65,9 @@ def test_everything_can_be_said(read):
     [
         ("prefil: {}", 3, "unknown key 'prefil' (did you mean prefill?); known are engine, model"),
         ("prefill:\n  count: two", 4, "prefill.count is 'two': expected an integer from 1 to 64"),
-        ("prefill:\n  count: 0", 4, "prefill.count is 0: expected an integer from 1 to 64"),
+        ("decode:\n  count: 0", 4, "decode.count is 0: expected an integer from 1 to 64"),
+        ("prefill:\n  count: -1", 4, "prefill.count is -1: expected an integer from 1 to 64, for prefill also 0"),
+        ("router: {kind: vllm-router}\nprefill: {count: 0}", 4, "prefill.count is 0, and router.kind is 'vllm-router'"),
         ("decode:\n  tpp: 2", 4, "unknown key 'decode.tpp' (did you mean tp?)"),
         ("decode: 2", 3, "decode holds no keys with values"),
         ("decode: {port: 60000}", 3, "decode.port is 60000: expected an integer from 1 to 55535; null"),

@@ -27,9 +27,9 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0", exclude_cat
 
 
 @st.composite
-def instances(draw, first_port: int) -> dict[str, Any]:
+def instances(draw, first_port: int, fewest: int = 1) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "count": draw(st.integers(1, 3)),
+        "count": draw(st.integers(fewest, 3)),
         "tp": draw(st.integers(1, 2)),
         "env": draw(st.dictionaries(st.sampled_from(["A", "OMP_NUM_THREADS", "HF_TOKEN"]), TEXT.map(str))),
     }
@@ -60,7 +60,7 @@ def deployments(draw) -> dict[str, Any]:
         "model": draw(st.sampled_from(["/models/m", "./m", "owner/m"])),
         "flags": draw(st.sampled_from(["", f"--api-key {HIDDEN} {HIDDEN} --x", f"--hf-token={HIDDEN} --x '$(A) $B'"])),
         "host": draw(st.sampled_from(["127.0.0.1", "0.0.0.0", "::1", "192.0.2.7"])),
-        "prefill": draw(instances(9100)),
+        "prefill": draw(instances(9100, fewest=0 if kind in ("builtin", "none") else 1)),
         "decode": draw(instances(9200)),
         "connector": connector,
         "router": router,

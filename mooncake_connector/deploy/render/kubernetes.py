@@ -108,6 +108,7 @@ def _roles(deployment: Deployment, file: Path, hosts: str) -> list[_Role]:
     roles = [
         _Role(one, getattr(deployment, one).count, contained(_first(run, one), "$({})".format, more, secrets))
         for one in ("prefill", "decode")
+        if getattr(deployment, one).count
     ]
     if deployment.router.kind != "none":
         own = deployment.router.kind == "builtin"  # asks by itself; the others give up instances that are not there yet
@@ -140,7 +141,7 @@ def _written(
     if folder := model_folder(deployment, file):
         where = f"the claim {deployment.render.claim}" if deployment.render.claim else "each node (or set render.claim)"
         lines.append(f"The model has to be in {folder} of {where}.")
-    if deployment.render.gpus:
+    if deployment.render.gpus and deployment.prefill.count:
         lines.append(f"KV on GPUs does not travel between pods yet: {_WITHOUT_KV[deployment.engine]}.")
     if deployment.router.kind != "none":
         lines.append(f"Clients ask http://{name}:{deployment.router.port}.")
