@@ -189,3 +189,8 @@ def test_a_rule_that_does_not_fire_is_noticed(tmp_path: Path) -> None:
 
 def test_every_alert_is_tested() -> None:
     assert {case.alert for case in CASES} == {one["alert"] for one in alert_rules()}
+
+
+def test_every_alert_is_described() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text("utf-8")
+    assert [one["alert"] for one in alert_rules() if f"| `{one['alert']}` |" not in page] == []

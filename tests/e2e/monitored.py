@@ -28,7 +28,8 @@ __all__ = ["HAS_SGLANG", "Seen", "monitored"]
 HAS_SGLANG = LONG and (ENVIRONMENTS / "sglang" / "bin" / "python").exists()
 CAPACITY = "24MiB"
 """24 pages of the checkpoint: prompts push each other out."""
-PROMPT_TOKENS = 5 * PAGE_TOKENS
+PROMPT_TOKENS = 5 * PAGE_TOKENS + 40
+"""What is no full page the pool does not have, so a transfer brings it."""
 FORGOTTEN = 8
 """So many prompts later the pool has evicted one."""
 ROUND_S = 300.0
