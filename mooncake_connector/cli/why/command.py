@@ -26,7 +26,7 @@ _OTHERS_SHOWN = 5
 
 
 def why(
-    text: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="The prompt as it was sent.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The prompt as it was sent.")] = None,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="DIR", parser=typed_path, help="The model's folder.")
     ] = None,
