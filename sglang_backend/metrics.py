@@ -78,6 +78,13 @@ class Metrics:
             _metrics()["queried_tokens"].inc(tokens)
             _metrics()["miss_tokens"].labels(why.value).inc(tokens)
 
+    def evicted(self, *, unused_s: float, reuse_s: float) -> None:
+        """Count a prompt whose first missing page had been evicted after `unused_s`, last used `reuse_s` ago."""
+        if self._enabled:
+            _metrics()["evicted_requests"].inc()
+            _metrics()["evicted_unused_seconds"].inc(unused_s)
+            _metrics()["evicted_reuse_seconds"].inc(reuse_s)
+
     def promised(self, pages: int) -> None:
         """Count pages that tiers are bringing."""
         self._outcome("promised", pages)

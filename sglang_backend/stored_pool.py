@@ -127,7 +127,7 @@ class StoredPool:
     def _prefix(self, view: ShardView, keys: Sequence[bytes], parent: bytes | None, fetch: bool) -> Found:
         if not fetch:
             pages = sum(takewhile(bool, view.contains(keys)))
-            return Found(pages, None if pages == len(keys) else why_missing(fate_of([view], keys[pages])))
+            return Found(pages, None if pages == len(keys) else self._why(view, keys[pages]))
         asked_s = time.monotonic()
         wait_s = self._patience_s(asked_s)
         if self._config.tiers:
@@ -144,7 +144,15 @@ class StoredPool:
         if pages == len(keys):
             return Found(pages)
         late = found.pending or pages < found.pages + found.coming
-        return Found(pages, Miss.LATE if late else why_missing(fate_of([view], keys[pages])))
+        return Found(pages, Miss.LATE if late else self._why(view, keys[pages]))
+
+    def _why(self, view: ShardView, key: bytes) -> Miss:
+        """Why a page is missing, as far as the pool remembers."""
+        fate = fate_of([view], key)
+        why = why_missing(fate)
+        if fate is not None and why is Miss.EVICTED:
+            self._metrics.evicted(unused_s=fate.unused_s, reuse_s=fate.unused_s + fate.ago_s)
+        return why
 
     def _waited(self, asked_s: float, wait_s: float | None, *, late: bool) -> None:
         """A lookup that was begun at `asked_s` is over; `late`: the store did not say all of it."""

@@ -123,7 +123,10 @@ class ShardView:
 
     def explain(self, keys: Sequence[bytes]) -> list[Fate]:
         """As `Space.explain`: stored where the page can be put together, else what is known of it or of a part."""
-        fates = [self.own.explain(keys), *(part.space.explain(keys) for part in self._look().parts)]
+        parts = self._look().parts
+        if not parts:
+            return self.own.explain(keys)
+        fates = [self.own.explain(keys), *(part.space.explain(keys) for part in parts)]
         of_parts = ([fate for fate in each if fate.cause is not None] for each in zip(*fates, strict=True))
         known = [min(found, key=lambda fate: fate.ago_s, default=UNKNOWN) for found in of_parts]
         present = self.contains(keys)

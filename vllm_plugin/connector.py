@@ -202,10 +202,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Blocks are held for another instance that wants them, never for a save."""
-        if self._scheduler is None:
-            return False, None
-        self._scheduler.prefix.finished(request)
-        return self._scheduler.pd.finished(request, block_ids)
+        return (False, None) if self._scheduler is None else self._scheduler.finished(request, block_ids)
 
     @contained(bool)
     def has_pending_push_work(self) -> bool:

@@ -5,7 +5,8 @@ The two know nothing of each other. What a request gets from both is divided, an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
@@ -47,8 +48,9 @@ class SchedulerSide:
         """What the pool brings ends at a multiple of it, so that no block is filled from two sides."""
 
     def track(self, request: Request) -> None:
-        root = self.prefix.track(request).root
-        self.pd.track(request, root, self.prefix.namespace())
+        tracked = self.prefix.track(request)
+        self.pd.track(request, tracked.root, self.prefix.namespace())
+        tracked.gives_away = self.pd.gives_away(request)
         if not self.pd.expects(request):
             self.prefix.announce(request)
 
@@ -77,6 +79,14 @@ class SchedulerSide:
         step = self.prefix.build(scheduled)
         step.pd = self.pd.build(scheduled)
         return step
+
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        """vLLM is through with a request: whether its blocks are held for another instance, and what a router hears."""
+        self.prefix.finished(request)
+        held, answer = self.pd.finished(request, block_ids)
+        if not held:
+            self.prefix.accounts.say(request.request_id)
+        return held, answer
 
     def close(self) -> None:
         self.pd.close()

@@ -20,6 +20,7 @@ from sglang.srt.plugins import load_plugins
 
 from mooncake_connector.misses import Miss
 from sglang_backend import BACKEND
+from store_client.testing import namespace
 
 NAMES = keys(PAGES)
 TOKENS = 16
@@ -105,6 +106,22 @@ def test_a_pool_that_fails_and_is_left_alone_then(faults: Faults, attach: Any, a
     storage._movers.loads._paused_until_s = float("inf")
     assert prefetch(storage, NAMES) == 0
     assert added() == {"unavailable": PAGES * TOKENS, "stalled": PAGES * TOKENS}
+
+
+def test_pages_that_were_cleared_or_evicted(storage: Any, added: Any) -> None:
+    view = storage._kv.view
+    view.clear()
+    assert prefetch(storage, NAMES) == 0
+    assert added() == {"cleared": PAGES * TOKENS}
+    before = value("evicted_requests")
+    assert storage.batch_set_v1(NAMES, slots(list(range(PAGES)))) == [True] * PAGES
+    crowd = storage._store.store.space(namespace("crowd"), view.shard)
+    others = [bytes.fromhex(name) for name in keys(40, "crowd")]
+    crowd.write(others, lambda i, page: page.fill(i), nbytes=2 << 20, parents=[None] * 40, deadline_s=60.0)
+    assert prefetch(storage, NAMES) == 0
+    assert added() == {"cleared": PAGES * TOKENS, "evicted": PAGES * TOKENS}
+    assert value("evicted_requests") == before + 1
+    assert value("evicted_reuse_seconds") >= value("evicted_unused_seconds")
 
 
 def test_a_pool_that_cannot_be_opened(attach: Any, tmp_path: Path, added: Any) -> None:

@@ -277,7 +277,7 @@ class Engine:
         assert not self.scheduler.requests
         assert self.free_blocks() == self.setup.num_blocks - 1, "blocks leaked"
         if self.prefix is not None:
-            assert not self.prefix._tracked
+            assert not self.prefix._tracked and not self.prefix.accounts._unsaid
             saves = self.prefix.saves
             assert not (saves._under_way or saves._readers or saves._planned or saves._given_away)
         for worker in self.workers:

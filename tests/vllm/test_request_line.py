@@ -7,7 +7,7 @@ import re
 import pytest
 from cases import PROMPT, Start, begin_load, every_runner, steady_runners, warm_pool
 from faults import Arrivals, Faults
-from pd import MakePair
+from pd import MakePair, prefill_params
 
 from mooncake_connector.kv.keys import page_keys
 
@@ -104,7 +104,20 @@ def test_pages_that_a_tier_brought(start: Start, faults: Faults, caplog: pytest.
 def test_what_another_instance_brings(pair: MakePair, caplog: pytest.LogCaptureFixture) -> None:
     both = pair(decode={"tp_size": 2}, pool=False, **LOGGED)
     both.ask(PROMPT)
-    prefill, decode = lines(caplog)
-    assert (prefill["fetched_tokens"], prefill["computed_tokens"], prefill["transport"]) == ("0", "100", "-")
+    both.check_at_rest()
+    prefill, decode = sorted(lines(caplog), key=lambda one: int(one["fetched_tokens"]))
+    assert (prefill["fetched_tokens"], prefill["computed_tokens"]) == ("0", "100")
+    assert prefill["transport"] in ("cma", "shm", "tcp"), "whoever is fetched from is told how"
+    assert float(prefill["transfer_ms"]) > 0
     assert (decode["fetched_tokens"], decode["computed_tokens"], decode["miss"]) == ("100", "0", "elsewhere")
     assert float(decode["transfer_ms"]) > 0
+
+
+def test_a_request_whose_kv_nobody_fetches(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(extra=LOGGED)
+    name = engine.add(PROMPT, 1, params=prefill_params())
+    engine.run(until=lambda: engine.computed(name) > 0)
+    assert lines(caplog) == [], "not until it is over"
+    engine.abort(name)
+    engine.run()
+    assert line(caplog)["transport"] == "-"

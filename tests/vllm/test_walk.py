@@ -13,6 +13,7 @@ import oracle
 import pytest
 from cases import RUNNERS, Interruption, Start
 from harness import PATIENCE_S, Engine
+from pd import figures
 from simulated.waiting import wait_for
 
 import vllm_plugin.prefix.saver
@@ -54,6 +55,8 @@ def test_random_walk(
     crowd_out(engine, interruption, monkeypatch)
     check_answers(engine)
     assert check_pool(engine) > 0
+    counted = figures(engine)
+    assert sum(counted["miss_tokens"].values()) + counted.get("hit_tokens", 0) == counted["queried_tokens"]
     assert faults.calls["read"] > 0 and interruption.times > 0
     assert any(one.kv_connector_stats and one.kv_connector_stats.get("overtaken_pages") for one in engine.stats)
     assert any(request.num_preemptions for request in engine.requests.values())

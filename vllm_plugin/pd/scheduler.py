@@ -160,6 +160,10 @@ class PDScheduler:
                 log_once("pd.another", "a request is prefilled here: %s", reason, logger=logger)
                 self._cancel_incoming(request.request_id, "the decode instance has another prompt or other weights")
 
+    def gives_away(self, request: Request) -> bool:
+        """Whether another instance will want the KV of a request."""
+        return request.request_id in self._outgoing
+
     def expects(self, request: Request) -> bool:
         """Whether KV of a request is to come that has no blocks yet."""
         incoming = self._incoming.get(request.request_id)

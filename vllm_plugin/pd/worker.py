@@ -194,17 +194,14 @@ class PDWorker:
         if self._transfers.get(transfer.request) is not transfer:
             return
         del self._transfers[transfer.request]
+        if self._logs_requests:
+            ended.report.took(transfer.request, _timing(transfer))
         if isinstance(transfer, Outgoing):
             ended.sent.add(transfer.request)
             return
         ended.arrived.add(transfer.request)
-        done = transfer.ending is Ending.DONE
-        fetched = max((len(table.tokens) for table in transfer.tables), default=0) if done else 0
-        if self._logs_requests:
-            timing = Timing(transfer_s=transfer.seconds, transport=transfer.transport or "", fetched_tokens=fetched)
-            ended.report.took(transfer.request, timing)
-        if done:
-            self._stats.add("fetched_tokens", fetched)
+        if transfer.ending is Ending.DONE:
+            self._stats.add("fetched_tokens", _fetched_tokens(transfer))
         elif transfer.ending is not Ending.CANCELLED and transfer.tables:
             self._failed(transfer, ended)
 
@@ -227,6 +224,17 @@ class PDWorker:
         """Report to vLLM what became of the requests of one that was stopped."""
         self._transfers = former._transfers
         self._node.take_over(former._node)
+
+
+def _fetched_tokens(transfer: Incoming) -> int:
+    return max((len(table.tokens) for table in transfer.tables), default=0)
+
+
+def _timing(transfer: Outgoing | Incoming) -> Timing:
+    fetched = 0
+    if isinstance(transfer, Incoming) and transfer.ending is Ending.DONE:
+        fetched = _fetched_tokens(transfer)
+    return Timing(transfer_s=transfer.seconds, transport=transfer.transport, fetched_tokens=fetched)
 
 
 @contained(nothing)

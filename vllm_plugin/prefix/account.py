@@ -77,6 +77,15 @@ class Account:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class _Unsaid:
+    """What the log is told of a request when its KV has been sent."""
+
+    account: Account
+    tracked: Tracked
+    tier: str
+
+
 class Accounts:
     """Opens and closes the account of each request; `stats` takes what is counted, `speed` says what hits save, and
     `keeper` has the line of each request, where there is one."""
@@ -86,6 +95,7 @@ class Accounts:
         self._counts, self._logs = config.prefix_reuse, config.log_requests
         self._tiers = "+".join(tier.kind for tier in config.tiers)
         self._stats, self._speed, self._keeper = stats, speed, keeper
+        self._unsaid: dict[str, _Unsaid] = {}
 
     @contained(nothing)
     def open(
@@ -149,7 +159,10 @@ class Accounts:
     def reported(self, report: WorkerReport, tracked: Mapping[str, Tracked]) -> None:
         """What workers say of loads and transfers that ended."""
         for req_id, timing in report.timings.items():
-            if req_id in tracked and (account := tracked[req_id].account) is not None:
+            account = self._unsaid[req_id].account if req_id in self._unsaid else None
+            if req_id in tracked:
+                account = tracked[req_id].account or account
+            if account is not None:
                 account.timing = account.timing.merge(timing)
         for req_id, kept in report.failed_loads.items():
             if req_id in tracked and (account := tracked[req_id].account) is not None:
@@ -171,7 +184,14 @@ class Accounts:
             if brought:
                 self._stats.add("tier_hit_tokens", brought)
         if self._logs:
-            tier = self._tiers if brought else ""
-            line = account.line(tracked.request.request_id, lookup_s=tracked.lookup_s, tier=tier)
+            self._unsaid[tracked.request.request_id] = _Unsaid(account, tracked, self._tiers if brought else "")
+            if not tracked.gives_away:
+                self.say(tracked.request.request_id)
+
+    def say(self, req_id: str) -> None:
+        """Write the line of a request that was closed, if there is one that waits: its KV has been sent, or is not."""
+        unsaid = self._unsaid.pop(req_id, None)
+        if unsaid is not None:
+            line = unsaid.account.line(req_id, lookup_s=unsaid.tracked.lookup_s, tier=unsaid.tier)
             line.log()
-            self._keeper.keep(line, tracked, account.missed)
+            self._keeper.keep(line, unsaid.tracked, unsaid.account.missed)

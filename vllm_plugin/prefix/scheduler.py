@@ -110,7 +110,7 @@ class PrefixScheduler:
         self._store = open_in_background(config, identify, tell_sizes)
         self._keeper = Keeper(self._store, self._page_tokens)
         self._keeps = config.log_requests
-        self._accounts = Accounts(config, stats, self.speed, self._keeper)
+        self.accounts = Accounts(config, stats, self.speed, self._keeper)
         self._store.wait(_IDENTITY_WAIT_S)
 
     # Lookup and load
@@ -221,7 +221,7 @@ class PrefixScheduler:
             self._record(num_local_pages, offer.tokens // self._page_tokens, request.num_prompt_tokens)
         if self._keeps and not tracked.counted:
             self._keeper.look(tracked, self.namespace(), self._views())
-        self._accounts.open(
+        self.accounts.open(
             tracked, offer, num_from_pool, num_elsewhere, lambda page: fate_of(self._views(), tracked.keys[page])
         )
 
@@ -333,7 +333,7 @@ class PrefixScheduler:
             self._lookups.loads_failed(stalled=report.stalled, not_landed=report.not_landed)
             for req_id in report.failed_loads.keys() & self._tracked.keys():
                 self._tracked[req_id].refused = True
-            self._accounts.reported(report, self._tracked)
+            self.accounts.reported(report, self._tracked)
         for req_id in output.finished_recving or ():
             tracked = self._tracked.get(req_id)
             if tracked is not None and tracked.loading is not None:
@@ -341,7 +341,9 @@ class PrefixScheduler:
                 tracked.loading = None
                 if not tracked.refused:
                     tracked.saved_pages = max(tracked.saved_pages, stop // self._page_tokens)
-                self._accounts.close(tracked)
+                self.accounts.close(tracked)
+        for req_id in output.finished_sending or ():
+            self.accounts.say(req_id)
 
     def count_failures(self) -> None:
         """Enter what this process did not get from behind the pool."""

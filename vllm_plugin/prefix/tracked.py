@@ -62,6 +62,7 @@ class Tracked:
         account: what will be counted then.
         lookup_s: what lookups took, and waits for tiers.
         seen: what the pool knew of the prompt, where that is to be kept.
+        gives_away: another instance will want its KV.
     """
 
     request: Request
@@ -81,6 +82,7 @@ class Tracked:
     account: Account | None = None
     lookup_s: float = 0.0
     seen: Seen | None = None
+    gives_away: bool = False
 
     def page_keys(self, num_pages: int, page_tokens: int) -> list[bytes]:
         """Keys of at least the first `num_pages` pages."""
