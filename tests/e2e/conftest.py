@@ -16,6 +16,7 @@ import pytest
 
 from e2e.process import assert_no_complaints, pool_folder, running
 from e2e.questions import Examiner, Question
+from e2e.said import LOGS_REQUESTS
 from e2e.server import ONE_CORE, Server
 from models import checkpoint
 
@@ -109,7 +110,7 @@ def shared(
     stack = ExitStack()
     pool = stack.enter_context(pool_folder())
     args = (*QWEN3_ARGS, "--enable-log-requests")
-    server = Server(qwen3, log=logs / "shared.log", pool=pool, args=args, env=ONE_CORE)
+    server = Server(qwen3, log=logs / "shared.log", pool=pool, args=args, env=ONE_CORE | LOGS_REQUESTS)
 
     def stop() -> None:
         stack.close()

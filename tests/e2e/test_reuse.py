@@ -12,6 +12,7 @@ import pytest
 from e2e.conftest import Shared
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.questions import Question, draw_tokens
+from e2e.said import lines, told
 from e2e.server import Server
 from store_client import EmbeddedStore
 
@@ -50,6 +51,30 @@ def test_hit_after_the_engines_own_cache_was_reset(
     assert answer == question.answer
     assert cached == question.num_full_pages * PAGE_TOKENS
     wait_for(lambda: server.tokens_from_connector() == before + cached, "the server counts the hit as the connector's")
+
+
+def test_the_doctor_and_the_log_say_what_became_of_a_prompt(
+    server: Server, pages: Pages, pool: Path, questions: dict[str, Question]
+) -> None:
+    question = questions["reset"]
+    cached, _ = ask_saved_again(server, pages, question)
+    tail = len(question.prompt) - cached
+
+    def is_said() -> bool:
+        return any(line["hit_tokens"] == str(cached) for line in lines(server))
+
+    wait_for(is_said, "the request's line in the log")
+    line = next(line for line in lines(server) if line["hit_tokens"] == str(cached))
+    assert line["prompt_tokens"] == str(len(question.prompt)) and line["computed_tokens"] == str(tail)
+    assert line["miss"] == "short" and float(line["load_ms"]) > 0
+
+    names = ("queried", "hit", "miss")
+    queried, hit, miss = (server.metric(f"vllm:mooncake_connector_{name}_tokens_total") for name in names)
+    assert queried == hit + miss and hit > 0
+    checks = told(server, pool)
+    assert checks["server"][0][0] == checks["connector"][0][0] == checks["pool"][0][0] == "ok"
+    assert f"{hit:,.0f} of {queried:,.0f} prompt tokens" in checks["hit rate"][0][1]
+    assert any("not in the pool" in detail for _, detail in checks["missed"])
 
 
 def test_a_page_with_wrong_bytes_and_a_right_checksum_changes_the_text(

@@ -17,6 +17,7 @@ import pytest
 
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.questions import Question, draw_tokens
+from e2e.said import lines, told
 from e2e.sglang.conftest import StartSGLang
 from e2e.sglang_server import SGLangServer, Way
 from store_client import EmbeddedStore
@@ -76,7 +77,8 @@ class Lives:
             write_policy=life.write_policy,
             prefetch_policy=life.prefetch_policy,
             max_total_tokens=life.max_total_tokens,
-            extra_config={"prefetch_timeout_base": 30},  # a busy machine shall not decide what `timeout` reads
+            # A busy machine shall not decide what `timeout` reads.
+            extra_config={"prefetch_timeout_base": 30, "log_requests": True},
             **several,
         )
 
@@ -140,6 +142,23 @@ def test_pages_that_were_moved_are_in_sglangs_metrics(lives: Lives) -> None:
     ask(lives[0], question, hit_tokens=full(question))
     assert lives[0].metric("mooncake_connector_pages_total", operation="load") == before + question.num_full_pages
     wait_for(lambda: lives[0].metric("sglang:prefetch_pgs_count") > 0, "what the backend reports, in SGLang's figures")
+
+
+def test_the_doctor_and_the_log_say_what_became_of_a_prompt(lives: Lives, pool: Path) -> None:
+    question, server = lives.written_by(0), lives[0]
+    server.flush()
+    ask(server, question, hit_tokens=full(question))
+
+    def is_said() -> bool:
+        return any(line["hit_tokens"] == str(full(question)) for line in lines(server))
+
+    wait_for(is_said, "the request's line in the log")
+    names = ("queried", "hit", "miss")
+    queried, hit, miss = (server.metric(f"mooncake_connector_{name}_tokens_total") for name in names)
+    assert queried == hit + miss and hit >= full(question)
+    checks = told(server, pool)
+    assert checks["server"][0][0] == checks["connector"][0][0] == checks["pool"][0][0] == "ok"
+    assert f"{hit:,.0f} of {queried:,.0f} prompt tokens" in checks["hit rate"][0][1]
 
 
 def test_a_page_with_wrong_bytes_and_a_right_checksum_changes_the_text(
