@@ -16,7 +16,7 @@ from agent.test_index import served, serving
 from store_client import EmbeddedStore
 from store_client.agent.index.events import Junk, read_batch
 from store_client.agent.index.hashes import seq_hashes
-from store_client.agent.index.held import Context, Held
+from store_client.agent.index.held import Context, Entries, Held, union
 from store_client.agent.index.index import Instance
 from store_client.agent.index.requests import Registration
 from store_client.agent.index.stream import Stream
@@ -48,10 +48,7 @@ class Told:
         owner = self.instance.owners.get((medium, size))
         names = seq_hashes(np.array(tokens, dtype=np.uint32), size)
         present = self.held.present(Context(size, lora, salt), names)
-        if owner not in present:
-            return 0
-        found = present[owner]
-        return len(found) if found.all() else int(found.argmin())
+        return present[owner].leading if owner in present else 0
 
 
 def test_blocks_follow_their_parents_and_go_when_they_are_removed():
@@ -153,6 +150,35 @@ def test_a_random_life_of_an_engine_is_what_the_index_says():
         leading = held.index(False) if False in held else 6
         assert told.leading([t for p in asked for t in prompts[p][0]]) == leading, step
     assert told.counts["unplaced_blocks"] == 0 and told.counts["stored_blocks"] > 200
+
+
+def test_what_media_have_together_is_what_their_tokens_have_together():
+    chosen = np.random.default_rng(3)
+    for _ in range(300):
+        runs, covered = [], np.zeros(400, dtype=bool)
+        for step in chosen.choice([16, 24, 64], 2):
+            present = chosen.random(256 // step) < 0.8
+            runs.append(Entries(present, int(step)))
+            tokens = np.repeat(present, step)
+            assert runs[-1].tokens == int(np.append(tokens, False).argmin())
+            covered[: len(tokens)] |= tokens
+        assert union(runs) == int(covered.argmin())
+    assert union([]) == 0
+
+
+def test_owners_are_told_apart_and_go_on_behind_what_the_pool_has():
+    chosen, context, names = np.random.default_rng(4), Context(16, "", ""), list(range(100, 140))
+    held, owners = Held(), {}
+    for owner in range(20):
+        owners[owner] = chosen.random(40) < 0.9
+        assert held.new_owner() == owner
+        held.add(context, owner, [name for name, there in zip(names, owners[owner], strict=True) if there])
+    found = held.present(context, names)
+    for owner, there in owners.items():
+        pages = chosen.random(10) < 0.5
+        assert found[owner].leading == int(np.append(there, False).argmin())
+        both = np.repeat(there, 16) | np.repeat(pages, 64)
+        assert union([found[owner], Entries(pages, 64)]) == int(np.append(both, False).argmin())
 
 
 # -- over sockets -------------------------------------------------------------------------------------------------

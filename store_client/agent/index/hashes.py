@@ -27,9 +27,10 @@ def seq_hashes(tokens: Tokens32, block_tokens: int, parent: int | None = None) -
     """Of the full blocks of `tokens`, in order; `parent` is that of the block before the first one."""
     raw = np.ascontiguousarray(tokens, dtype="<u4").data.cast("B")
     step = 4 * block_tokens
-    hashes = []
-    for start in range(0, len(tokens) // block_tokens * step, step):
-        local = _hash(raw[start : start + step], SEED)
-        parent = local if parent is None else _hash(_PAIR(parent, local), SEED)
-        hashes.append(parent)
-    return hashes
+    stop = len(tokens) // block_tokens * step
+    names = [_hash(raw[start : start + step], SEED) for start in range(0, stop, step)]
+    for at, local in enumerate(names):
+        if parent is not None:
+            names[at] = local = _hash(_PAIR(parent, local), SEED)
+        parent = local
+    return names

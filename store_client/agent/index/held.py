@@ -6,13 +6,16 @@ adapter and salt. One thread writes; others may read at any time, since a block'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Bools = npt.NDArray[np.bool_]
+_NONE: Bools = np.empty(0, dtype=np.bool_)
 
 
 class Context(NamedTuple):
@@ -21,6 +24,94 @@ class Context(NamedTuple):
     block_tokens: int
     lora: str
     salt: str
+
+
+class Run(ABC):
+    """Which entries of a prompt are there, each of `step` tokens.
+
+    Args:
+        leading: how many are there before the first that is not.
+    """
+
+    __slots__ = ("leading", "step")
+
+    def __init__(self, step: int, leading: int) -> None:
+        self.step, self.leading = step, leading
+
+    @property
+    def tokens(self) -> int:
+        """Leading ones."""
+        return self.leading * self.step
+
+    @abstractmethod
+    def present(self, at: int) -> Bools:
+        """Whether each entry from one on is there; empty where that one is not."""
+
+    def reaches(self, token: int) -> int:
+        """How far it goes from a token on, without a gap; that token where it does not have it."""
+        at = token // self.step
+        if at < self.leading:
+            return self.tokens
+        rest = self.present(at)
+        if not len(rest):
+            return token
+        run = int(rest.argmin())
+        return (at + (len(rest) if rest[run] else run)) * self.step
+
+
+class Entries(Run):
+    """A run of what is given as an array."""
+
+    __slots__ = ("_present",)
+
+    def __init__(self, present: Bools, step: int) -> None:
+        leading = int(present.argmin()) if len(present) else 0
+        super().__init__(step, len(present) if len(present) and present[leading] else leading)
+        self._present = present
+
+    def present(self, at: int) -> Bools:
+        rest = self._present[at:]
+        return rest if len(rest) and rest[0] else rest[:0]
+
+
+class _Owned(Run):
+    """The blocks of one owner."""
+
+    __slots__ = ("_masks", "_owner")
+
+    def __init__(self, masks: _Masks, owner: int, step: int, leading: int) -> None:
+        super().__init__(step, leading)
+        self._masks, self._owner = masks, owner
+
+    def present(self, at: int) -> Bools:
+        masks = self._masks.masks
+        if at >= len(masks) or not masks[at] >> self._owner & 1:
+            return _NONE
+        return self._masks.bits[self._owner, at:]
+
+
+class _Masks:
+    """The owners of each block of a prompt."""
+
+    def __init__(self, masks: Sequence[int], width: int) -> None:
+        self.masks, self._width = masks, width
+
+    @cached_property
+    def bits(self) -> Bools:
+        """By owner and block; rarely wanted."""
+        joined = b"".join([mask.to_bytes(self._width, "little") for mask in self.masks])
+        packed = np.frombuffer(joined, dtype=np.uint8).reshape(len(self.masks), self._width)
+        return np.unpackbits(packed, axis=1, bitorder="little").T.astype(bool)
+
+
+def union(runs: Sequence[Run]) -> int:
+    """Leading tokens that one or another of them has."""
+    if len(runs) == 1:
+        return runs[0].tokens
+    reached = max([run.tokens for run in runs], default=0)
+    while runs and (further := max([run.reaches(reached) for run in runs])) > reached:
+        reached = further
+    return reached
 
 
 class Held:
@@ -46,28 +137,42 @@ class Held:
             blocks[name] = blocks.get(name, 0) | bit
 
     def remove(self, context: Context, owner: int, hashes: Iterable[int]) -> None:
-        blocks, others = self._blocks.get(context, {}), ~(1 << owner)
+        blocks, others = self._blocks.get(context), ~(1 << owner)
+        if blocks is None:
+            return
         for name in hashes:
             if left := blocks.get(name, 0) & others:
                 blocks[name] = left
             else:
                 blocks.pop(name, None)
+        if not blocks:  # salts come and go
+            del self._blocks[context]
 
     @property
     def num_blocks(self) -> int:
         """Of any owner."""
         return sum(len(blocks) for blocks in list(self._blocks.values()))
 
-    def present(self, context: Context, hashes: Sequence[int]) -> dict[int, Bools]:
+    def present(self, context: Context, hashes: Sequence[int]) -> dict[int, Run]:
         """For each owner of any of these blocks, which of them it has."""
         blocks = self._blocks.get(context)
         if not blocks or not hashes:
             return {}
         masks = [blocks.get(name, 0) for name in hashes]
-        width = -(-self._used // 8)  # read after them: an owner may be new
-        owners = b"".join([mask.to_bytes(width, "little") for mask in masks])
-        packed = np.frombuffer(owners, dtype=np.uint8).reshape(len(hashes), width)
-        found = np.unpackbits(np.bitwise_or.reduce(packed, axis=0), bitorder="little")
-        owners_of = np.unpackbits(packed, axis=1, bitorder="little")
-        bits = np.ascontiguousarray(owners_of.T).view(np.bool_)
-        return {owner: bits[owner] for owner in np.flatnonzero(found).tolist()}
+        found, leading, those = 0, dict[int, int](), masks[0]
+        for at, mask in enumerate(masks):
+            found |= mask
+            if ended := those & ~mask:
+                leading |= dict.fromkeys(_bits_of(ended), at)
+                those &= mask
+        leading |= dict.fromkeys(_bits_of(those), len(masks))
+        shared = _Masks(masks, -(-self._used // 8))  # read after the masks: an owner may be new
+        step = context.block_tokens
+        return {owner: _Owned(shared, owner, step, leading.get(owner, 0)) for owner in _bits_of(found)}
+
+
+def _bits_of(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest

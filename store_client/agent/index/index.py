@@ -14,7 +14,7 @@ from typing import Any
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from store_client.agent.index.hashes import seq_hashes
-from store_client.agent.index.held import Bools, Context, Held
+from store_client.agent.index.held import Context, Entries, Held, Run, union
 from store_client.agent.index.pages import Found, Pages
 from store_client.agent.index.places import is_here
 from store_client.agent.index.requests import (
@@ -164,23 +164,23 @@ class Index:
 
     def _answer(self, query: Asked, asked: list[Instance], prompts: dict[Instance, _Prompt]) -> dict[str, Any]:
         instances: dict[str, dict[str, Any]] = {}
-        presents: dict[Context, dict[int, Bools]] = {}
-        paged: dict[tuple[int, bool], dict[str, Bools]] = {}
+        presents: dict[tuple[int, str], dict[int, Run]] = {}
+        paged: dict[tuple[int, bool], dict[str, Run]] = {}
         for instance in asked:
             prompt, salt = prompts[instance], query.cache_salt or instance.registered.salt
-            parts: dict[str, list[tuple[Bools, int]]] = {}
+            runs: dict[str, list[Run]] = {}
             for (medium, size), owner in list(instance.owners.items()):
-                context = Context(size, query.lora, salt)
-                if context not in presents:
-                    presents[context] = self.held.present(context, prompt.hashes.get(size, ()))
-                if (present := presents[context].get(owner)) is not None:
-                    parts.setdefault(medium, []).append((present, size))
+                if (size, salt) not in presents:
+                    context, hashes = Context(size, query.lora, salt), prompt.hashes.get(size, ())
+                    presents[size, salt] = self.held.present(context, hashes)
+                if (run := presents[size, salt].get(owner)) is not None:
+                    runs.setdefault(medium, []).append(run)
             seen = (id(prompt), instance.here)
             if seen not in paged:
                 paged[seen] = _on_media(prompt, instance.here)
-            for medium, present in paged[seen].items():
-                parts.setdefault(medium, []).append((present, prompt.page_tokens))
-            _add(instances.setdefault(instance.registered.instance_id, _nothing()), instance, parts)
+            for medium, run in paged[seen].items():
+                runs.setdefault(medium, []).append(run)
+            _add(instances.setdefault(instance.registered.instance_id, _nothing()), instance, runs)
         return {query.tenant: instances}
 
 
@@ -188,38 +188,19 @@ def _nothing() -> dict[str, Any]:
     return {"longest_matched": 0, **dict.fromkeys(MEDIA, 0), "DP": {}}
 
 
-def _on_media(prompt: _Prompt, here: bool) -> dict[str, Bools]:
+def _on_media(prompt: _Prompt, here: bool) -> dict[str, Run]:
     """Which pages there are for an instance that is here or elsewhere; media without any left out."""
     if prompt.found is None:
         return {}
     found = {medium: prompt.found.on(medium, here=here) for medium in ("CPU", "DISK")}
-    return {medium: present for medium, present in found.items() if present.any()}
+    return {medium: Entries(present, prompt.page_tokens) for medium, present in found.items() if present.any()}
 
 
-def _add(answer: dict[str, Any], instance: Instance, parts: Mapping[str, list[tuple[Bools, int]]]) -> None:
+def _add(answer: dict[str, Any], instance: Instance, runs: Mapping[str, list[Run]]) -> None:
     """Take a rank into its instance's answer: of several ranks the best counts."""
-    matched = 0
-    for medium, its in parts.items():
-        matched = _leading(its)
-        answer[medium] = max(answer[medium], matched)
-    if len(parts) > 1:
-        matched = _leading([part for its in parts.values() for part in its])
-    rank = str(instance.registered.dp_rank)
-    answer["DP"][rank] = max(answer["DP"].get(rank, 0), matched)
+    for medium, its in runs.items():
+        answer[medium] = max(answer[medium], union(its))
+    matched = union([run for its in runs.values() for run in its])
+    ranks, rank = answer["DP"], str(instance.registered.dp_rank)
+    ranks[rank] = max(ranks.get(rank, 0), matched)
     answer["longest_matched"] = max(answer["longest_matched"], matched)
-
-
-def _leading(parts: Sequence[tuple[Bools, int]]) -> int:
-    """Leading tokens that one or another of the parts has, each with the tokens of one of its entries."""
-    reached = 0
-    while True:
-        further = reached
-        for present, step in parts:
-            at = reached // step
-            if at < len(present) and present[at]:
-                rest = present[at:]
-                run = int(rest.argmin())
-                further = max(further, (at + (len(rest) if rest[run] else run)) * step)
-        if further == reached:
-            return reached
-        reached = further

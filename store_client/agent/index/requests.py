@@ -142,12 +142,12 @@ def read_tokens(raw: Raw) -> Tokens32:
     text = bytes(raw).strip()
     if not text.startswith(b"[") or text[1:-1].translate(None, _IN_A_LIST):
         raise Refused("token_ids: expected a list of integers")
-    if (count := text.count(b",") + 1) > MAX_TOKENS:
-        raise Refused(f"token_ids has {count} entries: expected at most {MAX_TOKENS}")
     inner = text[1:-1].strip()
     tokens = np.fromstring(inner, dtype=np.int64, sep=",") if inner else np.empty(0, dtype=np.int64)
-    wrong = np.flatnonzero((tokens < 0) | (tokens > _MAX_TOKEN))
-    if len(wrong):
+    if len(tokens) > MAX_TOKENS:
+        raise Refused(f"token_ids has {len(tokens)} entries: expected at most {MAX_TOKENS}")
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) <= _MAX_TOKEN:
+        wrong = np.flatnonzero((tokens < 0) | (tokens > _MAX_TOKEN))
         raise Refused(f"token_ids[{wrong[0]}] is {tokens[wrong[0]]}: expected an integer from 0 to {_MAX_TOKEN}")
     return tokens.astype(np.uint32)
 

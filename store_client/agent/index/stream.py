@@ -8,7 +8,6 @@ since it follows from their content: so the ones that come next find their paren
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,11 +20,8 @@ MAX_BLOCKS = 1 << 20
 """Of one publisher: so many are held on a medium, and of so many the place in a prompt is remembered."""
 
 
-class Place(NamedTuple):
-    """Where a block lies: its rolling hash, in a context."""
-
-    context: Context
-    name: int
+_NAME_BITS = 64
+_NAME = (1 << _NAME_BITS) - 1
 
 
 class Stream:
@@ -41,9 +37,13 @@ class Stream:
         """Whether everything from there on was seen."""
         self._time_s = 0.0
         """Of the last batch, by the publisher's clock."""
-        self._places: dict[Hash, Place] = {}
-        self._holding: dict[tuple[str, int], dict[Hash, Place]] = {}
-        """By medium and group."""
+        self._contexts: dict[Context, int] = {}
+        self._numbered: list[Context] = []
+        self._places: dict[Hash, int] = {}
+        """Of each block its rolling hash, and in the bits above that the number of its context: plain integers, since
+        the garbage collector would look at millions of anything else again and again."""
+        self._holding: dict[tuple[str, int], dict[Hash, int]] = {}
+        """The same of blocks that are held, by medium and group."""
 
     # -- order ---------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,8 @@ class Stream:
             self._counts["unplaced_blocks"] += len(event.hashes)
             return
         context, names = placed
-        places = {own: Place(context, name) for own, name in zip(event.hashes, names, strict=True)}
+        above = self._contexts.setdefault(context, len(self._contexts)) << _NAME_BITS
+        places = {own: above | name for own, name in zip(event.hashes, names, strict=True)}
         elsewhere = {own: was for own, place in places.items() if (was := held.get(own, place)) != place}
         self._let_go(*key, elsewhere)  # no engine gives two blocks one hash
         held.update(places)
@@ -122,10 +123,13 @@ class Stream:
             return Context(block_tokens, lora, salt), [name for name in event.hashes if isinstance(name, int)]
         if not 0 < block_tokens <= 1 << 16 or len(tokens) != block_tokens * len(event.hashes):
             return None
-        parent = None
+        context, parent = Context(block_tokens, lora, salt), None
         if event.parent is not None:
-            parent = self._places.get(event.parent)
-            if parent is None or parent.context.block_tokens != block_tokens:
+            place = self._places.get(event.parent)
+            if place is None:
+                return None
+            context, parent = self._context(place), place & _NAME
+            if context.block_tokens != block_tokens:
                 return None
         try:
             values = np.array(tokens, dtype=np.int64)
@@ -133,9 +137,13 @@ class Stream:
             return None
         if len(values) and not 0 <= int(values.min()) <= int(values.max()) < 1 << 32:
             return None
-        context = Context(block_tokens, lora, salt) if parent is None else parent.context
-        names = seq_hashes(values.astype(np.uint32), block_tokens, None if parent is None else parent.name)
-        return context, names
+        return context, seq_hashes(values.astype(np.uint32), block_tokens, parent)
+
+    def _context(self, place: int) -> Context:
+        number = place >> _NAME_BITS
+        if number >= len(self._numbered):
+            self._numbered = list(self._contexts)
+        return self._numbered[number]
 
     def _owner(self, medium: str, block_tokens: int) -> int:
         owners = self._instance.owners
@@ -143,11 +151,12 @@ class Stream:
             owners[medium, block_tokens] = self._held.new_owner()
         return owners[medium, block_tokens]
 
-    def _let_go(self, medium: str, group: int, gone: dict[Hash, Place]) -> None:
-        by_context: dict[Context, list[int]] = {}
+    def _let_go(self, medium: str, group: int, gone: dict[Hash, int]) -> None:
+        by_context: dict[int, list[int]] = {}
         for place in gone.values():
-            by_context.setdefault(place.context, []).append(place.name)
-        for context, names in by_context.items():
+            by_context.setdefault(place >> _NAME_BITS, []).append(place & _NAME)
+        for number, names in by_context.items():
+            context = self._context(number << _NAME_BITS)
             self._held.remove(context, self._owner(medium, context.block_tokens), names)
 
     def close(self) -> None:
