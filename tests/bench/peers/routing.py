@@ -24,7 +24,7 @@ from mooncake_connector.cli.bench.machine import describe_machine, describe_vers
 from mooncake_connector.cli.bench.measure import BenchError, Progress
 from mooncake_connector.cli.bench.serve.answer import RequestFailed
 from mooncake_connector.cli.bench.serve.client import Server, completion
-from mooncake_connector.cli.bench.serve.engines import MODEL_NAME, vllm_command
+from mooncake_connector.cli.bench.serve.engines import MODEL_NAME, read_shape, vllm_command
 from mooncake_connector.cli.bench.serve.load import CacheTokens, cache_tokens
 
 POLICIES = ("round-robin", "least-loaded", "conductor")
@@ -80,12 +80,13 @@ def run(engine: Engine, scale: Scale, progress: Progress) -> Comparison:
     machine, versions = describe_machine(Path(tempfile.gettempdir())), describe_versions()
     versions["vllm"] = version(engine)
     found = {policy: Found() for policy in POLICIES}
+    vocabulary = read_shape(engine.model).vocabulary
     with servers(engine, scale, progress) as instances:
         for number in range(scale.rounds):
             for policy in POLICIES:
                 progress(f"{policy}, round {number + 1} of {scale.rounds}")
                 with router(policy, instances, engine.python) as front:
-                    measure(front, instances, scale, f"{policy} {number}", found[policy])
+                    measure(front, instances, scale, vocabulary, f"{policy} {number}", found[policy])
     return Comparison(machine, versions, rows(found, scale))
 
 
@@ -103,20 +104,21 @@ def rows(found: dict[str, Found], scale: Scale) -> list[Row]:
     return made
 
 
-def measure(front: Server, instances: list[Server], scale: Scale, seed: str, into: Found) -> None:
+def measure(front: Server, instances: list[Server], scale: Scale, vocabulary: int, seed: str, into: Found) -> None:
+    """All conversations once, through the router."""
     for one in instances:
         status = one.call("POST", "/reset_prefix_cache", {}, _LIMIT_S, lambda reply: reply.status)
         if status != 200:
             raise BenchError(f"{one.url}/reset_prefix_cache answered {status}")
     before = [counted(one) for one in instances]
     draw, lock = random.Random(seed), threading.Lock()
-    shared = [tokens(draw, scale.shared_tokens) for _ in range(-(-scale.conversations // 4))]
+    shared = [draw.choices(range(vocabulary), k=scale.shared_tokens) for _ in range(-(-scale.conversations // 4))]
     seeds = [draw.random() for _ in range(scale.conversations)]
 
     def talk(number: int) -> None:
         own, prompt = random.Random(seeds[number]), list(shared[number // 4])
         for _ in range(scale.turns):
-            prompt += tokens(own, scale.turn_tokens)
+            prompt += own.choices(range(vocabulary), k=scale.turn_tokens)
             body = {**completion(MODEL_NAME, prompt, scale.answer_tokens), "ignore_eos": True}
             try:
                 answer = front.stream(body, _LIMIT_S)
@@ -128,10 +130,6 @@ def measure(front: Server, instances: list[Server], scale: Scale, seed: str, int
     with ThreadPoolExecutor(scale.at_once) as pool:
         list(pool.map(talk, range(scale.conversations)))
     into.tokens.append([counted(one).minus(old) for one, old in zip(instances, before, strict=True)])
-
-
-def tokens(draw: random.Random, count: int) -> list[int]:
-    return [draw.randrange(10, 1000) for _ in range(count)]
 
 
 def counted(server: Server) -> CacheTokens:
