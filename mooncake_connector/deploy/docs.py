@@ -109,14 +109,15 @@ _USE = """\
 - Ctrl-C or SIGTERM stops everything, a second one at once. No process stays, also where `up` itself is killed.
 
 ### Routers
-`builtin` answers `/v1/completions`, `/v1/chat/completions`, `/v1/models` and `/health`, and streams. It needs httpx and
-uvicorn, which both engines bring along. It sends a request to instances that answer `/health`, and to another one as
-long as nothing was answered; after three failures in a row (10 s each for `/health`) an instance is asked nothing until
-it is well again. An answer that has begun cannot be asked for again: where its instance dies, or is silent for
-`silence_deadline_s`, the client's connection is closed without the end of the answer. A client that leaves takes its
-request away from both instances. Where no prefill instance is left, vLLM's decode instances compute prompts themselves;
-SGLang's cannot, so the answer is what the last one answered, or 503 where none did. An answer that takes longer than an
-hour to begin, or between two pieces, is given up (504 where nothing came) and not asked for again.
+`builtin` answers `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/health` and `/metrics`, and streams. It
+needs httpx and uvicorn, which both engines bring along. It sends a request to instances that answer `/health`, and to
+another one as long as nothing was answered; after three failures in a row (10 s each for `/health`) an instance is
+asked nothing until it is well again. An answer that has begun cannot be asked for again: where its instance dies, or
+is silent for `silence_deadline_s`, the client's connection is closed without the end of the answer. A client that
+leaves takes its request away from both instances. Where no prefill instance is left, vLLM's decode instances compute
+prompts themselves; SGLang's cannot, so the answer is what the last one answered, or 503 where none did. An answer that
+takes longer than an hour to begin, or between two pieces, is given up (504 where nothing came) and not asked for
+again.
 
 It has no authentication of its own; an `Authorization` header is passed on, also with `/abort_request`, by which
 SGLang's instances hear that a client has left. With `--admin-api-key` they take that only from clients that use that

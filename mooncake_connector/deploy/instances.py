@@ -24,6 +24,10 @@ class Instance:
     failures: int = FAILURES
     prefill_tokens: int = 0
     """Of prompts of which it has not answered anything yet, as far as it is thought to lack them in its cache."""
+    asked: int = 0
+    """Requests sent to it so far; of these the tokens of prompts, and those thought to be cached."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     @property
     def host(self) -> str:
@@ -68,6 +72,10 @@ class Work:
         self._tokens = prompt.left_for(one) if prompt is not None else 0
         one.load += self._load
         one.prefill_tokens += self._tokens
+        one.asked += 1
+        if prompt is not None:
+            one.prompt_tokens += prompt.tokens
+            one.cached_tokens += prompt.tokens - self._tokens
 
     def prefilled(self) -> None:
         self._one.prefill_tokens -= self._tokens

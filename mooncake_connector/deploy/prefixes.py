@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,6 +16,9 @@ HISTORY_CHUNKS = 1 << 14
 
 
 class Prefixes(Protocol):
+    outcomes: Counter[str]
+    """Requests by what became of asking, where somebody is asked."""
+
     async def find(self, body: Body, headers: dict[bytes, bytes], among: Sequence[Instance]) -> Prompt:
         """The prompt of a request, and what instances have of it, as far as is known. Raises nothing."""
 
@@ -27,6 +31,7 @@ class Routed:
 
     def __init__(self, most_chunks: int = HISTORY_CHUNKS) -> None:
         self._history = History(most_chunks)
+        self.outcomes: Counter[str] = Counter()
 
     async def find(self, body: Body, headers: dict[bytes, bytes], among: Sequence[Instance]) -> Prompt:
         text = text_of(body)

@@ -21,6 +21,7 @@ import uvicorn
 
 from mooncake_connector.config.secret import read_secret
 from mooncake_connector.deploy.asgi import ended
+from mooncake_connector.deploy.figures import Measured
 from mooncake_connector.deploy.fleet import look
 from mooncake_connector.deploy.index import Index
 from mooncake_connector.deploy.instances import Group, instance
@@ -46,15 +47,18 @@ async def serve(arguments: argparse.Namespace) -> None:
     timeout = httpx.Timeout(ANSWER_LIMIT_S, connect=CONNECT_LIMIT_S)
     plain = {"accept-encoding": "identity"}  # what decode answers is passed on as it is
     async with httpx.AsyncClient(limits=limits, timeout=timeout, headers=plain, trust_env=False) as client:
-        groups = [Group(of, _policy(arguments)) for of in (arguments.prefill, arguments.decode)]
+        instances = {"prefill": arguments.prefill, "decode": arguments.decode}
+        groups = {role: Group(of, _policy(arguments)) for role, of in instances.items()}
+        prefixes = _prefixes(arguments, client)
         concurrent, silence_s = arguments.order == "concurrent", arguments.silence_deadline_s
         proxy = Proxy(
-            arguments.engine, *groups, concurrent=concurrent, silence_s=silence_s, client=client,
-            prefixes=_prefixes(arguments, client),
+            arguments.engine, *groups.values(), concurrent=concurrent, silence_s=silence_s, client=client,
+            prefixes=prefixes,
         )  # fmt: skip
         looking = asyncio.create_task(look(client, (*arguments.prefill, *arguments.decode)))
         config = uvicorn.Config(
-            proxy, host=arguments.host, port=arguments.port, log_level="warning", lifespan="off",
+            Measured(proxy, groups, prefixes), host=arguments.host, port=arguments.port, log_level="warning",
+            lifespan="off",
             timeout_graceful_shutdown=5,
         )  # fmt: skip
         try:

@@ -240,5 +240,25 @@ TIER = (
 """Of each tier behind the pool, as the agent reports it; counters since the agent was started."""
 
 
+ROUTER = (
+    _counter("router_requests", "Requests sent to an instance", "role", "url", of="asked"),
+    _gauge("router_running_requests", "Requests that an instance has under way", "role", "url", of="load"),
+    _gauge(
+        "router_prefill_tokens", "Tokens that an instance has still to compute before it answers, as far as known",
+        "role", "url", of="prefill_tokens",
+    ),
+    _counter(
+        "router_prompt_tokens", "Tokens of prompts that an instance was sent to compute, counted or estimated",
+        "role", "url", of="prompt_tokens",
+    ),
+    _counter(
+        "router_cached_tokens", "Of these, tokens that it was thought to have in its cache",
+        "role", "url", of="cached_tokens",
+    ),
+)  # fmt: skip
+"""Of the builtin router of `up`, for each instance; tokens with the policy `conductor` alone."""
+ROUTER_INDEX = _counter("router_index_questions", "Requests by what became of asking the index about them", "outcome")
+
+
 def by_figure(metrics: Iterable[Metric]) -> dict[str, Metric]:
     return {metric.figure: metric for metric in metrics}

@@ -120,6 +120,22 @@ def test_instances_without_prefill_compute_what_they_are_sent(proxied, way):
     assert [proxy.ask()[1]["by"] for _ in range(4)] == ["d1"] * 4
 
 
+def test_what_was_sent_where_and_what_became_of_the_index_is_in_its_metrics(proxied, conductor):
+    proxy = proxied(*VLLM, *CONDUCTOR, "--index", conductor.url, "--index-deadline-s", "60")
+    conductor.says(**{at(proxy.prefills[0]): 2})
+    assert [proxy.ask({**BODY, "prompt": [1, 2, 3]})[0] for _ in range(3)] == [200] * 3
+    text = proxy.get("/metrics")[1].decode()
+    of, name = f'{{role="prefill",url="{proxy.prefills[0].url}"}}', "mooncake_connector_router"
+    for line in (
+        f"{name}_requests_total{of} 3.0", f"{name}_prompt_tokens_total{of} 9.0", f"{name}_cached_tokens_total{of} 6.0",
+        f"{name}_running_requests{of} 0.0", f"{name}_prefill_tokens{of} 0.0",
+        f'{name}_index_questions_total{{outcome="answered"}} 3.0',
+    ):  # fmt: skip
+        assert line in text.splitlines()
+    decoded = [line.split() for line in text.splitlines() if line.startswith(f'{name}_requests_total{{role="decode"')]
+    assert sum(float(count) for _, count in decoded) == 3
+
+
 def test_a_client_that_floods_one_prefix_gets_more_than_one_instance(proxied):
     proxy = proxied(*VLLM, *CONDUCTOR, plain=True)
     for one in proxy.decodes:
