@@ -47,7 +47,7 @@ class PoolMetrics:
     def __init__(self, config: Config, *, every_s: float = _EVERY_S, registry: CollectorRegistry = REGISTRY) -> None:
         self._config, self._registry = config, registry
         self._glances: Glances | None = None
-        self._held = _Held(registry)
+        self._held, self._refreshing = _Held(registry), threading.Lock()
         self._counted: dict[tuple[str, ...], float] = {}
         self._gauges: dict[tuple[str, ...], Any] = {}
         self._pool_id, self._agent_pid = "", 0
@@ -57,6 +57,11 @@ class PoolMetrics:
 
     @contained(nothing)
     def refresh(self) -> None:
+        """Look now, and show it if this process is the one that does."""
+        with self._refreshing:
+            self._refresh()
+
+    def _refresh(self) -> None:
         pool = self._config.pool or next((place for place in usual_places() if (place / DESCRIPTION).exists()), None)
         if pool is None or not self._held.lock(pool):
             self._show_nothing()

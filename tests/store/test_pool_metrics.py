@@ -28,6 +28,21 @@ print('shows it', flush=True)
 sys.stdin.read()
 """
 
+SEVERAL_PROCESSES = """
+import prometheus_client.multiprocess
+from mooncake_connector.config.schema import load_config
+from store_client.pool_metrics import PoolMetrics
+metrics = PoolMetrics(load_config({'pool': sys.argv[1]}), every_s=3600)
+while metrics._held._fd < 0: time.sleep(0.01)
+metrics.refresh()
+registry = prometheus_client.CollectorRegistry()
+prometheus_client.multiprocess.MultiProcessCollector(registry)
+names = 'pool_pages', 'pool_evicted_pages_total', 'pool_evicted_age_seconds_count', 'pool_stored_pages_total'
+print('ready')
+print(*(int(registry.get_sample_value(f'mooncake_connector_{name}')) for name in names), flush=True)
+sys.stdin.read()
+"""
+
 
 class Showing:
     """An engine's registry and what is in it."""
@@ -57,6 +72,18 @@ def test_it_is_what_the_pool_says(pool):
         store.clear()
         wait_for(lambda: shown.value("pool_pages") == 0)
         assert shown.value("pool_removed_pages_total") == stats.pages
+
+
+def test_it_is_the_same_where_several_processes_serve_one_page(pool, tmp_path, monkeypatch):
+    """As SGLang's and several front ends of vLLM do: values are in files then, of which the page is put together."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    with EmbeddedStore(pool, CAPACITY) as store:
+        for number in range(80):
+            put_chain(space_in(store), chain(f"{number}", 1))
+        stats = store.stats()
+        said = [stats.pages, stats.evicted_pages, stats.evicted_pages, stats.stored_pages]
+        with running(SEVERAL_PROCESSES, pool, "-") as process:
+            assert [int(word) for word in process.stdout.readline().split()] == said
 
 
 def test_of_several_processes_one_shows_it_and_another_goes_on_when_that_is_killed(pool):
