@@ -71,7 +71,7 @@ class Live:
 
 def look_at(url: str) -> Live:
     """Raises NoFigures for a server that cannot be reached, or has no metrics."""
-    base = _base(url)
+    base = base_of(url)
     try:
         text = _get(base + "/metrics").decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
@@ -106,8 +106,8 @@ def info_of(url: str) -> Mapping[str, Any]:
     return {}
 
 
-def _base(url: str) -> str:
-    """Scheme, host and port. Raises NoFigures for what is no address of a server."""
+def base_of(url: str) -> str:
+    """Scheme, host, port, and a path that requests begin with. Raises NoFigures for what is no address of a server."""
     given = url if "://" in url else f"http://{url}"
     try:
         parts = urllib.parse.urlsplit(given)
@@ -116,7 +116,7 @@ def _base(url: str) -> str:
         fits = False
     if not fits:
         raise NoFigures(f"{printable(url, 200)!r} is no address of a server: expected http://HOST:PORT")
-    path = parts.path.rstrip("/").removesuffix("/metrics")
+    path = parts.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 

@@ -163,6 +163,17 @@ class TestReasons:
         said = ask("--model", model, "--tokens", tmp_path / "short")
         assert "shorter than a page: 4 of 64 tokens" in said and Miss.SHORT.words.said in said
 
+    @pytest.mark.parametrize("there", [{}, {"kv_dtype": "float32"}, {"model_digest": "another"}, {"num_layers": 3}])
+    @pytest.mark.parametrize("more", [(), ("--kv-dtype", "bfloat16"), ("--salt", "tenant")])
+    def test_a_short_prompt_is_that_whatever_the_pool_has(self, store, model, name, tmp_path, there, more):
+        stored(store.space(replace(name, **there), WHOLE), KEYS)
+        (tmp_path / "short").write_text("[1000]")
+        asked = ("--model", model, "--tokens", tmp_path / "short", *more)
+        assert asked_json(*asked)["reason"] == Miss.SHORT.value
+        said = ask(*asked)
+        assert "shorter than a page: 1 of 64 tokens" in said
+        assert "other namespace" not in said and "salt" not in said
+
     def test_a_hit_below_min_hit_tokens(self, space, model, ids, monkeypatch):
         stored(space, KEYS[:2])
         monkeypatch.setenv("MOONCAKE_CONNECTOR_MIN_HIT_TOKENS", "256")
@@ -182,6 +193,27 @@ class TestReasons:
             assert space.write(KEYS, lambda i, view: None, nbytes=4096, parents=[None] * 10, deadline_s=0.2)
         said = ask("--model", model, "--tokens", ids)
         assert "pages 0-9 not stored at" in said and "pool unavailable, its lock was held" in said
+
+    def test_pages_that_were_found_corrupt(self, pool, store, space, model, ids):
+        stored(space, KEYS[:2])
+        (arena,) = pool.glob("*/arena")
+        content = bytearray(arena.read_bytes())
+        content[7::4096] = bytes(byte ^ 1 for byte in content[7::4096])
+        with open(arena, "r+b") as file:  # the same file, which is mapped
+            file.write(content)
+        assert store.verify().corrupt == 2
+        assert asked_json("--model", model, "--tokens", ids)["reason"] == Miss.DAMAGED.value
+        said = ask("--model", model, "--tokens", ids)
+        assert "pages 0-1 dropped" in said and "ago: found corrupt, pages 2-9 never stored" in said
+
+    def test_pages_that_went_when_the_pool_was_made_smaller(self, pool, model, name, ids):
+        with EmbeddedStore(pool, 4 << 20) as store:
+            stored(store.space(name, WHOLE), KEYS, 256 << 10)
+        with EmbeddedStore(pool, 2 << 20):
+            found = asked_json("--model", model, "--tokens", ids)
+            assert runs(found)[-1][1:] == (9, "shrunk") and 0 < found["hit_tokens"] < 640
+            assert found["reason"] == Miss.EVICTED.value
+            assert "when the pool was made smaller" in ask("--model", model, "--tokens", ids)
 
     @as_root
     def test_a_file_system_that_is_full(self, pool, model, name, ids):
@@ -204,15 +236,19 @@ class TestNames:
     @pytest.mark.parametrize(
         "field, value", [("kv_dtype", "fp8_e4m3"), ("page_tokens", 128), ("model_digest", "another"), ("num_layers", 3)]
     )
-    def test_a_namespace_that_differs_in_one_field_is_named_with_it(self, store, name, model, ids, field, value):
+    def test_a_namespace_that_differs_in_one_field_is_named_with_it(
+        self, store, name, model, ids, field, value, monkeypatch
+    ):
+        monkeypatch.setenv("MOONCAKE_CONNECTOR_PAGE_TOKENS", "64")
+        asked = ("--model", model, "--tokens", ids, "--kv-dtype", "bfloat16")
         other = replace(name, **{field: value})
         keys = page_keys(TOKENS, other.page_tokens)
         stored(store.space(other, WHOLE), keys)
-        found = asked_json("--model", model, "--tokens", ids)
+        found = asked_json(*asked)
         assert found["namespace_pages"] == 0 and found["reason"] == Miss.OTHER_NAMESPACE.value
         (named,) = found["other_namespaces"]
         assert (named["differs_in"], named["pages"]) == ([field], len(keys))
-        said = ask("--model", model, "--tokens", ids)
+        said = ask(*asked)
         assert f"other namespace: {field} (" in said and f"which has {len(keys):,} pages" in said
 
     def test_the_right_namespace_is_chosen_beside_others(self, store, name, model, ids):
@@ -233,6 +269,35 @@ class TestNames:
         assert "engines were started with engine_overrides" in ask("--model", model, "--tokens", ids)
         stored(store.space(name, WHOLE), KEYS[:1])
         assert asked_json("--model", model, "--tokens", ids)["hit_tokens"] == 64
+
+    @pytest.mark.parametrize("field, value", [("kv_dtype", "float32"), ("page_tokens", 128)])
+    def test_what_an_engine_may_be_started_with_is_taken_from_the_pool_and_said(
+        self, store, name, model, ids, field, value
+    ):
+        own = replace(name, **{field: value})
+        stored(store.space(own, WHOLE), page_keys(TOKENS, own.page_tokens))
+        found = asked_json("--model", model, "--tokens", ids)
+        assert (found["namespace"], found["hit_tokens"], found["reason"]) == (own.digest.hex(), 640, None)
+        assert (found["engine_settings"], found["other_namespaces"]) == ([field], [])
+        taken = f"taken from the pool, which has no other pages of this model: {field} {value}, not "
+        assert taken in ask("--model", model, "--tokens", ids)
+        stored(store.space(name, WHOLE), KEYS[:1])
+        there = asked_json("--model", model, "--tokens", ids)
+        assert (there["namespace"], there["hit_tokens"]) == (name.digest.hex(), 64), "what is asked for goes first"
+
+    def test_of_two_ways_to_start_an_engine_none_is_taken(self, store, name, model, ids):
+        for dtype in ("float32", "float16"):
+            stored(store.space(replace(name, kv_dtype=dtype), WHOLE), KEYS)
+        found = asked_json("--model", model, "--tokens", ids)
+        assert (found["namespace_pages"], found["reason"]) == (0, Miss.OTHER_NAMESPACE.value)
+        assert [other["differs_in"] for other in found["other_namespaces"]] == [["kv_dtype"]] * 2
+        assert asked_json("--model", model, "--tokens", ids, "--kv-dtype", "float32")["hit_tokens"] == 640
+
+    def test_another_namespace_without_the_prompt_is_no_reason(self, store, name, model, ids):
+        stored(store.space(replace(name, num_layers=3), WHOLE), page_keys(range(64), 64))
+        found = asked_json("--model", model, "--tokens", ids)
+        assert found["reason"] == Miss.NEVER_STORED.value
+        assert [other["differs_in"] for other in found["other_namespaces"]] == [["num_layers"]]
 
     def test_a_namespace_can_be_named(self, store, name, ids):
         stored(store.space(name, WHOLE), KEYS)
@@ -319,6 +384,18 @@ class TestRequests:
         assert [found["id"] for found in json.loads(ask("--request", "second", "--json"))] == ["second"]
         assert ask("--request", "cmpl").count("request cmpl-") == 2
 
+    def test_of_many_the_latest_are_shown(self, store):
+        for number in range(8):
+            name = f"cmpl-{number}"
+            store.note_request(name, self.record(name, at_s=time.time() - 60 + number).encode())
+        said = ask("--request", "cmpl")
+        assert [line.split(",")[0] for line in said.splitlines() if line.startswith("request ")] == [
+            f"request cmpl-{number}" for number in range(3, 8)
+        ]
+        assert "3 earlier ones have 'cmpl' in their id too" in said
+        assert len(json.loads(ask("--request", "cmpl", "--json"))) == 8
+        assert "it is empty" in refused("--request", "")
+
     def test_a_salt_is_said_and_never_shown(self, store):
         store.note_request("a", self.record("a", has_salt=True).encode())
         assert "salt: it shares pages with" in ask("--request", "a")
@@ -351,10 +428,11 @@ class TestRequests:
 
 class _Server(BaseHTTPRequestHandler):
     asked: ClassVar[list[dict[str, Any]]] = []
-    model = ""
+    pages: ClassVar[dict[str, object]] = {}
+    """What a GET of a path is answered with: text, or a value as JSON."""
 
     def do_GET(self) -> None:
-        self._answer({"data": [{"id": "served", "root": self.model}]})
+        self._answer(self.pages.get(self.path))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -362,11 +440,11 @@ class _Server(BaseHTTPRequestHandler):
         if "refuse" in str(body):
             self.send_error(400, "refused")
             return
-        self._answer({"tokens": TOKENS, "count": len(TOKENS)})
+        self._answer({"tokens": TOKENS, "count": len(TOKENS)} if self.path == "/tokenize" else None)
 
     def _answer(self, value: object) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(200)
+        body = (value if isinstance(value, str) else json.dumps(value)).encode()
+        self.send_response(404 if value is None else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -375,11 +453,16 @@ class _Server(BaseHTTPRequestHandler):
         pass
 
 
+def served(model: object, owner: str = "vllm") -> dict[str, object]:
+    return {"data": [{"id": "served", "root": str(model), "owned_by": owner}]}
+
+
 @pytest.fixture
 def server(model) -> Iterator[str]:
-    _Server.asked, _Server.model = [], str(model)
+    """An engine that serves the model, as far as `why` asks it."""
+    _Server.asked, _Server.pages = [], {"/v1/models": served(model)}
     with HTTPServer(("127.0.0.1", 0), _Server) as server:
-        serving = threading.Thread(target=server.serve_forever)
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
         serving.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -393,10 +476,52 @@ class TestPrompts:
         assert asked_json("--url", server, "--chat", "a prompt")["hit_tokens"] == 640
         assert [sorted(body) for body in _Server.asked] == [["model", "prompt"], ["messages", "model"]]
 
+    @pytest.mark.parametrize("form", ["{}", "{}/", "{}/v1", "{}/v1/", "{}/metrics", "bare"])
+    def test_its_address_in_any_form(self, space, server, form):
+        stored(space, KEYS)
+        url = server.removeprefix("http://") if form == "bare" else form.format(server)
+        assert asked_json("--url", url, "a prompt")["hit_tokens"] == 640
+
+    @pytest.mark.parametrize(
+        "owner, path, said, field, value",
+        [("vllm", "/metrics", 'vllm:cache_config_info{cache_dtype="fp8",engine="0"} 1.0\n', "kv_dtype", "fp8_e4m3"),
+         ("sglang", "/server_info", {"kv_cache_dtype": "auto", "dtype": "float16"}, "kv_dtype", "float16"),
+         ("sglang", "/server_info", {"kv_cache_dtype": "bf16", "dtype": "half"}, "kv_dtype", "bfloat16"),
+         ("sglang", "/server_info", {"page_size": 128}, "page_tokens", 128)],
+    )  # fmt: skip
+    def test_a_server_says_what_it_was_started_with(self, store, model, name, server, owner, path, said, field, value):
+        _Server.pages |= {"/v1/models": served(model, owner), path: said}
+        own = replace(name, **{field: value})
+        for each in (own, replace(name, **{field: {"kv_dtype": "float32", "page_tokens": 32}[field]})):
+            stored(store.space(each, WHOLE), page_keys(TOKENS, each.page_tokens))
+        assert asked_json("--url", server, "a prompt")["namespace"] == own.digest.hex()
+
+    def test_sglang_names_its_folder_apart(self, space, server, model):
+        _Server.pages = {"/v1/models": served("served", "sglang"), "/server_info": {"model_path": str(model)}}
+        stored(space, KEYS)
+        assert asked_json("--url", server, "a prompt")["hit_tokens"] == 640
+
+    def test_a_model_that_is_not_here_is_asked_for(self, store, space, name, server):
+        _Server.pages = {"/v1/models": served("/nowhere")}
+        stored(space, KEYS)
+        assert "(/nowhere) are not here" in refused("--url", server, "a prompt")
+        assert asked_json("--url", server, "--namespace", name.digest.hex()[:8], "a prompt")["hit_tokens"] == 640
+        assert "no such folder" in refused("--model", "/nowhere", "a prompt")
+
+    def test_a_router_is_told_from_an_engine(self, space, server, model):
+        _Server.pages = {}
+        said = refused("--url", server, "a prompt")
+        assert "answered 404" in said and "name the port of an engine behind it" in said
+
     def test_a_server_that_refuses_is_an_error_with_its_words(self, space, server):
         assert "answered 400" in refused("--url", server, "refuse this")
         assert "gives no answer" in refused("--url", "http://127.0.0.1:1", "a prompt")
-        assert "expected http://" in refused("--url", "localhost:8000", "a prompt")
+        assert "expected http://" in refused("--url", "ftp://localhost", "a prompt")
+
+    def test_a_prompt_on_stdin(self, space, server):
+        result = CliRunner().invoke(app, ["why", "--url", server, "-"], input="a long prompt\n")
+        assert result.exit_code == 0, result.output
+        assert _Server.asked[-1]["prompt"] == "a long prompt\n"
 
     def test_without_a_tokenizer_it_says_what_to_install(self, space, model, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "transformers", None)

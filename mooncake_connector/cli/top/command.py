@@ -16,6 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from mooncake_connector.cli import pool as pool_
+from mooncake_connector.cli.live import NoFigures, base_of
 from mooncake_connector.cli.output import Json, print_json, typed_path
 from mooncake_connector.cli.top.figures import Figures
 from mooncake_connector.cli.top.screen import Screen, draws_bars
@@ -63,7 +64,7 @@ def top(
     """
     if as_json and not once:
         raise typer.BadParameter("it goes with --once", param_hint="--json")
-    urls = [_checked(one) for one in dict.fromkeys(url or [])]
+    urls = list(dict.fromkeys(map(_checked, url or [])))
     try:
         folder: Path | None = pool_.locate(pool)
     except PoolError:
@@ -81,10 +82,10 @@ def top(
 
 
 def _checked(url: str) -> str:
-    url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/metrics")
-    if not url.startswith(("http://", "https://")) or not url.partition("://")[2]:
-        raise typer.BadParameter(f"{url!r} is no address of an engine: write http://HOST:PORT", param_hint="--url")
-    return url
+    try:
+        return base_of(url)
+    except NoFigures as error:
+        raise typer.BadParameter(str(error), param_hint="--url") from None
 
 
 def _show_once(sources: Sources, as_json: bool) -> None:

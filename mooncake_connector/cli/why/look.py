@@ -72,7 +72,7 @@ class Explanation:
     """Why not more; None where every full page is a hit."""
     others: list[Other] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
-    """Fields in which the namespace is not as asked: what only its engines know."""
+    """Fields in which the namespace is not as asked: its engines were started so."""
     without: Mapping[str, int] = field(default_factory=dict)
     """Leading pages of the same tokens that are there without the salt, extra key or adapter, where that is more."""
     forgets: bool = False
@@ -84,7 +84,7 @@ class Explanation:
 
 def explain(
     store: EmbeddedStore, tokens: Sequence[int], asked: Mapping[str, Any], chosen: Family | None,
-    known: Sequence[Family], *, page_tokens: int, root: Root, min_hit_tokens: int,
+    known: Sequence[Family], *, page_tokens: int, root: Root, min_hit_tokens: int | None,
 ) -> Explanation:  # fmt: skip
     """Look at one prompt.
 
@@ -93,6 +93,7 @@ def explain(
         chosen: the namespace that fits them; None where the pool has none and they are not all known.
         known: every namespace of the pool.
         page_tokens: where there is no such namespace.
+        min_hit_tokens: shorter hits are computed; None for a page.
     """
     page_tokens = chosen.namespace.page_tokens if chosen is not None else page_tokens
     keys = page_keys(tokens, page_tokens, root=root.digest())
@@ -110,7 +111,7 @@ def explain(
     gone = stats.evicted_pages + stats.removed_pages + stats.corrupt_pages
     return Explanation(
         len(tokens), page_tokens, chosen, groups, hit_pages,
-        _reason(chosen, others, fates, hit_pages, page_tokens, len(tokens), min_hit_tokens), others,
+        _reason(others, fates, hit_pages, page_tokens, len(tokens), min_hit_tokens or page_tokens), others,
         [] if chosen is None else names.differing(asked, chosen.namespace),
         {name: pages for name, pages in without.items() if pages},
         gone * _REMEMBERED_SHARE > num_entries(stats.max_pages),
@@ -141,7 +142,7 @@ def _hits(store: EmbeddedStore, family: Family, tokens: Sequence[int], root: byt
 
 
 def _reason(
-    chosen: Family | None, others: Sequence[Other], fates: Sequence[Sequence[Fate]], hit_pages: int,
+    others: Sequence[Other], fates: Sequence[Sequence[Fate]], hit_pages: int,
     page_tokens: int, tokens: int, min_hit_tokens: int,
 ) -> Miss | None:  # fmt: skip
     if tokens < page_tokens:
@@ -151,10 +152,9 @@ def _reason(
     if hit_pages == tokens // page_tokens:
         return None
     missing = fates[0][hit_pages]
-    if chosen is None or (not chosen.pages and missing.known is Known.UNKNOWN):
-        return Miss.OTHER_NAMESPACE if others else Miss.NEVER_STORED
     if missing.known is Known.STORED:
         return Miss.GROUPS_DISAGREE
     if missing.cause is not None:
         return Miss.of_cause(missing.cause.value)
-    return Miss.OTHER_NAMESPACE if any(other.pages > hit_pages for other in others) else Miss.NEVER_STORED
+    elsewhere = max((other.pages * other.family.namespace.page_tokens for other in others), default=0)
+    return Miss.OTHER_NAMESPACE if elsewhere > hit_pages * page_tokens else Miss.NEVER_STORED

@@ -22,6 +22,8 @@ from store_client import SpaceInfo
 
 _ENGINES_OWN = ("rope", "quantization", "kv_scales", "lora", "engine_overrides")
 """Empty unless an engine was told something that the model's files do not say."""
+_ENGINES_CHOICE = ("kv_dtype", "page_tokens")
+"""What the model's files and the configuration suggest, and an engine may have been started with otherwise."""
 _NOT_COMPARED = ("model_name", "group", "format_version")
 
 
@@ -84,27 +86,41 @@ def _around(shards: Sequence[Shard]) -> Shard:
     )  # fmt: skip
 
 
-def asked_fields(model: Path, config: Config, kv_dtype: str | None) -> dict[str, Any]:
-    """The fields of the namespace of an engine that serves the model in this folder, as far as files say them.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The namespace that is asked for.
+
+    Args:
+        fields: as far as they are known.
+        assumed: those of them that nobody has said: an engine may have been started with others.
+    """
+
+    fields: Mapping[str, Any]
+    assumed: frozenset[str] = frozenset()
+
+
+def asked_for(model: Path, config: Config, told: Mapping[str, Any]) -> Asked:
+    """The namespace of an engine that serves the model in this folder, as far as files say it.
 
     Reads all weight files that it has not met yet. Raises ModelIdentityError where the model has no name.
+
+    Args:
+        told: fields that a person or a running server has said, or the configuration: they are not doubted.
     """
     fields: dict[str, Any] = dict.fromkeys(_ENGINES_OWN, "")
     fields["model_digest"] = config.model_id or weights_digest(str(model), None)
-    if kv_dtype is not None:
-        fields["kv_dtype"] = "fp8_e4m3" if kv_dtype == "fp8" else kv_dtype
     try:
         shape = read_shape(model)
     except ModelIdentityError:  # windows or states: the groups of layers are the engine's business, and their page too
-        return fields
-    fields.setdefault("kv_dtype", shape.dtype)
+        return Asked({**fields, **told})
     fields |= {
+        "kv_dtype": shape.dtype,
         "page_tokens": int(config.page_tokens),
         "num_layers": shape.num_layers,
         "num_kv_heads": shape.num_kv_heads,
         "head_dim": shape.k_dim,
     }
-    return fields
+    return Asked({**fields, **told}, frozenset(_ENGINES_CHOICE) - told.keys())
 
 
 def differing(asked: Mapping[str, Any], namespace: Namespace) -> list[str]:
@@ -113,17 +129,24 @@ def differing(asked: Mapping[str, Any], namespace: Namespace) -> list[str]:
     return [name for name, value in asked.items() if name not in _NOT_COMPARED and has[name] != value]
 
 
-def choose(asked: Mapping[str, Any], known: Sequence[Family]) -> Family | None:
-    """The one that is asked for: equal in all that files say, and closest in what only an engine is told."""
-    alike = [(differing(asked, family.namespace), family) for family in known]
-    fitting = [(fields, family) for fields, family in alike if set(fields) <= set(_ENGINES_OWN)]
-    return min(fitting, key=lambda found: len(found[0]), default=(None, None))[1]
+def choose(asked: Asked, known: Sequence[Family]) -> Family | None:
+    """The one that is asked for: equal in all that is known of it, and closest in what only an engine is told.
+
+    Where such a one has no pages, and exactly one other has that differs only in what was assumed, that is the one.
+    """
+    alike = [(set(differing(asked.fields, family.namespace)), family) for family in known]
+    fitting = [(fields, family) for fields, family in alike if fields <= set(_ENGINES_OWN)]
+    found = min(fitting, key=lambda one: len(one[0]), default=(None, None))[1]
+    if found is not None and found.pages:
+        return found
+    close = [family for fields, family in alike if fields <= {*_ENGINES_OWN, *asked.assumed} and family.pages]
+    return close[0] if len(close) == 1 else found
 
 
-def unmet(asked: Mapping[str, Any], model: Path) -> Family | None:
+def unmet(fields: Mapping[str, Any], model: Path) -> Family | None:
     """The namespace that is asked for, of which the pool has nothing; None where files do not say enough."""
     try:
-        name = Namespace(model_name=str(model), **asked)
+        name = Namespace(model_name=str(model), **fields)
     except TypeError:  # models with windows or states
         return None
     return Family((Part(name, Shard(0, name.num_layers, 0, name.num_kv_heads)),), 0, float("inf"))
