@@ -24,6 +24,8 @@ from mooncake_connector.log import log_once
 TENANT = "default"
 _FAILURES, _PAUSE_S = 3, 5.0
 _MAX_ANSWER_NBYTES = 16 << 20
+_MOST_TOKENS = 1 << 30
+"""More is nonsense, with which no ratio need be computed."""
 _OF_CHATS = (
     "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
     "chat_template_kwargs", "add_special_tokens",
@@ -174,5 +176,5 @@ def matched(answer: Any, urls: Sequence[str]) -> dict[str, int]:
         tokens = of.get("longest_matched") if isinstance(of, dict) else None
         if type(tokens) is not int or tokens < 0:
             raise _Failed("wrong", f"/query answered no number of tokens for {url}")
-        found[url] = tokens
+        found[url] = min(tokens, _MOST_TOKENS)
     return found

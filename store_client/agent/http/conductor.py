@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,6 +17,8 @@ from store_client.agent.index.index import Index
 from store_client.agent.index.requests import Query, QueryByHash, Registration, Unregistration, decode
 
 _PREFIX = "mooncake_connector_index"
+_MAX_REGISTRATION_NBYTES = 64 << 10
+"""It is kept as it comes."""
 
 
 class Conductor:
@@ -28,8 +31,8 @@ class Conductor:
 
     def routes(self) -> Mapping[str, Mapping[str, Route]]:
         return {
-            "/register": {"POST": Route(self._register)},
-            "/unregister": {"POST": Route(self._unregister)},
+            "/register": {"POST": Route(self._register, max_body_nbytes=_MAX_REGISTRATION_NBYTES)},
+            "/unregister": {"POST": Route(self._unregister, max_body_nbytes=_MAX_REGISTRATION_NBYTES)},
             "/query": {"POST": Route(self._query)},
             "/query_by_hash": {"POST": Route(self._query_by_hash)},
             "/services": {"GET": Route(self._services)},
@@ -65,7 +68,8 @@ class Conductor:
         return Response({"status": "ok", "version": __version__, "instances": len(self._index.instances)})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        text = await asyncio.to_thread(generate_latest, self._registry)  # the pool's figures take a look at every page
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 class Figures(Collector):

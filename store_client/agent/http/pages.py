@@ -33,8 +33,10 @@ WRITE_S = 5.0
 """For the pool's lock."""
 
 _PATH = re.compile(r"/v1/pages/(?P<namespace>[0-9a-f]{8,64})/(?P<key>[0-9a-f]{64})")
-_SHARD = re.compile(r"(\d{1,6})-(\d{1,6}),(\d{1,6})-(\d{1,6})")
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+_SHARD = re.compile(r"([0-9]{1,6})-([0-9]{1,6}),([0-9]{1,6})-([0-9]{1,6})")
+_RANGE = re.compile(r"bytes=([0-9]*)-([0-9]*)")
+_PARTIAL = (b"content-range", b"content-encoding")
+"""With these a body is not the page."""
 
 
 class Pages:
@@ -46,9 +48,9 @@ class Pages:
             "/v1/stats": {"GET": Route(self._stats)},
             "/v1/namespaces": {"GET": Route(self._namespaces)},
             PREFIX: {
-                "GET": Route(self._get, needs_token=True),
-                "HEAD": Route(self._get, needs_token=True),
-                "PUT": Route(self._put, needs_token=True, max_body_nbytes=MAX_PAGE_NBYTES),
+                "GET": Route(self._get, needs_token=True, answers_large=True),
+                "HEAD": Route(self._get, needs_token=True, answers_large=True),
+                "PUT": Route(self._put, needs_token=True, max_body_nbytes=MAX_PAGE_NBYTES, answers_large=True),
                 "DELETE": Route(self._delete, needs_token=True),
             },
         }
@@ -81,12 +83,18 @@ class Pages:
         headers = {
             CHECKSUM: f"{xxhash.xxh3_64_intdigest(page):016x}", "etag": f'"{key.hex()}"', "accept-ranges": "bytes",
         }  # fmt: skip
-        first, stop = _range(request.headers.get(b"range", b"").decode("latin-1"), len(page))
+        asked = request.headers.get(b"range", b"").decode("latin-1")
+        first, stop = _range(asked, len(page))
+        if first >= stop:
+            said = {"error": f"range {shown(asked)}: the page has {len(page)} bytes", "reason": "range"}
+            return Response(said, 416, {"content-range": f"bytes */{len(page)}"})
         if (first, stop) == (0, len(page)):
             return Response(page, 200, headers)
         return Response(page[first:stop], 206, {**headers, "content-range": f"bytes {first}-{stop - 1}/{len(page)}"})
 
     async def _put(self, request: Request) -> Response:
+        if wrong := [name.decode() for name in _PARTIAL if name in request.headers]:
+            raise Refused(f"the request has {wrong[0]}: expected all of the page, as it is")
         space, (namespace, shard), key = self._place(request, writes=True)
         page, parent = request.body, _hex(request, "x-parent-key")
         checksum = request.headers.get(CHECKSUM.encode(), b"").decode("latin-1").lower()
@@ -183,17 +191,17 @@ def _hex(request: Request, name: str) -> bytes | None:
 
 
 def _range(text: str, nbytes: int) -> tuple[int, int]:
-    """First byte, and the one behind the last; all where none or several ranges are asked for. Raises Refused."""
+    """First byte, and the one behind the last; the same where the page has no such part, and all of it where what is
+    asked for is no range, or several."""
     match = _RANGE.fullmatch(text.strip())
     if match is None or match.groups() == ("", ""):
         return 0, nbytes
-    first, last = match.groups()
-    if not first:
-        return max(0, nbytes - int(last[:20])), nbytes
-    stop = min(nbytes, int(last[:20]) + 1) if last else nbytes
-    if int(first[:20]) >= stop:
-        raise Refused(f"range {shown(text)}: the page has {nbytes} bytes", 416, "range")
-    return int(first[:20]), stop
+    first, last = (int(one[:20]) if one else None for one in match.groups())
+    if first is None:
+        return max(0, nbytes - (last or 0)), nbytes
+    if last is None:
+        return min(first, nbytes), nbytes
+    return (0, nbytes) if last < first else (min(first, nbytes), min(last + 1, nbytes))
 
 
 def _text_of(shard: Shard) -> str:

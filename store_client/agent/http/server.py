@@ -14,7 +14,6 @@ from store_client.agent.http.app import App
 _BACKLOG = 128
 _AT_ONCE = 256
 """Requests and connections, beyond which the answer is 503."""
-_KEEP_ALIVE_S = 30
 _CLOSE_S = 5.0
 
 logger = get_logger(__name__)
@@ -33,6 +32,8 @@ class HttpServer:
     def __enter__(self) -> HttpServer:
         try:
             import uvicorn  # comes with the engines, and is not needed where nothing is served
+
+            from store_client.agent.http.protocol import KEEP_ALIVE_S, Connection
         except ImportError as error:
             said = "the agent serves no HTTP: %s; pip install 'mooncake-connector[index]'"
             log_once("agent.http.uvicorn", said, error, logger=logger)
@@ -40,8 +41,9 @@ class HttpServer:
         try:
             self._listener = self._listen()
             config = uvicorn.Config(
-                self._app, loop="asyncio", lifespan="off", log_config=None, access_log=False, server_header=False,
-                limit_concurrency=_AT_ONCE, timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=1,
+                self._app, loop="asyncio", http=Connection, ws="none", lifespan="off", log_config=None,
+                server_header=False, proxy_headers=False, limit_concurrency=_AT_ONCE,
+                timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=1,
             )  # fmt: skip
             self._server = uvicorn.Server(config)
             self._thread = threading.Thread(target=self._run, name="mooncake-connector-http", daemon=True)

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 MEDIA = {
     "GPU": "GPU", "CPU": "CPU", "CPU_PINNED": "CPU", "DISK": "DISK", "STORAGE": "DISK", "EXTERNAL": "DISK",
 }  # fmt: skip
-MAX_BATCH_NBYTES = 64 << 20
+MAX_BATCH_NBYTES = 16 << 20
 _ATTENDS_TO_ALL = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
 
 Hash = int | bytes
+_Group = Annotated[int, Meta(ge=0, le=255)]
+_Rolling = Annotated[int, Meta(ge=0)]
 
 
 class Junk(Exception):
@@ -66,14 +68,14 @@ class _Stored(Struct, tag="BlockStored"):
     lora_name: str | None = None
     cache_salt: str | None = None
     extra_keys: list[list[Any] | None] | None = None
-    group_idx: int | None = None
+    group_idx: _Group | None = None
     kv_cache_spec_kind: str | None = None
 
 
 class _Removed(Struct, tag="BlockRemoved"):
     block_hashes: list[Hash]
     medium: str | None = None
-    group_idx: int | None = None
+    group_idx: _Group | None = None
 
 
 class _Cleared(Struct, tag="AllBlocksCleared"):
@@ -84,7 +86,7 @@ class _Standard(Struct):
     """Of RFC #1527."""
 
     event_type: str
-    seq_hashes: list[int] = []
+    seq_hashes: list[_Rolling] = []
     parent_hash: int | None = None
     medium: str | None = None
     block_size: int | None = None

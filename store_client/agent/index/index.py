@@ -7,7 +7,7 @@ One thread at a time registers and asks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from store_client.agent.index.held import Context, Entries, Held, Run, union
 from store_client.agent.index.pages import Found, Pages
 from store_client.agent.index.places import is_here
 from store_client.agent.index.requests import (
+    MAX_HASHES,
     Asked,
     Query,
     QueryByHash,
@@ -91,10 +92,10 @@ class Index:
 
     def services(self) -> list[dict[str, Any]]:
         """What is registered, for people."""
-        listed = []
+        listed, every = [], self._pages.namespaces()
         for instance in self.instances.values():
             registered = instance.registered
-            namespace, why = self._pages.namespace_for(registered.modelname, registered.namespace)
+            namespace, why = self._pages.namespace_for(registered.modelname, registered.namespace, every)
             listed.append(
                 {
                     "instance_id": registered.instance_id, "tenant_id": registered.tenant,
@@ -112,7 +113,7 @@ class Index:
         tokens = tokens[: num_blocks * query.block_size]
         asked = self._asked(query)
         sizes = {size for one in asked for _, size in list(one.owners)}
-        hashes = {size: seq_hashes(tokens, size) for size in sizes}
+        hashes = {size: seq_hashes(tokens[: MAX_HASHES * size], size) for size in sizes}
         answers: dict[Instance, _Prompt] = {}
         for namespace, instances in self._by_namespace(asked, query.lora).items():
             found = None
@@ -148,17 +149,18 @@ class Index:
             and query.instance_id in (None, "", instance.registered.instance_id)
         ]
 
-    def _by_namespace(self, asked: Iterable[Instance], lora: str) -> dict[Namespace | None, list[Instance]]:
+    def _by_namespace(self, asked: Sequence[Instance], lora: str) -> dict[Namespace | None, list[Instance]]:
         """None: of which no pages are known. Pages of an adapter are named by its files, which nobody here has."""
         known: dict[tuple[str, str], Namespace | None] = {}
         grouped: dict[Namespace | None, list[Instance]] = {}
+        every = self._pages.namespaces() if asked and not lora else []
         for instance in asked:
             name = (instance.registered.modelname, instance.registered.namespace)
             if name not in known:
-                known[name], why = (None, "") if lora else self._pages.namespace_for(*name)
+                known[name], why = (None, "") if lora else self._pages.namespace_for(*name, every)
                 if why:
                     self.counts["without_namespace"] += 1
-                    log_once(f"index.namespace:{name}", "the index does not look into the pool: %s", why, logger=logger)
+                    log_once("index.namespace", "the index does not look into the pool: %s", why, logger=logger)
             grouped.setdefault(known[name], []).append(instance)
         return grouped
 

@@ -61,10 +61,12 @@ class Pages:
         every = {namespace.digest: namespace for namespace, _ in self._store.spaces()}
         return [one for one in every.values() if not one.is_private and not one.rests_on_others]
 
-    def namespace_for(self, modelname: str, digest: str) -> tuple[Namespace | None, str]:
-        """The one that an instance reads: by the beginning of its digest, or else by the model's name. None where none
-        or several fit, and why."""
-        every = self.namespaces()
+    def namespace_for(
+        self, modelname: str, digest: str, every: Sequence[Namespace] | None = None
+    ) -> tuple[Namespace | None, str]:
+        """The one of `every`, by default of `namespaces()`, that an instance reads: by the beginning of its digest, or
+        else by the model's name. None where none or several fit, and why."""
+        every = self.namespaces() if every is None else every
         if digest:
             fitting = [one for one in every if one.digest.hex().startswith(digest)]
             wanted = f"namespace {digest}"

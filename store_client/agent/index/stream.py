@@ -17,8 +17,11 @@ from store_client.agent.index.held import Context, Held
 from store_client.agent.index.index import Instance
 
 MAX_BLOCKS = 1 << 20
-"""Of one publisher: so many are held on a medium, and of so many the place in a prompt is remembered."""
-
+"""Of one publisher: so many are held, and of so many the place in a prompt is remembered."""
+MAX_CONTEXTS = 1 << 16
+"""Salts and adapters of one publisher that are told apart; with the next one all is forgotten."""
+_MAX_SIZES = 4
+_MAX_TEXT = 1024
 
 _NAME_BITS = 64
 _NAME = (1 << _NAME_BITS) - 1
@@ -70,10 +73,13 @@ class Stream:
 
     def drop(self) -> None:
         """Forget what the instance holds."""
+        self._let_all_go()
+        self.expected, self.is_known = 0, False
+
+    def _let_all_go(self) -> None:
         for (medium, group), held in self._holding.items():
             self._let_go(medium, group, held)
         self._holding.clear()
-        self.expected, self.is_known = 0, False
 
     # -- content -------------------------------------------------------------------------------------------------
 
@@ -98,11 +104,15 @@ class Stream:
 
     def _store(self, event: Stored) -> None:
         placed, key = self._placed(event), (event.medium, event.group)
-        held = self._holding.setdefault(key, {})
-        if placed is None or len(held) >= MAX_BLOCKS:
+        if placed is None or self.num_blocks >= MAX_BLOCKS or not self._may_be(placed[0]):
             self._counts["unplaced_blocks"] += len(event.hashes)
             return
         context, names = placed
+        if len(self._contexts) >= MAX_CONTEXTS and context not in self._contexts:
+            self._counts["forgotten_contexts"] += len(self._contexts)
+            self._let_all_go()
+            self._places, self._contexts, self._numbered = {}, {}, []
+        held = self._holding.setdefault(key, {})
         above = self._contexts.setdefault(context, len(self._contexts)) << _NAME_BITS
         places = {own: above | name for own, name in zip(event.hashes, names, strict=True)}
         elsewhere = {own: was for own, place in places.items() if (was := held.get(own, place)) != place}
@@ -111,8 +121,15 @@ class Stream:
         self._places.update(places)
         while len(self._places) > MAX_BLOCKS:
             del self._places[next(iter(self._places))]
-        self._held.add(context, self._owner(event.medium, context.block_tokens), names)
+        # One hash may come twice in an event: what is not held is not let go.
+        self._held.add(context, self._owner(event.medium, context.block_tokens), [p & _NAME for p in places.values()])
         self._counts["stored_blocks"] += len(names)
+
+    def _may_be(self, context: Context) -> bool:
+        """Engines have blocks of one size, or a few; each is hashed anew for every question."""
+        sizes = {size for _, size in self._instance.owners}
+        is_known = context.block_tokens in sizes or len(sizes) < _MAX_SIZES
+        return is_known and 0 < context.block_tokens <= 1 << 16 and len(context.lora) + len(context.salt) <= _MAX_TEXT
 
     def _placed(self, event: Stored) -> tuple[Context, list[int]] | None:
         """The context and the rolling hashes of the blocks; None where they cannot be known."""
@@ -121,7 +138,7 @@ class Stream:
         lora, salt = event.lora or registered.lora, event.salt or registered.salt
         if tokens is None:  # the hashes say it themselves
             return Context(block_tokens, lora, salt), [name for name in event.hashes if isinstance(name, int)]
-        if not 0 < block_tokens <= 1 << 16 or len(tokens) != block_tokens * len(event.hashes):
+        if block_tokens <= 0 or len(tokens) != block_tokens * len(event.hashes):
             return None
         context, parent = Context(block_tokens, lora, salt), None
         if event.parent is not None:

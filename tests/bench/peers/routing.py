@@ -2,17 +2,19 @@
 
 Each server has a prefix cache of its own and nothing else. A few conversations go on at the same time; each turn sends
 all turns before it again, and begins when the one before has ended. The policies take turns, with prompts of their own,
-and every cache is emptied in between.
+and every cache is emptied in between. "index" is an agent that hears of the caches by the servers' KV events.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import random
 import statistics
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +22,18 @@ from pathlib import Path
 from bench.peers.report import Comparison, Row, row
 from bench.peers.vllm import Engine, version
 from mooncake_connector.cli.bench import processes
-from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
+from mooncake_connector.cli.bench.machine import default_folder, describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import BenchError, Progress
 from mooncake_connector.cli.bench.serve.answer import RequestFailed
 from mooncake_connector.cli.bench.serve.client import Server, completion
 from mooncake_connector.cli.bench.serve.engines import MODEL_NAME, read_shape, vllm_command
 from mooncake_connector.cli.bench.serve.load import CacheTokens, cache_tokens
 
-POLICIES = ("round-robin", "least-loaded", "conductor")
 _BLOCK_TOKENS = 128
+POLICIES = {
+    "round-robin": ("round-robin",), "least-loaded": ("least-loaded",), "conductor, history": ("conductor",),
+    "conductor, index": ("conductor", "--index-deadline-s", "5", "--index-block-tokens", str(_BLOCK_TOKENS)),
+}  # fmt: skip
 _START_DEADLINE_S = 900.0
 _LIMIT_S = 600.0
 
@@ -81,12 +86,14 @@ def run(engine: Engine, scale: Scale, progress: Progress) -> Comparison:
     versions["vllm"] = version(engine)
     found = {policy: Found() for policy in POLICIES}
     vocabulary = read_shape(engine.model).vocabulary
-    with servers(engine, scale, progress) as instances:
+    with servers(engine, scale, progress) as (instances, index):
         for number in range(scale.rounds):
             for policy in POLICIES:
                 progress(f"{policy}, round {number + 1} of {scale.rounds}")
-                with router(policy, instances, engine.python) as front:
+                with router(policy, instances, index, engine.python) as front:
                     measure(front, instances, scale, vocabulary, f"{policy} {number}", found[policy])
+                    if "index" in policy:
+                        progress(_answered(front))
     return Comparison(machine, versions, rows(found, scale))
 
 
@@ -132,6 +139,12 @@ def measure(front: Server, instances: list[Server], scale: Scale, vocabulary: in
     into.tokens.append([counted(one).minus(old) for one, old in zip(instances, before, strict=True)])
 
 
+def _answered(front: Server) -> str:
+    """What became of asking the index, in the router's words."""
+    lines = front.get("/metrics")[2].decode().splitlines()
+    return "; ".join(line for line in lines if line.startswith("mooncake_connector_router_index_questions_total"))
+
+
 def counted(server: Server) -> CacheTokens:
     found = cache_tokens(server)
     if found is None:
@@ -140,7 +153,8 @@ def counted(server: Server) -> CacheTokens:
 
 
 @contextlib.contextmanager
-def servers(engine: Engine, scale: Scale, progress: Progress) -> Iterator[list[Server]]:
+def servers(engine: Engine, scale: Scale, progress: Progress) -> Iterator[tuple[list[Server], Server]]:
+    """The instances, and the index that knows of them."""
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # to empty the caches
@@ -152,26 +166,52 @@ def servers(engine: Engine, scale: Scale, progress: Progress) -> Iterator[list[S
     }
     progress(f"starting {scale.instances} servers")
     with contextlib.ExitStack() as stack:
-        started = []
-        for port in processes.free_ports(scale.instances):
+        started, endpoints = [], []
+        ports = iter(processes.free_ports(3 * scale.instances))
+        for port in itertools.islice(ports, scale.instances):
             log = stack.enter_context(tempfile.TemporaryFile())
+            endpoints.append({name: f"tcp://127.0.0.1:{next(ports)}" for name in ("endpoint", "replay_endpoint")})
+            events = {"enable_kv_cache_events": True, "publisher": "zmq", **endpoints[-1]}
             command = [
                 *vllm_command(engine.python, engine.model, port, None), "--dtype", "float32", "--enforce-eager",
                 "--max-model-len", str(scale.longest), "--block-size", str(_BLOCK_TOKENS),
-                "--num-gpu-blocks-override", str(scale.blocks),
+                "--num-gpu-blocks-override", str(scale.blocks), "--kv-events-config", json.dumps(events),
             ]  # fmt: skip
             process = stack.enter_context(processes.running(command, log, env, grace_s=0, leave_s=20.0))
             started.append((Server("127.0.0.1", port), process, log))
         for server, process, log in started:
             processes.wait_until(server.is_healthy, process, log, _START_DEADLINE_S, server.url)
-        yield [server for server, _, _ in started]
+        instances = [server for server, _, _ in started]
+        yield instances, stack.enter_context(_index(dict(zip(instances, endpoints, strict=True)), engine.python))
 
 
 @contextlib.contextmanager
-def router(policy: str, instances: list[Server], python: Path) -> Iterator[Server]:
+def _index(instances: Mapping[Server, dict[str, str]], python: Path) -> Iterator[Server]:
+    """An agent with a pool that nobody uses, which follows the events of all of them."""
+    (port,) = processes.free_ports(1)
+    env = {"MOONCAKE_CONNECTOR_AGENT_HTTP_PORT": str(port), "MOONCAKE_CONNECTOR_CAPACITY": "64MiB"}
+    with tempfile.TemporaryDirectory(dir=default_folder()) as folder, tempfile.TemporaryFile() as log:
+        command = [str(python), "-m", "mooncake_connector.cli.entry", "agent", "--foreground"]
+        command += ["--pool", str(Path(folder) / "pool")]
+        with processes.running(command, log, env, grace_s=0, leave_s=20.0) as process:
+            index = Server("127.0.0.1", port)
+            processes.wait_until(index.is_healthy, process, log, 60.0, "the index")
+            for one, endpoints in instances.items():
+                fields = {"instance_id": one.url, "type": "vLLM", "modelname": MODEL_NAME, "pool": False}
+                asked = {**fields, "block_size": _BLOCK_TOKENS, **endpoints}
+                status = index.call("POST", "/register", asked, _LIMIT_S, lambda reply: reply.status)
+                if status != 200:
+                    raise BenchError(f"{index.url}/register answered {status}")
+            yield index
+
+
+@contextlib.contextmanager
+def router(policy: str, instances: list[Server], index: Server, python: Path) -> Iterator[Server]:
     (port,) = processes.free_ports(1)
     command = [str(python), "-m", "mooncake_connector.deploy.proxy", "--engine", "vllm", "--port", str(port)]
-    command += ["--policy", policy, *(word for one in instances for word in ("--decode", one.url))]
+    command += ["--policy", *POLICIES[policy], *(word for one in instances for word in ("--decode", one.url))]
+    if "index" in policy:
+        command += ["--index", index.url]
     with tempfile.TemporaryFile() as log, processes.running(command, log, grace_s=0) as process:
         front = Server("127.0.0.1", port)
         processes.wait_until(front.is_healthy, process, log, 60.0, "the router")
