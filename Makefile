@@ -26,7 +26,7 @@ ROUTERS := .venvs/routers
 BUILT := .cache/wheel/.built
 PANELS := .cache/panels/page.js
 
-.PHONY: bench-store bench-hicache bench-transfer bench-tiers bench-pd bench-pd-sglang bench-routing bench-serve bench-unnamed
+.PHONY: bench-store bench-hicache bench-transfer bench-tiers bench-pd bench-pd-sglang bench-routing bench-hybrid bench-serve bench-unnamed
 .PHONY: help setup dev vllm vllm-next sglang routers panels models system-packages wheel demo demo-pd demo-engines test test-fast test-long test-gpu bench lint clean
 
 help:
@@ -38,7 +38,7 @@ help:
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
 	@echo 'make test          lint, every test, the demos (35 minutes on 2 quiet cores, installs not included)'
 	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'
-	@echo 'make bench         NAME=store|hicache|transfer|tiers|pd|pd-sglang|routing|serve PEERS="..." JSON=FILE: this project beside its peers (docs/benchmarks.md)'
+	@echo 'make bench         NAME=store|hicache|transfer|tiers|pd|pd-sglang|routing|hybrid|serve PEERS="..." JSON=FILE: this project beside its peers (docs/benchmarks.md)'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make wheel         the wheel, in .cache/wheel'
 	@echo 'make clean         remove everything that was made'
@@ -88,16 +88,18 @@ bench-pd-sglang: dev sglang .cache/models/.made
 bench-pd-sglang: BENCH_OPTIONS := --sglang-python $(SGLANG)/bin/python --model .cache/models/qwen3
 bench-routing: dev vllm
 bench-routing: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models/qwen3
+bench-hybrid: dev vllm
+bench-hybrid: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models
 bench-serve: vllm $(PEER_ENV)/.installed
 bench-serve: BENCH_PYTHON := $(PEER_ENV)/bin/python
 bench-serve: BENCH_OPTIONS := --model .cache/models/qwen3 --dtype float32 --plot docs/images/serve.png
-bench-store bench-hicache bench-transfer bench-tiers bench-pd bench-pd-sglang bench-routing bench-serve: $(if $(filter nixl,$(PEERS)),$(DEV)/.nixl)
+bench-store bench-hicache bench-transfer bench-tiers bench-pd bench-pd-sglang bench-routing bench-hybrid bench-serve: $(if $(filter nixl,$(PEERS)),$(DEV)/.nixl)
 	@PYTHONPATH=tests $(BENCH_PYTHON) -m bench.peers $(@:bench-%=%) $(BENCH_OPTIONS) $(addprefix --peer ,$(PEERS)) \
 		$(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench: bench-$(or $(NAME),unnamed)
 bench-unnamed:
-	@echo 'name one: make bench NAME=store, hicache, transfer, tiers, pd, pd-sglang, routing or serve' >&2; exit 2
+	@echo 'name one: make bench NAME=store, hicache, transfer, tiers, pd, pd-sglang, routing, hybrid or serve' >&2; exit 2
 
 lint: $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py lint

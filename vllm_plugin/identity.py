@@ -57,7 +57,7 @@ def _overrides(vllm_config: VllmConfig, geometry: Geometry) -> str:
     if model.hf_overrides:
         overrides["hf_overrides"] = plain_values(model.hf_overrides)
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.draft_model_config is not None:  # its layers are part of the page
-        draft = speculative.draft_model_config
+    if speculative is not None and speculative.uses_draft_kv_cache():  # its layers are part of the page
+        draft = speculative.draft_model_config or model
         overrides["draft"] = [str(speculative.method), weights_digest(draft.model, draft.revision)]
     return canonical_json(overrides) if overrides else ""

@@ -32,6 +32,8 @@ _SHORTEST_S, _LONGEST_S = 0.001, 3600.0
 _MOST_TOKENS_S = 1e9
 _MAX_SPACES = 1024
 _MAX_ANSWERS = 1024
+_MAX_SOUGHT_KEPT = 256
+"""Each has up to `MAX_SOUGHT` keys and serves for seconds. The oldest goes first: those under way are not asked anew."""
 _LOOK_AGAIN_S = 0.01
 """A chain that waits for pages is looked up over and over. While the agent says nothing new of it, the pool is looked
 into again only after so long,"""
@@ -191,8 +193,8 @@ class TieredSpace(SpaceAround):
         now_s = time.monotonic()
         sought = self._sought.get(keys[-1])
         if sought is None or not sought.is_good(keys, now_s):
-            if len(self._sought) >= _MAX_ANSWERS:
-                self._sought.clear()
+            if len(self._sought) >= _MAX_SOUGHT_KEPT:
+                del self._sought[next(iter(self._sought))]
             sought = self._sought[keys[-1]] = Sought(self._namespace, self._shard, list(keys), self._nbytes)
             self._client.seek(sought)
         left_s = sought.asked_s + self._client.patience.wait_s(prefill_s) - now_s

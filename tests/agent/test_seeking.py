@@ -118,6 +118,17 @@ def test_the_last_keys_of_very_many_are_sought(pool):
         until(lambda: space_of(store).seek(many) == Seen([False] * 3 + [True] * MAX_SOUGHT))
 
 
+def test_of_very_many_answers_the_oldest_is_asked_for_again(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._MAX_SOUGHT_KEPT", 2)
+    with running(pool) as agent, tiered(pool) as store:
+        space, chains = space_of(store), [chain(name, 3) for name in "abc"]
+        for number, keys in enumerate([*chains, *chains[1:], chains[0]]):
+            space.seek(keys)
+            asked = min(number + 1, 3) + (number == 5)
+            until(lambda asked=asked: len(agent.fetches.sought) == asked)
+        assert [keys for _, keys, *_ in agent.fetches.sought] == [*chains, chains[0]]
+
+
 def test_without_an_agent_or_of_private_pages_nothing_is_sought(pool):
     with TieredStore(EmbeddedStore(pool, CAPACITY), configured(pool)) as store:
         assert space_of(store).seek(KEYS) == Seen([False] * 6)

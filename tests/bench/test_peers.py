@@ -49,6 +49,8 @@ def test_what_it_does_not_know_is_refused(arguments, capsys) -> None:
         (["store", "--vllm-python", sys.executable, "--model", "/"], "config.json"),
         (["pd", "--model", "/"], "--vllm-python PATH and --model DIR"),
         (["pd"], "pd needs --vllm-python and --model"),
+        (["hybrid", "--model", "/"], "hybrid needs --vllm-python PATH and --model DIR"),
+        (["hybrid", "--vllm-python", sys.executable, "--model", "/"], "has no checkpoint gemma3, gpt-oss"),
         (["serve"], "serve needs --model"),
     ],
 )

@@ -26,7 +26,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from worker import Worker, ours
@@ -227,6 +227,18 @@ class Engine:
                     self.answers[one.request_id] = pickle.loads(pickle.dumps(one.kv_transfer_params))
             if core_outputs.scheduler_stats is not None:
                 self.stats.append(core_outputs.scheduler_stats)
+        if self.setup.drafts:
+            self._propose(list(scheduled.num_scheduled_tokens))
+
+    def _propose(self, names: list[str]) -> None:
+        """Tokens for the next step of each of these, of which the first few are what the model will answer."""
+        drafts = []
+        for name in names:
+            text = self.workers[0].runner.states[name].tokens
+            drafts.append(oracle.generate(text, self.setup.drafts, self.workers[0].runner.weights))
+            right = len(text) % (self.setup.drafts + 1)
+            drafts[-1][right:] = [(token + 1) % oracle.VOCAB for token in drafts[-1][right:]]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         outputs = [worker.execute(copy.deepcopy(scheduled)) for worker in self.workers]

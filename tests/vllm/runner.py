@@ -132,12 +132,14 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Tokens `[start, stop)` of a request in one step."""
+    """Tokens `[start, stop)` of a request in one step, the last ones of them proposed; `hashes` are of all."""
 
     req_id: str
     start: int
     stop: int
     parts: list[_Part]
+    drafts: list[int]
+    hashes: list[int]
 
 
 class Runner:
@@ -169,7 +171,11 @@ class Runner:
             WrongKV: a slot that a request attends to does not hold its prefix's KV.
         """
         starts = self._starts
-        batch = [self._prepare(req_id, starts[req_id], num) for req_id, num in scheduled.num_scheduled_tokens.items()]
+        drafts = scheduled.scheduled_spec_decode_tokens
+        batch = [
+            self._prepare(req_id, starts[req_id], num, drafts.get(req_id, []))
+            for req_id, num in scheduled.num_scheduled_tokens.items()
+        ]
         for layer, at, number in self._order:
             group = self._groups[at]
             with nullcontext() if group.is_state else around_layer(layer):
@@ -217,15 +223,17 @@ class Runner:
         """What KV depends on besides the tokens: weights and adapter."""
         return self.weights + (new.lora_request.lora_int_id << 20 if new.lora_request else 0)
 
-    def _prepare(self, req_id: str, start: int, num_tokens: int) -> _Pass:
+    def _prepare(self, req_id: str, start: int, num_tokens: int, drafts: list[int]) -> _Pass:
         state = self.states[req_id]
         stop = start + num_tokens
-        assert stop <= len(state.tokens), f"{req_id}: scheduled to {stop}, knows {len(state.tokens)} tokens"
-        hashes = state.hash_all()[:stop]
+        known = len(state.tokens) + len(drafts)
+        assert stop <= known, f"{req_id}: scheduled to {stop}, knows {known} tokens"
+        assert not drafts or stop == known, f"{req_id}: {len(drafts)} tokens are proposed before what is known"
+        hashes = oracle.chain([*state.tokens, *drafts], state.hash_all(), state.seed)[:stop]
         parts = [self._part(one, hashes, start, blocks) for one, blocks in zip(self._groups, state.blocks, strict=True)]
         for part in parts:
             assert part.blocks.all(), f"{req_id}: its block table has the null block"
-        return _Pass(req_id, start, stop, parts)
+        return _Pass(req_id, start, stop, parts, drafts, hashes)
 
     def _part(self, group: Group, hashes: list[int], start: int, blocks: list[int]) -> _Part:
         stop, block_tokens = len(hashes), group.spec.block_size
@@ -271,6 +279,10 @@ class Runner:
         self.num_computed[one.req_id] = self.num_computed.get(one.req_id, 0) + one.stop - one.start
         if one.stop < len(state.tokens):
             return []
-        token = oracle.sample(state.hashes[one.stop - 1])
-        state.tokens.append(token)
-        return [token]
+        sampled = [oracle.sample(one.hashes[len(state.tokens) - 1])]
+        for draft in one.drafts:
+            if draft != sampled[-1]:
+                break
+            sampled.append(oracle.sample(one.hashes[len(state.tokens) + len(sampled) - 1]))
+        state.tokens += sampled
+        return sampled

@@ -11,7 +11,15 @@ from typing import Any
 
 import oracle
 import torch
-from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -93,6 +101,8 @@ class Setup:
     """Of several groups, whose layers take turns in the model."""
     worker_kv_spec: Any = None
     """What the worker's configuration says where it says more than the scheduler's."""
+    drafts: int = 0
+    """So many tokens are proposed in each step, as by n-grams: without a model, and right for a while at best."""
 
     @property
     def mla(self) -> bool:
@@ -172,6 +182,15 @@ def vllm_config(setup: Setup, base: VllmConfig, pool: Path, rank: int = 0) -> Vl
     config.parallel_config.pipeline_parallel_size = setup.pp_size
     config.parallel_config.rank = rank
     config.parallel_config.enable_dbo = setup.dual_batch_overlap
+    if setup.drafts:
+        assert not setup.async_scheduling, "vLLM proposes n-grams after the step"
+        config.speculative_config = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=setup.drafts,
+            prompt_lookup_max=2,
+            target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )
     if setup.events:
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     config.kv_transfer_config = KVTransferConfig(**(setup.transfer or transfer_config(setup, pool)))

@@ -280,8 +280,35 @@ def damage(pool: Path, content: npt.NDArray[np.uint8]) -> None:
         file.write(bytes([content[-1] ^ 1]))
 
 
+LARGER = {"kv_spec": [full(), state(32, 1)], "num_blocks": 48}
+"""States in larger blocks than full attention. A draft model with small blocks of its own has the same effect."""
+
+
 def test_states_in_larger_blocks_are_left_alone(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM's own hits may then end inside a block of states."""
-    engine = start(kv_spec=[full(), state(32, 1)], num_blocks=48)
+    engine = start(**LARGER)
     assert engine.connector._scheduler is None
     assert "end inside a block of states" in caplog.text
+
+
+@pytest.mark.parametrize("smallest", [16, 32])
+def test_vllm_by_itself_goes_on_from_wrong_states_in_larger_blocks(start: Start, smallest: int) -> None:
+    """Why they are left alone; where this fails, vLLM has mended it.
+
+    A slot of states is what is left after its last token where chunks of a prefill end with slots. vLLM's scheduler has
+    them end with `cache_config.block_size`, the smallest block of all groups: here after 16 tokens, in the middle of a
+    slot, which vLLM's prefix cache then takes for the state after 32.
+    """
+    engine = start(**LARGER, block_tokens=smallest, max_num_batched_tokens=32, retention_tokens=None)
+    assert engine.prefix is None
+
+    def ask_all() -> None:
+        engine.check(PROMPT)
+        for cut in range(20, 100, 3):
+            engine.check([*PROMPT[:cut], *range(30)])
+
+    if smallest == 32:
+        ask_all()
+        return
+    with pytest.raises(WrongKV, match="the state after 64 tokens"):
+        ask_all()

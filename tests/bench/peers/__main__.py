@@ -1,6 +1,6 @@
 """`make bench NAME=...`: this project beside its peers, on this machine.
 
-    python -m bench.peers store|hicache|transfer|tiers|pd|pd-sglang|routing|serve [--peer NAME]... [--json FILE]
+    python -m bench.peers store|hicache|transfer|tiers|pd|pd-sglang|routing|hybrid|serve [--peer NAME]... [--json FILE]
 
 The rows go to stdout, how far it is to stderr. docs/benchmarks.md says what is measured, and has the figures.
 """
@@ -34,6 +34,8 @@ LEGENDS = {
     "pd": "limit: the decode instance alone; peer: vLLM's NixlConnector between two servers of its own, prefill first, "
     "the better of its num_threads 4 (its default) and 0. Medians; rounds alternate.",
     "routing": "Nothing to be held against but the other policies. Hits and tokens by the servers' own counters.",
+    "hybrid": "limit: vLLM alone, which computes the prompt, or has it in its own prefix cache. Medians; the servers "
+    "take turns.",
     "pd-sglang": "limit: one SGLang server; peer: SGLang's in-tree Mooncake backend over TCP between two servers of "
     "its own. Medians; rounds alternate.",
 }
@@ -100,6 +102,18 @@ def routing(given: argparse.Namespace) -> Comparison:
     return routing.run(engine, routing.QUICK if given.quick else routing.Scale(), say)
 
 
+def hybrid(given: argparse.Namespace) -> Comparison:
+    from bench.peers import hybrid
+    from bench.peers.vllm import Engine
+
+    if given.vllm_python is None or given.model is None:
+        raise BenchError("hybrid needs --vllm-python PATH and --model DIR, the folder that has the hybrid models")
+    if missing := [name for name in hybrid.MODELS if not (given.model / name / "config.json").is_file()]:
+        raise BenchError(f"--model {given.model} has no checkpoint {', '.join(missing)}; `make models` makes them")
+    scale = hybrid.QUICK if given.quick else hybrid.Scale()
+    return hybrid.run(Engine(given.vllm_python, given.model), given.folder, scale, say)
+
+
 def serve(given: argparse.Namespace) -> None:
     """Prints as `mooncake-connector bench serve` does."""
     from bench.peers import plot, serve
@@ -134,6 +148,7 @@ BENCHES: dict[str, tuple[Callable[[argparse.Namespace], Comparison | None], tupl
     "pd": (pd, ("nixl",)),
     "pd-sglang": (pd_sglang, ("mooncake",)),
     "routing": (routing, ()),
+    "hybrid": (hybrid, ()),
     "serve": (serve, tuple(CONNECTORS)),
 }
 

@@ -1,0 +1,122 @@
+"""Speculative decoding: tokens that are proposed and refused leave KV behind that is nobody's, and is never stored."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+from cases import Interruption, Start
+from mixes import chunked, full, state, window
+from settings import Setup, kv_cache_config, layer_names, vllm_config
+from test_walk import check_answers, check_pool, prompts, walk
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+import vllm_plugin.identity
+from mooncake_connector.config.schema import Config
+from vllm_plugin.geometry import Geometry
+from vllm_plugin.identity import instance_namespace
+from vllm_plugin.kv_groups import read_geometry
+
+SPECS: dict[str, Any] = {
+    "plain": None,
+    "window": [full(), window(20)],
+    "windows": [window(40), full(), window(17)],
+    "chunks": [full(), chunked(32)],
+}
+PROMPT = [random.Random(11).randrange(oracle.VOCAB) for _ in range(100)]
+every_runner = pytest.mark.parametrize("v2_runner", [False, True])
+"""vLLM proposes n-grams after the step that they follow, so never with asynchronous scheduling."""
+
+
+@every_runner
+@pytest.mark.parametrize("name", SPECS)
+def test_pages_that_end_among_refused_tokens_hold_what_was_said_in_their_place(
+    start: Start, name: str, v2_runner: bool
+) -> None:
+    for drafts in (1, 3, 20):
+        engine = start(kv_spec=SPECS[name], drafts=drafts, v2_runner=v2_runner, retention_tokens=None)
+        engine.check(PROMPT, 90)
+        text = [*PROMPT, *oracle.generate(PROMPT, 90)]
+        assert engine.num_pages() >= 10
+        for group in range(
+            len(engine.prefix._geometry.groups)
+        ):  # looks at every byte; a window leaves some pages behind
+            assert sum(engine.pages(text, group=group)) >= (1 if group else 10)
+            for view in engine.prefix._views(group):
+                view.clear()
+        engine.shut_down()
+
+
+@every_runner
+@pytest.mark.parametrize("name", SPECS)
+def test_others_go_on_from_there_whether_they_propose_or_not(start: Start, name: str, v2_runner: bool) -> None:
+    for drafts in (3, 0):
+        engine = start(kv_spec=SPECS[name], drafts=drafts, v2_runner=v2_runner)
+        engine.check(PROMPT, 60)
+        engine.shut_down()
+        engine = start(kv_spec=SPECS[name], drafts=3 - drafts, v2_runner=v2_runner)
+        engine.check(PROMPT, 60)
+        assert engine.prefills["r0"].num_external_cached_tokens == 96
+        engine.prefix._views()[0].clear()
+        engine.shut_down()
+
+
+@pytest.mark.parametrize(("name", "v2_runner"), [("plain", False), ("windows", True), ("chunks", False)])
+def test_random_walk(start: Start, faults, name: str, v2_runner: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_plugin.prefix.lookups._STALL_PAUSE_S", 0.1)
+    rng = random.Random(f"drafts {name}")
+    engine = start(
+        kv_spec=SPECS[name], drafts=4, v2_runner=v2_runner, num_blocks=48, max_num_batched_tokens=96,
+        extra={"load_deadline_s": 0.05, "save_deadline_s": 0.25},
+    )  # fmt: skip
+    interruption = Interruption(monkeypatch)
+    faults.lose_reads = lambda keys: [rng.random() < 0.03 for _ in keys]
+    walk(engine, faults, rng, prompts(rng), interruption, monkeypatch, num_requests=40)
+    interruption.event.set()
+    for worker in engine.workers:
+        worker.prefix._saver._mover._paused_until_s = 0.0
+    engine.check(PROMPT, 60)
+    check_answers(engine)
+    assert check_pool(engine) > 0
+    drafted = [stats.spec_decoding_stats for stats in engine.stats if stats.spec_decoding_stats is not None]
+    assert sum(one.num_draft_tokens for one in drafted) > sum(one.num_accepted_tokens for one in drafted) > 0
+
+
+def test_a_model_with_states_is_left_alone(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM moves states between blocks then, and which of them stands for a boundary it does not say."""
+    engine = start(kv_spec=[full(), state()], drafts=3)
+    assert engine.prefix is None
+    assert "speculative decoding moves them from block to block" in caplog.text
+
+
+def test_layers_of_a_draft_model_are_part_of_the_page(base_config: Any, pool: Path) -> None:
+    """EAGLE and MTP of a plain model: they are in its one group, which is stored and handed over whole (vllm#54926)."""
+    setup = Setup()
+    config, cache = vllm_config(setup, base_config, pool), kv_cache_config(setup)
+    names = [*layer_names(), "model.layers.2.self_attn.attn"]
+    drafting = KVCacheConfig(4, [], [KVCacheGroupSpec(names, cache.kv_cache_groups[0].kv_cache_spec, True)])
+    (group,) = read_geometry(config, drafting).groups
+    assert (group.num_layers, group.layer_names) == (3, tuple(names))
+
+
+@pytest.mark.parametrize("changes", [{"method": "mtp"}, {"draft": "other"}], ids=str)
+def test_pages_with_layers_of_a_draft_model_are_those_of_its_weights(
+    base_config: Any, pool: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]
+) -> None:
+    monkeypatch.setattr(vllm_plugin.identity, "weights_digest", lambda model, *rest: f"weights of {model}")
+    setup = Setup()
+    config, cache = vllm_config(setup, base_config, pool), kv_cache_config(setup)
+    geometry: Geometry = read_geometry(config, cache)
+
+    def digest(method: str = "eagle", draft: str = "draft") -> bytes:
+        model = SimpleNamespace(model=draft, revision=None)
+        speculative = {"method": method, "draft_model_config": model, "uses_draft_kv_cache": lambda: True}
+        config.speculative_config = SimpleNamespace(**speculative)
+        return instance_namespace(config, geometry, Config()).digest
+
+    plain_config = vllm_config(setup, base_config, pool)
+    assert len({digest(), digest(**changes), instance_namespace(plain_config, geometry, Config()).digest}) == 3
