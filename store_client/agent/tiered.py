@@ -33,7 +33,7 @@ _MOST_TOKENS_S = 1e9
 _MAX_SPACES = 1024
 _MAX_ANSWERS = 1024
 _MAX_SOUGHT_KEPT = 256
-"""Each has up to `MAX_SOUGHT` keys and serves for seconds. The oldest goes first: those under way are not asked anew."""
+"""Each has up to `MAX_SOUGHT` keys and serves for seconds. The oldest goes first, so those under way are not lost."""
 _LOOK_AGAIN_S = 0.01
 """A chain that waits for pages is looked up over and over. While the agent says nothing new of it, the pool is looked
 into again only after so long,"""

@@ -44,7 +44,7 @@ def test_pages_that_end_among_refused_tokens_hold_what_was_said_in_their_place(
         assert engine.num_pages() >= 10
         for group in range(
             len(engine.prefix._geometry.groups)
-        ):  # looks at every byte; a window leaves some pages behind
+        ):  # looks at every byte; windows leave pages behind
             assert sum(engine.pages(text, group=group)) >= (1 if group else 10)
             for view in engine.prefix._views(group):
                 view.clear()

@@ -107,6 +107,23 @@ def test_where_prompts_part_the_second_leaves_a_state_for_the_third(start: Start
         assert 80 in states(engine, fork)
 
 
+def test_a_state_costs_a_step_only_where_prompts_part(start: Start) -> None:
+    """Chunks that end inside tokens nobody shares doubled time to first token elsewhere (vllm#45238, #51250)."""
+
+    def steps(engine: Engine, prompt: list[int]) -> int:
+        engine.add(prompt, 1)
+        return sum(engine.step() > 0 for _ in iter(lambda: engine.scheduler.has_requests(), False))
+
+    fork, settings = [*PROMPT[:90], *range(30)], {"kv_spec": STATES, "max_num_batched_tokens": 256}
+    alone = start(**settings, extra={"prefix_reuse": False})
+    engine = start(**settings, **GENEROUS)
+    assert steps(engine, PROMPT) == steps(alone, PROMPT)
+    engine = restarted(start, engine, **settings, **GENEROUS)
+    assert alone.scheduler.reset_prefix_cache()
+    assert steps(engine, fork) == steps(alone, fork) + 1
+    assert states(engine, fork) == [80, 112]
+
+
 def test_a_prompt_that_waits_for_one_like_it_parts_from_it_nowhere(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
