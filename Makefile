@@ -44,7 +44,7 @@ help:
 	@echo 'make clean         remove everything that was made'
 
 setup: dev vllm vllm-next sglang routers panels
-dev: system-packages $(DEV)/.tools $(DEV)/.mooncake $(DEV)/.s3 $(DEV)/.wheel
+dev: system-packages $(DEV)/.tools $(DEV)/.mooncake $(DEV)/.nixl $(DEV)/.s3 $(DEV)/.wheel
 vllm: system-packages $(VLLM)/.engine $(VLLM)/.tests $(VLLM)/.wheel .cache/models/.made
 vllm-next: $(VLLM_NEXT)/.made
 sglang: system-packages $(SGLANG)/.engine $(SGLANG)/.tests $(SGLANG)/.mooncake $(SGLANG)/.wheel
@@ -121,15 +121,15 @@ $(DEV)/.tools: $(REQUIREMENTS)/dev.txt $(CONSTRAINTS) | $(DEV)/bin/python
 # Where they cannot be had there is no stamp, so that the next call tries again.
 $(DEV)/.mooncake $(SGLANG)/.mooncake: %/.mooncake: $(REQUIREMENTS)/mooncake.txt | %/bin/python
 	@if $*/bin/python $(PIP_INSTALL) -r $<; then touch $@; \
-		else echo 'NOT INSTALLED: Mooncake; tests of the tier `mooncake` and its comparisons in `make bench` will be missing' >&2; fi
+		else echo 'NOT INSTALLED: Mooncake; tests of the tier and the transport `mooncake` and its comparisons in `make bench` will be missing' >&2; fi
 
 $(DEV)/.s3: $(REQUIREMENTS)/s3.txt | $(DEV)/bin/python
 	@if $(DEV)/bin/python $(PIP_INSTALL) --no-deps -r $<; then touch $@; \
 		else echo 'NOT INSTALLED: S3 servers; the tests of the tier `object` will be skipped' >&2; fi
 
 $(DEV)/.nixl: $(REQUIREMENTS)/nixl.txt | $(DEV)/bin/python
-	@$(DEV)/bin/python $(PIP_INSTALL) --no-deps -r $<
-	@touch $@
+	@if $(DEV)/bin/python $(PIP_INSTALL) --no-deps -r $<; then touch $@; \
+		else echo 'NOT INSTALLED: NIXL; the tests of the transport `nixl` will be skipped, its comparisons in `make bench` missing' >&2; fi
 
 $(BUILT): $(SOURCES) | $(DEV)/.tools
 	@rm -rf .cache/wheel

@@ -41,7 +41,9 @@ def test_a_user_gets_one_json_object_with_a_row_for_each_transport() -> None:
     assert len(done.stdout.strip().splitlines()) == 1
     assert figures[:3] == [f"{name}: 64 x 32 KiB, scattered to scattered" for name in ("cma", "shm", "tcp")]
     assert sum("16 KiB, p50" in figure for figure in figures) == 3
-    assert all(row["value"] > 0 and row["limit"] > 0 for row in rows)
+    libraries = ("nixl:", "mooncake:")  # what these reach alone is measured with the peers
+    assert all(row["value"] > 0 for row in rows)
+    assert all(row["limit"] > 0 for row in rows if not row["figure"].startswith(libraries))
     assert "bare TCP" in done.stderr
 
 

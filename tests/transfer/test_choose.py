@@ -14,7 +14,7 @@ from transfer.control.handshake import Identity
 from transfer.transports.base import TransferError, TransportOptions, Unavailable
 from transfer.transports.cuda.driver import Driver
 from transfer.transports.memory import Memory
-from transfer.transports.registry import check_configured, make_transports, names
+from transfer.transports.registry import check_configured, make_transports, names, transport_class
 
 
 @pytest.fixture
@@ -166,5 +166,6 @@ def test_the_configured_names_are_checked_before_anything_is_made():
         check_configured(["tcp"], ())
 
 
-def test_the_default_is_all_that_are_registered():
-    assert names() == TRANSPORTS
+def test_the_default_is_all_that_need_no_other_library():
+    assert [name for name in names() if not transport_class(name).capabilities.needs_library] == list(TRANSPORTS)
+    assert names()[len(TRANSPORTS) :] == ("nixl", "mooncake")

@@ -89,6 +89,8 @@ class Capabilities:
     """It reaches peers of other hosts, at the addresses that are configured; without any it is left out."""
     needs_registration: bool = False
     """It touches only memory that it was told of by `Transport.register`."""
+    needs_library: bool = False
+    """It is offered only where a library that is not ours is installed and works; it says so by Unavailable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.transports.base import Peer, TransferError, Transport, TransportOptions, Unavailable
 from transfer.transports.cma import CmaTransport
 from transfer.transports.cuda.ipc import CudaIpcTransport
+from transfer.transports.libraries.mooncake import MooncakeTransport
+from transfer.transports.libraries.nixl import NixlTransport
 from transfer.transports.memory import Memory
 from transfer.transports.shm import ShmTransport
 from transfer.transports.tcp import TcpTransport
@@ -31,12 +33,12 @@ def register(transport: type[Transport]) -> None:
         raise ValueError(f"transport {transport.name} is {known.__qualname__} already")
 
 
-for _transport in (CudaIpcTransport, CmaTransport, ShmTransport, TcpTransport):
+for _transport in (CudaIpcTransport, CmaTransport, ShmTransport, TcpTransport, NixlTransport, MooncakeTransport):
     register(_transport)
 
 
 def names() -> tuple[str, ...]:
-    """All there are, in the order in which they are tried by default."""
+    """All there are; those that are tried by default come first, in that order."""
     return tuple(_registered)
 
 
@@ -77,13 +79,20 @@ def check_configured(transports: Sequence[str], hosts: Sequence[str]) -> None:
 def make_transports(of: Sequence[str], memory: Memory, options: TransportOptions) -> Transports:
     """The transports of these names that serve this memory, preferred in this order.
 
-    One that cannot use what is registered is left out, with a line in the log. Raises TransferError for an unknown
-    name, and where one cannot work with these options.
+    One that cannot use what is registered, or whose library is missing, is left out, with a line in the log. Raises
+    TransferError for an unknown name, and where one cannot work with these options.
     """
     made: list[Transport] = []
     try:
         for name in serving(of, device=options.driver is not None, hosts=options.hosts):
-            made.append(transport_class(name).make(memory, options))
+            kind = transport_class(name)
+            try:
+                made.append(kind.make(memory, options))
+            except Unavailable as error:
+                if not kind.capabilities.needs_library:
+                    raise
+                log_once(f"transfer.library:{name}", "transport %s is left out: %s", name, error, logger=logger)
+                continue
             if not made[-1].capabilities.needs_registration:
                 continue
             try:

@@ -27,7 +27,8 @@ from transfer.transports.tls import Tls
 from transfer.transports.vectors import Vector, read_process
 
 READV, RAW_TCP = "process_vm_readv", "sendall/recv_into"
-LIMITS = {"cma": READV, "shm": MEMCPY, "tcp": RAW_TCP, TLS: "tcp"}
+LIMITS = {"cma": READV, "shm": MEMCPY, "tcp": RAW_TCP, TLS: "tcp", "nixl": "", "mooncake": ""}
+"""Nothing here is the limit of a library."""
 SMALL_LIMITS = {"cma": READV, "shm": RAW_TCP, "tcp": RAW_TCP}
 
 Quantiles = Mapping[str, tuple[float, float]]

@@ -1,0 +1,120 @@
+"""The transports on NIXL and on Mooncake's Transfer Engine; skipped, and loudly, where these are not installed."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+from certificates import CAN_MAKE, make_certificate
+
+from transfer.control.handshake import Identity
+from transfer.testing.conformance import TransportConformance
+from transfer.testing.memory import Buffer, int64
+from transfer.testing.waiting import outcome_of
+from transfer.transports import registry
+from transfer.transports.base import TransferError, TransportOptions
+from transfer.transports.libraries.mooncake import MooncakeTransport
+from transfer.transports.libraries.nixl import NixlTransport
+from transfer.transports.memory import Memory
+from transfer.transports.tls import Tls
+
+MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
+
+
+def need(name):
+    try:
+        importlib.import_module(MODULES[name])
+    except (ImportError, OSError) as error:
+        pytest.skip(f"NOT TESTED: transport {name} needs its library, see tests/requirements/{name}.txt ({error})")
+
+
+class TestNixl(TransportConformance):
+    transport = NixlTransport
+
+    @pytest.fixture
+    def options(self):
+        return {"lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
+
+    @pytest.fixture(autouse=True)
+    def installed(self):
+        need("nixl")
+
+
+class TestMooncake(TransportConformance):
+    transport = MooncakeTransport
+
+    @pytest.fixture
+    def options(self):
+        return {"lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
+
+    @pytest.fixture(autouse=True)
+    def installed(self):
+        need("mooncake")
+
+
+@pytest.fixture(params=MODULES)
+def name(request):
+    return request.param
+
+
+def test_it_is_loaded_only_where_it_is_configured(name):
+    script = f"""
+import sys
+from transfer.control.handshake import Identity
+from transfer.transports.base import TransportOptions
+from transfer.transports.memory import Memory
+from transfer.transports.registry import check_configured, make_transports
+check_configured(["{name}", "tcp"], ["127.0.0.1"])
+make_transports(["cuda_ipc", "cma", "shm", "tcp"], Memory(), TransportOptions(Identity())).close()
+assert not [name for name in sys.modules if name.partition(".")[0] in ("nixl", "nixl_cu12", "mooncake")]
+maps = open("/proc/self/maps").read()
+assert "libucp" not in maps and "mooncake/engine" not in maps
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300, cwd="/")
+
+
+def test_where_it_is_not_installed_another_is_taken_with_one_line(name, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, MODULES[name], None)
+    for _ in range(2):
+        with registry.make_transports([name, "tcp"], Memory(), TransportOptions(Identity())) as made:
+            assert list(made.listen()) == ["tcp"]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"transport {name} is left out: ")
+    assert line.endswith(f": pip install 'mooncake-connector[{name}]', or its wheel that fits this machine")
+
+
+@pytest.mark.skipif(not CAN_MAKE, reason="NOT TESTED: certificates are made with openssl")
+def test_where_tls_is_configured_it_is_left_out_since_it_does_not_encrypt(name, tmp_path, caplog):
+    options = TransportOptions(Identity(), tls=Tls(**make_certificate(tmp_path)))
+    with registry.make_transports([name, "tcp"], Memory(), options) as made:
+        assert list(made.listen()) == ["tcp"]
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [f"transport {name} is left out: it does not encrypt, and TLS is configured"]
+
+
+def test_it_takes_its_turn_in_the_order_of_the_configuration(name):
+    need(name)
+    source, target, here, there = Buffer(70_000, seed=1), Buffer(70_000), Memory(), Memory()
+    here.register(source.address, source.nbytes)
+    there.register(target.address, target.nbytes)
+    options = TransportOptions(Identity())
+    for order in ([name, "tcp"], ["tcp", name]):
+        target.bytes[:] = 0
+        grant = there.grant(int64(target.address), int64(target.nbytes))
+        with (
+            registry.make_transports(order, here, options) as near,
+            registry.make_transports(order, there, options) as far,
+        ):
+            peer = near.connect(far.listen(), deadline_s=60)
+            assert peer.transport == order[0]
+            write = peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=120)
+            assert outcome_of(write).ok and (target.bytes == source.bytes).all()
+
+
+def test_what_is_no_origin_is_refused(name):
+    need(name)
+    kind = registry.transport_class(name)
+    with kind(Memory()) as transport:
+        for origin in (b"", b"\xff" * 40):
+            with pytest.raises(TransferError):
+                transport.reader.meet(origin)
