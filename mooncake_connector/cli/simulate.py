@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
@@ -16,26 +18,32 @@ from mooncake_connector.cli.sweep_plot import draw, need_matplotlib
 from mooncake_connector.kv.identity.shape import ITEMSIZES, read_shape
 from mooncake_connector.sizes import human_nbytes, parse_nbytes
 from store_client.embedded.policies import POLICIES
-from store_client.simulation.sweep import Outcome, advice, sweep
+from store_client.simulation.sweep import Outcome, advice, all_pages_nbytes, sweep
 from store_client.simulation.traces import read_trace
 
 _MOST_SIZES = 32
 
 
-def _typed_sizes(text: str) -> list[int]:
-    """ "8GiB..512GiB" by doubling, or "8GiB,24GiB"."""
+def _typed_sizes(text: str) -> list[int | Fraction]:
+    """ "8GiB..512GiB" by doubling, or "8GiB,24GiB", or "5%,10%" of all different pages of the trace."""
+    sizes: list[int | Fraction] = []
     try:
         if ".." in text:
             low, high = map(parse_nbytes, text.split("..", 1))
-            sizes = [low << i for i in range(_MOST_SIZES) if low << i <= high] if low else []
+            sizes += [low << i for i in range(_MOST_SIZES) if low << i <= high] if low else []
         else:
-            sizes = sorted({parse_nbytes(part) for part in text.split(",")})
+            sizes += dict.fromkeys(map(_typed_size, text.split(",")))
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: {error}", param_hint="--capacity") from None
-    if not sizes or not sizes[0] or len(sizes) > _MOST_SIZES:
-        wanted = f"expected a range such as 8GiB..512GiB, or up to {_MOST_SIZES} sizes"
+    if not sizes or not all(sizes) or len(sizes) > _MOST_SIZES:
+        wanted = f"expected a range such as 8GiB..512GiB, or up to {_MOST_SIZES} sizes, or shares such as 5%,10%"
         raise typer.BadParameter(f"{text!r}: {wanted}", param_hint="--capacity")
     return sizes
+
+
+def _typed_size(text: str) -> int | Fraction:
+    share = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*%\s*", text)
+    return parse_nbytes(text) if share is None else Fraction(share[1]) / 100
 
 
 def simulate(
@@ -46,7 +54,7 @@ def simulate(
         Path, typer.Option("--model", metavar="DIR", parser=typed_path, help="The model's folder, or its config.json.")
     ],
     capacity: Annotated[
-        str, typer.Option(metavar="SIZES", help="Of the pool: a range, doubled, or sizes with commas.")
+        str, typer.Option(metavar="SIZES", help="A range, doubled; sizes; or shares of the trace's pages, as 5%.")
     ] = "8GiB..512GiB",
     policy: Annotated[str, typer.Option(metavar="|".join((*POLICIES, "all")), help="Which policy.")] = "all",
     kv_dtype: Annotated[
@@ -75,9 +83,11 @@ def simulate(
         raise typer.BadParameter(f"{kv_dtype!r} is none of {', '.join(ITEMSIZES)}", param_hint="--kv-dtype")
     if plot is not None:
         need_matplotlib()
-    sizes = _typed_sizes(capacity)
+    wanted = _typed_sizes(capacity)
     token_nbytes = read_shape(model).page_format(1, kv_dtype).nbytes
     seen = read_trace(trace)
+    whole = all_pages_nbytes(seen, token_nbytes)
+    sizes = sorted({size if isinstance(size, int) else max(1, int(size * whole)) for size in wanted})
     policies = list(POLICIES) if policy == "all" else [policy]
     outcomes = sweep(seen, policies, sizes, token_nbytes, os.cpu_count() or 1, _progress)
     if plot is not None:

@@ -58,10 +58,15 @@ class Evictor:
         """Evict what is needed and at least 1% of the pool, so that the cost of choosing is shared by many puts."""
         table, policy = self._table, self._policy()
         at_least = max(granules, table.capacity_granules // 100)
-        uses, used = table.uses(table.access), table.last_uses
+        end = table.end_of_slots()
+        access = table.access[:end].copy()
+        uses, used = table.uses(access), table.used_at(access)
         # A time that lies ahead (see `now_ns`) must neither spare a page for ever nor be worth less than an old one.
-        used[used > now_ns()] = max(0, started_ns - 1)
-        pages = Candidates(used, uses.copy(), table.parent, table.depth, table.granules, table.pages)
+        ahead = used > now_ns()
+        if ahead.any():
+            used[ahead] = max(0, started_ns - 1)
+        columns = table.parent[:end], table.depth[:end], table.granules[:end]
+        pages = Candidates(used, uses.copy(), *columns, table.pages)
         victims = policy.victims(pages, at_least, max(slots, 1), started_ns, now_ns())
         policy.evicted(victims, table.hashes_of(victims))
         spent = np.flatnonzero(pages.uses != uses)

@@ -370,7 +370,12 @@ class Table:
     @property
     def last_uses(self) -> U64:
         """The time of last use of each page: a copy, without what else is noted in `access`."""
-        return self.access & ~np.uint64(_HINTS)
+        return self.used_at(self.access)
+
+    @staticmethod
+    def used_at(access: U64) -> U64:
+        """The times of last use, out of `access`."""
+        return access & ~np.uint64(_HINTS)
 
     def uses(self, access: U64) -> U8:
         """How often each page was used since it was stored, from its time of last use; at most MOST_USES."""
@@ -446,3 +451,8 @@ class Table:
         """Slots that hold a page. NumPy searches a copy: it goes over what it searches twice, and raises where another
         process changed it in between."""
         return np.flatnonzero(self.granules != 0)
+
+    def end_of_slots(self) -> int:
+        """Behind the last slot that holds a page: low ones are taken first, so most tables are empty from there on."""
+        slots = self.live_slots()
+        return int(slots[-1]) + 1 if len(slots) else 0

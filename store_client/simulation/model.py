@@ -11,6 +11,7 @@ import numpy as np
 
 from store_client.embedded.allocator import FreeRuns, as_runs
 from store_client.embedded.arena import GRANULE
+from store_client.embedded.folder import pages_for
 from store_client.embedded.names import U8, U32, U64
 from store_client.embedded.policies import POLICIES, Arrivals, Candidates, Hints
 from store_client.embedded.space import put_batch
@@ -20,15 +21,13 @@ _TRIES = 3
 
 
 class ModelPool:
-    """A pool of `capacity_nbytes` that evicts by `policy`, for pages of one size.
+    """A pool of `capacity_nbytes` that evicts by `policy`, for pages of one size, of which there are `num_pages`."""
 
-    `slots`: places in its table; as many as there is room for pages where it is not said.
-    """
-
-    def __init__(self, policy: str, capacity_nbytes: int, page_nbytes: int, slots: int | None = None) -> None:
+    def __init__(self, policy: str, capacity_nbytes: int, page_nbytes: int, num_pages: int) -> None:
         self._granules = capacity_nbytes // GRANULE
         self._page_granules = -(-page_nbytes // GRANULE)
-        slots = slots if slots is not None else max(1, self._granules // self._page_granules)
+        max_pages = pages_for(capacity_nbytes)
+        slots = max(1, min(max_pages, self._granules // self._page_granules, num_pages))
         self._access: U64 = np.zeros(slots, dtype=np.uint64)
         self._uses: U8 = np.zeros(slots, dtype=np.uint8)
         self._parent: U32 = np.full(slots, NONE, dtype=np.uint32)
@@ -39,7 +38,7 @@ class ModelPool:
         self._slots: dict[int, int] = {}
         self._space = FreeRuns(as_runs([(0, self._granules)]))
         self._places = FreeRuns(as_runs([(0, slots)]))
-        self._policy = POLICIES[policy](Hints(None, slots))
+        self._policy = POLICIES[policy](Hints(None, slots, max_pages))
         self._batch = put_batch(page_nbytes)
         self.evicted = 0
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 
+from mooncake_connector.errors import MooncakeConnectorError
+from store_client.embedded.arena import GRANULE
 from store_client.simulation.model import ModelPool
 from store_client.simulation.traces import Trace
 
@@ -34,7 +37,7 @@ class Outcome:
 
 def simulate(trace: Trace, policy: str, capacity_nbytes: int, token_nbytes: int) -> Outcome:
     """Run the trace against a model pool of this size, for a model whose KV takes `token_nbytes` a token."""
-    pool = ModelPool(policy, capacity_nbytes, trace.page_tokens * token_nbytes)
+    pool = ModelPool(policy, capacity_nbytes, trace.page_tokens * token_nbytes, trace.num_pages)
     pages = hit_pages = tokens = hit_tokens = 0
     for request in trace.requests:
         hit = pool.request(_START_NS + request.at_ns, request.pages)
@@ -45,19 +48,48 @@ def simulate(trace: Trace, policy: str, capacity_nbytes: int, token_nbytes: int)
     return Outcome(policy, capacity_nbytes, pages, hit_pages, tokens, hit_tokens, pool.evicted)
 
 
+def all_pages_nbytes(trace: Trace, token_nbytes: int) -> int:
+    """The capacity in which every page of the trace stays."""
+    return trace.num_pages * -(-trace.page_tokens * token_nbytes // GRANULE) * GRANULE
+
+
+class _Worker:
+    """A process of a sweep: it has the trace from its parent by the fork, not as a copy for each run."""
+
+    trace: Trace
+
+    @classmethod
+    def begin(cls, trace: Trace) -> None:
+        cls.trace = trace
+
+    @classmethod
+    def simulate(cls, policy: str, capacity_nbytes: int, token_nbytes: int) -> Outcome:
+        return simulate(cls.trace, policy, capacity_nbytes, token_nbytes)
+
+
 def sweep(
     trace: Trace, policies: Sequence[str], capacities: Sequence[int], token_nbytes: int, processes: int,
     report: Callable[[int, int], None] | None = None,
 ) -> list[Outcome]:
-    """`simulate` for all, in so many processes; by policy and size. `report` is told how many are done, of how many."""
+    """`simulate` for all, in so many processes; by policy and size. `report` is told how many are done, of how many.
+
+    Raises MooncakeConnectorError where a process is killed, as for want of memory.
+    """
     wanted = [(policy, capacity) for policy in policies for capacity in capacities]
     found: dict[tuple[str, int], Outcome] = {}
-    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
-        futures = {pool.submit(simulate, trace, *each, token_nbytes): each for each in wanted}
-        for future in as_completed(futures):
-            found[futures[future]] = future.result()
-            if report is not None:
-                report(len(found), len(wanted))
+    processes = min(processes, len(wanted))
+    try:
+        with ProcessPoolExecutor(processes, get_context("fork"), _Worker.begin, (trace,)) as pool:
+            futures = {pool.submit(_Worker.simulate, *each, token_nbytes): each for each in wanted}
+            for future in as_completed(futures):
+                found[futures[future]] = future.result()
+                if report is not None:
+                    report(len(found), len(wanted))
+    except (BrokenProcessPool, MemoryError):
+        raise MooncakeConnectorError(
+            f"a process of the simulation was killed after {len(found)} of {len(wanted)} runs: for want of memory, "
+            "probably; name fewer sizes, or a shorter trace"
+        ) from None
     return [found[each] for each in wanted]
 
 

@@ -8,14 +8,21 @@ last may be a part. A recording of a pool begins with a line that says how many 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from mooncake_connector.errors import MooncakeConnectorError
 
 MOONCAKE_BLOCK_TOKENS = 512
 KIND = "mooncake-connector-recording"
+_LONGEST_LINE = 64 << 20
+_LATEST_MS = 4 * 10**12
+"""Unix time until 2096: the time between two requests stays within 63 bits of nanoseconds."""
+_MOST_TOKENS, _MOST_PAGE_TOKENS = 1 << 40, 1 << 20
+_MS = 10**6
 
 
 class TraceError(MooncakeConnectorError):
@@ -28,19 +35,16 @@ class Request:
     """Since the first request."""
     tokens: int
     """Of the prompt."""
-    pages: tuple[int, ...]
-    """Names of its pages, 64 bits each."""
+    pages: Sequence[int]
+    """Names of its pages, 64 bits each, all different."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     page_tokens: int
     requests: tuple[Request, ...]
-
-    @property
-    def num_pages(self) -> int:
-        """Different pages."""
-        return len({page for request in self.requests for page in request.pages})
+    num_pages: int
+    """Different pages."""
 
 
 def read_trace(path: Path) -> Trace:
@@ -50,26 +54,47 @@ def read_trace(path: Path) -> Trace:
     for number, entry in _entries(path):
         if number == 1 and entry.get("kind") == KIND:
             said = entry.get("page_tokens")
-            if not isinstance(said, int) or said < 1:
+            if not isinstance(said, int) or not 1 <= said <= _MOST_PAGE_TOKENS:
                 raise TraceError(f"{path}, line 1: page_tokens is {said!r}: expected a number of tokens")
             page_tokens = said
             continue
         found.append(_request(path, number, entry))
     if not found:
         raise TraceError(f"{path} has no requests: expected lines of JSON with timestamp, input_length and hash_ids")
-    found.sort(key=lambda request: request.at_ns)
-    first = found[0].at_ns
-    return Trace(page_tokens, tuple(Request(each.at_ns - first, each.tokens, each.pages) for each in found))
+    requests = tuple(_spread_out(found))
+    return Trace(page_tokens, requests, len({page for request in requests for page in request.pages}))
+
+
+def _spread_out(requests: list[Request]) -> Iterator[Request]:
+    """In the order of time, from 0 on. Those of one instant are spread over the smallest time between two instants.
+
+    Some traces round times to seconds: hundreds of prompts that are there at once would use each other's pages, or
+    keep them in use, as they did not in fact.
+    """
+    requests.sort(key=lambda request: request.at_ns)
+    instants = sorted({request.at_ns for request in requests})
+    step_ns = min((later - sooner for sooner, later in pairwise(instants)), default=_MS)
+    for at_ns, together in groupby(requests, key=lambda request: request.at_ns):
+        group = list(together)
+        for number, request in enumerate(group):
+            yield Request(at_ns - instants[0] + number * step_ns // len(group), request.tokens, request.pages)
 
 
 def _entries(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
     with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
+        number = 0
+        while line := file.readline(_LONGEST_LINE):
+            number += 1
             if not line.strip():
                 continue
+            whole = line.endswith("\n")
+            if not whole and len(line) == _LONGEST_LINE:
+                raise TraceError(f"{path}, line {number} has over {_LONGEST_LINE:,} characters: is this a trace?")
             try:
                 entry = json.loads(line)
             except (ValueError, RecursionError) as error:
+                if not whole and number > 1:  # what a recorder was writing when it was killed, or the disk was full
+                    return
                 raise TraceError(f"{path}, line {number} is no JSON ({error}): is this a trace?") from None
             if not isinstance(entry, dict):
                 raise TraceError(f"{path}, line {number} is no object: is this a trace?")
@@ -77,18 +102,25 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
 
 
 def _request(path: Path, number: int, entry: dict[str, object]) -> Request:
-    at_ms, tokens, pages = entry.get("timestamp"), entry.get("input_length"), entry.get("hash_ids")
-    if isinstance(at_ms, int | float) and isinstance(tokens, int) and isinstance(pages, list):
-        names = [page for page in pages if isinstance(page, int)]
-        if len(names) == len(pages):
-            return Request(int(at_ms * 1e6), tokens, tuple(map(_spread, names)))
+    at_ms, tokens, names = entry.get("timestamp"), entry.get("input_length"), entry.get("hash_ids")
+    if (
+        isinstance(at_ms, int | float) and -_LATEST_MS <= at_ms <= _LATEST_MS
+        and isinstance(tokens, int) and 0 <= tokens <= _MOST_TOKENS
+        and isinstance(names, list) and all(isinstance(name, int) for name in names)
+    ):  # fmt: skip
+        if len(set(names)) == len(names):
+            return Request(int(at_ms * _MS), tokens, array("Q", map(_mix, names)))
+        raise TraceError(
+            f"{path}, line {number}: hash_ids names a block twice: expected names that stand for a block and all that "
+            "is before it, of which a prompt cannot have one twice"
+        )
     raise TraceError(
         f"{path}, line {number}: expected timestamp (milliseconds), input_length (tokens) and hash_ids (a list of "
         f"numbers); it has {', '.join(sorted(map(str, entry))) or 'nothing'}"
     )
 
 
-def _spread(number: int) -> int:
+def _mix(number: int) -> int:
     """A 64-bit hash of it: names count up in some traces, and the store's policies sample by bits."""
     mixed = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF

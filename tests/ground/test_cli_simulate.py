@@ -55,6 +55,17 @@ def test_json_has_the_figures_of_one_policy_and_more_memory_finds_more(files):
     assert large["prefill_saved_s"] == pytest.approx(large["hit_tokens"] / 1000, abs=0.1)
 
 
+def test_shares_are_of_the_trace_s_different_pages(files):
+    result = simulate(files, "--capacity", "50%,2.5%,100%,1MiB", "--policy", "lru", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    pages = 20 * 4 + 60  # nearly: of the prefixes, those that came
+    assert found[0]["capacity_nbytes"] == 1 << 20
+    assert pages * 0.9 * 512 * 1024 <= found[-1]["capacity_nbytes"] <= pages * 512 * 1024
+    assert found[-2]["capacity_nbytes"] * 2 == found[-1]["capacity_nbytes"]
+    assert found[-1]["evicted_pages"] == 0 < found[-2]["evicted_pages"]
+
+
 def test_the_picture_is_a_png(files, tmp_path):
     picture = tmp_path / "sizes.png"
     result = simulate(files, "--capacity", "8MiB..32MiB", "--plot", str(picture))
@@ -75,6 +86,8 @@ def test_without_matplotlib_a_picture_is_an_error_that_says_what_to_install(file
     [
         (["--capacity", "lots"], "expected an integer with an optional unit"),
         (["--capacity", "64MiB..8MiB"], "expected a range such as"),
+        (["--capacity", "0%"], "expected a range such as"),
+        (["--capacity", "1%..5%"], "expected an integer with an optional unit"),
         (["--policy", "fifo"], "is none of lru"),
         (["--kv-dtype", "int3"], "is none of bfloat16"),
     ],

@@ -3,18 +3,25 @@
 import os
 import random
 import signal
+import time
 
 import numpy as np
 import pytest
+from long_form import LONG
+from simulated.waiting import wait_for
 from store.audit import audit
 from store.pools import data_folder, inside, run, space_in
+from store.test_kills import Crew
 
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Put
 from store_client.embedded import table
 from store_client.embedded.policies import DEFAULT_POLICY, POLICIES, Arrivals, Candidates, Hints
+from store_client.embedded.policies.hints import BINS, TURNS, USES
+from store_client.embedded.policies.returns import Worth
+from store_client.embedded.policies.sample import classes_of
 from store_client.embedded.table import MOST_USES, NONE
-from store_client.testing import chain, get_page, put_chain
+from store_client.testing import DEADLINE_S, chain, get_page, put_chain
 
 CAPACITY = 1 << 20
 policies = pytest.mark.parametrize("name", sorted(POLICIES))
@@ -72,6 +79,30 @@ def test_no_page_goes_before_its_descendants_nor_what_is_in_use(name, seed):
         if slot not in gone and pages.access[slot] < used_before and not kept_children(pages, gone, slot)
     ], "it stopped early"  # fmt: skip
     assert freed - int(pages.granules[victims[-1:]].sum()) < wanted, "it went on too long"
+
+
+@policies
+def test_small_pages_go_in_any_number_to_make_room_for_a_large_one(name):
+    """Most of the space is a few pages' that were used just now, and what goes first is small."""
+    slots = 2000
+    granules = np.ones(slots, dtype=np.uint32)
+    granules[-100:] = 400
+    access = np.arange(1, slots + 1, dtype=np.uint64)
+    unlinked, roots = np.full(slots, NONE, dtype=np.uint32), np.zeros(slots, dtype=np.uint32)
+    pages = Candidates(access, np.zeros(slots, dtype=np.uint8), unlinked, roots, granules, slots)
+    policy, hints = POLICIES[name], Hints(None, slots)
+    hints.entered[:] = np.arange(slots)
+    victims = policy(hints).victims(pages, 1500, 1, 1901, 5000)
+    assert int(granules[victims].sum()) == 1500
+
+
+def test_a_page_alone_is_worth_what_it_is_among_others():
+    rng = np.random.default_rng(7)
+    pages = random_pages(rng, 400)
+    pages.access[:] = rng.integers(1, 1 << 50, 400)
+    pages.access[:40] = (1 << 50) - rng.integers(0, 1 << 30, 40).astype(np.uint64)
+    worth = Worth(rng.random((TURNS * USES, BINS)), classes_of(pages.uses, pages.uses), pages, 1 << 50)
+    assert [worth.one(slot) for slot in range(400)] == pytest.approx(worth.all(np.arange(400)).tolist())
 
 
 @policies
@@ -174,6 +205,44 @@ def test_a_pool_of_a_version_without_policies_keeps_its_pages_and_is_lru(pool):
         assert not pages.uses(pages.access[pages.live_slots()]).any()
         for i in range(30):
             assert put_chain(space_in(store), chain(f"{i}", 2)) == [Put.STORED] * 2
+        audit(store)
+
+
+def audit_links(store):
+    """Nothing outlives what it hangs on, nor comes before it."""
+    pool = inside(store)
+    with pool.writer.locked(time.monotonic() + DEADLINE_S):
+        pages, live = pool.table, pool.table.live_slots()
+        linked = live[pages.parent[live] < pages.max_pages]
+        parents = pages.parent[linked].astype(np.int64)
+        assert (pages.granules[parents] > 0).all() and (pages.depth[parents] < pages.depth[linked]).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["s3-fifo", "auto"])
+def test_processes_killed_at_random_while_they_decide_leave_a_sound_pool_that_evicts_by_its_policy(
+    pool, monkeypatch, tmp_path, name
+):
+    """Several write more than the pool holds, so at most moments one of them is choosing pages, or noting new ones."""
+    report, rng = tmp_path / "wrong", random.Random(6)
+    monkeypatch.setenv("WRONG_BYTES_FILE", str(report))
+    with EmbeddedStore(pool, CAPACITY, eviction=name) as store:
+        space, crew = space_in(store, "later"), Crew(pool, ["evict", "write", "mix", "receive"])
+        try:
+            for _ in range(400 if LONG else 12):
+                was = store.stats().evicted_pages
+                wait_for(lambda was=was: store.stats().evicted_pages > was)
+                for victim in rng.sample(range(4), rng.randint(1, 3)):
+                    crew.kill(victim)
+                assert not report.exists(), report.read_text()
+                audit(store, idle=False)
+                audit_links(store)
+        finally:
+            crew.stop()
+        assert store.eviction == name
+        audit(store)
+        for i in range(20):
+            assert put_chain(space, chain(f"later {i}", 2)) == [Put.STORED] * 2
         audit(store)
 
 

@@ -1,13 +1,17 @@
 """The simulator against the store: the same traffic, hit by hit, for every policy."""
 
 import json
+import os
+import signal
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
-from store.pools import inside, space_in
+from store.pools import space_in
 from store.traces import agents, chat, documents
 
+from mooncake_connector.errors import MooncakeConnectorError
 from store_client import EmbeddedStore
 from store_client.embedded import evictor, ledger, table, writer
 from store_client.embedded.names import hash_key
@@ -29,7 +33,7 @@ def test_the_simulator_finds_what_the_store_finds_hit_by_hit(pool, monkeypatch, 
     content = np.zeros(NBYTES, dtype=np.uint8)
     with EmbeddedStore(pool, CAPACITY, eviction=policy) as store:
         space = space_in(store)
-        model = ModelPool(policy, CAPACITY, NBYTES, slots=inside(store).table.max_pages)
+        model = ModelPool(policy, CAPACITY, NBYTES, len(names))
         real, simulated = [], []
         begun_ns = table.now_ns()
         for at, blocks in TRACES[shape]:
@@ -82,7 +86,13 @@ def test_a_mooncake_trace_is_read_and_only_full_tokens_count(tmp_path):
         ("[1]\n", "line 1 is no object"),
         ('{"timestamp": 1}\n', "expected timestamp"),
         ('{"timestamp": 1, "input_length": 5, "hash_ids": ["a"]}\n', "expected timestamp"),
+        ('{"timestamp": NaN, "input_length": 5, "hash_ids": [1]}\n', "expected timestamp"),
+        ('{"timestamp": 1e18, "input_length": 5, "hash_ids": [1]}\n', "expected timestamp"),
+        ('{"timestamp": 1, "input_length": -5, "hash_ids": [1]}\n', "expected timestamp"),
+        ('{"timestamp": 1, "input_length": 5, "hash_ids": [1, 2, 1]}\n', "names a block twice"),
+        ('{"timestamp": 1, "input_length": 5', "line 1 is no JSON"),
         ('{"kind": "mooncake-connector-recording", "page_tokens": "x"}\n', "page_tokens is 'x'"),
+        ('{"kind": "mooncake-connector-recording", "page_tokens": 1e9}\n', "page_tokens is"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_line(tmp_path, text, said):
@@ -90,6 +100,40 @@ def test_what_is_no_trace_is_refused_with_its_line(tmp_path, text, said):
     file.write_text(text)
     with pytest.raises(TraceError, match=said):
         read_trace(file)
+
+
+def test_prompts_of_one_instant_are_spread_to_the_next(tmp_path):
+    requests = [(3.0, [1]), (0.0, [2]), (9.0, [3]), (3.0, [4]), (3.0, [5]), (9.0, [6])]
+    trace = read_trace(written(tmp_path, mooncake(requests)))
+    assert [request.at_ns // 10**6 for request in trace.requests] == [0, 3000, 4000, 5000, 9000, 10500]
+    together = read_trace(written(tmp_path, mooncake([(5.0, [1]), (5.0, [2])])))
+    assert [request.at_ns for request in together.requests] == [0, 500_000]
+
+
+def test_a_line_that_was_not_finished_is_left_out(tmp_path):
+    file = written(tmp_path, mooncake(TRACES["chat"]))
+    whole = read_trace(file)
+    file.write_bytes(file.read_bytes()[:-20])
+    assert len(read_trace(file).requests) == len(whole.requests) - 1
+
+
+def test_a_file_that_is_one_long_line_is_not_read_to_its_end():
+    with pytest.raises(TraceError, match=r"line 1 has over 67,108,864 characters"):
+        read_trace(Path("/dev/zero"))
+
+
+@policies
+def test_a_pool_of_one_page_and_one_of_none_are_simulated(tmp_path, policy):
+    trace = read_trace(written(tmp_path, mooncake([(i, [i % 3 // 2, 10 + i]) for i in range(30)])))
+    one, none = (simulate(trace, policy, capacity, 1024) for capacity in (512 << 10, 100 << 10))
+    assert one.evicted_pages > 0 and none.evicted_pages == none.hit_pages == 0
+
+
+def test_a_run_that_is_killed_is_an_error_that_says_why(tmp_path, monkeypatch):
+    trace = read_trace(written(tmp_path, mooncake(TRACES["chat"])))
+    monkeypatch.setattr(ModelPool, "request", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(MooncakeConnectorError, match="was killed after 0 of 2 runs: for want of memory"):
+        sweep(trace, ["lru"], [1 << 20, 2 << 20], 1024, 2)
 
 
 @policies

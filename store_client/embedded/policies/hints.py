@@ -32,9 +32,9 @@ def _num_ghosts(max_pages: int) -> int:
     return min(_MOST_GHOSTS, 1 << max(10, (max_pages - 1).bit_length() - 2))
 
 
-def _layout(max_pages: int) -> list[tuple[str, str, int]]:
+def _layout(num_slots: int, max_pages: int) -> list[tuple[str, str, int]]:
     """Name, type and length of each array, widest first."""
-    slots, ghosts, classes = -(-max_pages // 8) * 8, _num_ghosts(max_pages), TURNS * USES * BINS
+    slots, ghosts, classes = -(-num_slots // 8) * 8, _num_ghosts(max_pages), TURNS * USES * BINS
     return [
         ("header", "<u8", _HEADER_WORDS), ("ghosts", "<u8", ghosts), ("track_print", "<u8", TRACKED),
         ("track_used", "<u8", TRACKED), ("returned", "<f8", classes), ("lost", "<f8", classes),
@@ -46,11 +46,18 @@ def _layout(max_pages: int) -> list[tuple[str, str, int]]:
 
 def hints_nbytes(max_pages: int) -> int:
     """Size of the hints of a pool with room for so many pages: 8 bytes each, and up to 2.7 MiB."""
-    return sum(np.dtype(dtype).itemsize * count for _, dtype, count in _layout(max_pages))
+    return _nbytes(_layout(max_pages, max_pages))
+
+
+def _nbytes(layout: list[tuple[str, str, int]]) -> int:
+    return sum(np.dtype(dtype).itemsize * count for _, dtype, count in layout)
 
 
 class Hints:
-    """The arrays in `memory`, `hints_nbytes` long, zeros to begin with; None: in memory of their own."""
+    """The arrays in `memory`, `hints_nbytes` long, zeros to begin with; None: in memory of their own.
+
+    `num_slots`: as in the page table; `max_pages` where the pool has room for more pages than are used of it.
+    """
 
     header: U64
     ghosts: U64
@@ -74,14 +81,15 @@ class Hints:
     lost: F64
     """Pages that fell out of the sample before."""
 
-    def __init__(self, memory: mmap.mmap | None, max_pages: int) -> None:
-        buffer: Any = bytearray(hints_nbytes(max_pages)) if memory is None else memory
+    def __init__(self, memory: mmap.mmap | None, num_slots: int, max_pages: int | None = None) -> None:
+        layout = _layout(num_slots, max_pages or num_slots)
+        buffer: Any = bytearray(_nbytes(layout)) if memory is None else memory
         at = 0
-        for name, dtype, count in _layout(max_pages):
+        for name, dtype, count in layout:
             array = np.frombuffer(buffer, dtype=dtype, count=count, offset=at)
             at += array.nbytes
             of_slots = name in ("entered", "tracked", "queue", "turn")
-            setattr(self, name, array.reshape(-1, BINS) if dtype == "<f8" else array[:max_pages] if of_slots else array)
+            setattr(self, name, array.reshape(-1, BINS) if dtype == "<f8" else array[:num_slots] if of_slots else array)
 
     def next_number(self, word: int, count: int) -> int:
         """Numbers from here on, `count` of them, nobody else's."""

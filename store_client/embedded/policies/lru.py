@@ -1,9 +1,20 @@
 """Least recently used first."""
 
-import numpy as np
-
-from store_client.embedded.names import Slots
+from store_client.embedded.names import U64, Slots
 from store_client.embedded.policies.base import Candidates, Policy, lowest_first
+
+
+class Recency:
+    """The rank of a page is its last use."""
+
+    def __init__(self, pages: Candidates) -> None:
+        self._access, self._one = pages.access, pages.access.data
+
+    def all(self, slots: Slots) -> U64:
+        return self._access[slots]
+
+    def one(self, slot: int) -> float:
+        return float(self._one[slot])
 
 
 class Lru(Policy):
@@ -12,5 +23,4 @@ class Lru(Policy):
     name = "lru"
 
     def victims(self, pages: Candidates, granules: int, count: int, used_before_ns: int, now_ns: int) -> Slots:
-        alike = np.broadcast_to(np.uint8(0), len(pages.access))
-        return lowest_first(pages, granules, count, used_before_ns, lambda slots: pages.access[slots], alike)
+        return lowest_first(pages, granules, count, used_before_ns, Recency(pages))

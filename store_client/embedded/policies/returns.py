@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from store_client.embedded.names import U64, Slots
+from store_client.embedded.names import U8, U64, Slots
 from store_client.embedded.policies.base import Arrivals, Candidates, Policy, lowest_first
 from store_client.embedded.policies.ghosts import Ghosts
 from store_client.embedded.policies.hints import BINS, F64, TURNS, USES, Hints
-from store_client.embedded.policies.sample import EDGES, Sample, bins_of, classes_of
+from store_client.embedded.policies.lru import Recency
+from store_client.embedded.policies.sample import EDGE_LIST, EDGES, Sample, bin_of, bins_of, classes_of
 
 _ENOUGH = 256
 """Pages that must have come back before anything is made of it; until then the least recently used go."""
@@ -56,20 +57,10 @@ class Returns(Policy):
         if self._worth is None or self._since >= _RENEWED_AFTER:
             self._sample.look(pages)
             self._worth, self._since = self._weigh(now_ns), 0
-        worth, turn = self._worth, self.hints.turn
-        if not worth.any():
-            return lowest_first(pages, granules, count, used_before_ns, lambda slots: pages.access[slots], turn)
-
-        def rank(slots: Slots) -> F64:
-            ages: F64 = float(now_ns) - pages.access[slots].astype(np.float64)
-            at = bins_of(ages)
-            after = np.minimum(at + 1, BINS - 1)
-            part = np.clip((ages - EDGES[at]) / (EDGES[at + 1] - EDGES[at]), 0.0, 1.0)
-            classes = classes_of(turn[slots], pages.uses[slots])
-            ranks: F64 = worth[classes, at] * (1 - part) + worth[classes, after] * part
-            return ranks
-
-        return lowest_first(pages, granules, count, used_before_ns, rank, classes_of(turn, pages.uses))
+        if not self._worth.any():
+            return lowest_first(pages, granules, count, used_before_ns, Recency(pages))
+        kinds = classes_of(self.hints.turn[: len(pages.uses)], pages.uses)
+        return lowest_first(pages, granules, count, used_before_ns, Worth(self._worth, kinds, pages, now_ns), kinds)
 
     def _weigh(self, now_ns: int) -> F64:
         """What a page of each class is worth at the beginning of each bin; zeros where too little is known."""
@@ -91,3 +82,26 @@ class Returns(Policy):
     def evicted(self, slots: Slots, prints: U64) -> None:
         self._ghosts.add(prints, self.hints.turn[slots])
         self.hints.tracked[slots] = 0
+
+
+class Worth:
+    """The rank of a page is its worth, by class and time since the last use, drawn straight from bin to bin."""
+
+    def __init__(self, worth: F64, kinds: U8, pages: Candidates, now_ns: int) -> None:
+        self._worth, self._kinds, self._access, self._now_ns = worth, kinds, pages.access, now_ns
+        self._kind, self._used = kinds.data, pages.access.data
+
+    def all(self, slots: Slots) -> F64:
+        worth, classes = self._worth, self._kinds[slots]
+        ages: F64 = float(self._now_ns) - self._access[slots].astype(np.float64)
+        at = bins_of(ages)
+        after = np.minimum(at + 1, BINS - 1)
+        part = np.clip((ages - EDGES[at]) / (EDGES[at + 1] - EDGES[at]), 0.0, 1.0)
+        ranks: F64 = worth[classes, at] * (1 - part) + worth[classes, after] * part
+        return ranks
+
+    def one(self, slot: int) -> float:
+        worth, age = self._worth[self._kind[slot]], self._now_ns - self._used[slot]
+        at = bin_of(age)
+        part = min(max(0.0, (age - EDGE_LIST[at]) / (EDGE_LIST[at + 1] - EDGE_LIST[at])), 1.0)
+        return float(worth[at]) * (1 - part) + float(worth[min(at + 1, BINS - 1)]) * part

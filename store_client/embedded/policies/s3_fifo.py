@@ -1,10 +1,10 @@
 """S3-FIFO (Yang et al., SOSP 2023) on chains: a small queue for what is new, a main one for what was used again."""
 
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import numpy as np
 
-from store_client.embedded.names import U64, Slots
+from store_client.embedded.names import U32, U64, Slots
 from store_client.embedded.policies.base import Arrivals, Candidates, Frontier, Policy
 from store_client.embedded.policies.ghosts import Ghosts
 from store_client.embedded.policies.hints import Hints
@@ -15,6 +15,8 @@ _SHARE = 0.1
 _QUEUED = 2
 """Word of the header: pages queued so far."""
 _MOST_CHANCES = 3
+_HALF = 1 << 31
+"""A page that queued so many pages before the last one comes first: numbers run round after four billion pages."""
 
 
 class S3Fifo(Policy):
@@ -39,56 +41,42 @@ class S3Fifo(Policy):
 
     def victims(self, pages: Candidates, granules: int, count: int, used_before_ns: int, now_ns: int) -> Slots:
         hints, frontier = self.hints, Frontier(pages, used_before_ns)
-        live, ends = frontier.live, frontier.ends
+        ends = frontier.ends
         if not len(ends):
             return ends
-        small = int(np.count_nonzero(hints.queue[live] == _SMALL))
-        share = int(_SHARE * len(live))
-        mean = max(1.0, float(pages.granules[live].mean()))
-        wanted = 4 * (max(count, int(1.25 * granules / mean)) + 8)
+        small = int(np.count_nonzero((hints.queue[: len(pages.uses)] == _SMALL) & frontier.there))
+        share = int(_SHARE * pages.count)
+        wanted = max(count, int(1.25 * granules / frontier.mean_granules) + 8)
         new = hints.queue[ends] == _SMALL
         now = hints.next_number(_QUEUED, 0)
-        queues = [self._oldest(ends[new], now, wanted), self._oldest(ends[~new], now, wanted)]
-        uses = pages.uses
+        queues = [_Queue(slots, hints.entered[slots], now, wanted) for slots in (ends[new], ends[~new])]
+        uses, sizes = pages.uses.data, frontier.granules
+        queue_of, entered = hints.queue.data, hints.entered.data
         going: list[int] = []
         freed = 0
         while freed < granules or len(going) < count:
             if queues[_SMALL] and (small > share or not queues[_MAIN]):
-                _, slot = heappop(queues[_SMALL])
+                slot = queues[_SMALL].pop()
                 if uses[slot]:
                     small -= self._promote(pages, frontier, slot)
-                    heappush(queues[_MAIN], (self._place(slot, now), slot))
+                    queues[_MAIN].add(slot, entered[slot])
                     continue
                 small -= 1
             elif queues[_MAIN]:
-                _, slot = heappop(queues[_MAIN])
+                slot = queues[_MAIN].pop()
                 if uses[slot]:
-                    uses[slot] = min(int(uses[slot]), _MOST_CHANCES) - 1
-                    hints.entered[slot] = hints.next_number(_QUEUED, 1) & 0xFFFFFFFF
-                    heappush(queues[_MAIN], (self._place(slot, now), slot))
+                    uses[slot] = min(uses[slot], _MOST_CHANCES) - 1
+                    entered[slot] = hints.next_number(_QUEUED, 1) & 0xFFFFFFFF
+                    queues[_MAIN].add(slot, entered[slot])
                     continue
             else:
                 break
             going.append(slot)
-            freed += int(pages.granules[slot])
+            freed += sizes[slot]
             before = frontier.take(slot)
             if before >= 0:
-                heappush(queues[_SMALL if hints.queue[before] == _SMALL else _MAIN], (self._place(before, now), before))
+                queues[_SMALL if queue_of[before] == _SMALL else _MAIN].add(before, entered[before])
         return np.array(going, dtype=np.int64)
-
-    def _place(self, slot: int, now: int) -> int:
-        """Least for the page that queued first; `now` pages had queued. Numbers run round after four billion pages."""
-        return (int(self.hints.entered[slot]) - now + (1 << 31)) & 0xFFFFFFFF
-
-    def _oldest(self, slots: Slots, now: int, count: int) -> list[tuple[int, int]]:
-        """A heap of the `count` pages that queued first, by place."""
-        places = (self.hints.entered[slots].astype(np.int64) - now + (1 << 31)) & 0xFFFFFFFF
-        if count < len(slots):
-            first = np.argpartition(places, count)[:count]
-            slots, places = slots[first], places[first]
-        heap = list(zip(places.tolist(), slots.tolist(), strict=True))
-        heapify(heap)
-        return heap
 
     def _promote(self, pages: Candidates, frontier: Frontier, slot: int) -> int:
         """Move a page to the main queue, and what is before it; how many moved."""
@@ -104,3 +92,41 @@ class S3Fifo(Policy):
     def evicted(self, slots: Slots, prints: U64) -> None:
         new = self.hints.queue[slots] == _SMALL
         self._ghosts.add(prints[new], self.hints.turn[slots[new]])
+
+
+class _Queue:
+    """Ends of chains, first the one that queued first. Those of the beginning are sorted a batch at a time."""
+
+    def __init__(self, slots: Slots, entered: U32, now: int, batch: int) -> None:
+        self._now, self._batch = now, batch
+        self._slots, self._places = slots, (entered.astype(np.int64) - now + _HALF) & 0xFFFFFFFF
+        self._sorted: list[tuple[int, int]] = []
+        """(place, slot), the first at the end."""
+        self._added: list[tuple[int, int]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._sorted or self._added or len(self._slots))
+
+    def add(self, slot: int, entered: int) -> None:
+        heappush(self._added, ((entered - self._now + _HALF) & 0xFFFFFFFF, slot))
+
+    def pop(self) -> int:
+        """The first; there is one."""
+        if not self._sorted and len(self._slots):
+            self._sort()
+        if not self._sorted or (self._added and self._added[0] < self._sorted[-1]):
+            return heappop(self._added)[1]
+        return self._sorted.pop()[1]
+
+    def _sort(self) -> None:
+        slots, places = self._slots, self._places
+        if self._batch < len(slots):
+            split = np.argpartition(places, self._batch)
+            first, rest = split[: self._batch], split[self._batch :]
+        else:
+            first, rest = np.arange(len(slots)), np.arange(0)
+        self._slots, self._places = slots[rest], places[rest]
+        slots, places = slots[first], places[first]
+        order = np.lexsort((slots, places))[::-1]
+        self._sorted = list(zip(places[order].tolist(), slots[order].tolist(), strict=True))
+        self._batch *= 2

@@ -6,6 +6,8 @@ another one when it was not used for the longest time.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 import numpy.typing as npt
 
@@ -27,6 +29,7 @@ Places = npt.NDArray[np.int64]
 
 EDGES: F64 = np.concatenate([[0.0], _FIRST_NS * 2.0 ** (np.arange(BINS) // 2) * (1 + 0.5 * (np.arange(BINS) % 2))])
 """Beginning of each bin of time since the last use, in nanoseconds, and the end of the last."""
+EDGE_LIST: list[float] = EDGES.tolist()
 
 
 def bins_of(ages_ns: F64) -> Places:
@@ -34,9 +37,14 @@ def bins_of(ages_ns: F64) -> Places:
     return np.clip(np.searchsorted(EDGES, ages_ns, side="right") - 1, 0, BINS - 1)
 
 
-def classes_of(turns: U8, uses: U8) -> Places:
+def bin_of(age_ns: float) -> int:
+    return min(max(0, bisect_right(EDGE_LIST, age_ns) - 1), BINS - 1)
+
+
+def classes_of(turns: U8, uses: U8) -> U8:
     """The class of each page: by its turn of the conversation, and how often it was used since it was stored."""
-    return np.minimum(turns, TURNS - 1).astype(np.int64) * USES + np.minimum(uses, USES - 1)
+    classes: U8 = np.minimum(turns, np.uint8(TURNS - 1)) * np.uint8(USES) + np.minimum(uses, np.uint8(USES - 1))
+    return classes
 
 
 class Sample:
@@ -47,29 +55,35 @@ class Sample:
 
     def stored(self, new: Arrivals, now_ns: int) -> None:
         """Of these pages, such as were in the sample have come back; others enter it. Their turns are known."""
-        hints, slots, prints = self._hints, new.slots, new.prints
-        hints.tracked[slots] = 0
+        hints = self._hints
+        hints.tracked[new.slots] = 0
         shift = self._thin(new.count)
-        mine = (prints >> np.uint64(40)) & np.uint64((1 << shift) - 1) == 0
-        if not mine.any():
-            return
-        slots, prints = slots[mine], prints[mine]
-        ways = (prints % np.uint64(TRACKED // WAYS)).astype(np.int64)[:, None] * WAYS + np.arange(WAYS)
-        same = hints.track_print[ways] == prints[:, None]
-        known = same.any(axis=1)
-        at = ways[np.arange(len(ways)), same.argmax(axis=1)]
-        self._note(hints.returned, at[known], now_ns)
-        for i in np.flatnonzero(~known).tolist():
-            free = hints.track_print[ways[i]] == 0
-            at[i] = ways[i][np.where(free, 0, hints.track_used[ways[i]]).argmin()]
-            if not free.any():
-                self._note(hints.lost, at[i : i + 1], now_ns)
-            hints.track_print[at[i]] = prints[i]
-        hints.track_used[at] = now_ns
+        mine = (new.prints >> np.uint64(40)) & np.uint64((1 << shift) - 1) == 0
+        slots = new.slots[mine]
+        # One after the other: puts bring few pages at a time, of which arrays would take longer.
+        entries = [self._enter(name, now_ns) for name in new.prints[mine].tolist()]
+        at = np.array(entries, dtype=np.int64)
         hints.track_slot[at] = slots
         hints.track_uses[at] = 0
         hints.track_class[at] = classes_of(hints.turn[slots], hints.track_uses[at])
         hints.tracked[slots] = at + 1
+
+    def _enter(self, name: int, now_ns: int) -> int:
+        """The entry of the page whose name has this hash, used now; which it may have to take from another one."""
+        hints = self._hints
+        first = name % (TRACKED // WAYS) * WAYS
+        names = hints.track_print[first : first + WAYS].tolist()
+        if name in names:
+            at = first + names.index(name)
+            self._note_one(hints.returned, at, now_ns)
+        elif 0 in names:
+            at = first + names.index(0)
+        else:
+            used = hints.track_used[first : first + WAYS].tolist()
+            at = first + used.index(min(used))
+            self._note_one(hints.lost, at, now_ns)
+        hints.track_print[at], hints.track_used[at] = name, now_ns
+        return int(at)
 
     def _thin(self, num_pages: int) -> int:
         hints = self._hints
@@ -84,6 +98,9 @@ class Sample:
         """These entries were used, or lost, at `now_ns`."""
         ages = np.maximum(0.0, np.asarray(now_ns, dtype=np.float64) - self._hints.track_used[at])
         np.add.at(table, (self._hints.track_class[at] % (TURNS * USES), bins_of(ages)), 1.0)
+
+    def _note_one(self, table: F64, at: int, now_ns: int) -> None:
+        table[self._hints.track_class[at] % (TURNS * USES), bin_of(now_ns - int(self._hints.track_used[at]))] += 1.0
 
     def look(self, pages: Candidates) -> None:
         """See which pages of the sample were used in the pool since the last look."""
@@ -120,4 +137,3 @@ class Sample:
             hints.returned *= 0.5
             hints.lost *= 0.5
         return returned, reached - 0.5 * left
-
