@@ -10,7 +10,7 @@ import pytest
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
-from transfer.transports import cma, local
+from transfer.transports import channel, cma, local
 from transfer.transports.base import Cause
 from transfer.transports.cma import CmaTransport
 from transfer.transports.memory import Memory
@@ -35,6 +35,17 @@ class TestTcp(TransportConformance):
     @pytest.fixture
     def options(self):
         return {"lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
+
+
+class TestTcpBesideABusyThread(TestTcp):
+    """As its calls are when each that does not wait comes back late."""
+
+    test_a_piece_beyond_4_gib_arrives = None  # long, and no other than above
+
+    @pytest.fixture(autouse=True)
+    def late(self, monkeypatch):
+        monkeypatch.setattr(channel, "_LATE_S", -1.0)
+        monkeypatch.setattr(channel, "_MANY_NBYTES", 1)
 
 
 def test_a_batch_of_which_a_slice_failed_is_never_ok(monkeypatch):

@@ -15,6 +15,7 @@ from simulated.fuzz import STRESS_S
 
 from transfer.testing.memory import MIB, Buffer
 from transfer.testing.waiting import outcome_of
+from transfer.transports import channel
 from transfer.transports.base import Cause
 from transfer.transports.cma import CmaTransport
 from transfer.transports.memory import Memory
@@ -81,8 +82,11 @@ class Storm:
             self.there.revoke(grant)
 
 
-@pytest.mark.parametrize("kind", MAKE)
-def test_every_batch_of_a_storm_has_its_outcome_and_ok_means_that_the_bytes_are_there(kind):
+@pytest.mark.parametrize(("kind", "is_late"), [*((kind, False) for kind in MAKE), ("tcp", True)])
+def test_every_batch_of_a_storm_has_its_outcome_and_ok_means_that_the_bytes_are_there(kind, is_late, monkeypatch):
+    if is_late:  # as beside a busy Python thread
+        monkeypatch.setattr(channel, "_LATE_S", -1.0)
+        monkeypatch.setattr(channel, "_MANY_NBYTES", 1)
     until, seed = time.monotonic() + STRESS_S / len(MAKE), 0
     while seed < 3 or time.monotonic() < until:
         storm = Storm(kind, seed)

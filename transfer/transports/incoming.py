@@ -53,7 +53,7 @@ class Connection(ABC):
     """Has the receiving thread call something, soon; for any thread. Set by the receiver."""
 
     def __init__(self, channel: Channel, server: Server, memory: Memory) -> None:
-        channel.setblocking(False)
+        channel.hurry()
         self.channel = channel
         self.descriptor = channel.descriptor
         self.born_at = time.monotonic()

@@ -30,6 +30,8 @@ logger = get_logger(__name__)
 
 TURN_NBYTES = 8 << 20
 """Sent on one stream before answers get their turn; beside other streams it is what one call takes, in turn."""
+LONG_TURN_NBYTES = 64 << 20
+"""The same beside a busy Python thread, where each turn costs 5 ms."""
 SHARES = 4
 """Slices of a write for each stream, at least, of several or of a relay: the last ones even out their speeds..."""
 MIN_SHARE_NBYTES = 256 << 10
@@ -218,8 +220,8 @@ class SendingPeer(Peer):
 
     def _push(self, stream: Stream) -> bool:
         """Send on one stream what it takes; return whether more is to be sent once it takes more."""
-        turn, enough = 0, TURN_NBYTES if len(self._streams) == 1 else 1
-        while turn < enough:
+        turn, is_alone = 0, len(self._streams) == 1
+        while turn < ((LONG_TURN_NBYTES if stream.channel.waits else TURN_NBYTES) if is_alone else 1):
             if stream.vector is None and not self._load(stream):
                 return False
             assert stream.part is not None and stream.vector is not None

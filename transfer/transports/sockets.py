@@ -90,7 +90,7 @@ class SocketTransport(Transport):
             streams = self._reach(endpoint, deadline_at)
             encoder = self._prepare(streams[0].channel, deadline_at)
             for stream in streams:
-                stream.channel.setblocking(False)
+                stream.channel.hurry()
             peer = SendingPeer(self.name, self.memory, streams, encoder, self._forget)
         except BaseException as error:
             for stream in streams:

@@ -83,7 +83,7 @@ class Stream:
     """One connection to the receiver."""
 
     def __init__(self, channel: Channel, label: str) -> None:
-        channel.setblocking(False)
+        channel.hurry()
         self.channel = channel
         self.descriptor = channel.descriptor
         self.label = label

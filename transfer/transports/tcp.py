@@ -14,7 +14,8 @@ from transfer.transports.stream import PayloadEncoder, Slice
 from transfer.transports.vectors import Vector
 from transfer.transports.wire import CopyOrder, CopyStatus
 
-MAX_ORDER_NBYTES = 4 << 20
+MAX_ORDER_NBYTES = 32 << 20
+"""A call that waits moves as much, and may have to be enough for 5 ms: see `channel.Channel`."""
 _scratch = np.empty(MAX_ORDER_NBYTES, dtype=np.uint8)
 """What nobody wants goes here, from all connections; memory is taken when something does."""
 

@@ -66,6 +66,9 @@ class TlsChannel(Channel):
         with _as_plain():
             return cls(context.wrap_socket(connection))
 
+    def hurry(self) -> None:
+        self._tls.setblocking(False)
+
     @property
     def pending(self) -> bool:  # type: ignore[override]
         return self._tls.pending() > 0

@@ -24,7 +24,7 @@ SMALL_NBYTES = 64 << 10
 """Moved without releasing the interpreter lock."""
 _LONG_NBYTES = 256 << 10
 """Copied without the interpreter lock where the kernel does not do it for all pieces."""
-MSG_NOSIGNAL, MSG_DONTWAIT = 0x4000, 0x40
+MSG_NOSIGNAL, MSG_DONTWAIT, MSG_WAITALL = 0x4000, 0x40, 0x100
 _INT64 = np.dtype(np.int64)
 
 
@@ -129,24 +129,25 @@ class Vector:
         for index in range(self._index, self._count):
             yield self._iov[2 * index], self._iov[2 * index + 1]
 
-    def send(self, descriptor: int) -> int:
-        """Send what the socket takes now. Raises OSError; BlockingIOError where it takes nothing."""
-        return self._message(_calls(self._left).sendmsg, descriptor)
+    def send(self, descriptor: int, *, waits: bool = False) -> int:
+        """Send what the socket takes now, or in the time that it `waits`. Raises OSError; BlockingIOError: nothing."""
+        return self._message(_calls(self._left).sendmsg, descriptor, 0 if waits else MSG_DONTWAIT)
 
-    def receive(self, descriptor: int) -> int:
-        """Fill from what the socket has now; 0 at its end. Raises OSError; BlockingIOError where it has nothing."""
-        return self._message(_calls(self._left).recvmsg, descriptor)
+    def receive(self, descriptor: int, *, waits: bool = False) -> int:
+        """Fill from what the socket has now, or gets in the time that it `waits`; 0 at its end. Raises as `send`."""
+        return self._message(_calls(self._left).recvmsg, descriptor, MSG_WAITALL if waits else MSG_DONTWAIT)
 
     def next_iov(self, most: int = IOV_MAX) -> tuple[int, int]:
         """Address and length of the kernel's list for the next call, of `most` pieces."""
         return self._address + 16 * self._index, min(most, self._count - self._index)
 
-    def _message(self, call: Any, descriptor: int) -> int:
+    def _message(self, call: Any, descriptor: int, flags: int) -> int:
         header = self._header = self._header or _MsgHdr()
         header.iov, header.iovlen = self.next_iov()
-        moved: int = call(descriptor, header, MSG_NOSIGNAL | MSG_DONTWAIT)
+        moved: int = call(descriptor, header, MSG_NOSIGNAL | flags)
         if moved < 0:
-            raise _os_error()
+            error = _os_error()
+            raise BlockingIOError(*error.args) if isinstance(error, InterruptedError) else error
         self.advance(moved)
         return moved
 
