@@ -23,7 +23,7 @@ def contained(answer: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[
             try:
                 return method(*args, **kwargs)
             except Exception as error:
-                name = method.__name__
+                name = method.__qualname__
                 log_once(f"contained.{name}", "%s failed: %r", name, error, logger=logger, exc_info=True)
                 return cast(R, answer())
 

@@ -31,7 +31,6 @@ class Miss(str, enum.Enum):
     OTHER_NAMESPACE = "other_namespace"
     GROUPS_DISAGREE = "groups_disagree"
     LATE = "late"
-    NOT_WORTH = "not_worth"
     STALLED = "stalled"
     UNAVAILABLE = "unavailable"
     LOAD_FAILED = "load_failed"
@@ -101,10 +100,6 @@ _WORDS = {
     Miss.LATE: Words(
         "asked of a tier that did not answer, or did not bring it, in time",
         "look at the agent (`mooncake-connector agent --status`); set a larger lookup_wait_s where the tier is slow",
-    ),
-    Miss.NOT_WORTH: Words(
-        "in a tier that would take longer to bring it than computing takes",
-        "nothing, or a faster tier",
     ),
     Miss.STALLED: Words(
         "not looked up: the pool is left alone for a while after a lookup or a load hung",

@@ -77,7 +77,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._config: Config = load_config(self._given, os.environ)
         set_log_level(self._config.log_level)
         self._storage_config = storage_config
-        self._metrics = Metrics(enabled=storage_config.enable_storage_metrics)
+        self.metrics = Metrics(enabled=storage_config.enable_storage_metrics)
         self._counts_lookups = storage_config.tp_rank == 0 and storage_config.pp_rank == 0
         self.logs_requests = self._config.log_requests and self._counts_lookups
         """See :mod:`sglang_backend.request_lines`."""
@@ -87,9 +87,11 @@ class MooncakeConnectorStorage(HiCacheStorage):
         self._movers = Movers()
         self._kv: StoredPool | None = None
         self.first_miss: Miss | None = None
-        """Why a page was last missing; SGLang looks up, and loads, one prompt at a time in a thread each."""
+        """Why the first page of a prompt was missing; SGLang looks up, and loads, one at a time in a thread each."""
         self.loaded_tokens = 0
         """Of prompts, so far."""
+        self.last_asked: Any = None
+        """See :mod:`sglang_backend.request_lines`."""
         self._others: dict[str, StoredPool] = {}
         self.registered_pools: dict[str, HostKVCache] = {}
 
@@ -152,19 +154,22 @@ class MooncakeConnectorStorage(HiCacheStorage):
         found, why = self._kv.prefix(_names(keys[:wanted]), _parent(extra_info), fetch=fetch)
         page_tokens = self._kv.pages.page_slots
         hits = found if found * page_tokens >= (self._config.min_hit_tokens or 0) else 0
-        self._missed(Miss.BELOW_MIN_HIT, found - hits)
         self._missed(why or Miss.GROUPS_DISAGREE, len(keys) - found)  # beyond what was wanted
+        self._missed(Miss.BELOW_MIN_HIT, found - hits)
         view = self._kv.view
-        if self._counts_lookups and view is not None:
+        if self._counts_lookups and not self.metrics.repeats and view is not None:
             view.record_lookup(hit_pages=hits, missed_pages=len(keys) - hits, page_tokens=page_tokens)
         return hits
 
     def _missed(self, why: Miss, pages: int) -> None:
-        """Count pages of a prompt that were not found or not loaded; what is found counts when it is loaded."""
+        """Count pages of a prompt that were not found or not loaded; what is found counts when it is loaded.
+
+        Of one prompt those further on come first.
+        """
         if pages > 0 and self._kv is not None:
             self.first_miss = why
             if self._counts_lookups:
-                self._metrics.missed(why, pages * self._kv.pages.page_slots)
+                self.metrics.missed(why, pages * self._kv.pages.page_slots)
 
     @contained(PoolTransferResult.empty)
     def batch_exists_v2(
@@ -272,14 +277,14 @@ class MooncakeConnectorStorage(HiCacheStorage):
     def get_stats(self) -> StorageMetrics:
         """What was moved since the last call. SGLang's scheduler asks in each of its rounds."""
         self._count_failures()
-        return self._metrics.drain()
+        return self.metrics.drain()
 
     @contained(nothing)
     def _count_failures(self) -> None:
         """Enter what this process did not get from behind the pool: `agent_lost` is the cause `lost` of an `agent`."""
         for cause, count in self._store.take_failures().items() if self._store is not None else ():
             operation, _, why = cause.partition("_")
-            self._metrics.failed(operation, why, count)
+            self.metrics.failed(operation, why, count)
 
     @contained(nothing)
     def close(self) -> None:
@@ -303,7 +308,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     def _stored(self, pages: HostPages, shard: Shard, other: dict[str, Any] | None = None) -> StoredPool:
         view = partial(self._view, shard, pages.unit_nbytes, other)
-        return StoredPool(pages, view, self._movers, self._metrics, self._config)
+        return StoredPool(pages, view, self._movers, self.metrics, self._config)
 
     def _view(self, shard: Shard, unit_nbytes: int, other: dict[str, Any] | None) -> ShardView | None:
         """The pages of the model's own pool, or of another pool of the instance; None while there is no store."""
@@ -334,7 +339,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         loaded = sum(arrived)
         self.loaded_tokens += loaded * self._kv.pages.page_slots
         if self._counts_lookups:
-            self._metrics.hit(loaded * self._kv.pages.page_slots)
+            self.metrics.hit(loaded * self._kv.pages.page_slots)
         self._missed(Miss.LOAD_FAILED, len(arrived) - loaded)
 
     def _save(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Histogram
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
+from mooncake_connector.contain import contained, nothing
 from mooncake_connector.metrics.registry import PREFIX, SGLANG, Kind, Metric
 from mooncake_connector.misses import Miss
 from transfer.protocol.orders import Ending
@@ -44,7 +47,22 @@ class Metrics:
         self._enabled = enabled
         self._lock = threading.Lock()
         self._since = StorageMetrics()
+        self._repeating = threading.local()
 
+    @contextmanager
+    def repeating(self, on: bool) -> Iterator[None]:
+        """Where `on`, what this thread looks up meanwhile was counted before."""
+        self._repeating.on = on
+        try:
+            yield
+        finally:
+            self._repeating.on = False
+
+    @property
+    def repeats(self) -> bool:
+        return getattr(self._repeating, "on", False)
+
+    @contained(nothing)
     def moved(self, operation: str, pages: int, page_nbytes: int, seconds: float) -> None:
         """Count pages that were loaded (`operation` "load") or saved ("save")."""
         if not self._enabled or pages == 0:
@@ -62,25 +80,29 @@ class Metrics:
                 self._since.backup_pgs.append(pages)
                 self._since.backup_bandwidth.append(nbytes / _GIB / max(seconds, 1e-9))
 
+    @contained(nothing)
     def failed(self, operation: str, cause: str, count: int = 1) -> None:
         if self._enabled:
             _metrics()["failures"].labels(operation, cause).inc(count)
 
+    @contained(nothing)
     def hit(self, tokens: int) -> None:
         """Count tokens of prompts that were loaded."""
         if self._enabled and tokens:
             _metrics()["queried_tokens"].inc(tokens)
             _metrics()["hit_tokens"].inc(tokens)
 
+    @contained(nothing)
     def missed(self, why: Miss, tokens: int) -> None:
         """Count tokens of prompts that were not there, or did not come."""
-        if self._enabled and tokens:
+        if self._enabled and not self.repeats and tokens:
             _metrics()["queried_tokens"].inc(tokens)
             _metrics()["miss_tokens"].labels(why.value).inc(tokens)
 
+    @contained(nothing)
     def evicted(self, *, unused_s: float, reuse_s: float) -> None:
         """Count a prompt whose first missing page had been evicted after `unused_s`, last used `reuse_s` ago."""
-        if self._enabled:
+        if self._enabled and not self.repeats:
             _metrics()["evicted_requests"].inc()
             _metrics()["evicted_unused_seconds"].inc(unused_s)
             _metrics()["evicted_reuse_seconds"].inc(reuse_s)
@@ -94,10 +116,12 @@ class Metrics:
         self._outcome("landed", landed)
         self._outcome("lost", lost)
 
+    @contained(nothing)
     def _outcome(self, outcome: str, pages: int) -> None:
         if self._enabled and pages:
             _metrics()["tier_pages"].labels(outcome).inc(pages)
 
+    @contained(nothing)
     def waited(self, seconds: float) -> None:
         """Count a lookup that waited for what tiers say."""
         if self._enabled:
@@ -121,6 +145,7 @@ class TransferMetrics:
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
 
+    @contained(nothing)
     def ended(self, transfer: Outgoing | Incoming) -> None:
         if not self._enabled:
             return
@@ -136,6 +161,7 @@ class TransferMetrics:
         if transfer.ending in (Ending.FAILED, Ending.EXPIRED):
             self.failed(operation, transfer.ending.value)
 
+    @contained(nothing)
     def failed(self, operation: str, cause: str) -> None:
         if self._enabled:
             _metrics()["failures"].labels(operation, cause).inc()

@@ -2,7 +2,9 @@
 
 SGLang tells a storage backend which pages it wants, but not of which request; the operation that says so comes by here.
 It asks for full pages beyond what it has itself, so these are a prompt's tokens in the line. A prompt of which SGLang
-asks for nothing, since it is short or all in its own cache, has no line.
+asks for nothing, since it is short or all in its own cache, has no line. The scheduler of a decode instance asks what
+is there of a prompt in no request's name, in each of its steps until it has room for it: that counts once, and has no
+line; the load that follows has one.
 """
 
 from __future__ import annotations
@@ -17,14 +19,21 @@ from mooncake_connector.request_line import RequestLine
 from sglang_backend.targets import Target
 
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_NOBODY = "__storage_hit_query__"
+"""In whose name SGLang asks only what is there."""
 _LOOKED_UP = "_mooncake_connector_looked_up"
 """On an operation of SGLang's, from its lookup to its load: (seconds, why a page was missing)."""
 
 
 def _looks_up(query: Callable[..., tuple[list[str], int]], controller: Any, operation: Any) -> tuple[list[str], int]:
     """Around the lookup of a prompt; where SGLang will load nothing, that was all."""
-    backend = _logging(controller)
+    backend = _ours(controller)
     if backend is None:
+        return query(controller, operation)
+    if _name(operation) == _NOBODY:
+        with backend.metrics.repeating(_is_asked_again(backend, operation)):
+            return query(controller, operation)
+    if not backend.logs_requests:
         return query(controller, operation)
     backend.first_miss, began_s = None, time.monotonic()
     found = query(controller, operation)
@@ -34,8 +43,8 @@ def _looks_up(query: Callable[..., tuple[list[str], int]], controller: Any, oper
 
 def _loads(transfer: Callable[..., Any], controller: Any, operation: Any) -> Any:
     """Around the load of what was found."""
-    backend = _logging(controller)
-    if backend is None:
+    backend = _ours(controller)
+    if backend is None or not backend.logs_requests:
         return transfer(controller, operation)
     loaded, began_s = backend.loaded_tokens, time.monotonic()
     result = transfer(controller, operation)
@@ -44,10 +53,23 @@ def _loads(transfer: Callable[..., Any], controller: Any, operation: Any) -> Any
 
 
 @contained(nothing)
-def _logging(controller: Any) -> Any:
-    """The backend, if it is ours and lines are wanted of this rank; else None."""
+def _ours(controller: Any) -> Any:
+    """The backend, if it is ours; else None."""
     backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
-    return backend if getattr(backend, "logs_requests", False) else None
+    return backend if hasattr(backend, "logs_requests") else None
+
+
+@contained(bool)
+def _is_asked_again(backend: Any, operation: Any) -> bool:
+    """Whether the scheduler last asked for the same."""
+    key = operation.token_ids
+    salts = [getattr(key, name, None) for name in ("extra_key", "cache_salt")]
+    former, backend.last_asked = backend.last_asked, (operation.last_hash, salts, list(key))
+    return bool(former == backend.last_asked)
+
+
+def _name(operation: Any) -> str:
+    return str(getattr(operation.request_id, "rid", operation.request_id))
 
 
 @contained(nothing)
@@ -69,9 +91,8 @@ def _note_load(operation: Any, hit_tokens: int, load_s: float) -> None:
 
 
 def _line(operation: Any, prompt_tokens: int, local_tokens: int, hit_tokens: int, **said: Any) -> None:
-    name = getattr(operation.request_id, "rid", operation.request_id)
     line = RequestLine(
-        id=str(name), prompt_tokens=prompt_tokens, local_tokens=local_tokens, hit_tokens=hit_tokens, **said
+        id=_name(operation), prompt_tokens=prompt_tokens, local_tokens=local_tokens, hit_tokens=hit_tokens, **said
     )
     line.log()
 

@@ -143,7 +143,7 @@ class StoredPool:
             pages += found.coming
         if pages == len(keys):
             return Found(pages)
-        late = found.pending or pages < found.pages + found.coming
+        late = found.pending or found.unheard or pages < found.pages + found.coming
         return Found(pages, Miss.LATE if late else self._why(view, keys[pages]))
 
     def _why(self, view: ShardView, key: bytes) -> Miss:

@@ -45,6 +45,8 @@ class Lookup(NamedTuple):
     One that does not land is a page that was lost."""
     wait_s: float = math.inf
     """Where `pending`: it is worth to ask again if that is within so many seconds."""
+    unheard: bool = False
+    """Whoever may have the next page has not said so in time."""
 
 
 class Seen(NamedTuple):
@@ -56,6 +58,8 @@ class Seen(NamedTuple):
     """More may be known soon, so it is worth to ask again."""
     wait_s: float = math.inf
     """As in `Lookup`."""
+    unheard: bool = False
+    """As in `Lookup`, of those that were not found."""
 
 
 @dataclass(frozen=True, slots=True)

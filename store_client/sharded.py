@@ -66,9 +66,10 @@ class ShardView:
             count += own.pages
         following = keys[count + own.coming :]
         if own.pending or not following:
-            return Lookup(count, own.pending, min(own.coming, len(keys) - count), own.wait_s)
+            return Lookup(count, own.pending, min(own.coming, len(keys) - count), own.wait_s, own.unheard)
         found = others.lookup(following)
-        return Lookup(count, found.pending, own.coming + found.coming, found.wait_s)
+        unheard = (own.unheard or found.unheard) and found.coming < len(following)
+        return Lookup(count, found.pending, own.coming + found.coming, found.wait_s, unheard)
 
     def prefetch(
         self,
@@ -109,7 +110,7 @@ class ShardView:
         parts = others.seek([keys[i] for i in missing], prefill_s)
         for i, found in zip(missing, parts.found, strict=True):
             own.found[i] = found
-        return Seen(own.found, parts.pending, parts.wait_s)
+        return Seen(own.found, parts.pending, parts.wait_s, own.unheard or parts.unheard)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether the page is present, here or in parts."""
@@ -249,34 +250,37 @@ class _Others:
         Large parts are asked first, and others only for what these have not, once that is known.
         """
         reach, waits = np.zeros(self._num_cells, dtype=int), np.zeros(self._num_cells, dtype=bool)
-        waits_s = np.full(self._num_cells, math.inf)
+        waits_s, unheard = np.full(self._num_cells, math.inf), False
         for part in self.parts:
             asked = part.cells & ~waits
             start = int(reach[asked].min()) if asked.any() else len(keys)
             if start < len(keys):
                 found = part.space.lookup(keys[start:])
                 reach[part.cells] = np.maximum(reach[part.cells], start + found.pages + found.coming)
+                unheard |= found.unheard
                 if found.pending:
                     waits[part.cells] = True
                     waits_s[part.cells] = np.minimum(waits_s[part.cells], found.wait_s)
         count = int(reach.min())
         short = reach == count
         if count == len(keys) or not waits[short].all():
-            return Lookup(0, coming=count)
+            return Lookup(0, coming=count, unheard=unheard and count < len(keys))
         return Lookup(0, True, count, float(waits_s[short].min()))
 
     def seek(self, keys: Sequence[bytes], prefill_s: float | None) -> Seen:
         """Of which of these pages every cell is present or can be fetched."""
         held = np.zeros((self._num_cells, len(keys)), dtype=bool)
         waits_s: list[float] = []
+        unheard = False
         for part in self.parts:
             held[part.cells] |= np.array(part.space.contains(keys), dtype=bool)
             if part.fetched:
                 seen = part.space.seek(keys, prefill_s=prefill_s)
                 held[part.cells] |= np.array(seen.found, dtype=bool)
                 waits_s += [seen.wait_s] if seen.pending else []
+                unheard |= seen.unheard
         whole: Bools = np.logical_and.reduce(held, axis=0)
-        return Seen(list(whole.tolist()), bool(waits_s), min(waits_s, default=math.inf))
+        return Seen(list(whole.tolist()), bool(waits_s), min(waits_s, default=math.inf), unheard)
 
     def prefetch(self, keys: Sequence[bytes], **said: Any) -> None:
         """Have the largest parts fetched that together have all cells, and tell all of them what is said beside."""

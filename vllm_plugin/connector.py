@@ -234,7 +234,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        return ConnectorStats(data=data or {})
+        return ConnectorStats.for_log(data or {})
 
     @classmethod
     def build_prom_metrics(

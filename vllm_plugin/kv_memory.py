@@ -66,7 +66,9 @@ class KVMemory:
     def __init__(self, vllm_config: VllmConfig, geometry: Geometry, config: Config, num_blocks: int) -> None:
         self._vllm_config, self._num_blocks = vllm_config, num_blocks
         self.geometry, self.page_tokens = geometry, int(config.page_tokens)
-        pp_rank, tp_rank = divmod(vllm_config.parallel_config.rank % geometry.num_ranks, geometry.tp_size)
+        rank = vllm_config.parallel_config.rank % geometry.num_ranks
+        self.is_first_rank = rank == 0
+        pp_rank, tp_rank = divmod(rank, geometry.tp_size)
         self.groups = tuple(
             GroupMemory(
                 group, group.shard(pp_rank, tp_rank), self.page_tokens, is_writer=group.is_writer(tp_rank)

@@ -161,7 +161,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         failed_loads: requests of which at least one worker could not load a page -> the token up to which vLLM goes on
             with what was loaded.
         stalled: whether a load was given up at its deadline: the pool hangs.
-        not_landed: whether one was given up since pages that were coming did not come: the pool is well.
+        not_landed: of the failed loads those that waited in vain for pages that were coming: the pool is well.
         failed_transfers: announced requests of which nothing will come, and that had no blocks then.
         timings: of loads and transfers that ended, where each request has a line in the log (`log_requests`).
     """
@@ -169,7 +169,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     saves: dict[int, SaveResult] = field(default_factory=dict)
     failed_loads: dict[str, int] = field(default_factory=dict)
     stalled: bool = False
-    not_landed: bool = False
+    not_landed: set[str] = field(default_factory=set)
     failed_transfers: set[str] = field(default_factory=set)
     timings: dict[str, Timing] = field(default_factory=dict)
 
@@ -189,7 +189,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             saves,
             dict(self.failed_loads),
             self.stalled or other.stalled,
-            self.not_landed or other.not_landed,
+            self.not_landed | other.not_landed,
             self.failed_transfers | other.failed_transfers,
             dict(self.timings),
         )

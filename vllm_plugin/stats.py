@@ -70,15 +70,26 @@ class ConnectorStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         for figure, amount in other.data.items():
-            if figure in _TABLES:
-                for key, part in amount.items():
-                    self._enter(figure, key, part)
-            elif figure in _LISTS:
-                self.data[figure] = [*self.data.get(figure, ()), *amount]
-            else:
-                self.add(figure, amount)
+            self._aggregate(figure, amount)
         return self
 
+    @contained(nothing)
+    def _aggregate(self, figure: str, amount: Any) -> None:
+        """A figure that cannot be added, as of an engine of another version, is left out."""
+        if isinstance(amount, Mapping):
+            for key, part in amount.items():
+                self._enter(figure, key, part)
+        elif isinstance(amount, list):
+            self.data.setdefault(figure, []).extend(amount)
+        else:
+            self.add(figure, amount)
+
+    @classmethod
+    def for_log(cls, data: Mapping[str, Any]) -> ConnectorStats:
+        """What vLLM adds up for its periodic line, which may never be written: without the values of histograms."""
+        return cls(data={figure: amount for figure, amount in data.items() if not isinstance(amount, list)})
+
+    @contained(dict)
     def reduce(self) -> dict[str, int | float]:
         data = self.data
         figures: dict[str, int | float] = {
@@ -125,19 +136,23 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         return self._counter_cls(**named)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        values = self.per_engine_labelvalues[engine_idx]
         for figure, amount in transfer_stats_data.items():
-            metric = self._metrics.get(figure)
-            if metric is None:
-                continue
-            if figure in _TABLES:
-                for key, part in amount.items():
-                    metric.labels(*values, key).inc(part)
-            elif figure in _LISTS:
-                for seconds in amount:
-                    metric.labels(*values).observe(seconds)
-            else:
-                metric.labels(*values).inc(amount)
+            if figure in self._metrics:
+                self._observe(figure, amount, engine_idx)
+
+    @contained(nothing)
+    def _observe(self, figure: str, amount: Any, engine_idx: int) -> None:
+        """vLLM's front end ends where this raises."""
+        metric, values = self._metrics[figure], self.per_engine_labelvalues[engine_idx]
+        if figure in _TABLES:
+            for key, part in amount.items():
+                metric.labels(*values, key).inc(part)
+        elif figure in _LISTS:
+            child = metric.labels(*values)
+            for seconds in amount:
+                child.observe(seconds)
+        else:
+            metric.labels(*values).inc(amount)
 
 
 @contained(nothing)

@@ -268,7 +268,7 @@ class Client:
             for asked in self._kept:
                 asked.leave()
             self._kept.clear()
-            for sought in self._sought.values():
+            for sought in list(self._sought.values()):  # a lookup that listens may take one out just now
                 sought.done = True
             self._sought.clear()
 

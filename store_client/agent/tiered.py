@@ -146,7 +146,7 @@ class TieredSpace(SpaceAround):
             return former.lookup
         found = self._look(keys, former, now_s)
         if found.present >= len(keys) or not self._client.ready:
-            return Lookup(found.present)
+            return Lookup(found.present, unheard=found.present < len(keys))
         self._ask(keys, found.present, None, _DEADLINE_S)
         return self._answer(keys, found, now_s)
 
@@ -188,7 +188,7 @@ class TieredSpace(SpaceAround):
         """As `Space.seek`. Of more than `MAX_SOUGHT` keys the last ones."""
         before, keys = [False] * max(0, len(keys) - MAX_SOUGHT), keys[-MAX_SOUGHT:]
         if self._nbytes is None or not keys or not self._client.ready:
-            return Seen(before + [False] * len(keys))
+            return Seen(before + [False] * len(keys), unheard=self._nbytes is not None and bool(keys))
         self._client.listen()
         now_s = time.monotonic()
         sought = self._sought.get(keys[-1])
@@ -199,7 +199,7 @@ class TieredSpace(SpaceAround):
             self._client.seek(sought)
         left_s = sought.asked_s + self._client.patience.wait_s(prefill_s) - now_s
         pending = not sought.done and left_s > 0 and not self._client.is_silent(now_s)
-        return Seen(before + sought.found, pending, left_s if pending else math.inf)
+        return Seen(before + sought.found, pending, left_s if pending else math.inf, not (pending or sought.done))
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """As `Space.remove`, of the pool alone: what a tier has of them comes back when it is looked up."""
@@ -234,7 +234,7 @@ class TieredSpace(SpaceAround):
     def _answer(self, keys: Sequence[bytes], found: _Found, now_s: float) -> Lookup:
         """What is there and what is coming; while it is coming the answer is kept."""
         present = at = found.present
-        pending, wait_s, until_s = False, math.inf, now_s + _LOOK_AGAIN_S
+        pending, unheard, wait_s, until_s = False, False, math.inf, now_s + _LOOK_AGAIN_S
         first = self._asks.get(keys[at])
         said = 0 if first is None else first.said
         silent = self._client.is_silent(now_s)
@@ -247,6 +247,7 @@ class TieredSpace(SpaceAround):
                 left_s = asked.asked_s + patience_s - now_s
                 if not silent and left_s > 0 and not pending:
                     pending, wait_s, until_s = True, left_s, now_s
+                unheard = not pending
                 break
             place = asked.place(keys[at])
             if asked.coming <= place or not asked.is_fresh(now_s):
@@ -256,7 +257,7 @@ class TieredSpace(SpaceAround):
             at = end
             if asked.coming < len(asked.keys):
                 break
-        lookup = Lookup(present, pending, at - present, wait_s)
+        lookup = Lookup(present, pending, at - present, wait_s, unheard)
         if first is not None and not first.done:
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()

@@ -232,7 +232,7 @@ def test_a_stopped_agent_delays_nothing_and_answers_again_once_it_goes_on(pool, 
             assert space.lookup(chain("a", 4)) == Lookup(4)
             for number in range(300):
                 assert space.lookup(chain(f"stopped {number}", 8)).pages == 0
-            until(lambda: space.lookup(chain("x", 3)) == Lookup(0))
+            until(lambda: space.lookup(chain("x", 3)) == Lookup(0, unheard=True))
         finally:
             os.kill(pid, signal.SIGCONT)
         asked = until(lambda: report_of(pool))["asked"]
@@ -304,7 +304,7 @@ def test_where_it_cannot_be_started_the_pool_serves_alone_with_one_line(pool, co
         space = store.space(namespace(), SHARD, PAGE_NBYTES)
         until(lambda: [line for line in caplog.messages if "cannot be started" in line])
         put_chain(space, chain("a", 2))
-        assert space.lookup(chain("a", 3)) == Lookup(2)
+        assert space.lookup(chain("a", 3)) == Lookup(2, unheard=True)
         (pool / "agent.lock").rmdir()
         until(lambda: store._client.ready)
     assert len([line for line in caplog.messages if "cannot be started" in line]) == 1

@@ -131,7 +131,7 @@ def test_of_very_many_answers_the_oldest_is_asked_for_again(pool, monkeypatch):
 
 def test_without_an_agent_or_of_private_pages_nothing_is_sought(pool):
     with TieredStore(EmbeddedStore(pool, CAPACITY), configured(pool)) as store:
-        assert space_of(store).seek(KEYS) == Seen([False] * 6)
+        assert space_of(store).seek(KEYS) == Seen([False] * 6, unheard=True)
     with running(pool) as agent, tiered(pool) as store:
         assert store.space(namespace(), SHARD).seek(KEYS) == Seen([False] * 6)
         assert not agent.fetches.sought

@@ -25,6 +25,7 @@ from store_client.sharded import ShardView
 from store_client.testing import PAGE_NBYTES, SHARD, MakeStore, StoreConformance, chain, namespace, put_chain
 
 NOTHING = Lookup(0)
+UNHEARD = Lookup(0, unheard=True)
 
 
 @pytest.fixture(autouse=True)
@@ -225,7 +226,7 @@ def test_without_an_agent_every_lookup_is_the_pools(pool):
     keys = chain("a", 3)
     with TieredStore(EmbeddedStore(pool, CAPACITY), configured(pool)) as store:
         put_chain(space_of(store), keys[:1])
-        assert space_of(store).lookup(keys) == Lookup(1)
+        assert space_of(store).lookup(keys) == Lookup(1, unheard=True)
         until(lambda: store.stats().failures.get("agent_lost"))
 
 
@@ -288,7 +289,7 @@ def test_when_the_agent_ends_what_was_coming_is_not_coming_any_more_and_the_next
         until(lambda: agent.fetches.asked)[0].tell(Word(coming=3))
         settled(space, keys, Lookup(0, True, 3))
         agent.stop()
-        settled(space, keys, NOTHING)
+        settled(space, keys, UNHEARD)
         assert agent.fetches.closed and agent.fetches.asked[0].cancelled
         with running(pool, StandIn(lambda asked: asked.tell(Word(coming=2)))) as second:
             settled(space, keys, Lookup(0, True, 2))
@@ -377,7 +378,7 @@ def test_a_forked_child_has_no_agent_and_opens_a_store_of_its_own(pool):
             status = 1
             try:
                 assert not store._client.ready
-                assert space_of(store).lookup(keys) == NOTHING
+                assert space_of(store).lookup(keys) == UNHEARD
                 with tiered(pool) as own:
                     settled(space_of(own), keys, Lookup(0, True, 1))
                 status = 0
@@ -409,7 +410,7 @@ def test_a_stopped_agent_is_not_waited_for(pool, monkeypatch):
         space = space_of(store)
         monkeypatch.setattr("store_client.agent.client.Client.is_silent", lambda self, now_s: True)
         monkeypatch.setattr("store_client.agent.patience.LEAST_S", 3600.0)
-        assert space.lookup(chain("a", 3)) == NOTHING
+        assert space.lookup(chain("a", 3)) == UNHEARD
         monkeypatch.undo()
         monkeypatch.setattr("store_client.agent.patience.LEAST_S", 3600.0)
         assert space.lookup(chain("b", 3)).pending
@@ -422,7 +423,7 @@ def test_who_waits_in_a_thread_of_its_own_has_pending_answers_until_the_first_wo
     with running(pool) as agent, tiered(pool) as store:
         space = space_of(store)
         space.prefetch(chain("b", 3))
-        assert space.lookup(chain("b", 3)) == NOTHING
+        assert space.lookup(chain("b", 3)) == UNHEARD
         space.prefetch(keys, patient=True)
         until(lambda: len(agent.fetches.asked) == 2)
         assert space.lookup(keys) == Lookup(0, pending=True)

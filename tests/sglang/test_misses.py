@@ -15,6 +15,8 @@ from faults import Faults, never
 from host_pools import PAGES, axes, mha, model, slots
 from instances import keys, server
 from prometheus_client import REGISTRY
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.plugins import load_plugins
 
@@ -88,6 +90,16 @@ def test_a_hit_that_is_too_short(attach: Any, storage: Any, added: Any) -> None:
     other = attach(mha("page_first"), min_hit_tokens=(PAGES + 1) * TOKENS)
     assert prefetch(other, [*NAMES, *keys(1, "other")]) == 0
     assert added() == {"below_min_hit": PAGES * TOKENS, "never_stored": TOKENS}
+    assert other.first_miss is Miss.BELOW_MIN_HIT, "of the first page, not of the last one"
+
+
+def test_metrics_that_fail_cost_no_page(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise OSError("injected")
+
+    monkeypatch.setattr("sglang_backend.metrics._metrics", broken)
+    assert prefetch(storage, [*NAMES, *keys(1, "other")]) == PAGES
+    assert storage.batch_set_v1(keys(1, "other"), slots([0])) == [True]
 
 
 def test_an_answer_that_does_not_come(faults: Faults, attach: Any, added: Any) -> None:
@@ -170,6 +182,20 @@ def test_a_miss_and_a_hit_have_a_line(rank: Callable[..., Rank], caplog: pytest.
     assert (missed["computed_tokens"], missed["miss"]) == ("320", "never_stored")
     assert (hit["hit_tokens"], hit["computed_tokens"], hit["miss"]) == ("192", "128", "never_stored")
     assert float(hit["load_ms"]) > 0 and float(hit["lookup_ms"]) > 0
+
+
+def test_what_a_scheduler_asks_again_and_again_counts_once_and_has_no_line(
+    rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture, added: Any
+) -> None:
+    """That of a decode instance, in no request's name, while a request waits for room."""
+    one = rank(log_requests=True)
+    one.controller.storage_backend.metrics._enabled = True
+    whole = PROMPT[:320]
+    for prompt in (whole, whole, [*whole[:64], *whole]):
+        operation = PrefetchOperation(CacheRequestHandle("__storage_hit_query__", 0), prompt, None, None)
+        assert one.controller._storage_hit_query(operation)[1] == 0
+    assert added() == {"never_stored": (5 + 6) * 64}
+    assert lines(caplog) == []
 
 
 def test_by_default_there_is_none(rank: Callable[..., Rank], caplog: pytest.LogCaptureFixture) -> None:

@@ -12,14 +12,16 @@ from typing import Any
 import oracle
 import pytest
 from cases import PROMPT, Start, begin_load, every_runner, steady_runners, warm_pool, warmed
-from faults import Faults, never
+from faults import Arrivals, Faults, never
 from harness import Engine
 from mixes import full, window
 from pd import MakePair, figures
 
+from mooncake_connector.kv.keys import page_keys
 from mooncake_connector.misses import Miss
 from store_client.base import Lookup
 from store_client.testing import namespace
+from vllm_plugin.prefix.account import Account
 
 FULL, TAIL = 96, 4
 """Of PROMPT: tokens in full pages, and what is left."""
@@ -151,6 +153,48 @@ def test_a_load_that_fails_is_a_hit_as_far_as_it_came(start: Start, faults: Faul
     assert engine.computed("lost") == len(PROMPT) - 16 * kept
 
 
+@steady_runners
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_what_was_promised_and_did_not_come_is_late_and_what_failed_beside_it_is_not(
+    start: Start, faults: Faults, tp_size: int
+) -> None:
+    """Both loads end in the same step."""
+    warm_pool(start, PROMPT, OTHER, tp_size=tp_size)
+    engine = start(tp_size=tp_size, extra={"tiers": ["mooncake"], "agent": "external", "lookup_wait_s": 60.0})
+    keys, others = page_keys(PROMPT, 16), page_keys(OTHER, 16)
+    faults.answer = arrivals = Arrivals(keys)
+    arrivals.land([*keys[:2], *others])
+    faults.lose_reads = lambda asked: [key in others for key in asked]
+    late = engine.add(PROMPT, 1)
+    loads = [worker.prefix._loads for worker in engine.workers]
+    engine.run(until=lambda: all(one.pending and one.pending[0].awaits for one in loads))
+    lost = engine.add(OTHER, 1)
+    engine.run(until=lambda: lost in engine.prefix._tracked and engine.prefix._tracked[lost].loading)
+    for one in loads:
+        one.pending[0].deadline_s = 0.0
+    engine.settle()
+    engine.finish(late, lost)
+    assert missed(engine) == {"late": FULL - 32, "load_failed": FULL, "short": 2 * TAIL}
+    assert figures(engine)["hit_tokens"] == 32
+
+
+def test_an_account_that_fails_costs_no_request_and_no_transfer(
+    start: Start, pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_pool(start)
+
+    def broken(*arguments: object, **more: object) -> None:
+        raise RuntimeError("injected")
+
+    for name in ("miss", "lose", "enter", "line"):
+        monkeypatch.setattr(Account, name, broken)
+    engine = start(extra={"log_requests": True})
+    engine.check(PROMPT, computed=TAIL + 2)
+    both = pair(pool=True, log_requests=True)
+    both.ask(OTHER, computed=1 + 2)
+    assert not both.failures()
+
+
 def test_pages_of_which_windows_are_missing(start: Start) -> None:
     warm_pool(start, kv_spec=[full(), window(20)])
     engine = start(kv_spec=[full(), window(20)])
@@ -175,6 +219,13 @@ def test_what_another_instance_brings_is_no_miss_of_the_pool(pair: MakePair) -> 
     assert set(counted) <= {"elsewhere", "short"}
     fetched = figures(both.decode)["fetched_tokens"]
     assert counted["elsewhere"] == fetched and figures(both.decode)["queried_tokens"] == len(PROMPT)
+
+
+def test_tokens_of_several_ranks_count_once(pair: MakePair) -> None:
+    both = pair({"tp_size": 2}, {"tp_size": 2})
+    both.ask(PROMPT)
+    counted = figures(both.decode)
+    assert (counted["fetched_tokens"], counted["fetches"]) == (len(PROMPT), 2)
 
 
 def test_without_prefix_reuse_nothing_is_queried(start: Start) -> None:

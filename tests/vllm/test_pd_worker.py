@@ -51,7 +51,7 @@ def node() -> Node:
 def worker(node: Any) -> PDWorker:
     sections: Any = SimpleNamespace(layers={}, last_layers=[(0, 1)])
     device: Any = SimpleNamespace(then=lambda call: call())
-    return PDWorker(node, sections, Bounds(), device, ConnectorStats(), logs_requests=False)
+    return PDWorker(node, sections, Bounds(), device, ConnectorStats(), logs_requests=False, is_first_rank=True)
 
 
 def step(**said: Any) -> StepMetadata:

@@ -152,6 +152,33 @@ def test_statistics_add_up_in_any_order() -> None:
     assert ConnectorStats().reduce()["pool hit tokens"] == 0
 
 
+def test_figures_that_cannot_be_added_or_shown_reach_nobody_as_an_error(start: Start) -> None:
+    """As of an engine of another version behind the same front end."""
+    odd = {"loads": {"of": 1}, "failures": 3, "load_duration_seconds": "soon", "later": [1], "hit_tokens": 5}
+    stats = ConnectorStats({"loads": 1}).aggregate(ConnectorStats(dict(odd))).aggregate(ConnectorStats(dict(odd)))
+    assert stats.data["hit_tokens"] == 10
+    assert ConnectorStats(dict(odd)).reduce() == {}
+    engine, registry = start(), CollectorRegistry()
+    metrics = prometheus(engine, registry)
+    metrics.observe(odd, 0)
+    metrics.observe({"hit_tokens": 1}, 7)
+    assert sample(registry, "hit_tokens", "0") == 5
+
+
+def test_the_periodic_line_keeps_no_values_of_histograms(start: Start) -> None:
+    """vLLM adds up for it whether or not it is ever written."""
+    warm_pool(start)
+    engine = start()
+    engine.ask(PROMPT)
+    shown = [stats.kv_connector_stats for stats in engine.stats if stats.kv_connector_stats]
+    assert any("load_duration_seconds" in one for one in shown)
+    log = KVConnectorLogging(engine.scheduler.vllm_config.kv_transfer_config)
+    for one in shown:
+        log.observe(one)
+    kept = log.transfer_stats_accumulator
+    assert kept.data["loads"] == 1 and not any(isinstance(value, list) for value in kept.data.values())
+
+
 def prometheus(engine: Engine, registry: CollectorRegistry) -> Any:
     transfer = engine.scheduler.vllm_config.kv_transfer_config
     kinds = {kind: partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}

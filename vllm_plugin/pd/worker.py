@@ -46,7 +46,10 @@ def open_worker(memory: KVMemory, config: Config, access: Access, stats: Connect
         logger.error("KV transfers are off: %s", error)
         return None
     device_order = DeviceOrder(memory.record)
-    return PDWorker(node, sections, options.bounds, device_order, stats, logs_requests=config.log_requests)
+    return PDWorker(
+        node, sections, options.bounds, device_order, stats,
+        logs_requests=config.log_requests, is_first_rank=memory.is_first_rank,
+    )  # fmt: skip
 
 
 class PDWorker:
@@ -56,6 +59,7 @@ class PDWorker:
         sections: what this rank hands over.
         device: makes calls when the device has done what was queued before them.
         logs_requests: whether the scheduler's process wants to know what transfers took.
+        is_first_rank: of the instance: it counts tokens, of which each rank fetches a part.
     """
 
     def __init__(
@@ -67,9 +71,10 @@ class PDWorker:
         stats: ConnectorStats,
         *,
         logs_requests: bool,
+        is_first_rank: bool,
     ) -> None:
         self._node, self._sections, self._bounds = node, sections, bounds
-        self._logs_requests = logs_requests
+        self._logs_requests, self._is_first_rank = logs_requests, is_first_rank
         self._device, self._stats = device, stats
         self._transfers: dict[str, Outgoing | Incoming] = {}
         """Whose end vLLM waits for, by request. The id of one that ended early may be another's by then."""
@@ -201,7 +206,8 @@ class PDWorker:
             return
         ended.arrived.add(transfer.request)
         if transfer.ending is Ending.DONE:
-            self._stats.add("fetched_tokens", _fetched_tokens(transfer))
+            if self._is_first_rank:
+                self._stats.add("fetched_tokens", _fetched_tokens(transfer))
         elif transfer.ending is not Ending.CANCELLED and transfer.tables:
             self._failed(transfer, ended)
 

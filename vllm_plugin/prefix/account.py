@@ -156,6 +156,7 @@ class Accounts:
             self._stats.add("evicted_reuse_seconds", fate.unused_s + fate.ago_s)
         return why
 
+    @contained(nothing)
     def reported(self, report: WorkerReport, tracked: Mapping[str, Tracked]) -> None:
         """What workers say of loads and transfers that ended."""
         for req_id, timing in report.timings.items():
@@ -166,8 +167,9 @@ class Accounts:
                 account.timing = account.timing.merge(timing)
         for req_id, kept in report.failed_loads.items():
             if req_id in tracked and (account := tracked[req_id].account) is not None:
-                account.lose(Miss.LATE if report.not_landed else Miss.LOAD_FAILED, kept)
+                account.lose(Miss.LATE if req_id in report.not_landed else Miss.LOAD_FAILED, kept)
 
+    @contained(nothing)
     def close(self, tracked: Tracked) -> None:
         """Nothing more comes: enter it into the figures, and into the log where that is asked for."""
         account, tracked.account = tracked.account, None
@@ -188,6 +190,7 @@ class Accounts:
             if not tracked.gives_away:
                 self.say(tracked.request.request_id)
 
+    @contained(nothing)
     def say(self, req_id: str) -> None:
         """Write the line of a request that was closed, if there is one that waits: its KV has been sent, or is not."""
         unsaid = self._unsaid.pop(req_id, None)

@@ -33,11 +33,13 @@ class Agreed:
         lookup: as of full attention, of the pages that were looked up.
         coming: by position of the group, pages of the hit, the last ones, that are on their way.
         most: pages of the prompt that a hit could have if it were for full attention alone.
+        unheard: what it would take for more was sought, and not all that was asked had answered in time.
     """
 
     lookup: Lookup
     most: int = 0
     coming: Mapping[int, int] = field(default_factory=dict)
+    unheard: bool = False
 
 
 class GroupsLookup:
@@ -103,14 +105,15 @@ class GroupsLookup:
 
         longest = self._groups.longest(first, most, obtainable)
         if longest <= max(there, first):
-            return self._answer(first, found, there, most)
+            unheard = any(seen.unheard for ranks in sought.values() for seen in ranks)
+            return self._answer(first, found, there, most, unheard=unheard)
         return self._fetched(keys, first, found, there, longest, most, views)
 
     def _fetched(
         self, keys: list[bytes], first: int, found: Lookup, there: int, longest: int, most: int, views: Views
     ) -> Agreed:
         """Have fetched what a hit of `longest` pages takes: it is one where all of that is there or coming."""
-        coming, waits_s, whole = {}, [], True
+        coming, waits_s, whole, unheard = {}, [], True, False
         for position in self._groups.positions:
             start = self._groups.needed(position, first, longest)
             seen = views(position)
@@ -118,23 +121,24 @@ class GroupsLookup:
                 view.prefetch(keys[start:longest], patient=True)  # they are there: the first word is worth a wait
             one = self._leading(keys[start:longest], seen)
             if one.pages + one.coming < longest - start:
-                whole = False
+                whole, unheard = False, unheard or one.unheard
                 waits_s.append(one.wait_s if one.pending else -math.inf)
             coming[position] = one.coming
         if whole:
             return self._answer(first, found, longest, most, coming)
         pending = min(waits_s) > -math.inf  # else one of them is not to be had
-        return self._answer(first, found, there, most, pending=pending, wait_s=min(waits_s) if pending else math.inf)
+        wait_s = min(waits_s) if pending else math.inf
+        return self._answer(first, found, there, most, pending=pending, wait_s=wait_s, unheard=unheard)
 
     def _answer(
         self, first: int, found: Lookup, stop: int, most: int, coming: Mapping[int, int] | None = None,
-        *, pending: bool = False, wait_s: float = math.inf,
+        *, pending: bool = False, wait_s: float = math.inf, unheard: bool = False,
     ) -> Agreed:  # fmt: skip
         """A hit of `stop` pages."""
         here = min(found.pages, max(stop - first, 0))
         lookup = Lookup(here, pending, max(stop - first - here, 0), wait_s)
         on_the_way = dict.fromkeys(self._groups.of_full_attention, lookup.coming) | dict(coming or {})
-        return Agreed(lookup, most, on_the_way)
+        return Agreed(lookup, most, on_the_way, unheard)
 
 
 def _present(keys: Sequence[bytes], views: list[ShardView]) -> Present:

@@ -75,12 +75,14 @@ class Lookups:
         unpromised = now_s < self._unpromised_until_s
         if unpromised:  # what lands meanwhile counts
             why = Miss.LATE if found.coming else why
-            found = Lookup(found.pages, found.pending and not found.coming, wait_s=found.wait_s)
+            found = Lookup(found.pages, found.pending and not found.coming, wait_s=found.wait_s, unheard=found.unheard)
         coming: Mapping[int, int] = {0: found.coming}
+        unheard = found.unheard
         if self._groups is not None and found.pages + found.coming:
             asks = fetch and self._tiered and not unpromised
             agreed = self._agreed(tracked, first, found, views, fetch=asks, tokens_s=tokens_s)
-            why = self._why_less(first, found, agreed) or why
+            if less := self._why_less(first, found, agreed):
+                why, unheard = less, agreed.unheard
             found, coming = agreed.lookup, agreed.coming
         asked_s, now_s = now_s, time.monotonic()
         tracked.lookup_s += now_s - asked_s
@@ -91,8 +93,9 @@ class Lookups:
             log_once("lookup.hung", said, now_s - asked_s, _STALL_PAUSE_S, logger=logger)
         tokens = max((first + found.pages + found.coming) * page_tokens - num_local_tokens, 0)
         reuse_s = _PENDING_REUSE_S if found.pending else _LOOKUP_REUSE_S
-        why = Miss.LATE if found.pending else why
-        return Offer(num_local_tokens, tokens, coming, found.pending, found.wait_s, now_s + reuse_s, why)
+        unheard = unheard or found.pending
+        why = Miss.LATE if unheard else why
+        return Offer(num_local_tokens, tokens, coming, found.pending, found.wait_s, now_s + reuse_s, why, unheard)
 
     def _found(self, keys: list[bytes], views: list[ShardView], fetch: bool) -> tuple[Lookup, Miss | None]:
         """The leading pages of full attention, and why no more where that is no page's own fate."""
@@ -146,7 +149,8 @@ class Lookups:
         stop = min(len(keys), *(one.pages + one.coming for one in found))
         ends = [one for one in found if one.pages + one.coming == stop]
         wait_s = min((one.wait_s for one in ends), default=math.inf)
-        return Lookup(pages, all(one.pending for one in ends), max(stop - pages, 0), wait_s)
+        pending, unheard = all(one.pending for one in ends), any(one.unheard for one in ends)
+        return Lookup(pages, pending, max(stop - pages, 0), wait_s, unheard)
 
     def _fail(self, error: Exception) -> None:
         self._stats.fail("lookup")

@@ -215,7 +215,7 @@ class PrefixScheduler:
         if offer is not None:
             if num_from_pool:
                 self._plan_load(tracked, blocks, offer, num_from_pool)
-            if offer.pending:
+            if offer.unheard:
                 self._stats.add("tier_unheard")
             num_local_pages = offer.local_tokens // self._page_tokens
             self._record(num_local_pages, offer.tokens // self._page_tokens, request.num_prompt_tokens)
@@ -330,7 +330,7 @@ class PrefixScheduler:
         if isinstance(report, WorkerReport):
             for job_id, result in report.saves.items():
                 self.saves.ended(job_id, result)
-            self._lookups.loads_failed(stalled=report.stalled, not_landed=report.not_landed)
+            self._lookups.loads_failed(stalled=report.stalled, not_landed=bool(report.not_landed))
             for req_id in report.failed_loads.keys() & self._tracked.keys():
                 self._tracked[req_id].refused = True
             self.accounts.reported(report, self._tracked)

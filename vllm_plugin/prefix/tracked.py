@@ -28,6 +28,7 @@ class Offer:
         wait_s: asking again is worth it within so many seconds.
         good_until_s: from then on the pool is asked again.
         why: of the first page that is missing, where the lookup knew it; else the pool may remember it.
+        unheard: whether tiers that may have that page had not said so by then.
     """
 
     local_tokens: int
@@ -37,6 +38,7 @@ class Offer:
     wait_s: float
     good_until_s: float
     why: Miss | None = None
+    unheard: bool = False
 
 
 @dataclass(slots=True)

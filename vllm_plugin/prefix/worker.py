@@ -134,7 +134,8 @@ class PrefixWorker:
         if load.cause:
             ended.report.failed_load(req_id, self._kept(plan, load.pages))
             ended.report.stalled |= load.cause == "deadline"
-            ended.report.not_landed |= load.cause == NOT_LANDED
+            if load.cause == NOT_LANDED:
+                ended.report.not_landed.add(req_id)
             if self._memory.geometry.is_hybrid:
                 self._failed.add(req_id)
             else:
