@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mooncake_connector.checks import Check, failed, ok, warning
 from mooncake_connector.cli import pool as pool_
-from mooncake_connector.cli.live import Live, NoFigures, info_of, look_at
+from mooncake_connector.cli.live import Live, NoFigures, info_of, is_here, look_at
 from mooncake_connector.cli.output import human_seconds, human_share
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.kv.namespace import Namespace
@@ -154,6 +154,9 @@ def _failures(live: Live) -> Iterator[Check]:
 
 
 def _pool(live: Live, folder: Path | None) -> Iterator[Check]:
+    if folder is None and not is_here(live.url):
+        yield warning("pool", f"{live.url} is on another host: run this there, as the server's user, to see its pool")
+        return
     try:
         with pool_.opened(folder) as store:
             stats, spaces = store.stats(), store.namespaces()

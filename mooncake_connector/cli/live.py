@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -111,13 +112,33 @@ def base_of(url: str) -> str:
     given = url if "://" in url else f"http://{url}"
     try:
         parts = urllib.parse.urlsplit(given)
-        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_one_word = url.isprintable() and " " not in url
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and is_one_word
     except ValueError:
         fits = False
     if not fits:
         raise NoFigures(f"{printable(url, 200)!r} is no address of a server: expected http://HOST:PORT")
     path = parts.path.rstrip("/").removesuffix("/metrics").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def is_here(base: str) -> bool:
+    """Whether the server of this address is on this host, as far as its address says."""
+    try:
+        found = socket.getaddrinfo(urllib.parse.urlsplit(base).hostname, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    return any(_is_ours(family, address) for family, _, _, _, address in found)
+
+
+def _is_ours(family: int, address: Any) -> bool:
+    """Only an address of this host can be bound."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as bound:
+            bound.bind(address)
+            return True
+    except OSError:
+        return False
 
 
 def _get(url: str) -> bytes:

@@ -33,7 +33,7 @@ def _typed_seconds(text: str) -> float:
 
 def record(
     file: Annotated[Path, typer.Argument(metavar="FILE", parser=typed_path, help="The recording, a new file.")],
-    duration: Annotated[str, typer.Option("--for", metavar="TIME", help="How long: 90s, 30m, 24h.")] = "1h",
+    duration: Annotated[str, typer.Option("--for", metavar="TIME", help="How long: 90s, 30m, 24h, 7d.")] = "1h",
     requests: Annotated[int, typer.Option(min=1, max=10_000_000, help="At most so many requests.")] = 100_000,
     pool: Pool = None,
     namespace: Which = None,

@@ -1,4 +1,4 @@
-"""`mooncake-connector simulate`: what pools of other sizes and policies would have found of traffic that was seen."""
+"""`mooncake-connector simulate`: hit rates that other sizes and policies would have had on recorded traffic."""
 
 from __future__ import annotations
 
@@ -54,21 +54,22 @@ def simulate(
         Path, typer.Option("--model", metavar="DIR", parser=typed_path, help="The model's folder, or its config.json.")
     ],
     capacity: Annotated[
-        str, typer.Option(metavar="SIZES", help="A range, doubled; sizes; or shares of the trace's pages, as 5%.")
+        str,
+        typer.Option(metavar="SIZES", help="A range, by doubling; 8GiB,24GiB; or shares of the trace's pages: 5%,10%."),
     ] = "8GiB..512GiB",
-    policy: Annotated[str, typer.Option(metavar="|".join((*POLICIES, "all")), help="Which policy.")] = "all",
+    policy: Annotated[str, typer.Option(metavar="|".join((*POLICIES, "all")), help="Eviction policy.")] = "all",
     kv_dtype: Annotated[
         str | None, typer.Option("--kv-dtype", metavar="|".join(ITEMSIZES), help="Of the KV cache; else the model's.")
     ] = None,
     prefill: Annotated[
-        float, typer.Option("--prefill", metavar="TOKENS/S", min=1, help="The engine's, for the seconds it saves.")
+        float, typer.Option("--prefill", metavar="TOKENS/S", min=1, help="Speed of the engine, for the seconds saved.")
     ] = 10_000.0,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="PNG", parser=typed_path, help="Draw the hit rates to this file.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What pools of other sizes and eviction policies would have found of traffic that was seen.
+    """The hit rates that pools of other sizes and eviction policies would have had on recorded traffic.
 
     Runs the store's own policies on the trace, without pages. A hit is a leading page that was in the pool.
 

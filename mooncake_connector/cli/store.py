@@ -109,6 +109,9 @@ def eviction(
 ) -> None:
     """Show or change which pages the pool evicts first. A change goes for all its processes, at once; pages stay.
 
+    lru: what was least recently used. s3-fifo: what was used once. auto: what comes back last, by the pool's own record
+    of uses. `mooncake-connector simulate` compares them on recorded traffic.
+
     \b
     Examples:
       mooncake-connector store eviction

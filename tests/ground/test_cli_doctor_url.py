@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from mooncake_connector.cli.live import is_here
 from mooncake_connector.cli.main import app
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.misses import Miss
@@ -100,6 +101,22 @@ def fill(folder: Path, *models: Any, pages: int = 4, capacity: int = 4 << 20) ->
 
 
 # The server
+
+
+@pytest.mark.parametrize("host, here", [("127.0.0.1", True), ("localhost", True), ("192.0.2.1", False)])
+def test_which_hosts_are_this_one(host: str, here: bool) -> None:
+    assert is_here(f"http://{host}:8000") is here
+
+
+def test_the_pool_here_is_not_that_of_a_server_elsewhere(
+    serve: Serve, pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(pool, namespace())
+    url = serve({"/metrics": figures(VLLM, 10, {})})
+    assert only(said(url), "pool")[0] == "ok"
+    monkeypatch.setattr("mooncake_connector.cli.doctor_url.is_here", lambda url: False)
+    status, detail = only(said(url), "pool")
+    assert status == "warning" and "is on another host: run this there" in detail
 
 
 def test_a_server_that_is_not_there() -> None:

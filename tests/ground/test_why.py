@@ -279,8 +279,8 @@ class TestNames:
         found = asked_json("--model", model, "--tokens", ids)
         assert (found["namespace"], found["hit_tokens"], found["reason"]) == (own.digest.hex(), 640, None)
         assert (found["engine_settings"], found["other_namespaces"]) == ([field], [])
-        taken = f"taken from the pool, which has no other pages of this model: {field} {value}, not "
-        assert taken in ask("--model", model, "--tokens", ids)
+        said = ask("--model", model, "--tokens", ids)
+        assert f"{field} is {value}, not " in said and "the pool has no other pages of this model" in said
         stored(store.space(name, WHOLE), KEYS[:1])
         there = asked_json("--model", model, "--tokens", ids)
         assert (there["namespace"], there["hit_tokens"]) == (name.digest.hex(), 64), "what is asked for goes first"
@@ -508,6 +508,11 @@ class TestPrompts:
         assert asked_json("--url", server, "--namespace", name.digest.hex()[:8], "a prompt")["hit_tokens"] == 640
         assert "no such folder" in refused("--model", "/nowhere", "a prompt")
 
+    def test_a_folder_without_a_model_is_an_error_that_names_it(self, space, model, tmp_path, ids):
+        assert "is no model's folder: it has no config.json" in refused("--model", tmp_path, "--tokens", ids)
+        stored(space, KEYS)
+        assert asked_json("--model", model / "config.json", "--tokens", ids)["hit_tokens"] == 640
+
     def test_a_router_is_told_from_an_engine(self, space, server, model):
         _Server.pages = {}
         said = refused("--url", server, "a prompt")
@@ -517,6 +522,7 @@ class TestPrompts:
         assert "answered 400" in refused("--url", server, "refuse this")
         assert "gives no answer" in refused("--url", "http://127.0.0.1:1", "a prompt")
         assert "expected http://" in refused("--url", "ftp://localhost", "a prompt")
+        assert "expected http://" in refused("--url", "gibber ish", "a prompt")
 
     def test_a_prompt_on_stdin(self, space, server):
         result = CliRunner().invoke(app, ["why", "--url", server, "-"], input="a long prompt\n")

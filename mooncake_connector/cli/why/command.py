@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mooncake_connector.cli.columns import clean, folded
+from mooncake_connector.cli.live import is_here
 from mooncake_connector.cli.output import Json, print_json, typed_path, width
 from mooncake_connector.cli.pool import find_namespace, opened
 from mooncake_connector.cli.store import Pool, Which
@@ -117,6 +118,8 @@ def why(
     if as_json:
         print_json(_plain(found))
         return
+    if server is not None and pool is None and not is_here(server.url):
+        _print([f"{server.url} is on another host: these are the pages of this host's pool"])
     _print(_lines(found, asked, config.min_hit_tokens or found.page_tokens, bool(config.tiers)))
 
 
@@ -147,7 +150,7 @@ def _folder(model: Path | None, server: Server | None, *, needed: bool) -> Path 
         if source is None:
             raise ModelIdentityError("it does not say which")
         path = checkpoint_path(source, None)
-        return path.parent if path.name == "config.json" else path
+        path = path.parent if path.name == "config.json" else path
     except ModelIdentityError:
         if model is not None:
             raise PromptError(
@@ -161,6 +164,9 @@ def _folder(model: Path | None, server: Server | None, *, needed: bool) -> Path 
             f"the files of the model that {server.url} serves ({source or 'it does not say which'}) are not here: "
             "name their folder with --model DIR, or one of the pool's namespaces (`store ls`) with --namespace ID"
         ) from None
+    if path.is_dir() and not any((path / name).is_file() for name in ("config.json", "params.json")):
+        raise PromptError(f"{path} is no model's folder: it has no config.json; name another one with --model DIR")
+    return path
 
 
 def _ids(text: str, model: Path | None, server: Server | None, chat: bool) -> list[int]:
@@ -193,7 +199,7 @@ def _named(store: Store, known: list[Family], beginning: str) -> Family:
 
 def _lines(found: Explanation, asked: Asked, min_hit_tokens: int, tiered: bool) -> list[str]:
     pages = found.tokens // found.page_tokens
-    lines = [f"{found.tokens:,} tokens, {pages:,} pages of {found.page_tokens}{_where(found.family)}"]
+    lines = [f"{found.tokens:,} tokens, {_count(pages)} of {found.page_tokens}{_where(found.family)}"]
     if not pages:
         lines.append(f"shorter than a page: {found.tokens} of {found.page_tokens} tokens")
     for title, each in found.groups if pages else ():
@@ -234,8 +240,8 @@ def _told_lines(family: Family, fields: list[str], asked: Asked) -> Iterator[str
     has = family.namespace.to_dict()
     if own := [f"{name} {_short(has[name])}" for name in fields if name not in asked.assumed]:
         yield f"its engines were started with {', '.join(own)}: others do not see these pages"
-    if chosen := [f"{name} {has[name]}, not {asked.fields[name]}" for name in fields if name in asked.assumed]:
-        yield f"taken from the pool, which has no other pages of this model: {'; '.join(chosen)}"
+    if chosen := [f"{name} is {has[name]}, not {asked.fields[name]}" for name in fields if name in asked.assumed]:
+        yield f"{', '.join(chosen)}: the pool has no other pages of this model"
 
 
 def _other_line(other: Other, asked: Mapping[str, Any]) -> str:

@@ -11,10 +11,8 @@ from typing import Any
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.log import printable
 
-_NEEDED = (
-    "install the tokenizer that the engine has (`pip install transformers`, or run this in the engine's environment), "
-    "or ask a running server with --url, or give --tokens FILE"
-)
+_INSTEAD = "ask a running server with --url, or give --tokens FILE"
+_NEEDED = f"run this in the engine's environment, or install it with `pip install transformers`, or {_INSTEAD}"
 
 
 class PromptError(MooncakeConnectorError):
@@ -63,17 +61,21 @@ def tokenize(model: Path, prompt: str, *, chat: bool) -> list[int]:
         from transformers import AutoTokenizer
     except ImportError:
         if chat:
-            raise PromptError(f"transformers is not installed here, which knows chat templates: {_NEEDED}") from None
+            raise PromptError(f"transformers, which knows chat templates, is not installed here: {_NEEDED}") from None
         return _plainly(model, prompt)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
         if chat:
             messages = [{"role": "user", "content": prompt}]
+            if not tokenizer.chat_template:
+                raise PromptError(f"the tokenizer in {model} has no chat template: leave --chat out, or {_INSTEAD}")
             text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
         return list(tokenizer(prompt)["input_ids"])
+    except PromptError:
+        raise
     except Exception as error:
-        raise PromptError(f"{model} has no tokenizer that can be used ({_first_line(error)}): {_NEEDED}") from None
+        raise PromptError(f"{model} has no tokenizer that can be used ({_first_line(error)}): {_INSTEAD}") from None
 
 
 def _plainly(model: Path, prompt: str) -> list[int]:
@@ -84,7 +86,7 @@ def _plainly(model: Path, prompt: str) -> list[int]:
     try:
         return list(Tokenizer.from_file(str(model / "tokenizer.json")).encode(prompt).ids)
     except Exception as error:
-        raise PromptError(f"{model / 'tokenizer.json'} cannot be used ({_first_line(error)}): {_NEEDED}") from None
+        raise PromptError(f"{model / 'tokenizer.json'} cannot be used ({_first_line(error)}): {_INSTEAD}") from None
 
 
 def _first_line(error: Exception) -> str:

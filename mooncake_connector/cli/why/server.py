@@ -91,7 +91,7 @@ def _json(url: str, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
         with opener.open(request, timeout=_PATIENCE_S) as response:
             answer = json.loads(response.read(_MAX_NBYTES))
     except urllib.error.HTTPError as error:
-        detail = printable(error.read(500).decode(errors="replace"), 200)
+        detail = printable(error.read(500).decode(errors="replace").strip(), 200) or error.reason
         raise PromptError(f"{url} answered {error.code}: {detail}; {_hint(error.code)}") from None
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
         why = printable(str(getattr(error, "reason", None) or error), 200)
