@@ -130,10 +130,14 @@ def test_whoever_ends_the_command_ends_its_servers(tmp_path, started, number):
     arguments += ["--folder", str(tmp_path)]
     command = [sys.executable, "-m", "mooncake_connector.cli.main", "bench", "serve", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=_with_default_signals)
+    said: list[bytes] = []
     try:
         for line in process.stderr:
+            said.append(line)
             if b"round 1" in line:
                 break
+        else:
+            raise AssertionError(f"it ended before its first round:\n{b''.join(said).decode()}")
         os.kill(process.pid, number)
         process.wait(60)
     finally:

@@ -18,6 +18,8 @@ from typing import TypeVar
 
 import psutil
 
+from e2e.forked import Forked, ForkServer
+
 __all__ = [
     "ENVIRONMENTS",
     "FORKS",
@@ -45,7 +47,8 @@ class ServerDied(AssertionError):
 class ServerProcess:
     """One server on a port of `host`, in a process group of its own.
 
-    `is_complaint` finds the lines of its log that report an error.
+    `is_complaint` finds the lines of its log that report an error. `fork_server` starts it, if given: the command is
+    `PYTHON -m MODULE` with arguments.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class ServerProcess:
         log: Path,
         is_complaint: Callable[[str], bool],
         host: str = "127.0.0.1",
+        fork_server: ForkServer | None = None,
     ) -> None:
         self.log = log
+        self._fork_server = fork_server
         self._command, self._env, self._is_complaint = list(command), env, is_complaint
         self.url = f"http://{host}:{port}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._log_start = 0
         self._complaints: list[str] = []
         self._expected: set[str] = set()
@@ -72,6 +77,9 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self._log_start = log.tell()
+            if self._fork_server is not None:
+                self._process = self._fork_server.start(self._command[3:], self._env, log)
+                return
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,

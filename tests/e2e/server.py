@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from e2e.client import Client
+from e2e.forked import ForkServer
 from e2e.process import ENVIRONMENTS, FORKS, ServerProcess, free_port, small_environment
 
 __all__ = ["KV_TRANSFER", "ONE_CORE", "Server"]
+
+PYTHON, MODULE = ENVIRONMENTS / "vllm" / "bin" / "python", "vllm.entrypoints.openai.api_server"
 
 # What the README tells a person to pass to vLLM, word for word.
 KV_TRANSFER = {"kv_connector": "MooncakeKVConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -19,6 +22,7 @@ ONE_CORE = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "PYTH
 
 On few cores, threads that wait for each other after every operation of every layer wait for all the others as well.
 """
+FORK_SERVER = ForkServer(PYTHON, MODULE, (MODULE, "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"))
 
 
 class Server(ServerProcess, Client):
@@ -47,7 +51,7 @@ class Server(ServerProcess, Client):
         port = free_port()
         command = [
             *launcher,
-            *(str(ENVIRONMENTS / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
+            *(str(PYTHON), "-m", MODULE),
             *("--model", str(model), "--served-model-name", model.name),
             *("--host", host, "--port", str(port)),
             *("--dtype", "float32", "--enforce-eager", "--enable-prompt-tokens-details"),
@@ -64,9 +68,11 @@ class Server(ServerProcess, Client):
             command += ["--kv-transfer-config", json.dumps(kv_transfer or KV_TRANSFER)]
             environment["MOONCAKE_CONNECTOR_POOL"] = str(pool)
         environment.update(env or {})
+        forks = str(FORKS) in environment.get("PYTHONPATH", "").split(":") and not launcher
         ServerProcess.__init__(
-            self, command, port=port, env=environment, log=log, is_complaint=_is_complaint, host=host
-        )
+            self, command, port=port, env=environment, log=log, is_complaint=_is_complaint, host=host,
+            fork_server=FORK_SERVER if forks else None,
+        )  # fmt: skip
         Client.__init__(self, host, port, model.name)
 
 

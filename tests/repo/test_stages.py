@@ -23,6 +23,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, run.Sta
     monkeypatch.setattr(run, "RESULTS", tmp_path)
     monkeypatch.setattr(run, "AT_ONCE", 2)
     monkeypatch.setattr(run, "STOP_S", 1.0)
+    monkeypatch.setattr(run, "ROOM", ((tmp_path, 0.0, 0.0, ""), (tmp_path / "missing", 1e9, 0.0, "")))
     return stages
 
 
@@ -101,3 +102,15 @@ def test_many_failures_are_not_run_again(stages, tmp_path, capfd, monkeypatch):
     stages["broken"] = run.Stage([(pytest_like,)], limit_s=60)
     assert run.main(["broken"]) == 1
     assert "once more" not in capfd.readouterr().out
+
+
+def test_without_room_nothing_is_run_and_the_folder_is_named(stages, tmp_path, capfd, monkeypatch):
+    stages["one"] = run.Stage([python("print('it runs')")], limit_s=60)
+    monkeypatch.setattr(run, "ROOM", ((tmp_path, 1e9, 0.0, "pools lie there"), (tmp_path, 0.0, 1.1, "so do files")))
+    assert run.main(["one"]) == 1
+    shown = capfd.readouterr().out
+    assert "it runs" not in shown
+    assert shown.endswith("free space there, and start again\n0 passed, 1 failed, 0 skipped\n")
+    assert all(f"NO ROOM: {tmp_path} has " in line for line in shown.splitlines()[:2])
+    assert "the tests need 1000000000.0: pools lie there\n" in shown and ": so do files\n" in shown
+    assert (tmp_path / "summary.txt").read_text() == "0 passed, 1 failed, 0 skipped\n"

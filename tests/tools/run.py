@@ -4,7 +4,8 @@
 
 Two stages run side by side where there are two cores, in the order given, so the longest are given first: a server
 spends its start on one core, and most tests wait for something. What such a stage prints is shown when it has ended. A
-stage that fails does not stop the others.
+stage that fails does not stop the others. Where a file system has too little room for the tests nothing is run at all:
+they would fail in ways that say nothing of it.
 
 Where a few tests failed they are run once more at the end, alone on the machine. What passes then counts as passed and
 is listed as FAILED ONCE, since it is a defect all the same: of the test, or one that shows on a busy machine only.
@@ -18,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
@@ -41,7 +43,15 @@ STOP_S = 60.0
 AGAIN_S = 900.0
 MOST_AGAIN = 4
 """With more failures than that something is broken, and nothing is run again."""
+ROOM = (
+    (Path(tempfile.gettempdir()), 3.0, 0.05, "the disk tier writes there and leaves 5 % to others; set TMPDIR"),
+    (ROOT, 1.0, 0.0, "logs and reports go there"),
+    (Path("/dev/shm"), 2.0, 0.0, "pools lie there; in a container `--shm-size` makes it larger"),
+)
+"""Folder, GiB that the tests need there, the part of its file system that has to be free beside them, and why."""
 NEEDS_SERVER = "test_the_server_ends_with_one_message"  # which has libraries that the older version does without
+E2E_APART = ("pd", "pd_sglang", "deploy", "sglang")
+"""Folders of tests/e2e that share no server with the rest, and run beside it."""
 WALKS = "28-64-True or 12-48-32"  # the other two settings of test_walk.py are enough for the next version
 
 
@@ -95,9 +105,10 @@ STAGES = {
     ),
     "sglang": Stage([pytest(SGLANG, "tests/sglang")], limit_s=1800),
     "e2e": Stage(
-        [pytest(VLLM, "-v", "tests/e2e", *(f"--ignore=tests/e2e/{name}" for name in ("pd", "pd_sglang", "deploy")))],
+        [pytest(VLLM, "-v", "tests/e2e", *(f"--ignore=tests/e2e/{name}" for name in E2E_APART))],
         limit_s=4500,
     ),
+    "e2e-sglang": Stage([pytest(VLLM, "-v", "tests/e2e/sglang")], limit_s=2400),
     "sglang-pd": Stage([pytest(VLLM, "-v", "tests/e2e/pd_sglang", "tests/e2e/deploy")], limit_s=2400),
     "pd": Stage([pytest(VLLM, "-v", "tests/e2e/pd")], limit_s=4500),
     "long": Stage(
@@ -282,8 +293,24 @@ def show(run: Run) -> None:
     print(f"===== {run.name}: {run.count} in {time.monotonic() - run.started_s:.0f} s", flush=True)
 
 
+def lacks_room() -> list[str]:
+    """Of each folder of `ROOM` where there is too little, what is there and what is needed."""
+    said = []
+    for folder, needed, share, why in ROOM:
+        if not folder.is_dir():
+            continue
+        seen = os.statvfs(folder)
+        free, kept = seen.f_bavail * seen.f_frsize / 2**30, share * seen.f_blocks * seen.f_frsize / 2**30
+        if free < needed + kept:
+            said.append(f"NO ROOM: {folder} has {free:.1f} GiB free, the tests need {needed + kept:.1f}: {why}")
+    return said
+
+
 def main(names: Sequence[str]) -> int:
     RESULTS.mkdir(parents=True, exist_ok=True)
+    if said := lacks_room():
+        print("\n".join([*said, "free space there, and start again"]), flush=True)
+        return conclude(Count(failed=1))
     total, waiting, running = Count(), list(names), list[Run]()
     alone = min(AT_ONCE, len(names)) == 1
     failed: list[Failed] = []
@@ -302,6 +329,10 @@ def main(names: Sequence[str]) -> int:
             run.stop()
     if total.failed <= MOST_AGAIN:
         run_again(failed, total)
+    return conclude(total)
+
+
+def conclude(total: Count) -> int:
     (RESULTS / "summary.txt").write_text(f"{total}\n")
     print(total, flush=True)
     return 1 if total.failed else 0

@@ -11,7 +11,7 @@ from typing import Any
 from e2e.client import Client, Prompt
 from e2e.pages import wait_for
 from e2e.pd.faulty import PLUGIN, Faulty
-from e2e.process import ServerProcess, free_port, small_environment
+from e2e.process import FORKS, ServerProcess, free_port, small_environment
 from e2e.server import KV_TRANSFER, ONE_CORE, Server
 
 __all__ = ["PREFIX", "Instance", "PDClient", "Proxy"]
@@ -87,7 +87,7 @@ class Instance(Server, PDClient, Faulty):
             args=args,
             env={
                 **ONE_CORE,
-                "PYTHONPATH": str(PLUGIN),
+                "PYTHONPATH": f"{PLUGIN}:{FORKS}",
                 **self.fault_variables,
                 **(env or {}),
             },
