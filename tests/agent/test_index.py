@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,6 +201,13 @@ REFUSED = [
     ("/query", {**ASKED, "token_ids": [1 << 70]}, 400, "token_ids[0]"),
     ("/query", {**ASKED, "token_ids": [1.5]}, 400, "token_ids"),
     ("/query", {**ASKED, "token_ids": [[1]]}, 400, "token_ids"),
+    ("/query", b'{"model": "m", "block_size": 64, "token_ids": [1 2]}', 400, "query"),
+    ("/query", b'{"model": "m", "block_size": 64, "token_ids": [1,,2]}', 400, "query"),
+    ("/query", b'{"model": "m", "block_size": 64, "token_ids": [1,]}', 400, "query"),
+    ("/query", b'{"model": "m", "block_size": 64, "token_ids": [,1]}', 400, "query"),
+    ("/query", b'{"model": "m", "block_size": 64, "token_ids": [1-2]}', 400, "query"),
+    ("/query", b'{"model": "m", "block_size": 64, "token_ids": [1', 400, "query"),
+    ("/query", b'{"model": "m", "block_size": 64, "lora_id": {"token_ids": [1]}}', 400, "token_ids"),
     ("/query", {**ASKED, "token_ids": [None]}, 400, "token_ids"),
     ("/query", {**ASKED, "token_ids": [0] * ((1 << 20) + 1)}, 400, "1048577 entries"),
     ("/query", {**ASKED, "tenant": "t"}, 400, "tenant"),
@@ -221,6 +229,23 @@ def test_what_cannot_be_is_refused_with_its_name(served):
         answer = served.ask("POST", path, body)
         assert (answer.status, named in answer.json["error"]) == (status, True), (path, answer.body)
     assert served.ask("GET", "/health").json["status"] == "ok"
+
+
+def test_tokens_are_read_however_they_are_written(served, pool):
+    served.register()
+    with EmbeddedStore(pool, CAPACITY) as store:
+        store_prompt(store, TOKENS)
+    plain = json.dumps(TOKENS)
+    for listed in (plain, plain.replace(" ", ""), plain.replace(" ", "\n\t"), plain.replace("[", "[ "), "[ ]"):
+        for body in (
+            f'{{"model": "m", "block_size": 64, "token_ids": {listed}}}',
+            f'{{"token_ids" :\n{listed}, "model": "m", "block_size": 64, "cache_salt": ""}}',
+            f'{{"token_ids": [7], "model": "m", "block_size": 64, "token_ids": {listed}}}',
+        ):
+            answer = served.ask("POST", "/query", body.encode())
+            assert answer.json["default"]["a"]["CPU"] == (256 if len(listed) > 9 else 0), body[:80]
+    text = '"token_ids": [1]'
+    assert served.query(TOKENS, cache_salt=text)["default"]["a"]["CPU"] == 0
 
 
 def test_another_method_is_told_which_are_allowed_and_a_browsers_page_is_refused(served):

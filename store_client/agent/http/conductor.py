@@ -14,7 +14,7 @@ from mooncake_connector import __version__
 from store_client.agent.http.app import App, Request, Response, Route
 from store_client.agent.index.feeds import Feeds
 from store_client.agent.index.index import Index
-from store_client.agent.index.requests import Query, QueryByHash, Registration, Unregistration, decode
+from store_client.agent.index.requests import QueryByHash, Registration, Unregistration, decode, decode_query
 
 _PREFIX = "mooncake_connector_index"
 _MAX_REGISTRATION_NBYTES = 64 << 10
@@ -55,7 +55,7 @@ class Conductor:
         return Response({"status": "unregistered successfully", "removed_instances": removed})
 
     async def _query(self, request: Request) -> Response:
-        return Response(await self._index.query(decode(request.body, Query)))
+        return Response(await self._index.query(*decode_query(request.body)))
 
     async def _query_by_hash(self, request: Request) -> Response:
         return Response(await self._index.query_by_hash(decode(request.body, QueryByHash)))

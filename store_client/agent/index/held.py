@@ -33,15 +33,12 @@ class Run(ABC):
         leading: how many are there before the first that is not.
     """
 
-    __slots__ = ("leading", "step")
+    __slots__ = ("leading", "step", "tokens")
 
     def __init__(self, step: int, leading: int) -> None:
         self.step, self.leading = step, leading
-
-    @property
-    def tokens(self) -> int:
+        self.tokens = leading * step
         """Leading ones."""
-        return self.leading * self.step
 
     @abstractmethod
     def present(self, at: int) -> Bools:
@@ -108,9 +105,10 @@ def union(runs: Sequence[Run]) -> int:
     """Leading tokens that one or another of them has."""
     if len(runs) == 1:
         return runs[0].tokens
-    reached = max([run.tokens for run in runs], default=0)
-    while runs and (further := max([run.reaches(reached) for run in runs])) > reached:
+    reached, further = 0, max([run.tokens for run in runs], default=0)
+    while further > reached:
         reached = further
+        further = max([run.reaches(reached) for run in runs if run.tokens != reached], default=0)
     return reached
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.agent.index.hashes import seq_hashes
+from store_client.agent.index.hashes import Tokens32, seq_hashes
 from store_client.agent.index.held import Context, Entries, Held, Run, union
 from store_client.agent.index.pages import Found, Pages
 from store_client.agent.index.places import is_here
@@ -27,7 +27,6 @@ from store_client.agent.index.requests import (
     Unregistration,
     read_hashes,
     read_page_keys,
-    read_tokens,
 )
 
 MAX_INSTANCES = 1024
@@ -106,9 +105,8 @@ class Index:
             )  # fmt: skip
         return listed
 
-    async def query(self, query: Query) -> dict[str, Any]:
-        """The answer to `/query`. Raises Refused."""
-        tokens = read_tokens(query.token_ids)
+    async def query(self, query: Query, tokens: Tokens32) -> dict[str, Any]:
+        """The answer to `/query` of these tokens."""
         num_blocks = len(tokens) // query.block_size
         tokens = tokens[: num_blocks * query.block_size]
         asked = self._asked(query)
@@ -201,8 +199,11 @@ def _on_media(prompt: _Prompt, here: bool) -> dict[str, Run]:
 def _add(answer: dict[str, Any], instance: Instance, runs: Mapping[str, list[Run]]) -> None:
     """Take a rank into its instance's answer: of several ranks the best counts."""
     for medium, its in runs.items():
-        answer[medium] = max(answer[medium], union(its))
-    matched = union([run for its in runs.values() for run in its])
+        matched = union(its)
+        if matched > answer[medium]:
+            answer[medium] = matched
+    if len(runs) != 1:
+        matched = union([run for its in runs.values() for run in its])
     ranks, rank = answer["DP"], str(instance.registered.dp_rank)
     ranks[rank] = max(ranks.get(rank, 0), matched)
     answer["longest_matched"] = max(answer["longest_matched"], matched)
