@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -17,7 +18,7 @@ from transfer.transports.libraries.reader import Reader
 from transfer.transports.libraries.transport import LibraryTransport
 
 MAX_PIECES = 256
-"""Of one call; two are under way for a peer, and its pool takes 1,024."""
+"""Of one call; its pool takes 1,024 of a peer."""
 _MAX_NAME_NBYTES = 256
 
 
@@ -41,6 +42,8 @@ class MooncakeReader(Reader):
             os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")  # else each read has a connection of its own
         self._host = f"[{host}]" if ":" in host else host
         self._lock = threading.Lock()
+        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        """By peer: one read at a time, since who waits for one keeps a core busy."""
         self._engine: Any = _library().TransferEngine()
         status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, os.environ.get("MOONCAKE_DEVICE", ""))
         if status != 0:
@@ -69,14 +72,16 @@ class MooncakeReader(Reader):
             raise TransferError(f"name of an engine that cannot be read: {error}") from None
 
     def part(self, name: str) -> None:
-        pass
+        self._turns.pop(name, None)
 
     def read(self, name: str, remote: Numbers, local: Numbers, nbytes: Numbers) -> None:
         columns = [[int(number) for number in column] for column in (local, remote, nbytes)]
         engine = self._running()
         for start in range(0, len(columns[0]), MAX_PIECES):
             part = (column[start : start + MAX_PIECES] for column in columns)
-            if (status := engine.batch_transfer_sync_read(name, *part)) != 0:
+            with self._turns[name]:
+                status = engine.batch_transfer_sync_read(name, *part)
+            if status != 0:
                 raise TransferError(f"Mooncake could not read from the engine {name}: status {status}")
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """NIXL, for clusters that have it deployed: UCX, which takes what reaches a peer and is configured by its variables.
 
 What is offered is read by peers through an agent of its own: UCX without a card reads in a thread of the process that
-has the memory, and looks no more whether it is registered. Only an agent that is gone reads nothing for sure.
+has the memory, and looks no more whether it is registered. Only an agent that is gone reads nothing for sure. That
+thread never rests, so it is started by the first transfer that is sent; who reads asks for progress itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transfer.transports.libraries.transport import LibraryTransport
 
 MAX_PIECES = 4096
 """Of one of its requests."""
-_SPIN_S, _PAUSE_S = 0.0002, 0.0002
+_SPIN_S, _PAUSE_S = 0.0002, 0.00005
 """How long a thread asks for the end of a read without a pause, and then how often."""
 
 
@@ -48,14 +49,15 @@ class NixlReader(Reader):
         self._origin = b""
         self._met: Counter[str] = Counter()
         self._is_closed = False
-        self._agent: Any = self._new_agent("reads")
+        self._agent: Any = self._new_agent("reads", has_thread=False)
 
     def offer(self, region: Region) -> None:
         with self._lock:
             self._offered[region] = None
             self._origin = b""
             try:
-                self._serve()
+                if self._server is not None:
+                    self._register_offered()
             except BaseException:
                 del self._offered[region]
                 raise
@@ -69,8 +71,12 @@ class NixlReader(Reader):
     def origin(self) -> bytes:
         with self._lock:
             if not self._origin:
-                self._serve()
-                self._origin = self._server.get_agent_metadata()
+                if self._is_closed:
+                    raise TransferError("NIXL's agent is closed")
+                if self._server is None:
+                    self._server = self._new_agent("serves", has_thread=True)
+                self._register_offered()
+                self._origin = self._call("describe its memory", self._server.get_agent_metadata)
             return self._origin
 
     def stage(self, address: int, nbytes: int) -> None:
@@ -121,11 +127,7 @@ class NixlReader(Reader):
         if state != "DONE":
             raise TransferError(f"NIXL could not read: the request ended with {state}")
 
-    def _serve(self) -> None:
-        if self._is_closed:
-            raise TransferError("NIXL's agent is closed")
-        if self._server is None:
-            self._server = self._new_agent("serves")
+    def _register_offered(self) -> None:
         for region, descriptors in self._offered.items():
             if descriptors is None:
                 self._offered[region] = self._register(self._server, region.address, region.nbytes)
@@ -138,10 +140,10 @@ class NixlReader(Reader):
             raise TransferError("NIXL's agent is closed")
         return agent
 
-    def _new_agent(self, what: str) -> Any:
+    def _new_agent(self, what: str, *, has_thread: bool) -> Any:
         name = f"mooncake-connector-{what}-{secrets.token_hex(8)}"
         locks = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # the default has none
-        options = self._api.nixl_agent_config(backends=["UCX"], sync_mode=locks)
+        options = self._api.nixl_agent_config(has_thread, backends=["UCX"], sync_mode=locks)
         return self._call("start", self._api.nixl_agent, name, options)
 
     @staticmethod

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from transfer.control.handshake import Identity
-from transfer.transports.base import Capabilities, Region, Unavailable
+from transfer.transports.base import Capabilities, Region, TransferError, Unavailable
 from transfer.transports.channel import Channel
 from transfer.transports.libraries.reader import Reader
 from transfer.transports.libraries.staging import SLOT_NBYTES, StagedFetcher, Staging
@@ -72,6 +72,10 @@ class LibraryTransport(PullTransport, NetworkTransport):
         return StagedFetcher(self.name, self.reader, self._staging)
 
     def _prepare(self, channel: Channel, deadline_at: float) -> PayloadEncoder:
+        try:
+            self.reader.origin()
+        except TransferError as error:
+            raise Unavailable(str(error)) from error
         return _OriginEncoder(self.reader)
 
 
