@@ -70,8 +70,8 @@ _WORDS = {
     ),
     Miss.NEVER_STORED: Words(
         "not in the pool, and the pool does not remember that it ever was",
-        "nothing where the prompt is new; else see that instances share the pool's folder and that saves do not fail "
-        "(save_* in the failures, overtaken pages)",
+        "nothing where the prompt is new; else check that the instances share the pool's folder and that saves work "
+        "(failures save_*, overtaken pages)",
     ),
     Miss.EVICTED: Words(
         "evicted: the pool was full and others were used later",

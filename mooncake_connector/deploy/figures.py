@@ -1,4 +1,4 @@
-"""The builtin router's `/metrics`: what it sent where, what that has under way, and what became of asking an index."""
+"""The built-in router's `/metrics`: what it sent where, what that has under way, and what became of asking an index."""
 
 from __future__ import annotations
 

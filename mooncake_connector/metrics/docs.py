@@ -29,15 +29,16 @@ Every metric begins with `{PREFIX}`; on vLLM's `/metrics` there is `vllm:` befor
 | a vLLM instance | its `/metrics`, with vLLM's labels `model_name` and `engine`; sums over its workers |
 | an SGLang instance | its `/metrics`, with `--enable-metrics`; sums over its ranks |
 | the pool of a host, and its tiers | one of the engines of the host, on its `/metrics`, without `vllm:`; or the agent |
-| the builtin router of `up` | its `/metrics`, with the policy's estimates |
+| the built-in router of `up` | its `/metrics`, with the policy's estimates |
 
-Nothing has to be set for the pool's. Of all engines on a pool one shows it: who holds a lock on the pool's description;
-when its process ends, another one goes on within seconds. So a sum over engines counts each host once; a host's series
-change their `instance` then. Where an agent serves metrics (`agent_metrics_port`, `agent_http_port`), the engines leave
-it to the agent, which alone has `{PREFIX}pool_oldest_page_seconds`. An engine's look is at most five seconds old.
+Nothing has to be set for the pool's. One engine of each pool shows them, the one that holds a lock on the pool's
+description; when its process ends, another takes over within seconds, and the series get its `instance`. So a sum over
+engines counts each host once. Where an agent serves metrics (`agent_metrics_port`, `agent_http_port`), the engines
+leave them to it; it alone has `{PREFIX}pool_oldest_page_seconds`. What an engine shows of the pool is at most five
+seconds old.
 
-Figures of the pool are of a host, whoever stored or read: sums over hosts are right, and are never to be added to those
-of engines. Histograms have the series `_bucket`, `_sum` and `_count`.
+Figures of the pool are of a host, whichever engine stored or read. Add them up over hosts, but never to those of
+engines. Histograms have the series `_bucket`, `_sum` and `_count`.
 
 Without Prometheus, `mooncake-connector top` and `mooncake-connector store stats` show what the pool and the tiers do.
 
@@ -65,7 +66,7 @@ _GROUPS = (
     ("SGLang", PREFIX, SGLANG),
     ("The pool", PREFIX, POOL),
     ("Tiers", PREFIX, TIER),
-    ("The builtin router", PREFIX, (*ROUTER, ROUTER_INDEX)),
+    ("The built-in router", PREFIX, (*ROUTER, ROUTER_INDEX)),
 )
 
 

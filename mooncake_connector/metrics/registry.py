@@ -256,7 +256,7 @@ ROUTER = (
         "role", "url", of="cached_tokens",
     ),
 )  # fmt: skip
-"""Of the builtin router of `up`, for each instance; tokens with the policy `conductor` alone."""
+"""Of the built-in router of `up`, for each instance; tokens with the policy `conductor` alone."""
 ROUTER_INDEX = _counter("router_index_questions", "Requests by what became of asking the index about them", "outcome")
 
 
