@@ -11,9 +11,11 @@ import pytest
 from cases import Interruption, Start
 from harness import PATIENCE_S, Engine
 from hosts import Host
+from long_form import LONG
 from mixes import chunked, full, state, window
 from simulated.waiting import wait_for
 from test_walk import CROWD, check_answers, check_pool, crowd_out, prompts, walk
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 import vllm_plugin.prefix.saver
 from mooncake_connector.kv.keys import page_keys
@@ -42,6 +44,38 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "kv_spec": [full(), window(24), state()], "num_blocks": 48, "retention_tokens": 32, "page_tokens": 32,
     },
 }  # fmt: skip
+
+
+DRAWN = 60 if LONG else 3
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """One to three groups beside full attention, in blocks of two sizes where there is no state, with pages of any."""
+    rng = random.Random(seed)
+    kinds = rng.choices(["window", "chunks", "state", "full"], k=rng.choice([1, 2, 3]))
+    block = rng.choice([16, 16, 32, 48])
+    sizes = [(block, 2)] if block != 16 or "state" in kinds else [(16, 2), (32, 1)]
+    specs = [full(block), *(one_of(kind, rng, *rng.choice(sizes)) for kind in kinds)]
+    rng.shuffle(specs)
+    return {
+        "kv_spec": specs,
+        "num_blocks": 8 + sum(-(-400 // spec.block_size) for spec in specs),
+        "block_tokens": min(spec.block_size for spec in specs),
+        "page_tokens": rng.choice([16, 32]),
+        "retention_tokens": rng.choice([None, 0, 96]) if {"window", "state"} & {*kinds} else 0,  # or vLLM refuses it
+        "extra": {"state_budget": 1024},
+    }
+
+
+def one_of(kind: str, rng: random.Random, block_tokens: int, heads: int) -> KVCacheSpec:
+    if kind == "window":
+        return window(rng.randrange(2, 100), block_tokens, heads)
+    if kind == "chunks":
+        return chunked(block_tokens * rng.randrange(1, 5), block_tokens, heads)
+    return (state if kind == "state" else full)(block_tokens, heads)
+
+
+SETTINGS |= {f"drawn {seed}": drawn(seed) for seed in range(DRAWN)}
 
 
 @pytest.mark.parametrize(("name", "runner"), list(zip(SETTINGS, itertools.cycle(TURNS), strict=False)))
