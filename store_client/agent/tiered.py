@@ -251,6 +251,7 @@ class TieredSpace(SpaceAround):
                 break
             place = asked.place(keys[at])
             if asked.coming <= place or not asked.is_fresh(now_s):
+                unheard = not asked.settled
                 break
             pending = pending or not asked.settled
             end = min(self._end_of(asked, place, keys, at), at + asked.coming - place)

@@ -118,7 +118,7 @@ def test_without_a_word_from_the_agent_an_answer_is_soon_final(pool):
     with running(pool) as agent, tiered(pool) as store:
         space_of(store).lookup(keys)
         until(lambda: agent.fetches.asked)
-        settled(space_of(store), keys, NOTHING)
+        settled(space_of(store), keys, UNHEARD)
         assert not agent.fetches.asked[0].cancelled
 
 
