@@ -77,7 +77,7 @@ test-gpu: $(SGLANG)/.tests $(SGLANG)/.wheel
 # NAME=store PEERS=mooncake; hicache, mooncake and file; transfer, mooncake and nixl; tiers, mooncake; pd, nixl; pd-sglang, mooncake;
 # serve, vLLM's connectors.
 BENCH_PYTHON := $(DEV)/bin/python
-bench-store bench-transfer: dev
+bench-store bench-transfer bench-index: dev
 bench-tiers: dev vllm
 bench-tiers: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models/qwen3
 bench-hicache: sglang

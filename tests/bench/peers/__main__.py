@@ -36,6 +36,7 @@ LEGENDS = {
     "routing": "Nothing to be held against but the other policies. Hits and tokens by the servers' own counters.",
     "hybrid": "limit: vLLM alone, which computes the prompt, or has it in its own prefix cache. Medians; the servers "
     "take turns.",
+    "index": "CPU time, of the server's thread for questions, of all threads for events.",
     "pd-sglang": "limit: one SGLang server; peer: SGLang's in-tree Mooncake backend over TCP between two servers of "
     "its own. Medians; rounds alternate.",
 }
@@ -114,6 +115,12 @@ def hybrid(given: argparse.Namespace) -> Comparison:
     return hybrid.run(Engine(given.vllm_python, given.model), given.folder, scale, say)
 
 
+def index(given: argparse.Namespace) -> Comparison:
+    from bench.peers import conductor
+
+    return conductor.run(given.folder, conductor.QUICK if given.quick else conductor.Scale(), say)
+
+
 def serve(given: argparse.Namespace) -> None:
     """Prints as `mooncake-connector bench serve` does."""
     from bench.peers import plot, serve
@@ -148,6 +155,7 @@ BENCHES: dict[str, tuple[Callable[[argparse.Namespace], Comparison | None], tupl
     "pd": (pd, ("nixl",)),
     "pd-sglang": (pd_sglang, ("mooncake",)),
     "routing": (routing, ()),
+    "index": (index, ()),
     "hybrid": (hybrid, ()),
     "serve": (serve, tuple(CONNECTORS)),
 }

@@ -8,7 +8,6 @@ and every cache is emptied in between. "index" is an agent that hears of the cac
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import random
 import statistics
@@ -167,10 +166,10 @@ def servers(engine: Engine, scale: Scale, progress: Progress) -> Iterator[tuple[
     progress(f"starting {scale.instances} servers")
     with contextlib.ExitStack() as stack:
         started, endpoints = [], []
-        ports = iter(processes.free_ports(3 * scale.instances))
-        for port in itertools.islice(ports, scale.instances):
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        for port in processes.free_ports(scale.instances):
             log = stack.enter_context(tempfile.TemporaryFile())
-            endpoints.append({name: f"tcp://127.0.0.1:{next(ports)}" for name in ("endpoint", "replay_endpoint")})
+            endpoints.append({name: f"ipc://{folder}/{port}.{name}" for name in ("endpoint", "replay_endpoint")})
             events = {"enable_kv_cache_events": True, "publisher": "zmq", **endpoints[-1]}
             command = [
                 *vllm_command(engine.python, engine.model, port, None), "--dtype", "float32", "--enforce-eager",
@@ -203,6 +202,8 @@ def _index(instances: Mapping[Server, dict[str, str]], python: Path) -> Iterator
                 if status != 200:
                     raise BenchError(f"{index.url}/register answered {status}")
             yield index
+            if "stored_blocks" not in index.get("/metrics")[2].decode():
+                raise BenchError(f"{index.url} heard of no block")
 
 
 @contextlib.contextmanager
