@@ -27,7 +27,7 @@ BUILT := .cache/wheel/.built
 PANELS := .cache/panels/page.js
 
 .PHONY: bench-store bench-hicache bench-transfer bench-tiers bench-pd bench-pd-sglang bench-routing bench-hybrid bench-serve bench-unnamed
-.PHONY: help setup dev vllm vllm-next sglang routers panels models system-packages wheel demo demo-pd demo-engines test test-fast test-long test-gpu bench lint clean
+.PHONY: help setup dev vllm vllm-next sglang routers panels models system-packages wheel demo demo-pd demo-engines test test-fast test-long test-gpu test-rdma bench lint clean
 
 help:
 	@echo 'make setup         .venv (command line and tools), .venvs/vllm and .venvs/sglang (the engines), with the built wheel in all'
@@ -36,6 +36,7 @@ help:
 	@echo 'make demo-engines  SGLang answers from what vLLM computed (SGLang is 10 GB; about 10 minutes with all installs)'
 	@echo 'make test-fast     quick tests that need no engine and no tier (about 2 minutes on 2 cores)'
 	@echo 'make test-gpu      what only a GPU can show: copies, the cuda_ipc transport, and how fast they are (minutes)'
+	@echo 'make test-rdma     the transport rdma in an emulated machine with RDMA cards (qemu; 5 minutes on a quiet core)'
 	@echo 'make test          lint, every test, the demos (35 minutes on 2 quiet cores, installs not included)'
 	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'
 	@echo 'make bench         NAME=store|hicache|transfer|tiers|pd|pd-sglang|routing|hybrid|serve PEERS="..." JSON=FILE: this project beside its peers (docs/benchmarks.md)'
@@ -63,7 +64,7 @@ demo-engines: vllm sglang
 	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo_engines.py
 
 test: setup
-	@$(DEV)/bin/python tests/tools/run.py e2e pd vllm e2e-sglang slow sglang-pd store tiers sglang transfer vllm-0.33 lint
+	@$(DEV)/bin/python tests/tools/run.py e2e pd vllm e2e-sglang slow sglang-pd store tiers sglang transfer vllm-0.33 rdma lint
 
 test-fast: system-packages $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py transfer store
@@ -100,6 +101,10 @@ bench-store bench-hicache bench-transfer bench-tiers bench-pd bench-pd-sglang be
 bench: bench-$(or $(NAME),unnamed)
 bench-unnamed:
 	@echo 'name one: make bench NAME=store, hicache, transfer, tiers, pd, pd-sglang, routing, hybrid or serve' >&2; exit 2
+
+test-rdma: system-packages dev
+	@tests/tools/system_packages.sh $(REQUIREMENTS)/rdma-system.txt
+	@MOONCAKE_TEST_RDMA=1 $(DEV)/bin/python tests/tools/run.py rdma
 
 lint: $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py lint

@@ -22,6 +22,7 @@ import typer
 from mooncake_connector.checks import Check, Verdict, failed, ok, warning
 from mooncake_connector.cli import columns as columns_
 from mooncake_connector.cli import doctor_url
+from mooncake_connector.cli.doctor_rdma import rdma_checks
 from mooncake_connector.cli.doctor_transfers import transfer_checks
 from mooncake_connector.cli.output import EXIT_FAILED, Json, command_group, print_json, styled, width
 from mooncake_connector.cli.store import Pool
@@ -93,6 +94,20 @@ def sglang(as_json: Json = False) -> None:
     Exit code 1 where something will not work.
     """
     _examine("sglang", "sglang_backend.doctor", as_json)
+
+
+@app.command()
+def rdma(as_json: Json = False) -> None:
+    """The transport `rdma` on this machine: its library, cards and their addresses, limits, and what is missing.
+
+    Exit code 1 where it will not work.
+    """
+    try:
+        hosts = load_config().transfer_hosts
+    except ConfigError as error:
+        _report([failed("configuration", str(error))], as_json, {"transport": "rdma"})
+        return
+    _report(rdma_checks(hosts), as_json, {"transport": "rdma"})
 
 
 def _examine(

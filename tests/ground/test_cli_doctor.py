@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 import mooncake_connector.cli.doctor
 import vllm_plugin.doctor
 from mooncake_connector.checks import failed, ok, warning
-from mooncake_connector.cli import doctor_transfers
+from mooncake_connector.cli import doctor_rdma, doctor_transfers
 from mooncake_connector.cli.main import app
 from store_client import EmbeddedStore
+from transfer.transports.rdma import card, verbs
 from transfer.transports.registry import Transports
 from transfer.transports.unix import listen_at_port
 
@@ -285,3 +286,24 @@ class TestTransfers:
         monkeypatch.setenv("MOONCAKE_CONNECTOR_PREFIX_REUSE", "0")
         report = json.loads(doctor("vllm", "--json").stdout)
         assert not {"pool", "room"} & {check["name"] for check in report["checks"]}
+
+
+@pytest.mark.parametrize("lacks", ["package", "card"])
+def test_rdma_says_what_is_missing_and_how_to_get_it(monkeypatch, lacks):
+    monkeypatch.setattr(doctor_rdma, "rails", list)
+    monkeypatch.setattr(card, "rails", list)
+    if lacks == "package":
+        monkeypatch.setattr(verbs.importlib.util, "find_spec", lambda name: None)
+    else:
+        pytest.importorskip("ibverbs", reason="needs the package ibverbs and libibverbs", exc_type=ImportError)
+    result = CliRunner().invoke(app, ["doctor", "rdma", "--json"])
+    told = json.loads(result.stdout)
+    checks = {check["name"]: (check["status"], check["detail"]) for check in told["checks"]}
+    assert result.exit_code == 1 and told["transport"] == "rdma" and not told["ok"]
+    assert checks["cards"][0] == checks["rdma"][0] == "failed" and "/sys/class/infiniband" in checks["cards"][1]
+    assert checks["transfer_hosts"][0] == "warning"
+    if lacks == "package":
+        install = "pip install 'mooncake-connector[rdma]'"
+        assert checks["library"] == ("failed", f"the package ibverbs is not installed: {install}")
+    else:
+        assert checks["library"][0] == "ok" and "there is no RDMA card" in checks["rdma"][1]

@@ -75,16 +75,18 @@ def pytest(where: Path, *arguments: str) -> tuple[str | Path, ...]:
 
 
 TRANSFER = ("tests/transfer", "tests/repo")  # about half of what needs no engine
+RDMA = "tests/rdma"
 TIERS = ("tests/tiers", "tests/agent", "tests/store/tiers")
 
 STAGES = {
     "lint": Stage([(DEV / "ruff", "check", "."), (DEV / "mypy",)], limit_s=600),
     "transfer": Stage([pytest(DEV, "-m", "not slow and not engine", *TRANSFER)], limit_s=1200),
     "store": Stage(
-        [pytest(DEV, "-m", "not slow and not engine", *(f"--ignore={folder}" for folder in (*TRANSFER, *TIERS)))],
+        [pytest(DEV, "-m", "not slow and not engine", *(f"--ignore={folder}" for folder in (*TRANSFER, *TIERS, RDMA)))],
         limit_s=1200,
     ),
     "tiers": Stage([pytest(DEV, "-m", "not slow and not engine", *TIERS)], limit_s=1200),
+    "rdma": Stage([pytest(DEV, "-v", "-s", RDMA)], limit_s=1800),
     "slow": Stage([pytest(DEV, "-m", "slow and not engine")], limit_s=2400),
     "vllm": Stage([pytest(VLLM, "tests/vllm")], limit_s=1800),
     # No engine of it is started: its Python code finds 0.32's CPU extensions beside it (install_vllm_next.sh).

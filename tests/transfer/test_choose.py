@@ -67,8 +67,8 @@ def test_a_peer_that_nothing_reaches_is_an_error_with_every_reason(opened):
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(TransferError, match="'rdma' is unknown: there are cuda_ipc, cma, shm, tcp"):
-        make_transports(["rdma"], Memory(), TransportOptions(Identity()))
+    with pytest.raises(TransferError, match="'dove' is unknown: there are cuda_ipc, cma, shm, tcp"):
+        make_transports(["dove"], Memory(), TransportOptions(Identity()))
 
 
 def test_a_device_has_transports_of_its_own():
@@ -160,12 +160,12 @@ def test_a_transport_that_is_closed_connects_no_more(name):
 def test_the_configured_names_are_checked_before_anything_is_made():
     check_configured(Config().transports, ())
     check_configured(["tcp"], ["10.0.0.1"])
-    with pytest.raises(ConfigError, match="transports has 'rdma', which is unknown: expected some of cuda_ipc, cma, "):
-        check_configured(["cma", "rdma"], ())
+    with pytest.raises(ConfigError, match="transports has 'dove', which is unknown: expected some of cuda_ipc, cma, "):
+        check_configured(["cma", "dove"], ())
     with pytest.raises(ConfigError, match=r"transports is tcp and transfer_hosts is empty: .*or add one .*cma, shm$"):
         check_configured(["tcp"], ())
 
 
 def test_the_default_is_all_that_need_no_other_library():
     assert [name for name in names() if not transport_class(name).capabilities.needs_library] == list(TRANSPORTS)
-    assert names()[len(TRANSPORTS) :] == ("nixl", "mooncake")
+    assert names()[len(TRANSPORTS) :] == ("rdma", "nixl", "mooncake")

@@ -46,7 +46,7 @@ def test_nodes_that_are_configured_with_it_hand_over_with_it(make, name, hosts):
 
 def test_it_serves_where_its_capabilities_say():
     assert registry.serving() == ["cma", "shm", "queue"]
-    far = ["tcp", "nixl", "mooncake"]
+    far = ["tcp", "rdma", "nixl", "mooncake"]
     assert registry.serving(hosts=["10.0.0.1"]) == ["cma", "shm", *far, "queue", "far_queue"]
     assert registry.serving(["queue", "cuda_ipc"], device=True) == ["cuda_ipc"]
     with pytest.raises(TransferError, match=r"none of them serves memory of a device; add cuda_ipc$"):

@@ -220,7 +220,7 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def make(cls, memory: Memory, options: TransportOptions) -> Transport:
-        """Raises TransferError or ValueError where it cannot work with these options, or on this machine."""
+        """Raises Unavailable where this machine lacks something for it, TransferError or ValueError for the options."""
 
     @abstractmethod
     def listen(self) -> bytes:

@@ -101,14 +101,20 @@ def probe(channel: Channel, order: array[int], deadline_at: float, what: str) ->
 
 def take_answer(channel: Channel, deadline_at: float, what: str) -> CopyStatus:
     """Wait for the receiver's answer. Raises Unavailable, OSError."""
-    data = b""
-    while len(data) < ANSWER_NBYTES:
-        channel.settimeout(max(0.001, deadline_at - time.monotonic()))
-        more = channel.recv(ANSWER_NBYTES - len(data))
-        if not more:
-            raise Unavailable(f"the peer closed the connection when asked to read {what}")
-        data += more
+    data = take(channel, ANSWER_NBYTES, deadline_at, what)
     try:
         return decode_answer(data)[1]
     except WireError as error:
         raise Unavailable(str(error)) from error
+
+
+def take(channel: Channel, nbytes: int, deadline_at: float, what: str) -> bytes:
+    """Wait for so many bytes of the receiver's. Raises Unavailable, OSError."""
+    data = b""
+    while len(data) < nbytes:
+        channel.settimeout(max(0.001, deadline_at - time.monotonic()))
+        more = channel.recv(nbytes - len(data))
+        if not more:
+            raise Unavailable(f"the peer closed the connection when asked to read {what}")
+        data += more
+    return data

@@ -21,6 +21,8 @@ from transfer.transports.stream import PayloadEncoder, Slice
 from transfer.transports.vectors import Pieces, Vector
 from transfer.transports.wire import CopyOrder, CopyStatus, WireError
 
+GREET = b"?"
+
 
 class Fetch:
     """One order: copy `pieces`, from `local`, there, to `remote`, here. They lie inside the grant of `held`."""
@@ -68,9 +70,15 @@ class Fetcher(ABC):
     """Orders of the peer; what it asks beyond that waits on its side."""
     poll_s: ClassVar[float | None] = None
     """How often `go_on` is called for fetches under way, 0 for as often as others have had their turn; None: never."""
+    greets: ClassVar[bool] = False
+    """Whether the sender asks for a greeting first of all."""
     is_stepwise: ClassVar[bool] = False
     """Whether it writes within `start` and `go_on` only, in steps of some milliseconds, each with `fetch.held.lock`
     taken and while it is not `revoked`. The grant of any other fetch is held until that is over."""
+
+    def greeting(self) -> bytes:
+        """Said to the sender when its `_prepare` asks by `GREET`, where `greets`. Raises OSError, TransferError."""
+        raise NotImplementedError
 
     @abstractmethod
     def start(self, fetch: Fetch) -> CopyStatus | None:
@@ -114,6 +122,11 @@ class PullConnection(Connection):
         self._kind = type(fetcher)
         self._under_way: dict[Fetch, None] = {}
         self.is_busy = True
+
+    def welcome(self) -> None:
+        super().welcome()
+        if self._kind.greets:
+            self._next = self._greet
 
     def execute(self, order: CopyOrder, columns: list[Numbers], held: Revocable) -> bool:
         fetch = self._fetch(order, columns, held)
@@ -172,6 +185,17 @@ class PullConnection(Connection):
             self.cancel(fetch)
         if self._kind.is_stepwise or not self._under_way:
             self.cut_off()
+
+    def _greet(self) -> bool:
+        asked = self.channel.recv(len(GREET))
+        if not asked:
+            raise ConnectionResetError("closed by the peer")
+        if asked != GREET:
+            raise WireError("no question for a greeting after the handshake")
+        assert self._fetcher is not None
+        self._say(self._fetcher.greeting())
+        self._next = self._take_block
+        return True
 
     def _fetch(self, order: CopyOrder, columns: list[Numbers], held: Revocable | None) -> Fetch:
         pieces = Pieces(columns[2], columns[0], columns[1], order.nbytes)

@@ -18,6 +18,7 @@ from transfer.transports.cuda.ipc import CudaIpcTransport
 from transfer.transports.libraries.mooncake import MooncakeTransport
 from transfer.transports.libraries.nixl import NixlTransport
 from transfer.transports.memory import Memory
+from transfer.transports.rdma.transport import RdmaTransport
 from transfer.transports.shm import ShmTransport
 from transfer.transports.tcp import TcpTransport
 
@@ -33,8 +34,10 @@ def register(transport: type[Transport]) -> None:
         raise ValueError(f"transport {transport.name} is {known.__qualname__} already")
 
 
-for _transport in (CudaIpcTransport, CmaTransport, ShmTransport, TcpTransport, NixlTransport, MooncakeTransport):
+for _transport in (CudaIpcTransport, CmaTransport, ShmTransport, TcpTransport):
     register(_transport)
+for _far in (RdmaTransport, NixlTransport, MooncakeTransport):  # which need what not everybody has
+    register(_far)
 
 
 def names() -> tuple[str, ...]:
@@ -83,6 +86,7 @@ def make_transports(of: Sequence[str], memory: Memory, options: TransportOptions
     TransferError for an unknown name, and where one cannot work with these options.
     """
     made: list[Transport] = []
+    left_out: list[str] = []
     try:
         for name in serving(of, device=options.driver is not None, hosts=options.hosts):
             kind = transport_class(name)
@@ -92,6 +96,7 @@ def make_transports(of: Sequence[str], memory: Memory, options: TransportOptions
                 if not kind.capabilities.needs_library:
                     raise
                 log_once(f"transfer.library:{name}", "transport %s is left out: %s", name, error, logger=logger)
+                left_out.append(f"{name}: {error}")
                 continue
             if not made[-1].capabilities.needs_registration:
                 continue
@@ -99,19 +104,22 @@ def make_transports(of: Sequence[str], memory: Memory, options: TransportOptions
                 memory.follow(made[-1])
             except TransferError as error:
                 log_once(f"transfer.register:{name}", "transport %s is left out: %s", name, error, logger=logger)
+                left_out.append(f"{name}: {error}")
                 made.pop().close()
     except BaseException:
         for transport in made:
             transport.close()
         raise
-    return Transports(made)
+    return Transports(made, left_out)
 
 
 class Transports:
     """The transports of one process, in the order in which they are preferred. Safe to use from any thread."""
 
-    def __init__(self, transports: Sequence[Transport]) -> None:
+    def __init__(self, transports: Sequence[Transport], left_out: Sequence[str] = ()) -> None:
+        """`left_out` says of others why they are not among them."""
         self._transports = {transport.name: transport for transport in transports}
+        self._left_out = left_out
 
     def listen(self) -> dict[str, bytes]:
         """Endpoints by name of transport, to be told to peers; one that cannot listen is left out and logged."""
@@ -145,7 +153,7 @@ class Transports:
             return peer
         reaches_others = any(transport.capabilities.other_host for transport in self._transports.values())
         remedy = "" if reaches_others else "; set transfer_hosts and secret_file on both sides to allow tcp"
-        raise Unavailable("no transport reaches the peer: " + "; ".join(reasons) + remedy)
+        raise Unavailable("no transport reaches the peer: " + "; ".join([*self._left_out, *reasons]) + remedy)
 
     def close(self) -> None:
         """Close all of them. May be called twice."""

@@ -15,7 +15,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -42,6 +42,7 @@ _FAILURES = {
     CopyStatus.OUTSIDE: Outcome(Cause.REFUSED, "the peer found a piece outside of its grant"),
     CopyStatus.UNREADABLE: Outcome(Cause.SOURCE, "the peer could not read the memory to send"),
     CopyStatus.FORBIDDEN: Outcome(Cause.SOURCE, "the peer may not read this process's memory"),
+    CopyStatus.BROKEN: Outcome(Cause.SOURCE, "what the peer reads this process's memory through broke"),
 }
 
 
@@ -274,7 +275,10 @@ class SendingPeer(Peer):
     def _answered(self, part: Slice, status: CopyStatus) -> None:
         write = part.write
         if status is not CopyStatus.OK:
-            self._settled.append((write, _FAILURES[status]))
+            if self._encoder.failed(part, status):
+                self._send_again([part])
+            else:
+                self._settled.append((write, _FAILURES[status]))
             return
         write.left -= part.pieces.total
         if not write.left:
@@ -296,12 +300,15 @@ class SendingPeer(Peer):
             "path %s to a peer broke (%s); going on over %d others",
             stream.label, error, len(self._streams), logger=logger,
         )  # fmt: skip
+        self._send_again(stream.unanswered.values())
+        self._wake()  # the others may have had their turn, and nothing to do then
+
+    def _send_again(self, parts: Iterable[Slice]) -> None:
         with self._queue_lock:
-            for part in stream.unanswered.values():
+            for part in parts:
                 part.write.again.append(part)
                 if part.write not in self._queue:
                     self._queue.appendleft(part.write)
-        self._wake()  # the others may have had their turn, and nothing to do then
 
     def _die(self, outcome: Outcome) -> None:
         with self._queue_lock:

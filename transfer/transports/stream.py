@@ -45,12 +45,12 @@ class WriteRequest:
 class Slice:
     """Part of a write that goes over one stream as one order."""
 
-    __slots__ = ("number", "pieces", "place", "write")
+    __slots__ = ("number", "pieces", "place", "tries", "write")
 
     def __init__(self, write: WriteRequest, pieces: Pieces) -> None:
         self.write = write
         self.pieces = pieces
-        self.number = self.place = 0
+        self.number = self.place = self.tries = 0
 
 
 class PayloadEncoder(ABC):
@@ -74,6 +74,10 @@ class PayloadEncoder(ABC):
 
     def release(self, part: Slice) -> None:  # noqa: B027
         """`part` was answered, or its stream broke."""
+
+    def failed(self, part: Slice, status: CopyStatus) -> bool:
+        """The receiver answered so; whether to send it again. Raises OSError where the stream is of no use any more."""
+        return False
 
     def close(self) -> None:  # noqa: B027
         """No slice is encoded any more."""

@@ -1,0 +1,75 @@
+"""What `doctor rdma` says: whether the transport `rdma` would work here, over which card, and what is missing."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+
+from mooncake_connector.checks import Check, failed, ok, warning
+from mooncake_connector.sizes import human_nbytes
+from transfer.transports.base import Unavailable
+from transfer.transports.rdma.card import Card
+from transfer.transports.rdma.rails import SYSFS, rails
+from transfer.transports.rdma.verbs import binding, open_device
+
+_MTU_NBYTES = (0, 256, 512, 1024, 2048, 4096)
+"""By the verbs' code."""
+
+
+def rdma_checks(hosts: Sequence[str]) -> Iterator[Check]:
+    """Of the library, the cards, the one that would be used, and memory.
+
+    Args:
+        hosts: `transfer_hosts`.
+    """
+    try:
+        binding()
+        yield ok("library", f"libibverbs, by the package ibverbs {version('ibverbs')}")
+    except Unavailable as error:
+        yield failed("library", str(error))
+    yield from _cards()
+    yield _locked_memory()
+    if not hosts:
+        yield warning("transfer_hosts", "is empty: rdma serves once it has this machine's addresses (and secret_file)")
+    yield _chosen(hosts[0] if hosts else "127.0.0.1")
+
+
+def _cards() -> Iterator[Check]:
+    found = rails()
+    if not found:
+        yield failed("cards", f"none: {SYSFS} is empty or missing; is the card's driver loaded (rdma link)?")
+    for device in sorted({rail.device for rail in found}):
+        ports = sorted({(rail.port, rail.is_up) for rail in found if rail.device == device})
+        told = ", ".join(f"port {port} {'up' if is_up else 'down'}" for port, is_up in ports)
+        addresses = ", ".join(f"{rail.address} ({rail.kind})" for rail in found if rail.device == device)
+        try:
+            open_device(device).close()
+        except Unavailable as error:
+            yield warning(device, f"{told}; {error}")
+        else:
+            yield ok(device, f"{told}; {addresses}")
+
+
+def _locked_memory() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return ok("locked memory", "no limit")
+    return warning(
+        "locked memory",
+        f"at most {human_nbytes(soft)}, and all KV that travels must be locked: ulimit -l unlimited "
+        "(LimitMEMLOCK=infinity, docker run --ulimit memlock=-1)",
+    )
+
+
+def _chosen(host: str) -> Check:
+    try:
+        card = Card(host)
+    except Unavailable as error:
+        return failed("rdma", f"is not offered: {error}")
+    said = (
+        f"{card.rail}, MTU {_MTU_NBYTES[card.mtu]}, requests of {human_nbytes(card.max_request_nbytes)} with "
+        f"{card.max_ranges} ranges, {card.max_requests} at a time, {card.max_reads} of them on the wire"
+    )
+    card.close()
+    return ok("rdma", said)

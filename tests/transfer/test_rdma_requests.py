@@ -1,0 +1,215 @@
+"""What the `rdma` transport asks of a card, and of which one: without any."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transfer.control.handshake import Identity
+from transfer.transports import registry
+from transfer.transports.base import Region, TransportOptions, Unavailable
+from transfer.transports.memory import Memory
+from transfer.transports.rdma import card, verbs
+from transfer.transports.rdma.keys import MAX_REGIONS, Keys, decode_keys
+from transfer.transports.rdma.pair import End, decode_end
+from transfer.transports.rdma.rails import INFINIBAND, ROCE_V1, ROCE_V2, choose, rails
+from transfer.transports.rdma.transport import ack_timeout
+from transfer.transports.rdma.work import Work, plan
+from transfer.transports.vectors import Pieces
+from transfer.transports.wire import WireError
+
+THERE = [(Region(0x1000, 0x800), 7), (Region(0x1800, 0x400), 8), (Region(0x4000, 0x1000), 9)]
+HERE = [(Region(0x9000, 0x800), 3), (Region(0x9800, 0x800), 4), (Region(0xF000, 0x40), 5)]
+
+
+def pieces_of(rows: list[tuple[int, int, int]]) -> Pieces:
+    """Of (address there, address here, size)."""
+    there, here, nbytes = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+    return Pieces(there, here, nbytes, int(nbytes.sum()))
+
+
+def moved(work: Work) -> dict[int, tuple[int, int, int]]:
+    """Of each byte here from where it comes, and the keys that are used for it."""
+    found = dict[int, tuple[int, int, int]]()
+    for read in work.reads(0, len(work)):
+        address = read.address
+        assert sum(nbytes for _, nbytes, _ in read.target) == read.nbytes
+        for target, nbytes, key in read.target:
+            for i in range(nbytes):
+                assert target + i not in found
+                found[target + i] = address + i, read.key, key
+            address += nbytes
+    return found
+
+
+def key_of(keyed: list[tuple[Region, int]], address: int) -> int:
+    return next(key for region, key in keyed if 0 <= address - region.address < region.nbytes)
+
+
+@st.composite
+def some_pieces(draw: st.DrawFn) -> Pieces:
+    """Pieces that do not overlap here; there each lies in one region, here in any that touch."""
+    rows, place = [], 0x9000
+    for _ in range(draw(st.integers(1, 30))):
+        place += draw(st.sampled_from([0, 0, 1, 50]))
+        nbytes = draw(st.sampled_from([1, 2, 40, 64, 300]))
+        region, _ = draw(st.sampled_from(THERE))
+        follows = rows and draw(st.booleans())
+        start = rows[-1][0] + rows[-1][2] if follows else region.address + draw(st.integers(0, region.nbytes - nbytes))
+        if place + nbytes > 0xA000 or not any(0 <= start - r.address <= r.nbytes - nbytes for r, _ in THERE):
+            continue
+        rows.append((start, place, nbytes))
+        place += nbytes
+    return pieces_of(draw(st.permutations(rows or [(0x1000, 0x9000, 8)])))
+
+
+@given(some_pieces(), st.sampled_from([16, 100, 1 << 20]), st.sampled_from([1, 3, 16]))
+def test_every_byte_is_read_once_with_the_keys_of_its_regions_and_within_the_limits(pieces, max_nbytes, max_ranges):
+    work = plan(pieces, Keys.of(THERE), Keys.of(HERE), max_nbytes, max_ranges)
+    assert work is not None
+    expected = {}
+    for source, target, nbytes in zip(pieces.local, pieces.remote, pieces.nbytes, strict=True):
+        for i in range(int(nbytes)):
+            a, b = int(source) + i, int(target) + i
+            expected[b] = a, key_of(THERE, a), key_of(HERE, b)
+    assert moved(work) == expected
+    for read in work.reads(0, len(work)):
+        assert len(read.target) <= max_ranges and read.nbytes <= 2 * max_nbytes
+
+
+def test_what_follows_on_one_side_or_both_becomes_one_request():
+    def requests(rows: list[tuple[int, int, int]]) -> list[int]:
+        work = plan(pieces_of(rows), Keys.of(THERE), Keys.of(HERE), 1 << 20, 4)
+        assert work is not None
+        return [len(read.target) for read in work.reads(0, len(work))]
+
+    assert requests([(0x4000 + 16 * i, 0x9000 + 16 * i, 16) for i in range(10)]) == [1]
+    assert requests([(0x4000 + 16 * i, 0x9000 + 32 * i, 16) for i in range(10)]) == [4, 4, 2]
+    assert requests([(0x4000 + 32 * i, 0x9000 + 16 * i, 16) for i in range(10)]) == [1] * 10
+    assert requests([(0x17F0, 0x9000, 16), (0x1800, 0x9010, 16)]) == [1, 1], "two regions have two keys"
+    assert requests([(0x4000, 0x97F0, 32)]) == [2], "a granted range may lie in two regions"
+
+
+@pytest.mark.parametrize("row", [(0x3FFF, 0x9000, 8), (0x1BFF, 0x9000, 2), (0x4000, 0x9FFF, 2), (0x4000, 0x8FFF, 2)])
+def test_what_lies_in_no_region_is_not_planned(row):
+    assert plan(pieces_of([(0x4000, 0x9000, 8)]), Keys.of(THERE), Keys.of(HERE), 1 << 20, 4) is not None
+    assert plan(pieces_of([row]), Keys.of(THERE), Keys.of(HERE), 1 << 20, 4) is None
+    assert plan(pieces_of([row]), Keys.of([]), Keys.of(HERE), 1 << 20, 4) is None
+
+
+def test_keys_travel_of_the_regions_that_are_used():
+    told = decode_keys(Keys.of(THERE).encode([0x4010, 0x1801, 0x4020]))
+    assert list(zip(told.starts, told.sizes, told.keys, strict=True)) == [(0x1800, 0x400, 8), (0x4000, 0x1000, 9)]
+    assert len(decode_keys(Keys.of(THERE).encode([0x10])).starts) == 0
+    many = Keys.of((Region(16 * i, 8), i) for i in range(1, MAX_REGIONS + 10))
+    assert len(decode_keys(many.encode(many.starts)).starts) == MAX_REGIONS
+
+
+def keyed(*rows: tuple[int, int, int]) -> bytes:
+    return np.array(rows, dtype="<u8").tobytes()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"x", bytes(24), keyed((1, 0, 1)), keyed((1 << 63, 1, 1)), keyed((1, 1 << 63, 1)), keyed((1, 1, 1 << 32)),
+        keyed((8, 8, 1), (15, 8, 1)), keyed((16, 8, 1), (8, 8, 1)),
+    ],
+)  # fmt: skip
+def test_keys_that_no_sender_sends_are_refused(data):
+    assert len(decode_keys(keyed((8, 8, 1), (16, 8, 1))).keys) == 2
+    with pytest.raises(WireError):
+        decode_keys(data)
+
+
+def test_an_end_of_a_queue_pair_travels_and_one_that_is_none_is_refused():
+    end = End(0xABCDEF, 0x123456, 7, 5, 16, bytes(range(16)))
+    assert decode_end(end.encode()) == end
+    for wrong in (
+        End(1 << 24, 0, 0, 5, 16, bytes(16)), End(0, 1 << 24, 0, 5, 16, bytes(16)), End(0, 0, 0, 0, 16, bytes(16)),
+        End(0, 0, 0, 6, 16, bytes(16)), End(0, 0, 0, 5, 0, bytes(16)),
+    ):  # fmt: skip
+        with pytest.raises(WireError):
+            decode_end(wrong.encode())
+    with pytest.raises(WireError):
+        decode_end(end.encode()[:-1])
+
+
+@pytest.mark.parametrize("lost_after_s, code", [(5.0, 17), (10.0, 18), (1e-9, 1), (1e9, 31)])
+def test_a_card_says_again_what_is_not_acknowledged_for_half_to_all_of_the_time(lost_after_s, code):
+    assert ack_timeout(lost_after_s) == code
+
+
+@pytest.fixture
+def sysfs(tmp_path):
+    """Makes a port of a card as the kernel shows it."""
+
+    def make(device, number, state, link, entries):
+        port = tmp_path / device / "ports" / str(number)
+        for folder in ("gids", "gid_attrs/types"):
+            (port / folder).mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "link_layer").write_text(f"{link}\n")
+        for index, (address, kind) in enumerate(entries):
+            (port / "gids" / str(index)).write_text(f"{address}\n")
+            if kind:
+                (port / "gid_attrs" / "types" / str(index)).write_text(f"{kind}\n")
+        return tmp_path
+
+    return make
+
+
+LOCAL, IP4, IP6 = (
+    f"fe80:{'0000:' * 6}0001", f"{'0000:' * 5}ffff:0a4d:0001", f"fd00:{'0000:' * 6}0007",
+)  # fmt: skip
+NONE = ":".join(["0000"] * 8)
+
+
+def test_of_a_card_for_ethernet_the_address_that_peers_know_is_taken(sysfs):
+    entries = [(LOCAL, "IB/RoCE v1"), (LOCAL, "RoCE v2"), (IP4, "IB/RoCE v1"), (IP4, "RoCE v2"), (IP6, "RoCE v2")]
+    entries.append((NONE, ""))
+    found = rails(sysfs("card1", 1, "4: ACTIVE", "Ethernet", entries))
+    assert [(rail.gid_index, rail.kind, rail.address) for rail in found] == [
+        (0, ROCE_V1, "fe80::1"), (1, ROCE_V2, "fe80::1"), (2, ROCE_V1, "10.77.0.1"), (3, ROCE_V2, "10.77.0.1"),
+        (4, ROCE_V2, "fd00::7"),
+    ]  # fmt: skip
+    assert choose(found, "10.77.0.1") == found[3] and choose(found, "fd00::7") == found[4]
+    assert choose(found, "127.0.0.1") == found[3], "an IPv4 address before others, a link's own address last"
+    assert choose(found[:2], "127.0.0.1") == found[1] and choose(found[:1], "127.0.0.1") is None
+
+
+def test_of_several_cards_one_that_is_up_is_taken_or_the_one_that_is_named(sysfs):
+    sysfs("card0", 1, "1: DOWN", "Ethernet", [(IP4, "RoCE v2")])
+    sysfs("card1", 1, "4: ACTIVE", "InfiniBand", [(LOCAL, ""), (IP6, "")])
+    found = rails(sysfs("card1", 2, "4: ACTIVE", "Ethernet", [(IP4, "RoCE v2")]))
+    by_port = {(rail.device, rail.port): rail for rail in found}
+    assert len(found) == 3 and by_port["card1", 1].kind == INFINIBAND
+    assert choose(found, "10.77.0.1") == by_port["card1", 2]
+    assert choose(found, "127.0.0.1") == by_port["card1", 1]
+    assert choose(found, "10.77.0.1", "card0") is None and choose(found, "127.0.0.1", "card1") == by_port["card1", 1]
+
+
+def test_without_a_card_there_are_no_rails(tmp_path):
+    assert rails(tmp_path) == rails(tmp_path / "missing") == []
+    assert choose([], "127.0.0.1") is None
+
+
+@pytest.mark.parametrize(
+    "lacks, says", [("package", "pip install 'mooncake-connector[rdma]'"), ("card", "there is no RDMA card")]
+)
+def test_where_something_is_missing_the_others_serve_and_one_line_says_what(monkeypatch, caplog, lacks, says):
+    monkeypatch.setattr(card, "rails", list)
+    if lacks == "package":
+        monkeypatch.setattr(verbs.importlib.util, "find_spec", lambda name: None)
+    else:
+        pytest.importorskip("ibverbs", reason="needs the package ibverbs and libibverbs", exc_type=ImportError)
+    options = TransportOptions(Identity(), hosts=("127.0.0.1",))
+    for _ in range(2):
+        with registry.make_transports(["rdma", "tcp"], Memory(), options) as made:
+            assert list(made.listen()) == ["tcp"]
+    (record,) = caplog.records
+    assert "transport rdma is left out: " in record.getMessage() and says in record.getMessage()
+    with registry.make_transports(["rdma"], Memory(), options) as made, pytest.raises(Unavailable, match="rdma: "):
+        made.connect({}, deadline_s=1)

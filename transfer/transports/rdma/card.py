@@ -1,0 +1,150 @@
+"""An opened card: its protection domain, the memory that it knows, and what it can do."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from typing import Any
+
+import numpy as np
+
+from transfer.transports.base import Region, TransferError, Unavailable
+from transfer.transports.rdma.keys import Keys
+from transfer.transports.rdma.rails import SYSFS, Rail, choose, rails
+from transfer.transports.rdma.verbs import binding, open_device
+from transfer.transports.vectors import address_of
+
+MAX_REQUESTS = 128
+"""Under way on one queue pair."""
+MAX_RANGES = 16
+"""Of one request; cards that allow more are not faster with them."""
+MAX_READS = 16
+"""At the same time on the wire, of one queue pair; each takes room at the card that is read."""
+CELL_NBYTES = 8
+MAX_PROBES = 1023
+"""At the same time; so many peers cannot be connecting."""
+MAX_REQUEST_NBYTES = 1 << 20
+"""A request that nobody wants any more ends soon."""
+
+
+class Cells:
+    """Memory for trying out a connection: a number that peers read, and places for those that are read here."""
+
+    def __init__(self) -> None:
+        self._numbers = np.zeros(1 + MAX_PROBES, dtype=np.uint64)
+        self._places = itertools.cycle(range(1, 1 + MAX_PROBES))
+        self.number = secrets.randbits(64)
+        self._numbers[0] = self.number
+        self.address = address_of(self._numbers)
+        """Of the number."""
+        self.region = Region(self.address, self._numbers.nbytes)
+
+    def place(self) -> int:
+        """Where a number may be read to; another one each time."""
+        return next(self._places)
+
+    def address_of(self, place: int) -> int:
+        return self.address + CELL_NBYTES * place
+
+    def holds(self, place: int, number: int) -> bool:
+        return int(self._numbers[place]) == number
+
+
+class Card:
+    """A card by one of its ports. Safe to use from any thread."""
+
+    def __init__(self, host: str, device: str = "") -> None:
+        """Raises Unavailable with the reason.
+
+        Args:
+            host: the address by which peers know this process: a port that has it is preferred.
+            device: the card's name in /sys/class/infiniband; whichever serves best where it is empty.
+        """
+        self._verbs = binding()
+        self.rail = _rail(host, device)
+        self._context = open_device(self.rail.device)
+        try:
+            self._domain = self._context.alloc_pd()
+            limits, port = self._context.query_device(), self._context.query_port(self.rail.port)
+            self.mtu, self.lid = int(port.active_mtu), int(port.lid)
+            self.max_requests = min(MAX_REQUESTS, limits.max_qp_wr, limits.max_cqe - 1)
+            self.max_ranges = min(MAX_RANGES, limits.max_sge)
+            self.max_reads = min(MAX_READS, limits.max_qp_rd_atom)
+            self.max_request_nbytes = max(1, min(2 * MAX_REQUEST_NBYTES, port.max_msg_sz) // 2)
+        except OSError as error:
+            self._context.close()
+            raise Unavailable(f"{self.rail} cannot be used: {error}") from error
+        self._lock = threading.Lock()
+        self._registered: dict[Region, Any] = {}
+        self._keys: tuple[Keys, Keys] | None = None
+        self.cells = Cells()
+        try:
+            self.register(self.cells.region)
+        except TransferError as error:
+            self.close()
+            raise Unavailable(str(error)) from error
+
+    def register(self, region: Region) -> None:
+        """Let the card fill it, and let peers that learn its key read it. Raises TransferError."""
+        flags = self._verbs.AccessFlags
+        try:
+            made = self._domain.reg_mr(region.address, region.nbytes, flags.LOCAL_WRITE | flags.REMOTE_READ)
+        except OSError as error:
+            limit = "; the limit of locked memory must be at least what is registered (ulimit -l unlimited)"
+            raise TransferError(f"{self.rail.device} cannot register it: {error}{limit}") from error
+        with self._lock:
+            self._registered[region] = made
+            self._keys = None
+
+    def unregister(self, region: Region) -> None:
+        """Its keys are refused once this returned. Raises OSError."""
+        with self._lock:
+            registered = self._registered.pop(region)
+            self._keys = None
+        registered.close()
+
+    def keys(self) -> tuple[Keys, Keys]:
+        """By which this process's memory is filled here, and by which peers read it."""
+        with self._lock:
+            if self._keys is None:
+                filled = Keys.of((region, made.lkey) for region, made in self._registered.items())
+                read = Keys.of((region, made.rkey) for region, made in self._registered.items())
+                self._keys = filled, read
+            return self._keys
+
+    def completion_channel(self) -> Any:
+        """An `ibverbs.CompChannel`. Raises OSError."""
+        return self._context.create_comp_channel()
+
+    def completion_queue(self, size: int, channel: Any = None) -> Any:
+        """An `ibverbs.CQ`. Raises OSError."""
+        return self._context.create_cq(size, channel)
+
+    def queue_pair(self, completions: Any, max_requests: int) -> Any:
+        """A reliable connected `ibverbs.QP`. Raises OSError."""
+        return self._domain.create_qp(
+            self._verbs.QPInitAttr(
+                send_cq=completions, recv_cq=completions, qp_type=self._verbs.QPType.RC, max_send_wr=max_requests,
+                max_recv_wr=1, max_send_sge=self.max_ranges, max_recv_sge=1,
+            )
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Queues must be closed before. May be called twice."""
+        for region in list(self._registered):
+            self.unregister(region)
+        self._domain.close()
+        self._context.close()
+
+
+def _rail(host: str, device: str) -> Rail:
+    """Raises Unavailable."""
+    found = rails()
+    chosen = choose(found, host, device)
+    if chosen is not None:
+        return chosen
+    if not found:
+        raise Unavailable(f"there is no RDMA card: {SYSFS} is empty")
+    seen = ", ".join(sorted({f"{rail.device} port {rail.port} {'up' if rail.is_up else 'down'}" for rail in found}))
+    raise Unavailable(f"no port{f' of {device}' if device else ''} is up with a RoCE v2 or InfiniBand address: {seen}")

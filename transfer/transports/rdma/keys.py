@@ -1,0 +1,63 @@
+"""Registered regions with the keys by which a card may touch them, as the sender attaches them to its orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from transfer.transports.base import MAX_PIECE_NBYTES, Int64, Numbers, Region, first_outside
+from transfer.transports.wire import WireError
+
+MAX_REGIONS = 4096
+"""Of one order."""
+_ROW = np.dtype([("address", "<u8"), ("nbytes", "<u8"), ("key", "<u8")])
+MAX_NBYTES = MAX_REGIONS * _ROW.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keys:
+    """Regions, ascending, which do not overlap; `keys[i]` is the card's for region i, of 32 bits."""
+
+    starts: Int64
+    sizes: Int64
+    keys: Int64
+
+    @classmethod
+    def of(cls, keyed: Iterable[tuple[Region, int]]) -> Keys:
+        rows = sorted((region.address, region.nbytes, key) for region, key in keyed)
+        starts, sizes, keys = np.array(rows, dtype=np.int64).reshape(-1, 3).T.copy()
+        return cls(starts, sizes, keys)
+
+    def covers(self, addresses: Numbers, nbytes: Numbers) -> bool:
+        """Whether each piece lies inside one region."""
+        return first_outside(addresses, nbytes, self.starts, self.sizes) is None
+
+    def index(self, addresses: Int64) -> npt.NDArray[np.intp]:
+        """Of the region that begins at or before each address, which must not be before all."""
+        return self.starts.searchsorted(addresses, side="right") - 1
+
+    def encode(self, addresses: Numbers) -> bytes:
+        """Those that these addresses lie in, `MAX_REGIONS` at most; to whom one is not told, it cannot be read."""
+        rows = np.empty(len(self.starts), _ROW)
+        rows["address"], rows["nbytes"], rows["key"] = self.starts, self.sizes, self.keys
+        used = np.unique(self.index(np.asarray(addresses, dtype=np.int64)))
+        return rows[used[used >= 0]][:MAX_REGIONS].tobytes()
+
+
+def decode_keys(data: bytes) -> Keys:
+    """Raises WireError for what no sender sends."""
+    if len(data) % _ROW.itemsize:
+        raise WireError(f"keys of {len(data)} bytes")
+    rows = np.frombuffer(data, _ROW)
+    numbers = np.stack((rows["address"], rows["nbytes"], rows["key"]))
+    if numbers.size and not (numbers[:2].min() > 0 and numbers[:2].max() <= MAX_PIECE_NBYTES):
+        raise WireError("a region whose address or size is none")
+    if numbers.size and numbers[2].max() >= 1 << 32:
+        raise WireError("a key of more than 32 bits")
+    starts, sizes, keys = numbers.astype(np.int64)
+    if (starts[1:] < starts[:-1] + sizes[:-1]).any():
+        raise WireError("regions that overlap or do not ascend")
+    return Keys(starts, sizes, keys)

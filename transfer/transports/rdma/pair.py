@@ -1,0 +1,101 @@
+"""One end of a connection between two cards: a queue pair, what the other end must know of it, and its states."""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from transfer.transports.rdma.card import Card
+from transfer.transports.rdma.verbs import binding
+from transfer.transports.wire import WireError
+
+_END = struct.Struct("<IIHBB16s")
+END_NBYTES = _END.size
+_NUMBER_BITS = 24
+_EPOCH_STEP = 0x9E3779
+"""Far apart, so that nothing late is taken for what came after it."""
+_MAX_MTU = 5
+_ROUTERS = 64
+"""Hop limit; the binding's own stays within one network."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What the other side must know.
+
+    Args:
+        number: of the queue pair, 24 bits; `sequence` as many, of the first packet it sends in epoch 0.
+        mtu: the verbs' code for it, 1 to 5.
+        max_reads: how many of the other side's it serves at a time, 1 to 255.
+    """
+
+    number: int
+    sequence: int
+    lid: int
+    mtu: int
+    max_reads: int
+    gid: bytes
+
+    def encode(self) -> bytes:
+        return _END.pack(self.number, self.sequence, self.lid, self.mtu, self.max_reads, self.gid)
+
+
+def decode_end(data: bytes) -> End:
+    """Raises WireError for what no peer sends."""
+    if len(data) != END_NBYTES:
+        raise WireError(f"the end of a queue pair in {len(data)} bytes: expected {END_NBYTES}")
+    end = End(*_END.unpack(data))
+    if (end.number | end.sequence) >> _NUMBER_BITS or not 1 <= end.mtu <= _MAX_MTU or not end.max_reads:
+        raise WireError(f"no queue pair has number {end.number:#x}, sequence {end.sequence:#x}, MTU code {end.mtu}")
+    return end
+
+
+class Pair:
+    """This end. Every state is entered anew in each epoch, which both sides count. For one thread at a time."""
+
+    def __init__(self, card: Card, completions: Any, max_requests: int) -> None:
+        """Raises OSError."""
+        self._card, self._verbs = card, binding()
+        self.queue: Any = card.queue_pair(completions, max_requests)
+        """The `ibverbs.QP`."""
+        sequence = secrets.randbits(_NUMBER_BITS)
+        self.end = End(self.queue.qp_num, sequence, card.lid, card.mtu, card.max_reads, card.rail.gid)
+
+    def serve(self, peer: End, epoch: int) -> None:
+        """Let the peer read what it has keys of. Raises OSError."""
+        self._receive(peer, epoch, self._verbs.AccessFlags.REMOTE_READ)
+
+    def read_from(self, peer: End, epoch: int, ack_timeout: int) -> None:
+        """Be ready to read. Raises OSError.
+
+        Args:
+            ack_timeout: what is not acknowledged is said again after 4.096 us times 2 to this power, 7 times.
+        """
+        self._receive(peer, epoch, 0)
+        reads = min(self._card.max_reads, peer.max_reads)
+        self.queue.to_rts(_sequence(self.end, epoch), timeout=ack_timeout, max_rd_atomic=reads)
+
+    def fail(self) -> None:
+        """Have the card give up all that is under way, each with a completion. Raises OSError."""
+        self.queue.modify(self._verbs.QPAttrMask.STATE, qp_state=self._verbs.QPState.ERR)
+
+    def close(self) -> None:
+        """Once this returned, the card neither reads nor writes for it. Raises OSError."""
+        self.queue.close()
+
+    def _receive(self, peer: End, epoch: int, access: int) -> None:
+        if epoch:
+            self.queue.modify(self._verbs.QPAttrMask.STATE, qp_state=self._verbs.QPState.RESET)
+        rail = self._card.rail
+        self.queue.to_init(rail.port, access)
+        mtu = min(self._card.mtu, peer.mtu)
+        there = self._verbs.QPInfo(peer.number, _sequence(peer, epoch), peer.lid, peer.gid, rail.port, mtu)
+        self.queue.to_rtr(
+            there, sgid_index=rail.gid_index, mtu=mtu, hop_limit=_ROUTERS, max_dest_rd_atomic=self._card.max_reads
+        )
+
+
+def _sequence(end: End, epoch: int) -> int:
+    return (end.sequence + epoch * _EPOCH_STEP) % (1 << _NUMBER_BITS)

@@ -1,0 +1,235 @@
+"""Reads one peer's memory: fetches wait their turn, their requests go to the card, and completions say what is over.
+
+The card does a queue pair's requests in order, so one completion at the end of a batch tells of all of it. When a
+request fails the card gives up all that were posted; nothing is told of any fetch until the last of these is over, and
+from then on none of them writes here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from mooncake_connector.log import get_logger, log_once
+from transfer.transports.base import TransferError
+from transfer.transports.pull import Fetch
+from transfer.transports.rdma.card import Card
+from transfer.transports.rdma.completions import Completions
+from transfer.transports.rdma.pair import End, Pair
+from transfer.transports.rdma.verbs import binding
+from transfer.transports.rdma.work import Read, Work
+from transfer.transports.wire import CopyStatus, WireError
+
+logger = get_logger(__name__)
+
+Done: TypeAlias = Callable[[CopyStatus], None]
+BATCH = 32
+"""Requests for which there is one completion, and the turn of a fetch beside others."""
+WINDOW_NBYTES = 8 << 20
+"""Under way on the wire: what a fetch that nobody wants any more waits for."""
+PATIENCE_S = 1.0
+"""What nobody wants any more has so long to end by itself; then the queue pair gives up."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A fetch, its requests, how many of them were posted, and in how many batches they are under way."""
+
+    fetch: Fetch
+    done: Done
+    work: Work
+    posted: int = 0
+    under_way: int = 0
+    unwanted_at: float | None = None
+
+    @property
+    def is_all_posted(self) -> bool:
+        return self.unwanted_at is not None or self.posted == len(self.work)
+
+
+@dataclass(slots=True)
+class _Batch:
+    job: _Job
+    last: int
+    """Number of its last request."""
+    requests: int
+    nbytes: int
+
+
+class Reader:
+    """See the module. Safe to use from any thread."""
+
+    def __init__(self, card: Card, completions: Completions) -> None:
+        """Raises OSError."""
+        self._card, self._completions, self._verbs = card, completions, binding()
+        self._lock = threading.Lock()
+        self._jobs: dict[Fetch, _Job] = {}
+        self._waiting: deque[_Job] = deque()
+        self._batches: deque[_Batch] = deque()
+        self._room, self._in_flight_nbytes, self._number = card.max_requests, 0, 0
+        self._epoch = -1
+        self._peer: End | None = None
+        self._why = ""
+        """What broke the queue pair in this epoch."""
+        self._lost = ""
+        """Why nobody knows what is under way."""
+        self._is_closed = False
+        self._queue = completions.queue(card.max_requests + 1, self._completed)
+        try:
+            self._pair = Pair(card, self._queue, card.max_requests)
+        except BaseException:
+            completions.remove(self._queue)
+            raise
+
+    @property
+    def end(self) -> End:
+        return self._pair.end
+
+    @property
+    def is_connected(self) -> bool:
+        return self._peer is not None
+
+    def connect(self, peer: End, ack_timeout: int) -> None:
+        """The other end; once. Raises OSError."""
+        self._peer, self._ack_timeout = peer, ack_timeout
+        self._enter(0)
+
+    def add(self, fetch: Fetch, done: Done, work: Work, epoch: int) -> CopyStatus | None:
+        """Begin to fetch; what became of it where it is over already. Raises WireError, OSError.
+
+        Args:
+            done: called once it is over, unless that was returned.
+            epoch: in which the sender expects to be read; it begins one when it was told that the last one broke.
+        """
+        with self._lock:
+            if epoch > self._epoch:
+                if self._batches or not self._why:
+                    raise WireError(f"epoch {epoch} of a queue pair that works in epoch {self._epoch}")
+                self._enter(epoch)
+            if epoch < self._epoch or self._why:
+                return CopyStatus.BROKEN
+            job = _Job(fetch, done, work)
+            self._jobs[fetch] = job
+            self._waiting.append(job)
+            self._post()
+        return None
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Post no more of it. It is over with what is under way."""
+        with self._lock:
+            job = self._jobs.get(fetch)
+            if job is None:
+                return
+            job.unwanted_at = time.monotonic()
+            if not job.under_way:
+                del self._jobs[fetch]
+        if not job.under_way:
+            job.done(CopyStatus.NO_GRANT)
+
+    def look_after(self, fetch: Fetch) -> None:
+        """Where it should have been over since `PATIENCE_S`, have the card give up everything.
+
+        Raises OSError, and TransferError where the queue pair is of no use any more.
+        """
+        with self._lock:
+            if self._lost:
+                raise TransferError(f"the card takes no request: {self._lost}")
+            job = self._jobs.get(fetch)
+            since = None if job is None else job.unwanted_at
+            if since is None or self._why or time.monotonic() < since + PATIENCE_S:
+                return
+            self._break(f"a read did not end within {PATIENCE_S:g} s after nobody wanted it any more")
+            self._pair.fail()
+
+    def close(self) -> None:
+        """Once this returned, nothing is written any more. Raises OSError."""
+        with self._lock:
+            self._is_closed = True
+            self._jobs.clear()
+            self._waiting.clear()
+            with contextlib.suppress(OSError):
+                self._pair.fail()
+            self._pair.close()
+        self._completions.remove(self._queue)
+
+    def _enter(self, epoch: int) -> None:
+        assert self._peer is not None
+        self._pair.read_from(self._peer, epoch, self._ack_timeout)
+        self._epoch, self._why = epoch, ""
+
+    def _post(self) -> None:
+        """As much as there is room for; fetches take turns."""
+        while self._waiting and self._room and self._in_flight_nbytes < WINDOW_NBYTES and not self._why:
+            job = self._waiting.popleft()
+            if job.is_all_posted:
+                continue
+            requests, nbytes = [], 0
+            for read in job.work.reads(job.posted, min(job.posted + min(BATCH, self._room), len(job.work))):
+                self._number += 1
+                requests.append(self._request(read))
+                nbytes += read.nbytes
+                if self._in_flight_nbytes + nbytes >= WINDOW_NBYTES:
+                    break
+            requests[-1].send_flags = int(self._verbs.SendFlags.SIGNALED)
+            job.posted += len(requests)
+            job.under_way += 1
+            self._room -= len(requests)
+            self._in_flight_nbytes += nbytes
+            self._batches.append(_Batch(job, self._number, len(requests), nbytes))
+            if not job.is_all_posted:
+                self._waiting.append(job)
+            try:
+                self._pair.queue.post_send(requests)
+            except OSError as error:  # it may have taken some of them
+                self._lost = str(error)
+                self._break(f"the card takes no request: {error}")
+
+    def _request(self, read: Read) -> Any:
+        verbs = self._verbs
+        return verbs.SendWR(
+            wr_id=self._number,
+            sg_list=[verbs.SGE(address, nbytes, key) for address, nbytes, key in read.target],
+            opcode=int(verbs.WROpcode.RDMA_READ), remote_addr=read.address, rkey=read.key,
+        )  # fmt: skip
+
+    def _completed(self) -> None:
+        """Called by `completions`."""
+        over: list[tuple[_Job, CopyStatus]] = []
+        with self._lock:
+            if self._is_closed:
+                return
+            self._queue.req_notify()
+            while found := self._queue.poll(BATCH):
+                for completion in found:
+                    self._take(completion, over)
+            if self._why and not self._batches:
+                over += [(job, CopyStatus.BROKEN) for job in self._jobs.values()]
+                self._jobs.clear()
+                self._waiting.clear()
+            elif not self._why:
+                self._post()
+        for job, status in over:
+            job.done(status)
+
+    def _break(self, why: str) -> None:
+        self._why = why
+        log_once(f"transfer.rdma.broke:{why}", "rdma: the queue pair to a peer broke: %s", why, logger=logger)
+
+    def _take(self, completion: Any, over: list[tuple[_Job, CopyStatus]]) -> None:
+        if not completion.is_success and not self._why:
+            self._break(str(completion.status_str))
+        while self._batches and self._batches[0].last <= completion.wr_id:
+            batch = self._batches.popleft()
+            job = batch.job
+            job.under_way -= 1
+            self._room += batch.requests
+            self._in_flight_nbytes -= batch.nbytes
+            if not self._why and job.is_all_posted and not job.under_way:
+                del self._jobs[job.fetch]
+                whole = job.posted == len(job.work) and job.unwanted_at is None
+                over.append((job, CopyStatus.OK if whole else CopyStatus.NO_GRANT))
