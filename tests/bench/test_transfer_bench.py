@@ -19,7 +19,9 @@ from bench.peers.steps import Beside
 from bench.peers.transfer import MOONCAKE_OFF, MOONCAKE_ON, NIXL, NIXL_TCP
 from mooncake_connector.cli.bench.store import MEMCPY
 from mooncake_connector.cli.bench.transfer import RAW_TCP, READV
-from mooncake_connector.cli.bench.transfer_far import TLS, Scale
+from mooncake_connector.cli.bench.transfer_far import TLS
+from mooncake_connector.cli.bench.transfer_libraries import LIBRARIES
+from mooncake_connector.cli.bench.transfer_scale import Scale
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +43,10 @@ def test_a_user_gets_one_json_object_with_a_row_for_each_transport() -> None:
     assert len(done.stdout.strip().splitlines()) == 1
     assert figures[:3] == [f"{name}: 64 x 32 KiB, scattered to scattered" for name in ("cma", "shm", "tcp")]
     assert sum("16 KiB, p50" in figure for figure in figures) == 3
-    libraries = ("nixl:", "mooncake:")  # what these reach alone is measured with the peers
-    assert all(row["value"] > 0 for row in rows)
-    assert all(row["limit"] > 0 for row in rows if not row["figure"].startswith(libraries))
+    assert all(row["value"] > 0 and row["limit"] > 0 for row in rows)
+    for name in LIBRARIES:
+        expected = 0 if f"{name} is left out" in done.stderr else 2
+        assert sum(figure.startswith(f"{name}:") for figure in figures) == expected
     assert "bare TCP" in done.stderr
 
 

@@ -14,7 +14,8 @@ from mooncake_connector.cli.output import Json, command_group, typed_path
 
 _STORE_LEGEND = "limit: memcpy or a bare LMDB on this machine. Best round of each; rounds alternate."
 _TRANSFER_LEGEND = (
-    "limit: process_vm_readv of the same pieces (cma), memcpy (shm), sendall/recv_into over one connection (tcp). "
+    "limit: process_vm_readv of the same pieces (cma), memcpy (shm), sendall/recv_into over one connection (tcp), the "
+    "library alone reading the same pieces (nixl, mooncake). "
     "Best round of each; rounds alternate."
 )
 
@@ -53,7 +54,7 @@ def transfer(quick: Quick = False, as_json: Json = False) -> None:
     Needs 1 GiB of memory and half a minute. Cleans up after itself; nothing listens beyond loopback.
     """
     from mooncake_connector.cli.bench import transfer as bench
-    from mooncake_connector.cli.bench import transfer_far
+    from mooncake_connector.cli.bench import transfer_scale
 
-    report = bench.run(transfer_far.QUICK if quick else transfer_far.Scale(), say)
+    report = bench.run(transfer_scale.QUICK if quick else transfer_scale.Scale(), say)
     show(report, "mooncake-connector bench transfer", _TRANSFER_LEGEND, as_json=as_json, quick=quick)

@@ -18,17 +18,20 @@ from mooncake_connector.cli.bench.machine import describe_machine, describe_vers
 from mooncake_connector.cli.bench.measure import Progress, Task, best_seconds, gigabytes_per_second, size_text
 from mooncake_connector.cli.bench.report import Report, Row
 from mooncake_connector.cli.bench.store import MEMCPY, memcpy_task
-from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, FETCH, TLS, Far, Scale, far_process, finish
+from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, FETCH, TLS, Far, far_process, finish
+from mooncake_connector.cli.bench.transfer_libraries import LIBRARIES, Alone
+from mooncake_connector.cli.bench.transfer_scale import Scale
 from transfer.control.handshake import Identity
-from transfer.transports.base import Peer, TransportOptions, Unavailable
+from transfer.transports.base import Peer, TransferError, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
 from transfer.transports.registry import make_transports, serving
 from transfer.transports.tls import Tls
 from transfer.transports.vectors import Vector, read_process
 
 READV, RAW_TCP = "process_vm_readv", "sendall/recv_into"
-LIMITS = {"cma": READV, "shm": MEMCPY, "tcp": RAW_TCP, TLS: "tcp", "nixl": "", "mooncake": ""}
-"""Nothing here is the limit of a library."""
+LIMITS = {"cma": READV, "shm": MEMCPY, "tcp": RAW_TCP, TLS: "tcp"}
+ALONE, LARGE = " alone", ", 1 MiB"
+"""What follows the name of a library: without us, and in large pieces."""
 SMALL_LIMITS = {"cma": READV, "shm": RAW_TCP, "tcp": RAW_TCP}
 
 Quantiles = Mapping[str, tuple[float, float]]
@@ -55,6 +58,8 @@ def run(scale: Scale, progress: Progress) -> Report:
         seconds = best_seconds(moving_tasks(ends, scale), scale.rounds)
         progress("one small transfer: ours and bare round trips in turn")
         quantiles = measure_small(ends, scale)
+        progress("transports on libraries, and these alone, in turn")
+        seconds |= measure_libraries(ends, scale, progress)
     return Report(machine, versions, [*moving_rows(seconds, scale), *small_rows(quantiles, scale)])
 
 
@@ -63,9 +68,15 @@ def moving_rows(seconds: Mapping[str, float], scale: Scale) -> list[Row]:
     shape = f"{scale.pieces:,} x {size_text(scale.piece_nbytes)}, scattered to scattered"
     rates = {name: gigabytes_per_second(scale.data_nbytes, taken) for name, taken in seconds.items()}
     figures = {name: f"{name} (limit: tcp without)" if name == TLS else f"{name}: {shape}" for name in LIMITS}
-    return [
+    rows = [
         Row(figures[name], rates[name], "GB/s", rates.get(limit)) for name, limit in LIMITS.items() if name in rates
     ]
+    for name in LIBRARIES:
+        for kind, what in (("", shape), (LARGE, f"{scale.large.pieces:,} x 1 MiB, scattered to scattered")):
+            if name + kind in rates:
+                figure = f"{name}: {what} (limit: the library alone)"
+                rows.append(Row(figure, rates[name + kind], "GB/s", rates.get(name + ALONE + kind)))
+    return rows
 
 
 def small_rows(quantiles: Quantiles, scale: Scale) -> list[Row]:
@@ -90,6 +101,8 @@ def connected(scale: Scale, progress: Progress) -> Iterator[Ends]:
         far = stack.enter_context(far_process(scale.memory_nbytes, tls))
         peers = {}
         for name in far.endpoints:
+            if name in LIBRARIES:  # a thread of NIXL's never rests: see `measure_libraries`
+                continue
             kind, security = ("tcp", Tls(**tls)) if name == TLS and tls else (name, None)
             options = TransportOptions(Identity(), tls=security)
             transports = stack.enter_context(make_transports([kind], memory, options))
@@ -101,6 +114,28 @@ def connected(scale: Scale, progress: Progress) -> Iterator[Ends]:
             if name not in far.endpoints:
                 progress(f"WARNING: {name} is left out: the other process cannot offer it")
         yield Ends(source, far, peers)
+
+
+def measure_libraries(ends: Ends, scale: Scale, progress: Progress) -> dict[str, float]:
+    """Best seconds of each transport on a library, and of the library alone, in turn; connected only meanwhile."""
+    source, far, tasks = ends.source, ends.far, {}
+    memory = Memory()
+    memory.register(source.ctypes.data, source.nbytes)
+    with contextlib.ExitStack() as stack:
+        for name in LIBRARIES:
+            if name not in far.endpoints:
+                continue
+            try:
+                transports = stack.enter_context(make_transports([name], memory, TransportOptions(Identity())))
+                peer = transports.connect({name: far.endpoints[name]}, deadline_s=DEADLINE_S)
+                alone = stack.enter_context(Alone(name, source, far.dial(b"l")))
+            except TransferError as error:
+                progress(f"WARNING: {name} is left out: {error}")
+                continue
+            for kind, pieces in (("", scale), (LARGE, scale.large)):
+                tasks[name + kind] = Task(far.moves(peer, source, pieces))
+                tasks[name + ALONE + kind] = Task(alone.reads(pieces))
+        return best_seconds(tasks, scale.rounds)
 
 
 def _certificate(folder: Path, progress: Progress) -> dict[str, str] | None:

@@ -15,15 +15,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.measure import BenchError
+from mooncake_connector.cli.bench.transfer_libraries import read_alone
+from mooncake_connector.cli.bench.transfer_scale import Int64, Scale
 from transfer.control.handshake import Identity
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Completion, Grant, Peer, TransportOptions
@@ -37,37 +37,6 @@ TLS = "tcp with TLS"
 FETCH = struct.Struct("<iqq")
 """What the far end of the bare process_vm round trip is told: PID, address, bytes."""
 
-Int64 = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How much a run does; the defaults are what docs/benchmarks.md shows."""
-
-    pieces: int = 4096
-    piece_nbytes: int = 32 << 10
-    small_nbytes: int = 16 << 10
-    rounds: int = 7
-    small_rounds: int = 2000
-
-    @property
-    def data_nbytes(self) -> int:
-        """Bytes that one round moves."""
-        return self.pieces * self.piece_nbytes
-
-    @property
-    def memory_nbytes(self) -> int:
-        """Size of the memory that they are scattered over, on each side."""
-        return 2 * self.data_nbytes
-
-    def scattered(self, address: int, seed: int) -> Int64:
-        """Addresses of the pieces in random order, each second place left out."""
-        order = np.random.default_rng(seed).permutation(self.pieces)
-        return address + 2 * self.piece_nbytes * order.astype(np.int64)
-
-
-QUICK = Scale(pieces=64, rounds=1, small_rounds=20)
-
 
 class Far:
     """What the other process said of itself, and how it is reached."""
@@ -80,7 +49,7 @@ class Far:
         self.grant = Grant(bytes.fromhex(found["key"]), np.array([self.address]), np.array([found["nbytes"]]))
 
     def dial(self, kind: bytes) -> socket.socket:
-        """A connection to one of the bare far ends: b"t" takes bytes over TCP, b"v" fetches them."""
+        """A connection to one of the bare far ends: b"t" takes bytes over TCP, b"v" fetches them, b"l" a library."""
         connection = socket.create_connection(("127.0.0.1", self.found["port"]), timeout=DEADLINE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(kind)
@@ -142,7 +111,7 @@ def _serve(listener: socket.socket, data: np.ndarray[Any, Any]) -> None:
     while True:
         connection, _ = listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        target = _take if connection.recv(1) == b"t" else _fetch
+        target = {b"t": _take, b"v": _fetch, b"l": read_alone}[connection.recv(1)]
         threading.Thread(target=target, args=(connection, data), daemon=True).start()
 
 

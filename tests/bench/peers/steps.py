@@ -27,7 +27,8 @@ from bench.peers import children
 from bench.peers.report import Goal, Row, row
 from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.measure import gigabytes_per_second
-from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, Far, Scale
+from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, Far
+from mooncake_connector.cli.bench.transfer_scale import Scale
 from transfer.control.handshake import Identity
 from transfer.transports.base import TransportOptions
 from transfer.transports.memory import Memory

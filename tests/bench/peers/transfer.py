@@ -20,8 +20,8 @@ from mooncake_connector.cli.bench import processes, transfer
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import BenchError, Progress, best_seconds, gigabytes_per_second, size_text
 from mooncake_connector.cli.bench.report import Report
-from mooncake_connector.cli.bench.transfer_far import QUICK as MOVE_QUICK
-from mooncake_connector.cli.bench.transfer_far import Scale as MoveScale
+from mooncake_connector.cli.bench.transfer_scale import QUICK as MOVE_QUICK
+from mooncake_connector.cli.bench.transfer_scale import Scale as MoveScale
 
 NIXL, NIXL_TCP = "NIXL, UCX's own choice", "NIXL, UCX_TLS=tcp"
 MOONCAKE_OFF, MOONCAKE_ON = "Mooncake Transfer Engine, pool off", "Mooncake Transfer Engine, pool on"
@@ -80,6 +80,8 @@ def run(scale: Scale, *, peers: Collection[str], peer_python: str, progress: Pro
         for name in ends.small_peers():
             elsewhere = functools.partial(steps.moving_elsewhere, name, ends.far, move)
             beside[name] = steps.beside(tasks[name].run, elsewhere, scale.steps, scale.step_rounds)
+        progress("transports on libraries, and these alone, in turn")
+        seconds |= transfer.measure_libraries(ends, move, progress)
     progress("two links of 1 Gbit/s: striping, a link that is cut, layers that travel while the next one is computed")
     over_links = links.measure(scale.links, progress)
     progress("planning")
