@@ -162,7 +162,7 @@ def tiers_lines(report: Mapping[str, Any], width: int | None) -> list[str]:
 def tier_state(tier: Mapping[str, Any]) -> str:
     states = {tier.get("reads"), tier.get("writes")} - {"none", None}
     if states <= {"closed"}:
-        return "works"
+        return "works, no room" if "no room" in tier.get("notes", {}) else "works"
     return f"left alone ({tier.get('cause') or 'trying'})" if "open" in states else "tried again"
 
 

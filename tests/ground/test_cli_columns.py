@@ -107,3 +107,10 @@ def test_a_user_in_another_container_is_shown_as_such():
     ]
     assert "  process" not in "".join(tables.users_lines([user], 40))
     assert "pod-7" in "".join(tables.users_lines([user], 40))
+
+
+def test_a_tier_that_cannot_grow_for_want_of_room_works_all_the_same():
+    state = {"reads": "closed", "writes": "closed"}
+    assert tables.tier_state(state) == "works"
+    assert tables.tier_state(state | {"notes": {"no room": "uses 1 GiB of its capacity of 2 GiB"}}) == "works, no room"
+    assert tables.tier_state(state | {"writes": "open", "cause": "full"}) == "left alone (full)"

@@ -280,6 +280,7 @@ def test_limits_of_processes_and_descriptors(pool, store):
     assert run(code, pool).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_fuzz_knows_a_wrong_page(space):
     keys = chain("a", 1)
     put_pages(space, keys, [page_bytes(chain("b", 1)[0], NBYTES)], parents=[None], deadline_s=60)

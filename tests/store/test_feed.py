@@ -223,6 +223,7 @@ class Mirror:
         self._process.wait()
 
 
+@pytest.mark.slow
 def test_a_follower_mirrors_the_pool_however_its_writers_are_killed(pool, monkeypatch, tmp_path):
     report = tmp_path / "report"
     monkeypatch.setenv("WRONG_BYTES_FILE", str(report))

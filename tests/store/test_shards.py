@@ -36,6 +36,7 @@ def opened() -> Iterator[EmbeddedStore]:
 # What is read
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_a_page_is_found_where_all_its_layers_and_heads_are_stored_and_read_rightly(opened, data):

@@ -211,6 +211,7 @@ class TestBesideEngines:
         assert (report.pages, report.corrupt_pages) == (PAGES - 1, 1)
         assert back(folder, other).pages == PAGES - 1
 
+    @pytest.mark.slow
     def test_a_pool_in_use_gives_right_pages_only(self, pool, folder, other):
         """Another process stores, and so evicts, all the time."""
         churn = """

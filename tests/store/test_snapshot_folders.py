@@ -174,6 +174,7 @@ class TestWithoutAnExchange:
         assert take_snapshot(store, folder).replaced
         assert os.listdir(folder.parent) == ["snapshot"] and pages_in(folder) == PAGES
 
+    @pytest.mark.slow
     def test_a_kill_in_between_leaves_the_former_one_for_a_restore(self, store, folder, pool):
         take_snapshot(store, folder)
         os.rename(folder, former_of(folder))

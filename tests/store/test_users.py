@@ -90,6 +90,7 @@ def test_one_that_left_no_description_still_counts(pool, user, content):
     assert (found.pid, found.command) == (None, "")
 
 
+@pytest.mark.slow
 def test_looking_does_not_wait_for_one_that_was_stopped_while_it_opened(pool, user):
     hold = """
         from store_client.embedded.locks import FileLock

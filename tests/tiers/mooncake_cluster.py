@@ -24,7 +24,7 @@ from store_client.tiers.mooncake.cluster import free_ports, master_command, node
 
 PATIENCE_S = 120.0
 SHORT_LEASES = "--default_kv_lease_ttl=500"
-LEAVES_OUT = (SHORT_LEASES, "--client_ttl=8")
+LEAVES_OUT = (SHORT_LEASES, "--client_ttl=15")
 """A node that is not heard of for so many seconds is left out; shorter, and a busy machine loses good ones."""
 
 

@@ -89,7 +89,8 @@ def test_a_master_that_does_not_answer_is_waited_for_no_longer_than_set(cluster,
     until(lambda: stored(tier, memory, keys, space), "all is well at first")
     cluster.master.stop()
     try:
-        assert cause_of(lambda: contains(tier, space, keys)) == "timeout"
+        # After a while Mooncake's client itself takes the master for lost.
+        assert cause_of(lambda: contains(tier, space, keys)) in ("timeout", "unavailable")
         assert cause_of(lambda: read(tier, memory, space, keys)) in ("timeout", "unavailable")
         assert cause_of(lambda: tier.clear(space.namespace, deadline_s=1)) in ("timeout", "unavailable")
     finally:

@@ -74,7 +74,7 @@ def pytest(where: Path, *arguments: str) -> tuple[str | Path, ...]:
     return (where / "pytest", "-q", "-p", "no:cacheprovider", *arguments)  # its notes have one writer at a time
 
 
-TRANSFER = ("tests/transfer", "tests/repo")  # about half of what needs no engine
+TRANSFER = ("tests/transfer", "tests/repo", "tests/bench")  # about half of what needs no engine
 RDMA = "tests/rdma"
 TIERS = ("tests/tiers", "tests/agent", "tests/store/tiers")
 

@@ -85,6 +85,7 @@ faults = st.builds(Fault, st.lists(st.sampled_from([0.0, 0.005, 0.3, 1.7, 6.0, 2
     revoke_s=st.sampled_from([0.0, 0.02, 5.0]),
     crashes=st.lists(st.tuples(names, st.floats(1.0, 30.0), st.sampled_from([0.0, 3.0])), max_size=1),
 )
+@pytest.mark.slow
 def test_whatever_happens_none_gets_the_kv_of_another(
     topology, granularity, plan, messages, cuts, failed, slow, revoke_s, crashes
 ):

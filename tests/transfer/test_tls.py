@@ -67,6 +67,7 @@ def test_a_plain_peer_and_a_tls_peer_do_not_meet(authorities):
         connect(None, ours)
 
 
+@pytest.mark.slow
 def test_unknown_peers_at_a_tls_listener_lose_their_own_connection_only(authorities, monkeypatch):
     """Those that say anything at once, those that say nothing after a time; and proper peers are served beside them."""
     monkeypatch.setattr(receiver, "HANDSHAKE_S", 4.0)

@@ -88,6 +88,7 @@ def test_a_peer_that_begins_with_something_else_than_a_proper_introduction_is_lo
     assert len(caplog.records) == 1 and line in caplog.text
 
 
+@pytest.mark.slow
 def test_half_frames_of_peers_take_little_memory_and_have_a_deadline(pair, monkeypatch):
     monkeypatch.setattr(transfer.control.connection, "_FRAME_S", 5.0)
     fits = framed(encode(introduction(pair.decode.ranks[0].layout, endpoints={})))

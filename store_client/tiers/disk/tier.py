@@ -70,6 +70,8 @@ class Disk(Tier):
         self._workers = Workers(f"disk-{settings.title}", AT_ONCE)
         self._due, self._now = threading.Event(), threading.Event()
         self._pending_nbytes = 0
+        self._no_room = ""
+        """Why it could not grow when it was last to."""
         self._committer = threading.Thread(target=self._keep_committing, name="mooncake-connector-disk", daemon=True)
         self._committer.start()
         self._due.set()  # from now on the index says that this agent has not closed it
@@ -155,12 +157,13 @@ class Disk(Tier):
         """
         free, full = self._pages.free_granules, None
         if self._size < self._limit:
-            full = self._grow(missing)
+            before, full = self._size, self._grow(missing)
             if full is None:
+                if self._size == self._limit or self._size >= before + _GROWTH:
+                    self._no_room = ""
                 return True
-            log_once("tier.disk:no room", "%s (%s) uses %s of its capacity of %s: %s", self._title, self._path,
-                     human_nbytes(self._size * GRANULE), human_nbytes(self._limit * GRANULE), full.strerror,
-                     logger=logger)  # fmt: skip
+            self._no_room = str(full.strerror)
+            log_once("tier.disk:no room", "%s (%s) %s", self._title, self._path, self._as_far(), logger=logger)
         self._pages.make_room(max(missing, min(self._size // 16, _MAX_AHEAD)))
         self.flush()
         if self._pages.free_granules > free:
@@ -168,6 +171,11 @@ class Disk(Tier):
         if full is not None and needed:
             raise full
         return False
+
+    def _as_far(self) -> str:
+        """How large it became, and why no larger."""
+        size, limit = human_nbytes(self._size * GRANULE), human_nbytes(self._limit * GRANULE)
+        return f"uses {size} of its capacity of {limit}: {self._no_room}"
 
     def _grow(self, missing: int) -> OSError | None:
         """Make the file larger, by so many granules if possible; or why there is no room. Raises other OSErrors."""
@@ -212,6 +220,8 @@ class Disk(Tier):
         notes = {"path": str(self._path), "direct I/O": "yes" if self._file.direct else "no"}
         if (left := self._budget.left_nbytes) is not None:
             notes["may be written today"] = human_nbytes(left)
+        if self._no_room:
+            notes["no room"] = self._as_far()
         return TierStats(
             capacity_nbytes=self._limit * GRANULE, used_nbytes=self._pages.used_granules * GRANULE,
             pages=len(self._pages), evicted_pages=self._pages.evicted, notes=notes,

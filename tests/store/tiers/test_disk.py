@@ -305,6 +305,7 @@ def test_a_disk_that_others_fill_says_so_and_goes_on_with_what_it_has(tmp_path):
                 write(disk, memory, space, keys[:8])
             assert caught.value.cause == "full" and not caught.value.lasting
         assert disk.stats().notes["may be written today"] == "64.0 MiB", "nothing was written"
+        assert "left on device but what is kept free (5 % of the file system)" in disk.stats().notes["no room"]
         os.truncate(filler, 12 * MIB)
         assert write(disk, memory, space, keys[:8]) == [Put.STORED] * 8
         for first in range(8, 200, 8):
@@ -334,6 +335,7 @@ def test_a_disk_that_cannot_grow_loses_no_place_and_evicts_only_for_want_of_room
         assert read(disk, memory, space, keys[:8]) == [True] * 8
     evicted, fault = disk.stats().evicted_pages, errno.EIO
     assert evicted > 0 and disk.stats().pages > 24
+    assert disk.stats().notes["no room"].endswith(" of its capacity of 64.0 MiB: Disk quota exceeded")
     disk.remove(space, keys[:1], deadline_s=DEADLINE_S)
     disk.flush()
     with pytest.raises(TierError, match="Input/output error"):
