@@ -31,7 +31,7 @@ def rdma_checks(hosts: Sequence[str]) -> Iterator[Check]:
     yield from _cards()
     yield _locked_memory()
     if not hosts:
-        yield warning("transfer_hosts", "is empty: rdma serves once it has this machine's addresses (and secret_file)")
+        yield warning("addresses", "transfer_hosts is empty: name this machine's addresses there, and set secret_file")
     yield _chosen(hosts[0] if hosts else "127.0.0.1")
 
 

@@ -301,7 +301,7 @@ def test_rdma_says_what_is_missing_and_how_to_get_it(monkeypatch, lacks):
     checks = {check["name"]: (check["status"], check["detail"]) for check in told["checks"]}
     assert result.exit_code == 1 and told["transport"] == "rdma" and not told["ok"]
     assert checks["cards"][0] == checks["rdma"][0] == "failed" and "/sys/class/infiniband" in checks["cards"][1]
-    assert checks["transfer_hosts"][0] == "warning"
+    assert checks["addresses"][0] == "warning"
     if lacks == "package":
         install = "pip install 'mooncake-connector[rdma]'"
         assert checks["library"] == ("failed", f"the package ibverbs is not installed: {install}")
