@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mooncake_connector.deploy.index import matched
 from mooncake_connector.deploy.instances import FAILURES, Group, Instance, Work
 from mooncake_connector.deploy.policies import FEW_REQUESTS, Conductor, LeastLoaded, Prompt, RoundRobin, Weights
 
@@ -155,3 +156,8 @@ def test_a_request_counts_until_it_ends_and_its_prompt_until_it_is_computed():
     with pytest.raises(ZeroDivisionError), Work(one, Prompt(10)):
         _ = 1 // 0
     assert (one.load, one.prefill_tokens) == (0, 0)
+
+
+def test_a_number_of_tokens_beyond_all_measure_is_the_whole_prompt():
+    told = matched({"default": {"http://a:1": {"longest_matched": 10**400}}}, ["http://a:1"])
+    assert Prompt(100, told).ratio("http://a:1") == 1.0
