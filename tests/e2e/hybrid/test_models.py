@@ -22,6 +22,7 @@ import pytest
 
 import store_client.agent.client as client_module
 from e2e.client import Answer
+from e2e.inside import drain, vllm_inside
 from e2e.pages import wait_for
 from e2e.questions import SMALLEST_GAP, Examiner, Question, draw_tokens
 from models import checkpoint
@@ -56,9 +57,7 @@ class Inside:
         if cache_salt is not None:
             tokens["cache_salt"] = cache_salt
         output = self.llm.generate(tokens, greedy, use_tqdm=False)[0]
-        core = self.llm.llm_engine.engine_core.engine_core
-        while core.scheduler.has_requests():  # saves end, as in the idle engine of a server
-            core.step()
+        drain(self.llm)
         (answer,) = output.outputs
         steps = tuple({token: one.logprob for token, one in step.items()} for step in answer.logprobs)
         return Answer(tuple(answer.token_ids), "", steps, len(prompt), output.num_cached_tokens or 0, 0.0, 0.0)
@@ -129,12 +128,6 @@ def page_nbytes(info: SpaceInfo) -> int:
 @pytest.fixture(scope="module", params=GROUPS)
 def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
     patch = pytest.MonkeyPatch()
-    for name, value in {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # or log-probabilities have something compiled for a quarter of a minute
-    }.items():
-        patch.setenv(name, value)
     patch.setattr("store_client.agent.patience.LEAST_S", 60.0)  # however busy the machine is
     patch.setattr("store_client.agent.source.is_worth_it", lambda *args: True)
     patch.setattr(client_module, "_KEPT_S", 0.0)
@@ -143,36 +136,19 @@ def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
     folder.mkdir(mode=0o700)
     secret.write_bytes(os.urandom(32))
     secret.chmod(0o600)
-    from vllm import LLM
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
-
-    transfer = KVTransferConfig(
-        kv_connector="MooncakeKVConnector",
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config={
-            "pool": str(pool),
-            "capacity": "256MiB",
-            "page_tokens": PAGE_TOKENS,
-            "tiers": [{"kind": "folder", "path": str(folder), "timeout_s": 60.0}],
-            "agent": "embedded",
-            "secret_file": str(secret),
-            "lookup_wait_s": 60.0,
-            "load_deadline_s": 60.0,
-        },
-    )
-    llm = LLM(
-        str(checkpoint(request.param)),
-        enforce_eager=True,
-        dtype="bfloat16" if request.param == "qwen3-next" else "float32",  # its kernels on the CPU know nothing else
-        max_model_len=1024,
-        disable_hybrid_kv_cache_manager=False,
-        kv_transfer_config=transfer,
-    )
-    yield Inside(llm, pool, folder)
-    llm.llm_engine.engine_core.shutdown()
-    ensure_kv_transfer_shutdown()
+    settings = {
+        "pool": str(pool),
+        "capacity": "256MiB",
+        "page_tokens": PAGE_TOKENS,
+        "tiers": [{"kind": "folder", "path": str(folder), "timeout_s": 60.0}],
+        "agent": "embedded",
+        "secret_file": str(secret),
+        "lookup_wait_s": 60.0,
+        "load_deadline_s": 60.0,
+    }
+    dtype = "bfloat16" if request.param == "qwen3-next" else "float32"  # its kernels on the CPU know nothing else
+    with vllm_inside(checkpoint(request.param), dtype, settings, disable_hybrid_kv_cache_manager=False) as llm:
+        yield Inside(llm, pool, folder)
     patch.undo()
     shutil.rmtree(base, ignore_errors=True)
 
