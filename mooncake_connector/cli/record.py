@@ -12,7 +12,7 @@ import typer
 from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli.output import Json, print_json, typed_path
 from mooncake_connector.cli.store import Pool, Which
-from mooncake_connector.errors import PoolError
+from mooncake_connector.errors import MooncakeConnectorError, PoolError
 from store_client import EmbeddedStore
 from store_client.base import SpaceInfo
 from store_client.embedded.names import identify
@@ -59,17 +59,28 @@ def record(
         recording = Recording(file, space.namespace.page_tokens, requests)
         ends_s = time.monotonic() + lasts_s
         try:
-            while time.monotonic() < ends_s and not recording.is_full:
-                time.sleep(min(_LOOK_PERIOD_S, max(0.0, ends_s - time.monotonic())))
-                recording.add(store.used_chains(watch), now_ns())
-        except KeyboardInterrupt:
-            pass
-        finally:
-            recording.close()
+            _follow(store, watch, recording, ends_s)
+        except OSError as error:
+            raise MooncakeConnectorError(
+                f"{file}: {error.strerror or error}; the {recording.requests:,} requests until then are in it, and "
+                "`simulate` reads them"
+            ) from None
     if as_json:
         print_json({"file": str(file), "requests": recording.requests})
     else:
         typer.echo(f"{recording.requests:,} requests in {file}")
+
+
+def _follow(store: EmbeddedStore, watch: Watch, recording: Recording, ends_s: float) -> None:
+    """Record until the end, or Ctrl-C. Raises OSError where the file cannot be written."""
+    try:
+        while time.monotonic() < ends_s and not recording.is_full:
+            time.sleep(min(_LOOK_PERIOD_S, max(0.0, ends_s - time.monotonic())))
+            recording.add(store.used_chains(watch), now_ns())
+    except KeyboardInterrupt:
+        pass
+    finally:
+        recording.close()
 
 
 def _choose(store: EmbeddedStore, beginning: str | None) -> SpaceInfo:

@@ -22,6 +22,7 @@ from store_client.simulation.sweep import Outcome, advice, all_pages_nbytes, swe
 from store_client.simulation.traces import read_trace
 
 _MOST_SIZES = 32
+_MOST_NBYTES = 8 << 40
 
 
 def _typed_sizes(text: str) -> list[int | Fraction]:
@@ -30,13 +31,14 @@ def _typed_sizes(text: str) -> list[int | Fraction]:
     try:
         if ".." in text:
             low, high = map(parse_nbytes, text.split("..", 1))
-            sizes += [low << i for i in range(_MOST_SIZES) if low << i <= high] if low else []
+            sizes += [low << i for i in range(_MOST_SIZES + 1) if low << i <= high] if low else []
         else:
             sizes += dict.fromkeys(map(_typed_size, text.split(",")))
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: {error}", param_hint="--capacity") from None
-    if not sizes or not all(sizes) or len(sizes) > _MOST_SIZES:
+    if not sizes or not all(sizes) or len(sizes) > _MOST_SIZES or max(sizes) > _MOST_NBYTES:
         wanted = f"expected a range such as 8GiB..512GiB, or up to {_MOST_SIZES} sizes, or shares such as 5%,10%"
+        wanted += f"; a pool has at most {human_nbytes(_MOST_NBYTES)}"
         raise typer.BadParameter(f"{text!r}: {wanted}", param_hint="--capacity")
     return sizes
 
@@ -84,11 +86,13 @@ def simulate(
         raise typer.BadParameter(f"{kv_dtype!r} is none of {', '.join(ITEMSIZES)}", param_hint="--kv-dtype")
     if plot is not None:
         need_matplotlib()
+        if not plot.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
     wanted = _typed_sizes(capacity)
     token_nbytes = read_shape(model).page_format(1, kv_dtype).nbytes
     seen = read_trace(trace)
     whole = all_pages_nbytes(seen, token_nbytes)
-    sizes = sorted({size if isinstance(size, int) else max(1, int(size * whole)) for size in wanted})
+    sizes = sorted({size if isinstance(size, int) else min(max(1, int(size * whole)), _MOST_NBYTES) for size in wanted})
     policies = list(POLICIES) if policy == "all" else [policy]
     outcomes = sweep(seen, policies, sizes, token_nbytes, os.cpu_count() or 1, _progress)
     if plot is not None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from store_client.embedded.names import Slots
 from store_client.embedded.pool import Pool
+from store_client.embedded.table import now_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,15 @@ class Watch:
     def take(self, pool: Pool) -> list[UsedChain]:
         """The chains used since the last call, in the order of their use; none at the first call, and of another pool.
 
-        Two requests that go equally far along one chain between two calls are one.
+        Two requests that go equally far along one chain between two calls are one. A use whose time lies ahead (see
+        `table.now_ns`) is told when that comes: it must not hide all that are noted until then.
         """
         table = pool.table
         slots = table.live_slots()
         slots = slots[table.space[slots] == self._space]
         used = table.last_uses[slots]
+        came = used <= now_ns()
+        slots, used = slots[came], used[came]
         known, since = self._pool == pool.data, self._since_ns
         self._pool, self._since_ns = pool.data, max(since if known else 0, int(used.max(initial=0)))
         if not known:

@@ -83,13 +83,13 @@ class Recording:
         if self.is_full:
             return
         self._first_ns = request.begun_ns if self._first_ns is None else self._first_ns
-        self.requests += 1
         self._write({
             "timestamp": (request.begun_ns - self._first_ns) // 10**6,
             "input_length": len(request.pages) * self._page_tokens,
             "output_length": 0,
             "hash_ids": [self._alias(page) for page in request.pages],
         })  # fmt: skip
+        self.requests += 1
 
     def _alias(self, page: int) -> int:
         """48 bits, which every reader of JSON can hold."""
@@ -100,8 +100,10 @@ class Recording:
         self._file.flush()
 
     def close(self) -> None:
-        """Write down what is still open, too."""
-        for request in sorted(self._open.values(), key=lambda each: each.begun_ns):
-            self._settle(request)
-        self._open.clear()
-        self._file.close()
+        """Write down what is still open, too. Raises OSError where that fails; the file is closed all the same."""
+        try:
+            for request in sorted(self._open.values(), key=lambda each: each.begun_ns):
+                self._settle(request)
+        finally:
+            self._open.clear()
+            self._file.close()

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from store.pools import fill, space_in
+from store.pools import as_root, fill, inside, mounted, space_in
 from typer.testing import CliRunner
 
 from mooncake_connector.cli import record as record_
 from mooncake_connector.cli.main import app
 from store_client import EmbeddedStore
-from store_client.embedded import table
+from store_client.embedded import table, watching
 from store_client.embedded.names import hash_key, identify
 from store_client.embedded.watching import UsedChain, Watch
 from store_client.simulation.recording import Recording
@@ -22,7 +22,8 @@ def clock(monkeypatch):
     """Turns the clock by which uses are counted apart; returns its step."""
     ahead = [0]
     was = table.now_ns
-    monkeypatch.setattr(table, "now_ns", lambda: was() + ahead[0])
+    for module in (table, watching):
+        monkeypatch.setattr(module, "now_ns", lambda: was() + ahead[0])
 
     def step(seconds=2):
         ahead[0] += int(seconds * 1e9)
@@ -49,6 +50,20 @@ def test_what_was_stored_or_read_is_told_with_what_it_hangs_on(store, space, clo
         get_page(space, key)
     (read,) = store.used_chains(watch)
     assert read.pages == names(space, keys[:2]) and read.uses == (1, 1) and read.used_ns > stored.used_ns
+
+
+def test_a_use_that_lies_ahead_hides_no_other_and_is_told_when_its_time_comes(store, space, clock):
+    """As a process in another time namespace notes it."""
+    watch = Watch(identify((namespace().digest, SHARD)))
+    ahead = chain("ahead", 1)
+    put_chain(space, ahead)
+    store.used_chains(watch)
+    pages = inside(store).table
+    pages.backdate(pages.live_slots().tolist(), [table.now_ns() + 3600 * 10**9])
+    put_chain(space, chain("a", 2))
+    assert [each.pages for each in store.used_chains(watch)] == [names(space, chain("a", 2))]
+    clock(7200)
+    assert [each.pages for each in store.used_chains(watch)] == [names(space, ahead)]
 
 
 def test_other_namespaces_are_not_told(store, clock):
@@ -113,6 +128,28 @@ def test_the_command_records_live_traffic_that_simulate_can_read(pool, tmp_path,
     assert [len(request.pages) for request in trace.requests] == [3]
     again = CliRunner().invoke(app, ["record", str(file), "--pool", str(pool)])
     assert again.exit_code == 1 and "exists: name a new file" in again.output
+
+
+@as_root
+def test_a_disk_that_is_full_ends_the_recording_and_what_was_written_can_be_read(pool, tmp_path, monkeypatch):
+    fill(pool)
+    disk = tmp_path / "disk"
+    with mounted(disk, "size=64k"):
+        file, added = disk / "trace.jsonl", []
+
+        def live(self, chains, now_ns):
+            added.append(1)
+            many = tuple(range(1000 * len(added), 1000 * len(added) + 500))
+            add(self, [UsedChain(now_ns, many, (0,) * 500)], now_ns + 10**12)
+
+        add = Recording.add
+        monkeypatch.setattr(record_.Recording, "add", live)
+        monkeypatch.setattr(record_, "_LOOK_PERIOD_S", 0.001)
+        result = CliRunner().invoke(app, ["record", str(file), "--pool", str(pool), "--for", "120s"])
+        assert result.exit_code == 1 and "No space left on device" in result.output, result.output
+        whole = file.read_bytes().count(b"\n") - 1
+        assert f"the {whole:,} requests until then are in it" in " ".join(result.output.split())
+        assert 0 < len(read_trace(file).requests) == whole < len(added)
 
 
 @pytest.mark.parametrize("text", ["soon", "0s", "-1h", "1w"])
