@@ -1,10 +1,11 @@
-"""What people are told of a running server: by `mooncake-connector doctor --url`, and by its log, a line a request."""
+"""What people are told of a running server: by `mooncake-connector doctor --url` and `why`, and by its log."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
@@ -22,6 +23,17 @@ def told(server: ServerProcess, pool: Path) -> dict[str, list[tuple[str, str]]]:
     for check in json.loads(result.stdout)["checks"]:
         found.setdefault(check["name"], []).append((check["status"], check["detail"]))
     return found
+
+
+def why(pool: Path, *arguments: str) -> Any:
+    """What `mooncake-connector why --json` says; None where it fails."""
+    result = CliRunner().invoke(app, ["why", "--pool", str(pool), "--json", *arguments])
+    return json.loads(result.stdout) if result.exit_code == 0 else None
+
+
+def runs(told: Any) -> list[tuple[int, int, str]]:
+    """First page, last page and what became of them, of the first group of layers."""
+    return [(run["first"], run["last"], run.get("cause", run["what"])) for run in told["groups"][0]["runs"]]
 
 
 def lines(server: ServerProcess) -> list[dict[str, str]]:

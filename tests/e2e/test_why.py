@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
-
-from typer.testing import CliRunner
 
 from e2e.conftest import Shared
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
-from mooncake_connector.cli.main import app
+from e2e.said import runs, why
 from mooncake_connector.cli.why.server import look_up
 
 TEXT = " ".join(f"Why was page {number} of this prompt computed again?" for number in range(20))
 REQUEST = "why-it-missed"
 
 
-def why(shared: Shared, *arguments: str) -> Any:
-    result = CliRunner().invoke(app, ["why", "--pool", str(shared.pool), "--json", *arguments])
-    return json.loads(result.stdout) if result.exit_code == 0 else None
-
-
-def runs(told: Any) -> list[tuple[int, int, str]]:
-    return [(run["first"], run["last"], run.get("cause", run["what"])) for run in told["groups"][0]["runs"]]
-
-
 def test_a_prompt_before_and_after_it_was_asked_and_without_a_page(shared: Shared, qwen3: Path) -> None:
     server = shared.server
     pages = Pages(shared.pool, qwen3, lambda: server)
     asked = ("--url", server.url, TEXT)
-    before = why(shared, *asked)
+    before = why(shared.pool, *asked)
     tokens = look_up(server.url).tokens(TEXT, chat=False)
     last = len(tokens) // PAGE_TOKENS - 1
     assert last >= 3, "several pages"
@@ -38,20 +25,20 @@ def test_a_prompt_before_and_after_it_was_asked_and_without_a_page(shared: Share
 
     server.ask(TEXT, max_tokens=1)
     pages.wait_for(tokens)
-    after = why(shared, *asked)
+    after = why(shared.pool, *asked)
     assert (runs(after), after["reason"]) == ([(0, last, "hit")], None)
     assert after["engine_settings"] == ["kv_dtype"], "the server computes in float32, the model's files say bfloat16"
-    with_its_own = why(shared, "--model", str(qwen3), "--kv-dtype", "float32", TEXT)
+    with_its_own = why(shared.pool, "--model", str(qwen3), "--kv-dtype", "float32", TEXT)
     assert runs(with_its_own) == [(0, last, "hit")], "the tokenizer of the model's folder"
-    assert why(shared, "--url", server.url, "--salt", "tenant", TEXT)["without"] == {"salt": last + 1}
-    assert why(shared, "--url", server.url, "short")["reason"] == "short"
+    assert why(shared.pool, "--url", server.url, "--salt", "tenant", TEXT)["without"] == {"salt": last + 1}
+    assert why(shared.pool, "--url", server.url, "short")["reason"] == "short"
 
     pages.remove(tokens, 2)
     server.reset_prefix_cache()
     body = {"model": qwen3.name, "prompt": TEXT, "max_tokens": 1, "request_id": REQUEST}
     server._read(server._send("POST", "/v1/completions", body))
-    wait_for(lambda: why(shared, "--request", REQUEST) is not None, "the server leaves what it found", every_s=0.5)
-    (record,) = why(shared, "--request", REQUEST)
+    wait_for(lambda: why(shared.pool, "--request", REQUEST) is not None, "the server leaves what it found", every_s=0.5)
+    (record,) = why(shared.pool, "--request", REQUEST)
     assert [run[:4] for run in record["runs"]] == [
         [0, 1, "stored", None], [2, 2, "gone", "removed"], [3, last, "stored", None],
     ]  # fmt: skip

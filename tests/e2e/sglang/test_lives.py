@@ -7,6 +7,7 @@ The fourth layout, layer_first, is in `tests/sglang/test_layouts.py`, with SGLan
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import pytest
 
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.questions import Question, draw_tokens
-from e2e.said import lines, told
+from e2e.said import lines, runs, told, why
 from e2e.sglang.conftest import StartSGLang
 from e2e.sglang_server import SGLangServer, Way
 from store_client import EmbeddedStore
@@ -142,6 +143,15 @@ def test_pages_that_were_moved_are_in_sglangs_metrics(lives: Lives) -> None:
     ask(lives[0], question, hit_tokens=full(question))
     assert lives[0].metric("mooncake_connector_pages_total", operation="load") == before + question.num_full_pages
     wait_for(lambda: lives[0].metric("sglang:prefetch_pgs_count") > 0, "what the backend reports, in SGLang's figures")
+
+
+def test_why_names_the_pages_that_a_server_stored(lives: Lives, pool: Path, tmp_path: Path) -> None:
+    question, server = lives.written_by(0), lives[0]
+    (tmp_path / "ids").write_text(json.dumps(question.prompt))
+    found = why(pool, "--url", server.url, "--tokens", str(tmp_path / "ids"))
+    assert runs(found) == [(0, question.num_full_pages - 1, "hit")]
+    assert found["engine_settings"] == [], "the server says its dtype and the size of its pages"
+    assert why(pool, "--url", server.url, "short")["reason"] == "short"
 
 
 def test_the_doctor_and_the_log_say_what_became_of_a_prompt(lives: Lives, pool: Path) -> None:
