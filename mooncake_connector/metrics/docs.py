@@ -40,6 +40,9 @@ seconds old.
 Figures of the pool are of a host, whichever engine stored or read. Add them up over hosts, but never to those of
 engines. Histograms have the series `_bucket`, `_sum` and `_count`.
 
+In vLLM each rank and each KV-cache group has loads and saves of its own, and each rank transfers: `loads` of an
+instance with 2 ranks grow by 2 a request, and seconds are sums over them. Tokens count once a request.
+
 Without Prometheus, `mooncake-connector top` and `mooncake-connector store stats` show what the pool and the tiers do.
 
 What people ask first, of vLLM, as PromQL:
