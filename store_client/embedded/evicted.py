@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mooncake_connector.log import get_logger, log_once
 from store_client.embedded.locks import open_file
-from store_client.embedded.names import U8, U64, hash_keys
+from store_client.embedded.names import U8, U64, hash_key, hash_keys
 from store_client.embedded.table import now_ns
 from store_client.fate import UNKNOWN, Fate, Known, Lost
 
@@ -94,6 +94,15 @@ class Evicted:
         now = now_ns() >> _TICK_BITS
         told = {word: _fate(word, now) for word in set(what[known].tolist())}  # those that went together are alike
         return [told[word] if right else UNKNOWN for word, right in zip(what.tolist(), known.tolist(), strict=True)]
+
+    def fate(self, key: bytes, space: int) -> Fate:
+        """As `fates`, of one page, for a tenth of the time: an engine asks so of each prompt that is not all there."""
+        if not len(self._entries):
+            return UNKNOWN
+        hashed = hash_key(key, space)
+        place = 2 * ((hashed & 0xFFFFFFFF) >> 33 - len(self._entries).bit_length())
+        proof, what = self._entries.item(place), self._entries.item(place + 1)
+        return _fate(what, now_ns() >> _TICK_BITS) if what and proof ^ what == hashed else UNKNOWN
 
     def _places(self, hashes: U64) -> npt.NDArray[np.int64]:
         """The high bits of the hash's low half: the hash cells of the page table use its high half to tell names."""

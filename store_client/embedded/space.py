@@ -109,11 +109,14 @@ class EmbeddedSpace(Space):
         return self._handle.look(self._closed, lambda pool: pool.reader.contains(keys, self._number), absent)
 
     def explain(self, keys: Sequence[bytes]) -> list[Fate]:
-        joined = join_keys(keys)
+        joined = None if len(keys) == 1 and len(keys[0]) == KEY_NBYTES else join_keys(keys)
 
         def explain(pool: Pool) -> list[Fate]:
             present = pool.reader.contains(keys, self._number)
-            fates = pool.evicted.fates(joined, self._number)  # after: what goes in between is remembered by then
+            # After that: what goes in between is remembered by then.
+            if joined is None:
+                return [Fate(Known.STORED) if present[0] else pool.evicted.fate(keys[0], self._number)]
+            fates = pool.evicted.fates(joined, self._number)
             return [Fate(Known.STORED) if there else fate for there, fate in zip(present, fates, strict=True)]
 
         return self._handle.look(self._closed, explain, [UNKNOWN] * len(keys))

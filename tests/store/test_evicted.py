@@ -176,7 +176,9 @@ def test_what_is_told_is_the_last_thing_noted_or_nothing(noted):
         assert fate == UNKNOWN or fate.cause is cause
         assert fate == UNKNOWN or (fate.known is Known.REFUSED) == cause.refused
     assert any(fate != UNKNOWN for fate in told)
+    assert [table.fate(key, 1)[:2] for key in last] == [fate[:2] for fate in told], "one by one it is the same"
     assert table.fates(join_keys(chain("never", 5)), 1) == [UNKNOWN] * 5
+    assert table.fate(chain("never", 1)[0], 1) == UNKNOWN
 
 
 def test_the_newest_overwrites_and_most_of_a_pools_pages_are_remembered():
