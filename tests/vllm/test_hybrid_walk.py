@@ -50,11 +50,11 @@ DRAWN = 60 if LONG else 3
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """One to three groups beside full attention, in blocks of two sizes where there is no state, with pages of any."""
+    """One to three groups beside full attention, in blocks of two sizes where vLLM takes them, with pages of any."""
     rng = random.Random(seed)
     kinds = rng.choices(["window", "chunks", "state", "full"], k=rng.choice([1, 2, 3]))
     block = rng.choice([16, 16, 32, 48])
-    sizes = [(block, 2)] if block != 16 or "state" in kinds else [(16, 2), (32, 1)]
+    sizes = [(block, 2)] if block != 16 or {"state", "chunks"} & {*kinds} else [(16, 2), (32, 1)]
     specs = [full(block), *(one_of(kind, rng, *rng.choice(sizes)) for kind in kinds)]
     rng.shuffle(specs)
     return {
@@ -99,7 +99,20 @@ def test_random_walk(
         assert interruption.times > 0
     check_answers(engine)
     assert check_pool(engine) > 0
+    if name.startswith("drawn"):  # in large units few of these prompts part where another one is a hit
+        load_one(engine, faults)
     assert faults.calls["read"] > 0
+
+
+def load_one(engine: Engine, faults) -> None:
+    """Whatever was a hit until here: a prompt that the pool has is read, once a pause after a late load is over."""
+
+    def is_read() -> bool:
+        assert engine.scheduler.reset_prefix_cache()
+        engine.check(CROWD[0], 60)
+        return bool(faults.calls["read"])
+
+    wait_for(is_read)
 
 
 def store_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
