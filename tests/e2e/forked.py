@@ -18,8 +18,8 @@ __all__ = ["ForkServer", "Forked"]
 SCRIPT = Path(__file__).with_name("forkserver.py")
 IMPORT_S = 600.0
 """Within which it is there, on a busy machine as well."""
-READ_AT_START = ("LD_", "MALLOC_", "OMP_", "ONEDNN_", "LRU_CACHE_", "PYTHONUNBUFFERED")
-"""Variables of the C library, of OpenMP and of torch."""
+READ_AT_START = ("LD_", "MALLOC_", "OMP_", "ONEDNN_", "LRU_CACHE_", "PYTHONPATH", "PYTHONUNBUFFERED")
+"""Variables of the C library, of OpenMP, of torch and of Python, which also finds an engine's plugins on its path."""
 
 
 class Forked:
@@ -51,7 +51,7 @@ class Forked:
 
 
 class ForkServer:
-    """Starts with the first server; another one with the first that reads other settings before it imports anything.
+    """Starts with the first server; another one with the first server that reads other settings as it starts.
 
     Args:
         module: what a server runs, as `python -m` does.

@@ -80,7 +80,6 @@ def main() -> None:
         return
     os.environ.clear()
     os.environ.update(asked["env"])
-    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path and path not in sys.path]
     os.chdir(asked["cwd"])
     sys.argv[1:] = asked["argv"]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
