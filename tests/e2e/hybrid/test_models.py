@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import store_client.agent.client as client_module
+import store_client.agent.gift as gift_module
 from e2e.client import Answer
 from e2e.inside import drain, vllm_inside
 from e2e.pages import wait_for
@@ -48,6 +49,8 @@ class Inside:
     pool: Path
     folder: Path
     """Behind the pool."""
+    giving: list[object]
+    """What the agent is writing to it."""
 
     def ask(self, prompt: Sequence[int], *, max_tokens: int = 4, cache_salt: str | None = None) -> Answer:
         from vllm import SamplingParams
@@ -72,6 +75,8 @@ class Inside:
         with EmbeddedStore(self.pool) as store:
             held = [key for key in keys for _ in groups_of(store, key)]
         wait_for(lambda: len(self.files(*keys)) >= len(held), "pages in the folder")
+        # What the pool loses before the agent has looked whether it was still there is taken out of the folder again.
+        wait_for(lambda: not self.giving, "the end of all writes")
         return held
 
     def files(self, *keys: bytes) -> list[Path]:
@@ -131,6 +136,16 @@ def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
     patch.setattr("store_client.agent.patience.LEAST_S", 60.0)  # however busy the machine is
     patch.setattr("store_client.agent.source.is_worth_it", lambda *args: True)
     patch.setattr(client_module, "_KEPT_S", 0.0)
+    giving, give = list[object](), gift_module.Gift.give
+
+    def watched(gift: gift_module.Gift, *args: Any) -> bool:
+        giving.append(gift)
+        try:
+            return give(gift, *args)
+        finally:
+            giving.remove(gift)
+
+    patch.setattr(gift_module.Gift, "give", watched)
     base = Path(tempfile.mkdtemp(prefix="mooncake-connector-test-", dir="/dev/shm"))
     pool, folder, secret = base / "pool", base / "folder", base / "secret"
     folder.mkdir(mode=0o700)
@@ -148,7 +163,7 @@ def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
     }
     dtype = "bfloat16" if request.param == "qwen3-next" else "float32"  # its kernels on the CPU know nothing else
     with vllm_inside(checkpoint(request.param), dtype, settings, disable_hybrid_kv_cache_manager=False) as llm:
-        yield Inside(llm, pool, folder)
+        yield Inside(llm, pool, folder, giving)
     patch.undo()
     shutil.rmtree(base, ignore_errors=True)
 
