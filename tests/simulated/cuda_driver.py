@@ -15,6 +15,7 @@ import os
 import struct
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ INVALID_VALUE, INVALID_CONTEXT, INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED =
 NEED_CONTEXT = (
     "cuMemGetAddressRange_v2", "cuMemHostAlloc", "cuMemFreeHost", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2",
     "cuIpcCloseMemHandle", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize", "cuMemcpyAsync",
+    "cuMemHostRegister_v2", "cuMemHostUnregister", "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority",
 )  # fmt: skip
 _HANDLE = struct.Struct("<QQQQ")
 
@@ -48,7 +50,9 @@ class Library:
         self.locked: dict[int, Any] = {}
         self._allocated: dict[int, tuple[int, int]] = {}
         self._numbers = itertools.count(1)
-        self._queues: dict[int, list[tuple[int, int, int]]] = {}
+        self.registered: dict[int, int] = {}
+        """Memory that is page-locked in its place: address -> nbytes."""
+        self._queues: dict[int, list[Callable[[], int]]] = {}
         self._thread = threading.local()
 
     @property
@@ -140,6 +144,17 @@ class Library:
     def _cuMemFreeHost(self, address: int) -> None:
         del self.locked[address]
 
+    def _cuMemHostRegister_v2(self, address: int, nbytes: int, flags: int) -> int:
+        whole = address % mmap.PAGESIZE == nbytes % mmap.PAGESIZE == 0 < nbytes
+        apart = all(address + nbytes <= start or start + size <= address for start, size in self.registered.items())
+        if not whole or not apart:
+            return INVALID_VALUE
+        self.registered[address] = nbytes
+        return 0
+
+    def _cuMemHostUnregister(self, address: int) -> int:
+        return 0 if self.registered.pop(address, None) else INVALID_VALUE
+
     def _cuIpcGetMemHandle(self, out: Any, address: int) -> int:
         if self.unshareable or address not in self._allocated:
             return INVALID_VALUE
@@ -167,15 +182,25 @@ class Library:
         out._obj.value = next(self._numbers)
         self._queues[out._obj.value] = []
 
+    def _cuCtxGetStreamPriorityRange(self, least: Any, greatest: Any) -> None:
+        least._obj.value, greatest._obj.value = 0, -5
+
+    def _cuStreamCreateWithPriority(self, out: Any, flags: int, priority: int) -> None:
+        self._cuStreamCreate(out, flags)
+
     def _cuStreamDestroy_v2(self, stream: int) -> None:
         del self._queues[stream]
 
     def _cuMemcpyAsync(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        self._queues[stream].append((target, source, nbytes))
+        self.launch(stream, lambda: self._copy(target, source, nbytes))
+
+    def launch(self, stream: int, work: Callable[[], int]) -> None:
+        """Have it done when the stream is synchronised; it returns 0, or what is wrong."""
+        self._queues[stream].append(work)
 
     def _cuStreamSynchronize(self, stream: int) -> int:
         queue, self._queues[stream] = self._queues[stream], []
-        return max((self._copy(*copy) for copy in queue), default=0)
+        return max((work() for work in queue), default=0)
 
     def _copy(self, target: int, source: int, nbytes: int) -> int:
         found = self._range(source)

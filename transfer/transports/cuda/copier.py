@@ -19,7 +19,7 @@ import numpy as np
 
 from mooncake_connector.log import get_logger, log_once
 from transfer.transports.base import Int64
-from transfer.transports.cuda.driver import Driver
+from transfer.transports.cuda.driver import NON_BLOCKING, Driver
 from transfer.transports.vectors import Pieces
 from transfer.transports.wire import MAX_ORDER_PIECES
 
@@ -31,7 +31,6 @@ LONG_NBYTES = 128 << 10
 MAX_WIDTH = 16
 CHUNK_NBYTES = 32 << 10
 STAGING_NBYTES = 8 << 20
-_NON_BLOCKING = 1
 
 
 class Copier:
@@ -43,7 +42,7 @@ class Copier:
         self._table = np.zeros(0, dtype=np.int64)
         self._prepared: dict[int, Callable[[int, int, int], None]] = {}
         with driver.on(device):
-            driver.call("cuStreamCreate", byref(self._stream), _NON_BLOCKING)
+            driver.call("cuStreamCreate", byref(self._stream), NON_BLOCKING)
 
     def close(self) -> None:
         with self._driver.on(self._device):

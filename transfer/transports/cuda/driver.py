@@ -21,6 +21,8 @@ _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _TYPE_DEVICE = 2
 _LAZY_PEER_ACCESS = 1
 _PORTABLE = 1
+NON_BLOCKING = 1
+"""Of a stream: it does not wait for the default stream."""
 
 
 class Handle(ctypes.Structure):
@@ -42,10 +44,14 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuMemGetAddressRange_v2": (_OUT, _OUT, c_uint64),
     "cuMemHostAlloc": (_OUT, c_size_t, c_uint),
     "cuMemFreeHost": (c_void_p,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
     "cuIpcGetMemHandle": (_OUT, c_uint64),
     "cuIpcOpenMemHandle_v2": (_OUT, Handle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
+    "cuCtxGetStreamPriorityRange": (_OUT, _OUT),
     "cuStreamCreate": (_OUT, c_uint),
+    "cuStreamCreateWithPriority": (_OUT, c_uint, c_int),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
@@ -139,6 +145,24 @@ class Driver:
         """Free it."""
         with self.on(device):
             self.call("cuMemFreeHost", address)
+
+    def register(self, device: int, address: int, nbytes: int) -> None:
+        """Page-lock memory of this process, for all devices. Both numbers are multiples of a page of memory."""
+        with self.on(device):
+            self.call("cuMemHostRegister_v2", address, nbytes, _PORTABLE)
+
+    def unregister(self, device: int, address: int) -> None:
+        """Undo it, for the address at which it began."""
+        with self.on(device):
+            self.call("cuMemHostUnregister", address)
+
+    def background_stream(self, device: int) -> int:
+        """A new stream that waits for no other, and whose kernels let those of others go first."""
+        stream, least = c_void_p(), c_int()
+        with self.on(device):
+            self.call("cuCtxGetStreamPriorityRange", byref(least), byref(c_int()))
+            self.call("cuStreamCreateWithPriority", byref(stream), NON_BLOCKING, least)
+        return stream.value or 0
 
     def export(self, allocation: Allocation) -> bytes:
         """What another process opens the allocation with."""
