@@ -17,6 +17,7 @@ from vllm.distributed.utils import get_pp_indices
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace, canonical_json
 from mooncake_connector.kv.page import PageFormat
+from vllm_plugin.unsupported import Unsupported as Unsupported
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec
@@ -30,10 +31,6 @@ _SMALLEST_PAGE = 16
 
 _OF_ONE_RANK = ("ranks", "shapes")
 """What a state's identity says of its split. Sections of transfers say it too, in refusals with both sides' values."""
-
-
-class Unsupported(Exception):
-    """Why the pool cannot serve this model or setting; the text is the one log line a person sees."""
 
 
 Kind = Literal["full", "window", "chunked", "state"]
