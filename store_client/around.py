@@ -15,6 +15,7 @@ from store_client.base import (
     Progress,
     Put,
     Seen,
+    Settle,
     Space,
     SpaceInfo,
     Store,
@@ -55,8 +56,8 @@ class SpaceAround(Space):
     def explain(self, keys: Sequence[bytes]) -> list[Fate]:
         return self._inner.explain(keys)
 
-    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:
-        return self._inner.read(keys, consume, nbytes=nbytes)
+    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, settle: Settle | None = None) -> list[bool]:
+        return self._inner.read(keys, consume, nbytes=nbytes, settle=settle)
 
     def write(
         self,
@@ -66,8 +67,9 @@ class SpaceAround(Space):
         nbytes: int,
         parents: Sequence[bytes | None],
         deadline_s: float,
+        settle: Settle | None = None,
     ) -> list[Put]:
-        return self._inner.write(keys, fill, nbytes=nbytes, parents=parents, deadline_s=deadline_s)
+        return self._inner.write(keys, fill, nbytes=nbytes, parents=parents, deadline_s=deadline_s, settle=settle)
 
     def remove(self, keys: Sequence[bytes]) -> int:
         return self._inner.remove(keys)

@@ -153,6 +153,8 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 Consume: TypeAlias = Callable[[int, Bytes], None]
 Fill: TypeAlias = Callable[[int, Bytes], None]
+Settle: TypeAlias = Callable[[], None]
+"""Waits until all that was begun is over, for who lets a device read or write the views: see `Space.read`."""
 Pieces: TypeAlias = Sequence[Bytes]
 """The bytes of one page, in order: usually one piece, several where the pool's space is fragmented."""
 
@@ -213,12 +215,17 @@ class Space(ABC):
         return [Fate(Known.STORED if present else Known.UNKNOWN) for present in self.contains(keys)]
 
     @abstractmethod
-    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:
+    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, settle: Settle | None = None) -> list[bool]:
         """Show the bytes of every present page to `consume(i, view)`, without copying them where possible.
 
         `view` is a read-only uint8 array of `nbytes` that is valid during the call only. Its checksum was verified
         just before; whether the page stayed in place meanwhile is known only afterwards: what `consume` made of page
         i is right if and only if the returned list has True at i. An exception of `consume` passes through.
+
+        With `settle`, `consume` may only begin to read `view`, which stays valid until `settle()` has come to its end,
+        with or without an exception: nothing reads any view by then. It is called once after the last page, and also
+        where the read ends early, unless no page was shown; its exception passes through. The checksums may be
+        computed by several threads, ahead of `consume`.
         """
 
     @abstractmethod
@@ -230,6 +237,7 @@ class Space(ABC):
         nbytes: int,
         parents: Sequence[bytes | None],
         deadline_s: float,
+        settle: Settle | None = None,
     ) -> list[Put]:
         """Store the absent pages; `fill(i, view)` writes all `nbytes` of page i into `view`, which is uint8.
 
@@ -237,6 +245,10 @@ class Space(ABC):
         or None: a page is never evicted before its descendants. `deadline_s` bounds every wait for other processes
         (not the time that `fill` takes); what cannot be stored by then is FAILED. An exception of `fill` passes
         through, and none of the pages of that batch is stored.
+
+        With `settle`, `fill` may only begin to write `view`, as in `read`: when `settle()` has come to its end, all
+        is written that ever will be. It is called once for each batch of pages that the store makes of them, before it
+        takes their checksums, and an exception of it is one of `fill`.
         """
 
     @abstractmethod

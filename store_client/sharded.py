@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from store_client.base import Bytes, Fill, Lookup, Put, Seen, Space, Store
+from store_client.base import Bytes, Fill, Lookup, Put, Seen, Settle, Space, Store
 from store_client.fate import UNKNOWN, Fate, Known
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -133,28 +133,37 @@ class ShardView:
         present = self.contains(keys)
         return [Fate(Known.STORED) if there else fate for there, fate in zip(present, known, strict=True)]
 
-    def read(self, keys: Sequence[bytes], consume: ConsumePart) -> list[bool]:
+    def read(self, keys: Sequence[bytes], consume: ConsumePart, *, settle: Settle | None = None) -> list[bool]:
         """Show the bytes of every present page to `consume(i, part, view)`, once for each of its parts.
 
         The parts of a page together have all layers and heads of the rank's shard. A part may have more,
         and two parts of writers that split the model at odd places may have some in common. `view` is as in
         `Space.read`; what `consume` made of page i is right if and only if the returned list has True at i.
+        `settle` is as there as well, and called for each shard that pages were shown of.
         """
-        done = self.own.read(keys, lambda i, page: consume(i, self.shard, page), nbytes=self.nbytes)
+        done = self.own.read(keys, lambda i, page: consume(i, self.shard, page), nbytes=self.nbytes, settle=settle)
         missing = [i for i, found in enumerate(done) if not found]
         if missing and (others := self._look()).parts:
-            found = others.read([keys[i] for i in missing], lambda n, part, page: consume(missing[n], part, page))
+            found = others.read(
+                [keys[i] for i in missing], lambda n, part, page: consume(missing[n], part, page), settle
+            )
             for i, complete in zip(missing, found.tolist(), strict=True):
                 done[i] = complete
         return done
 
     def write(
-        self, keys: Sequence[bytes], fill: Fill, *, parents: Sequence[bytes | None], deadline_s: float
+        self,
+        keys: Sequence[bytes],
+        fill: Fill,
+        *,
+        parents: Sequence[bytes | None],
+        deadline_s: float,
+        settle: Settle | None = None,
     ) -> list[Put]:
         """Store the absent pages in the rank's own shard, as `Space.write`; those that others cover are PRESENT."""
         others = self._look()
         if not others.parts:
-            return self.own.write(keys, fill, nbytes=self.nbytes, parents=parents, deadline_s=deadline_s)
+            return self.own.write(keys, fill, nbytes=self.nbytes, parents=parents, deadline_s=deadline_s, settle=settle)
         names = list(dict.fromkeys([*keys, *(parent for parent in parents if parent is not None)]))
         elsewhere = {name for name, covered in zip(names, others.covered(names).tolist(), strict=True) if covered}
         absent = [i for i, key in enumerate(keys) if key not in elsewhere]
@@ -166,6 +175,7 @@ class ShardView:
             nbytes=self.nbytes,
             parents=[None if parents[i] in roots else parents[i] for i in absent],
             deadline_s=deadline_s,
+            settle=settle,
         )
         for i, result in zip(absent, written, strict=True):
             results[i] = result
@@ -290,7 +300,7 @@ class _Others:
                 part.space.prefetch(keys if (part.cells & wanted).any() else (), **said)
                 wanted &= ~part.cells
 
-    def read(self, keys: Sequence[bytes], consume: ConsumePart) -> Bools:
+    def read(self, keys: Sequence[bytes], consume: ConsumePart, settle: Settle | None) -> Bools:
         """Show each page's parts until all its cells were seen; for each key whether that came true.
 
         A part that is gone since it was looked up is made up for by smaller ones, where they are there.
@@ -302,7 +312,9 @@ class _Others:
             def show(n: int, page: Bytes, part: _Part = part, wanted: list[int] = wanted) -> None:
                 consume(wanted[n], part.shard, page)
 
-            found = part.space.read([keys[i] for i in wanted], show, nbytes=part.nbytes) if wanted else []
+            found = (
+                part.space.read([keys[i] for i in wanted], show, nbytes=part.nbytes, settle=settle) if wanted else []
+            )
             seen[np.ix_(part.cells, [i for i, right in zip(wanted, found, strict=True) if right])] = True
         complete: Bools = np.logical_and.reduce(seen, axis=0)
         return complete

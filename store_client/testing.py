@@ -208,6 +208,80 @@ class StoreConformance:
         assert space.contains(keys) == [False, False]
         assert put_chain(space, keys) == [Put.STORED] * 2
 
+    def test_what_a_read_began_is_over_when_settle_returns(self, space: Space) -> None:
+        keys = chain("a", 3)
+        put_chain(space, keys[:2])
+        begun: dict[int, Bytes] = {}
+        seen: list[dict[int, Bytes]] = []
+
+        def settle() -> None:
+            seen.append({i: view.copy() for i, view in begun.items()})
+
+        assert space.read(keys, begun.__setitem__, nbytes=PAGE_NBYTES, settle=settle) == [True, True, False]
+        assert [sorted(shown) for shown in seen] == [[0, 1]]
+        assert all(np.array_equal(page, page_bytes(keys[i])) for i, page in seen[0].items())
+        assert not any(view.flags.writeable for view in begun.values())
+
+    def test_a_read_that_shows_no_page_has_nothing_to_settle(self, space: Space) -> None:
+        settled = []
+        missed = space.read(chain("a", 2), print, nbytes=PAGE_NBYTES, settle=lambda: settled.append(True))
+        assert (missed, settled) == ([False, False], [])
+
+    def test_what_a_write_began_is_stored_as_it_is_when_settle_returns(self, space: Space) -> None:
+        keys = chain("a", 3)
+        put_chain(space, keys[:1])
+        begun: dict[int, Bytes] = {}
+        visible = []
+
+        def settle() -> None:
+            visible.extend(space.contains(keys))
+            for i, view in begun.items():
+                view[:] = page_bytes(keys[i])
+
+        outcome = space.write(
+            keys, begun.__setitem__, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S, settle=settle
+        )
+        assert outcome == [Put.PRESENT, Put.STORED, Put.STORED]
+        assert (sorted(begun), visible) == ([1, 2], [True, False, False])
+        for key in keys:
+            got = get_page(space, key)
+            assert got is not None and np.array_equal(got, page_bytes(key))
+
+    def test_what_was_begun_is_settled_before_an_exception_passes(self, space: Space) -> None:
+        keys = chain("a", 3)
+        put_chain(space, keys[:2])
+        calls: list[object] = []
+
+        def fail(i: int, view: Bytes) -> None:
+            calls.append(i)
+            raise RuntimeError("broken source")
+
+        def settle() -> None:
+            calls.append("settled")
+
+        with pytest.raises(RuntimeError, match="broken source"):
+            space.read(keys, fail, nbytes=PAGE_NBYTES, settle=settle)
+        with pytest.raises(RuntimeError, match="broken source"):
+            space.write(keys, fail, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S, settle=settle)
+        assert calls == [0, "settled", 2, "settled"]
+
+    def test_an_exception_of_settle_passes_and_stores_nothing(self, space: Space) -> None:
+        keys = chain("a", 3)
+        put_chain(space, keys[:1])
+
+        def settle() -> None:
+            raise RuntimeError("broken device")
+
+        with pytest.raises(RuntimeError, match="broken device"):
+            space.read(keys, lambda i, view: None, nbytes=PAGE_NBYTES, settle=settle)
+        with pytest.raises(RuntimeError, match="broken device"):
+            space.write(
+                keys, lambda i, view: None, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S,
+                settle=settle,
+            )  # fmt: skip
+        assert space.contains(keys) == [True, False, False]
+        assert put_chain(space, keys[1:]) == [Put.STORED] * 2
+
     def test_a_page_of_another_size_is_a_miss(self, space: Space) -> None:
         (key,) = chain("a", 1)
         put_chain(space, [key])

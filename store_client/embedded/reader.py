@@ -4,15 +4,18 @@ A page may be evicted and overwritten while it is read. The row read before and 
 cleared before their space is given to anybody else.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import TypeAlias
 
+import numpy as np
 import xxhash
 
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes, Consume, Pieces
+from store_client.base import Bytes, Consume, Pieces, Settle
 from store_client.embedded.arena import GRANULE, Arena, gather
 from store_client.embedded.faults import CallersOwn
+from store_client.embedded.hashing import digest, each
 from store_client.embedded.names import join_keys
 from store_client.embedded.owners import Counters
 from store_client.embedded.table import BROUGHT, READ, Found, Table
@@ -24,6 +27,9 @@ _FEW = 64
 
 ConsumeAll: TypeAlias = Callable[[Sequence[tuple[int, Pieces, int]]], None]
 """Called with (number in the keys, pieces, XXH3-64) of every page that is there."""
+_Page: TypeAlias = tuple[int, Found]
+"""A page that is there, and its number in the keys."""
+_NOTHING: Bytes = np.zeros(0, dtype=np.uint8)
 
 
 class Reader:
@@ -60,46 +66,76 @@ class Reader:
         rows = [self._table.at(slot, key, space) if slot >= 0 else None for slot, key in zip(slots, keys, strict=True)]
         return [found.row.nbytes if found is not None else 0 for found in rows]
 
-    def read(self, keys: Sequence[bytes], space: int, consume: Consume, nbytes: int) -> list[bool]:
+    def read(
+        self, keys: Sequence[bytes], space: int, consume: Consume, nbytes: int, settle: Settle | None = None
+    ) -> list[bool]:
         """See `Space.read`."""
         done = [False] * len(keys)
         touched = []
-        geometry = changed = 0
+        pages = self._find(keys, space, nbytes)
+        for i, found in self._shown(pages, consume) if settle is None else self._begun(list(pages), consume, settle):
+            done[i] = True
+            touched.append(found.slot)
+        if touched:
+            self._table.touch(touched, READ, use=True)
+        self._counters.add(read_pages=len(touched), read_nbytes=len(touched) * nbytes)
+        return done
+
+    def _find(self, keys: Sequence[bytes], space: int, nbytes: int) -> Iterator[_Page]:
         for i, slot in enumerate(self._table.slots(join_keys(keys), space)):
             if slot < 0:
                 continue
             found = self._table.at(slot, keys[i], space)
             if found is None:
                 self._doubt(slot, None)
-                continue
-            if found.row.nbytes != nbytes:
-                geometry += 1
-                continue
-            right = self._show(i, found, consume)
-            if not self._table.unchanged(found):
-                changed += 1
-            elif right:
-                done[i] = True
-                touched.append(slot)
+            elif found.row.nbytes != nbytes:
+                self._counters.add(geometry=1)
             else:
-                self._report_corrupt(found)
-        if touched:
-            self._table.touch(touched, READ, use=True)
-        self._counters.add(
-            read_pages=len(touched), read_nbytes=len(touched) * nbytes, geometry=geometry, changed=changed
-        )
-        return done
+                yield i, found
 
-    def _show(self, i: int, found: Found, consume: Consume) -> bool:
-        """Show the page's bytes if they match its checksum."""
+    def _shown(self, pages: Iterable[_Page], consume: Consume) -> Iterator[_Page]:
+        """Show one page after the other; those that were right and stayed."""
+        for i, found in pages:
+            whole, right = self._verified(found)
+            if right:
+                consume(i, _read_only(whole))
+            if self._stayed(found, right):
+                yield i, found
+
+    def _begun(self, pages: Sequence[_Page], consume: Consume, settle: Settle) -> Iterator[_Page]:
+        """Show all pages, while others are verified, and have what reads them come to its end; as `_shown`."""
+        shown: list[tuple[Bytes, bool]] = []
+        begun = False
+        try:
+            with closing(each(self._verified, [found for _, found in pages])) as verified:
+                for (i, _), (whole, right) in zip(pages, verified, strict=True):
+                    shown.append((whole, right))  # a copy lives as long as it is read
+                    if right:
+                        begun = True
+                        consume(i, _read_only(whole))
+        finally:
+            if begun:
+                settle()
+        for page, (_, right) in zip(pages, shown, strict=True):
+            if self._stayed(page[1], right):
+                yield page
+
+    def _verified(self, found: Found) -> tuple[Bytes, bool]:
+        """The page's bytes, and whether they match its checksum."""
         pieces = self.pieces(found)
         if pieces is None:
-            return False
+            return _NOTHING, False
         whole = pieces[0] if len(pieces) == 1 else gather(pieces, found.row.nbytes)
-        if xxhash.xxh3_64_intdigest(whole.data) != found.row.checksum:
+        return whole, digest(whole) == found.row.checksum
+
+    def _stayed(self, found: Found, right: bool) -> bool:
+        """The second look: whether a page that was `right` is still where it was."""
+        if not self._table.unchanged(found):
+            self._counters.add(changed=1)
             return False
-        consume(i, _read_only(whole))
-        return True
+        if not right:
+            self._report_corrupt(found)
+        return right
 
     def show(self, keys: Sequence[bytes], space: int, consume: ConsumeAll, nbytes: int) -> list[bool]:
         """See `EmbeddedSpace.show`."""
@@ -163,7 +199,7 @@ def _read_only(piece: Bytes) -> Bytes:
 
 def _digest(pieces: list[Bytes]) -> int:
     if len(pieces) == 1:
-        return xxhash.xxh3_64_intdigest(pieces[0].data)
+        return digest(pieces[0])
     state = xxhash.xxh3_64()
     for piece in pieces:
         state.update(piece.data)

@@ -11,16 +11,16 @@ from functools import partial
 from typing import TypeAlias
 
 import numpy as np
-import xxhash
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes, Consume, Fill, Lookup, Pieces, Put, Space
+from store_client.base import Bytes, Consume, Fill, Lookup, Pieces, Put, Settle, Space
 from store_client.embedded.arena import spread
 from store_client.embedded.evicted import refusal
 from store_client.embedded.faults import CallersOwn, callers
+from store_client.embedded.hashing import digest, each
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.names import hash_keys, identify, join_keys
 from store_client.embedded.pool import Pool
@@ -54,13 +54,40 @@ def _fill_each(fill: Fill, at: int, pool: Pool, plan: PutPlan) -> None:
     nbytes = plan.pages.nbytes
     for place in plan.places:
         pieces = pieces_of(pool, place, nbytes)
-        if pieces is None:
-            continue
-        whole: Bytes = pieces[0] if len(pieces) == 1 else np.empty(nbytes, dtype=np.uint8)
-        fill(at + place.index, whole)
-        if len(pieces) > 1:
-            spread(whole, pieces)
-        place.checksum = xxhash.xxh3_64_intdigest(whole.data)
+        if pieces is not None:
+            whole = _whole(pieces, nbytes)
+            fill(at + place.index, whole)
+            place.checksum = _complete((whole, pieces))
+
+
+def _begin_each(fill: Fill, settle: Settle, at: int, pool: Pool, plan: PutPlan) -> None:
+    nbytes = plan.pages.nbytes
+    places: list[Place] = []
+    begun: list[tuple[Bytes, list[Bytes]]] = []
+    try:
+        for place in plan.places:
+            pieces = pieces_of(pool, place, nbytes)
+            if pieces is not None:
+                places.append(place)
+                begun.append((_whole(pieces, nbytes), pieces))
+                fill(at + place.index, begun[-1][0])
+    finally:
+        if begun:  # whatever ended it: the space goes to others next
+            settle()
+    for place, checksum in zip(places, each(_complete, begun), strict=True):
+        place.checksum = checksum
+
+
+def _whole(pieces: list[Bytes], nbytes: int) -> Bytes:
+    return pieces[0] if len(pieces) == 1 else np.empty(nbytes, dtype=np.uint8)
+
+
+def _complete(filled: tuple[Bytes, list[Bytes]]) -> int:
+    """Put the page where it belongs; its checksum."""
+    whole, pieces = filled
+    if len(pieces) > 1:
+        spread(whole, pieces)
+    return digest(whole)
 
 
 def _fill_all(fill: FillAll, at: int, pool: Pool, plan: PutPlan) -> None:
@@ -126,11 +153,11 @@ class EmbeddedSpace(Space):
         join_keys(keys)
         return self._handle.look(self._closed, lambda pool: pool.reader.sizes(keys, self._number), [0] * len(keys))
 
-    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:
+    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, settle: Settle | None = None) -> list[bool]:
         join_keys(keys)
-        show = callers(consume)
+        show, end = callers(consume), None if settle is None else callers(settle)
         return self._handle.call(
-            self._closed, lambda pool: pool.reader.read(keys, self._number, show, nbytes), [False] * len(keys)
+            self._closed, lambda pool: pool.reader.read(keys, self._number, show, nbytes, end), [False] * len(keys)
         )
 
     def write(
@@ -141,8 +168,11 @@ class EmbeddedSpace(Space):
         nbytes: int,
         parents: Sequence[bytes | None],
         deadline_s: float,
+        settle: Settle | None = None,
     ) -> list[Put]:
         write = partial(_fill_each, callers(fill))
+        if settle is not None:
+            write = partial(_begin_each, callers(fill), callers(settle))
         return self._put(PutPages(self._namespace, self._shard, keys, parents, nbytes), write, deadline_s)
 
     def receive(

@@ -16,6 +16,7 @@ from store_client.base import (
     Fill,
     Position,
     Progress,
+    Settle,
     Shard,
     SpaceInfo,
     Store,
@@ -68,27 +69,39 @@ class MemorySpace(Space):
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
         return Lookup(sum(itertools.takewhile(bool, self.contains(keys))))
 
-    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int) -> list[bool]:
-        done = []
+    def read(self, keys: Sequence[bytes], consume: Consume, *, nbytes: int, settle: Settle | None = None) -> list[bool]:
+        done: list[bool] = []
+        try:
+            self._show(keys, consume, nbytes, done)
+        finally:
+            if settle is not None and any(done):
+                settle()
+        self._memory.counts.read_pages += sum(done)
+        return done
+
+    def _show(self, keys: Sequence[bytes], consume: Consume, nbytes: int, done: list[bool]) -> None:
         for i, page in enumerate(map(self._page, keys)):
             done.append(page is not None and len(page) == nbytes)
             if page is not None and done[-1]:
                 consume(i, page)
-        self._memory.counts.read_pages += sum(done)
-        return done
 
     def write(
-        self, keys: Sequence[bytes], fill: Fill, *, nbytes: int, parents: Sequence[bytes | None], deadline_s: float
-    ) -> list[Put]:
+        self, keys: Sequence[bytes], fill: Fill, *, nbytes: int, parents: Sequence[bytes | None], deadline_s: float,
+        settle: Settle | None = None,
+    ) -> list[Put]:  # fmt: skip
         if len(parents) != len(keys):
             raise ValueError(f"{len(parents)} parents for {len(keys)} keys")
         if self._memory.closed:
             return [Put.FAILED] * len(keys)
         filled: dict[bytes, Bytes] = {}
-        for i, key in enumerate(keys):
-            if self._page(key) is None and key not in filled:
-                filled[key] = np.empty(nbytes, dtype=np.uint8)
-                fill(i, filled[key])
+        try:
+            for i, key in enumerate(keys):
+                if self._page(key) is None and key not in filled:
+                    filled[key] = np.empty(nbytes, dtype=np.uint8)
+                    fill(i, filled[key])
+        finally:
+            if settle is not None and filled:
+                settle()
         outcome = [Put.PRESENT] * len(keys)
         for key, page in filled.items():
             page.flags.writeable = False

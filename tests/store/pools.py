@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from store_client import EmbeddedStore, Put, Space
+from store_client.embedded.arena import GRANULE
 from store_client.embedded.pool import Pool
 from store_client.testing import SHARD, chain, namespace, put_chain
 
@@ -48,6 +49,14 @@ def fill(pool: Path, count: int = 4, capacity: int = CAPACITY) -> list[bytes]:
     with EmbeddedStore(pool, capacity) as store:
         assert put_chain(space_in(store), keys) == [Put.STORED] * count
     return keys
+
+
+def fragment(store: EmbeddedStore) -> None:
+    """Leave free space in runs of 8 KiB only: every second small page of a full pool is removed."""
+    other, nbytes = space_in(store, "small"), 2 * GRANULE
+    keys = chain("small", CAPACITY // nbytes)
+    assert put_chain(other, keys, nbytes) == [Put.STORED] * len(keys)
+    other.remove(keys[::2])
 
 
 def works(store: EmbeddedStore) -> bool:

@@ -11,12 +11,12 @@ import pytest
 import xxhash
 from lock_holder import stopped_holder
 from store.audit import audit
-from store.pools import CAPACITY, inside, run, space_in
+from store.pools import fragment, inside, run, space_in
 
 from store_client import EmbeddedStore, Put
 from store_client.base import Pieces
 from store_client.embedded import EmbeddedSpace
-from store_client.embedded.arena import GRANULE, gather, spread
+from store_client.embedded.arena import gather, spread
 from store_client.embedded.table import BROUGHT, INLINE_EXTENTS, READ
 from store_client.testing import PAGE_NBYTES, SHARD, chain, get_page, namespace, page_bytes, parents_of, put_chain
 
@@ -64,14 +64,6 @@ def taken(space: EmbeddedSpace, keys: Sequence[bytes], nbytes: int = PAGE_NBYTES
     stayed = space.show(keys, consume, nbytes=nbytes)
     assert [i for i, right in enumerate(stayed) if right] == sorted(copies)
     return copies
-
-
-def fragment(store: EmbeddedStore) -> None:
-    """Leave free space in runs of 8 KiB only: every second small page of a full pool is removed."""
-    other, nbytes = space_in(store, "small"), 2 * GRANULE
-    keys = chain("small", CAPACITY // nbytes)
-    assert put_chain(other, keys, nbytes) == [Put.STORED] * len(keys)
-    other.remove(keys[::2])
 
 
 # -- receive ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,245 @@
+"""Reads and writes that are begun page by page and settled at once, as a device does them: `settle` of `Space`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+from store.pools import CAPACITY, fragment, garble, inside, space_in
+from store.shard_model import Model, Pool, Reader
+
+from mooncake_connector.kv.geometry import Shard
+from store_client import Put
+from store_client.embedded import hashing
+from store_client.embedded import space as embedded_space
+from store_client.testing import (
+    DEADLINE_S,
+    PAGE_NBYTES,
+    chain,
+    get_page,
+    page_bytes,
+    parents_of,
+    put_chain,
+)
+
+
+@pytest.fixture(autouse=True, params=[1, 4], ids=["one thread", "four threads"])
+def num_threads(request, monkeypatch):
+    monkeypatch.setattr(hashing, "num_threads", lambda: request.param)
+    return request.param
+
+
+class Device:
+    """Reads and writes what it was told to when it is settled, and not before."""
+
+    def __init__(self, keys):
+        self.keys, self.begun, self.read, self.settled = keys, {}, {}, 0
+
+    def begin(self, i, view):
+        self.begun[i] = view
+
+    def take(self):
+        self.settled += 1
+        self.read.update({i: view.copy() for i, view in self.begun.items()})
+        self.begun.clear()
+
+    def give(self):
+        self.settled += 1
+        for i, view in self.begun.items():
+            view[:] = page_bytes(self.keys[i], len(view))
+        self.begun.clear()
+
+    def is_right(self, i):
+        return np.array_equal(self.read[i], page_bytes(self.keys[i]))
+
+
+def write(space, keys, nbytes=PAGE_NBYTES):
+    device = Device(keys)
+    outcome = space.write(
+        keys, device.begin, nbytes=nbytes, parents=parents_of(keys), deadline_s=DEADLINE_S, settle=device.give
+    )
+    assert not device.begun
+    return outcome, device.settled
+
+
+def read(space, keys, nbytes=PAGE_NBYTES):
+    device = Device(keys)
+    return space.read(keys, device.begin, nbytes=nbytes, settle=device.take), device
+
+
+def test_a_page_that_goes_before_all_is_settled_is_a_miss(space):
+    keys = chain("a", 4)
+    put_chain(space, keys)
+    device = Device(keys)
+
+    def settle():
+        device.take()
+        space.remove(keys[1:2])
+        space.remove(keys[3:])
+        put_chain(space, keys[3:])
+
+    assert space.read(keys, device.begin, nbytes=PAGE_NBYTES, settle=settle) == [True, False, True, False]
+    assert device.is_right(0) and device.is_right(2)
+
+
+def test_a_wrong_page_among_others_is_not_shown_and_is_forgotten(store, space):
+    keys = chain("a", 4)
+    put_chain(space, keys)
+    arena = next(store.path.glob("*/arena"))
+    garble(arena, arena.read_bytes().index(page_bytes(keys[2]).tobytes()) + 77, b"wrong")
+    found, device = read(space, keys)
+    assert found == [True, True, False, True]
+    assert sorted(device.read) == [0, 1, 3] and all(map(device.is_right, device.read))
+    assert store.stats().failures["corrupt"] == 1
+    inside(store).writer.settle(1e9)
+    assert space.contains(keys) == [True, True, False, True]
+
+
+def test_pages_in_pieces_are_settled_as_well(store, space):
+    fragment(store)
+    keys = chain("a", 8)
+    assert write(space, keys) == ([Put.STORED] * 8, 1)
+    assert not [key for key in keys if not np.array_equal(get_page(space, key), page_bytes(key))]
+    pages = [page for _, page in inside(store).reader._find(keys, space._number, PAGE_NBYTES)]
+    assert min(page.row.num_extents for page in pages) > 1
+    found, device = read(space, keys)
+    assert found == [True] * 8 and all(device.is_right(i) for i in range(8))
+
+
+def test_each_batch_of_a_write_is_settled_before_the_next_is_begun(space, monkeypatch):
+    monkeypatch.setattr(embedded_space, "_BATCH_PAGES", 3)
+    keys = chain("a", 7)
+    assert write(space, keys) == ([Put.STORED] * 7, 3)
+    found, device = read(space, keys)
+    assert (found, device.settled) == ([True] * 7, 1)
+
+
+def test_space_is_given_to_nobody_before_a_write_that_failed_is_settled(store, space):
+    """A device may still write into it."""
+    device, keys = Device(chain("a", 3)), chain("a", 3)
+    others = chain("b", CAPACITY // PAGE_NBYTES)  # more than there is room for
+    stored_elsewhere = []
+
+    def fill(i, view):
+        device.begin(i, view)
+        if i == 2:
+            raise RuntimeError("broken source")
+
+    def settle():
+        put_chain(space_in(store, "other"), others)
+        device.give()
+        stored_elsewhere.extend(space_in(store, "other").contains(others))
+
+    with pytest.raises(RuntimeError, match="broken source"):
+        space.write(keys, fill, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S, settle=settle)
+    assert any(stored_elsewhere)
+    report = store.verify()
+    assert (report.pages, report.corrupt) == (sum(stored_elsewhere), 0)
+    assert space.contains(keys) == [False] * 3
+
+
+def test_what_was_begun_is_settled_when_the_pool_fails(store, space, monkeypatch):
+    keys = chain("a", 3)
+    put_chain(space, keys)
+    device = Device(keys)
+    reader = inside(store).reader
+    verified = reader._verified
+
+    def fail(found):
+        if found.row.key == keys[2]:
+            raise OSError("a broken disk")
+        return verified(found)
+
+    monkeypatch.setattr(reader, "_verified", fail)
+    assert space.read(keys, device.begin, nbytes=PAGE_NBYTES, settle=device.take) == [False] * 3
+    assert device.settled == 1
+    assert store.stats().failures["error"] == 1
+
+
+def test_every_shard_that_pages_are_shown_of_is_settled(store):
+    model = Model(8, 4)
+    pool = Pool(store, model)
+    halves = [Shard(0, 8, 0, 2), Shard(0, 8, 2, 4)]
+    whole = Shard(0, 8, 0, 4)
+    pool.put(whole, [0])
+    for half in halves:
+        pool.put(half, [1, 2])
+    reader, begun, settled = Reader(model, whole), [], []
+
+    def settle():
+        settled.append({part for _, part, _ in begun})
+        for read in begun:
+            reader.consume(*read)
+        begun.clear()
+
+    view = pool.view(whole)
+    found = view.read(model.keys[:4], lambda *read: begun.append(read), settle=settle)
+    assert found == [True, True, True, False]
+    assert settled[0] == {whole} and sorted(settled[1:], key=str) == sorted([{half} for half in halves], key=str)
+    assert all(np.array_equal(reader.page(i), reader.expected(i)) for i in range(3))
+
+
+# The threads that hash
+
+
+def test_results_come_in_order_and_what_is_not_asked_for_is_left_undone(num_threads):
+    done, go = [], threading.Event()
+
+    def work(item):
+        if item and num_threads > 1:
+            assert go.wait(DEADLINE_S)
+        done.append(item)
+        return -item
+
+    results = hashing.each(work, range(1000))
+    assert next(results) == 0
+    results.close()
+    go.set()
+    assert len(done) <= 1 + num_threads
+    assert list(hashing.each(work, range(100))) == [-item for item in range(100)]
+
+
+def test_an_error_of_one_is_raised_where_its_result_would_be():
+    results = hashing.each(lambda item: 1 // item, [1, 1, 0, 1])
+    assert [next(results), next(results)] == [1, 1]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+
+
+def test_a_process_that_can_start_no_thread_hashes_by_itself(monkeypatch):
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(hashing, "_threads", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert list(hashing.each(lambda item: (item, threading.current_thread()), [1, 2])) == [
+            (1, threading.current_thread()), (2, threading.current_thread()),
+        ]  # fmt: skip
+
+
+def test_a_forked_child_hashes_with_threads_of_its_own():
+    assert list(hashing.each(str, [1, 2, 3])) == ["1", "2", "3"]
+    with hashing._lock:  # as another thread may hold it
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(120)
+            right = False
+            try:
+                right = list(hashing.each(str, [1, 2, 3])) == ["1", "2", "3"]
+            finally:
+                os._exit(0 if right else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_thread_serves_two_cores_and_there_are_at_most_four(monkeypatch):
+    monkeypatch.undo()
+    counts = []
+    for cores in (1, 2, 3, 4, 8, 64):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, cores=cores: set(range(cores)))
+        counts.append(hashing.num_threads())
+    assert counts == [1, 1, 1, 2, 4, 4]
