@@ -1,0 +1,1 @@
+"""What `mooncake-connector bench device` measures on a GPU; it needs torch and Triton, and no engine."""
