@@ -71,12 +71,13 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         try:
             geometry = read_geometry(vllm_config, kv_cache_config)
+            config = _with_fitting_pages(config, geometry, transfer.kv_connector_extra_config)
+            geometry.check_page(int(config.page_tokens))
         except Unsupported as reason:
             logger.warning("prefix reuse from the pool is off: %s", reason)
             if role is KVConnectorRole.WORKER:
                 self._worker = WorkerSide(config, None, None)
             return
-        config = _with_fitting_pages(config, geometry, transfer.kv_connector_extra_config)
         access = Access.configured(config, geometry.compatibility())
         if role is KVConnectorRole.SCHEDULER:
             _replace_policy(transfer, config.transfer_failure)

@@ -51,6 +51,7 @@ class Group:
         block_tokens: tokens a block of the engine.
         layer_names: vLLM's names of this rank's layers, in layer order.
         tp_size, pp_size: ranks.
+        in_whole_blocks: whether a token's bytes are found only where all of its block's are: pages are whole blocks.
     """
 
     index: int = 0
@@ -69,6 +70,7 @@ class Group:
     layer_names: tuple[str, ...]
     tp_size: int
     pp_size: int
+    in_whole_blocks: bool = False
 
     def shard(self, pp_rank: int, tp_rank: int) -> Shard:
         """The part of a page that one rank holds; layers are counted within the group."""
@@ -104,7 +106,8 @@ class Group:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What makes bytes of this group mean something else than those of another group of the model."""
-        names = ("kind", "span", "num_kv_heads", "k_dim", "v_dim", "itemsize", "kv_dtype")
+        names = ["kind", "span", "num_kv_heads", "k_dim", "v_dim", "itemsize", "kv_dtype"]
+        names += ["block_tokens"] * self.in_whole_blocks
         return {name: getattr(self, name) for name in names} | {"layers": list(self.layers)}
 
 
@@ -160,6 +163,15 @@ class Geometry:
         fitting = (tokens for tokens in range(page_tokens, _SMALLEST_PAGE - 1, -1) if not blocks % tokens)
         return next(fitting, page_tokens)
 
+    def check_page(self, page_tokens: int) -> None:
+        """Raises Unsupported where pages of so many tokens would cut what is of use as a whole only."""
+        for group in self.groups:
+            if group.in_whole_blocks and page_tokens % group.block_tokens:
+                raise Unsupported(
+                    f"the model has an indexer, and pages of {page_tokens} tokens would cut its blocks of "
+                    f"{group.block_tokens}; set page_tokens to a multiple of {group.block_tokens}"
+                )
+
     def group_namespace(self, namespace: Namespace, group: int) -> Namespace:
         """The namespace of one of the groups (its position in `groups`); of a model with one group, the instance's."""
         return _of_group(namespace, canonical_json(self.groups[group].identity)) if self.is_hybrid else namespace
@@ -176,6 +188,11 @@ class Geometry:
             ]
         described |= {"engine": "vllm", "format": _TRANSFER_FORMAT}
         return hashlib.sha256(canonical_json(described).encode()).digest()
+
+
+def layer_order(name: str) -> tuple[int, ...]:
+    """Numbers of a layer's name: `model.layers.10.self_attn.attn` comes after `model.layers.9.self_attn.attn`."""
+    return tuple(int(part) for part in name.split(".") if part.isdigit())
 
 
 @lru_cache(maxsize=64)

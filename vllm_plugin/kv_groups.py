@@ -21,7 +21,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_plugin.geometry import Geometry, Group, Kind, Unsupported
+from vllm_plugin.geometry import Geometry, Group, Kind, Unsupported, layer_order
+from vllm_plugin.indexers import has_indexer, sparse_groups
 from vllm_plugin.states import read_states
 
 if TYPE_CHECKING:
@@ -49,19 +50,24 @@ def read_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ge
         Unsupported: a hit needs what every group of layers goes on from, so one group that is not understood (such as
             packed caches) leaves the whole model alone; likewise context parallelism.
     """
-    parallel = vllm_config.parallel_config
-    _check_groups(vllm_config, kv_cache_config)
-    groups = [
-        _read_group(vllm_config, index, _one_spec(group.kv_cache_spec), group.layer_names)
-        for index, group in enumerate(kv_cache_config.kv_cache_groups)
-    ]
+    parallel, described = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
+    _check_settings(vllm_config)
+    is_sparse = len(described) == 1 and has_indexer(described[0].layer_names)
+    if is_sparse:
+        groups = sparse_groups(vllm_config, kv_cache_config)
+    else:
+        _check_groups(vllm_config, kv_cache_config)
+        groups = [
+            _read_group(vllm_config, index, _one_spec(group.kv_cache_spec), group.layer_names)
+            for index, group in enumerate(described)
+        ]
     groups.sort(key=lambda group: group.kind != "full")
     return Geometry(
         tuple(groups),
         parallel.tensor_parallel_size,
         parallel.pipeline_parallel_size,
         kv_cache_config.prefix_cache_retention_interval,
-        kv_cache_config.needs_kv_cache_zeroing,
+        kv_cache_config.needs_kv_cache_zeroing and not is_sparse,  # as the scheduler sees it
     )
 
 
@@ -83,6 +89,7 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
         f"vLLM's own hits may end inside a block of states (blocks of {sizes} tokens, hits of {aligned})": states
         and (len(sizes) > 1 or aligned < sizes[-1]),
         "its layers are on several pipeline ranks": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "an indexer is in one of them": any(has_indexer(group.layer_names) for group in groups),
         "a group is not part of what vLLM caches or hands over": len(kv_cache_config.prefix_cacheable_groups)
         != len(groups),
         "a draft model has layers in them": any(group.is_eagle_group for group in groups)
@@ -106,12 +113,12 @@ def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
 
 def _read_group(vllm_config: VllmConfig, index: int, one: KVCacheSpec, names: Sequence[str]) -> Group:
     """Raises Unsupported where the blocks of the group are not understood."""
-    layer_names = tuple(sorted(names, key=_layer_order))
-    layers = tuple(_layer_order(name)[0] for name in layer_names if _layer_order(name))
+    layer_names = tuple(sorted(names, key=layer_order))
+    layers = tuple(layer_order(name)[0] for name in layer_names if layer_order(name))
     if isinstance(one, MambaSpec):
         return read_states(vllm_config, index, one, layers, layer_names)
     spec = cast("AttentionSpec", one)
-    _check_spec(vllm_config, spec)
+    _check_spec(spec)
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     is_mla = isinstance(spec, MLAAttentionSpec)
@@ -147,22 +154,20 @@ def _num_kv_heads(vllm_config: VllmConfig, spec: AttentionSpec) -> int:
     return heads
 
 
-def _layer_order(name: str) -> tuple[int, ...]:
-    """Numbers of a layer's name: `model.layers.10.self_attn.attn` comes after `model.layers.9.self_attn.attn`."""
-    return tuple(int(part) for part in name.split(".") if part.isdigit())
-
-
-def _check_spec(vllm_config: VllmConfig, spec: AttentionSpec) -> None:
+def _check_settings(vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     context_parallel = parallel.decode_context_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
+    if context_parallel > 1:
+        raise Unsupported("context parallelism splits the tokens of a block over ranks")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise Unsupported("KV scales computed at run time differ between instances")
+
+
+def _check_spec(spec: AttentionSpec) -> None:
     packed = spec.state_content_bytes is not None or spec.num_head_slots is not None or spec.tokens_per_state != 1
     reasons = {
-        "context parallelism splits the tokens of a block over ranks": context_parallel > 1,
         "non-causal attention makes KV depend on later tokens": getattr(spec, "non_causal", False),
         "the KV cache has a packed format that is not K beside V": packed,
-        "KV scales computed at run time differ between instances": bool(
-            getattr(vllm_config.cache_config, "calculate_kv_scales", False)
-        ),
         f"KV quantisation {spec.kv_quant_mode.name} keeps scales outside the page": spec.kv_quant_mode
         not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR),
     }

@@ -352,8 +352,10 @@ class Engine:
         present = [True] * len(keys)
         numbers = prefix._geometry.groups[group].layers
         for view in prefix._views(group):
-            layers = numbers if self.setup.is_hybrid else range(view.shard.layer_start, view.shard.layer_stop)
+            layers = numbers if prefix._geometry.is_hybrid else range(view.shard.layer_start, view.shard.layer_stop)
             heads = range(view.shard.head_start, view.shard.head_stop)
+            if prefix._geometry.groups[group].in_whole_blocks:
+                heads = oracle.INDEXER
             if prefix._geometry.groups[group].kind == "state":
                 num_slots = prefix._geometry.groups[group].k_dim // oracle.SLOT_NBYTES
                 places = range(64 * heads.start, 64 * heads.start + num_slots)

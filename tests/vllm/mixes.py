@@ -6,12 +6,16 @@ from typing import Any
 
 import oracle
 import torch
+from settings import indexer_names, layer_names
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
 )
 
 STATE_SHAPES = ((3, 4), (2, 2, 3))
@@ -48,6 +52,19 @@ def state(block_tokens: int = 16, heads: int = 2, *, mode: str = "align") -> KVC
         page_size_padded=full(block_tokens, heads).page_size_bytes,
         mamba_cache_mode=mode,
     )
+
+
+def sparse(block_tokens: int = 16) -> UniformTypeKVCacheSpecs:
+    """Of DeepSeek V3.2: a latent vector of each token, and an indexer's row, which vLLM has as one group."""
+    rows = {"block_size": block_tokens, "num_kv_heads": 1, "max_tp_shards": 1}
+    latent = MLAAttentionSpec(**rows, head_size=oracle.SLOT_ELEMENTS, dtype=torch.float16, is_index_group_leader=True)
+    indexer = MLAAttentionSpec(
+        **rows, head_size=oracle.SLOT_NBYTES, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
+    )
+    layers: dict[str, KVCacheSpec] = {}
+    for first, second in zip(indexer_names(), layer_names(), strict=True):  # vLLM makes a layer's indexer first
+        layers |= {first: indexer, second: latent}
+    return UniformTypeKVCacheSpecs(block_size=block_tokens, kv_cache_specs=layers)
 
 
 MIXES: dict[str, list[KVCacheSpec]] = {

@@ -17,6 +17,8 @@ VOCAB = 512
 HEAD_SIZE = 2
 SLOT_ELEMENTS = 2 * HEAD_SIZE
 SLOT_NBYTES = 8
+INDEXER = range(1000, 1001)
+"""Stands for the indexer of a layer where `slots` wants heads."""
 _MASK = (1 << 64) - 1
 
 Slots = npt.NDArray[np.uint64]

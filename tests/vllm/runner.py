@@ -12,7 +12,13 @@ import numpy.typing as npt
 import oracle
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 
 
@@ -97,16 +103,23 @@ AroundLayer: TypeAlias = Callable[[int], AbstractContextManager[Any]]
 class Group:
     """Layers of one kind, whose numbers in the model are `layers`.
 
-    `memory`: `[layer, block, head, token]`, of a state `[layer, block, slot]`.
+    Args:
+        memory: `[layer, block, head, token]`, of a state `[layer, block, slot]`.
+        table: number of its block table; those of latents and of the indexer beside them have the same.
     """
 
     spec: KVCacheSpec
     memory: oracle.Slots
     layers: range
+    table: int = 0
 
     @property
     def is_state(self) -> bool:
         return isinstance(self.spec, MambaSpec)
+
+    @property
+    def is_indexer(self) -> bool:
+        return getattr(self.spec, "cache_role", None) is SparseCacheRole.INDEXER
 
     def first_attended(self, start: int) -> int:
         """The first token whose KV is looked at when tokens from `start` on are computed."""
@@ -178,7 +191,7 @@ class Runner:
         ]
         for layer, at, number in self._order:
             group = self._groups[at]
-            with nullcontext() if group.is_state else around_layer(layer):
+            with nullcontext() if group.is_state or group.is_indexer else around_layer(layer):
                 for one in batch:
                     (self._recur if group.is_state else self._attend)(group, number, one, one.parts[at])
         output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
@@ -230,7 +243,7 @@ class Runner:
         assert stop <= known, f"{req_id}: scheduled to {stop}, knows {known} tokens"
         assert not drafts or stop == known, f"{req_id}: {len(drafts)} tokens are proposed before what is known"
         hashes = oracle.chain([*state.tokens, *drafts], state.hash_all(), state.seed)[:stop]
-        parts = [self._part(one, hashes, start, blocks) for one, blocks in zip(self._groups, state.blocks, strict=True)]
+        parts = [self._part(one, hashes, start, state.blocks[one.table]) for one in self._groups]
         for part in parts:
             assert part.blocks.all(), f"{req_id}: its block table has the null block"
         return _Pass(req_id, start, stop, parts, drafts, hashes)
@@ -244,7 +257,7 @@ class Runner:
         else:
             first = group.first_attended(start)
             position = np.arange(first, stop)
-            heads = self._heads[: group.memory.shape[2]]  # some groups have fewer
+            heads = oracle.INDEXER if group.is_indexer else self._heads[: group.memory.shape[2]]  # some have fewer
             expected = oracle.slots(hashes[first:], group.layers, heads)
         return _Part(first, expected, np.array(blocks)[position // block_tokens], position % block_tokens)
 

@@ -20,6 +20,11 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -27,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 NUM_LAYERS = 2
@@ -106,7 +112,12 @@ class Setup:
 
     @property
     def mla(self) -> bool:
-        return isinstance(self.kv_spec, MLAAttentionSpec)
+        return isinstance(self.kv_spec, MLAAttentionSpec) or self.is_sparse
+
+    @property
+    def is_sparse(self) -> bool:
+        """Latents with an indexer beside them, in one group of vLLM's: `mixes.sparse`."""
+        return isinstance(self.kv_spec, UniformTypeKVCacheSpecs)
 
     @property
     def heads_a_rank(self) -> int:
@@ -122,6 +133,9 @@ class Setup:
 
     def groups(self, rank: int) -> list[tuple[KVCacheSpec, range]]:
         """The KV-cache groups of a rank, each with the numbers of its layers in the model."""
+        if self.is_sparse:
+            latent, indexer = (self.kv_spec.kv_cache_specs[names[0]] for names in (layer_names(), indexer_names()))
+            return [(latent, range(NUM_LAYERS)), (indexer, range(NUM_LAYERS))]
         if self.is_hybrid:
             count = len(self.kv_spec)
             return [(spec, range(at, count * self.layers_a_group, count)) for at, spec in enumerate(self.kv_spec)]
@@ -146,8 +160,14 @@ def layer_names(layers: range = range(NUM_LAYERS)) -> list[str]:
     return [f"model.layers.{layer}.self_attn.attn" for layer in layers]
 
 
+def indexer_names() -> list[str]:
+    return [f"model.layers.{layer}.self_attn.indexer.k_cache" for layer in range(NUM_LAYERS)]
+
+
 def kv_cache_config(setup: Setup, rank: int = 0) -> KVCacheConfig:
     """Of one worker; vLLM gives its scheduler the first worker's."""
+    if setup.is_sparse:
+        return generate_scheduler_kv_cache_config([_sparse_config(setup)])
     groups = [KVCacheGroupSpec(layer_names(layers), spec) for spec, layers in setup.groups(rank)]
     return KVCacheConfig(
         num_blocks=setup.num_blocks,
@@ -157,7 +177,18 @@ def kv_cache_config(setup: Setup, rank: int = 0) -> KVCacheConfig:
     )
 
 
+def _sparse_config(setup: Setup) -> KVCacheConfig:
+    """What vLLM itself makes of the layers of a worker."""
+    engine = VllmConfig(cache_config=CacheConfig(block_size=setup.block_tokens))
+    engine.cache_config.kv_cache_layout = setup.layout
+    groups = get_kv_cache_groups(engine, dict(setup.kv_spec.kv_cache_specs))
+    nbytes = setup.num_blocks * sum(group.kv_cache_spec.page_size_bytes for group in groups)
+    return get_kv_cache_config_from_groups(engine, groups, nbytes)
+
+
 def worker_kv_cache_config(setup: Setup, rank: int) -> KVCacheConfig:
+    if setup.is_sparse:
+        return _sparse_config(setup)
     config = kv_cache_config(setup, rank)
     if setup.worker_kv_spec is not None:
         config.kv_cache_groups[0].kv_cache_spec = setup.worker_kv_spec

@@ -15,9 +15,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVQuantMode,
     MambaSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
-    SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
 
@@ -79,26 +77,6 @@ def test_loads_that_the_worker_alone_cannot_do_fail_at_once(
     engine.abort(engine.add([*PROMPT, 5]))
     engine.finish()
     assert engine.num_pages() == 6, "pages were stored from blocks that are not understood"
-
-
-def test_latent_kv_with_an_indexer_beside_it_is_left_alone(
-    start: Start, faults, base_config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """DeepSeek V3.2: KV without the indexer's cache of the same tokens gave garbled text elsewhere (sglang#31108)."""
-    hf = base_config.model_config.hf_text_config
-    monkeypatch.setattr(hf, "kv_lora_rank", 2, raising=False)
-    monkeypatch.setattr(hf, "qk_rope_head_dim", 2, raising=False)
-    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=4, dtype=torch.float16)
-    indexer = MLAAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
-    )
-    specs = dict(zip(layer_names(), (latent, indexer), strict=True))
-    settings = {"kv_spec": latent, "prefix_caching": False}
-    engine = start(**settings, worker_kv_spec=UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
-    assert "layers of one KV-cache group differ in shape" in caplog.text
-    for _ in range(2):
-        assert engine.ask(PROMPT, 20) == oracle.generate(PROMPT, 20)
-    assert engine.num_pages() == faults.calls["read"] == 0
 
 
 def test_kv_tensors_of_another_shape_than_announced_end_every_job_as_failed(

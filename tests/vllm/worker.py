@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from runner import Group, Runner, as_kv_caches, as_states, kv_memory, memory_of, shared_memory
-from settings import Setup, layer_names
+from settings import Setup, indexer_names, layer_names
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -37,7 +37,12 @@ class Worker:
         if setup.is_hybrid:
             page_nbytes = specs[0][0].page_size_bytes
             self.memory = shared_memory(setup.layers_a_group, setup.num_blocks, page_nbytes)
-            groups = [Group(spec, memory_of(self.memory, spec), layers) for spec, layers in specs]
+            groups = [Group(spec, memory_of(self.memory, spec), layers, at) for at, (spec, layers) in enumerate(specs)]
+        elif setup.is_sparse:
+            size = setup.num_blocks, 1, setup.block_tokens, setup.layout
+            each = [kv_memory(len(layers), *size) for _, layers in specs]
+            self.memory = each[0]
+            groups = [Group(spec, memory, layers) for (spec, layers), memory in zip(specs, each, strict=True)]
         else:
             ((spec, layers),) = specs
             self.memory = kv_memory(len(layers), setup.num_blocks, len(heads), setup.block_tokens, setup.layout)
@@ -48,7 +53,7 @@ class Worker:
         """Called after each layer of attention of a forward pass, with its number in the model."""
         self._caches: dict[str, Any] = {}
         for group in groups:
-            names = layer_names(group.layers)
+            names = indexer_names() if group.is_indexer else layer_names(group.layers)
             if isinstance(group.spec, MambaSpec):
                 self._caches |= as_states(group.memory, names)
             else:

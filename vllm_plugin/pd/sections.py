@@ -5,6 +5,9 @@ ids are shared by all groups, and so is the memory, of which a block is one grou
 
 A state is one row of bytes, and each TP rank's is its own: heads of several kinds follow each other in it. So it goes
 to the same rank of as many ranks, and instances of another number are refused.
+
+An indexer's rows mean something in whole blocks alone. Instances whose blocks have as many tokens move whole blocks,
+and others are refused (`Geometry.compatibility`).
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ def _name(group: Group) -> str:
     """By which the other instance knows it. A state's bytes do not say of what they are, nor in which order."""
     shapes = getattr(group.spec, "shapes", ()) if group.kind == "state" else ()
     span = "" if group.span is None else f" of {group.span}"
-    return " ".join([f"{group.index} {group.kind}{span}", *("x".join(map(str, shape)) for shape in shapes)])
+    kind = "indexer" if group.in_whole_blocks else group.kind
+    return " ".join([f"{group.index} {kind}{span}", *("x".join(map(str, shape)) for shape in shapes)])
 
 
 def _section(part: GroupMemory, name: str) -> Section:

@@ -99,7 +99,7 @@ class PrefixScheduler:
         @contained(nothing)
         def tell_sizes(store: Store) -> None:
             own_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * geometry.main.block_tokens
-            own_tokens //= len(geometry.groups)  # a block is one group's at a time
+            own_tokens //= len({group.index for group in geometry.groups})  # a block is one table's at a time
             full = [group for group in geometry.groups if group.kind == "full"]  # the others are stored here and there
             shards = [(group, shard) for group in full for shard in group.shards()]
             page_nbytes = sum(group.page_format(shard, self._page_tokens).nbytes for group, shard in shards)
