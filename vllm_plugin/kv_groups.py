@@ -82,7 +82,6 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
         raise Unsupported(f"its KV cache is {kinds}; one group at least has to keep every token")
     if len(groups) == 1:
         return
-    speculative = vllm_config.speculative_config
     states, sizes = any(_KINDS[type(spec)] == "state" for spec in specs), sorted({spec.block_size for spec in specs})
     aligned = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or sizes[-1]
     reasons = {
@@ -92,8 +91,6 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
         "an indexer is in one of them": any(has_indexer(group.layer_names) for group in groups),
         "a group is not part of what vLLM caches or hands over": len(kv_cache_config.prefix_cacheable_groups)
         != len(groups),
-        "a draft model has layers in them": any(group.is_eagle_group for group in groups)
-        or (speculative is not None and speculative.uses_draft_kv_cache()),
     }
     for reason, holds in reasons.items():
         if holds:

@@ -108,7 +108,9 @@ class Setup:
     worker_kv_spec: Any = None
     """What the worker's configuration says where it says more than the scheduler's."""
     drafts: int = 0
-    """So many tokens are proposed in each step, as by n-grams: without a model, and right for a while at best."""
+    """So many tokens are proposed in each step, right for a while at best; without a model unless `proposer` is one."""
+    proposer: str = "ngram"
+    """"eagle", whose layers are in the last group, or "draft_model", with layers in every group."""
 
     @property
     def mla(self) -> bool:
@@ -169,6 +171,7 @@ def kv_cache_config(setup: Setup, rank: int = 0) -> KVCacheConfig:
     if setup.is_sparse:
         return generate_scheduler_kv_cache_config([_sparse_config(setup)])
     groups = [KVCacheGroupSpec(layer_names(layers), spec) for spec, layers in setup.groups(rank)]
+    groups[-1].is_eagle_group = setup.proposer == "eagle"
     return KVCacheConfig(
         num_blocks=setup.num_blocks,
         kv_cache_tensors=[],
@@ -215,13 +218,16 @@ def vllm_config(setup: Setup, base: VllmConfig, pool: Path, rank: int = 0) -> Vl
     config.parallel_config.enable_dbo = setup.dual_batch_overlap
     if setup.drafts:
         assert not setup.async_scheduling, "vLLM proposes n-grams after the step"
+        is_model = setup.proposer != "ngram"
         config.speculative_config = SpeculativeConfig(
-            method="ngram",
+            method="draft_model" if is_model else "ngram",
+            model=str(config.model_config.model) if is_model else None,
             num_speculative_tokens=setup.drafts,
-            prompt_lookup_max=2,
+            prompt_lookup_max=None if is_model else 2,
             target_model_config=config.model_config,
             target_parallel_config=config.parallel_config,
         )
+        config.speculative_config.method = setup.proposer
     if setup.events:
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     config.kv_transfer_config = KVTransferConfig(**(setup.transfer or transfer_config(setup, pool)))

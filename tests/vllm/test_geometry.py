@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,27 +120,6 @@ def test_several_groups_are_refused_on_several_pipeline_ranks(hybrid: tuple[Any,
     config, cache = hybrid
     config.parallel_config.pipeline_parallel_size = 2
     with pytest.raises(Unsupported, match=r"3 KV-cache groups .* pipeline ranks"):
-        read_geometry(config, cache)
-
-
-@pytest.mark.parametrize("drafts", [False, True])
-def test_several_groups_are_refused_where_a_draft_model_has_layers(
-    hybrid: tuple[Any, KVCacheConfig], drafts: bool
-) -> None:
-    """An n-gram proposer has none."""
-    config, cache = hybrid
-    config.speculative_config = SimpleNamespace(uses_draft_kv_cache=lambda: drafts)
-    if not drafts:
-        assert [group.kind for group in read_geometry(config, cache).groups] == ["full", "window", "window"]
-        return
-    with pytest.raises(Unsupported, match="a draft model has layers"):
-        read_geometry(config, cache)
-
-
-def test_a_group_with_draft_layers_is_refused(hybrid: tuple[Any, KVCacheConfig]) -> None:
-    config, cache = hybrid
-    cache.kv_cache_groups[2].is_eagle_group = True
-    with pytest.raises(Unsupported, match="a draft model has layers"):
         read_geometry(config, cache)
 
 

@@ -32,6 +32,12 @@ every_runner = pytest.mark.parametrize("v2_runner", [False, True])
 """vLLM proposes n-grams after the step that they follow, so never with asynchronous scheduling."""
 
 
+@pytest.fixture
+def _weightless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model here has files with weights."""
+    monkeypatch.setattr(vllm_plugin.identity, "weights_digest", lambda model, *rest: f"weights of {model}")
+
+
 @every_runner
 @pytest.mark.parametrize("name", SPECS)
 def test_pages_that_end_among_refused_tokens_hold_what_was_said_in_their_place(
@@ -65,12 +71,18 @@ def test_others_go_on_from_there_whether_they_propose_or_not(start: Start, name:
         engine.shut_down()
 
 
-@pytest.mark.parametrize(("name", "v2_runner"), [("plain", False), ("windows", True), ("chunks", False)])
-def test_random_walk(start: Start, faults, name: str, v2_runner: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_weightless")
+@pytest.mark.parametrize(
+    ("name", "v2_runner", "proposer"),
+    [("plain", False, "ngram"), ("windows", True, "ngram"), ("chunks", False, "ngram"), ("windows", False, "eagle")],
+)
+def test_random_walk(
+    start: Start, faults, name: str, v2_runner: bool, proposer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vllm_plugin.prefix.lookups._STALL_PAUSE_S", 0.1)
     rng = random.Random(f"drafts {name}")
     engine = start(
-        kv_spec=SPECS[name], drafts=4, v2_runner=v2_runner, num_blocks=48, max_num_batched_tokens=96,
+        kv_spec=SPECS[name], drafts=4, proposer=proposer, v2_runner=v2_runner, num_blocks=48, max_num_batched_tokens=96,
         extra={"load_deadline_s": 0.05, "save_deadline_s": 0.25},
     )  # fmt: skip
     interruption = Interruption(monkeypatch)
@@ -84,6 +96,53 @@ def test_random_walk(start: Start, faults, name: str, v2_runner: bool, monkeypat
     assert check_pool(engine) > 0
     drafted = [stats.spec_decoding_stats for stats in engine.stats if stats.spec_decoding_stats is not None]
     assert sum(one.num_draft_tokens for one in drafted) > sum(one.num_accepted_tokens for one in drafted) > 0
+
+
+PROPOSERS = ("eagle", "draft_model")
+GROUPS = {
+    "the draft in a window": [full(), window(20)],
+    "the draft in full attention": [window(40), full()],
+    "two windows": [full(), window(17), window(40)],
+}
+
+
+@pytest.mark.usefixtures("_weightless")
+@every_runner
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("name", GROUPS)
+def test_layers_of_a_draft_model_are_stored_and_loaded_with_the_group_that_they_are_in(
+    start: Start, name: str, proposer: str, v2_runner: bool
+) -> None:
+    """What the proposer attends to has to be there like all else, or few of its tokens are accepted (vllm#54926)."""
+    settings: dict[str, Any] = {"kv_spec": GROUPS[name], "drafts": 3, "proposer": proposer, "v2_runner": v2_runner}
+    engine = start(**settings)
+    engine.check(PROMPT, 60)
+    engine.shut_down()
+    engine = start(**settings)
+    engine.check(PROMPT, 60)
+    assert engine.prefills["r0"].num_external_cached_tokens == 96
+    assert engine.scheduler.reset_prefix_cache()
+    for group in range(len(GROUPS[name])):
+        for view in engine.prefix._views(group):
+            assert view.clear() > 0
+        name_of_request = engine.add(PROMPT, 4)
+        engine.finish(name_of_request)
+        cached = engine.prefills[name_of_request].num_external_cached_tokens
+        assert cached == 0, "without any of them, the draft's too, there is no hit"
+        assert engine.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.usefixtures("_weightless")
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_what_vllms_own_cache_has_and_gives_up_for_a_draft_comes_from_the_pool(start: Start, proposer: str) -> None:
+    """For EAGLE vLLM takes the last block off its own hits; the rest of the prompt is loaded behind it."""
+    engine = start(kv_spec=GROUPS["two windows"], drafts=3, proposer=proposer, retention_tokens=None)
+    engine.check(PROMPT, 20)
+    name = engine.add([*PROMPT, *range(300, 330)], 20)
+    engine.finish(name)
+    seen = engine.prefills[name]
+    assert seen.num_cached_tokens == 96
+    assert (seen.num_external_cached_tokens > 0) == (proposer == "eagle")
 
 
 def test_a_model_with_states_is_left_alone(start: Start, caplog: pytest.LogCaptureFixture) -> None:
