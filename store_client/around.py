@@ -23,6 +23,7 @@ from store_client.base import (
     VerifyReport,
 )
 from store_client.fate import Fate
+from store_client.memory_locks import MemoryLocks
 
 
 class SpaceAround(Space):
@@ -107,6 +108,9 @@ class StoreAround(Store):
 
     def take_failures(self) -> Mapping[str, int]:
         return self._inner.take_failures()
+
+    def lock_memory(self, locks: MemoryLocks) -> None:
+        self._inner.lock_memory(locks)
 
     def note_request(self, name: str, told: bytes) -> None:
         self._inner.note_request(name, told)

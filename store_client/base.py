@@ -18,6 +18,7 @@ import numpy.typing as npt
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from store_client.fate import Fate, Known
+from store_client.memory_locks import MemoryLocks
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """A contiguous one-dimensional uint8 array."""
@@ -309,6 +310,14 @@ class Store(ABC):
         Never waits, and is cheap enough for every step of an engine. A store that has all its pages at hand has none.
         """
         return {}
+
+    def lock_memory(self, locks: MemoryLocks) -> None:  # noqa: B027 - a store may have its pages elsewhere
+        """Have the memory page-locked that views of `Space.read` and `write` lie in, for devices that copy from there.
+
+        Returns at once. A store whose pages lie in this process's memory calls `locks` from a thread of its own, piece
+        by piece as it grows, until it is closed and this process has it open no more; views may lie elsewhere at any
+        time. A piece is unlocked before its memory is let go, and never in a forked child.
+        """
 
     def note_request(self, name: str, told: bytes) -> None:
         """Keep for people what became of a request, for a while: the latest few hundred, in at most 4,084 bytes each.

@@ -9,7 +9,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from store_client.base import Bytes
 from store_client.embedded.faults import start_thread
+from store_client.embedded.locked_memory import LockedMemory
 from store_client.embedded.locks import open_file
+from store_client.memory_locks import MemoryLocks
 
 GRANULE = 4096
 GROWTH_NBYTES = 64 << 20
@@ -31,11 +33,15 @@ _KEEP_LOCK_NBYTES = 64 << 10
 """Smaller copies keep the interpreter lock: taking it back beside a busy thread can cost milliseconds, many times the
 copy."""
 
+_UNLOCK_WAIT_S = 10.0
+_TMPFS = 0x01021994
+
 Extents = Sequence[tuple[int, int]]
 """(first granule, granules), in the order of the page's bytes."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
@@ -49,6 +55,7 @@ class Arena:
         """Granules of the pool's capacity: beyond it nothing is mapped ahead, which would take memory."""
         self._data: Bytes = np.zeros(0, dtype=np.uint8)
         self._warm: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self._locked: list[LockedMemory] = []
         try:
             self._fd = open_file(path, os.O_RDWR)
             # Locked while this process uses the file: see `punch_from`. Not the mapping's own, which outlives `close`.
@@ -63,6 +70,22 @@ class Arena:
     def granules(self) -> int:
         """Of the file as it is now."""
         return os.fstat(self._fd).st_size // GRANULE
+
+    def size(self) -> tuple[int, int]:
+        """Of the file, in bytes, and of what the file system gave it: changes whenever more is secured."""
+        stat = os.fstat(self._fd)
+        return stat.st_size, stat.st_blocks
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the file is in shared memory. Elsewhere the kernel writes its pages to a disk, and pages that a
+        device writes behind its back are not for that."""
+        answer = (ctypes.c_long * 32)()
+        return _libc.fstatfs(self._fd, answer) == 0 and answer[0] == _TMPFS
+
+    def lock_memory(self, locks: MemoryLocks, secured: Callable[[], int | None]) -> None:
+        """Keep what is secured page-locked until `close`; see `LockedMemory`."""
+        self._locked.append(LockedMemory(self, os.dup(self._presence), locks, secured, GRANULE))
 
     @property
     def memory(self) -> Bytes:
@@ -144,7 +167,7 @@ class Arena:
         One that reads there needs the space anew, and is killed where the file system is full (SIGBUS).
         """
         size = os.fstat(self._fd).st_size - first * GRANULE
-        if size <= 0:
+        if size <= 0 or self._locked:
             return
         with self._alone() as alone:
             if alone:
@@ -176,9 +199,17 @@ class Arena:
     def abandon_in_child(self) -> None:
         """After a fork: a thread of the parent may have held the lock."""
         self._lock = threading.Lock()
-        self.close()
+        for locked in self._locked:
+            locked.abandon_in_child()
+        self._close_files()
 
     def close(self) -> None:
+        for locked in self._locked:
+            locked.end(_UNLOCK_WAIT_S)
+        self._locked.clear()
+        self._close_files()
+
+    def _close_files(self) -> None:
         with self._lock:
             for fd in (self._fd, self._presence):
                 if fd >= 0:

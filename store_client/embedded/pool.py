@@ -28,6 +28,7 @@ from store_client.embedded.reader import Reader
 from store_client.embedded.requests import Requests
 from store_client.embedded.table import Found, Table
 from store_client.embedded.writer import Writer
+from store_client.memory_locks import MemoryLocks
 
 logger = get_logger(__name__)
 
@@ -37,6 +38,7 @@ _FILES = ("table", "feed", "arena", "spaces", "ledger/data.mdb")
 _LOOK_PERIOD_S = 1.0
 _DROP_DEADLINE_S = 1.0
 _DROP_PAUSE_S = 0.002
+_SECURED_DEADLINE_S = 1.0
 
 
 class Pool:
@@ -125,6 +127,22 @@ class Pool:
             self.writer.resize(capacity_nbytes // GRANULE, time.monotonic() + deadline_s)
         except LockTimeout:
             raise PoolError(f"pool {self.path} stayed locked for {deadline_s:g} s: its capacity is unchanged") from None
+
+    def lock_memory(self, locks: MemoryLocks) -> None:
+        """Keep the arena page-locked, in the background, until the pool is closed."""
+        if self.arena.is_in_memory:
+            self.arena.lock_memory(locks, self._secured)
+        else:
+            log_once(
+                f"store.lock_memory:{self.path}", "pool %s is not in shared memory: devices copy its pages by way of "
+                "other memory, which takes longer; set `pool` to a folder under /dev/shm", self.path, logger=logger,
+            )  # fmt: skip
+
+    def _secured(self) -> int | None:
+        """Granules of the arena that the file holds; None where the pool is closed or stays locked."""
+        with contextlib.suppress(LockTimeout), self.use() as usable:
+            return self.writer.secured(time.monotonic() + _SECURED_DEADLINE_S) if usable else None
+        return None
 
     # -- faults -------------------------------------------------------------------------------------------------
 

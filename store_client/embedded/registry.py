@@ -17,6 +17,7 @@ from store_client.embedded.faults import CallersOwn, start_thread
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.opening import open_pool
 from store_client.embedded.pool import REPLACED, Pool
+from store_client.memory_locks import MemoryLocks
 
 logger = get_logger(__name__)
 
@@ -57,6 +58,15 @@ class Handle:
         self._capacity_nbytes = capacity_nbytes
         self._eviction, self._rebuild = eviction, rebuild
         self._following = threading.Lock()
+        self._locks: list[MemoryLocks] = []
+
+    def lock_memory(self, closed: threading.Event, locks: MemoryLocks) -> None:
+        """Keep the pool's memory page-locked until the pool is closed, and that of one that takes its place."""
+        with _lock:
+            if any(locks is other for other in self._locks):
+                return
+            self._locks.append(locks)
+            self.call(closed, lambda pool: pool.lock_memory(locks), None)
 
     def adopt(self, capacity_nbytes: int | None, deadline_s: float) -> None:
         """A further store of this process may ask for another capacity."""
@@ -166,6 +176,8 @@ class Handle:
                     self.path, self._capacity_nbytes or old.arena.limit * GRANULE, self._eviction, _REOPEN_DEADLINE_S,
                     rebuild=self._rebuild and broken, distrusted=old.data if broken else None,
                 )  # fmt: skip
+                for locks in self._locks:
+                    self._pool.lock_memory(locks)
         except PoolError as error:
             log_once("store.lost", "pool %s cannot be opened again: %s", self.path, error, logger=logger)
             return

@@ -28,6 +28,7 @@ from store_client.embedded.survey import Pages, Survey, View, peek, survey
 from store_client.embedded.table import now_ns
 from store_client.embedded.watching import UsedChain, Watch
 from store_client.embedded.writer import PutPages
+from store_client.memory_locks import MemoryLocks
 
 logger = get_logger(__name__)
 
@@ -165,6 +166,9 @@ class EmbeddedStore(Store):
     def _stats(self, pool: Pool) -> StoreStats:
         header = pool.table.header()
         return figures(str(self.path), pool.table.max_pages, header, pool.waiting_counts())
+
+    def lock_memory(self, locks: MemoryLocks) -> None:
+        self._handle.lock_memory(self._closed, locks)
 
     def note_request(self, name: str, told: bytes) -> None:
         self._handle.look(self._closed, lambda pool: pool.requests.note(name, told), False)

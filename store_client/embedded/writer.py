@@ -461,6 +461,11 @@ class Writer:
             self._arena.punch_from(draft.high_water)
             return draft.high_water
 
+    def secured(self, deadline: float) -> int:
+        """Granules of the arena, from the first on, that the file holds."""
+        with self.locked(deadline), self._ledger.peek() as draft:
+            return draft.high_water
+
     def _slots_beyond(self, limit: int) -> Slots:
         beyond, listed = self._table.slots_beyond(limit)
         with self._ledger.peek() as draft:
