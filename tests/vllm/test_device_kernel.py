@@ -181,21 +181,40 @@ def test_a_batch_leaves_the_blocks_as_numpy_packs_it_and_nothing_else_changes(in
     assert np.array_equal(case.memory, before)
 
 
+@pytest.mark.parametrize("stored", [Shard(0, 3, 2, 4), Shard(2, 6, 0, 3), Shard(2, 3, 2, 3)], ids=str)
+@pytest.mark.parametrize("order", LAYOUTS)
+def test_what_pages_of_other_shards_have_in_common_with_the_blocks(interpreted: Any, order: str, stored: Shard) -> None:
+    own = PageFormat(num_layers=3, page_tokens=16, num_heads=3, k_dim=8, v_dim=4, itemsize=2)
+    fmt, part = fit(own, Shard(1, 4, 1, 4), stored)
+    memory = aligned(laid_out(own, 4, 16, order, 0)[1])
+    layout, _ = laid_out(own, 4, 16, order, memory.ctypes.data)
+    (page,) = slots(fmt, 1)
+    page[:] = np.random.default_rng(1).integers(0, 256, len(page), dtype=np.uint8)
+    unpack(fmt, layout, [2, 0], 8, page[: fmt.nbytes], 3, part)
+    expected = memory.copy()
+    memory[:] = FLAWED
+    case = Case(fmt, layout, memory, [[2, 0]], [8], [3], order)
+    carry_out(interpreted, Permutation.of(fmt, layout, part), fmt, case, [page], [3], True)
+    assert np.array_equal(memory, expected)
+
+
 def test_strides_beyond_32_bits(interpreted: Any) -> None:
-    """Blocks that lie 2.5 GiB apart, and heads 5.5: of that memory only what is touched is there."""
-    fmt = PageFormat(num_layers=1, page_tokens=4, num_heads=2, k_dim=8, v_dim=8, itemsize=2)
-    with mmap.mmap(-1, 9 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE) as memory:
+    """Blocks that lie 2.5 GiB apart, and heads 1.5: of that memory only what is touched is there."""
+    fmt = PageFormat(num_layers=1, page_tokens=4, num_heads=3, k_dim=9, v_dim=9, itemsize=1)
+    with mmap.mmap(-1, 6 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE) as memory:
         mapped = np.frombuffer(memory, dtype=np.uint8)
         layout, _ = laid_out(fmt, 2, 4, "LHBNC", mapped.ctypes.data)
-        layout = replace(layout, block_stride=5 << 29, head_stride=11 << 29)
+        layout = replace(layout, block_stride=5 << 29, head_stride=3 << 29)
+        permutation = Permutation.of(fmt, layout)
+        assert permutation.width == 1, "so that strides are as many words"
         page, again = slots(fmt, 2)
         page[: fmt.nbytes] = np.arange(fmt.nbytes, dtype=np.uint8)
         case = Case(fmt, layout, mapped, [[1]], [0], [0], "")
-        carry_out(interpreted, Permutation.of(fmt, layout), fmt, case, [page], [0], True)
+        carry_out(interpreted, permutation, fmt, case, [page], [0], True)
         pack(fmt, layout, [1], 0, again[: fmt.nbytes])
         assert np.array_equal(page[: fmt.nbytes], again[: fmt.nbytes])
         again[: fmt.nbytes] = 0
-        carry_out(interpreted, Permutation.of(fmt, layout), fmt, case, [again], [0], False)
+        carry_out(interpreted, permutation, fmt, case, [again], [0], False)
         assert np.array_equal(page[: fmt.nbytes], again[: fmt.nbytes])
         del mapped, case
 
