@@ -18,7 +18,7 @@ import torch
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import BlockLayout, PageFormat, Part, SegmentLayout, factor_block, fit, pack, unpack
-from vllm_plugin.geometry import Unsupported
+from vllm_plugin.unsupported import Unsupported
 
 BlockOrder = tuple[SegmentLayout, SegmentLayout | None]
 CacheOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
