@@ -33,6 +33,8 @@ NEED_CONTEXT = (
     "cuIpcCloseMemHandle", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize", "cuMemcpyAsync",
     "cuMemHostRegister_v2", "cuMemHostUnregister", "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority",
 )  # fmt: skip
+SPOIL_RECORDINGS = ("cuMemHostAlloc", "cuMemFreeHost", "cuMemHostRegister_v2", "cuMemHostUnregister")
+RELAXED, CAPTURE_UNSUPPORTED = 2, 900
 _HANDLE = struct.Struct("<QQQQ")
 
 
@@ -53,6 +55,8 @@ class Library:
         self.registered: dict[int, int] = {}
         """Memory that is page-locked in its place: address -> nbytes."""
         self._queues: dict[int, list[Callable[[], int]]] = {}
+        self.recording = False
+        """Another thread records a graph: what might wait for the device is refused unless the thread is relaxed."""
         self._thread = threading.local()
 
     @property
@@ -87,6 +91,8 @@ class Library:
                     return LAUNCH_FAILED
             if name in NEED_CONTEXT and not self.contexts:
                 return INVALID_CONTEXT
+            if self.recording and name in SPOIL_RECORDINGS and getattr(self._thread, "mode", 0) != RELAXED:
+                return CAPTURE_UNSUPPORTED
             return getattr(self, "_" + name)(*values) or 0
 
         return call
@@ -121,6 +127,10 @@ class Library:
 
     def _cuCtxPopCurrent_v2(self, out: Any) -> None:
         out._obj.value = self.contexts.pop()
+
+    def _cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:
+        former = getattr(self._thread, "mode", 0)
+        self._thread.mode, mode._obj.value = mode._obj.value, former
 
     def _cuPointerGetAttribute(self, out: Any, attribute: int, address: int) -> int:
         found = self._range(address)

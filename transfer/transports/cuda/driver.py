@@ -21,6 +21,9 @@ _MEMORY_TYPE, _DEVICE_ORDINAL = 2, 9
 _TYPE_DEVICE = 2
 _LAZY_PEER_ACCESS = 1
 _PORTABLE = 1
+_RELAXED = 2
+"""A thread in this mode may allocate, lock memory and wait while another one records a graph, as engines do when they
+start; in the mode that threads begin with, the call would fail and spoil the recording."""
 NON_BLOCKING = 1
 """Of a stream: it does not wait for the default stream."""
 
@@ -40,6 +43,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRetain": (_OUT, c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (_OUT,),
+    "cuThreadExchangeStreamCaptureMode": (_OUT,),
     "cuPointerGetAttribute": (_OUT, c_int, c_uint64),
     "cuMemGetAddressRange_v2": (_OUT, _OUT, c_uint64),
     "cuMemHostAlloc": (_OUT, c_size_t, c_uint),
@@ -114,11 +118,16 @@ class Driver:
             self.call("cuDeviceGet", byref(number), device)
             self.call("cuDevicePrimaryCtxRetain", byref(context), number)
             self._contexts[device] = context
-        self.call("cuCtxPushCurrent_v2", self._contexts[device])
+        mode = c_uint(_RELAXED)
+        self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
         try:
-            yield
+            self.call("cuCtxPushCurrent_v2", self._contexts[device])
+            try:
+                yield
+            finally:
+                self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
         finally:
-            self.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+            self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def allocation(self, address: int) -> Allocation | None:
         """The allocation that an address lies in, None where that is no device memory."""

@@ -1,0 +1,40 @@
+"""What `mooncake-connector doctor vllm` says of devices: whether a pool's memory can be page-locked for them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+
+import numpy as np
+
+from mooncake_connector.checks import Check, ok, warning
+from mooncake_connector.sizes import human_nbytes
+from transfer.transports.base import Unavailable
+from transfer.transports.cuda.driver import system_driver
+from vllm_plugin.device.page_locks import MEND, limit
+
+_NAME = "page locks"
+_TRIED_NBYTES = 64 << 20
+"""More than the usual default of the limit."""
+
+
+def check_page_locks() -> Iterator[Check]:
+    """Try to lock shared memory as the pool's would be. Nothing where there is no CUDA device."""
+    try:
+        driver = system_driver()
+    except Unavailable:
+        return
+    memory = np.frombuffer(mmap.mmap(-1, _TRIED_NBYTES), dtype=np.uint8)
+    address = memory.ctypes.data
+    try:
+        driver.register(0, address, _TRIED_NBYTES)
+        driver.unregister(0, address)
+    except Unavailable as error:
+        yield warning(
+            _NAME,
+            f"the driver locks no {human_nbytes(_TRIED_NBYTES)} ({error}), so each page is copied once more on its way "
+            f"between pool and device. The limit of locked memory is {limit()}; where it is in the way, {MEND}. A "
+            "device in use by others may also be out of memory, and some sandboxes forbid it",
+        )
+        return
+    yield ok(_NAME, f"the driver locks shared memory, so devices copy pages by themselves (limit: {limit()})")
