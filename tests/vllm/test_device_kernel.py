@@ -10,6 +10,7 @@ import itertools
 import mmap
 import sys
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -378,3 +379,57 @@ def test_addresses_and_counts_are_not_compiled_into_the_kernel() -> None:
     numbers = itertools.product((0, 16, 1, 1 << 47), (0, 1, 16), (0, 16, 1))
     seen = {str(binder(*three, **constants)[1][:3]) for three in numbers}
     assert len(seen) == 1 and str(seen).count("i64") == 3
+
+
+class Loaded:
+    """In place of Triton's driver, for an H100: notes what is loaded, and what Triton's launcher launches."""
+
+    def __init__(self) -> None:
+        from triton.backends.nvidia import driver
+
+        self.loaded: list[str] = []
+        self.launched: list[tuple[Any, ...]] = []
+        self.launcher_cls = driver.CudaLauncher
+        self.utils = SimpleNamespace(
+            load_binary=self._load,
+            launch=lambda *arguments: self.launched.append(arguments),
+            get_device_properties=lambda device: {"max_shared_mem": 228 << 10},
+            build_signature_metadata=tuple,
+        )
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def _load(self, name: str, binary: bytes, *rest: Any) -> tuple[Any, ...]:
+        assert binary[:4] == b"\x7fELF"
+        self.loaded.append(name)
+        return 1, 77, 32, 0, 1024
+
+
+def test_it_is_loaded_once_and_launched_on_the_stream_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import driver
+
+    stand_in = Loaded()
+    monkeypatch.setattr(triton.runtime.driver, "_active", stand_in)
+    monkeypatch.setattr(driver, "PyKernelArg", lambda nested_tuple, type: (nested_tuple, type), raising=False)
+    monkeypatch.setattr(driver, "ARG_TUPLE", 2, raising=False)
+    fmt, block_tokens, order = GEOMETRIES["Llama-3-8B"]
+    permutation = Permutation.of(fmt, laid_out(fmt, 100, block_tokens, order, 1 << 40)[0])
+    start = load(interpret=False).prepare(permutation, into_blocks=True)
+    assert len(stand_in.loaded) == 1 and not stand_in.launched
+    start(0x1000, 5, 0x2000, 9)
+    start(0x1000, 0, 0x2000, 9)
+    start(0x3000, 7, 0x2000, 9)
+    assert len(stand_in.loaded) == 1
+    assert [one[:5] for one in stand_in.launched] == [(5, 32, 1, 9, 77), (7, 32, 1, 9, 77)]
+    assert [one[-1][:3] for one in stand_in.launched] == [(0x1000, 5, 0x2000), (0x3000, 7, 0x2000)]
+    signature = stand_in.launched[0][-2]
+    assert list(signature) == ["i64"] * 3, "all else is compiled in"
