@@ -32,6 +32,10 @@ from store_client.embedded.table import CAUSES, COUNTERS
 _NAME = re.compile(r"[0-9a-f]{32}")
 _DESCRIPTION_NBYTES = 4096
 _COUNTS_AT, _COUNTS_NBYTES = 4096, 4096
+_DEVICE_AT = _COUNTS_NBYTES // 8 - 1
+"""Of the words of the counts' page, the one that is not 0 where a device may write into what the process reserved."""
+_DEVICE_STOPS_S = 10.0
+"""A process that is killed may be gone before its device has stopped: by then it has."""
 _MAX_COMMAND = 400
 _SECRET = re.compile(r"(?:^|[-_.])(?:api[-_]?key|key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
 _SECRET_IN_JSON = re.compile(r'("[^"]*(?:key|token|secret|passw)[^"]*"\s*:\s*)"[^"]*"', re.IGNORECASE)
@@ -64,8 +68,13 @@ class Counters:
     def move(self, page: U64) -> None:
         """Go on in other memory."""
         with self._lock:
-            page[: len(_COUNTS)] = self._page[: len(_COUNTS)]
+            page[: len(_COUNTS)], page[_DEVICE_AT] = self._page[: len(_COUNTS)], self._page[_DEVICE_AT]
             self._page = page
+
+    def has_device(self) -> None:
+        """From now on a device may write into what this process reserves."""
+        with self._lock:
+            self._page[_DEVICE_AT] = 1
 
     def abandon_in_child(self) -> None:
         """After a fork: the page is the parent's."""
@@ -98,6 +107,8 @@ class Owners:
         self.id = uuid.uuid4().bytes
         self._path = folder / self.id.hex()
         self._changing = threading.Lock()
+        self._gone_s: dict[bytes, float] = {}
+        """When owners with a device were first found without their lock."""
         self._fd, page = self._make(self._path)
         self.counters = Counters(page)
 
@@ -145,7 +156,10 @@ class Owners:
         return waiting_counts(self._folder, owner)
 
     def is_dead(self, owner: bytes) -> bool:
-        """True if no process holds the lock of `owner` any more: a file that is gone proves nothing."""
+        """True if no process holds the lock of `owner` any more: a file that is gone proves nothing.
+
+        One whose device may still write counts as alive for a while.
+        """
         if owner == self.id:
             return False
         try:
@@ -154,13 +168,20 @@ class Owners:
             return False
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            had_device = any(os.pread(fd, 8, _COUNTS_AT + 8 * _DEVICE_AT))
         except OSError:
             return False
         finally:
             os.close(fd)
+        now_s = time.monotonic()
+        return not had_device or now_s - self._gone_s.setdefault(owner, now_s) >= _DEVICE_STOPS_S
+
+    def is_stopping(self, owner: bytes) -> bool:
+        """Whether it is gone, and its device may still write."""
+        return owner in self._gone_s and not self.is_dead(owner)
 
     def forget(self, owner: bytes) -> None:
+        self._gone_s.pop(owner, None)
         (self._folder / owner.hex()).unlink(missing_ok=True)
 
     def dead(self) -> list[bytes]:

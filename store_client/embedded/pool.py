@@ -131,6 +131,7 @@ class Pool:
     def lock_memory(self, locks: MemoryLocks) -> None:
         """Keep the arena page-locked, in the background, until the pool is closed."""
         if self.arena.is_in_memory:
+            self.counters.has_device()  # before it can write
             self.arena.lock_memory(locks, self._secured)
         else:
             log_once(

@@ -384,14 +384,17 @@ class Writer:
             )  # fmt: skip
 
     def _reclaim(self, *, alone: bool = False) -> int:
-        """Take back what dead writers had reserved; return the granules. `alone`: every other owner is dead."""
+        """Take back what dead writers had reserved; return the granules. `alone`: every other owner is dead, though the
+        device of one may be about to stop."""
         reclaimed = 0
         with self._ledger.transaction() as draft:
             dead: dict[bytes, bool] = {}
             for reservation in draft.reservations():
                 owner = reservation.owner
                 if owner not in dead:
-                    dead[owner] = self._owners.is_dead(owner) or (alone and owner != self._owners.id)
+                    dead[owner] = self._owners.is_dead(owner) or (
+                        alone and owner != self._owners.id and not self._owners.is_stopping(owner)
+                    )
                 if dead[owner]:
                     self._give_back(draft, reservation)
                     reclaimed += int(reservation.space_runs[:, 1].sum())

@@ -13,6 +13,7 @@ from store.audit import audit
 from store.pools import CAPACITY, data_folder, fill, inside, run, space_in
 
 from store_client import EmbeddedStore, Put
+from store_client.embedded import owners as pool_owners
 from store_client.embedded import pool_users, registry
 from store_client.embedded.folder import remove_pool
 from store_client.embedded.ledger import Ledger
@@ -182,3 +183,45 @@ def test_a_pool_that_was_replaced_is_closed_once_the_last_call_in_it_ends(pool, 
     ended.set()
     reader.join()
     wait_for(lambda: old.arena._fd < 0)
+
+
+WITH_A_DEVICE = """
+    class Locks:
+        def lock(self, address, nbytes):
+            return True
+        def unlock(self, address):
+            pass
+    def fill(i, view):
+        os._exit(9)
+    store.lock_memory(Locks())
+    space.write(chain('killed', 3), fill, nbytes=65536, parents=parents_of(chain('killed', 3)), deadline_s=60)
+"""
+
+
+def test_space_of_a_writer_that_was_killed_goes_to_others_once_its_device_has_stopped(pool, monkeypatch):
+    """A process is gone for others a moment before its device is: what that still writes must meet nobody's page."""
+    monkeypatch.setattr(pool_owners, "_DEVICE_STOPS_S", 3600.0)
+    monkeypatch.setattr("store_client.embedded.writer._RECLAIM_PERIOD_S", 0.0)
+    with EmbeddedStore(pool, CAPACITY) as store:
+        assert run(WITH_A_DEVICE.replace("store.lock_memory(Locks())", ""), pool).returncode == 9
+        assert run(WITH_A_DEVICE, pool).returncode == 9
+        for _ in range(3):
+            inside(store).writer.settle(time.monotonic() + 60)
+        assert reserved(store) == 1, "that of the one without a device is back"
+    with EmbeddedStore(pool) as alone:
+        assert reserved(alone) == 1, "nor does it come back to one that is alone"
+        assert put_chain(space_in(alone), chain("a", CAPACITY // 65536)).count(Put.FAILED) >= 3
+        monkeypatch.setattr(pool_owners, "_DEVICE_STOPS_S", 0.0)
+        inside(alone).writer.settle(time.monotonic() + 60)
+        assert reserved(alone) == 0
+        audit(alone)
+
+
+def test_that_a_process_has_a_device_outlasts_its_file(store):
+    owners = inside(store)._owners
+    owners.counters.has_device()
+    owners._path.unlink()
+    assert owners.restore()
+    assert any(owners._path.read_bytes()[4096 + 8 * pool_owners._DEVICE_AT :])
+    owners.counters.take()
+    assert any(owners._path.read_bytes()[4096 + 8 * pool_owners._DEVICE_AT :])
