@@ -167,7 +167,7 @@ class Arena:
         One that reads there needs the space anew, and is killed where the file system is full (SIGBUS).
         """
         size = os.fstat(self._fd).st_size - first * GRANULE
-        if size <= 0 or self._locked:
+        if size <= 0:
             return
         with self._alone() as alone:
             if alone:

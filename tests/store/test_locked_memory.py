@@ -7,17 +7,18 @@ import fcntl
 import mmap
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from store.pools import CAPACITY, inside, run, running, space_in, works
+from store.pools import CAPACITY, inside, program, run, running, space_in, works
 
 from store_client import EmbeddedStore
 from store_client.embedded import arena as arenas
-from store_client.embedded import locked_memory
+from store_client.embedded import locked_memory, owners
 from store_client.testing import PAGE_NBYTES, chain, get_page, page_bytes, put_chain
 
 LIMIT_S = 120.0
@@ -376,6 +377,51 @@ def test_what_a_process_locked_is_punched_by_no_other_until_it_is_gone(pool):
     assert arena.stat().st_blocks * 512 <= CAPACITY // 4
     with EmbeddedStore(pool) as store:
         assert works(store) and not store.verify().corrupt
+
+
+KILLED_IN_SETTLE = """
+class Locks:
+    def lock(self, address, nbytes):
+        return True
+
+    def unlock(self, address):
+        raise SystemExit("nobody unlocks here")
+
+store.lock_memory(Locks())
+places = []
+
+def settle():
+    print(*[place - store.memory.ctypes.data for place in places], flush=True)
+    sys.stdin.read()
+
+def fill(i, view):
+    places.append(view.ctypes.data)
+
+keys = chain('killed', 8)
+space.write(keys, fill, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=60, settle=settle)
+"""
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["", "control"])
+def test_what_the_device_of_a_killed_process_still_writes_meets_nobodys_page(pool, monkeypatch, waits):
+    monkeypatch.setattr(owners, "_DEVICE_STOPS_S", 3600.0 if waits else 0.0)
+    monkeypatch.setattr("store_client.embedded.writer._RECLAIM_PERIOD_S", 0.0)
+    with EmbeddedStore(pool, CAPACITY) as store:
+        command = program(KILLED_IN_SETTLE, pool)
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            places = [int(place) for place in process.stdout.readline().split()]
+            process.kill()
+            process.wait(LIMIT_S)
+        assert len(places) == 8
+        for name in ("b", "c"):
+            put(store, CAPACITY, name)
+        memory = store.memory
+        for place in places:  # as its device does
+            memory[place : place + PAGE_NBYTES] = 7
+        report = store.verify()
+        assert report.pages + len(places) >= CAPACITY // PAGE_NBYTES
+        assert (report.corrupt == 0) == waits
 
 
 def test_a_page_is_right_after_a_shrink_and_growth_under_locks(growing, locks):
