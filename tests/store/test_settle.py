@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -93,9 +94,9 @@ def test_a_wrong_page_among_others_is_not_shown_and_is_forgotten(store, space):
     found, device = read(space, keys)
     assert found == [True, True, False, True]
     assert sorted(device.read) == [0, 1, 3] and all(map(device.is_right, device.read))
-    assert store.stats().failures["corrupt"] == 1
-    inside(store).writer.settle(1e9)
+    inside(store).writer.settle(time.monotonic() + 60)  # which the thread that drops such pages may be doing right now
     assert space.contains(keys) == [True, True, False, True]
+    assert store.stats().failures["corrupt"] == 1
 
 
 def test_pages_in_pieces_are_settled_as_well(store, space):
