@@ -153,7 +153,7 @@ class TieredSpace(SpaceAround):
     def _look(self, keys: Sequence[bytes], former: _Answer | None, now_s: float) -> _Found:
         """How many pages are present: in full now and then, or else only what was missing. Pages that the agent has
         just said to have landed need no look."""
-        whole_s, looked_s, present = now_s, 0.0, 0
+        whole_s, looked_s, present = now_s, -math.inf, 0
         if former is not None and now_s - former.found.whole_s < _WHOLE_AGAIN_S:
             present, whole_s, looked_s = former.found
             asked = self._asks.get(keys[present])
