@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from mooncake_connector import checks, quick_start
 from mooncake_connector.checks import Check, failed, ok, warning
-from mooncake_connector.config.schema import environ_name
+from mooncake_connector.config.sources import environ_name
 from sglang_backend import BACKEND, KNOWN_VERSION
 
 START = quick_start.SGLANG

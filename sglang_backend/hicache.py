@@ -29,15 +29,16 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.kv.geometry import Shard
-from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once, set_log_level
 from mooncake_connector.misses import Miss
 from sglang_backend import own_settings
+from sglang_backend.calls import first_slots, page_keys, parent_key
 from sglang_backend.host_pages import CanonicalPages, HostPages, opaque_pages, plain_format
 from sglang_backend.identity import WHOLE, identify, of_opaque_pool, of_weights_in_memory, opaque_pool
 from sglang_backend.metrics import Metrics
@@ -138,7 +139,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     @contained(lambda: False)
     def exists(self, key: str) -> bool:
-        return self._kv is not None and self._kv.contains(_names([key]))[0]
+        return self._kv is not None and self._kv.contains(page_keys([key]))[0]
 
     @contained(lambda: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
@@ -151,7 +152,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         tier."""
         if self._kv is None:
             return 0
-        found, why = self._kv.prefix(_names(keys[:wanted]), _parent(extra_info), fetch=fetch)
+        found, why = self._kv.prefix(page_keys(keys[:wanted]), parent_key(extra_info), fetch=fetch)
         page_tokens = self._kv.pages.page_slots
         hits = found if found * page_tokens >= (self._config.min_hit_tokens or 0) else 0
         self._missed(why or Miss.GROUPS_DISAGREE, len(keys) - found)  # beyond what was wanted
@@ -182,7 +183,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
         # are looked for first, and the KV is fetched as far as they go.
         trailing = [one for one in pool_transfers or [] if one.hit_policy == PoolHitPolicy.TRAILING_PAGES]
         asks = bool(self._config.tiers) and threading.current_thread() is not threading.main_thread()
-        states = look_for_states(trailing, self._others, _names(keys), self._config.lookup_wait_s if asks else None)
+        states = look_for_states(trailing, self._others, page_keys(keys), self._config.lookup_wait_s if asks else None)
         reach = longest(states, trailing) if asks and trailing else 0
         fetch = not trailing or reach > 0
         # Without a buffer of its own, the anchor has what the other pools have.
@@ -191,7 +192,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             kv_pages = self._hits(keys, extra_info, fetch=fetch, wanted=reach or len(keys))
         hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         legal = set(range(1, kv_pages + 1))
-        names = _names(keys[:kv_pages])
+        names = page_keys(keys[:kv_pages])
         for transfer in pool_transfers or []:
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:  # never decides about the KV pages
                 continue
@@ -201,7 +202,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             elif transfer.name in states:
                 present = states[transfer.name][:kv_pages]
             elif fetch:
-                found = other.prefix(names, _parent(extra_info)).pages
+                found = other.prefix(names, parent_key(extra_info)).pages
                 present = [True] * found + [False] * (kv_pages - found)
             else:
                 present = other.contains(names)
@@ -264,7 +265,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             return self._no_flat_pages()
         if values is None or len(values) != len(keys):
             return False
-        names = _names(keys)
+        names = page_keys(keys)
         return all(self._kv.save(names, lambda i, page: pages.save_flat(values[i], page), None))
 
     @contained(nothing)
@@ -322,10 +323,10 @@ class MooncakeConnectorStorage(HiCacheStorage):
 
     def _load(self, stored: StoredPool | None, keys: Sequence[str], indices: torch.Tensor | None) -> list[bool]:
         def load() -> list[bool] | None:
-            slots = _first_slots(stored, keys, indices)
+            slots = first_slots(stored, keys, indices)
             if stored is None or slots is None:
                 return None
-            return stored.load(_names(keys), lambda i, part, page: stored.pages.load(slots[i], part, page))
+            return stored.load(page_keys(keys), lambda i, part, page: stored.pages.load(slots[i], part, page))
 
         arrived = contained(nothing)(load)() or [False] * len(keys)
         if stored is self._kv:
@@ -350,13 +351,13 @@ class MooncakeConnectorStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
         def save() -> list[bool] | None:
-            slots = _first_slots(stored, keys, indices)
+            slots = first_slots(stored, keys, indices)
             if stored is None or slots is None:
                 return None
-            parent = _parent(extra_info)
+            parent = parent_key(extra_info)
             if stored is not self._kv and parent is not None and not stored.contains([parent])[0]:
                 parent = None  # states are kept here and there: no state before is no reason to be evicted
-            return stored.save(_names(keys), lambda i, page: stored.pages.save(slots[i], page), parent)
+            return stored.save(page_keys(keys), lambda i, page: stored.pages.save(slots[i], page), parent)
 
         return contained(nothing)(save)() or [False] * len(keys)
 
@@ -366,7 +367,7 @@ class MooncakeConnectorStorage(HiCacheStorage):
             return [self._no_flat_pages()] * len(keys)
 
         def load() -> list[bool]:
-            return kv.load(_names(keys), lambda i, part, page: pages.load_flat(targets[i], part, page))
+            return kv.load(page_keys(keys), lambda i, part, page: pages.load_flat(targets[i], part, page))
 
         arrived = contained(lambda: [False] * len(keys))(load)()
         self._count_loaded(arrived)
@@ -380,33 +381,3 @@ class MooncakeConnectorStorage(HiCacheStorage):
             logger=logger,
         )
         return False
-
-
-def _names(keys: Sequence[str]) -> list[bytes]:
-    """SGLang's page hashes as page keys. Raises ValueError for one that is not 64 hex digits."""
-    names = [bytes.fromhex(key) for key in keys]
-    for key, name in zip(keys, names, strict=True):
-        if len(name) != KEY_NBYTES:
-            raise ValueError(f"SGLang's page hash {key!r} has {len(name)} bytes: expected {KEY_NBYTES}")
-    return names
-
-
-def _parent(extra_info: HiCacheStorageExtraInfo | None) -> bytes | None:
-    """The page before the first one of a call, where SGLang says it (`hicache_storage_pass_prefix_keys`)."""
-    before = extra_info.prefix_keys if extra_info is not None else None
-    return _names(before[-1:])[0] if before else None
-
-
-def _first_slots(stored: StoredPool | None, keys: Sequence[str], indices: torch.Tensor | None) -> list[int] | None:
-    """The first slot of each page, or None where SGLang's indices do not fit the keys."""
-    if stored is None or indices is None or indices.numel() != len(keys) * stored.pages.page_slots:
-        if keys:
-            log_once(
-                "sglang.indices",
-                "SGLang asked for %d pages with %s host indices: not moved",
-                len(keys), None if indices is None else indices.numel(),
-                logger=logger,
-            )  # fmt: skip
-        return None
-    slots: list[int] = indices[:: stored.pages.page_slots].tolist()
-    return slots

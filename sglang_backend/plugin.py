@@ -18,7 +18,7 @@ import sglang
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.plugins.hook_registry import HookType
 
-from mooncake_connector.config.schema import environ_name, load_config
+from mooncake_connector.config.sources import environ_name, load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.log import get_logger

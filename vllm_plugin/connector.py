@@ -25,7 +25,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import vllm_plugin
-from mooncake_connector.config.schema import Config, load_config, load_settings
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import load_config, load_settings
 from mooncake_connector.config.values import PageTokens
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_level

@@ -16,7 +16,8 @@ from typing import Any
 
 from mooncake_connector import checks, quick_start
 from mooncake_connector.checks import Check, failed, ok, warning
-from mooncake_connector.config.schema import Config, environ_name, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import environ_name, load_config
 from mooncake_connector.errors import ConfigError
 from vllm_plugin import CONNECTOR, MODULE
 from vllm_plugin.device.checks import check_page_locks

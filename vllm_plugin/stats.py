@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.metrics.registry import VLLM, VLLM_PREFIX, Kind, Metric, by_figure
 from mooncake_connector.misses import Miss

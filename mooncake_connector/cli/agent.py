@@ -10,7 +10,8 @@ import typer
 
 from mooncake_connector.cli import tables
 from mooncake_connector.cli.output import Json, print_json, print_table, typed_path, width
-from mooncake_connector.config.schema import Config, environ_name, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import environ_name, load_config
 from mooncake_connector.errors import ConfigError, PoolError
 from store_client.agent import lock as lock_
 from store_client.agent.process import leave, log_to_stderr, serve

@@ -11,7 +11,9 @@ import typer
 
 from mooncake_connector.cli.columns import sheet
 from mooncake_connector.cli.output import Json, command_group, print_json, print_table, typed_path, width
-from mooncake_connector.config.schema import Config, Setting, load_settings
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import load_settings
+from mooncake_connector.config.together import Setting
 from mooncake_connector.config.values import shown
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes

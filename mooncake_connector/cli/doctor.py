@@ -26,7 +26,8 @@ from mooncake_connector.cli.doctor_rdma import rdma_checks
 from mooncake_connector.cli.doctor_transfers import transfer_checks
 from mooncake_connector.cli.output import EXIT_FAILED, Json, command_group, print_json, styled, width
 from mooncake_connector.cli.store import Pool
-from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import ConfigError, PoolError
 from mooncake_connector.sizes import human_nbytes
 from store_client import EmbeddedStore

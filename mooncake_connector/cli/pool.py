@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mooncake_connector.cli.tables import ID_DIGITS, user_text
-from mooncake_connector.config.schema import environ_name, load_config
+from mooncake_connector.config.sources import environ_name, load_config
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Store
 from store_client.embedded import pool_users

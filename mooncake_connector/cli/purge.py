@@ -10,8 +10,8 @@ import typer
 from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli.output import EXIT_FAILED, Json, human_seconds, print_error, print_json
 from mooncake_connector.cli.store import Pool, Which, Yes, confirm
-from mooncake_connector.config.schema import environ_name, load_config
 from mooncake_connector.config.secret import read_secret
+from mooncake_connector.config.sources import environ_name, load_config
 from mooncake_connector.config.tiers import AnyTier
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.sizes import human_nbytes, parse_nbytes

@@ -11,7 +11,8 @@ import typer
 from mooncake_connector.cli.columns import pairs
 from mooncake_connector.cli.output import Json, print_json, print_table, typed_path, width
 from mooncake_connector.cli.pool import opened
-from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import PoolError
 from mooncake_connector.kv.identity.shape import ITEMSIZES, read_shape
 from mooncake_connector.sizes import human_nbytes, parse_nbytes

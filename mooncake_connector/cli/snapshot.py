@@ -23,7 +23,7 @@ from rich.progress import (
 from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli.output import EXIT_DAMAGED, Json, error_console, print_json, typed_path
 from mooncake_connector.cli.store import Pool, Which
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import PoolError
 from mooncake_connector.sizes import human_nbytes
 from store_client import EmbeddedStore

@@ -16,7 +16,7 @@ from mooncake_connector.cli.doctor import pool_checks, print_check
 from mooncake_connector.cli.doctor_transfers import transfer_checks
 from mooncake_connector.cli.output import EXIT_FAILED, print_error, typed_path
 from mooncake_connector.cli.up_board import Board, welcome
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.deploy import checks, docs
 from mooncake_connector.deploy.commands import Command, commands, typed
 from mooncake_connector.deploy.file import read_deployment

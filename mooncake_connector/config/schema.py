@@ -1,29 +1,16 @@
-"""Configuration: one schema, and four places that values come from.
+"""Configuration: the one schema. Where values come from is in `mooncake_connector.config.sources`.
 
-Precedence, field by field: the engine's JSON, then environment variables, then the file named by
-`MOONCAKE_CONNECTOR_CONFIG`, then the default. Every source is checked in full, also where another one wins.
-docs/configuration.md is generated from the schema by `mooncake_connector.config.docs`.
+docs/configuration.md is generated from it by `mooncake_connector.config.docs`.
 """
 
-import difflib
-import ipaddress
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from mooncake_connector.config.environ import is_service_variable
-from mooncake_connector.config.file import read_config_file
-from mooncake_connector.config.tiers import Tiers, decode_tiers, place_of
-from mooncake_connector.config.values import TRANSPORTS, Hosts, IpAddress, Nbytes, PageTokens, Transports, decode, shown
-from mooncake_connector.errors import ConfigError
-
-ENV_PREFIX = "MOONCAKE_CONNECTOR_"
-ENV_FILE = ENV_PREFIX + "CONFIG"
+from mooncake_connector.config.tiers import Tiers
+from mooncake_connector.config.values import TRANSPORTS, Hosts, IpAddress, Nbytes, PageTokens, Transports
 
 
 def _field(description: str, allowed: str, **bounds: Any) -> Meta:
@@ -344,171 +331,3 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def effective_min_hit_tokens(self) -> int:
         """`min_hit_tokens`, or one page where it is not set."""
         return self.page_tokens if self.min_hit_tokens is None else self.min_hit_tokens
-
-
-_FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
-_LONGEST_NAME = 80
-_PRIVATE = {"secret_file", "agent_http_token_file", "tls_key"}
-"""Fields in which a person may put the secret itself by mistake: a message does not repeat what was refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The value of one field, and where it comes from: "default", or the place that set it."""
-
-    name: str
-    value: Any
-    source: str
-
-
-def load_config(
-    engine_json: Mapping[str, Any] | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> Config:
-    """The configuration in force. `environ` defaults to the process's environment.
-
-    Raises ConfigError that names the source, the key, the value seen and what is allowed.
-    """
-    return Config(**{setting.name: setting.value for setting in load_settings(engine_json, environ)})
-
-
-def load_settings(
-    engine_json: Mapping[str, Any] | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> list[Setting]:
-    """Every field of the configuration in force, with its source. Raises as `load_config`."""
-    environ = os.environ if environ is None else environ
-    given: dict[str, Setting] = {}
-    file_name = environ.get(ENV_FILE, "")
-    if file_name:
-        for name, (value, line) in read_config_file(Path(file_name)).items():
-            where = f"file {file_name}" + (f", line {line}" if line else "")
-            given[name] = checked(name, value, where)
-    given |= _from_environ(environ)
-    if engine_json is not None:
-        if not isinstance(engine_json, Mapping):
-            raise ConfigError(f"the engine's JSON holds {shown(engine_json)}: expected keys with values")
-        given |= {name: checked(name, value, "the engine's JSON") for name, value in engine_json.items()}
-    settings = [given.get(name) or Setting(name, field.default, "default") for name, field in _FIELDS.items()]
-    check_together(settings)
-    return settings
-
-
-def environ_name(field: str) -> str:
-    """The environment variable that sets one field."""
-    return ENV_PREFIX + field.upper()
-
-
-def field_metadata(name: str) -> Meta:
-    """Description, bounds and `extra` ("allowed") of one field of `Config`."""
-    meta = _FIELDS[name].type.__metadata__[0]
-    assert isinstance(meta, Meta)
-    return meta
-
-
-def _from_environ(environ: Mapping[str, str]) -> dict[str, Setting]:
-    given = {}
-    for variable in sorted(environ):
-        if not variable.startswith(ENV_PREFIX) or variable == ENV_FILE or environ[variable] == "":
-            continue
-        name = variable.removeprefix(ENV_PREFIX).lower()
-        ours = name in _FIELDS and variable == environ_name(name)
-        if is_service_variable(variable, environ, ours):
-            continue
-        if not ours:
-            known = [environ_name(field) for field in _FIELDS]
-            raise ConfigError(
-                f"environment variable {variable[:_LONGEST_NAME]} is unknown{suggestion(variable, known)}"
-            )
-        source = f"environment variable {variable}"
-        given[name] = Setting(name, _convert(name, environ[variable], source, strict=False), source)
-    return given
-
-
-def checked(name: Any, value: Any, where: str) -> Setting:
-    """One setting, written at `where`, by its name. Raises ConfigError."""
-    if name not in _FIELDS:
-        raise ConfigError(f"unknown configuration key {shown(name)} in {where}{suggestion(str(name), list(_FIELDS))}")
-    return Setting(name, _convert(name, value, f"{name} in {where}", strict=True), where)
-
-
-def check_together(settings: list[Setting]) -> None:
-    """What must hold between fields, whichever sources they come from. Raises ConfigError."""
-    found = {setting.name: setting for setting in settings}
-    value = {setting.name: setting.value for setting in settings}
-
-    def said(name: str) -> str:
-        source = found[name].source
-        if source == "default":
-            return f"{name} by default"
-        return source if source.startswith("environment variable") else f"{name} in {source}"
-
-    def seen(name: str) -> str:
-        text = (
-            "null" if value[name] is None else repr(str(value[name]) if isinstance(value[name], Path) else value[name])
-        )
-        return f"{said(name)} is {text}"
-
-    if value["granularity_chunk_tokens"] > value["granularity_layer_tokens"]:
-        raise ConfigError(
-            f"{seen('granularity_chunk_tokens')} and {seen('granularity_layer_tokens')}: expected the first to be at "
-            "most the second"
-        )
-    tls = ("tls_certificate", "tls_key", "tls_authority")
-    if len({value[name] is None for name in tls}) > 1:
-        raise ConfigError(f"{', '.join(map(seen, tls))}: expected all three for TLS, or none")
-    needing = [tier.title for tier in value["tiers"] if tier.kind in ("folder", "object")]
-    if needing and value["secret_file"] is None:
-        raise ConfigError(
-            f"{said('tiers')} has {', '.join(needing)}, and {seen('secret_file')}: set secret_file to a file with the "
-            "same secret on all hosts, since others may write there and pages are signed with it"
-        )
-    pool = os.path.realpath(value["pool"]) if value["pool"] is not None else None
-    for tier in value["tiers"]:
-        place = place_of(tier)
-        if pool is not None and place is not None and Path(place).is_relative_to(pool):
-            raise ConfigError(
-                f"{said('tiers')} has {tier.title} with path {shown(place)}, and {seen('pool')}: expected a path "
-                "outside the pool's folder"
-            )
-    if (
-        value["agent_http_port"]
-        and value["agent_http_token_file"] is None
-        and not ipaddress.ip_address(value["agent_http_host"]).is_loopback
-    ):
-        raise ConfigError(
-            f"{seen('agent_http_host')}, and {seen('agent_http_token_file')}: set agent_http_token_file to a file with "
-            "a token, or agent_http_host to 127.0.0.1, which other hosts do not reach"
-        )
-    hosts = value["transfer_hosts"]
-    if hosts and value["secret_file"] is None:
-        raise ConfigError(
-            f"{said('transfer_hosts')} has {', '.join(hosts)}, and {seen('secret_file')}: set secret_file to a file "
-            "with the same secret for all instances, or leave transfer_hosts unset where all of them run on this host"
-        )
-
-
-def suggestion(name: str, known: list[str]) -> str:
-    """What a message about an unknown name ends with."""
-    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    return f"{hint}; known are {', '.join(known)}"
-
-
-def _convert(name: str, value: Any, source: str, *, strict: bool) -> Any:
-    """`value` as the field's type; text such as "64", "null" or "1.5" counts as a value where not `strict`."""
-    if not strict and value == "null" and _FIELDS[name].default is None:
-        return None
-    try:
-        if name == "tiers":
-            return decode_tiers(value, strict=strict)
-        return msgspec.convert(
-            value, _FIELDS[name].type, strict=strict, dec_hook=lambda wanted, seen: decode(wanted, seen, strict)
-        )
-    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
-        extra = field_metadata(name).extra or {}
-        if name == "tiers" and isinstance(error, ValueError) and not isinstance(error, msgspec.ValidationError):
-            raise ConfigError(f"{source}: {error}") from None
-        is_private = name == "tiers" or (name in _PRIVATE and value and isinstance(value, str))
-        seen = "not shown here" if is_private else shown(value)
-        raise ConfigError(f"{source} is {seen}: expected {extra['allowed']}") from None

@@ -1,6 +1,6 @@
 """Values of configuration fields that plain types do not describe, and the forms in which they may be written.
 
-Each is checked alone; what must hold between fields is `mooncake_connector.config.schema`'s work.
+Each is checked alone; what must hold between fields is `mooncake_connector.config.together`'s work.
 """
 
 from __future__ import annotations

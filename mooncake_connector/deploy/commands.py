@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from mooncake_connector.config.schema import Config, environ_name, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import environ_name, load_config
 from mooncake_connector.deploy.schema import (
     DECODE_PORT,
     PEER_PORT_OFFSET,

@@ -11,8 +11,10 @@ import msgspec
 import yaml
 
 from mooncake_connector.config.file import entries, parse_yaml, read_text, value_of
-from mooncake_connector.config.schema import Config, Setting, check_together, checked, suggestion
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import checked, suggestion
 from mooncake_connector.config.tiers import Tiers, place_of
+from mooncake_connector.config.together import Setting, check_together
 from mooncake_connector.config.values import shown
 from mooncake_connector.deploy.flags import problem_with
 from mooncake_connector.deploy.schema import (

@@ -32,7 +32,8 @@ from sglang.srt.runtime_context import (
     get_server_args,
 )
 
-from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.kv.identity.checkpoint import weights_digest
 from mooncake_connector.kv.namespace import canonical_json

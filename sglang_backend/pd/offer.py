@@ -9,7 +9,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from mooncake_connector.config.schema import environ_name
+from mooncake_connector.config.sources import environ_name
 from mooncake_connector.log import get_logger
 from sglang_backend import BACKEND
 from sglang_backend.pd.pause import exchanging_first

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.log import ROOT_LOGGER, get_logger, printable, set_log_level
 from store_client.agent import lock as lock_

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mooncake_connector.config.schema import ENV_PREFIX, Config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import ENV_PREFIX
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.agent import lock as lock_
 from store_client.agent.settings import dump_settings

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mooncake_connector.log import get_logger, log_once
 from mooncake_connector.sizes import human_nbytes
 from store_client.embedded.arena import GRANULE, GROWTH_NBYTES, Arena
-from store_client.embedded.table import INLINE_EXTENTS
+from store_client.embedded.row import INLINE_EXTENTS
 
 if TYPE_CHECKING:
     from store_client.embedded.ledger import Draft

@@ -15,7 +15,8 @@ from store_client.embedded.evicted import Evicted
 from store_client.embedded.ledger import Draft, Ledger
 from store_client.embedded.names import U32, U64, Slots
 from store_client.embedded.policies import POLICIES, Arrivals, Candidates, Hints, Policy, policy_name, policy_number
-from store_client.embedded.table import AGES, Row, Table, now_ns
+from store_client.embedded.row import Row
+from store_client.embedded.table import AGES, Table, now_ns
 from store_client.fate import Lost
 
 FORGET_BATCH = 4096

@@ -18,7 +18,7 @@ from store_client.base import Position
 from store_client.embedded.faults import Damaged
 from store_client.embedded.locks import open_file
 from store_client.embedded.names import U8, U64
-from store_client.embedded.table import ROW_DTYPE
+from store_client.embedded.row import ROW_DTYPE
 
 _HEADER_NBYTES = 4096
 _HEAD, _TOLD, _WRITING, _READY, _READY_TO = range(5)

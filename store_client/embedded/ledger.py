@@ -24,7 +24,8 @@ import numpy as np
 from store_client.embedded.allocator import FreeRuns, Runs, as_runs, clip_runs
 from store_client.embedded.faults import Damaged
 from store_client.embedded.feed import Feed
-from store_client.embedded.table import Record, Table, now_ns
+from store_client.embedded.redo import Record
+from store_client.embedded.table import Table, now_ns
 
 _META = struct.Struct("<QQII")
 _FREE, _SLOTS, _KEY_META, _KEY_RECORD = b"free", b"slots", b"meta", b"journal"

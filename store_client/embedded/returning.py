@@ -1,8 +1,8 @@
 """Pages that come back to a pool from a copy: into free space, with their time of use, proven before they show."""
 
 from store_client.embedded.pool import Pool
+from store_client.embedded.put import PutPages
 from store_client.embedded.space import FillAll, pieces_of
-from store_client.embedded.writer import PutPages
 
 
 def put_back(pool: Pool, pages: PutPages, fill: FillAll, deadline: float) -> list[str]:

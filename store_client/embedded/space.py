@@ -24,10 +24,10 @@ from store_client.embedded.hashing import digest, each
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.names import hash_keys, identify, join_keys
 from store_client.embedded.pool import Pool
+from store_client.embedded.put import Place, PutPages, PutPlan
 from store_client.embedded.reader import ConsumeAll
 from store_client.embedded.registry import Handle
 from store_client.embedded.table import BROUGHT
-from store_client.embedded.writer import Place, PutPages, PutPlan
 from store_client.fate import UNKNOWN, Fate, Known
 
 logger = get_logger(__name__)

@@ -21,13 +21,13 @@ from store_client.embedded.locks import LockTimeout
 from store_client.embedded.names import identify
 from store_client.embedded.policies import POLICIES
 from store_client.embedded.pool import Pool
+from store_client.embedded.put import PutPages
 from store_client.embedded.registry import Handle, attach
 from store_client.embedded.returning import put_back
 from store_client.embedded.space import EmbeddedSpace, FillAll
 from store_client.embedded.survey import Pages, Survey, View, peek, survey
 from store_client.embedded.table import now_ns
 from store_client.embedded.watching import UsedChain, Watch
-from store_client.embedded.writer import PutPages
 from store_client.memory_locks import MemoryLocks
 
 logger = get_logger(__name__)

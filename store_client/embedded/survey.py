@@ -14,7 +14,8 @@ from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from store_client.base import Pieces
 from store_client.embedded.pool import Pool
-from store_client.embedded.table import ROW_DTYPE, Found, Table, now_ns
+from store_client.embedded.row import ROW_DTYPE
+from store_client.embedded.table import Found, Table, now_ns
 
 PAGE = np.dtype(
     [

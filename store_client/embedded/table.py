@@ -6,22 +6,21 @@ true is decided by the LMDB transaction that holds the redo record; this file is
 
 import mmap
 import os
-import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.metrics.registry import AGES_S
 from store_client.embedded.faults import Damaged
 from store_client.embedded.locks import open_file
 from store_client.embedded.names import CELL_NBYTES, CELLS, U8, U32, U64, Cells, Slots, hash_key, hash_keys, num_buckets
+from store_client.embedded.redo import Record
+from store_client.embedded.row import INLINE_EXTENTS, ROW_DTYPE, ROW_NBYTES, Row
 
 HEADER_NBYTES = 4096
 COUNTERS = (
@@ -40,9 +39,6 @@ _FIRST_COUNTER = 64
 _COLUMN_NBYTES = 8 + 8 + 4 + 4 + 4
 _ROWS_AT_ONCE = 1 << 16
 
-NONE = 0xFFFFFFFF
-"""No parent."""
-
 READ, BROUGHT = 1, 2
 """Marks in the lowest bits of a page's time of last use: that it was read since it was stored, and that it did not come
 from an engine but from a tier. Hints like that time: a mark may be lost where two processes set it at once."""
@@ -53,130 +49,6 @@ for all within a second, since a request may touch a page several times. A hint 
 _USE, _USES = 4, 4 * MOST_USES
 _HINTS = _MARKS | _USES
 USES_APART_NS = 1_000_000_000
-
-_ROW = struct.Struct("<32sQQQIIIIII10IQ")
-ROW_NBYTES = _ROW.size
-_CHECKED = ROW_NBYTES - 8
-INLINE_EXTENTS = 5
-
-ROW_DTYPE = np.dtype(
-    [
-        ("key", "u1", KEY_NBYTES),
-        ("generation", "<u8"),
-        ("checksum", "<u8"),
-        ("space", "<u8"),
-        ("nbytes", "<u4"),
-        ("granules", "<u4"),
-        ("parent", "<u4"),
-        ("depth", "<u4"),
-        ("created", "<u4"),
-        ("num_extents", "<u4"),
-        ("extents", "<u4", 2 * INLINE_EXTENTS),
-        ("check", "<u8"),
-    ]
-)
-assert ROW_DTYPE.itemsize == ROW_NBYTES == 128
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row as read. `generation` is unique in the pool, so a row that reads the same twice did not change between."""
-
-    key: bytes
-    generation: int
-    checksum: int
-    """xxh3_64 of the page's bytes."""
-    space: int
-    """Identity of namespace and shard (`names.identify`): the row itself proves what its bytes mean."""
-    nbytes: int
-    granules: int
-    """Space taken in the arena, an extent list included."""
-    parent: int
-    """Slot of the page before it in the chain when it was stored, or NONE."""
-    depth: int
-    created: int
-    """Unix time in seconds."""
-    num_extents: int
-    """Above INLINE_EXTENTS the row's first extent is one granule that holds the list."""
-    extents: tuple[tuple[int, int], ...]
-    """(first granule, granules) of the inline extents that are in use."""
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether its extents are listed elsewhere: in the arena for readers, in the ledger for writers."""
-        return self.num_extents > INLINE_EXTENTS
-
-    def encode(self) -> bytes:
-        inline = [word for extent in self.extents for word in extent]
-        inline += [0] * (2 * INLINE_EXTENTS - len(inline))
-        head = _ROW.pack(
-            self.key, self.generation, self.checksum, self.space, self.nbytes, self.granules, self.parent, self.depth,
-            self.created, self.num_extents, *inline, 0,
-        )  # fmt: skip
-        return head[:_CHECKED] + struct.pack("<Q", xxhash.xxh3_64_intdigest(head[:_CHECKED]))
-
-    @staticmethod
-    def decode(raw: bytes) -> "Row | None":
-        """The row in `raw`, or None if it is empty, half written or damaged."""
-        fields: Any = _ROW.unpack(raw)
-        if not fields[1] or xxhash.xxh3_64_intdigest(raw[:_CHECKED]) != fields[20]:
-            return None
-        words = fields[10:20]
-        used = fields[9] if fields[9] <= INLINE_EXTENTS else 1
-        extents = tuple((words[2 * i], words[2 * i + 1]) for i in range(used))
-        head: tuple[bytes, int, int, int, int, int, int, int, int, int] = fields[:10]
-        return Row(*head, extents)
-
-
-_HEAD = struct.Struct("<QQQQQQ")
-
-
-def _empty(dtype: str) -> np.ndarray:
-    return np.zeros(0, dtype=dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A redo record: rows and cells to set and to clear, and the totals that hold afterwards.
-
-    Plain values at plain places, committed with the transaction and applied right after. A writer killed in between
-    leaves a record whose number the table has not seen; the next writer applies it again, which is harmless however far
-    the first one came.
-    """
-
-    number: int
-    pages: int
-    used_granules: int
-    set_cells: U64 = field(default_factory=lambda: _empty("<u8"))
-    set_words: U64 = field(default_factory=lambda: _empty("<u8"))
-    set_slots: U32 = field(default_factory=lambda: _empty("<u4"))
-    set_rows: U8 = field(default_factory=lambda: np.zeros((0, ROW_NBYTES), dtype=np.uint8))
-    clear_cells: U64 = field(default_factory=lambda: _empty("<u8"))
-    clear_slots: U32 = field(default_factory=lambda: _empty("<u4"))
-
-    def encode(self) -> bytes:
-        head = _HEAD.pack(
-            self.number, self.pages, self.used_granules,
-            len(self.set_slots), len(self.clear_cells), len(self.clear_slots),
-        )  # fmt: skip
-        arrays = (
-            self.set_cells.astype("<u8"), self.set_words.astype("<u8"), self.clear_cells.astype("<u8"),
-            self.set_slots.astype("<u4"), self.clear_slots.astype("<u4"), self.set_rows,
-        )  # fmt: skip
-        return head + b"".join(array.tobytes() for array in arrays)
-
-    @staticmethod
-    def decode(blob: bytes) -> "Record":
-        number, pages, used, num_set, num_cells, num_slots = _HEAD.unpack_from(blob)
-        at = _HEAD.size
-        parts = []
-        counts = ((num_set, "<u8"), (num_set, "<u8"), (num_cells, "<u8"), (num_set, "<u4"), (num_slots, "<u4"))
-        for count, dtype in counts:
-            parts.append(np.frombuffer(blob, dtype=dtype, count=count, offset=at))
-            at += parts[-1].nbytes
-        rows = np.frombuffer(blob, dtype=np.uint8, count=num_set * ROW_NBYTES, offset=at).reshape(num_set, ROW_NBYTES)
-        return Record(number, pages, used, parts[0], parts[1], parts[3], rows, parts[2], parts[4])
-
 
 def now_ns() -> int:
     """Nanoseconds since the machine was started, sleep included: the clock that page uses are noted by.

@@ -6,16 +6,14 @@ or after a step; what it had reserved comes back when somebody finds its owner d
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 
-from mooncake_connector.kv.geometry import Shard
-from mooncake_connector.kv.namespace import Namespace
-from store_client.embedded.allocator import Allocator, Piece, as_runs
+from store_client.embedded.allocator import Allocator, as_runs
 from store_client.embedded.arena import GRANULE, Arena
+from store_client.embedded.chains import Chains
 from store_client.embedded.evicted import Evicted
 from store_client.embedded.evictor import FORGET_BATCH, Evictor
 from store_client.embedded.ledger import Draft, Ledger, Reservation
@@ -23,61 +21,12 @@ from store_client.embedded.locks import FileLock
 from store_client.embedded.names import Slots, Spaces, hash_keys, join_keys
 from store_client.embedded.owners import Owners
 from store_client.embedded.policies import Hints
-from store_client.embedded.table import INLINE_EXTENTS, NONE, ROW_NBYTES, Found, Row, Table, now_ns
+from store_client.embedded.put import Place, PutPages, PutPlan
+from store_client.embedded.row import NONE, ROW_NBYTES, Row
+from store_client.embedded.table import Found, Table, now_ns
 from store_client.fate import Lost
 
 _RECLAIM_PERIOD_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class PutPages:
-    """Pages of one size, namespace and shard, by key, and the page before each in its chain."""
-
-    namespace: Namespace
-    shard: Shard
-    keys: Sequence[bytes]
-    parents: Sequence[bytes | None]
-    nbytes: int
-    follows: Collection[bytes] = ()
-    """Keys of pages that somebody stores meanwhile: a page that hangs on one of them is not an orphan."""
-    clears: int | None = None
-    """Not to be stored once pages were cleared more often than this; None: whatever was cleared."""
-    mark: int = 0
-    """Of the page table, for all of them."""
-    used_ns: Sequence[int] | None = None
-    """When each page was last used (`table.now_ns()`), for pages that come back from a copy of the pool: they take free
-    space only, and neither they nor their chains count as used by it. None: they are used now."""
-
-    def parents_of(self, indices: Iterable[int]) -> list[bytes]:
-        """Keys of the parents that these pages have, each once."""
-        return sorted({parent for i in indices if (parent := self.parents[i]) is not None})
-
-
-@dataclass(slots=True)
-class Place:
-    """Where one page of a put is being written."""
-
-    index: int
-    """Position in the keys."""
-    slot: int
-    extents: list[Piece]
-    checksum: int | None = None
-    """None until its bytes are complete."""
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether its row has no room for its extents; the first one is then a granule for a list of the others."""
-        return len(self.extents) > INLINE_EXTENTS
-
-
-@dataclass(frozen=True, slots=True)
-class PutPlan:
-    """A reservation, the pages it is for, and what became of the other pages: "present", or why they have no place."""
-
-    pages: PutPages
-    reservation: Reservation | None
-    places: list[Place]
-    outcome: dict[int, str]
 
 
 class Writer:
@@ -91,6 +40,7 @@ class Writer:
         self._spaces, self._owners = spaces, owners
         self._evictor = Evictor(table, ledger, hints, evicted)
         self._allocator = Allocator(arena)
+        self._chains = Chains(table, spaces)
         self._abandoned: list[Reservation] = []
         self._doubted: list[tuple[int, Found | None]] = []
         self._next_reclaim = 0.0
@@ -164,53 +114,20 @@ class Writer:
             slots = self._table.slots(join_keys(pages.keys), space)
             present = [i for i, slot in enumerate(slots) if slot >= 0]
             if present and pages.used_ns is None:
-                self._refresh(pages, slots, present)
+                self._chains.refresh(pages, slots, present)
             outcome = dict.fromkeys(present, "present")
             absent = sorted({pages.keys[i]: i for i in reversed(range(len(slots))) if slots[i] < 0}.values())
             if not absent:
                 return PutPlan(pages, None, [], outcome)
-            beneath = self._beneath(pages, absent)
+            beneath = self._chains.beneath(pages, absent)
             if pages.used_ns is None:
-                parents = self._slots_by_key(pages.parents_of(absent), space)
-                self._touch_ancestors([*parents.values(), *beneath.values()])
-            reachable, orphans = self._split_orphans(pages, absent, space, beneath)
+                parents = self._chains.slots_by_key(pages.parents_of(absent), space)
+                self._chains.touch_ancestors([*parents.values(), *beneath.values()])
+            reachable, orphans = self._chains.split_orphans(pages, absent, space, beneath)
             absent = reachable + orphans
             evict_for = len(reachable) if pages.used_ns is None else 0
             reservation, places, cause = self._allocate(absent, evict_for, pages.nbytes, started_ns)
             return PutPlan(pages, reservation, places, outcome | dict.fromkeys(absent[len(places) :], cause))
-
-    def _slots_by_key(self, keys: Sequence[bytes], space: int) -> dict[bytes, int]:
-        """The slots of those that are in the table."""
-        slots = self._table.slots(join_keys(keys), space) if keys else []
-        return {key: slot for key, slot in zip(keys, slots, strict=True) if slot >= 0}
-
-    def _beneath(self, pages: PutPages, indices: Sequence[int]) -> dict[int, int]:
-        """Slots of the full attention's pages that these hang on, for pages of another group of layers: those with the
-        same keys. So a window or a state goes before the page without which it is of no use."""
-        found: dict[int, int] = {}
-        for space in self._spaces.beneath(pages.namespace, pages.shard):
-            rest = [i for i in indices if i not in found]
-            slots = self._table.slots(join_keys([pages.keys[i] for i in rest]), space) if rest else []
-            found.update({i: slot for i, slot in zip(rest, slots, strict=True) if slot >= 0})
-        return found
-
-    def _split_orphans(
-        self, pages: PutPages, absent: list[int], space: int, beneath: Mapping[int, int]
-    ) -> tuple[list[int], list[int]]:
-        """Pages that a prefix lookup will reach, and those whose parent is neither stored nor in this batch."""
-        if pages.namespace.rests_on_others and pages.mark:  # brought for who asked for those pages as well
-            return absent, []
-        if pages.namespace.rests_on_others:
-            return [i for i in absent if i in beneath], [i for i in absent if i not in beneath]
-        rooted: set[bytes | None] = {None, *pages.follows, *self._slots_by_key(pages.parents_of(absent), space)}
-        reachable, orphans = [], []
-        for i in absent:
-            if pages.parents[i] in rooted:
-                rooted.add(pages.keys[i])
-                reachable.append(i)
-            else:
-                orphans.append(i)
-        return reachable, orphans
 
     def _allocate(
         self, absent: list[int], evict_for: int, nbytes: int, started_ns: int
@@ -243,26 +160,6 @@ class Writer:
         reservation = Reservation(self._owners.id, number, space_runs, slot_runs)
         draft.reserve(reservation)
         return reservation, [Place(i, slot, page) for i, slot, page in zip(absent, slots, pages, strict=False)]
-
-    def _refresh(self, pages: PutPages, slots: list[int], present: list[int]) -> None:
-        """A page put again counts as used, and its link to its parent is renewed."""
-        self._table.touch([slots[i] for i in present], use=True)
-        by_key = dict(zip(pages.keys, slots, strict=True))
-        beneath = self._beneath(pages, present)
-        for i in present:
-            parent = beneath.get(i, by_key.get(pages.parents[i] or b"", -1))
-            if parent >= 0 and self._table.depth[parent] < self._table.depth[slots[i]]:
-                self._table.parent[slots[i]] = parent
-
-    def _touch_ancestors(self, parents: Sequence[int]) -> None:
-        """Mark the chains that new pages hang on as used, so that making room never takes their beginnings."""
-        chain: set[int] = set()
-        for slot in parents:
-            while 0 <= slot < self._table.max_pages and slot not in chain and self._table.granules[slot]:
-                chain.add(slot)
-                slot = int(self._table.parent[slot])
-        if chain:
-            self._table.touch(sorted(chain))
 
     def commit(self, plan: PutPlan, deadline: float) -> dict[int, str]:
         """Make complete pages visible. Returns for each place of the plan "stored", "present" or a cause."""
@@ -327,9 +224,9 @@ class Writer:
 
     def _rows(self, draft: Draft, pages: PutPages, places: list[Place], space: int) -> list[Row]:
         """Rows of new pages; a parent is looked up among them first and in the table otherwise."""
-        known = self._slots_by_key(pages.parents_of(place.index for place in places), space)
+        known = self._chains.slots_by_key(pages.parents_of(place.index for place in places), space)
         links = {key: (slot, int(self._table.depth[slot])) for key, slot in known.items()}
-        beneath = self._beneath(pages, [place.index for place in places])
+        beneath = self._chains.beneath(pages, [place.index for place in places])
         created = int(time.time())
         rows = []
         for place in places:

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from store_client.embedded.names import U32, U64
+from store_client.embedded.row import NONE
 from store_client.embedded.survey import Pages
-from store_client.embedded.table import NONE
 
 _WINDOW_NBYTES = 128 << 20
 """Within so much, pages of one namespace and shard stand together: they are written to a pool in batches."""

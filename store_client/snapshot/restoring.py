@@ -16,8 +16,8 @@ import xxhash
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Pieces, Progress
 from store_client.embedded import EmbeddedStore
+from store_client.embedded.put import PutPages
 from store_client.embedded.table import now_ns
-from store_client.embedded.writer import PutPages
 from store_client.snapshot.form import NO_PARENT, Entries
 from store_client.snapshot.order import times_of_use
 from store_client.snapshot.reading import Snapshot

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
 from store_client import EmbeddedStore, Space

@@ -17,7 +17,7 @@ from agent.memory_tier import MemoryTier
 from agent.stand_in import CAPACITY, StandIn, configured, running, tiered, until
 from prometheus_client.parser import text_string_to_metric_families
 
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.kv.geometry import Shard
 from store_client import EmbeddedStore

@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from sglang_backend.host_pages import plain_format
 from sglang_backend.identity import identify
 

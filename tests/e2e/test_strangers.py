@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 from e2e.pages import PAGE_TOKENS
 from e2e.process import ENVIRONMENTS, small_environment
 from models import checkpoint
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.kv.keys import page_keys
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.kv_groups import read_geometry

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.config.values import parse_nbytes
 from mooncake_connector.errors import ConfigError
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.config.tiers import KINDS, Tiers
 from mooncake_connector.errors import ConfigError
 
@@ -206,7 +207,7 @@ class TestFiles:
 
     def test_a_pipe_that_nobody_writes_to_is_refused_at_once(self, tmp_path):
         program = (
-            "import os, sys; from mooncake_connector.config.schema import load_config\n"
+            "import os, sys; from mooncake_connector.config.sources import load_config\n"
             "os.mkfifo(sys.argv[1]); load_config({}, {'MOONCAKE_CONNECTOR_CONFIG': sys.argv[1]})"
         )
         command = [sys.executable, "-c", program, str(tmp_path / "c.toml")]

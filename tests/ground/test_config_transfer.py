@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import ConfigError
 
 TLS = {"tls_certificate": "/etc/kv/me.pem", "tls_key": "/etc/kv/me.key", "tls_authority": "/etc/kv/ca.pem"}

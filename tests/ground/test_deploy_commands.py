@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from mooncake_connector.cli.main import app
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.deploy.commands import Command, commands, typed
 from mooncake_connector.deploy.file import read_deployment
 

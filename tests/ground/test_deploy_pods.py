@@ -13,8 +13,8 @@ import pytest
 import yaml
 from ground.rendering import HIDDEN, env_of, pods, rendered
 
-from mooncake_connector.config.schema import load_config
 from mooncake_connector.config.secret import read_secret
+from mooncake_connector.config.sources import load_config
 
 
 def test_pods_hand_over_at_their_own_addresses_with_a_secret(tmp_path):

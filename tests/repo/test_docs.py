@@ -12,7 +12,8 @@ import yaml
 
 from mooncake_connector.cli.main import app
 from mooncake_connector.config.file import tomllib
-from mooncake_connector.config.schema import ENV_FILE, ENV_PREFIX, Config, environ_name, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import ENV_FILE, ENV_PREFIX, environ_name, load_config
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

@@ -6,7 +6,7 @@ import numpy as np
 from store.pools import inside
 
 from store_client import EmbeddedStore
-from store_client.embedded.table import Row
+from store_client.embedded.row import Row
 
 
 def audit(store: EmbeddedStore, *, idle: bool = True) -> None:

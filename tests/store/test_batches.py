@@ -17,7 +17,8 @@ from store_client import EmbeddedStore, Put
 from store_client.base import Pieces
 from store_client.embedded import EmbeddedSpace
 from store_client.embedded.arena import gather, spread
-from store_client.embedded.table import BROUGHT, INLINE_EXTENTS, READ
+from store_client.embedded.row import INLINE_EXTENTS
+from store_client.embedded.table import BROUGHT, READ
 from store_client.testing import PAGE_NBYTES, SHARD, chain, get_page, namespace, page_bytes, parents_of, put_chain
 
 DEADLINE_S = 60.0

@@ -15,7 +15,7 @@ from store_client.embedded.allocator import FreeRuns, as_runs
 from store_client.embedded.folder import index_nbytes
 from store_client.embedded.policies import Candidates, Hints
 from store_client.embedded.policies.lru import Lru
-from store_client.embedded.table import NONE
+from store_client.embedded.row import NONE
 from store_client.testing import DEADLINE_S, chain, get_page, page_bytes, parents_of, put_chain, put_pages
 
 

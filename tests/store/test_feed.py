@@ -22,7 +22,7 @@ from store.test_kills import CAPACITY, Crew, start_workers
 from store_client import EmbeddedStore, Put
 from store_client.embedded.faults import Damaged
 from store_client.embedded.feed import ENTRY_DTYPE, Feed
-from store_client.embedded.table import ROW_DTYPE, ROW_NBYTES
+from store_client.embedded.row import ROW_DTYPE, ROW_NBYTES
 from store_client.testing import SHARD, chain, follow, namespace, put_chain
 
 RING = 16

@@ -17,7 +17,7 @@ from store_client.embedded import owners as pool_owners
 from store_client.embedded import pool_users, registry
 from store_client.embedded.folder import remove_pool
 from store_client.embedded.ledger import Ledger
-from store_client.embedded.writer import PutPages
+from store_client.embedded.put import PutPages
 from store_client.testing import SHARD, chain, namespace, put_chain
 
 

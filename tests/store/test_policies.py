@@ -20,7 +20,8 @@ from store_client.embedded.policies import DEFAULT_POLICY, POLICIES, Arrivals, C
 from store_client.embedded.policies.hints import BINS, TURNS, USES
 from store_client.embedded.policies.returns import Worth
 from store_client.embedded.policies.sample import classes_of
-from store_client.embedded.table import MOST_USES, NONE
+from store_client.embedded.row import NONE
+from store_client.embedded.table import MOST_USES
 from store_client.testing import DEADLINE_S, chain, get_page, put_chain
 
 CAPACITY = 1 << 20

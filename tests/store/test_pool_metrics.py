@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from simulated.waiting import wait_for
 from store.pools import running, space_in
 
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.metrics.registry import POOL, SGLANG, TIER, VLLM, Kind
 from store_client import EmbeddedStore, pool_metrics
 from store_client.embedded.folder import remove_pool
@@ -20,7 +20,7 @@ CAPACITY = 4 << 20
 EVERY_S = 0.05
 DISK = {"kind": "disk", "path": "/nowhere/at/all", "capacity": "1GiB"}
 SHOWING = """
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from store_client.pool_metrics import PoolMetrics
 metrics = PoolMetrics(load_config({'pool': sys.argv[1]}), every_s=0.05)
 while metrics._held._fd < 0: time.sleep(0.01)
@@ -30,7 +30,7 @@ sys.stdin.read()
 
 SEVERAL_PROCESSES = """
 import prometheus_client.multiprocess
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from store_client.pool_metrics import PoolMetrics
 metrics = PoolMetrics(load_config({'pool': sys.argv[1]}), every_s=3600)
 while metrics._held._fd < 0: time.sleep(0.01)

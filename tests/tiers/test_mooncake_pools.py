@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiers.mooncake_cluster import Cluster, needs_mooncake, until
 
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from store_client.agent.visit import ask_report, ask_to_stop
 from store_client.open import open_store
 from store_client.testing import PAGE_NBYTES, SHARD, chain, get_page, namespace, page_bytes, put_chain

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from cases import Start
 
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.log import ROOT_LOGGER
 from vllm_plugin.connector import _log_like_vllm
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pd import PD_ONLY, PROMPT, port_of, prefill_params, run_all
 
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.kv.namespace import Namespace
 from transfer.protocol.messages import MAX_NAME_LENGTH
 from transfer.session import NodeOptions

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.namespace import Namespace, private_model_digest
-from mooncake_connector.log import get_logger
 from mooncake_connector.misses import Miss
-from mooncake_connector.sizes import human_nbytes
 from store_client.base import Store
 from store_client.missing import fate_of
 from store_client.open import open_in_background
@@ -32,6 +30,7 @@ from vllm_plugin.prefix.groups_hit import GroupsHit
 from vllm_plugin.prefix.kept import Keeper
 from vllm_plugin.prefix.lookups import Lookups
 from vllm_plugin.prefix.save_planner import SavePlanner
+from vllm_plugin.prefix.sizes import log_sizes
 from vllm_plugin.prefix.speed import PrefillSpeed
 from vllm_plugin.prefix.states import StatePlanner
 from vllm_plugin.prefix.tracked import Offer, Tracked
@@ -50,8 +49,6 @@ _IDENTITY_WAIT_S = 2.0
 _LOOKS_A_PAGE = 4
 """While all only decode, a request takes page_tokens steps to fill a page, and looking at every request in each of
 them would cost 2% of the step: so many looks are enough. A request that ends in between is looked at then."""
-
-logger = get_logger(__name__)
 
 
 class PrefixScheduler:
@@ -97,17 +94,13 @@ class PrefixScheduler:
             self._namespace = instance_namespace(vllm_config, geometry, config)
 
         @contained(nothing)
-        def tell_sizes(store: Store) -> None:
-            own_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * geometry.main.block_tokens
-            own_tokens //= len({group.index for group in geometry.groups})  # a block is one table's at a time
-            full = [group for group in geometry.groups if group.kind == "full"]  # the others are stored here and there
-            shards = [(group, shard) for group in full for shard in group.shards()]
-            page_nbytes = sum(group.page_format(shard, self._page_tokens).nbytes for group, shard in shards)
-            _tell_sizes(store.stats().capacity_nbytes, page_nbytes, self._page_tokens, own_tokens)
+        def opened(store: Store) -> None:
+            num_blocks = vllm_config.cache_config.num_gpu_blocks or 0
+            log_sizes(store.stats().capacity_nbytes, geometry, self._page_tokens, num_blocks)
             if (namespace := self.namespace()) is not None:  # asks which shards tiers have, before the first request
                 store.shards_elsewhere(self._geometry.group_namespace(namespace, 0))
 
-        self._store = open_in_background(config, identify, tell_sizes)
+        self._store = open_in_background(config, identify, opened)
         self._keeper = Keeper(self._store, self._page_tokens)
         self._keeps = config.log_requests
         self.accounts = Accounts(config, stats, self.speed, self._keeper)
@@ -401,14 +394,3 @@ class PrefixScheduler:
         if views:
             missed = num_prompt_tokens // self._page_tokens - num_local_pages - hit_pages
             views[0].record_lookup(hit_pages=hit_pages, missed_pages=max(missed, 0), page_tokens=self._page_tokens)
-
-
-def _tell_sizes(pool_nbytes: int, page_nbytes: int, page_tokens: int, own_tokens: int) -> None:
-    """One line at start-up: how many tokens the pool holds beside the engine's own cache of `own_tokens`."""
-    pool_tokens = pool_nbytes // page_nbytes * page_tokens
-    sizes = f"the pool holds {pool_tokens:,} tokens of this model in {human_nbytes(pool_nbytes)}"
-    hint = ""
-    if pool_tokens < own_tokens:
-        wanted = human_nbytes(2 * -(-own_tokens // page_tokens) * page_nbytes)
-        hint = f": what that drops is often gone here too; `capacity` should be {wanted} where there is memory for it"
-    logger.info("%s, vLLM's own KV cache %s%s", sizes, f"{own_tokens:,}", hint)

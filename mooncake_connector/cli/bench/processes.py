@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.config.schema import ENV_PREFIX
+from mooncake_connector.config.sources import ENV_PREFIX
 
 
 @contextlib.contextmanager

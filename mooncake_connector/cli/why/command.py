@@ -20,7 +20,9 @@ from mooncake_connector.cli.why.look import Explanation, Other, Root, explain
 from mooncake_connector.cli.why.names import Asked, Family
 from mooncake_connector.cli.why.prompt import PromptError
 from mooncake_connector.cli.why.server import Server, look_up
-from mooncake_connector.config.schema import Config, Setting, load_settings
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import load_settings
+from mooncake_connector.config.together import Setting
 from mooncake_connector.errors import ModelIdentityError
 from mooncake_connector.kv.identity.checkpoint import checkpoint_path
 from mooncake_connector.kv.identity.fingerprint import default_cache_dir

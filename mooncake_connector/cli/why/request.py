@@ -10,7 +10,7 @@ import msgspec
 from mooncake_connector.cli.columns import clean
 from mooncake_connector.cli.output import human_seconds
 from mooncake_connector.cli.why import runs
-from mooncake_connector.config.schema import environ_name
+from mooncake_connector.config.sources import environ_name
 from mooncake_connector.errors import PoolError
 from mooncake_connector.misses import Miss
 from mooncake_connector.request_record import RequestRecord, RunRecord

@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from mooncake_connector import __version__
-from mooncake_connector.config.schema import ENV_PREFIX, load_config
+from mooncake_connector.config.sources import ENV_PREFIX, load_config
 from mooncake_connector.deploy.commands import ANY, Command
 from mooncake_connector.deploy.schema import Deployment, folder_of, is_folder
 from mooncake_connector.sizes import parse_nbytes

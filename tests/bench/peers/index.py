@@ -21,11 +21,12 @@ from mooncake_connector.cli.bench.store import LOOKUP, PREFIX, SINGLE_LOOKUPS, b
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
 from store_client import EmbeddedStore, Space
-from store_client.embedded import ledger, table
+from store_client.embedded import ledger, redo, table
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.feed import Feed
 from store_client.embedded.folder import MIN_CAPACITY_NBYTES, read_description, write_description
 from store_client.embedded.names import Spaces, hash_keys
+from store_client.embedded.row import NONE, ROW_DTYPE, ROW_NBYTES
 
 _CHUNK = 1 << 16
 _SHARD = Shard(0, 32, 0, 8)
@@ -137,15 +138,15 @@ def _insert(target: table.Table, keys: npt.NDArray[np.uint8], space: int, first_
     cells = target.cells.plan(hashes)
     fits = cells >= 0
     slots = np.arange(first_slot, first_slot + len(keys), dtype=np.uint32)
-    filled: npt.NDArray[Any] = np.zeros(len(keys), dtype=table.ROW_DTYPE)
+    filled: npt.NDArray[Any] = np.zeros(len(keys), dtype=ROW_DTYPE)
     filled["key"], filled["space"] = keys, space
     filled["generation"] = slots.astype(np.uint64) + 1
-    filled["granules"], filled["nbytes"], filled["parent"], filled["num_extents"] = 1, 4096, table.NONE, 1
-    record = table.Record(
+    filled["granules"], filled["nbytes"], filled["parent"], filled["num_extents"] = 1, 4096, NONE, 1
+    record = redo.Record(
         target.applied, target.pages + len(keys), target.used_granules + len(keys),
         set_cells=cells[fits].astype(np.uint64),
         set_words=target.cells.values(hashes[fits], slots[fits]), set_slots=slots,
-        set_rows=filled.view(np.uint8).reshape(len(keys), table.ROW_NBYTES),
+        set_rows=filled.view(np.uint8).reshape(len(keys), ROW_NBYTES),
     )  # fmt: skip
     target.apply(record, 0)
 

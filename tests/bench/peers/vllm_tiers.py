@@ -33,7 +33,7 @@ from mooncake_connector.cli.bench.measure import BenchError, Progress
 from mooncake_connector.cli.bench.serve.answer import RequestFailed
 from mooncake_connector.cli.bench.serve.client import Server, completion
 from mooncake_connector.cli.bench.serve.engines import MODEL_NAME, transfer_config, vllm_command
-from mooncake_connector.config.schema import load_config
+from mooncake_connector.config.sources import load_config
 from store_client.agent.visit import ask_report
 from store_client.open import open_store
 from store_client.testing import SHARD, chain, namespace

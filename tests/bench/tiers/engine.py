@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.config.schema import Config, load_config
+from mooncake_connector.config.schema import Config
+from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import PoolError
 from store_client import Put, Space, Store
 from store_client.agent.visit import ask_report, ask_to_stop
