@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 
 _STALE_S = 5.0
@@ -40,6 +41,11 @@ class Asked:
         self.number = -1
         self.places: dict[bytes, int] = {}
         """Of each key, once it is indexed; before, the index has the first one alone."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether these are keys."""
+        return {KEY_NBYTES} == set(map(len, self.keys)) and len(self.parent or self.keys[0]) == KEY_NBYTES
 
     def enter(self) -> None:
         """Have all keys found in the index."""

@@ -1,32 +1,32 @@
 """The client of the agent: one for each pool in a process. Nobody who asks ever waits for it.
 
-What is asked goes through a queue to one thread, which sends. (A queue, not a pipe: a system call would give the
-interpreter lock away, and beside a busy thread it comes back only after 5 ms.) Lookups read the answers (`ears`), and
-another thread notices the agent's death: all asks have failed at once then, and it is reached, and started, again with
-back-off. After a fork the child's copy is dead, and a store that the child opens makes a new one.
+Whoever asks sends it himself, if that can be done at once (`mouth`), or else leaves it to a thread. Lookups read the
+answers (`ears`), and another thread notices the agent's death: all asks have failed at once then, and it is reached,
+and started, again with back-off. After a fork the child's copy is dead.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 from mooncake_connector import __version__
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
-from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.agent import messages, sockets
 from store_client.agent.asked import Asked
 from store_client.agent.ears import Ears, until_lost
 from store_client.agent.messages import Frames, Junk
+from store_client.agent.mouth import Mouth
 from store_client.agent.patience import Patience
 from store_client.agent.places import Elsewhere, Places
 from store_client.agent.sought import Sought
@@ -37,11 +37,12 @@ _PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5)
 """Before the agent is reached for again; the last one over and over."""
 _REFUSED_S = 60.0
 _WELCOME_S = 5.0
-_SEND_S = 5.0
 _HOUSEKEEPING_S = 1.0
 _KEPT_S = 5.0
 """An ask that has ended serves further lookups for so long, then the same pages are asked for again."""
 _MAX_WAITING = 256
+_AT_ONCE_KEYS = 256
+"""An ask of more takes the thread's time and not a step's."""
 _MAX_IN_FLIGHT = 1000
 _MAX_SOUGHT = 200
 _SOUGHT_S = 30.0
@@ -49,7 +50,10 @@ _SILENT_S = 3.0
 _CLOSE_S = 5.0
 _GONE = "pages that were being fetched are recomputed: the agent is gone"
 
+_Item: TypeAlias = Asked | Sought | Elsewhere | messages.Forget
+
 logger = get_logger(__name__)
+
 
 class Client:
     """Use `client_of`."""
@@ -66,8 +70,8 @@ class Client:
         self._taking = threading.Lock()
         self._awaits_s = 0.0
         """When the first ask was made that nothing was heard since of any; 0 where there is none."""
-        self._outbox: SimpleQueue[Asked | Sought | Elsewhere | messages.Forget | socket.socket | None] = SimpleQueue()
-        """A socket in it: that connection is lost. None: something has changed."""
+        self._outbox: SimpleQueue[_Item | socket.socket | None] = SimpleQueue()
+        """What could not be sent at once. A socket: that connection is lost. None: there is something to do."""
         self._in_flight: dict[int, Asked] = {}
         self._kept: list[Asked] = []
         self._sought: dict[int, Sought] = {}
@@ -75,6 +79,8 @@ class Client:
         self._places = Places()
         self._numbers = 0
         self._ears: Ears | None = None
+        self._mouth: Mouth | None = None
+        """Numbers, `_in_flight`, `_kept` and what the agent calls places belong to who has its turn to speak."""
         self.listened_s = 0.0
         """When what the agent says was last read."""
         self._closed = False
@@ -90,15 +96,51 @@ class Client:
             return
         if not self._awaits_s:
             self._awaits_s = asked.asked_s
-        self._outbox.put(asked)
+        if len(asked.keys) > _AT_ONCE_KEYS or not self._say_at_once(asked):
+            self._outbox.put(asked)
 
     def seek(self, sought: Sought) -> None:
         """Have it sent; returns at once. What cannot be sent has ended, with nothing found."""
         if not self.ready or self._is_busy() or len(self._sought) >= _MAX_SOUGHT:
             self.failures["agent_busy" if self.ready else "agent_lost"] += 1
-            sought.done = True
+            sought.leave()
             return
-        self._outbox.put(sought)
+        if not self._say_at_once(sought):
+            self._outbox.put(sought)
+
+    def _say_at_once(self, item: Asked | Sought) -> bool:
+        """False where others are to speak first, or the agent has not read what was said before."""
+        mouth = self._mouth
+        if mouth is None or not self._outbox.empty() or not mouth.turn.acquire(blocking=False):
+            return False
+        try:
+            if mouth.closed or mouth.is_behind():
+                return False
+            self._say(item, mouth.say_at_once)
+            if mouth.is_behind():
+                self._outbox.put(None)
+        except OSError:  # the connection is lost, which another thread notices
+            pass
+        except Exception as error:
+            mouth.hang_up()
+            self._fail("agent_error", "no page is fetched, the client of the agent failed: %r", error)
+        finally:
+            mouth.turn.release()
+        return True
+
+    def _say(self, item: _Item | None, say: Callable[[bytes], None]) -> None:
+        """By who has its turn. None: what was said before and is not out."""
+        if isinstance(item, Asked) and not item.is_right:
+            item.leave()  # the caller's mistake, which reading these pages will tell
+            return
+        try:
+            say(b"" if item is None else self._words(item))
+        except BaseException:
+            if isinstance(item, Asked | Sought):
+                item.leave()
+            raise
+        if isinstance(item, Asked):
+            item.enter()
 
     def _is_busy(self) -> bool:
         waiting = self._outbox.qsize()
@@ -184,10 +226,8 @@ class Client:
         while not self._closed and (left_s := until_s - time.monotonic()) > 0:
             with contextlib.suppress(Empty):
                 item = self._outbox.get(timeout=left_s)
-                if isinstance(item, Asked):  # from just before the connection was lost
+                if isinstance(item, Asked | Sought):  # from just before the connection was lost
                     item.leave()
-                elif isinstance(item, Sought):
-                    item.done = True
 
     def _connect(self) -> socket.socket | float:
         """A connection on which the agent has said Welcome; or else a pause in seconds, 0 for the usual one."""
@@ -216,6 +256,7 @@ class Client:
 
     def _talk(self, connection: socket.socket) -> None:
         """Send what is asked until the connection is lost, or this client is closed."""
+        mouth, ears = Mouth(connection), Ears(connection)
         wondering = self._places.begin()
         self._awaits_s = 0.0
         connection.settimeout(None)
@@ -223,35 +264,28 @@ class Client:
             target=self._watch, args=(connection,), name="mooncake-connector-agent-watch", daemon=True
         )
         watch.start()
-        ears = self._ears = Ears(connection)
-        self.ready = True
+        self._ears = ears
         cleaned_s = time.monotonic()
         try:
             for known in wondering:
-                _send(connection, self._places.which(known))
-            _send(connection, messages.frame(messages.Forget()))  # there may be marks from while it was not connected
+                self._say(known, mouth.say)
+            self._say(messages.Forget(), mouth.say)  # there may be marks from while it was not connected
+            self._mouth = mouth
+            self.ready = True
             while not self._closed:
                 with contextlib.suppress(Empty):
                     item = self._outbox.get(timeout=_HOUSEKEEPING_S)
                     if item is connection:
                         self._fail("agent_lost", _GONE)
                         break
-                    if isinstance(item, Asked):
-                        try:
-                            self._send_ask(connection, item)
-                        except BaseException:
-                            item.leave()
-                            raise
-                    elif isinstance(item, Sought):
-                        self._send_seek(connection, item)
-                    elif isinstance(item, Elsewhere):
-                        _send(connection, self._places.which(item))
-                    elif isinstance(item, messages.Forget):
-                        _send(connection, messages.frame(item))
+                    if not isinstance(item, socket.socket):  # of a connection before
+                        with mouth.turn:
+                            self._say(item, mouth.say)
                 self.listen()
                 if time.monotonic() - cleaned_s > _HOUSEKEEPING_S:
                     cleaned_s = time.monotonic()
-                    self._clean(connection, cleaned_s)
+                    with mouth.turn:
+                        self._clean(mouth, cleaned_s)
         except ConnectionError:
             self._fail("agent_lost", _GONE)
         except OSError as error:
@@ -263,39 +297,36 @@ class Client:
             self._ears = None
             ears.close()
             watch.join(_CLOSE_S)
-            sockets.close(connection)
-            self._in_flight.clear()
-            for asked in self._kept:
-                asked.leave()
-            self._kept.clear()
+            with mouth.turn:
+                self._mouth, mouth.closed = None, True
+                sockets.close(connection)
+                self._in_flight.clear()
+                for asked in self._kept:
+                    asked.leave()
+                self._kept.clear()
             for sought in list(self._sought.values()):  # a lookup that listens may take one out just now
-                sought.done = True
+                sought.leave()
             self._sought.clear()
 
-    def _send_seek(self, connection: socket.socket, sought: Sought) -> None:
-        place, parts = self._places.number(sought.namespace, sought.shard)
+    def _words(self, item: _Item) -> bytes:
+        """The frames that say it. From now on the agent's answers to it are taken."""
+        if isinstance(item, messages.Forget):
+            return messages.frame(item)
+        if isinstance(item, Elsewhere):
+            return self._places.which(item)
+        place, parts = self._places.number(item.namespace, item.shard)
         self._numbers += 1
-        sought.number = self._numbers
-        self._sought[sought.number] = sought
-        seek = messages.Seek(sought.number, place, b"".join(sought.keys), sought.nbytes)
-        _send(connection, parts + messages.frame(seek))
-
-    def _send_ask(self, connection: socket.socket, asked: Asked) -> None:
-        if {KEY_NBYTES} != set(map(len, asked.keys)) or len(asked.parent or asked.keys[0]) != KEY_NBYTES:
-            asked.leave()  # the caller's mistake, which reading these pages will tell
-            return
-        place, parts = self._places.number(asked.namespace, asked.shard)
-        self._numbers += 1
-        asked.number = self._numbers
-        self._in_flight[asked.number] = asked
-        self._kept.append(asked)
-        asked.keys = asked.keys[: messages.MAX_KEYS]
+        item.number = self._numbers
+        if isinstance(item, Sought):
+            self._sought[item.number] = item
+            return parts + messages.frame(messages.Seek(item.number, place, b"".join(item.keys), item.nbytes))
+        self._in_flight[item.number] = item
+        self._kept.append(item)
+        item.keys = item.keys[: messages.MAX_KEYS]
         ask = messages.Ask(
-            asked.number, place, b"".join(asked.keys), asked.parent, asked.nbytes, asked.deadline_s,
-            asked.prefill_tokens_s,
-        )  # fmt: skip
-        _send(connection, parts + messages.frame(ask))
-        asked.enter()
+            item.number, place, b"".join(item.keys), item.parent, item.nbytes, item.deadline_s, item.prefill_tokens_s
+        )
+        return parts + messages.frame(ask)
 
     def _watch(self, connection: socket.socket) -> None:
         try:
@@ -328,7 +359,7 @@ class Client:
                 sought.done = True
                 self._sought.pop(found.number, None)
 
-    def _clean(self, connection: socket.socket, now_s: float) -> None:
+    def _clean(self, mouth: Mouth, now_s: float) -> None:
         """Forget asks that have ended, and those that ought to have."""
         kept = []
         for asked in self._kept:
@@ -338,63 +369,15 @@ class Client:
                 continue
             if self._in_flight.pop(asked.number, None) is not None:
                 self.failures["agent_late"] += 1
-                _send(connection, messages.frame(messages.Cancel(asked.number)))
+                mouth.say(messages.frame(messages.Cancel(asked.number)))
             asked.leave()
         self._kept = kept
         for number, sought in list(self._sought.items()):
             if now_s - sought.asked_s > _SOUGHT_S:
                 self.failures["agent_late"] += 1
-                sought.done = True
+                sought.leave()
                 self._sought.pop(number, None)
 
     def _fail(self, cause: str, message: str, *args: object) -> None:
         self.failures[cause] += 1
         log_once(f"{cause}:{kind_of(str(args[-1]) if args else '')}", message, *args, logger=logger)
-
-
-def _send(connection: socket.socket, data: bytes) -> None:
-    """All of it. Raises OSError where the other end does not read for long."""
-    give_up_s = time.monotonic() + _SEND_S
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[connection.send(view, socket.MSG_DONTWAIT) :]
-        except BlockingIOError:
-            if time.monotonic() > give_up_s:
-                raise TimeoutError(f"not within {_SEND_S:g} s") from None
-            time.sleep(0.001)
-
-
-_lock = threading.Lock()
-_clients: dict[Path, Client] = {}
-
-
-def client_of(pool: Path, config: Config) -> Client:
-    """This process's client for the agent of that pool, to be given back with `give_back`."""
-    with _lock:
-        client = _clients.get(pool)
-        if client is None:
-            client = _clients[pool] = Client(pool, config)
-        client.users += 1
-        return client
-
-
-def give_back(client: Client) -> None:
-    with _lock:
-        client.users -= 1
-        if client.users > 0:
-            return
-        if _clients.get(client.pool) is client:
-            del _clients[client.pool]
-    client.close()
-
-
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.Lock()
-    for client in _clients.values():
-        client.abandon_in_child()
-    _clients.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -27,3 +27,7 @@ class Sought:
     def is_good(self, keys: Sequence[bytes], now_s: float) -> bool:
         """Whether it says what is to be known of these keys, which end as its own do."""
         return len(keys) == len(self.keys) and keys[0] == self.keys[0] and now_s - self.asked_s < _GOOD_S
+
+    def leave(self) -> None:
+        """It has ended, and what was not heard by now is not found."""
+        self.done = True

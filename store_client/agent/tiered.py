@@ -20,7 +20,8 @@ from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from store_client.agent import forget
 from store_client.agent.asked import Asked, Index
-from store_client.agent.client import Client, client_of, give_back
+from store_client.agent.client import Client
+from store_client.agent.clients import client_of, give_back
 from store_client.agent.messages import MAX_SOUGHT
 from store_client.agent.sought import Sought
 from store_client.around import SpaceAround, StoreAround

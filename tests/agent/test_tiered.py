@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,25 @@ from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import private_model_digest
 from store_client import EmbeddedStore, Lookup, Space
 from store_client.agent import forget
+from store_client.agent.asked import Asked
+from store_client.agent.client import Client
 from store_client.agent.forget import Forgetting, marks
+from store_client.agent.messages import Frames
 from store_client.agent.places import Elsewhere, Places
 from store_client.agent.tiered import TieredStore
 from store_client.agent.wish import Word
 from store_client.open import open_store
 from store_client.sharded import ShardView
-from store_client.testing import PAGE_NBYTES, SHARD, MakeStore, StoreConformance, chain, namespace, put_chain
+from store_client.testing import (
+    DEADLINE_S,
+    PAGE_NBYTES,
+    SHARD,
+    MakeStore,
+    StoreConformance,
+    chain,
+    namespace,
+    put_chain,
+)
 
 NOTHING = Lookup(0)
 UNHEARD = Lookup(0, unheard=True)
@@ -230,17 +243,51 @@ def test_without_an_agent_every_lookup_is_the_pools(pool):
         until(lambda: store.stats().failures.get("agent_lost"))
 
 
-def test_a_lookup_waits_for_nothing_while_the_client_thread_stands_still(pool, monkeypatch):
-    """The thread that sends is stuck for as long as the test wants, and lookups go on; too much is dropped."""
-    stuck = []
+def test_a_lookup_waits_for_nothing_while_another_thread_speaks(pool):
+    """It speaks for as long as the test wants, and lookups go on; too much is dropped, the rest is said afterwards."""
     with running(pool) as agent, tiered(pool) as store:
-        monkeypatch.setattr("store_client.agent.client.Client._send_ask", lambda *args: until(lambda: stuck))
-        space = space_of(store)
-        for number in range(1000):
-            assert space.lookup(chain(f"{number}", 3)).pages == 0
-        assert store.stats().failures["agent_busy"] > 500
-        assert agent.fetches.asked == []
-        stuck.append(True)
+        space, mouth = space_of(store), store._client._mouth
+        with mouth.turn:
+            for number in range(1000):
+                assert space.lookup(chain(f"{number}", 3)).pages == 0
+            assert store.stats().failures["agent_busy"] > 500
+            assert agent.fetches.asked == []
+        until(lambda: len(agent.fetches.asked) == 1000 - store.stats().failures["agent_busy"])
+
+
+def test_a_lookup_waits_for_nothing_while_the_agent_does_not_read(pool, monkeypatch):
+    """What it has no room for is said once it reads again, in whole frames."""
+    keys = [chain(f"{number}", 200) for number in range(200)]
+    with running(pool) as agent, tiered(pool) as store:
+        space, reads = space_of(store), threading.Event()
+        monkeypatch.setattr("store_client.agent.mouth._SEND_S", DEADLINE_S)
+        feed = Frames.feed
+        monkeypatch.setattr(Frames, "feed", lambda self, data: reads.wait(DEADLINE_S) and feed(self, data))
+        for each in keys:
+            space.prefetch(each)
+        assert store._client._mouth.is_behind()
+        reads.set()
+        until(lambda: len(agent.fetches.asked) == len(keys))
+        assert sorted(list(asked.wish.keys) for asked in agent.fetches.asked) == sorted(keys)
+        assert not store.stats().failures
+
+
+def test_who_asks_sends_it_himself_and_a_long_chain_is_left_to_a_thread(pool, monkeypatch):
+    senders: list[tuple[int, bool]] = []
+    words = Client._words
+
+    def noted(self: Client, item: Any) -> bytes:
+        if isinstance(item, Asked):
+            senders.append((len(item.keys), threading.current_thread() is threading.main_thread()))
+        return words(self, item)
+
+    monkeypatch.setattr(Client, "_words", noted)
+    with running(pool) as agent, tiered(pool) as store:
+        until(lambda: store._client._outbox.empty())
+        for length in (3, 1000):
+            space_of(store).prefetch(chain(f"{length}", length))
+            until(lambda length=length: any(len(asked.wish.keys) == length for asked in agent.fetches.asked))
+    assert senders == [(3, True), (1000, False)]
 
 
 def test_which_shards_tiers_have_is_asked_once_and_keeps_no_room_from_others(pool, monkeypatch):
@@ -456,7 +503,7 @@ def test_a_defect_of_the_client_ends_no_thread(pool, monkeypatch):
     keys = chain("a", 3)
     with running(pool, StandIn(lambda asked: asked.tell(Word(coming=2)))), tiered(pool) as store:
         with monkeypatch.context() as broken:
-            broken.setattr("store_client.agent.client.Client._send_ask", lambda *args: 1 / 0)
+            broken.setattr("store_client.agent.client.Client._words", lambda *args: 1 / 0)
             space_of(store).lookup(keys)
             until(lambda: store._client.failures["agent_error"])
         settled(space_of(store), keys, Lookup(0, True, 2))

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolHi
 from simulated.waiting import wait_for
 
 import sglang_backend.states as states_module
-import store_client.agent.client as client_module
+import store_client.agent.clients as clients
 from store_client.base import Lookup
 
 NAMES = keys(PAGES)
@@ -183,7 +183,7 @@ def test_more_states_are_asked_for_where_the_answers_come_within_what_is_left_of
 
 
 def test_what_the_agent_did_not_do_is_among_the_failures(storage: Any) -> None:
-    (client,) = client_module._clients.values()
+    (client,) = clients._clients.values()
     wait_for(lambda: client.failures["agent_lost"])
     client.close()  # nothing is added any more
     before = counted("failures", operation="agent", cause="lost")

@@ -17,7 +17,7 @@ from pd import PROMPT as PD_PROMPT
 from pd import MakePair, figures
 from simulated.waiting import wait_for
 
-import store_client.agent.client as client_module
+import store_client.agent.clients as clients
 import store_client.jobs
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
@@ -259,7 +259,7 @@ def test_a_request_waits_for_the_first_word_where_the_next_step_is_near(
 def test_what_the_agent_did_not_do_is_among_the_engines_failures(start: Start) -> None:
     """In one process the scheduler's side and the worker's have one client, and each failure counts once."""
     engine = warmed(start, extra=TIERS)
-    (client,) = client_module._clients.values()
+    (client,) = clients._clients.values()
     wait_for(lambda: client.failures["agent_lost"])
     client.close()  # nothing is added any more
     engine.check(PROMPT)

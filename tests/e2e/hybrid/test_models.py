@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import store_client.agent.client as client_module
+import store_client.agent.clients as clients
 import store_client.agent.gift as gift_module
 from e2e.client import Answer
 from e2e.inside import drain, vllm_inside
@@ -89,7 +90,7 @@ class Inside:
         with EmbeddedStore(self.pool) as store:
             store.clear()
         self.forget()
-        wait_for(lambda: not any(client._kept for client in client_module._clients.values()), "the end of all asks")
+        wait_for(lambda: not any(client._kept for client in clients._clients.values()), "the end of all asks")
 
     def count(self, what: str) -> int:
         """Of the folder, as the agent says."""

@@ -1,0 +1,62 @@
+"""What the client says on a connection: by whoever says it, at once, where the other end has room for it.
+
+So no thread is woken for a question, and none has to get hold of the interpreter lock first. Sending keeps that lock
+for the same reason as reading does (`ears`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import socket
+import threading
+import time
+
+_SEND_S = 5.0
+
+_send = ctypes.PyDLL(None, use_errno=True).send
+_send.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int
+_send.restype = ctypes.c_ssize_t
+
+
+class Mouth:
+    """Of one connection, and of who holds `turn`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._fd = connection, connection.fileno()
+        self.turn = threading.Lock()
+        self.closed = False
+        self._unsent = b""
+
+    def is_behind(self) -> bool:
+        """Whether the other end had no room for all of the last words; before they are out nothing else is said."""
+        return bool(self._unsent)
+
+    def say_at_once(self, data: bytes) -> None:
+        """As much of it as there is room for; it is not behind. Waits for nothing. Raises OSError where the
+        connection is lost."""
+        sent = _send(self._fd, data, len(data), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        if sent < 0:
+            number = ctypes.get_errno()
+            if number not in (errno.EAGAIN, errno.EINTR):
+                raise OSError(number, os.strerror(number))
+        self._unsent = data[max(sent, 0) :]
+
+    def say(self, data: bytes) -> None:
+        """All of it. Raises OSError where the other end does not read for long."""
+        give_up_s = time.monotonic() + _SEND_S
+        view = memoryview(self._unsent + data)
+        self._unsent = b""
+        while view:
+            try:
+                view = view[self._connection.send(view, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                if time.monotonic() > give_up_s:
+                    raise TimeoutError(f"not within {_SEND_S:g} s") from None
+                time.sleep(0.001)
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
