@@ -63,6 +63,12 @@ class Gift:
         """Why the last try failed."""
         self._called = False
         """Whether it got as far as the tier."""
+        self._unsure: set[int] = set()
+
+    @property
+    def unsure(self) -> list[bytes]:
+        """Pages of which the tier did not say that it has them, at one try at least: it may still store them."""
+        return [self._keys[i] for i in sorted(self._unsure)]
 
     def give(self, space: EmbeddedSpace, wait: Callable[[int], bool]) -> bool:
         """False where it took too long: fewer pages at a time may not. `wait`: until so many bytes may be written;
@@ -113,8 +119,10 @@ class Gift:
         source.tally.took("write_s", seconds)
         if puts is None or len(puts) != len(numbers):
             self._cause = cause or "error"
+            self._unsure.update(numbers if self._called else ())
         else:
             self._puts.update(zip(numbers, puts, strict=True))
+            self._unsure.update(i for i, put in zip(numbers, puts, strict=True) if put is Put.FAILED)
 
     def _take_back(self, keys: Sequence[bytes], wait: Callable[[int], bool]) -> None:
         """The pool gave their place to others while the tier read it, so what it has is not them, or may not be."""

@@ -215,6 +215,11 @@ def read_outbound(body: bytes) -> Outbound:
     return message
 
 
+def split_keys(keys: bytes) -> list[bytes]:
+    """Of an Ask or a Seek."""
+    return [keys[at : at + KEY_NBYTES] for at in range(0, len(keys), KEY_NBYTES)]
+
+
 def _decode(decoder: msgspec.msgpack.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)

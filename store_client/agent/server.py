@@ -284,7 +284,7 @@ class Peer(asyncio.Protocol):
             self.send(messages.Told(ask.number, 0, 0, True, "forgotten"))
             return
         wish = Wish(
-            namespace=namespace, shard=shard, keys=_split(ask.keys), parent=ask.parent, nbytes=ask.nbytes,
+            namespace=namespace, shard=shard, keys=messages.split_keys(ask.keys), parent=ask.parent, nbytes=ask.nbytes,
             deadline_s=ask.deadline_s, prefill_tokens_s=ask.prefill_tokens_s,
         )  # fmt: skip
         asked = self.asks[ask.number] = Asked(namespace.digest, num_keys)
@@ -306,7 +306,7 @@ class Peer(asyncio.Protocol):
         place = self._places.get(seek.place)
         if place is None:
             raise Junk(f"Seek at place {seek.place}: expected a known place")
-        (namespace, shard), loop, number, keys = place, self._loop, seek.number, _split(seek.keys)
+        (namespace, shard), loop, number, keys = place, self._loop, seek.number, messages.split_keys(seek.keys)
         self._num_seeks += 1
         if self._num_seeks > MAX_SEEKS or self._server.is_forgotten(namespace.digest):
             self._found(number, bytes(len(keys)), True)
@@ -395,7 +395,3 @@ class Peer(asyncio.Protocol):
             log_once("agent.unread", "the agent hung up on a process that does not read its answers", logger=logger)
             transport.abort()
             self._transport = None
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[at : at + KEY_NBYTES] for at in range(0, len(keys), KEY_NBYTES)]

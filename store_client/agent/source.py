@@ -12,6 +12,7 @@ from mooncake_connector.config.tiers import TierSettings
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.agent.breaker import Breaker
 from store_client.agent.lanes import Lane
+from store_client.agent.late import LateWrites
 from store_client.agent.report import Tally, TierReport
 from store_client.agent.wish import Wish
 from store_client.agent.worth import Speed, is_worth_it
@@ -34,6 +35,7 @@ class Source:
         self.title = settings.title
         self.reads, self.writes, self.lists = Breaker(), Breaker(), Breaker()
         self.speed, self.tally = Speed(), Tally()
+        self.late_writes = LateWrites()
         self.questions = Lane(f"ask-{self.title}", _QUESTIONS_AT_ONCE, urgent=True)
         self.fetches = Lane(f"fetch-{self.title}", tier.parallel)
         self.gifts = Lane(f"give-{self.title}", self.gifts_at_once)

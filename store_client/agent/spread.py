@@ -15,6 +15,7 @@ from typing import NamedTuple
 from mooncake_connector.log import get_logger, log_once
 from store_client.agent.budget import Bandwidth
 from store_client.agent.gift import BatchSize, Gift
+from store_client.agent.late import Late
 from store_client.agent.source import Source
 from store_client.base import Change, Position
 from store_client.embedded import EmbeddedSpace, EmbeddedStore
@@ -83,6 +84,7 @@ class Spread:
                 except StopIteration:
                     return
             self._tidy()
+            self._remove_late()
             self._register()
             if task is not None:
                 self._give(task)
@@ -149,8 +151,11 @@ class Spread:
         name, keys, nbytes = SpaceName(change.namespace_digest, change.shard), change.keys, change.nbytes
         at = 0
         while at < len(keys) and not self._stop.is_set():
-            some = keys[at : at + self._size.pages(nbytes)]
-            if Gift(self._source, name, some, nbytes, task.counted).give(task.space, self._wait):
+            some, clears = keys[at : at + self._size.pages(nbytes)], self._pool.clears
+            gift = Gift(self._source, name, some, nbytes, task.counted)
+            came = gift.give(task.space, self._wait)
+            self._source.late_writes.note(Late(name, gift.unsure, clears), time.monotonic())
+            if came:
                 self._size.came()
                 at += len(some)
             else:
@@ -188,6 +193,24 @@ class Spread:
                 return
             self._memory = memory
         self._source.call(self._source.gifts, self._source.writes, lambda _: tier.register(memory))
+
+    def _remove_late(self) -> None:
+        """What the tier was given without an answer, and was cleared since."""
+        source = self._source
+        late = source.late_writes.due(time.monotonic())
+        if late is None or late.clears == self._pool.clears:
+            return
+        space = self._pool.space_named(late.name.namespace, late.name.shard)
+        here = [False] * len(late.keys) if space is None else space.contains(late.keys)
+        keys = [key for key, is_here in zip(late.keys, here, strict=True) if not is_here]
+        if not keys:
+            return
+        _, cause, _ = source.call(
+            source.gifts, source.writes,
+            lambda deadline_s: source.tier.remove(late.name, keys, deadline_s=deadline_s),
+        )  # fmt: skip
+        if cause:
+            source.late_writes.note(late._replace(keys=keys), time.monotonic())
 
     def _tidy(self) -> None:
         now, tier = time.monotonic(), self._source.tier

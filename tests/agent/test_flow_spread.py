@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import pytest
@@ -13,11 +14,12 @@ from store.pools import CAPACITY
 
 from mooncake_connector.kv.namespace import private_model_digest
 from store_client import EmbeddedStore, Put
-from store_client.agent import gift, spread
+from store_client.agent import gift, late, spread
+from store_client.agent.late import Late, LateWrites
 from store_client.agent.later import LaterTier
 from store_client.embedded import EmbeddedSpace
 from store_client.testing import PAGE_NBYTES, SHARD, chain, get_page, namespace, put_chain
-from store_client.tiers.base import Tier, TierError
+from store_client.tiers.base import SpaceName, Tier, TierError
 
 
 @pytest.fixture
@@ -264,6 +266,52 @@ def test_a_page_that_is_cleared_while_a_write_fails_is_removed_again(store, spac
     with flowing(store, giving(tier)):
         put_chain(space, keys)
         wait_until(lambda: len(tier.made("remove")) == 2 and not tier.stored())
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_page_that_a_tier_stores_after_it_was_cleared_and_removed_is_removed_again(
+    store, space, tier, cleared, monkeypatch
+):
+    """A request that a store finishes long after it was given up. What was not cleared, or was stored again, stays."""
+    monkeypatch.setattr("store_client.agent.breaker.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("store_client.agent.late.SETTLED_S", 0.0)
+    keys, seen, settled, due = chain("a", 2), threading.Event(), threading.Event(), LateWrites.due
+    monkeypatch.setattr(LateWrites, "due", lambda self, now_s: due(self, now_s) if settled.is_set() else None)
+
+    def lose() -> None:
+        if tier.made("write")[-1] == tuple(keys) and not seen.is_set():
+            seen.set()
+            (space.clear if cleared else partial(space.remove, keys))()
+            raise TierError("no answer", "timeout")
+
+    tier.before["write"] = lose
+    with flowing(store, giving(tier)) as flow:
+        settle(store, tier)
+        put_chain(space, keys)
+        wait_until(lambda: set(keys) in map(set, tier.made("remove")))
+        put_into(tier, keys)
+        if cleared:
+            put_chain(space, keys[:1])
+        settled.set()
+        wait_until(lambda: not flow._sources[0].late_writes._waiting)
+        settle(store, tier)
+        assert [has(tier, [key]) for key in keys] == [True, not cleared]
+
+
+def test_what_cannot_be_removed_yet_is_removed_later_and_not_for_ever(monkeypatch):
+    writes, name = LateWrites(), SpaceName(namespace().digest, SHARD)
+    given = Late(name, chain("a", 1), 3)
+    writes.note(given, 0.0)
+    writes.note(given._replace(keys=[]), 0.0)
+    now_s = late.SETTLED_S
+    assert writes.due(now_s - 1.0) is None
+    for turn in range(1, late.TRIES + 1):
+        due = writes.due(now_s)
+        assert due is not None and (due.keys, due.clears, due.tries) == (given.keys, 3, turn)
+        assert writes.due(now_s) is None
+        writes.note(due, now_s)
+        now_s += late.SETTLED_S
+    assert writes.due(now_s) is None
 
 
 def test_a_batch_that_the_tier_cannot_take_does_not_hold_up_the_next(store, space, tier):
