@@ -10,16 +10,19 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.kv.geometry import Shard
-from store_client.base import Bytes, Lookup, Put
+from store_client.base import Bytes, Lookup, Put, Settle
 from store_client.sharded import ConsumePart, ShardView
 
 _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
 """So many bytes are moved between two looks at the clock, but at least so many pages: they are lost when a job is given
 up meanwhile, and each move costs the store a transaction, about 1 ms a write."""
+_BEGUN_NBYTES = 512 << 20
+"""So many of a load whose copies a device carries out: at each end it has nothing to do for about a millisecond."""
 _MOST_DEADLINES = 10
 """A load that goes on page by page ends after so many of its deadlines: others wait for the same thread."""
 _HEARING_S = 0.5
@@ -40,6 +43,10 @@ class Overtaken(Exception):
     """A page's memory went to somebody else before it was copied; other pages of the save may still be stored."""
 
 
+class CopyFailed(MooncakeConnectorError):
+    """The engine's memory could not be read or written, for instance by its device: no fault of the store."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job(ABC):
     """One load or save: submitted, begun, and then ended by the thread or given up by the engine.
@@ -53,6 +60,7 @@ class Job(ABC):
             fills memory that it may still write for its former owner. None where there is nothing to wait for.
         pages: leading pages of a load that arrived; pages of a save that are in the store.
         cause: why not all pages were moved; empty where they were.
+        awaits: whether the next page was on its way at the last look, so that there is nothing to move for now.
         over: set when the job has ended or was given up; from then on nothing here changes.
     """
 
@@ -63,6 +71,7 @@ class Job(ABC):
     fence: Callable[[], None] | None = None
     pages: int = 0
     cause: str = ""
+    awaits: bool = False
     begun_s: float = 0.0
     given_up: bool = False
     submitted_s: float = field(default_factory=time.monotonic)
@@ -156,18 +165,19 @@ class Job(ABC):
 class Load(Job):
     """Pages from the store into the engine's memory, from the first on, until one is not to be had.
 
-    A page that the store says is on its way is waited for, as long as pages arrive.
+    Moves some at a time, so that other loads have their turn in between. A page that the store says is on its way is
+    waited for, as long as pages arrive.
 
     Args:
         copy: takes page i out of the stored page of a part.
+        settle: waits until the copies are over that `copy` only begins; None where it carries them out.
         num_coming: pages, the last ones, that were not there when the load was planned: somebody was told then that
             they are being fetched, and this process may have to ask for itself.
-        awaits: whether the next page was on its way at the last look.
     """
 
     copy: ConsumePart | None
+    settle: Settle | None = None
     num_coming: int = 0
-    awaits: bool = False
     _announced: bool = False
     _heard: bool = False
     """Whether the store has said of the next page that it is coming."""
@@ -180,17 +190,18 @@ class Load(Job):
         if self.num_coming and not self._announced:
             self._announced = True
             view.prefetch(self.keys, deadline_s=_MOST_DEADLINES * self.deadline_s)
-        step = _pages_a_move(view)
-        while self.pages < len(self.keys):
-            keys = self.keys[self.pages : self.pages + step]
-            there = view.lookup(keys)
-            self.awaits = there.pages == 0 and self._is_coming(there)
-            if self.awaits:
-                return self.late_cause if self.left_s < 0 else None
-            if there.pages == 0 or self._read(view, keys[: there.pages]) < there.pages:
-                return "page_lost"
-            self._heard = there.coming > 0
-        return ""
+        if not self.keys:
+            return ""
+        step = _pages_a_move(view, _MOVE_NBYTES if self.settle is None else _BEGUN_NBYTES)
+        keys = self.keys[self.pages : self.pages + step]
+        there = view.lookup(keys)
+        self.awaits = there.pages == 0 and self._is_coming(there)
+        if self.awaits:
+            return self.late_cause if self.left_s < 0 else None
+        if there.pages == 0 or self._read(view, keys[: there.pages]) < there.pages:
+            return "page_lost"
+        self._heard = there.coming > 0
+        return "" if self.pages == len(self.keys) else None
 
     def _is_coming(self, there: Lookup) -> bool:
         """Whether the next page is on its way; also where the store, just asked, may not have heard of it yet."""
@@ -210,13 +221,35 @@ class Load(Job):
             with self.holding_memory():
                 copy(first + index, part, page)
 
-        found = view.read(keys, consume)
+        settle = self.settle
+        found = view.read(keys, consume) if settle is None else self._read_begun(view, keys, settle)
         arrived = len(found) if all(found) else found.index(False)
         with self.holding_memory():
             self.pages += arrived
             if arrived:
                 self.since_s = time.monotonic()
         return arrived
+
+    def _read_begun(self, view: ShardView, keys: Sequence[bytes], settle: Settle) -> list[bool]:
+        """As `ShardView.read`; the memory is held from the first copy that is begun until all are over."""
+        first, copy, held = self.pages, self.copy, ExitStack()
+        begun = False
+        assert copy is not None
+
+        def begin(index: int, part: Shard, page: Bytes) -> None:
+            nonlocal begun
+            if not begun:
+                held.enter_context(self.holding_memory())
+                begun = True
+            copy(first + index, part, page)
+
+        def end() -> None:
+            nonlocal begun
+            begun = False
+            with held:
+                settle()
+
+        return view.read(keys, begin, settle=end)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -239,6 +272,11 @@ class Save(Job):
     def lost(self) -> Collection[int]:
         """Pages whose memory went to somebody else before they were copied."""
         return ()
+
+    @property
+    def settle(self) -> Settle | None:
+        """Waits until the copies are over that `fill` only begins, and raises as it; None where it carries them out."""
+        return None
 
     def fill(self, number: int, page: Bytes) -> None:
         """Copy a page out of the engine's memory.
@@ -264,7 +302,7 @@ class Save(Job):
     def move(self, view: ShardView) -> str | None:
         self.leave_out_present(view)
         missing = [number for number in range(len(self.keys)) if number not in self.present]
-        step = _pages_a_move(view)
+        step = _pages_a_move(view, _MOVE_NBYTES)
         for start in range(0, len(missing), step):
             if self.left_s < 0:
                 return "deadline"
@@ -291,6 +329,7 @@ class Save(Job):
                     fill,
                     parents=[self.keys[number - 1] if number else self.parent for number in numbers],
                     deadline_s=_LOCK_WAIT_S,
+                    settle=self.settle,
                 )
             except Overtaken:  # the store has none of these pages then: again without those that were lost
                 continue
@@ -301,5 +340,5 @@ class Save(Job):
         return "busy" if time.monotonic() - started_s >= _LOCK_WAIT_S else "refused"
 
 
-def _pages_a_move(view: ShardView) -> int:
-    return max(_MOVE_PAGES, _MOVE_NBYTES // view.nbytes)
+def _pages_a_move(view: ShardView, nbytes: int) -> int:
+    return max(_MOVE_PAGES, nbytes // view.nbytes)

@@ -1,4 +1,4 @@
-"""The thread that runs an engine's jobs: loads or saves, one after the other (:mod:`store_client.jobs`).
+"""The thread that runs an engine's jobs: saves one after the other, loads in turns (:mod:`store_client.jobs`).
 
 The engine submits jobs and collects those that are over, or has one run and waits for its end. Either way each ends at
 its deadline at the latest, whether it still waits for its turn, moves pages, or hangs in the store.
@@ -10,10 +10,11 @@ import queue
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from mooncake_connector.log import get_logger, log_once
-from store_client.jobs import GivenUp, Job
+from store_client.jobs import CopyFailed, GivenUp, Job
 
 PAUSE_S = 5.0
 """After a fault of the store it is left alone for so long: the next jobs would only wait as well."""
@@ -139,21 +140,19 @@ class Mover(Generic[J]):
 
     def _loop(self, jobs: queue.SimpleQueue[J | None]) -> None:
         waiting: list[J] = []
-        while True:
-            try:
-                job = jobs.get(timeout=_LOOK_S if waiting else None)
-            except queue.Empty:
-                turn = waiting
-            else:
-                if job is None:
-                    break
-                turn = [job, *waiting]
+        ending = False
+        while not ending or not all(job.awaits for job in waiting):
+            turn = waiting
+            with suppress(queue.Empty):
+                job = jobs.get(timeout=_look_s(waiting))
+                ending |= job is None
+                turn = waiting if job is None else [job, *waiting]
             waiting = [job for job in turn if not self._advance(job, turn)]
         for job in waiting:
             job.end("stopped")
 
     def _advance(self, job: J, turn: Collection[J]) -> bool:
-        """Go on with a job of those whose turn it is; False where it waits for pages that are on their way."""
+        """Go on with a job of those whose turn it is; False where it is not at its end."""
         self._catch_up(job)
         started_s, had = time.monotonic(), job.pages
         self._running = job
@@ -164,6 +163,9 @@ class Mover(Generic[J]):
             self._end(job, cause)
         except GivenUp:
             pass
+        except CopyFailed as error:
+            log_once(f"mover.{self._name}.copy", "a %s failed: %s", self._name, error, logger=logger)
+            self._end(job, "copy")
         except Exception as error:  # the thread outlives any fault of a job
             self._fail(job, error)
         finally:
@@ -184,3 +186,10 @@ class Mover(Generic[J]):
         if cause in self._pauses_after:
             self.pause()
         job.end(cause)
+
+
+def _look_s(waiting: Collection[Job]) -> float | None:
+    """How long to wait for another job beside these: for ever, until the next look at what is coming, or not at all."""
+    if not waiting:
+        return None
+    return _LOOK_S if all(job.awaits for job in waiting) else 0.0

@@ -16,6 +16,7 @@ from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.agent.tiered import TieredStore
 from store_client.base import Store
 from store_client.embedded import EmbeddedStore
+from store_client.memory_locks import MemoryLocks
 from store_client.sharded import ShardView
 
 _RETRY_S = 10.0
@@ -65,6 +66,7 @@ class BackgroundStore:
         self._first = first
         self._then = then
         self._store: Store | None = None
+        self._locks: MemoryLocks | None = None
         self._views: dict[tuple[bytes, Shard], ShardView] = {}
         self._closed = threading.Event()
         self._tried = threading.Event()
@@ -83,6 +85,12 @@ class BackgroundStore:
         """As `Store.take_failures`; none while there is no store."""
         store = self._store
         return {} if store is None else store.take_failures()
+
+    def lock_memory(self, locks: MemoryLocks) -> None:
+        """As `Store.lock_memory`, as soon as there is a store. Called by one thread, always with the same locks."""
+        self._locks = locks
+        if (store := self._store) is not None:
+            store.lock_memory(locks)
 
     def view(self, namespace: Namespace, shard: Shard, unit_nbytes: int) -> ShardView | None:
         """The pages of one namespace as one rank sees them, or None while there is no store; see `ShardView`."""
@@ -132,6 +140,9 @@ class BackgroundStore:
                 continue
             if self._closed.is_set():
                 store.close()
-            elif self._then is not None:
+                return
+            if (locks := self._locks) is not None:  # asked for before there was one; twice does no harm
+                store.lock_memory(locks)
+            if self._then is not None:
                 self._then(store)
             return

@@ -5,12 +5,14 @@ the other permutations are strides). On accelerators content is K beside V for e
 backend keeps, for each block and head, K of all tokens and then V of all tokens, each in an order that depends on the
 instruction set: that order is measured (:func:`probe_cpu_order`), never assumed.
 
-Memory on a device is reached through a staging copy of the blocks in host memory.
+Memory on a device is reached through a staging copy of the blocks in host memory, page by page. That is for devices
+that do not move pages by themselves (:mod:`vllm_plugin.device`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +62,8 @@ class KVBlocks:
             pack(self._fmt, self.layout, block_ids, first_token, page)
             return
         first_token, touched = self._touched(block_ids, first_token)
-        staged = self._stage(self._tensors, touched)
+        with own_stream(self._tensors[0].device):
+            staged = self._stage(self._tensors, touched)
         pack(self._fmt, self._layout_of(staged), range(len(touched)), first_token, page)
 
     def copy(self, block_ids: Sequence[int]) -> BlockCopies:
@@ -82,15 +85,15 @@ class KVBlocks:
             return
         tensors = self._tensors[common.blocks.layer_start : common.blocks.layer_stop]
         first_token, touched = self._touched(block_ids, first_token)
-        staged = self._stage(tensors, touched)  # blocks that the page covers in part keep their other tokens
-        heads = common.blocks.head_start, common.blocks.head_stop
-        common = Part(common.page, Shard(0, len(staged), *heads))
-        unpack(fmt, self._layout_of(staged), range(len(touched)), first_token, page, skip_tokens, common)
-        skipped = (first_token + skip_tokens) // self.block_tokens
-        index = torch.tensor(list(touched[skipped:]), device=self._tensors[0].device)
-        for tensor, host in zip(tensors, staged, strict=True):
-            tensor.index_copy_(0, index, host[skipped:].to(tensor.device))
-        torch.accelerator.synchronize(self._tensors[0].device)
+        with own_stream(self._tensors[0].device):
+            staged = self._stage(tensors, touched)  # blocks that the page covers in part keep their other tokens
+            heads = common.blocks.head_start, common.blocks.head_stop
+            common = Part(common.page, Shard(0, len(staged), *heads))
+            unpack(fmt, self._layout_of(staged), range(len(touched)), first_token, page, skip_tokens, common)
+            skipped = (first_token + skip_tokens) // self.block_tokens
+            index = torch.tensor(list(touched[skipped:]), device=self._tensors[0].device)
+            for tensor, host in zip(tensors, staged, strict=True):
+                tensor.index_copy_(0, index, host[skipped:].to(tensor.device))
 
     def _touched(self, block_ids: Sequence[int], first_token: int) -> tuple[int, Sequence[int]]:
         start = first_token // self.block_tokens
@@ -124,15 +127,34 @@ class BlockCopies:
         self.nbytes = sum(tensor.numel() for tensor in tensors)
         self._row = {block_id: row for row, block_id in enumerate(block_ids)}
 
+    def found(self, block_ids: Sequence[int], first_token: int) -> tuple[BlockLayout, Sequence[int], int]:
+        """Where a page is: the layout of the copies, its block table there, and its first token by that table."""
+        first_token, touched = self._blocks._touched(block_ids, first_token)
+        return self._blocks._layout_of(self._tensors), [self._row[block_id] for block_id in touched], first_token
+
     def save_page(self, block_ids: Sequence[int], first_token: int, page: npt.NDArray[np.uint8]) -> None:
         """As :meth:`KVBlocks.save_page`, which would find other KV in these blocks by now."""
         blocks = self._blocks
-        first_token, touched = blocks._touched(block_ids, first_token)
-        rows: Sequence[int] = [self._row[block_id] for block_id in touched]
+        _, rows, first_token = self.found(block_ids, first_token)
         staged = self._tensors
         if blocks._on_device:
-            staged, rows = blocks._stage(staged, rows), range(len(rows))
+            with own_stream(staged[0].device):
+                staged, rows = blocks._stage(staged, rows), range(len(rows))
         pack(blocks._fmt, blocks._layout_of(staged), rows, first_token, page)
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """What this thread queues goes to a stream of its own, and is over at the end; no other stream is waited for."""
+    if device.type == "cpu":
+        yield
+        return
+    stream = torch.Stream(device)
+    try:
+        with stream:
+            yield
+    finally:
+        stream.synchronize()
 
 
 def beside_order(fmt: PageFormat, block_tokens: int, token_stride: int) -> BlockOrder:

@@ -11,6 +11,9 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
 from transfer.device_order import Wait
 from vllm_plugin.blocks import KVBlocks, probe_cpu_order, register_tensors
+from vllm_plugin.device.opening import Device, locks_for, open_device
+from vllm_plugin.device.page_locks import PageLocks
+from vllm_plugin.device.pages import DevicePages
 from vllm_plugin.geometry import Geometry, Group
 from vllm_plugin.states import StateBlocks, StateGroup, state_tensors
 
@@ -26,6 +29,7 @@ class GroupMemory:
         is_writer: whether this rank stores its shard, or another one that holds the same heads.
         tensors: of its layers, in order; none before the engine has registered them.
         blocks: None before the engine has registered blocks that are understood, and while it has taken them away.
+        device_pages: the same blocks, where their device moves pages by itself.
     """
 
     def __init__(self, group: Group, shard: Shard, page_tokens: int, *, is_writer: bool) -> None:
@@ -33,6 +37,7 @@ class GroupMemory:
         self.fmt = group.page_format(shard, page_tokens)
         self.tensors: list[torch.Tensor] = []
         self.blocks: KVBlocks | StateBlocks | None = None
+        self.device_pages: DevicePages | None = None
 
     def understand(
         self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, engine: VllmConfig
@@ -64,7 +69,7 @@ class KVMemory:
     """
 
     def __init__(self, vllm_config: VllmConfig, geometry: Geometry, config: Config, num_blocks: int) -> None:
-        self._vllm_config, self._num_blocks = vllm_config, num_blocks
+        self._vllm_config, self._config, self._num_blocks = vllm_config, config, num_blocks
         self.geometry, self.page_tokens = geometry, int(config.page_tokens)
         rank = vllm_config.parallel_config.rank % geometry.num_ranks
         self.is_first_rank = rank == 0
@@ -81,6 +86,9 @@ class KVMemory:
         a layer is named when one of them is."""
         self.record: Callable[[], Wait | None] = lambda: None
         """See `recorder`."""
+        self.locks: PageLocks | None = None
+        """What the driver of the blocks' device has locked of the pool's memory; None where there is none."""
+        self._device: Device | None = None
         self.sleeps = False
         """Whether the memory may be gone between two steps. A read of it would be the end of the process."""
 
@@ -97,6 +105,20 @@ class KVMemory:
         self.sleeps = device.type != "cpu" and engine.model_config.enable_sleep_mode
         for part, (tensors, blocks) in zip(self.groups, understood, strict=True):
             part.tensors, part.blocks = tensors, blocks
+        if self._config.prefix_reuse:
+            self._open_device(device)
+
+    def _open_device(self, device: torch.device) -> None:
+        """Have the device move pages by itself, where it can."""
+        self.locks = self.locks or locks_for(device)
+        parts = [part for part in self.groups if isinstance(part.blocks, KVBlocks)]
+        if self.locks is None or not parts:
+            return
+        page_nbytes = max(part.fmt.nbytes for part in parts)
+        self._device = open_device(device, self.locks, self._config.device_slab, page_nbytes)
+        for part in parts:
+            if self._device is not None and isinstance(part.blocks, KVBlocks):
+                part.device_pages = self._device.pages(part.blocks, part.shard, part.fmt)
 
     @property
     def registered(self) -> bool:
@@ -104,9 +126,12 @@ class KVMemory:
         return self.groups[0].blocks is not None
 
     def release(self) -> None:
-        """The engine has taken its memory away."""
+        """The engine has taken its memory away: nothing here touches it from now on."""
         for part in self.groups:
-            part.blocks = None
+            part.blocks = part.device_pages = None
+        device, self._device = self._device, None
+        if device is not None:
+            device.close()
 
     @property
     def storages(self) -> list[tuple[int, int]]:

@@ -124,6 +124,7 @@ class WorkerSide:
         self._kv_caches = kv_caches
         try:
             self.memory.register(kv_caches)
+            self.prefix.registered()
             self.pd = open_worker(self.memory, self._config, self._access, self.stats)
         except Unsupported as error:
             logger.warning("prefix reuse from the pool is off: %s", error)
@@ -183,3 +184,5 @@ class WorkerSide:
         if self.pd is not None:
             self.pd.stop("the instance is closed")
         self.prefix.close()
+        if self.memory is not None:
+            self.memory.release()

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import PageFormat
 from store_client.base import Bytes
+from vllm_plugin.blocks import own_stream
 from vllm_plugin.geometry import Group, Unsupported
 
 if TYPE_CHECKING:
@@ -125,18 +126,18 @@ class StateBlocks:
 
     def load_page(self, part: Shard, block_ids: Sequence[int], first_token: int, page: Bytes, skip_tokens: int) -> None:
         """Overwrite the state of the block that holds the first token of the page that is not to be skipped."""
-        block_id, device = self.block_of(block_ids, first_token + skip_tokens), self._parts[0].device
-        for state, content in zip(self._parts, self._split(page), strict=True):
-            state[block_id].copy_(torch.from_numpy(content.copy()))
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        block_id = self.block_of(block_ids, first_token + skip_tokens)
+        with own_stream(self._parts[0].device):
+            for state, content in zip(self._parts, self._split(page), strict=True):
+                state[block_id].copy_(torch.from_numpy(content.copy()))
 
     def block_of(self, block_ids: Sequence[int], first_token: int) -> int:
         return block_ids[first_token // self.block_tokens]
 
     def pack(self, states: Sequence[torch.Tensor], page: Bytes) -> None:
-        for state, content in zip(states, self._split(page), strict=True):
-            content[:] = state.cpu().numpy()
+        with own_stream(states[0].device):
+            for state, content in zip(states, self._split(page), strict=True):
+                content[:] = state.cpu().numpy()
 
     def _split(self, page: Bytes) -> list[Bytes]:
         return np.split(page, self._stops[:-1])

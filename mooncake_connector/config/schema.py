@@ -95,6 +95,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             le=600,
         ),
     ] = 10.0
+    device_slab: Annotated[
+        Nbytes,
+        _field(
+            "Memory that each worker of vLLM takes of its GPU beside the KV cache, for pages on their way between the "
+            "two and the pool; more where four pages need more. Half is for loads, half for saves.",
+            'as for `capacity`, without null: "64MiB"',
+        ),
+    ] = Nbytes(64 << 20)
     eviction: Annotated[
         Literal["lru", "s3-fifo", "auto"] | None,
         _field(

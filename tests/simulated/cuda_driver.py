@@ -32,8 +32,11 @@ NEED_CONTEXT = (
     "cuMemGetAddressRange_v2", "cuMemHostAlloc", "cuMemFreeHost", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2",
     "cuIpcCloseMemHandle", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize", "cuMemcpyAsync",
     "cuMemHostRegister_v2", "cuMemHostUnregister", "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority",
+    "cuMemAlloc_v2", "cuMemFree_v2",
 )  # fmt: skip
-SPOIL_RECORDINGS = ("cuMemHostAlloc", "cuMemFreeHost", "cuMemHostRegister_v2", "cuMemHostUnregister")
+SPOIL_RECORDINGS = (
+    "cuMemHostAlloc", "cuMemFreeHost", "cuMemHostRegister_v2", "cuMemHostUnregister", "cuMemAlloc_v2", "cuMemFree_v2",
+)  # fmt: skip
 RELAXED, CAPTURE_UNSUPPORTED = 2, 900
 _HANDLE = struct.Struct("<QQQQ")
 
@@ -50,6 +53,12 @@ class Library:
         """By address; others are on device 0."""
         self.opened: dict[int, tuple[bytes, mmap.mmap]] = {}
         self.locked: dict[int, Any] = {}
+        self.slabs: dict[int, Any] = {}
+        """Device memory that was allocated through the driver."""
+        self._freed: list[tuple[int, Any]] = []
+        self.pageable: list[int] = []
+        """Memory of the host that was copied from or to and is not page-locked: the real driver copies it by itself,
+        and has the caller wait."""
         self._allocated: dict[int, tuple[int, int]] = {}
         self._numbers = itertools.count(1)
         self.registered: dict[int, int] = {}
@@ -146,6 +155,20 @@ class Library:
         start._obj.value, size._obj.value = found
         return 0
 
+    def _cuMemAlloc_v2(self, out: Any, nbytes: int) -> None:
+        array = np.zeros(nbytes + 256, dtype=np.uint8)
+        out._obj.value = -(-array.ctypes.data // 256) * 256
+        self.slabs[out._obj.value] = array
+        self.allocate(out._obj.value, nbytes)
+
+    def _cuMemFree_v2(self, address: int) -> int:
+        if address not in self.slabs:
+            return INVALID_VALUE
+        self.release(address, 1)
+        array = self.slabs.pop(address)
+        self._freed.append((address, array))
+        return 0
+
     def _cuMemHostAlloc(self, out: Any, nbytes: int, flags: int) -> None:
         array = np.zeros(nbytes, dtype=np.uint8)
         self.locked[array.ctypes.data] = array
@@ -212,7 +235,16 @@ class Library:
         queue, self._queues[stream] = self._queues[stream], []
         return max((work() for work in queue), default=0)
 
+    def _is_locked(self, address: int, nbytes: int) -> bool:
+        pieces = [(start, len(array)) for start, array in self.locked.items()] + list(self.registered.items())
+        return any(start <= address and address + nbytes <= start + size for start, size in pieces)
+
     def _copy(self, target: int, source: int, nbytes: int) -> int:
+        for address in (target, source):
+            if any(start <= address < start + len(array) for start, array in self._freed):
+                return ILLEGAL_ADDRESS
+            if self._range(address) is None and not self._is_locked(address, nbytes):
+                self.pageable.append(address)
         found = self._range(source)
         if found is None or found[0] not in self.opened:
             ctypes.memmove(target, source, nbytes)

@@ -290,10 +290,10 @@ class TestLoadsThatGrow:
         space.wait_for_read()
         clock.ahead_s += 0.9 * DEADLINE_S
         assert mover.take_ended() == []
-        for _ in KEYS[1:]:
+        for _ in range(2 * len(KEYS) - 2):
             space.let_read()
             space.wait_for_read()
-        assert mover.take_ended() == [moves]  # while the thread reads the first page of the other one
+        assert mover.take_ended() == [moves]  # while the thread reads the last page of the other one
         space.let_read(1000)
         assert over(moves) and over(waits)
         assert moves.cause == waits.cause == "" and waits.pages == len(KEYS)
@@ -319,20 +319,32 @@ class TestEnds:
             assert (job.pages, job.cause) == (0, "deadline") and job.seconds > DEADLINE_S
         assert memory.holds(0)
 
-    def test_a_load_that_waits_its_turn_is_not_late_while_the_one_before_moves(self, mover, space, view, memory, clock):
+    def test_loads_move_in_turns_and_none_is_late_while_the_other_moves(self, mover, space, view, memory, clock):
         space.land(KEYS)
         space.hold_reads()
-        first, second = load(view, memory), load(view, memory)
+        first, second = load(view, memory), load(view, Memory())
         mover.submit(first)
+        space.wait_for_read()
         mover.submit(second)
-        for number in range(len(KEYS)):
-            space.wait_for_read()
-            assert first.pages == number and mover.take_ended() == []
-            clock.ahead_s += 0.9 * DEADLINE_S
+        for number in range(2 * len(KEYS) - 1):
+            assert (first.pages, second.pages) == ((number + 1) // 2, number // 2) and mover.take_ended() == []
+            clock.ahead_s += 0.8 * DEADLINE_S
             space.let_read()
+            space.wait_for_read()
+        assert mover.take_ended() == [first]
         space.let_read(1000)
         assert over(second)
-        assert mover.take_ended() == [first, second] and first.cause == second.cause == ""
+        assert mover.take_ended() == [second] and first.cause == second.cause == ""
+
+    def test_stop_waits_for_a_load_that_has_begun(self, mover, space, view, memory):
+        space.land(KEYS)
+        space.hold_reads()
+        job = load(view, memory)
+        mover.submit(job)
+        space.wait_for_read()
+        assert not mover.stop(0.0)
+        space.let_read(1000)
+        assert over(job) and job.cause == "" and memory.holds(len(KEYS))
 
     def test_the_deadline_of_a_save_counts_from_its_submission(self, mover, space, view, memory, clock):
         def copy(number: int, page: Bytes) -> None:

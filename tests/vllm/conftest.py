@@ -25,6 +25,7 @@ from simulated.waiting import wait_for
 import store_client.open
 import vllm_plugin
 import vllm_plugin.kv_memory
+import vllm_plugin.prefix.saver
 from store_client.open import BackgroundStore
 
 vllm_plugin.register()  # what vLLM's plugin loader does in a process of its own
@@ -112,6 +113,14 @@ def start(base_config: Any, pool: Path, faults: Faults, runner: dict[str, bool])
     faults.release()
     for engine in engines:
         engine.shut_down()
+
+
+@pytest.fixture(params=[True, False], ids=["room-aside", "no-room"])
+def aside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether pages can be copied aside when their blocks are given away."""
+    if not request.param:
+        monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", 0)
+    return bool(request.param)
 
 
 @pytest.fixture

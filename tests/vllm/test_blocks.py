@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from vllm import _custom_ops as ops
 
+import vllm_plugin.blocks
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import PageFormat
 from vllm_plugin.blocks import KVBlocks, probe_cpu_order, probe_order, register_tensors, regroup_kernel_blocks
@@ -52,9 +54,8 @@ def expected_page(layers: list[torch.Tensor], fmt: PageFormat, table: list[int],
 
 
 @pytest.fixture(params=["host", "device"])
-def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """`device`: the path through a staging copy, which a GPU's memory needs, here with tensors of the CPU."""
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *args: None)
+def where(request: pytest.FixtureRequest) -> str:
+    """`device`: the path through a staging copy, which a device's memory needs, here with tensors of the CPU."""
     return str(request.param)
 
 
@@ -112,12 +113,18 @@ def test_mla_is_one_head_without_v(where: str, itemsize: int, block_tokens: int)
 
 def test_what_is_loaded_is_waited_for_on_the_device_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which need not be the current one of the thread that loads."""
-    waited: list[tuple[torch.device, ...]] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *device: waited.append(device))
+    waited: list[torch.device] = []
+
+    @contextmanager
+    def own_stream(device: torch.device) -> Iterator[None]:
+        yield
+        waited.append(device)
+
+    monkeypatch.setattr(vllm_plugin.blocks, "own_stream", own_stream)
     fmt = PageFormat(NUM_LAYERS, 16, 2, 8, 4, 2)
     layers = tensors(2, 16, 12, DTYPES[2], "LBHNC")
     kv_blocks(layers, fmt, "device").load_page(whole(fmt), [1], 0, np.zeros(fmt.nbytes, dtype=np.uint8), 0)
-    assert waited == [(layers[0].device,)]
+    assert waited == [layers[0].device]
 
 
 @pytest.mark.parametrize("order", ["LBNHC", "LBHNC", "BLHNC"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from device_stand_in import StandIn, interpreted_kernel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner, Result
@@ -17,7 +19,7 @@ from mooncake_connector.cli.bench import device as bench
 from mooncake_connector.cli.main import app
 from transfer.transports.base import Unavailable
 from vllm_plugin.blocks import KVBlocks
-from vllm_plugin.device.bench import limits, measure, models
+from vllm_plugin.device.bench import limits, measure, models, moves
 from vllm_plugin.device.bench.cache import Cache
 from vllm_plugin.device.bench.models import DEEPSEEK_V3, LLAMA_3_8B, MODELS, Matmul, Model
 from vllm_plugin.device.bench.moves import Moves
@@ -81,16 +83,26 @@ def test_where_no_gpu_is_the_command_says_so_and_what_to_do(monkeypatch: pytest.
     assert result.exit_code == 1 and said in json.loads(result.stdout)["error"] and said in result.stderr
 
 
+@pytest.fixture(scope="module")
+def kernel() -> Any:
+    pytest.importorskip("triton")
+    return interpreted_kernel()
+
+
 @pytest.fixture
-def without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_a_device(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor in a GPU's place: its times mean nothing."""
+    device = StandIn(kernel)
+    device.install(monkeypatch)
+    monkeypatch.setattr(moves, "locks_for", device.locks_for)
+    monkeypatch.setattr(moves, "_LOCKS_STAND_S", 0.1)
     monkeypatch.setattr(bench, "system_driver", lambda: None)
     monkeypatch.setattr(measure, "use", lambda ordinal: torch.device("cpu"))
     monkeypatch.setattr(measure, "describe", lambda device: {"gpu": "none"})
     monkeypatch.setattr(limits, "measure", lambda *args: limits.Limits(2e9, 2e9, 3e9))
     monkeypatch.setattr(limits, "milliseconds", lambda device, work, rounds: [work() or 1.0 for _ in range(rounds)])
     monkeypatch.setattr(models, "MODELS", (TINY,))
-    monkeypatch.setattr(bench, "QUICK", bench.Scale(num_tokens=512, hit_tokens=(128, 512), rounds=2, num_steps=3))
+    monkeypatch.setattr(bench, "QUICK", bench.Scale(num_tokens=256, hit_tokens=(128, 256), rounds=2, num_steps=3))
 
 
 def run_quick(folder: Path) -> Result:
@@ -101,11 +113,13 @@ def test_a_run_measures_everything_and_leaves_nothing(without_a_device: None, tm
     result = run_quick(tmp_path)
     assert result.exit_code == 0, result.stderr
     rows = {row["figure"].removeprefix("tiny: "): row for row in json.loads(result.stdout)["rows"]}
-    beside = ["load", "save", "both at once", "hit of 128 tokens", "hit of 512 tokens"]
+    beside = ["load", "save", "both at once", "hit of 128 tokens", "hit of 256 tokens"]
     beside += ["p99 of a decode step beside saves"]
+    locked = rows.pop("page-locked memory of the pool")
+    assert 0 <= locked["value"] < 1
     assert [name for name, row in rows.items() if row["limit"]] == beside
     assert all(row["value"] > 0 for row in rows.values())
-    assert rows["loaded bytes that were checked"]["value"] == 2 * 512 * TINY.token_nbytes / 2**30
+    assert rows["loaded bytes that were checked"]["value"] == 2 * 256 * TINY.token_nbytes / 2**30
     assert not list(tmp_path.iterdir())
 
 
@@ -120,5 +134,5 @@ def test_bytes_that_were_not_loaded_are_missed(
 ) -> None:
     monkeypatch.setattr(Moves, "load", lambda *args: None)
     result = run_quick(tmp_path)
-    nbytes = 512 * TINY.token_nbytes
+    nbytes = 256 * TINY.token_nbytes
     assert result.exit_code == 1 and f"{nbytes} of {nbytes} bytes that were loaded are not those" in result.stderr

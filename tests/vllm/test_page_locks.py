@@ -66,9 +66,9 @@ def test_what_is_covered_lies_in_one_piece(locks, library, memory):
 
 def test_nothing_is_covered_before_it_is_locked_nor_after_it_is_unlocked(locks, library, memory):
     at, seen = memory.ctypes.data, []
-    register, unregister = locks._driver.register, locks._driver.unregister
-    locks._driver.register = lambda *place: (seen.append(locks.covers(at, 1)), register(*place))
-    locks._driver.unregister = lambda *place: (seen.append(locks.covers(at, 1)), unregister(*place))
+    register, unregister = locks.driver.register, locks.driver.unregister
+    locks.driver.register = lambda *place: (seen.append(locks.covers(at, 1)), register(*place))
+    locks.driver.unregister = lambda *place: (seen.append(locks.covers(at, 1)), unregister(*place))
     assert locks.lock(at, mmap.PAGESIZE)
     seen.append(locks.covers(at, 1))
     locks.unlock(at)
@@ -103,7 +103,7 @@ def test_memory_is_locked_while_an_engine_records_graphs(locks, library, memory)
     """Which the driver refuses, and spoils the recording, where a thread does not say that it stands apart."""
     at = memory.ctypes.data
     library.recording = True
-    with locks._driver.on(0):
+    with locks.driver.on(0):
         assert library.cuMemHostRegister_v2(at, mmap.PAGESIZE, 1) == 0
         assert library.cuMemHostUnregister(at) == 0
     assert library.cuMemHostRegister_v2(at, mmap.PAGESIZE, 1) in (201, 900), "a control, out of it"

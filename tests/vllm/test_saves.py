@@ -25,14 +25,6 @@ from vllm_plugin.prefix.saver import Saver
 OTHERS = [list(range(start, start + 100)) for start in (120, 230, 340)]
 
 
-@pytest.fixture(params=[True, False], ids=["room-aside", "no-room"])
-def aside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether pages can be copied aside when their blocks are given away."""
-    if not request.param:
-        monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", 0)
-    return bool(request.param)
-
-
 def check_pool(engine: Engine, *prompts: list[int], num_tokens: int) -> int:
     """Every page of the pool is one of these texts', and holds its KV; how many there are."""
     stored = 0

@@ -37,7 +37,7 @@ class PageLocks:
     """
 
     def __init__(self, driver: Driver, device: int) -> None:
-        self._driver, self._device = driver, device
+        self.driver, self.device = driver, device
         self._pieces = _Pieces()
         self._refusals = 0
         self.refused: str | None = None
@@ -63,7 +63,7 @@ class PageLocks:
         if self.refused is not None:
             return False
         try:
-            self._driver.register(self._device, address, nbytes)
+            self.driver.register(self.device, address, nbytes)
         except CudaError as error:
             self.refused = str(error)
             self._refusals += 1
@@ -88,7 +88,7 @@ class PageLocks:
             return
         at = starts.index(address)
         self._pieces = _Pieces((*starts[:at], *starts[at + 1 :]), (*stops[:at], *stops[at + 1 :]))
-        self._driver.unregister(self._device, address)
+        self.driver.unregister(self.device, address)
 
     def take_failures(self) -> Mapping[str, int]:
         """Refusals since this was asked last, by cause."""

@@ -12,16 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes
+from store_client.base import Bytes, Settle
 from store_client.jobs import GivenUp, Overtaken, Save
 from store_client.mover import Mover
 from store_client.sharded import ShardView
 from transfer.device_order import Wait
 from vllm_plugin.blocks import BlockCopies, KVBlocks
+from vllm_plugin.device.pages import DevicePages
 from vllm_plugin.kv_memory import GroupMemory, KVMemory
 from vllm_plugin.messages import SaveJob, SaveResult, StepMetadata
 from vllm_plugin.states import StateBlocks, StateCopies
@@ -124,6 +125,45 @@ class BlockSave(Save):
             self._aside.clear()
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class DeviceSave(BlockSave):
+    """As `BlockSave`, by a device: it has read a page's blocks only when all that was begun is settled."""
+
+    device_pages: DevicePages
+    _begun: list[tuple[int, Bytes, Copies | None]] = field(default_factory=list)
+    """With what they are read from, which stays as long as that."""
+
+    def fill(self, number: int, page: Bytes) -> None:
+        source, block_ids, first_token = self._source(number), self.plan.block_ids, self.first_token(number)
+        if source is None:
+            self._begun.append((number, page, None))
+            self.device_pages.save_page(block_ids, first_token, page)
+            return
+        copies, wait = source
+        if wait is not None:
+            wait()
+        assert isinstance(copies, BlockCopies)
+        self._begun.append((number, page, copies))
+        self.device_pages.save_copied(copies, block_ids, first_token, page)
+
+    @property
+    def settle(self) -> Settle:
+        return self._settle
+
+    def _settle(self) -> None:
+        """Where blocks were given away before they were read, read what was copied aside instead."""
+        begun, self._begun = self._begun, []
+        self.device_pages.settle_saves()
+        try:
+            for number, page, copies in begun:
+                if copies is None and self._source(number) is not None:
+                    self.fill(number, page)
+        finally:
+            again, self._begun = self._begun, []
+            if again:
+                self.device_pages.settle_saves()
+
+
 class Saver:
     """See the module. All methods are the engine's; `view` is what this rank sees of a group in the pool."""
 
@@ -156,16 +196,12 @@ class Saver:
             assert blocks is not None
             blocks.save_page(plan.block_ids, plan.first_token + number * page_tokens, page)
 
-        return BlockSave(
-            keys=plan.keys,
-            parent=plan.parent,
-            view=partial(self._view, namespace, plan.group),
-            deadline_s=self._deadline_s,
-            fence=fence,
-            copy=copy if blocks is not None else None,
-            plan=plan,
-            memory=memory,
-        )
+        job: dict[str, Any] = {
+            "keys": plan.keys, "parent": plan.parent, "view": partial(self._view, namespace, plan.group),
+            "deadline_s": self._deadline_s, "fence": fence, "copy": copy if blocks is not None else None, "plan": plan,
+            "memory": memory,
+        }  # fmt: skip
+        return BlockSave(**job) if memory.device_pages is None else DeviceSave(**job, device_pages=memory.device_pages)
 
     def _leave_out_stored(self, save: BlockSave) -> None:
         """What is in the pool needs no room aside: a save that is larger gets further each time it is planned."""

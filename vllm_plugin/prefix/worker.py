@@ -54,6 +54,11 @@ class PrefixWorker:
         """Those of them, of models with several groups, of which one could not be loaded."""
         self._store.wait(1.0)
 
+    def registered(self) -> None:
+        """The engine's memory is there: what lies in the pool may be copied by its device."""
+        if (locks := self._memory.locks) is not None:
+            self._store.lock_memory(locks)
+
     def stop(self, cause: str) -> None:
         """Touch no KV memory any more when this returns."""
         for load in self._loads.pending:
@@ -75,7 +80,8 @@ class PrefixWorker:
 
     def _load(self, plan: LoadJob, namespace: Namespace, fence: Wait | None) -> BlockLoad:
         memory = self._memory.groups[plan.group]
-        blocks, page_tokens = memory.blocks, memory.fmt.page_tokens
+        pages, page_tokens = memory.device_pages, memory.fmt.page_tokens
+        blocks = pages or memory.blocks
 
         def copy(number: int, part: Shard, page: Bytes) -> None:
             assert blocks is not None
@@ -88,6 +94,7 @@ class PrefixWorker:
             deadline_s=self._config.load_deadline_s,
             fence=fence,
             copy=copy if blocks is not None else None,
+            settle=None if pages is None else pages.settle_loads,
             plan=plan,
             num_coming=plan.num_coming,
         )
@@ -153,8 +160,10 @@ class PrefixWorker:
         return req_id in self._loading
 
     def count_failures(self) -> None:
-        """Enter what this process did not get from behind the pool."""
+        """Enter what this process did not get from behind the pool, and what its device was refused."""
         self._stats.fail_each(self._store.take_failures())
+        if (locks := self._memory.locks) is not None:
+            self._stats.fail_each(locks.take_failures())
 
     def close(self) -> None:
         """Finish what runs, drop the rest, release the pool; idempotent."""
@@ -233,6 +242,9 @@ class RefusingWorker:
 
     def fills(self, req_id: str) -> bool:
         return False
+
+    def registered(self) -> None:
+        """No store is open."""
 
     def stop(self, cause: str) -> None:
         """Nothing is held."""

@@ -113,4 +113,5 @@ def rows_of(model: str, found: Figures) -> list[Row]:
         Row(f"{model}: processor for a GiB loaded", found.load_cpu_s * 1e3, "ms"),
         Row(f"{model}: processor for a GiB saved", found.save_cpu_s * 1e3, "ms"),
         Row(f"{model}: loaded bytes that were checked", found.checked_nbytes / 2**30, "GiB"),
+        Row(f"{model}: page-locked memory of the pool", found.locked_nbytes / 2**30, "GiB"),
     ]

@@ -46,6 +46,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuThreadExchangeStreamCaptureMode": (_OUT,),
     "cuPointerGetAttribute": (_OUT, c_int, c_uint64),
     "cuMemGetAddressRange_v2": (_OUT, _OUT, c_uint64),
+    "cuMemAlloc_v2": (_OUT, c_size_t),
+    "cuMemFree_v2": (c_uint64,),
     "cuMemHostAlloc": (_OUT, c_size_t, c_uint),
     "cuMemFreeHost": (c_void_p,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
@@ -142,6 +144,18 @@ class Driver:
         except CudaError:
             return None
         return Allocation(device.value, start.value, size.value)
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        """Address of new device memory, a multiple of 256; no framework's allocator, or sleep mode, knows of it."""
+        address = c_uint64()
+        with self.on(device):
+            self.call("cuMemAlloc_v2", byref(address), nbytes)
+        return address.value
+
+    def free(self, device: int, address: int) -> None:
+        """Undo it. Waits for what the device has been given."""
+        with self.on(device):
+            self.call("cuMemFree_v2", address)
 
     def lock_pages(self, device: int, nbytes: int) -> int:
         """Address of new host memory that all devices reach."""

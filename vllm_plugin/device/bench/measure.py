@@ -42,6 +42,7 @@ class Figures:
         save_beside: rate of those saves.
         load_cpu_s, save_cpu_s: processor seconds of all threads for a GiB.
         checked_nbytes: loaded bytes that were held against what was saved.
+        locked_nbytes: of the pool, that the device copies from and to in place.
     """
 
     limits: limits.Limits
@@ -55,6 +56,7 @@ class Figures:
     load_cpu_s: float
     save_cpu_s: float
     checked_nbytes: int
+    locked_nbytes: int
 
 
 def use(ordinal: int) -> torch.device:
@@ -94,6 +96,7 @@ def measure(
         progress("saves and loads")
         moves.save("kept")
         moves.check_pages("kept")
+        locked = moves.wait_for_locks()
         checked = _check_load(moves, cache)
         saves = [_timed(lambda: moves.save("again"), prepare=lambda: moves.clear("again")) for _ in range(rounds)]
         loads = [_timed(lambda: moves.load("kept")) for _ in range(rounds)]
@@ -123,6 +126,7 @@ def measure(
         load_cpu_s=statistics.median(one.cpu_s for one in loads) * 2**30 / nbytes,
         save_cpu_s=statistics.median(one.cpu_s for one in saves) * 2**30 / nbytes,
         checked_nbytes=checked,
+        locked_nbytes=locked,
     )
 
 

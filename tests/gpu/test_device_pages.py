@@ -1,0 +1,103 @@
+"""Pages through the pipes of a real device, against the slow way through host memory: loads, saves, copies aside."""
+
+import mmap
+
+import numpy as np
+import pytest
+from gpu.device import DEVICE, require
+
+require()
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
+
+from mooncake_connector.kv.geometry import Shard  # noqa: E402
+from mooncake_connector.kv.page import PageFormat  # noqa: E402
+from transfer.transports.cuda.driver import system_driver  # noqa: E402
+from vllm_plugin.blocks import KVBlocks  # noqa: E402
+from vllm_plugin.device.opening import Device  # noqa: E402
+from vllm_plugin.device.page_locks import PageLocks  # noqa: E402
+
+OWN, LARGER = Shard(1, 9, 1, 3), Shard(0, 10, 0, 4)
+NUM_BLOCKS, NUM_PAGES, PAGE_TOKENS = 400, 60, 64
+ORDERS = ("LBNHC", "LBHNC", "BLNHC")
+
+
+def page_format(shard: Shard) -> PageFormat:
+    return PageFormat(shard.num_layers, PAGE_TOKENS, shard.num_heads, 128, 128, 2)
+
+
+def blocks_of(seed: int, block_tokens: int, order: str):
+    """All layers' memory, and what is made of it."""
+    sizes = {"L": OWN.num_layers, "B": NUM_BLOCKS, "H": OWN.num_heads, "N": block_tokens, "C": 256}
+    where = torch.device("cuda", DEVICE)
+    generator = torch.Generator(where).manual_seed(seed)
+    shape = [sizes[axis] for axis in order]
+    memory = torch.randint(-9999, 9999, shape, dtype=torch.int16, device=where, generator=generator)
+    layers = memory.permute([order.index(axis) for axis in "LBHNC"]).unbind(0)
+    return memory, KVBlocks(list(layers), OWN, page_format(OWN), None)
+
+
+@pytest.fixture(params=[True, False], ids=["page-locked", "pageable"])
+def host(request):
+    """Memory of the host for pages, locked by the driver or not."""
+    locks = PageLocks(system_driver(), DEVICE)
+    nbytes = -(-NUM_PAGES * page_format(LARGER).nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+    if request.param:
+        assert locks.lock(memory.ctypes.data, nbytes), locks.refused
+    yield locks, memory
+    if request.param:
+        locks.unlock(memory.ctypes.data)
+
+
+@pytest.fixture
+def device(host):
+    locks, _ = host
+    one = Device(torch.device("cuda", DEVICE), locks, 8 << 20, page_format(LARGER).nbytes)
+    yield one
+    one.close()
+
+
+def table(number: int, block_tokens: int) -> list[int]:
+    """Blocks of a page that begins somewhere in the first of them."""
+    count = PAGE_TOKENS // block_tokens + 1
+    order = np.random.default_rng(7).permutation(NUM_BLOCKS)
+    return order[count * number : count * (number + 1)].tolist()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("part", [OWN, LARGER], ids=["own shard", "larger shard"])
+def test_pages_reach_the_blocks(host, device, order, part):
+    memory, blocks = blocks_of(1, 16, order)
+    expected, plain = blocks_of(1, 16, order)
+    pages = device.pages(blocks, OWN, page_format(OWN))
+    fmt = page_format(part)
+    host[1][:] = np.random.default_rng(2).integers(0, 256, len(host[1]), dtype=np.uint8)
+    for number in range(NUM_PAGES):
+        page = host[1][number * fmt.nbytes : (number + 1) * fmt.nbytes]
+        one = part, table(number, 16), number % 16, page, number % 3
+        pages.load_page(*one)
+        plain.load_page(*one)
+    assert not torch.equal(memory, expected), "the last pages wait until all is settled"
+    pages.settle_loads()
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_pages_leave_the_blocks_and_copies_of_them(host, device, order):
+    _, blocks = blocks_of(3, 16, order)
+    pages, fmt = device.pages(blocks, OWN, page_format(OWN)), page_format(OWN)
+    copies = blocks.copy(list(range(NUM_BLOCKS)))
+    torch.cuda.current_stream(DEVICE).synchronize()
+    expected = np.zeros((NUM_PAGES, fmt.nbytes), dtype=np.uint8)
+    for number in range(NUM_PAGES):
+        page = host[1][number * fmt.nbytes : (number + 1) * fmt.nbytes]
+        at = table(number, 16), number % 16
+        if number % 4:
+            pages.save_page(*at, page)
+        else:
+            pages.save_copied(copies, *at, page)
+        blocks.save_page(*at, expected[number])
+    pages.settle_saves()
+    assert np.array_equal(host[1][: expected.size].reshape(expected.shape), expected) and expected.any()

@@ -1,0 +1,212 @@
+"""Loads and saves by a device, through vLLM's scheduler. The device is a stand-in (`device_stand_in`).
+
+Tests of loads and saves that hold on the processor are taken over from their modules where a device may break them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import oracle
+import test_loads
+import test_ranks
+import test_saves
+from cases import PROMPT, Start, steady_runners, warm_pool, warmed
+from device_stand_in import StandIn, interpreted_kernel
+from harness import PATIENCE_S, Engine
+from mixes import MIXES
+from runner import WrongKV
+from test_loads import (  # noqa: F401 - run here as well
+    test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all,
+)
+from test_lookups import failures
+from test_saves import (  # noqa: F401
+    OTHERS,
+    check_pool,
+    overtake,
+    overtaken,
+    test_one_page_is_saved_however_small_the_cache,
+)
+from test_sleep import test_after_sleep_pages_are_saved_and_loaded_as_before  # noqa: F401
+
+from vllm_plugin.prefix.saver import DeviceSave
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Any:
+    return interpreted_kernel()
+
+
+@pytest.fixture(autouse=True)
+def device(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    stand_in = StandIn(kernel)
+    stand_in.install(monkeypatch)
+    yield stand_in
+    stand_in.release()
+    assert not stand_in.library.pageable, "copied by the driver itself, which has the caller wait"
+
+
+@steady_runners
+def test_what_one_engine_computed_another_loads_by_its_device(start: Start, device: StandIn) -> None:
+    start().check(PROMPT, 20)
+    assert device.launched and not any(into for into, _ in device.launched)
+    second = start()
+    second.check(PROMPT, 20, name="again")
+    assert second.computed("again") == len(PROMPT) - 96 + 19
+    assert any(into for into, _ in device.launched)
+
+
+def test_a_kernel_that_does_nothing_is_noticed_by_these_tests(start: Start, device: StandIn) -> None:
+    """The control: blocks that no load has filled."""
+    engine = warmed(start)
+    device.idle = True
+    with pytest.raises(WrongKV):
+        engine.ask(PROMPT)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_models_of_several_groups_load_what_they_stored(start: Start, device: StandIn, mix: str) -> None:
+    start(kv_spec=MIXES[mix]).check(PROMPT, 20)
+    second = start(kv_spec=MIXES[mix])
+    second.check(PROMPT, 20, name="again")
+    assert second.computed("again") < len(PROMPT) + 19
+    assert any(into for into, _ in device.launched)
+
+
+@pytest.mark.parametrize(
+    "wrote, reads, block_tokens, layout",
+    [
+        ((1, 1), (2, 2), 64, "BHLNC"),
+        ((2, 1), (1, 2), 16, "LBNHC"),
+        ((2, 2), (1, 1), 64, "LBNHC"),
+        ((4, 1), (2, 1), 16, "BHLNC"),
+    ],
+)
+def test_pages_of_other_splits_go_into_the_blocks(
+    start: Start, wrote: tuple[int, int], reads: tuple[int, int], block_tokens: int, layout: str
+) -> None:
+    splits = [dict(zip(("tp_size", "pp_size"), sizes, strict=True)) for sizes in (wrote, reads)]
+    test_ranks.test_pages_of_any_split_go_into_every_layout(start, *splits, block_tokens, layout)
+
+
+@steady_runners
+def test_late_saves_read_what_was_copied_aside(start: Start, faults: Any, aside: bool) -> None:
+    test_saves.test_pages_saved_late_hold_the_kv_of_their_key_although_others_got_the_blocks(start, faults, aside)
+
+
+def test_blocks_come_back_when_the_device_has_left_them(start: Start, faults: Any) -> None:
+    test_loads.test_abort_while_loading(start, faults, lost=False)
+
+
+def save_under_way(start: Start, device: StandIn) -> tuple[Engine, str]:
+    """A request whose pages the device is about to read, and does not get to."""
+    engine = start(num_blocks=20, prefix_caching=False)
+    device.hold(into_blocks=False)
+    name = engine.add(PROMPT, 100)
+    engine.run(until=device.waits.is_set)
+    return engine, name
+
+
+@steady_runners
+def test_a_page_whose_blocks_are_written_before_the_device_read_them_is_not_stored_as_it_was_read(
+    start: Start, aside: bool, device: StandIn
+) -> None:
+    engine, first = save_under_way(start, device)
+    overtake(engine, first)
+    device.release()
+    engine.finish()
+    check_pool(engine, PROMPT, *OTHERS, num_tokens=100)
+    assert all(engine.pages(PROMPT)) == aside
+    assert (overtaken(engine) > 0) != aside
+
+
+def test_without_the_look_after_the_device_wrong_pages_would_be_stored(
+    start: Start, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above."""
+
+    def settle(save: DeviceSave) -> None:
+        save._begun = []
+        save.device_pages.settle_saves()
+
+    monkeypatch.setattr(DeviceSave, "_settle", settle)
+    engine, first = save_under_way(start, device)
+    overtake(engine, first)
+    device.release()
+    engine.finish()
+    with pytest.raises(AssertionError, match="holds other KV"):
+        engine.pages(PROMPT)
+
+
+CALLS = ("cuMemcpyAsync", "cuStreamSynchronize", "cuCtxPushCurrent_v2")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_driver_that_fails_costs_a_load_and_no_more(start: Start, device: StandIn, call: str) -> None:
+    engine = warmed(start)
+    device.library.fail[call] = 0
+    engine.check(PROMPT, 3, computed=len(PROMPT) + 2)
+    assert failures(engine)["load_copy"] == 1
+    device.library.fail.clear()
+    engine.scheduler.reset_prefix_cache()
+    engine.check(PROMPT, 3, computed=4 + 2)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_driver_that_fails_costs_a_save_and_no_more(start: Start, device: StandIn, call: str) -> None:
+    engine = start()
+    device.library.fail[call] = 0
+    engine.check(PROMPT, 3)
+    assert failures(engine)["save_copy"] and not any(engine.pages(PROMPT))
+    device.library.fail.clear()
+    other = list(range(200, 300))
+    engine.check(other, 3)
+    assert all(engine.pages(other))
+
+
+def test_a_device_without_room_for_the_slab_serves_the_pool_the_slow_way(
+    start: Start, device: StandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    device.library.fail["cuMemAlloc_v2"] = 0
+    engine = start()
+    engine.check(PROMPT, 3)
+    start().check(PROMPT, 3, computed=4 + 2)
+    assert not device.launched
+    assert len([one for one in caplog.messages if "by way of host memory, which is slow" in one]) == 1
+
+
+def test_nothing_of_the_device_is_left_when_the_engine_ends(start: Start, device: StandIn) -> None:
+    engine = warmed(start)
+    engine.check(PROMPT, 3)
+    assert device.library.slabs
+    engine.shut_down()
+    assert not device.library.slabs and not device.library.locked and not device.library.registered
+
+
+def test_a_load_that_the_engine_gives_up_touches_no_block_from_then_on(start: Start, device: StandIn) -> None:
+    """The engine waits for what the device is about to write, which is no longer than a batch takes."""
+    engine = warmed(start)
+    device.hold(into_blocks=True)
+    name = engine.add(PROMPT, 3)
+    engine.run(until=device.waits.is_set)
+    ended = threading.Event()
+    side = engine.workers[0].side
+    stopping = threading.Thread(target=lambda: (side.unregister(), ended.set()))
+    stopping.start()
+    assert not ended.wait(0.1), "blocks would be the engine's again while the device writes to them"
+    device.release()
+    assert ended.wait(PATIENCE_S)
+    stopping.join()
+    memory = engine.workers[0].runner.memory
+    before = memory.copy()
+    assert not device.library._queues and (memory == before).all()
+    side.restore()
+    engine.finish(name)
+    assert oracle.generate(PROMPT, 3) == engine.texts[name]
+    warm_pool(start)

@@ -1,0 +1,237 @@
+"""Pipes, and the pages that go through them, over a stand-in for the driver whose streams work when waited for."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from device_stand_in import StandIn, interpreted_kernel
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.page import PageFormat
+from store_client.jobs import CopyFailed
+from vllm_plugin.blocks import KVBlocks
+from vllm_plugin.device import opening
+from vllm_plugin.device.opening import Device
+from vllm_plugin.device.pages import DevicePages
+from vllm_plugin.device.pipe import LANES
+
+OWN = Shard(1, 4, 1, 3)
+FMT = PageFormat(num_layers=3, page_tokens=16, num_heads=2, k_dim=8, v_dim=4, itemsize=2)
+BLOCK_TOKENS, NUM_BLOCKS, NUM_PAGES = 8, 40, 8
+WAYS = 2
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Any:
+    return interpreted_kernel()
+
+
+@dataclass
+class Moved:
+    """The same blocks twice: moved by a device, and page by page by numpy."""
+
+    stand_in: StandIn
+    device: Device
+    pages: DevicePages
+    memory: torch.Tensor
+    blocks: KVBlocks
+    expected: torch.Tensor
+    plain: KVBlocks
+
+    def agrees(self) -> bool:
+        return torch.equal(self.memory, self.expected)
+
+
+def blocks_of(seed: int) -> tuple[torch.Tensor, KVBlocks]:
+    generator = torch.Generator().manual_seed(seed)
+    content = FMT.k_dim + FMT.v_dim
+    shape = FMT.num_layers, NUM_BLOCKS, BLOCK_TOKENS, FMT.num_heads, content
+    memory = torch.randint(-99, 99, shape, dtype=torch.int16, generator=generator)
+    return memory, KVBlocks(list(memory.permute(0, 1, 3, 2, 4)), OWN, FMT, None)
+
+
+def moved(kernel: Any, slab_nbytes: int = 1 << 20) -> Moved:
+    stand_in = StandIn(kernel)
+    locks = stand_in.locks_for(None)
+    patch = pytest.MonkeyPatch()
+    stand_in.install(patch)
+    try:
+        device = Device(torch.device("cpu"), locks, slab_nbytes, FMT.nbytes)
+        memory, blocks = blocks_of(1)
+        pages = device.pages(blocks, OWN, FMT)
+    finally:
+        patch.undo()
+    assert pages is not None
+    device.prepare = lambda permutation, into: _with(stand_in, Device.prepare, device, permutation, into)  # type: ignore[method-assign]
+    pages._prepare = device.prepare
+    return Moved(stand_in, device, pages, memory, blocks, *blocks_of(1))
+
+
+def _with(stand_in: StandIn, prepare: Any, *arguments: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in.install(patch)
+        return prepare(*arguments)
+
+
+def page_of(fmt: PageFormat, seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, fmt.nbytes, dtype=np.uint8)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[list[int]]:
+    """Block tables of pages that have no block in common; each begins at a page's border or within a block."""
+    order = draw(st.permutations(range(NUM_BLOCKS)))
+    return [order[3 * number : 3 * number + 3] for number in range(draw(st.integers(1, NUM_PAGES)))]
+
+
+EXAMPLES = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+
+
+@given(tables=tables(), data=st.data())
+@EXAMPLES
+def test_any_pages_reach_the_blocks_as_numpy_puts_them_there(kernel: Any, tables: Any, data: Any) -> None:
+    all_of = moved(kernel)
+    for number, table in enumerate(tables):
+        part = data.draw(st.sampled_from([OWN, OWN, OWN, Shard(0, 4, 0, 4), Shard(2, 9, 0, 2)]))
+        fmt = PageFormat(part.num_layers, FMT.page_tokens, part.num_heads, FMT.k_dim, FMT.v_dim, FMT.itemsize)
+        first, skip = data.draw(st.integers(0, BLOCK_TOKENS)), data.draw(st.integers(0, FMT.page_tokens))
+        page = page_of(fmt, number)
+        all_of.pages.load_page(part, table, first, page, skip)
+        all_of.plain.load_page(part, table, first, page, skip)
+        if data.draw(st.booleans()):
+            all_of.pages.settle_loads()
+    all_of.pages.settle_loads()
+    assert all_of.agrees()
+    all_of.device.close()
+
+
+@given(tables=tables(), data=st.data())
+@EXAMPLES
+def test_any_pages_leave_the_blocks_as_numpy_packs_them(kernel: Any, tables: Any, data: Any) -> None:
+    all_of = moved(kernel)
+    found, expected = [], []
+    copies = all_of.blocks.copy([block for table in tables for block in table])
+    for table in tables:
+        first = data.draw(st.integers(0, BLOCK_TOKENS))
+        found.append(np.zeros(FMT.nbytes, dtype=np.uint8))
+        expected.append(np.zeros(FMT.nbytes, dtype=np.uint8))
+        all_of.plain.save_page(table, first, expected[-1])
+        if data.draw(st.booleans()):
+            all_of.pages.save_copied(copies, table, first, found[-1])
+        else:
+            all_of.pages.save_page(table, first, found[-1])
+    assert not any(map(np.any, found)) or len(tables) > 2, "a device is as late as it may be"
+    all_of.pages.settle_saves()
+    assert np.array_equal(found, expected) and np.any(expected[0])
+    all_of.device.close()
+
+
+def smallest(kernel: Any) -> Moved:
+    """With lanes that hold one page each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "_WAYS", WAYS)
+        all_of = moved(kernel, slab_nbytes=1)
+    assert all_of.device.loads.most_nbytes < 2 * FMT.nbytes
+    return all_of
+
+
+def test_lanes_are_used_again_only_when_they_are_through(kernel: Any) -> None:
+    all_of = smallest(kernel)
+    for number in range(NUM_PAGES):
+        page = page_of(FMT, number)
+        table = list(range(3 * number, 3 * number + 3))
+        all_of.pages.load_page(OWN, table, 0, page, 0)
+        all_of.plain.load_page(OWN, table, 0, page, 0)
+    done = sum(runs for into, runs in all_of.stand_in.launched if into)
+    assert 0 < done == 2 * (NUM_PAGES - LANES), "two blocks a page, and the last pages wait"
+    all_of.pages.settle_loads()
+    assert all_of.agrees()
+
+
+def test_memory_that_the_driver_locked_is_copied_in_place_and_other_memory_by_way_of_some(kernel: Any) -> None:
+    all_of = moved(kernel)
+    locks, library = all_of.device.loads._locks, all_of.stand_in.library
+    memory = np.zeros(3 * 4096 + 4096, dtype=np.uint8)
+    start = -memory.ctypes.data % 4096
+    page = memory[start : start + FMT.nbytes]
+    page[:] = page_of(FMT, 1)
+    for locked in (True, False):
+        if locked:
+            assert locks.lock(page.ctypes.data, 2 * 4096)
+        else:
+            locks.unlock(page.ctypes.data)
+        held = len(library.locked)
+        all_of.pages.load_page(OWN, [0, 1], 0, page, 0)
+        all_of.pages.settle_loads()
+        assert len(library.locked) - held == (not locked)
+        all_of.plain.load_page(OWN, [0, 1], 0, page, 0)
+        assert all_of.agrees() and not library.pageable
+        all_of.memory.zero_(), all_of.expected.zero_()
+
+
+@pytest.mark.parametrize(
+    "call, good",
+    [
+        *itertools.product(("cuMemcpyAsync", "cuStreamSynchronize", "cuCtxPushCurrent_v2"), range(3)),
+        *itertools.product(("cuMemHostAlloc",), range(2)),
+    ],
+)
+def test_a_refusal_of_the_driver_is_a_copy_that_failed_and_the_next_ones_are_right(
+    kernel: Any, call: str, good: int
+) -> None:
+    all_of = smallest(kernel)
+    all_of.stand_in.library.fail[call] = good
+    with pytest.raises(CopyFailed, match=call):
+        try:
+            for number in range(4):
+                all_of.pages.load_page(OWN, [3 * number, 3 * number + 1], 0, page_of(FMT, number), 0)
+        finally:
+            all_of.pages.settle_loads()
+    all_of.stand_in.library.fail.clear()
+    try:
+        all_of.pages.settle_loads()
+    finally:
+        for number in range(4):
+            for one in (all_of.pages, all_of.plain):
+                one.load_page(OWN, [3 * number, 3 * number + 1], 0, page_of(FMT, number), 0)
+        all_of.pages.settle_loads()
+    assert all_of.agrees()
+    all_of.device.close()
+    assert not all_of.stand_in.library.slabs and not all_of.stand_in.library.locked
+
+
+def test_what_is_begun_before_the_end_is_through_at_the_end_and_nothing_is_begun_after_it(kernel: Any) -> None:
+    all_of = moved(kernel)
+    page = page_of(FMT, 1)
+    all_of.pages.load_page(OWN, [0, 1], 0, page, 0)
+    all_of.device.close()
+    with pytest.raises(CopyFailed, match="took its KV memory away"):
+        all_of.pages.load_page(OWN, [0, 1], 0, page, 0)
+    with pytest.raises(CopyFailed):
+        all_of.pages.settle_saves()
+    library = all_of.stand_in.library
+    assert not library.slabs and not library.locked and not library._queues
+
+
+@pytest.mark.parametrize("call", ["cuMemAlloc_v2", "cuStreamCreateWithPriority", "cuMemHostAlloc"])
+def test_a_device_without_room_leaves_the_slow_way_and_nothing_behind(
+    kernel: Any, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in = StandIn(kernel)
+    for good in range(5):
+        stand_in.library.fail = {call: good}
+        opened = opening.open_device(torch.device("cpu"), stand_in.locks_for(None), 1 << 20, FMT.nbytes)
+        if opened is not None:
+            opened.close()
+        assert (opened is None) == (good < (1 if call == "cuMemAlloc_v2" else 4))
+        assert not stand_in.library.slabs and not stand_in.library.locked and not stand_in.library._queues

@@ -1,0 +1,76 @@
+"""The pages of one group of layers on a device: begun here, moved by its pipes (`pipe`).
+
+As `KVBlocks`, which does it page by page through host memory: what a kernel cannot do is left to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.page import PageFormat, fit
+from mooncake_connector.log import get_logger, log_once
+from store_client.base import Bytes
+from vllm_plugin.blocks import BlockCopies, KVBlocks
+from vllm_plugin.device.permutation import Permutation, runs
+from vllm_plugin.device.pipe import Mover, Pipe
+
+logger = get_logger(__name__)
+
+Prepare = Callable[[Permutation, bool], Mover]
+"""Called with (permutation, whether it goes into the blocks)."""
+
+
+class DevicePages:
+    """See the module.
+
+    Args:
+        fmt: of the pages of this rank's `shard`.
+        loads, saves: the pipes into blocks and out of them. What is begun here is over when they are settled.
+    """
+
+    def __init__(
+        self, blocks: KVBlocks, shard: Shard, fmt: PageFormat, loads: Pipe, saves: Pipe, prepare: Prepare
+    ) -> None:
+        self._blocks, self._shard, self._fmt = blocks, shard, fmt
+        self._loads, self._saves, self._prepare = loads, saves, prepare
+        self._parts: dict[Shard, tuple[PageFormat, Mover | None]] = {}
+        self._out = prepare(Permutation.of(fmt, blocks.layout), False)
+        self._parts[shard] = fmt, prepare(Permutation.of(fmt, blocks.layout), True)
+
+    def load_page(self, part: Shard, block_ids: Sequence[int], first_token: int, page: Bytes, skip_tokens: int) -> None:
+        """Begin what `KVBlocks.load_page` does."""
+        fmt, mover = self._part(part)
+        if mover is None or page.nbytes > self._loads.most_nbytes:
+            self._blocks.load_page(part, block_ids, first_token, page, skip_tokens)
+            return
+        self._loads.begin(page, mover, runs(fmt, self._blocks.layout, block_ids, first_token, skip_tokens, 0))
+
+    def settle_loads(self) -> None:
+        self._loads.settle()
+
+    def save_page(self, block_ids: Sequence[int], first_token: int, page: Bytes) -> None:
+        """Begin what `KVBlocks.save_page` does."""
+        self._saves.begin(page, self._out, runs(self._fmt, self._blocks.layout, block_ids, first_token, 0, 0))
+
+    def save_copied(self, copies: BlockCopies, block_ids: Sequence[int], first_token: int, page: Bytes) -> None:
+        """Begin what `BlockCopies.save_page` does; the copies have to stay until all is settled."""
+        layout, rows, first_token = copies.found(block_ids, first_token)
+        columns = runs(self._fmt, layout, rows, first_token, 0, 0)
+        self._saves.begin(page, self._prepare(Permutation.of(self._fmt, layout), False), columns)
+
+    def settle_saves(self) -> None:
+        self._saves.settle()
+
+    def _part(self, part: Shard) -> tuple[PageFormat, Mover | None]:
+        """Pages of another shard, and how they get into the blocks; None where no kernel is to be had for them."""
+        if part not in self._parts:
+            fmt, common = fit(self._fmt, self._shard, part)
+            mover = None
+            try:
+                mover = self._prepare(Permutation.of(fmt, self._blocks.layout, common), True)
+            except Exception as error:  # Triton has a compiler, a cache and tools of its own
+                said = "pages of another shard are copied by way of host memory, without a kernel: %s"
+                log_once("vllm.device.part", said, error, logger=logger, exc_info=True)
+            self._parts[part] = fmt, mover
+        return self._parts[part]
