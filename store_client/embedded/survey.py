@@ -47,6 +47,7 @@ class Survey:
 
     pages: Pages
     spaces: list[tuple[Namespace, Shard]]
+    """Those whose pages hang on others' last."""
     unnamed: int
     """Further pages, of which nobody can say what they are: the pool's list of namespaces was damaged."""
 
@@ -58,12 +59,15 @@ def survey(pool: Pool, namespace_digest: bytes | None) -> Survey:
     known = np.isin(pages["number"], np.fromiter(names, dtype=np.uint64, count=len(names)))
     wanted = {number: name for number, name in names.items() if namespace_digest in (None, name[0].digest)}
     numbers = np.array(sorted(wanted), dtype=np.uint64)
+    spaces = sorted(range(len(numbers)), key=lambda at: wanted[int(numbers[at])][0].rests_on_others)
     mine = np.isin(pages["number"], numbers)
     unnamed = int(np.count_nonzero(~known)) if namespace_digest is None else 0
     pages, row_parents = pages[mine], row_parents[mine]
-    pages["space"] = np.searchsorted(numbers, pages["number"])
-    pages["parent"] = _parents(pool.table, pages, row_parents)
-    return Survey(pages, [wanted[number] for number in numbers.tolist()], unnamed)
+    pages["space"] = np.argsort(spaces)[np.searchsorted(numbers, pages["number"])]
+    names_of = [wanted[int(numbers[at])] for at in spaces]
+    rests = np.array([name.rests_on_others for name, _ in names_of], dtype=np.bool_)
+    pages["parent"] = _parents(pool.table, pages, row_parents, rests)
+    return Survey(pages, names_of, unnamed)
 
 
 def _read(table: Table) -> tuple[Pages, npt.NDArray[np.uint32]]:
@@ -84,14 +88,22 @@ def _read(table: Table) -> tuple[Pages, npt.NDArray[np.uint32]]:
     return pages[there], row_parents[there]
 
 
-def _parents(table: Table, pages: Pages, row_parents: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-    """Places of the parents, where a link leads to one: its slot may hold another page by now."""
+def _parents(
+    table: Table, pages: Pages, row_parents: npt.NDArray[np.uint32], rests: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.int64]:
+    """Places of the parents, where a link leads to one: its slot may hold another page by now.
+
+    Args:
+        rests: of each space, whether its pages hang on those of full attention with the same keys.
+    """
     places = np.full(table.max_pages + 1, -1, dtype=np.int64)
     places[pages["slot"]] = np.arange(len(pages))
     links = table.parent[pages["slot"]]
     parents: npt.NDArray[np.int64] = places[np.minimum(links, table.max_pages)]
     above = pages[parents]  # of those without one, any page
-    right = (above["number"] == pages["number"]) & (above["depth"] < pages["depth"])
+    beneath = rests[pages["space"]] & ~rests[above["space"]] & (above["key"] == pages["key"]).all(axis=1)
+    right = (above["number"] == pages["number"]) | beneath
+    right &= above["depth"] < pages["depth"]
     # A page that took the slot later is younger; but then a link may also have been renewed since.
     right &= (above["generation"] < pages["generation"]) | (links != row_parents)
     return np.where(right, parents, -1)

@@ -146,11 +146,18 @@ def check_entries(entries: Entries, manifest: Manifest, where: Path) -> None:
             raise damaged(where, f"entry {at + int(outside.argmax())} of its index lies outside its file")
         linked = np.flatnonzero(part["parent"] != NO_PARENT)
         parents = part["parent"][linked].astype(np.int64)
-        if (parents >= linked + at).any() or (entries["space"][parents] != part["space"][linked]).any():
+        if (parents >= linked + at).any() or _are_strangers(part[linked], entries[parents], manifest):
             raise damaged(where, "its index puts a page before its parent, or into another namespace")
         np.add.at(counted, part["space"], np.stack([np.ones(len(part), dtype=np.int64), nbytes.astype(np.int64)], 1))
     if counted.tolist() != [[space.pages, space.nbytes] for space in manifest.spaces]:
         raise damaged(where, "its index has other pages than the manifest says")
+
+
+def _are_strangers(entries: Entries, parents: Entries, manifest: Manifest) -> bool:
+    """Whether any of them is in another namespace than its parent, and not a page of two groups of a model's layers."""
+    grouped = np.array([bool(space.namespace.get("group")) for space in manifest.spaces], dtype=np.bool_)
+    of_groups = grouped[entries["space"]] & grouped[parents["space"]] & (entries["key"] == parents["key"]).all(axis=1)
+    return bool(((entries["space"] != parents["space"]) & ~of_groups).any())
 
 
 def entry_of(name: tuple[Namespace, Shard], pages: int, nbytes: int) -> SpaceEntry:

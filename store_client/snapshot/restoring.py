@@ -124,9 +124,9 @@ def _put_back(
     name = snapshot.spaces[int(entries["space"][numbers[0]])]
     assert name is not None, "pages of unknown namespaces are left out before"
     keys = [bytes(key) for key in entries["key"][numbers]]
-    parents = [
-        None if parent == NO_PARENT else bytes(entries["key"][parent]) for parent in entries["parent"][numbers].tolist()
-    ]
+    places = entries["parent"][numbers].tolist()
+    above = [None if place == NO_PARENT else bytes(entries["key"][place]) for place in places]
+    parents = [None if parent == key else parent for key, parent in zip(keys, above, strict=True)]  # another group's
     pages = PutPages(*name, keys, parents, int(entries["nbytes"][numbers[0]]), used_ns=used_ns.tolist())
     damaged: set[int] = set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 
@@ -16,7 +17,17 @@ from store_client import EmbeddedStore
 from store_client.embedded import survey as survey_
 from store_client.snapshot import Snapshot, restore, restoring, take_snapshot, writing
 from store_client.snapshot.folders import partial_of
-from store_client.testing import DEADLINE_S, SHARD, chain, get_page, namespace, page_bytes, put_chain, put_pages
+from store_client.testing import (
+    DEADLINE_S,
+    SHARD,
+    chain,
+    get_page,
+    namespace,
+    page_bytes,
+    parents_of,
+    put_chain,
+    put_pages,
+)
 
 PAGES = 3 * 3 * 8
 """Of `put_some`."""
@@ -47,6 +58,14 @@ def other(pool):
 def back(folder, store, *arguments):
     with Snapshot(folder) as snapshot:
         return restore(snapshot, store, *arguments)
+
+
+def put_group(store, model, kind, keys, some):
+    """Those pages of a chain that a group of a model's layers has."""
+    space = store.space(namespace(model, group=json.dumps({"kind": kind, "layers": [1]})), SHARD)
+    keys, parents = [keys[i] for i in some], [parents_of(keys)[i] for i in some]
+    pages = [page_bytes(key) for key in keys]
+    put_pages(space, keys, pages, parents=parents, deadline_s=DEADLINE_S)
 
 
 def shape(held):
@@ -82,6 +101,26 @@ class TestRoundTrip:
             report = take_snapshot(store, folder, namespace("wide").digest)
             assert report.pages == 4
         assert back(folder, other).pages == len(held_by(other)) == 4
+
+    def test_windows_and_states_hang_on_the_same_pages_as_before(self, pool, folder, other):
+        """And come back behind them, however the pool numbers what it holds."""
+        with EmbeddedStore(pool, CAPACITY) as store:
+            for model in map(str, range(6)):
+                for kind, some in (("full", range(6)), ("window", (4, 5)), ("state", (5,))):
+                    put_group(store, model, kind, chain(model, 6), some)
+            before = shape(held_by(store))
+            take_snapshot(store, folder)
+        assert back(folder, other).pages == 6 * 9
+        assert shape(held_by(other)) == before
+        links = {name: parent for name, (parent, _) in before.items() if parent is not None}
+        assert sum(parent[2] == name[2] for name, parent in links.items()) == 6 * 3
+        with EmbeddedStore(pool.with_name("small"), 2 << 20) as small:  # of which these take a half and more
+            back(folder, small)
+            put_chain(space_in(small, "new"), chain("new", 24))
+            kept = held_by(small)
+            assert 0 < small.stats().evicted_pages < 6 * 9
+            for name in links.keys() & kept.keys():
+                assert links[name] in kept, "a page outlived the one that it is of no use without"
 
     def test_one_namespace_alone(self, full, folder, other):
         take_snapshot(full, folder)
