@@ -1,9 +1,10 @@
 """A stand-in for the CUDA driver's library: device memory is this process's memory, sharing it is `process_vm_readv`.
 
 It is strict where the driver is: calls without a current context fail, a process cannot open what it shares itself,
-nothing is copied before its stream is synchronised, nor after that failed, when the memory may be another's; and
-reading beyond an opened allocation is an illegal address. It notes every call, and fails those that a test names in
-`fail`.
+nothing is copied before its stream is synchronised, nor after that failed, when the memory may be another's;
+reading beyond an opened allocation is an illegal address; and the device of what another process shared has no number
+here, as where CUDA_VISIBLE_DEVICES differ: only the context that opened it knows it. It notes every call, and fails
+those that a test names in `fail`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from transfer.transports.cuda.ipc import CudaIpcTransport
 from transfer.transports.memory import Memory
 from transfer.transports.vectors import Vector, read_process
 
-INVALID_VALUE, INVALID_CONTEXT, INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 1, 201, 400, 700, 719
+INVALID_VALUE, INVALID_DEVICE, INVALID_CONTEXT, INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 1, 101, 201, 400, 700, 719
+NUM_DEVICES, INVISIBLE = 2, -2
 NEED_CONTEXT = (
     "cuMemGetAddressRange_v2", "cuMemHostAlloc", "cuMemFreeHost", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2",
     "cuIpcCloseMemHandle", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize", "cuMemcpyAsync",
@@ -52,6 +54,8 @@ class Library:
         self.devices: dict[int, int] = {}
         """By address; others are on device 0."""
         self.opened: dict[int, tuple[bytes, mmap.mmap]] = {}
+        self._openers: dict[int, int] = {}
+        """The context by which each was opened."""
         self.locked: dict[int, Any] = {}
         self.slabs: dict[int, Any] = {}
         """Device memory that was allocated through the driver."""
@@ -123,10 +127,11 @@ class Library:
         out._obj.value = b"CUDA_ERROR_STAND_IN"
 
     def _cuDeviceGetCount(self, out: Any) -> None:
-        out._obj.value = 2
+        out._obj.value = NUM_DEVICES
 
-    def _cuDeviceGet(self, out: Any, ordinal: int) -> None:
+    def _cuDeviceGet(self, out: Any, ordinal: int) -> int:
         out._obj.value = ordinal
+        return 0 if 0 <= ordinal < NUM_DEVICES else INVALID_DEVICE
 
     def _cuDevicePrimaryCtxRetain(self, out: Any, device: int) -> None:
         out._obj.value = 1000 + device
@@ -145,12 +150,13 @@ class Library:
         found = self._range(address)
         if found is None:
             return INVALID_VALUE
-        out._obj.value = {2: 2, 9: self.devices.get(found[0], 0)}[attribute]
+        device = INVISIBLE if found[0] in self.opened else self.devices.get(found[0], 0)
+        out._obj.value = {2: 2, 9: device}[attribute]
         return 0
 
     def _cuMemGetAddressRange_v2(self, start: Any, size: Any, address: int) -> int:
         found = self._range(address)
-        if found is None:
+        if found is None or self._openers.get(found[0], self.contexts[-1]) != self.contexts[-1]:
             return INVALID_VALUE
         start._obj.value, size._obj.value = found
         return 0
@@ -205,10 +211,12 @@ class Library:
         reserved = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, prot=mmap.PROT_READ)
         address = np.frombuffer(reserved, np.uint8).ctypes.data
         self.opened[address] = data, reserved
+        self._openers[address] = self.contexts[-1]
         out._obj.value = address
         return 0
 
     def _cuIpcCloseMemHandle(self, address: int) -> int:
+        self._openers.pop(address, None)
         return 0 if self.opened.pop(address, None) else INVALID_VALUE
 
     def _cuStreamCreate(self, out: Any, flags: int) -> None:

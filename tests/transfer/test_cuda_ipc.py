@@ -150,6 +150,19 @@ class TestDevices(TransportFixtures):
         assert write(sender.connect(receiver.listen(), deadline_s=DEADLINE_S), source, grant).ok
         assert list(receiver._copiers) == [1]
 
+    def test_the_device_of_the_sender_gets_no_context_here(self, there, receiver, other, library):
+        """As where CUDA_VISIBLE_DEVICES differ: what was opened is of a device that has no number here."""
+        target = DeviceBuffer(4096)
+        library.devices[target.address] = 1
+        there.register(target.address, 4096)
+        grant = there.grant(int64(target.address), int64(4096))
+        send = {"endpoint": receiver.listen().hex(), "key": grant.key.hex(), "address": target.address}
+        other.tell(do="send", nbytes=4096, **send)
+        wait_for(lambda: target.bytes.all())
+        assert library.opened and list(receiver.driver._contexts) == [1]
+        other.kill()
+        wait_for(lambda: not library.opened)
+
     def test_a_peer_whose_device_cannot_read_ours_is_unavailable(self, sender, other, memory, library, caplog):
         endpoint, _ = other.offer(4096)
         source = DeviceBuffer(4096)

@@ -132,18 +132,27 @@ class Driver:
             self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def allocation(self, address: int) -> Allocation | None:
-        """The allocation that an address lies in, None where that is no device memory."""
-        kind, device, start, size = c_uint(), c_int(), c_uint64(), c_size_t()
+        """The allocation of this process that an address lies in, None where that is no device memory.
+
+        Not for what another process shared: its device is the other's, where this one needs no context, and which may
+        have no number here.
+        """
+        kind, device = c_uint(), c_int()
         try:
             self.call("cuPointerGetAttribute", byref(kind), _MEMORY_TYPE, address)
             if kind.value != _TYPE_DEVICE:
                 return None
             self.call("cuPointerGetAttribute", byref(device), _DEVICE_ORDINAL, address)
-            with self.on(device.value):
-                self.call("cuMemGetAddressRange_v2", byref(start), byref(size), address)
+            return Allocation(device.value, *self.bounds(device.value, address))
         except CudaError:
             return None
-        return Allocation(device.value, start.value, size.value)
+
+    def bounds(self, device: int, address: int) -> tuple[int, int]:
+        """Address and size of the allocation around an address that is valid in the context of `device`."""
+        start, size = c_uint64(), c_size_t()
+        with self.on(device):
+            self.call("cuMemGetAddressRange_v2", byref(start), byref(size), address)
+        return start.value, size.value
 
     def allocate(self, device: int, nbytes: int) -> int:
         """Address of new device memory, a multiple of 256; no framework's allocator, or sleep mode, knows of it."""

@@ -206,10 +206,16 @@ class _DeviceFetcher(Fetcher):
         here = np.zeros_like(starts)
         for i in np.unique(index).tolist():
             here[i] = starts[i] if self._is_own_process else self._open(device, handles[i])
-            real = self._driver.allocation(int(here[i]))
-            if real is None or here[i] + sizes[i] > real.address + real.nbytes:
+            if here[i] + sizes[i] > self._end(device, int(here[i])):
                 return None
         return addresses - starts[index] + here[index]
+
+    def _end(self, device: int, address: int) -> int:
+        """Where the allocation of a window ends: the context that opened it is asked. Raises CudaError."""
+        if self._is_own_process:
+            own = self._driver.allocation(address)
+            return 0 if own is None else own.address + own.nbytes
+        return sum(self._driver.bounds(device, address))
 
     def _open(self, device: int, handle: bytes) -> int:
         if (device, handle) not in self._opened:
@@ -247,4 +253,7 @@ def _try_out(channel: Channel, windows: dict[Allocation, bytes], deadline_at: fl
     if status is CopyStatus.FORBIDDEN:
         raise Unavailable("the peer's memory is not that of one device")
     if status is not CopyStatus.OK:
-        raise Unavailable("the peer's device cannot read ours; the peer logged what its driver says")
+        raise Unavailable(
+            "the peer's device cannot read ours; the peer logged what its driver says (are they in one host, and each "
+            "visible to the driver of both containers?)"
+        )
