@@ -104,7 +104,10 @@ class Driver(ABC):
                 log_once("transfer.malformed", "a peer's connection is closed: %s", error, logger=logger)
                 link.close()
                 raise
-            self.tell(self._protocol.receive, peer, message)
+            self._receive(peer, message)
+
+    def _receive(self, peer: str, message: AnyMessage) -> None:
+        self.tell(self._protocol.receive, peer, message)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run it in the loop, and keep it from being collected."""

@@ -19,7 +19,7 @@ from transfer.plan.layout import RankLayout, Table
 from transfer.plan.pairing import Pairings, Route, pair_sections, routes
 from transfer.protocol.consumer import Consumer
 from transfer.protocol.incoming import Incoming, Source, Where
-from transfer.protocol.messages import Introduction, Landed, encode
+from transfer.protocol.messages import AnyMessage, Introduction, Landed, Refused, encode
 from transfer.protocol.orders import Ended, Failed, Order, Revoke, Timing, Verify
 from transfer.transports.base import TransferError, Unavailable
 from transfer.transports.cuda.copier import Staging
@@ -32,6 +32,8 @@ _RECONNECT_S = 1.0
 _REVOKE_AGAIN_S = 1.0
 _UNREACHABLE_S = 1.0
 """An instance that could not be reached is not tried again for so long: its requests fail at once."""
+_REFUSED_S = 5.0
+"""The same for one that can be asked, and whose KV reaches nothing here."""
 
 logger = get_logger(__name__)
 
@@ -55,6 +57,8 @@ class _Remote:
 
     engine_id: str
     origins: list[_Origin]
+    refusal: str = ""
+    """Why nothing of it reaches this rank."""
     is_lost: bool = False
     """Its connections are over, or are those of a later look-up."""
     asked: asyncio.Task[InstanceCard] | None = None
@@ -107,6 +111,7 @@ class Fetching(Driver):
 
     async def _seek(self, transfer: Incoming, home: Address) -> None:
         sources: list[_Origin] = []
+        remote: _Remote | None = None
         patience_s = self._timing.deadline_s + self._timing.retry_s
         try:
             remote = await asyncio.wait_for(self._remote(transfer.where, home), patience_s)
@@ -120,6 +125,8 @@ class Fetching(Driver):
                 log_once("transfer.begin", "a transfer cannot begin: %r", error, logger=logger, exc_info=True)
             self.tell(self.consumer.fail, transfer, str(error))
         self.tell(self.consumer.found, transfer, sources)
+        if remote is not None and remote.refusal:
+            self._fail_refused(remote)
 
     # The prefill instance
 
@@ -238,6 +245,26 @@ class Fetching(Driver):
             self.tell(self.consumer.lost, origin.peer)
         finally:
             self._forget(address, remote)
+
+    def _receive(self, peer: str, message: AnyMessage) -> None:
+        if isinstance(message, Refused):
+            self._refused(peer, message.cause)
+        else:
+            super()._receive(peer, message)
+
+    def _refused(self, peer: str, cause: str) -> None:
+        """What waits for the peer's instance fails now, and so does what asks for it in a while."""
+        for address, task in self._remotes.items():
+            remote = task.result() if task.done() and not task.cancelled() and task.exception() is None else None
+            if remote is not None and not remote.refusal and any(origin.peer == peer for origin in remote.origins):
+                remote.refusal = f"prefill cannot send here: {cause}"
+                self._fail_refused(remote)
+                self._loop.call_later(_REFUSED_S, self._forget, address, remote)
+
+    def _fail_refused(self, remote: _Remote) -> None:
+        """Its ranks are told, so that they hold nothing for it."""
+        for origin in remote.origins:
+            self.tell(self.consumer.refused, origin.peer, remote.refusal)
 
     async def _talk(self, peer: str, link: Link) -> None:
         try:

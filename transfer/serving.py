@@ -18,7 +18,7 @@ from transfer.integrity import page_checksums
 from transfer.plan.granularity import Bounds, Divider, Granularity
 from transfer.plan.layout import RankLayout, Table
 from transfer.plan.pairing import Pairing, Pairings, pair_sections
-from transfer.protocol.messages import Granted, Introduction, MessageError, decode
+from transfer.protocol.messages import Granted, Introduction, MessageError, Refused, decode, encode
 from transfer.protocol.orders import Abandon, Ended, Failed, Order, Timing, Write
 from transfer.protocol.outgoing import Outgoing
 from transfer.protocol.producer import Producer
@@ -30,6 +30,7 @@ MAX_VISITORS = 256
 """Consumers' ranks, those included whose connection ended a moment ago."""
 _INTRODUCTION_S = 5.0
 _MAX_INTRODUCTION_NBYTES = 64 << 10
+_MAX_REASON_LENGTH = 512
 _CONNECT_S = 10.0
 _MIN_BATCH_NBYTES = 1 << 20
 """Layers travel together until they are worth a batch of so many bytes."""
@@ -137,7 +138,11 @@ class Serving(Driver):
             if gone is None:
                 raise TransferError(f"{MAX_VISITORS} ranks of decode instances are connected: more are not served")
             self._forget(gone, self._visitors[gone])
-        data = self._connect(message.endpoints) if before is None else before.data
+        is_new = before is None or _is_dead(before.data)
+        data = self._connect(message.endpoints) if before is None or is_new else before.data
+        if before is not None and is_new:
+            before.data.add_done_callback(_close)
+        data.add_done_callback(partial(_refuse_unreached, link))
         visitor = _Visitor(message.layout, pairings, message.endpoints, data)
         if peer in self._links:
             self._links[peer].close()
@@ -271,6 +276,13 @@ def _send(
         completion.cancel()
         raise
     return completion, int(np.sum(copies.nbytes)), checksums
+
+
+def _refuse_unreached(link: Link, connecting: asyncio.Future[Peer]) -> None:
+    """Tell a consumer at once that nothing reaches it: else prefill is computed before it hears of that."""
+    error = None if connecting.cancelled() else connecting.exception()
+    if isinstance(error, Unavailable):
+        link.send(encode(Refused(cause=str(error)[:_MAX_REASON_LENGTH])))
 
 
 def _is_dead(connecting: asyncio.Future[Peer]) -> bool:

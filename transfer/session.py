@@ -29,6 +29,7 @@ from transfer.serving import MAX_VISITORS, Computed, Serving
 from transfer.transports.base import INSTANCE_NBYTES, TransferError, TransportOptions
 from transfer.transports.cuda.copier import Staging
 from transfer.transports.cuda.driver import system_driver
+from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.memory import Memory
 from transfer.transports.registry import make_transports, names, serving
 
@@ -105,10 +106,10 @@ class Node:
         self._memory = memory = Memory()
         for region in regions:
             memory.register(*region)
-        driver = None if device is None else system_driver()
-        made_with = TransportOptions(identity, options.hosts, access.tls, driver)
+        place = None if device is None else OnDevice(system_driver(), device)
+        made_with = TransportOptions(identity, options.hosts, access.tls, place)
         self._transports = make_transports(options.transports, memory, made_with)
-        self._staging = [] if driver is None or device is None else [Staging(driver, device) for _ in range(2)]
+        self._staging = [] if place is None else [Staging(place.driver, place.device) for _ in range(2)]
         for_sums, for_checks = self._staging or (None, None)
         self._executors = [
             ThreadPoolExecutor(1, thread_name_prefix=f"mooncake-connector-{work}")

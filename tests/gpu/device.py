@@ -12,11 +12,16 @@ import numpy as np
 with contextlib.suppress(ImportError):
     import torch  # noqa: F401  as in an engine, so that the kernel is used
 
+from transfer.control.handshake import Identity
 from transfer.testing.memory import Buffer
 from transfer.transports.base import Unavailable
 from transfer.transports.cuda.copier import Copier
 from transfer.transports.cuda.driver import system_driver
 from transfer.transports.cuda.ipc import CudaIpcTransport
+from transfer.transports.cuda.stage import OnDevice
+from transfer.transports.memory import Memory
+from transfer.transports.shm import ShmTransport
+from transfer.transports.tcp import TcpTransport
 
 DEVICE = 0
 
@@ -95,3 +100,21 @@ class DeviceCudaIpc(CudaIpcTransport):
     """The transport, whose tests use device memory."""
 
     buffer = DeviceBuffer
+
+
+class DeviceTcp(TcpTransport):
+    """`tcp` of memory of a device."""
+
+    buffer = DeviceBuffer
+
+    def __init__(self, memory: Memory, identity: Identity | None = None, **options: Any) -> None:
+        super().__init__(memory, identity, place=OnDevice(system_driver(), DEVICE), **options)
+
+
+class DeviceShm(ShmTransport):
+    """`shm` of memory of a device."""
+
+    buffer = DeviceBuffer
+
+    def __init__(self, memory: Memory, identity: Identity | None = None) -> None:
+        super().__init__(memory, identity, OnDevice(system_driver(), DEVICE))

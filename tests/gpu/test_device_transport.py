@@ -1,8 +1,8 @@
-"""The `cuda_ipc` transport does on a device what every transport must."""
+"""What serves memory of a device does there what every transport must."""
 
 import numpy as np
 import pytest
-from gpu.device import DeviceBuffer, DeviceCudaIpc, require
+from gpu.device import DeviceBuffer, DeviceCudaIpc, DeviceShm, DeviceTcp, require
 
 from transfer.testing.conformance import TransportConformance
 
@@ -26,10 +26,20 @@ class Large:
         pass
 
 
-class TestCudaIpc(TransportConformance):
-    transport = DeviceCudaIpc
-
+class DeviceConformance(TransportConformance):
     @pytest.mark.slow
     def test_a_piece_beyond_4_gib_arrives(self, memory, there, peer, monkeypatch):
         monkeypatch.setattr("transfer.testing.conformance.folded", Large)
         super().test_a_piece_beyond_4_gib_arrives(memory, there, peer)
+
+
+class TestCudaIpc(DeviceConformance):
+    transport = DeviceCudaIpc
+
+
+class TestTcp(DeviceConformance):
+    transport = DeviceTcp
+
+
+class TestShm(DeviceConformance):
+    transport = DeviceShm

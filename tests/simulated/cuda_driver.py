@@ -25,10 +25,14 @@ from transfer.control.handshake import Identity
 from transfer.testing.memory import Buffer
 from transfer.transports.cuda.driver import HANDLE_NBYTES, Driver
 from transfer.transports.cuda.ipc import CudaIpcTransport
+from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.memory import Memory
+from transfer.transports.shm import ShmTransport
+from transfer.transports.tcp import TcpTransport
 from transfer.transports.vectors import Vector, read_process
 
-INVALID_VALUE, INVALID_DEVICE, INVALID_CONTEXT, INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 1, 101, 201, 400, 700, 719
+INVALID_VALUE, INVALID_DEVICE, INVALID_CONTEXT = 1, 101, 201
+INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 400, 700, 719
 NUM_DEVICES, INVISIBLE = 2, -2
 NEED_CONTEXT = (
     "cuMemGetAddressRange_v2", "cuMemHostAlloc", "cuMemFreeHost", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2",
@@ -64,6 +68,8 @@ class Library:
         """Memory of the host that was copied from or to and is not page-locked: the real driver copies it by itself,
         and has the caller wait."""
         self._allocated: dict[int, tuple[int, int]] = {}
+        self.contents: dict[int, int] = {}
+        """Where the bytes of an allocation are that the processor cannot touch at its address."""
         self._numbers = itertools.count(1)
         self.registered: dict[int, int] = {}
         """Memory that is page-locked in its place: address -> nbytes."""
@@ -88,6 +94,7 @@ class Library:
         for other, (size, _) in list(self._allocated.items()):
             if other < address + nbytes and address < other + size:
                 del self._allocated[other]
+                self.contents.pop(other, None)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -247,6 +254,13 @@ class Library:
         pieces = [(start, len(array)) for start, array in self.locked.items()] + list(self.registered.items())
         return any(start <= address and address + nbytes <= start + size for start, size in pieces)
 
+    def _content(self, address: int, nbytes: int) -> int:
+        found = self._range(address)
+        if found is None or found[0] not in self.contents:
+            return address
+        assert address + nbytes <= sum(found), "a copy beyond an allocation"
+        return self.contents[found[0]] + address - found[0]
+
     def _copy(self, target: int, source: int, nbytes: int) -> int:
         for address in (target, source):
             if any(start <= address < start + len(array) for start, array in self._freed):
@@ -255,7 +269,7 @@ class Library:
                 self.pageable.append(address)
         found = self._range(source)
         if found is None or found[0] not in self.opened:
-            ctypes.memmove(target, source, nbytes)
+            ctypes.memmove(self._content(target, nbytes), self._content(source, nbytes), nbytes)
             return 0
         if source + nbytes > sum(found):
             return ILLEGAL_ADDRESS
@@ -284,6 +298,20 @@ class DeviceBuffer(Buffer):
         super().free()
 
 
+class SealedBuffer(DeviceBuffer):
+    """Memory that only the driver reaches, as a real device's: what else touches its addresses fails, or crashes."""
+
+    def __init__(self, nbytes: int, seed: int | None = None) -> None:
+        super().__init__(nbytes, seed)
+        LIBRARY.release(self.address, nbytes)
+        content = self.address
+        self._sealed = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, prot=mmap.PROT_READ)
+        self.address = np.frombuffer(self._sealed, np.uint8).ctypes.data
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(nbytes), 0)
+        LIBRARY.allocate(self.address, nbytes)
+        LIBRARY.contents[self.address] = content
+
+
 class SimulatedCudaIpc(CudaIpcTransport):
     """The transport over the stand-in."""
 
@@ -291,3 +319,21 @@ class SimulatedCudaIpc(CudaIpcTransport):
 
     def __init__(self, memory: Memory, identity: Identity | None = None) -> None:
         super().__init__(memory, identity, Driver(LIBRARY))
+
+
+class StagedTcp(TcpTransport):
+    """`tcp` of memory of a device, over the stand-in."""
+
+    buffer = SealedBuffer
+
+    def __init__(self, memory: Memory, identity: Identity | None = None, **options: Any) -> None:
+        super().__init__(memory, identity, place=OnDevice(Driver(LIBRARY), 0), **options)
+
+
+class StagedShm(ShmTransport):
+    """`shm` of memory of a device, over the stand-in."""
+
+    buffer = SealedBuffer
+
+    def __init__(self, memory: Memory, identity: Identity | None = None) -> None:
+        super().__init__(memory, identity, OnDevice(Driver(LIBRARY), 0))

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from simulated.cuda_driver import LIBRARY, SealedBuffer
 
+from transfer.control.handshake import Identity
 from transfer.transports.base import Numbers, Region, TransferError
+from transfer.transports.cuda.driver import Driver
+from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.libraries.reader import Reader
 from transfer.transports.libraries.transport import LibraryTransport
+from transfer.transports.memory import Memory
 from transfer.transports.vectors import Vector, read_process
 
 
@@ -70,6 +76,15 @@ class SimulatedTransport(LibraryTransport):
     def _load(self, hosts: Sequence[str]) -> Reader:
         self.library = MemoryReader()
         return self.library
+
+
+class StagedLibrary(SimulatedTransport):
+    """The same for memory of a device, of a stand-in for the driver."""
+
+    buffer = SealedBuffer
+
+    def __init__(self, memory: Memory, identity: Identity | None = None, **options: Any) -> None:
+        super().__init__(memory, identity, place=OnDevice(Driver(LIBRARY), 0), **options)
 
 
 class Gate:

@@ -13,6 +13,7 @@ from mooncake_connector.errors import ConfigError
 from transfer.control.handshake import Identity
 from transfer.transports.base import TransferError, TransportOptions, Unavailable
 from transfer.transports.cuda.driver import Driver
+from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.memory import Memory
 from transfer.transports.registry import check_configured, make_transports, names, transport_class
 
@@ -71,9 +72,10 @@ def test_an_unknown_name_is_refused():
         make_transports(["dove"], Memory(), TransportOptions(Identity()))
 
 
-def test_a_device_has_transports_of_its_own():
-    with make_transports(TRANSPORTS, Memory(), TransportOptions(Identity(), driver=Driver(LIBRARY))) as transports:
-        assert list(transports.listen()) == ["cuda_ipc"]
+def test_memory_of_a_device_has_the_transports_that_serve_it():
+    options = TransportOptions(Identity(), place=OnDevice(Driver(LIBRARY), 0))
+    with make_transports(TRANSPORTS, Memory(), options) as transports:
+        assert list(transports.listen()) == ["cuda_ipc", "shm", "tcp"]
     with make_transports(TRANSPORTS, Memory(), TransportOptions(Identity())) as transports:
         assert "cuda_ipc" not in transports.listen()
 

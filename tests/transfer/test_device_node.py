@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -33,14 +35,18 @@ def library(monkeypatch):
 
 @pytest.fixture
 def pair(make, monkeypatch):
-    monkeypatch.setattr(transfer.integrity, "ctypes", None)  # the processor cannot read a device's memory
     prefill, decode = make
 
     def pair(
-        granularity: Granularity, devices: tuple[int | None, int | None] = (0, 0), prefill_tp: int = 2
+        granularity: Granularity,
+        devices: tuple[int | None, int | None] = (0, 0),
+        prefill_tp: int = 2,
+        **settings: Any,
     ) -> tuple[Instances, Instances]:
-        options = NodeOptions(page_tokens=16, bounds=Bounds(fixed=granularity))
-        return prefill(prefill_tp, options=options, device=devices[0]), decode(device=devices[1])
+        if None not in devices:
+            monkeypatch.setattr(transfer.integrity, "ctypes", None)  # the processor cannot read a device's memory
+        options = NodeOptions(page_tokens=16, bounds=Bounds(fixed=granularity), **settings)
+        return prefill(prefill_tp, options=options, device=devices[0]), decode(options=options, device=devices[1])
 
     return pair
 
@@ -77,9 +83,36 @@ def test_a_device_that_fails_ends_the_transfer(pair, library, name):
     del library.fail[name]
 
 
-def test_memory_of_a_host_and_of_a_device_do_not_reach_each_other(pair):
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("devices", [(0, 0), (0, None), (None, 0)], ids=["both", "prefill", "decode"])
+@pytest.mark.parametrize("granularity", [Granularity.FULL, Granularity.LAYER])
+def test_kv_of_a_device_goes_through_the_host_too(pair, library, transport, devices, granularity):
+    """Where cuda_ipc is not there, and where one side has its KV in host memory."""
+    p, d = pair(granularity, devices, transports=["cma", transport], hosts=["127.0.0.1"])
+    assert ask(p, d) == {Ending.DONE}
+    d.check()
+    assert {ended.transport for ended in p.sent()} == {transport}
+    assert library.calls["cuMemcpyAsync"] > 0
+
+
+def test_a_host_and_a_device_find_what_both_have(pair):
     p, d = pair(Granularity.FULL, (0, None))
-    assert ask(p, d) == {Ending.FAILED}
+    assert ask(p, d) == {Ending.DONE}
+    d.check()
+    assert {ended.transport for ended in p.sent()} == {"shm"}
+
+
+def test_where_nothing_serves_both_decode_hears_it_before_anything_is_computed(pair):
+    """Whoever asks next as well; prefill is told, and holds nothing for them."""
+    p, d = pair(Granularity.FULL, (0, None), transports=["cuda_ipc", "cma"])
+    reason = "prefill cannot send here: no transport reaches the peer: cuda_ipc: the peer does not offer it"
+    for name in ("t", "u"):
+        p.open(name)
+        d.announce(name, p.where, computed=False)
+        (fetched,) = d.fetched()
+        assert fetched.ending is Ending.FAILED and reason in fetched.cause
+        p.finish(name)
+        assert {reason in ended.cause for ended in p.sent()} == {True}
 
 
 def test_without_a_driver_there_is_no_node_of_a_device(monkeypatch):
@@ -94,7 +127,7 @@ def test_without_a_driver_there_is_no_node_of_a_device(monkeypatch):
 @pytest.mark.parametrize(
     "device, names, refusal",
     [
-        (0, ["cma", "tcp"], "transports cma, tcp: none of them serves memory of a device; add cuda_ipc"),
+        (0, ["cma", "tcp"], "transports cma, tcp: none of them serves memory of a device; add cuda_ipc or shm, or set"),
         (None, ["cuda_ipc", "tcp"], "none of them serves memory of the host; add cma or shm, or set transfer_hosts"),
     ],
 )

@@ -19,6 +19,7 @@ from transfer.protocol.messages import (
     Introduction,
     Landed,
     MessageError,
+    Refused,
     Report,
     State,
     Status,
@@ -42,6 +43,7 @@ MESSAGES: list[AnyMessage] = [
         parts=[Shard(0, 2, 1, 2), None],
         endpoints={"cma": b"\x00name", "tcp": b"127.0.0.1:1"},
     ),
+    Refused(cause="no transport reaches the peer"),
 ]
 
 
@@ -59,7 +61,7 @@ def altered(message: AnyMessage, **fields: object) -> bytes:
     return msgspec.msgpack.encode({**msgspec.msgpack.decode(encode(message)), **fields})
 
 
-_, GRANTED, REPORT, _, LANDED, STATUS, INTRODUCTION = MESSAGES
+_, GRANTED, REPORT, _, LANDED, STATUS, INTRODUCTION, _ = MESSAGES
 
 
 @pytest.mark.parametrize(

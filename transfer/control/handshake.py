@@ -32,8 +32,8 @@ from transfer.transports.base import INSTANCE_NBYTES, TransferError, Unavailable
 if TYPE_CHECKING:
     from transfer.transports.channel import Channel
 
-OLDEST_VERSION = 6
-VERSION = 6
+OLDEST_VERSION = 7
+VERSION = 7
 MIN_SECRET_NBYTES = 16
 MAX_FRAME_NBYTES = 1024
 AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8)

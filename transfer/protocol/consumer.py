@@ -229,6 +229,12 @@ class Consumer(Protocol):
                 session.closed = True
                 self._end(transfer, Ending.FAILED, "the producer is gone", now_s)
 
+    def refused(self, peer: str, cause: str, now_s: float) -> None:
+        """No transport of the peer reaches this rank: what was begun with it fails, and it is told so."""
+        for transfer in list(self._transfers.values()):
+            if peer in transfer.sessions:
+                self._end(transfer, Ending.FAILED, cause, now_s)
+
     # How a transfer ends
 
     def _check_complete(self, transfer: Incoming, session: Session, now_s: float) -> None:

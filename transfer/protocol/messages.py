@@ -152,8 +152,14 @@ class Introduction(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_f
     ]
 
 
+class Refused(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Producer: no transport of mine reaches your rank, so none of your transfers will have anything of it."""
+
+    cause: Text
+
+
 TransferMessage: TypeAlias = Announce | Granted | Report | Close | Landed | Status
-AnyMessage: TypeAlias = TransferMessage | Introduction
+AnyMessage: TypeAlias = TransferMessage | Introduction | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

@@ -22,7 +22,7 @@ from mooncake_connector.errors import MooncakeConnectorError
 
 if TYPE_CHECKING:
     from transfer.control.handshake import Identity
-    from transfer.transports.cuda.driver import Driver
+    from transfer.transports.cuda.stage import OnDevice
     from transfer.transports.memory import Memory
     from transfer.transports.tls import Tls
 
@@ -84,7 +84,7 @@ class Capabilities:
     host_memory: bool = True
     """It moves memory of the host."""
     device_memory: bool = False
-    """It moves memory of a device."""
+    """It moves memory of a device, by itself or through stages."""
     other_host: bool = False
     """It reaches peers of other hosts, at the addresses that are configured; without any it is left out."""
     needs_registration: bool = False
@@ -99,21 +99,22 @@ class TransportOptions:
 
     Args:
         hosts: literal addresses to listen on, and certificates, of those that reach other hosts.
-        driver: of the devices that have the memory; None for memory of the host.
+        place: the device that has the memory; None for memory of the host.
     """
 
     identity: Identity
     hosts: Sequence[str] = ("127.0.0.1",)
     tls: Tls | None = None
-    driver: Driver | None = None
+    place: OnDevice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Registered memory of this process."""
+    """Registered memory of this process; a stage is of the host where what it holds comes from or goes to a device."""
 
     address: int
     nbytes: int
+    is_stage: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,6 +214,8 @@ class Transport(ABC):
     name: ClassVar[str]
     """In the configuration, and towards peers."""
     capabilities: ClassVar[Capabilities]
+    place: OnDevice | None = None
+    """The device that has the memory, where that travels through stages of the host: only these are registered then."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory

@@ -122,14 +122,14 @@ class Memory:
         """What is registered, by address; another list after each change."""
         return self._regions
 
-    def register(self, address: int, nbytes: int) -> Region:
+    def register(self, address: int, nbytes: int, *, is_stage: bool = False) -> Region:
         """Allow transfers to touch these bytes. Raises ValueError where they overlap what is registered already.
 
         A transport that cannot use them is closed, with one line in the log.
         """
         if not (0 < address <= MAX_PIECE_NBYTES and 0 < nbytes <= MAX_PIECE_NBYTES):
             raise ValueError(f"region of {nbytes} bytes at {address:#x}: expected a positive address and size")
-        region = Region(address, nbytes)
+        region = Region(address, nbytes, is_stage)
         with self._registering:
             for other in self._regions:
                 if address < other.address + other.nbytes and other.address < address + nbytes:
@@ -249,6 +249,8 @@ class Memory:
         self._sizes = np.array([region.nbytes for region in self._regions], dtype=np.int64)
 
     def _tell(self, follower: Transport, region: Region) -> None:
+        if follower.place is not None and not region.is_stage:
+            return
         try:
             follower.register(region)
         except Exception as error:

@@ -19,6 +19,7 @@ from msgspec import Meta
 from transfer.control.handshake import Identity, insist, is_loopback, require_secret
 from transfer.transports.base import INSTANCE_NBYTES, Capabilities, TransferError, TransportOptions, Unavailable
 from transfer.transports.channel import Channel
+from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.memory import Memory
 from transfer.transports.sockets import SocketTransport
 from transfer.transports.stream import Stream
@@ -62,6 +63,7 @@ class NetworkTransport(SocketTransport):
         streams: connections over each pair of addresses; by default one over loopback, two over a network.
         tls: certificates for encrypted streams; both sides need them, or neither.
         lost_after_s: a path on which nothing is acknowledged for this long counts as dead.
+        place: the device that has the memory; None for memory of the host.
     """
 
     capabilities = Capabilities(other_host=True)
@@ -75,8 +77,9 @@ class NetworkTransport(SocketTransport):
         streams: int | None = None,
         tls: Tls | None = None,
         lost_after_s: float = 5.0,
+        place: OnDevice | None = None,
     ) -> None:
-        super().__init__(memory, identity)
+        super().__init__(memory, identity, place)
         if not hosts or (streams is not None and streams < 1):
             raise ValueError(f"{len(hosts)} hosts, {streams} streams: expected at least one of each")
         for host in hosts:
@@ -88,7 +91,7 @@ class NetworkTransport(SocketTransport):
 
     @classmethod
     def make(cls, memory: Memory, options: TransportOptions) -> NetworkTransport:
-        return cls(memory, options.identity, hosts=options.hosts, tls=options.tls)
+        return cls(memory, options.identity, hosts=options.hosts, tls=options.tls, place=options.place)
 
     def _open(self) -> tuple[list[socket.socket], bytes]:
         listeners: list[socket.socket] = []

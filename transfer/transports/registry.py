@@ -73,9 +73,10 @@ def check_configured(transports: Sequence[str], hosts: Sequence[str]) -> None:
         if name not in _registered:
             raise ConfigError(f"transports has {name!r}, which is unknown: expected some of {', '.join(_registered)}")
     if not serving(transports, hosts=hosts) and not serving(transports, hosts=hosts, device=True):
+        here = [name for name in _registered if not transport_class(name).capabilities.other_host]
         raise ConfigError(
             f"transports is {', '.join(transports)} and transfer_hosts is empty: set it to the addresses of this "
-            f"machine that peers reach, or add one for this host: {', '.join(serving(device=True) + serving())}"
+            f"machine that peers reach, or add one for this host: {', '.join(here)}"
         )
 
 
@@ -88,7 +89,7 @@ def make_transports(of: Sequence[str], memory: Memory, options: TransportOptions
     made: list[Transport] = []
     left_out: list[str] = []
     try:
-        for name in serving(of, device=options.driver is not None, hosts=options.hosts):
+        for name in serving(of, device=options.place is not None, hosts=options.hosts):
             kind = transport_class(name)
             try:
                 made.append(kind.make(memory, options))

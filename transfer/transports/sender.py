@@ -42,6 +42,7 @@ _FAILURES = {
     CopyStatus.OUTSIDE: Outcome(Cause.REFUSED, "the peer found a piece outside of its grant"),
     CopyStatus.UNREADABLE: Outcome(Cause.SOURCE, "the peer could not read the memory to send"),
     CopyStatus.FORBIDDEN: Outcome(Cause.SOURCE, "the peer may not read this process's memory"),
+    CopyStatus.UNWRITABLE: Outcome(Cause.REFUSED, "the peer's device did not take it; the peer logged what failed"),
     CopyStatus.BROKEN: Outcome(Cause.SOURCE, "what the peer reads this process's memory through broke"),
 }
 

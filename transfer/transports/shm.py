@@ -1,7 +1,7 @@
 """Same host without the permission that `cma` needs: the bytes go through a ring of slots in shared memory.
 
 The sender copies into a slot, the receiver copies out of it; both at the same time, on different slots. The memory is
-sealed, so that neither can pull it away below the other.
+sealed, so that neither can pull it away below the other. Memory of a device goes through stages on its side.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import socket
 import numpy as np
 
 from transfer.control.handshake import Server
-from transfer.transports.base import Numbers
+from transfer.transports.base import Capabilities, Numbers
 from transfer.transports.channel import Channel
+from transfer.transports.cuda.landing import land
+from transfer.transports.cuda.stage import Stages
 from transfer.transports.incoming import Connection
 from transfer.transports.local import LocalTransport, take_answer
 from transfer.transports.memory import Memory, Revocable
@@ -34,9 +36,10 @@ class ShmTransport(LocalTransport):
     """See the module."""
 
     name = "shm"
+    capabilities = Capabilities(device_memory=True)
 
     def _connection(self, channel: Channel, server: Server) -> Connection:
-        return _RingConnection(channel, server, self.memory)
+        return _RingConnection(channel, server, self.memory, self.stages)
 
     def _prepare(self, channel: Channel, deadline_at: float) -> PayloadEncoder:
         ring = _Ring()
@@ -99,8 +102,9 @@ class _RingConnection(Connection):
 
     max_nbytes = SLOT_NBYTES
 
-    def __init__(self, channel: Channel, server: Server, memory: Memory) -> None:
+    def __init__(self, channel: Channel, server: Server, memory: Memory, stages: Stages | None) -> None:
         super().__init__(channel, server, memory)
+        self._stages = stages
         self._ring = np.zeros(0, dtype=np.uint8)
         self._address = 0
 
@@ -114,6 +118,8 @@ class _RingConnection(Connection):
     def execute(self, order: CopyOrder, columns: list[Numbers], held: Revocable) -> bool:
         if order.place + order.nbytes > len(self._ring):
             raise WireError(f"order at {order.place} of a ring of {len(self._ring)} bytes")
+        if self._stages is not None:
+            return self.answer(order, land(self._stages, self._address + order.place, columns, held))
         with held.lock:
             if not held.revoked:
                 copy_out(self._address + order.place, columns[0], columns[1])

@@ -9,10 +9,14 @@ import socket
 import threading
 import time
 from abc import abstractmethod
+from weakref import WeakSet
 
 from transfer.control.handshake import Client, Identity, Server, shake
-from transfer.transports.base import TransferError, Transport, TransportOptions, Unavailable
+from transfer.transports.base import Peer, TransferError, Transport, TransportOptions, Unavailable
 from transfer.transports.channel import Channel
+from transfer.transports.cuda.driver import CudaError
+from transfer.transports.cuda.stage import OnDevice, Stages
+from transfer.transports.cuda.staged import StagedPeer
 from transfer.transports.incoming import Connection
 from transfer.transports.memory import Memory
 from transfer.transports.receiver import Receiver
@@ -23,18 +27,23 @@ from transfer.transports.stream import PayloadEncoder, Stream
 class SocketTransport(Transport):
     """See the module."""
 
-    def __init__(self, memory: Memory, identity: Identity | None = None) -> None:
+    def __init__(self, memory: Memory, identity: Identity | None = None, place: OnDevice | None = None) -> None:
         super().__init__(memory)
+        self.place = place
+        self.stages = None if place is None else Stages(place)
+        """For what is received."""
+        self._sending = None if place is None else Stages(place, memory)
         self.identity = identity or Identity()
         self._lock = threading.Lock()
         self._receiver: Receiver | None = None
         self._endpoint = b""
         self._peers: set[SendingPeer] = set()
+        self._staged: WeakSet[StagedPeer] = WeakSet()
         self._closed = False
 
     @classmethod
     def make(cls, memory: Memory, options: TransportOptions) -> SocketTransport:
-        return cls(memory, options.identity)
+        return cls(memory, options.identity, options.place)
 
     @abstractmethod
     def _open(self) -> tuple[list[socket.socket], bytes]:
@@ -72,17 +81,37 @@ class SocketTransport(Transport):
 
     def close(self) -> None:
         with self._lock:
-            peers, receiver = list(self._peers), self._receiver
+            peers, receiver = [*self._staged, *self._peers], self._receiver
             self._receiver = None
             self._closed = True
         for peer in peers:
             peer.close()
         if receiver is not None:
             receiver.close()
+        for stages in (self.stages, self._sending):
+            if stages is not None:
+                stages.close()
         if self.capabilities.needs_registration:
             self.memory.unfollow(self)
 
-    def connect(self, endpoint: bytes, *, deadline_s: float) -> SendingPeer:
+    def connect(self, endpoint: bytes, *, deadline_s: float) -> Peer:
+        peer = self._connect(endpoint, deadline_s)
+        if self._sending is None:
+            return peer
+        try:
+            staged = StagedPeer(peer, self.memory, self._sending)
+        except (CudaError, RuntimeError) as error:
+            peer.close()
+            raise Unavailable(f"no page-locked memory to send from, or no thread: {error}") from error
+        with self._lock:
+            self._staged.add(staged)
+            closed = self._closed
+        if closed:
+            staged.close()
+            raise Unavailable("this side was closed meanwhile")
+        return staged
+
+    def _connect(self, endpoint: bytes, deadline_s: float) -> SendingPeer:
         deadline_at = time.monotonic() + deadline_s
         streams: list[Stream] = []
         encoder: PayloadEncoder | None = None

@@ -47,6 +47,8 @@ class CopyStatus(enum.IntEnum):
     """The source cannot be read."""
     FORBIDDEN = 4
     """The receiver lacks the permission to read the sender's memory."""
+    UNWRITABLE = 6
+    """The device that has the granted memory failed."""
     BROKEN = 5
     """What the receiver reads through broke, not necessarily by this order; its transport says how that is mended."""
 

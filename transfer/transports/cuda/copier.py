@@ -70,12 +70,23 @@ class Copier:
 
     def run(self, plan: list[Callable[[], object]]) -> None:
         """Carry out the last plan; once this returned or raised, nothing of it is under way."""
+        self.begin(plan)
+        self.wait()
+
+    def begin(self, plan: list[Callable[[], object]]) -> None:
+        """As `run`, without waiting: no other plan may be made before `wait`. If it raises, nothing is under way."""
         with self._driver.on(self._device):
             try:
                 for start in plan:
                     start()
-            finally:
+            except BaseException:
                 self._driver.call("cuStreamSynchronize", self._stream)
+                raise
+
+    def wait(self) -> None:
+        """Until it is carried out."""
+        with self._driver.on(self._device):
+            self._driver.call("cuStreamSynchronize", self._stream)
 
     def _plan_launches(self, kernels: Any, parts: list[Launch]) -> list[Callable[[], object]]:
         self._room(sum(part.table.size for part in parts))

@@ -69,7 +69,7 @@ class CudaIpcTransport(PullTransport, LocalTransport):
 
     @classmethod
     def make(cls, memory: Memory, options: TransportOptions) -> CudaIpcTransport:
-        return cls(memory, options.identity, options.driver)
+        return cls(memory, options.identity, None if options.place is None else options.place.driver)
 
     def close(self) -> None:
         super().close()
@@ -100,16 +100,17 @@ class DeviceRegions:
 
     def __init__(self, memory: Memory, driver: Driver) -> None:
         self._memory, self._driver = memory, driver
-        self._regions: list[Region] = []
+        self._known: list[Region] = []
         self._starts = np.zeros(0, dtype=np.int64)
         self._allocations: list[Allocation | None] = []
         self._handles: dict[Allocation, bytes] = {}
 
     def of(self, addresses: Numbers | None = None) -> set[Allocation | None]:
         """Those of registered addresses, or all; None is among them for what is not within one allocation."""
-        regions = self._memory.regions
-        if self._regions is not regions:
-            self._regions = regions
+        known = self._memory.regions
+        if self._known is not known:
+            self._known = known
+            regions = [region for region in known if not region.is_stage]
             self._starts = np.array([region.address for region in regions], dtype=np.int64)
             self._allocations = [self._of(region) for region in regions]
             self._handles = {}

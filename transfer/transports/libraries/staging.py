@@ -15,6 +15,8 @@ import numpy as np
 
 from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.transports.base import Int64, TransferError
+from transfer.transports.cuda.landing import land
+from transfer.transports.cuda.stage import Stages
 from transfer.transports.libraries.reader import Reader
 from transfer.transports.pull import Fetch, Fetcher
 from transfer.transports.vectors import copy_out
@@ -72,8 +74,9 @@ class StagedFetcher(Fetcher):
     is_stepwise = True  # it writes under the grant's lock, though not in the receiving thread
     max_under_way = 8
 
-    def __init__(self, name: str, reader: Reader, staging: Staging) -> None:
-        self._name, self._reader, self._staging = name, reader, staging
+    def __init__(self, name: str, reader: Reader, staging: Staging, stages: Stages | None = None) -> None:
+        """`stages` are for granted memory that is on a device."""
+        self._name, self._reader, self._staging, self._stages = name, reader, staging, stages
         self._waiting: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
         self._writing = threading.Lock()
         """Held while granted memory is written."""
@@ -146,10 +149,14 @@ class StagedFetcher(Fetcher):
 
     def _scatter(self, fetch: Fetch, slot: Slot) -> CopyStatus:
         assert fetch.held is not None
-        with self._writing, fetch.held.lock:
-            if not self._is_wanted(fetch):
-                return CopyStatus.NO_GRANT
-            copy_out(slot.address, fetch.pieces.remote, fetch.pieces.nbytes)
+        pieces = fetch.pieces
+        with self._writing:
+            if self._stages is not None and self._is_wanted(fetch):
+                return land(self._stages, slot.address, [pieces.remote, pieces.nbytes], fetch.held)
+            with fetch.held.lock:
+                if not self._is_wanted(fetch):
+                    return CopyStatus.NO_GRANT
+                copy_out(slot.address, pieces.remote, pieces.nbytes)
         return CopyStatus.OK
 
     def _source(self, origin: bytes) -> str:

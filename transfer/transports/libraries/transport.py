@@ -1,6 +1,7 @@
 """A transport on a library: orders and answers over TCP, as with `tcp`, and the library reads.
 
-It brings addresses, ports and threads of its own, and knows neither our secret nor our certificates.
+It brings addresses, ports and threads of its own, and knows neither our secret nor our certificates. It is told of
+memory of the host only: of a device's, the stages.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from transfer.control.handshake import Identity
 from transfer.transports.base import Capabilities, Region, TransferError, Unavailable
 from transfer.transports.channel import Channel
+from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.libraries.reader import Reader
 from transfer.transports.libraries.staging import SLOT_NBYTES, StagedFetcher, Staging
 from transfer.transports.memory import Memory
@@ -26,7 +28,7 @@ MAX_ORIGIN_NBYTES = 1 << 20
 class LibraryTransport(PullTransport, NetworkTransport):
     """See the module. Raises Unavailable where the library is not installed, or does not work here."""
 
-    capabilities = Capabilities(other_host=True, needs_registration=True, needs_library=True)
+    capabilities = Capabilities(device_memory=True, other_host=True, needs_registration=True, needs_library=True)
     max_nbytes = SLOT_NBYTES
     max_attached = MAX_ORIGIN_NBYTES
 
@@ -38,8 +40,9 @@ class LibraryTransport(PullTransport, NetworkTransport):
         hosts: Sequence[str] = ("127.0.0.1",),
         tls: Tls | None = None,
         lost_after_s: float = 5.0,
+        place: OnDevice | None = None,
     ) -> None:
-        super().__init__(memory, identity, hosts=hosts, streams=1, tls=tls, lost_after_s=lost_after_s)
+        super().__init__(memory, identity, hosts=hosts, streams=1, tls=tls, lost_after_s=lost_after_s, place=place)
         if tls is not None:
             raise Unavailable("it does not encrypt, and TLS is configured")
         self._reader: Reader | None = self._load(hosts)
@@ -69,7 +72,7 @@ class LibraryTransport(PullTransport, NetworkTransport):
             reader.close()
 
     def _fetcher(self, channel: Channel) -> Fetcher:
-        return StagedFetcher(self.name, self.reader, self._staging)
+        return StagedFetcher(self.name, self.reader, self._staging, self.stages)
 
     def _prepare(self, channel: Channel, deadline_at: float) -> PayloadEncoder:
         try:

@@ -1,0 +1,269 @@
+"""Memory of a device over `tcp`, `shm` and a library, through page-locked stages; over a stand-in for the driver.
+
+The processor cannot touch the stand-in's device memory here: whatever does not go through the driver crashes.
+"""
+
+import ctypes
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from simulated.cuda_driver import LIBRARY, SealedBuffer, StagedShm, StagedTcp
+from simulated.library import StagedLibrary
+from simulated.waiting import wait_for
+
+from transfer.testing.conformance import TransportConformance
+from transfer.testing.fixtures import DEADLINE_S, TransportFixtures
+from transfer.testing.memory import MIB, Buffer, folded, int64
+from transfer.testing.waiting import outcome_of
+from transfer.transports.base import OK, Cause, Completion, Grant, Outcome, Peer, Unavailable
+from transfer.transports.cuda.driver import Driver
+from transfer.transports.cuda.stage import STAGE_NBYTES, OnDevice, Stages
+from transfer.transports.cuda.staged import NUM_STAGES, StagedPeer
+from transfer.transports.memory import Memory
+from transfer.transports.wire import ANSWER_NBYTES, CopyOrder, CopyStatus, decode_answer
+
+TESTS = str(Path(__file__).parents[1])
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    """The stand-in, without a past; other processes find it as well."""
+    monkeypatch.setenv("PYTHONPATH", TESTS)
+    LIBRARY.__init__()
+    yield LIBRARY
+    assert not LIBRARY.contexts and not LIBRARY.locked and not LIBRARY._queues, "all is given back"
+
+
+class StagedConformance(TransportConformance):
+    @pytest.mark.slow
+    def test_a_piece_beyond_4_gib_arrives(self, memory, there, peer, library, monkeypatch):
+        def device_memory(*arguments, **options):
+            made = folded(*arguments, **options)
+            library.allocate(made.address, made.nbytes)
+            return made
+
+        monkeypatch.setattr("transfer.testing.conformance.folded", device_memory)
+        super().test_a_piece_beyond_4_gib_arrives(memory, there, peer)
+
+
+class TestTcp(StagedConformance):
+    """Over two networks; `TestReceiving` has one stream."""
+
+    transport = StagedTcp
+
+    @pytest.fixture
+    def options(self):
+        return {"hosts": ["127.0.0.1", "127.0.0.2"], "streams": 2}
+
+
+class TestShm(StagedConformance):
+    transport = StagedShm
+
+
+class TestLibrary(StagedConformance):
+    """A library reads from stages, and what it has read goes through stages."""
+
+    transport = StagedLibrary
+
+    @pytest.fixture
+    def options(self):
+        return {"lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
+
+
+class Wire(Peer):
+    """In place of the peer that sends: what it is given is under way until the test says more."""
+
+    transport = "wire"
+    alive = True
+
+    def __init__(self):
+        self.writes = []
+
+    def write(self, grant, local, remote, nbytes, *, deadline_s):
+        completion = Completion(time.monotonic() + deadline_s)
+        sent = b"".join(ctypes.string_at(*piece) for piece in zip(local.tolist(), nbytes.tolist(), strict=True))
+        self.writes.append((completion, sent))
+        return completion
+
+    def close(self):
+        self.alive = False
+        for completion, _ in self.writes:
+            completion.settle(Outcome(Cause.PEER_LOST, "closed"))
+
+
+class TestSending:
+    """What `StagedPeer` does, over a wire of which the test knows everything."""
+
+    @pytest.fixture
+    def memory(self):
+        self.sources = []
+        return Memory()
+
+    @pytest.fixture
+    def wire(self):
+        return Wire()
+
+    @pytest.fixture
+    def peer(self, memory, wire, library):
+        stages = Stages(OnDevice(Driver(library), 0), memory)
+        peer = StagedPeer(wire, memory, stages)
+        yield peer
+        peer.close()
+        stages.close()
+        assert not any(region.is_stage for region in memory.regions)
+
+    def begin(self, peer, memory, nbytes, deadline_s=DEADLINE_S):
+        source = SealedBuffer(nbytes, seed=1)
+        self.sources.append(source)  # which may be read as long as the test goes on
+        memory.register(source.address, nbytes)
+        grant = Grant(b"k" * 16, int64(4096), int64(nbytes))
+        whole = int64(source.address), int64(4096), int64(nbytes)
+        return source, peer.write(grant, *whole, deadline_s=deadline_s)
+
+    def test_the_next_part_is_gathered_while_others_are_sent_and_no_more_than_there_are_stages(
+        self, memory, wire, peer, library
+    ):
+        source, completion = self.begin(peer, memory, 6 * STAGE_NBYTES)
+        wait_for(lambda: len(wire.writes) == NUM_STAGES)
+        gathered = library.calls["cuMemcpyAsync"]
+        assert gathered == NUM_STAGES and completion.outcome is None
+        for number in range(6):
+            wait_for(lambda: len(wire.writes) == min(6, number + NUM_STAGES))  # noqa: B023
+            assert completion.outcome is None
+            wire.writes[number][0].settle(OK)
+        assert outcome_of(completion).ok
+        assert b"".join(sent for _, sent in wire.writes) == source.bytes.tobytes(), "each byte once, in order"
+        assert library.calls["cuMemcpyAsync"] == 6
+
+    @pytest.mark.parametrize("how", ["cancelled", "refused", "unregistered", "closed"])
+    def test_nothing_is_read_after_an_outcome_and_what_is_under_way_is_given_up(
+        self, memory, wire, peer, library, how
+    ):
+        source, completion = self.begin(peer, memory, 6 * STAGE_NBYTES)
+        wait_for(lambda: len(wire.writes) == NUM_STAGES)
+        if how == "cancelled":
+            completion.cancel()
+        elif how == "refused":
+            wire.writes[1][0].settle(Outcome(Cause.REFUSED, "no grant"))
+        elif how == "unregistered":
+            memory.unregister(next(region for region in memory.regions if region.address == source.address))
+        else:
+            peer.close()
+        expected = {"cancelled": Cause.CANCELLED, "refused": Cause.REFUSED, "unregistered": Cause.SOURCE}
+        assert outcome_of(completion).cause is expected.get(how, Cause.PEER_LOST)
+        assert all(sent.outcome is not None for sent, _ in wire.writes)
+        assert library.calls["cuMemcpyAsync"] == NUM_STAGES
+        if how != "closed":
+            _, second = self.begin(peer, memory, 100)
+            wait_for(lambda: len(wire.writes) == NUM_STAGES + 1)
+            wire.writes[-1][0].settle(OK)
+            assert outcome_of(second).ok, "the stages are free again"
+
+    def test_a_write_that_ends_just_before_it_is_gathered_is_not_read(self, memory, peer, library, monkeypatch):
+        move = StagedPeer._move
+
+        def move_late(self, write, stage):
+            write.completion.cancel()
+            move(self, write, stage)
+
+        monkeypatch.setattr(StagedPeer, "_move", move_late)
+        _, completion = self.begin(peer, memory, 100)
+        assert outcome_of(completion).cause is Cause.CANCELLED
+        wait_for(lambda: len(peer._free) == NUM_STAGES)
+        assert library.calls["cuMemcpyAsync"] == 0
+
+    def test_a_deadline_is_kept_by_a_write_that_waits_for_a_stage(self, memory, wire, peer):
+        _, first = self.begin(peer, memory, NUM_STAGES * STAGE_NBYTES)
+        wait_for(lambda: len(wire.writes) == NUM_STAGES)
+        _, late = self.begin(peer, memory, 100, deadline_s=0.05)
+        assert outcome_of(late).cause is Cause.DEADLINE and first.outcome is None
+
+    def test_a_device_that_fails_is_an_outcome_and_the_next_write_goes_on(self, memory, wire, peer, library, caplog):
+        library.fail["cuStreamSynchronize"] = 0
+        _, completion = self.begin(peer, memory, 100)
+        assert outcome_of(completion).cause is Cause.SOURCE and not wire.writes
+        assert "the device's memory could not be sent: cuStreamSynchronize" in caplog.text
+        del library.fail["cuStreamSynchronize"]
+        self.begin(peer, memory, 100)
+        wait_for(lambda: wire.writes)
+
+    def test_without_page_locked_memory_the_transport_is_unavailable(self, memory, library):
+        with StagedTcp(memory) as sender, StagedTcp(Memory()) as receiver:
+            library.fail["cuMemHostAlloc"] = 1
+            with pytest.raises(Unavailable, match="no page-locked memory to send from"):
+                sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+            del library.fail["cuMemHostAlloc"]
+            sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+
+
+class TestReceiving(TransportFixtures):
+    """What the device of the receiver does or fails to do."""
+
+    transport = StagedTcp
+
+    @pytest.fixture(params=[StagedTcp, StagedShm])
+    def kind(self, request, monkeypatch):
+        monkeypatch.setattr(type(self), "transport", request.param)
+
+    @pytest.mark.parametrize("name", ["cuMemcpyAsync", "cuStreamSynchronize", "cuMemHostAlloc"])
+    def test_a_device_that_fails_is_an_outcome_and_the_connection_goes_on(
+        self, kind, memory, there, peer, library, caplog, name
+    ):
+        host = Memory()
+        host_sender = self.transport.__mro__[1](host)
+        with host_sender, self.make(there) as receiver:
+            peer = host_sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+            source, target = Buffer(MIB, seed=1), SealedBuffer(MIB)
+            host.register(source.address, MIB)
+            there.register(target.address, MIB)
+            grant = there.grant(int64(target.address), int64(MIB))
+            library.fail[name] = 0
+            outcome = outcome_of(peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S))
+            assert outcome.cause is Cause.REFUSED and name in caplog.text
+            del library.fail[name]
+            there.revoke(grant)
+            grant = there.grant(int64(target.address), int64(MIB))
+            self.send(peer, grant, source, MIB)
+            assert np.array_equal(target.bytes, source.bytes)
+
+    def test_a_grant_ends_while_the_device_still_has_what_arrived(self, memory, there, sender, receiver, library):
+        """Of an order that is half there: revoking waits for the device, and what comes after it is not written."""
+        nbytes = 4 * STAGE_NBYTES
+        target = SealedBuffer(nbytes)
+        there.register(target.address, nbytes)
+        grant = there.grant(int64(target.address), int64(nbytes))
+        order = CopyOrder(1, grant.key, 1, nbytes)
+        stream = sender._reach(receiver.listen(), time.monotonic() + DEADLINE_S)[0]
+        stream.channel.socket.setblocking(True)
+        stream.channel.sendall(order.encode([target.address], [nbytes]))
+        stream.channel.sendall(b"\1" * (2 * STAGE_NBYTES + 5))
+        wait_for(lambda: library.calls["cuMemcpyAsync"] >= 2)
+        there.revoke(grant)
+        written = int(np.count_nonzero(target.bytes))
+        assert written <= 2 * STAGE_NBYTES
+        target.bytes[:] = 7
+        stream.channel.sendall(b"\1" * (2 * STAGE_NBYTES - 5))
+        stream.channel.socket.settimeout(DEADLINE_S)
+        answer = b""
+        while len(answer) < ANSWER_NBYTES:
+            answer += stream.channel.socket.recv(ANSWER_NBYTES - len(answer))
+        assert decode_answer(answer) == (1, CopyStatus.NO_GRANT)
+        assert (target.bytes == 7).all()
+        stream.channel.close()
+
+    def test_a_sender_killed_in_mid_order_leaves_nothing_under_way(self, there, receiver, other, library):
+        nbytes = 64 * MIB
+        target = SealedBuffer(nbytes)
+        there.register(target.address, nbytes)
+        grant = there.grant(int64(target.address), int64(nbytes))
+        send = {"endpoint": receiver.listen().hex(), "key": grant.key.hex(), "address": target.address}
+        other.tell(do="send", nbytes=nbytes, **send)
+        wait_for(lambda: library.calls["cuMemcpyAsync"] >= 4)
+        other.kill()
+        there.revoke(grant)
+        target.bytes[:] = 7
+        wait_for(lambda: not receiver._receiver._connections)
+        assert (target.bytes == 7).all() and not any(library._queues.values())
+        assert receiver.stages._free.qsize() == len(library.locked) > 0, "what was taken is there for the next"

@@ -1,0 +1,56 @@
+"""Bytes that follow their order on the connection: both sides of `tcp`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from transfer.transports.base import Numbers
+from transfer.transports.incoming import Connection
+from transfer.transports.memory import Revocable
+from transfer.transports.stream import PayloadEncoder, Slice
+from transfer.transports.vectors import Vector
+from transfer.transports.wire import CopyOrder, CopyStatus
+
+MAX_ORDER_NBYTES = 32 << 20
+"""A call that waits moves as much, and may have to be enough for 5 ms: see `channel.Channel`."""
+_scratch = np.empty(MAX_ORDER_NBYTES, dtype=np.uint8)
+"""What nobody wants goes here, from all connections; memory is taken when something does."""
+
+
+class InlineEncoder(PayloadEncoder):
+    """The bytes follow the order."""
+
+    max_nbytes = MAX_ORDER_NBYTES
+
+    def encode(self, part: Slice) -> Vector:
+        pieces = part.pieces
+        order = CopyOrder(part.number, part.write.grant.key, len(pieces.nbytes), pieces.total)
+        return Vector.of(pieces.local, pieces.nbytes, head=order.encode(pieces.remote, pieces.nbytes))
+
+
+class InlineConnection(Connection):
+    """Fills granted memory from the stream; bytes that may not be written anywhere are read and dropped."""
+
+    max_nbytes = MAX_ORDER_NBYTES
+
+    def execute(self, order: CopyOrder, columns: list[Numbers], held: Revocable) -> bool:
+        vector = Vector.of(columns[0], columns[1])
+        self._next = lambda: self._take_bytes(order, vector, held)
+        return True
+
+    def decline(self, order: CopyOrder, columns: list[Numbers], status: CopyStatus) -> bool:
+        vector = Vector.of(columns[0], columns[1])
+        self._drop_bytes(vector)
+        return self._expect(vector, lambda: self.answer(order, status))
+
+    def _take_bytes(self, order: CopyOrder, vector: Vector, held: Revocable) -> bool:
+        with held.lock:
+            if not held.revoked:
+                if self.channel.fill_vector(vector) == 0:
+                    raise ConnectionResetError("closed by the peer")
+                return not vector.left and self.answer(order, CopyStatus.OK)
+        self._drop_bytes(vector)
+        return self._expect(vector, lambda: self.answer(order, CopyStatus.NO_GRANT))
+
+    def _drop_bytes(self, vector: Vector) -> None:
+        vector.divert(_scratch.ctypes.data, first=0)
