@@ -84,7 +84,7 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A request whose KV a prefill instance has or will have; see `transfer.protocol.consumer.Incoming`."""
+    """A request whose KV a prefill instance has or will have; see `transfer.protocol.incoming.Incoming`."""
 
     transfer: str
     where: Where

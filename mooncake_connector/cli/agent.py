@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from mooncake_connector.cli import tables
-from mooncake_connector.cli.output import Json, print_json, print_table, typed_path, width
+from mooncake_connector.cli.output import Json, PoolFolder, print_json, print_table, width
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import environ_name, load_config
 from mooncake_connector.errors import ConfigError, PoolError
@@ -26,13 +26,7 @@ _LOOK_AGAIN_S = 0.1
 
 
 def agent(
-    pool: Annotated[
-        Path | None,
-        typer.Option(
-            "--pool", "-p", metavar="DIR", parser=typed_path, show_default=False,
-            help="Pool folder. Default: the configured one, else /dev/shm/mooncake-connector-UID.",
-        ),
-    ] = None,
+    pool: PoolFolder = None,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Run it here, until SIGTERM: for systemd and containers.")
     ] = False,

@@ -12,9 +12,8 @@ from typing import Annotated
 
 import typer
 
-from mooncake_connector.cli.output import EXIT_FAILED, command_group, print_error, typed_path
+from mooncake_connector.cli.output import command_group, fail, typed_path
 from mooncake_connector.deploy.supervisor import Supervisor
-from mooncake_connector.log import printable
 from mooncake_connector.sizes import human_nbytes, parse_nbytes
 from store_client.tiers.mooncake.cluster import LOOPBACK, commands
 
@@ -86,11 +85,7 @@ def _run(nodes: int, memory: int, logs: Path) -> None:
         supervisor.stop(lambda: len(asked) > 1)
     _say("all processes have ended")
     if supervisor.failure is not None:
-        reason, *lines = supervisor.failure.splitlines()
-        print_error(reason)
-        for line in lines:
-            typer.echo(printable(line), err=True)
-        raise typer.Exit(EXIT_FAILED)
+        fail(supervisor.failure)
 
 
 def welcome(port: int, nodes: int, memory: int) -> str:

@@ -24,8 +24,7 @@ from mooncake_connector.cli import columns as columns_
 from mooncake_connector.cli import doctor_url
 from mooncake_connector.cli.doctor_rdma import rdma_checks
 from mooncake_connector.cli.doctor_transfers import transfer_checks
-from mooncake_connector.cli.output import EXIT_FAILED, Json, command_group, print_json, styled, width
-from mooncake_connector.cli.store import Pool
+from mooncake_connector.cli.output import EXIT_FAILED, Json, PoolFolder, command_group, print_json, styled, width
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import ConfigError, PoolError
@@ -60,7 +59,7 @@ def running(
         str | None,
         typer.Option("--url", metavar="URL", help="A running server: why its hit rate is what it is, and what to do."),
     ] = None,
-    pool: Pool = None,
+    pool: PoolFolder = None,
     as_json: Json = False,
 ) -> None:
     """Check whether an engine would use the pool, without starting it, or (--url) why a running one hits it as it does.

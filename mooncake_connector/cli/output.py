@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -61,6 +61,13 @@ def _note_json(context: typer.Context, wanted: bool) -> bool:
     return wanted
 
 
+PoolFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--pool", "-p", metavar="DIR", parser=typed_path, show_default=False,
+        help="Pool folder. Default: the configured one, else /dev/shm/mooncake-connector-UID.",
+    ),
+]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", callback=_note_json, help="Print JSON instead of text.")]
 
 
@@ -73,6 +80,15 @@ def styled(text: str, stream: TextIO, **style: Any) -> str:
 def print_error(message: str) -> None:
     """One line on stderr, never wrapped, so that scripts can match it; a stranger's words in it steer no terminal."""
     typer.echo(styled(f"error: {printable(message)}", sys.stderr, fg="red"), err=True)
+
+
+def fail(reason: str) -> NoReturn:
+    """Ends the command: the first line is the error, the others follow it on stderr."""
+    first, *others = reason.splitlines()
+    print_error(first)
+    for line in others:
+        typer.echo(printable(line), err=True)
+    raise typer.Exit(EXIT_FAILED)
 
 
 def print_json(value: Any) -> None:

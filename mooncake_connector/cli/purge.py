@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mooncake_connector.cli import pool as pool_
-from mooncake_connector.cli.output import EXIT_FAILED, Json, human_seconds, print_error, print_json
-from mooncake_connector.cli.store import Pool, Which, Yes, confirm
+from mooncake_connector.cli.output import EXIT_FAILED, Json, PoolFolder, human_seconds, print_error, print_json
+from mooncake_connector.cli.store import Which, Yes, confirm
 from mooncake_connector.config.secret import read_secret
 from mooncake_connector.config.sources import environ_name, load_config
 from mooncake_connector.config.tiers import AnyTier
@@ -54,7 +55,7 @@ def purge(
             metavar="SIZE", parser=_nbytes, help="Only pages of more bytes than this: 8MiB.", show_default=False
         ),
     ] = None,
-    pool: Pool = None,
+    pool: PoolFolder = None,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
@@ -124,7 +125,7 @@ def _chosen(tiers: tuple[AnyTier, ...], names: list[str]) -> list[AnyTier]:
     return [one for one in tiers if not names or one.title in names]
 
 
-def _digest(namespace: str | None, pool: Pool) -> bytes | None:
+def _digest(namespace: str | None, pool: Path | None) -> bytes | None:
     """Of a whole id, which the pool need not know, or of the beginning of one that it knows."""
     if namespace is not None and re.fullmatch(rf"[0-9a-fA-F]{{{_DIGEST_DIGITS}}}", namespace):
         return bytes.fromhex(namespace)

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from mooncake_connector.cli import pool as pool_
-from mooncake_connector.cli.output import Json, print_json, typed_path
-from mooncake_connector.cli.store import Pool, Which
+from mooncake_connector.cli.output import Json, PoolFolder, print_json, typed_path
+from mooncake_connector.cli.store import Which
 from mooncake_connector.errors import MooncakeConnectorError, PoolError
 from store_client import EmbeddedStore
 from store_client.base import SpaceInfo
@@ -35,7 +35,7 @@ def record(
     file: Annotated[Path, typer.Argument(metavar="FILE", parser=typed_path, help="The recording, a new file.")],
     duration: Annotated[str, typer.Option("--for", metavar="TIME", help="How long: 90s, 30m, 24h, 7d.")] = "1h",
     requests: Annotated[int, typer.Option(min=1, max=10_000_000, help="At most so many requests.")] = 100_000,
-    pool: Pool = None,
+    pool: PoolFolder = None,
     namespace: Which = None,
     as_json: Json = False,
 ) -> None:

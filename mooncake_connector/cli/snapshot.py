@@ -21,8 +21,8 @@ from rich.progress import (
 )
 
 from mooncake_connector.cli import pool as pool_
-from mooncake_connector.cli.output import EXIT_DAMAGED, Json, error_console, print_json, typed_path
-from mooncake_connector.cli.store import Pool, Which
+from mooncake_connector.cli.output import EXIT_DAMAGED, Json, PoolFolder, error_console, print_json, typed_path
+from mooncake_connector.cli.store import Which
 from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import PoolError
 from mooncake_connector.sizes import human_nbytes
@@ -36,7 +36,7 @@ Folder = Annotated[
 ]
 
 
-def take(folder: Folder, pool: Pool = None, namespace: Which = None, as_json: Json = False) -> None:
+def take(folder: Folder, pool: PoolFolder = None, namespace: Which = None, as_json: Json = False) -> None:
     """Save the pool to a folder, for `store restore` after a reboot or an upgrade. Engines keep running.
 
     A snapshot that is in DIR is replaced once the new one is whole and on the disk; any other folder is refused.
@@ -70,7 +70,7 @@ def take(folder: Folder, pool: Pool = None, namespace: Which = None, as_json: Js
             typer.echo(f"left out: {count:,} pages that {why}")
 
 
-def give_back(folder: Folder, pool: Pool = None, namespace: Which = None, as_json: Json = False) -> None:
+def give_back(folder: Folder, pool: PoolFolder = None, namespace: Which = None, as_json: Json = False) -> None:
     """Give the pages of a snapshot back to the pool, which is made if there is none. Engines may be running.
 
     Every page is checked. What the pool has stays; where it gets full, what was used last is back. The exit code is 3

@@ -17,11 +17,11 @@ from mooncake_connector.cli.columns import clean
 from mooncake_connector.cli.output import (
     EXIT_DAMAGED,
     Json,
+    PoolFolder,
     command_group,
     error_console,
     print_json,
     print_table,
-    typed_path,
     width,
 )
 from mooncake_connector.errors import PoolError
@@ -35,17 +35,6 @@ from store_client.embedded.policies import POLICIES
 
 app = command_group("Inspect, verify, clear, save, restore and delete the pool of KV pages.")
 
-Pool = Annotated[
-    Path | None,
-    typer.Option(
-        "--pool",
-        "-p",
-        metavar="DIR",
-        parser=typed_path,
-        help="Pool folder. Default: the configured one, else /dev/shm/mooncake-connector-UID.",
-        show_default=False,
-    ),
-]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Which = Annotated[
     str | None,
@@ -60,7 +49,7 @@ Which = Annotated[
 
 
 @app.command()
-def stats(pool: Pool = None, as_json: Json = False) -> None:
+def stats(pool: PoolFolder = None, as_json: Json = False) -> None:
     """Size, hits, evictions and failures of the pool, what each model holds of it, and which processes use it.
 
     Where an agent runs, also how each tier does.
@@ -104,7 +93,7 @@ def eviction(
     policy: Annotated[
         str | None, typer.Argument(metavar="|".join(POLICIES), help="The policy from now on; without one it is shown.")
     ] = None,
-    pool: Pool = None,
+    pool: PoolFolder = None,
     as_json: Json = False,
 ) -> None:
     """Show or change which pages the pool evicts first. A change goes for all its processes, at once; pages stay.
@@ -128,7 +117,7 @@ def eviction(
 
 
 @app.command("ls")
-def list_(pool: Pool = None, as_json: Json = False) -> None:
+def list_(pool: PoolFolder = None, as_json: Json = False) -> None:
     """List what the pool holds, by model and by the part of a page (layers, KV heads) that one rank stores.
 
     \b
@@ -148,7 +137,7 @@ def list_(pool: Pool = None, as_json: Json = False) -> None:
 
 @app.command()
 def clear(
-    pool: Pool = None,
+    pool: PoolFolder = None,
     namespace: Which = None,
     tiers: Annotated[
         bool, typer.Option("--tiers", help="In the tiers behind the pool as well, for all hosts that share them.")
@@ -190,7 +179,7 @@ def clear(
 
 
 @app.command()
-def verify(pool: Pool = None, as_json: Json = False) -> None:
+def verify(pool: PoolFolder = None, as_json: Json = False) -> None:
     """Check every page against its checksum. Corrupt pages are removed; the exit code is then 3.
 
     \b
@@ -211,7 +200,7 @@ def verify(pool: Pool = None, as_json: Json = False) -> None:
 
 
 @app.command()
-def destroy(pool: Pool = None, yes: Yes = False, as_json: Json = False) -> None:
+def destroy(pool: PoolFolder = None, yes: Yes = False, as_json: Json = False) -> None:
     """Delete the pool folder and give its memory back.
 
     Refuses a folder that is not a pool. Stop the engines first: an engine that is still running makes a new pool.

@@ -14,7 +14,7 @@ import typer
 from mooncake_connector.checks import Check, Verdict, entry_point
 from mooncake_connector.cli.doctor import pool_checks, print_check
 from mooncake_connector.cli.doctor_transfers import transfer_checks
-from mooncake_connector.cli.output import EXIT_FAILED, print_error, typed_path
+from mooncake_connector.cli.output import EXIT_FAILED, fail, typed_path
 from mooncake_connector.cli.up_board import Board, welcome
 from mooncake_connector.config.sources import load_config
 from mooncake_connector.deploy import checks, docs
@@ -23,7 +23,6 @@ from mooncake_connector.deploy.file import read_deployment
 from mooncake_connector.deploy.render import compose, kubernetes
 from mooncake_connector.deploy.schema import Deployment, folder_of
 from mooncake_connector.deploy.supervisor import Supervisor
-from mooncake_connector.log import printable
 from sglang_backend import KNOWN_VERSION as SGLANG_VERSION
 from vllm_plugin.doctor import KNOWN_VERSION as VLLM_VERSION
 
@@ -112,11 +111,7 @@ def _run(deployment: Deployment, file: Path, run: Sequence[Command]) -> None:
             supervisor.stop(lambda: len(asked) > 1)
         board.say("all processes have ended")
     if supervisor.failure is not None:
-        reason, *lines = supervisor.failure.splitlines()
-        print_error(reason)
-        for line in lines:
-            typer.echo(printable(line), err=True)
-        raise typer.Exit(EXIT_FAILED)
+        fail(supervisor.failure)
 
 
 def _check(deployment: Deployment, file: Path, run: Sequence[Command]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -40,6 +40,13 @@ class TierSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     bandwidth: Nbytes | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
 
+    needs_secret: ClassVar[bool] = False
+    """Others may write there: its pages carry a MAC, and `secret_file` must be set."""
+    is_local: ClassVar[bool] = False
+    """Only this host reads it."""
+    medium: ClassVar[Literal["CPU", "DISK"]] = "DISK"
+    """What routers are told that its pages lie on."""
+
     @property
     def kind(self) -> str:
         return str(self.__struct_config__.tag)
@@ -52,6 +59,8 @@ class TierSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class MooncakeTier(TierSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mooncake"):
     """A Mooncake Store cluster. What is not set is taken from Mooncake's own file and variables
     (MOONCAKE_CONFIG_PATH, MOONCAKE_MASTER, ...), then from its defaults."""
+
+    medium = "CPU"
 
     master: Text | None = None
     metadata: Text | None = None
@@ -69,6 +78,8 @@ class MooncakeTier(TierSettings, frozen=True, kw_only=True, forbid_unknown_field
 class DiskTier(TierSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="disk"):
     """A folder on a disk of this host, used by one agent at a time."""
 
+    is_local = True
+
     path: Path
     capacity: Nbytes
     daily_writes: Nbytes | None = None
@@ -78,6 +89,8 @@ class DiskTier(TierSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class FolderTier(TierSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="folder"):
     """A folder that several hosts mount (NFS, 3FS, CephFS, FUSE). Its pages carry a MAC: `secret_file` must be set."""
 
+    needs_secret = True
+
     path: Path
     capacity: Nbytes | None = None
     keep_days: Annotated[float, Meta(gt=0, le=36500)] | None = None
@@ -86,6 +99,8 @@ class FolderTier(TierSettings, frozen=True, kw_only=True, forbid_unknown_fields=
 class ObjectTier(TierSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="object"):
     """An S3-compatible object store: `url` is s3://bucket/prefix. Credentials come from the environment, as AWS's tools
     take them. Its pages carry a MAC: `secret_file` must be set."""
+
+    needs_secret = True
 
     url: Annotated[str, Meta(min_length=6, max_length=1024, pattern=r"^s3://[^\s@]+$")]
     endpoint: Annotated[str, Meta(max_length=1024, pattern=r"^https?://[^\s@]+$")] | None = None

@@ -45,7 +45,7 @@ def check_together(settings: list[Setting]) -> None:
     tls = ("tls_certificate", "tls_key", "tls_authority")
     if len({value[name] is None for name in tls}) > 1:
         raise ConfigError(f"{', '.join(map(seen, tls))}: expected all three for TLS, or none")
-    needing = [tier.title for tier in value["tiers"] if tier.kind in ("folder", "object")]
+    needing = [tier.title for tier in value["tiers"] if tier.needs_secret]
     if needing and value["secret_file"] is None:
         raise ConfigError(
             f"{said('tiers')} has {', '.join(needing)}, and {seen('secret_file')}: set secret_file to a file with the "

@@ -58,7 +58,6 @@ class Process:
     was_ready: bool = False
     deaths: int = 0
     """Since it was well for the last time."""
-    lives: int = 0
     _started_s: float = 0.0
     _answered_s: float = 0.0
     """When this life answered for the first time; before that, when it began, as `_heard_s`."""
@@ -84,7 +83,6 @@ class Process:
                 command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
                 env={**os.environ, **self.command.env}, start_new_session=True,
             )  # fmt: skip
-        self.lives += 1
         self._started_s = self._answered_s = self._heard_s = time.monotonic()
         self.enter(State.STARTING)
 

@@ -179,6 +179,18 @@ def unpack(
     _move(fmt, layout, block_ids, first_token, skip_tokens, page, part, into_blocks=True)
 
 
+def fitting(fmt: PageFormat, layout: BlockLayout, part: Part | None) -> Part:
+    """What moves between pages and blocks: `part`, or where it is None all of both. Raises PageError."""
+    num_layers = len(layout.layer_addresses)
+    if part is None:
+        if num_layers != fmt.num_layers:
+            raise PageError(f"layout has {num_layers} layers, the page {fmt.num_layers}")
+        return Part(fmt.whole, fmt.whole)
+    if not fmt.whole.covers(part.page) or part.blocks.layer_stop > num_layers:
+        raise PageError(f"{part}: the page has {fmt.whole}, the blocks {num_layers} layers")
+    return part
+
+
 def _move(
     fmt: PageFormat,
     layout: BlockLayout,
@@ -192,13 +204,7 @@ def _move(
 ) -> None:
     if page.nbytes != fmt.nbytes or not page.flags.c_contiguous:
         raise PageError(f"page buffer of {page.nbytes} bytes, expected {fmt.nbytes} contiguous ones")
-    num_layers = len(layout.layer_addresses)
-    if part is None:
-        if num_layers != fmt.num_layers:
-            raise PageError(f"layout has {num_layers} layers, the page {fmt.num_layers}")
-        part = Part(fmt.whole, fmt.whole)
-    elif not fmt.whole.covers(part.page) or part.blocks.layer_stop > num_layers:
-        raise PageError(f"{part}: the page has {fmt.whole}, the blocks {num_layers} layers")
+    part = fitting(fmt, layout, part)
     pages = page.ctypes.data
     for segment, dim, base in ((layout.k, fmt.k_dim, pages), (layout.v, fmt.v_dim, pages + fmt.k_nbytes)):
         if segment is None:

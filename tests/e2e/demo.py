@@ -73,7 +73,7 @@ def live(model: Path, pool: Path, which: str, *, wait_for_save: bool) -> Life:
                 wait_for(lambda: stored_pages(pool) >= pages, f"{pages} pages in the pool {pool}\n{server.log_tail()}")
         else:
             with contextlib.suppress(AssertionError):  # no hit is reported at the end, beside everything else
-                wait_for(lambda: server.tokens_from_connector() > 0, "a hit", deadline_s=5)
+                wait_for(lambda: server.tokens_from_connector() > 0, "a hit", deadline_s=60)
         hit_tokens = server.tokens_from_connector()
         with step(f"stop the {which} server"):
             stack.close()

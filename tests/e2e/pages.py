@@ -88,7 +88,7 @@ class Pages:
                 width = {"bfloat16": 2, "float32": 4}[info.namespace.kv_dtype]
                 wrong[width - 1 :: width] ^= 0x80  # the other sign for every value: as wrong as finite ones can be
                 assert space.remove([key]) == 1
-                put_pages(space, [key], [wrong], parents=[None], deadline_s=5.0)
+                put_pages(space, [key], [wrong], parents=[None], deadline_s=60.0)
                 assert space.contains([key]) == [True]
 
     def _infos(self, store: EmbeddedStore):  # type: ignore[no-untyped-def]

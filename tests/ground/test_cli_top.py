@@ -84,8 +84,8 @@ def test_what_is_shown_adds_up_to_what_a_process_did(pool):
         def look():
             nonlocal seen_s, shares
             shown = figures.now()
-            if shown.rates and figures.latest_s != seen_s:
-                seen_s = figures.latest_s
+            if shown.rates and figures._looks[-1].at_s != seen_s:
+                seen_s = figures._looks[-1].at_s
                 shares += shown.hit_share is not None
                 for name in sums:
                     sums[name] += shown.rates[name] * shown.span_s

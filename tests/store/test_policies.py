@@ -4,7 +4,9 @@ import os
 import random
 import signal
 import time
+from typing import get_args
 
+import msgspec
 import numpy as np
 import pytest
 from long_form import LONG
@@ -13,6 +15,7 @@ from store.audit import audit
 from store.pools import data_folder, inside, run, space_in
 from store.test_kills import Crew
 
+from mooncake_connector.config.schema import Config
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Put
 from store_client.embedded import table
@@ -26,6 +29,12 @@ from store_client.testing import DEADLINE_S, chain, get_page, put_chain
 
 CAPACITY = 1 << 20
 policies = pytest.mark.parametrize("name", sorted(POLICIES))
+
+
+def test_the_configuration_knows_every_policy():
+    (field,) = (field for field in msgspec.structs.fields(Config) if field.name == "eviction")
+    names, _ = get_args(get_args(field.type)[0])
+    assert get_args(names) == tuple(POLICIES)
 
 
 def random_pages(rng: np.random.Generator, slots: int) -> Candidates:

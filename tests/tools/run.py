@@ -61,6 +61,7 @@ class Stage:
 
     Args:
         variables: added to the environment.
+        limit_s: three times what it takes on two quiet cores, or more, so that on a busy machine only what hangs is ended.
         needs: a file without which the whole stage is skipped, and counts as one skipped test.
     """
 
@@ -80,15 +81,15 @@ TIERS = ("tests/tiers", "tests/agent", "tests/store/tiers")
 
 STAGES = {
     "lint": Stage([(DEV / "ruff", "check", "."), (DEV / "mypy",)], limit_s=600),
-    "transfer": Stage([pytest(DEV, "-m", "not slow and not engine", *TRANSFER)], limit_s=1200),
+    "transfer": Stage([pytest(DEV, "-m", "not slow and not engine", *TRANSFER)], limit_s=2400),
     "store": Stage(
         [pytest(DEV, "-m", "not slow and not engine", *(f"--ignore={folder}" for folder in (*TRANSFER, *TIERS, RDMA)))],
-        limit_s=1200,
+        limit_s=2400,
     ),
-    "tiers": Stage([pytest(DEV, "-m", "not slow and not engine", *TIERS)], limit_s=1200),
+    "tiers": Stage([pytest(DEV, "-m", "not slow and not engine", *TIERS)], limit_s=2400),
     "rdma": Stage([pytest(DEV, "-v", "-s", RDMA)], limit_s=1800),
     "slow": Stage([pytest(DEV, "-m", "slow and not engine")], limit_s=2400),
-    "vllm": Stage([pytest(VLLM, "tests/vllm")], limit_s=1800),
+    "vllm": Stage([pytest(VLLM, "tests/vllm")], limit_s=2700),
     # No engine of it is started: its Python code finds 0.32's CPU extensions beside it (install_vllm_next.sh).
     "vllm-0.33": Stage(
         [
@@ -96,7 +97,7 @@ STAGES = {
                 VLLM, *(f"tests/vllm/test_{name}.py" for name in NEXT_MODULES), "-k", f"not ({NEEDS_SERVER} or {WALKS})"
             )
         ],
-        limit_s=1800,
+        limit_s=2700,
         variables={
             "PYTHONPATH": str(VLLM_NEXT),
             "VLLM_TARGET_DEVICE": "cpu",
@@ -105,7 +106,7 @@ STAGES = {
         },
         needs=VLLM_NEXT / ".made",
     ),
-    "sglang": Stage([pytest(SGLANG, "tests/sglang")], limit_s=1800),
+    "sglang": Stage([pytest(SGLANG, "tests/sglang")], limit_s=2700),
     "e2e": Stage(
         [pytest(VLLM, "-v", "tests/e2e", *(f"--ignore=tests/e2e/{name}" for name in E2E_APART))],
         limit_s=4500,

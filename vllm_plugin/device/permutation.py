@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake_connector.errors import PageError
-from mooncake_connector.kv.page import Axis, BlockLayout, PageFormat, Part, SegmentLayout
+from mooncake_connector.kv.page import Axis, BlockLayout, PageFormat, Part, SegmentLayout, fitting
 from vllm_plugin.unsupported import Unsupported
 
 Int64 = npt.NDArray[np.int64]
@@ -73,13 +73,7 @@ class Permutation:
             PageError: the page and the blocks do not fit, as for `page.unpack`.
             Unsupported: tokens of a block are not equally spaced, or a token's elements not side by side.
         """
-        num_layers = len(layout.layer_addresses)
-        if part is None:
-            if num_layers != fmt.num_layers:
-                raise PageError(f"layout has {num_layers} layers, the page {fmt.num_layers}")
-            part = Part(fmt.whole, fmt.whole)
-        elif not fmt.whole.covers(part.page) or part.blocks.layer_stop > num_layers:
-            raise PageError(f"{part}: the page has {fmt.whole}, the blocks {num_layers} layers")
+        part = fitting(fmt, layout, part)
         one_head = part.page.num_heads == 1
         segments = [_segment(fmt, layout, part, layout.k, fmt.k_dim, 0)]
         if layout.v is not None:

@@ -27,20 +27,18 @@ _DEVICE_LEGEND = (
 
 Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it works, not how fast.")]
 
+Folder = Annotated[
+    Path | None,
+    typer.Option(parser=typed_path, help="Where to put the temporary pool; default: /dev/shm.", metavar="DIR"),
+]
+
 app = command_group("Benchmarks: the store, transfers and whole servers beside this machine's own limits.")
 app.command()(serve)
 app.command()(routing)
 
 
 @app.command()
-def store(
-    folder: Annotated[
-        Path | None,
-        typer.Option(parser=typed_path, help="Where to put the temporary pool; default: /dev/shm.", metavar="DIR"),
-    ] = None,
-    quick: Quick = False,
-    as_json: Json = False,
-) -> None:
+def store(folder: Folder = None, quick: Quick = False, as_json: Json = False) -> None:
     """Speed of the embedded store beside memcpy and a bare LMDB.
 
     Needs about 1 GiB in /dev/shm and half a minute. Cleans up after itself. Your pool is not touched.
@@ -67,14 +65,7 @@ def transfer(quick: Quick = False, as_json: Json = False) -> None:
 
 
 @app.command()
-def device(
-    folder: Annotated[
-        Path | None,
-        typer.Option(parser=typed_path, help="Where to put the temporary pool; default: /dev/shm.", metavar="DIR"),
-    ] = None,
-    quick: Quick = False,
-    as_json: Json = False,
-) -> None:
+def device(folder: Folder = None, quick: Quick = False, as_json: Json = False) -> None:
     """Speed of loads and saves between the pool and a GPU's KV cache beside plain copies and a model's own work.
 
     Needs a GPU, torch and Triton, but no engine: run it in an engine's environment. Takes some minutes, up to 24 GiB in

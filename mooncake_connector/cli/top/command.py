@@ -17,7 +17,7 @@ from rich.live import Live
 
 from mooncake_connector.cli import pool as pool_
 from mooncake_connector.cli.live import NoFigures, base_of
-from mooncake_connector.cli.output import Json, print_json, typed_path
+from mooncake_connector.cli.output import Json, PoolFolder, print_json
 from mooncake_connector.cli.top.figures import Figures
 from mooncake_connector.cli.top.screen import Screen, draws_bars
 from mooncake_connector.cli.top.sources import Sources
@@ -30,13 +30,7 @@ _LEAST_S, _MOST_S = 0.2, 3600.0
 
 
 def top(
-    pool: Annotated[
-        Path | None,
-        typer.Option(
-            "--pool", "-p", metavar="DIR", parser=typed_path, show_default=False,
-            help="Pool folder. Default: the configured one, else /dev/shm/mooncake-connector-UID.",
-        ),
-    ] = None,
+    pool: PoolFolder = None,
     url: Annotated[
         list[str] | None,
         typer.Option(

@@ -167,11 +167,6 @@ class Figures:
             engines=[_engine(url, asking) for url, asking in sources.engines.items()],
         )
 
-    @property
-    def latest_s(self) -> float:
-        """When the pool was looked at last."""
-        return self._looks[-1].at_s if self._looks else 0.0
-
     def _take(self, said: Said[Look]) -> None:
         """Another pool, in the place of the one before, begins to count anew."""
         if self._looks and self._looks[-1].value and said.value and self._looks[-1].value[0] != said.value[0]:

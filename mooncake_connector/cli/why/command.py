@@ -11,9 +11,9 @@ import typer
 
 from mooncake_connector.cli.columns import clean, folded
 from mooncake_connector.cli.live import is_here
-from mooncake_connector.cli.output import Json, print_json, typed_path, width
+from mooncake_connector.cli.output import Json, PoolFolder, print_json, typed_path, width
 from mooncake_connector.cli.pool import find_namespace, opened
-from mooncake_connector.cli.store import Pool, Which
+from mooncake_connector.cli.store import Which
 from mooncake_connector.cli.why import names, prompt, runs
 from mooncake_connector.cli.why import request as request_
 from mooncake_connector.cli.why.look import Explanation, Other, Root, explain
@@ -70,7 +70,7 @@ def why(
         ),
     ] = None,
     namespace: Which = None,
-    pool: Pool = None,
+    pool: PoolFolder = None,
     as_json: Json = False,
 ) -> None:
     """Which pages of a prompt the pool has, and why not the others.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from mooncake_connector.config.tiers import KINDS
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys, root_digest
 from mooncake_connector.kv.namespace import Namespace
@@ -25,7 +26,6 @@ Bools = npt.NDArray[np.bool_]
 
 TIERS_S = 0.05
 """A tier that has not said by then what it has counts as having nothing, for this question."""
-_MEDIA = {"mooncake": "CPU", "disk": "DISK", "folder": "DISK", "object": "DISK"}
 
 Holds = Callable[[Namespace, Shard, Sequence[bytes], int, float], Sequence[tuple[str, "Future[list[bool] | None]"]]]
 """Called with (namespace, shard, keys, bytes of a page, seconds); for each tier its kind and what it will say."""
@@ -43,7 +43,7 @@ class Found:
         """Those that an instance reads from a medium; `here`: it is one of this host, and reads its pool and disks."""
         present = self.pool.copy() if here and medium == "CPU" else np.zeros_like(self.pool)
         for kind, found in self.tiers.items():
-            if _MEDIA[kind] == medium and (here or kind != "disk"):
+            if KINDS[kind].medium == medium and (here or not KINDS[kind].is_local):
                 present |= found
         return present
 

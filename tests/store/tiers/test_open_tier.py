@@ -1,5 +1,7 @@
 """From settings to a tier: what is missing is said, with what to do about it."""
 
+from importlib import import_module
+
 import pytest
 
 from mooncake_connector.config.tiers import KINDS, FolderTier, TierSettings
@@ -10,6 +12,12 @@ from store_client.tiers.open import open_tier
 
 def test_every_kind_of_the_configuration_can_be_opened():
     assert opening._KINDS.keys() == KINDS.keys()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_configuration_asks_for_a_secret_where_the_pages_of_a_kind_need_a_mac(kind):
+    where = opening._KINDS[kind]
+    assert getattr(import_module(where.module), where.tier).needs_mac == KINDS[kind].needs_secret
 
 
 def test_a_package_that_is_missing_is_named_with_what_to_install(monkeypatch):
