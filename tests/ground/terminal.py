@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -20,6 +21,13 @@ from simulated.waiting import wait_for
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07|\r")
 HOME, OTHER_SCREEN, SCREEN_BACK = "\x1b[H", "\x1b[?1049h", "\x1b[?1049l"
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+def _as_a_shell_would() -> None:
+    """Also where the tests run by nohup or in the background, and ignore some signals themselves."""
+    os.setpgrp()
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class Terminal:
@@ -38,8 +46,9 @@ class Terminal:
         for name in ("COLUMNS", "LINES", "NO_COLOR"):
             environ.pop(name, None)
         self.process = subprocess.Popen(
-            command, stdin=self._theirs, stdout=self._theirs, stderr=self._theirs, env=environ, preexec_fn=os.setpgrp
-        )
+            command, stdin=self._theirs, stdout=self._theirs, stderr=self._theirs, env=environ,
+            preexec_fn=_as_a_shell_would,
+        )  # fmt: skip
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -192,7 +192,7 @@ def test_a_shell_reads_what_is_printed_as_it_is_run():
         )
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example(words=['--hf-overrides={"a":["X Y"]}', "--x=/a$HOME;touch", "--x=`id`"])
 def test_a_shell_splits_what_is_printed_into_the_words_that_are_run(words):
     command = Command("x", "decode", ("printf", "%s\\0", *words, "end"), {}, "", ())

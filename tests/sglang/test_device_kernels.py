@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated.cuda_driver import DeviceBuffer, Library
 
@@ -46,7 +46,7 @@ def carry_out(kernels: Any, parts: Any) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 def test_the_kernel_copies_what_the_plan_says_and_nothing_else(interpreted: Any, data: Any) -> None:
     sizes = data.draw(st.lists(st.one_of(st.integers(0, 40), st.integers(0, 9000)), min_size=1, max_size=5))
     gap = st.sampled_from([0, 1, 2, 4, 8, 16, 20])

@@ -99,7 +99,7 @@ geometry = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(geometry, st.lists(st.tuples(st.sampled_from(MHA_LAYOUTS), st.sampled_from(INTERFACES)), min_size=2, max_size=2))
 def test_round_trips_of_any_geometry(sizes: dict[str, Any], ways: list[tuple[str, str]]) -> None:
     folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="mooncake-connector-test-"))

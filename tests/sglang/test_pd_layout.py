@@ -178,7 +178,7 @@ tps = st.sampled_from([1, 2, 4, 8])
 kinds = st.sampled_from(["mha", "mla", "swa"])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from([1, 2, 4]), tps, tps, stages, pages, pages, st.integers(0, 3), kinds)
 def test_copied_by_the_plans_every_byte_is_where_decode_expects_it(
     heads, source_tp, destination_tp, source_stages, source_pages, destination_pages, prefix, kind

@@ -135,7 +135,7 @@ policies = st.sampled_from([ALL, TRAILING])
 present = st.lists(st.booleans(), min_size=6, max_size=6)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     kv=st.integers(0, 6),
     sidecars=st.lists(st.tuples(present, policies, st.integers(1, 4)), max_size=2),

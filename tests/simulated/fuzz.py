@@ -48,7 +48,7 @@ def fuzz(survives: Callable[[bytes], object], proper: Sequence[bytes], share_s: 
     number = 0
     while True:
 
-        @settings(max_examples=200 if share_s == 0 else 2000, deadline=None)
+        @settings(max_examples=200 if share_s == 0 else 2000)
         @given(st.one_of(st.binary(max_size=256), damaged(proper), damaged(proper)))
         def each(data: bytes) -> None:
             survives(data)

@@ -163,7 +163,7 @@ def test_a_view_of_all_shards_tells_what_is_known_of_a_part(store):
 # The table
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 60), st.sampled_from(list(Lost))), min_size=1, max_size=40))
 def test_what_is_told_is_the_last_thing_noted_or_nothing(noted):
     table, last = _in_memory(), {}

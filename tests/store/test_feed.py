@@ -101,7 +101,7 @@ changes = st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 12))
 reads = st.integers(1, 20)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.one_of(changes, reads), max_size=40))
 def test_a_follower_hears_of_every_committed_change_and_no_other_however_writers_die(steps):
     with tempfile.TemporaryDirectory() as folder:

@@ -114,6 +114,6 @@ class PoolAgainstDict(RuleBasedStateMachine):
 
 
 PoolAgainstDict.TestCase.settings = settings(
-    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=25, suppress_health_check=list(HealthCheck)
 )
 TestPoolAgainstDict = PoolAgainstDict.TestCase

@@ -37,7 +37,7 @@ def opened() -> Iterator[EmbeddedStore]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_page_is_found_where_all_its_layers_and_heads_are_stored_and_read_rightly(opened, data):
     """Instances of any TP and PP wrote some shards of some pages; a rank of one more instance reads."""
@@ -69,7 +69,7 @@ def check_shown(shown, shard, *, own):
         seen |= units(part)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_every_element_is_shown_once_where_one_instance_wrote(opened, data):
     opened.clear()

@@ -9,7 +9,7 @@ import shutil
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from store.pools import CAPACITY, garble
 from store.snapshots import SPACES, held_by, put_some
@@ -24,10 +24,6 @@ from store_client.testing import chain
 
 PAGES = 36
 WHERE = form.Path("/a/snapshot")
-
-
-def unhurried(max_examples):
-    return settings(max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +184,7 @@ class TestIndexAndManifest:
             Snapshot(folder)
 
 
-@unhurried(150)
+@settings(max_examples=150)
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_manifest_or_an_error(raw):
     with pytest.raises(SnapshotError):
@@ -204,7 +200,7 @@ FIELDS = ["package", "taken", "capacity_nbytes", "spaces", "pages", "files", "in
 SPACE_FIELDS = ["namespace", "shard", "pages", "nbytes", "further"]
 
 
-@unhurried(150)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_values_in_a_proven_manifest_are_understood_or_an_error(original, data):
     manifest = msgspec.json.decode((original / "manifest.json").read_bytes())
@@ -232,7 +228,7 @@ def test_deep_nesting_is_an_error():
             form.parse_manifest(raw, WHERE)
 
 
-@unhurried(200)
+@settings(max_examples=200)
 @given(st.data())
 def test_any_entries_are_within_their_files_or_an_error(original, data):
     """And what is understood can be read and restored without a fault."""
@@ -253,7 +249,7 @@ def test_any_entries_are_within_their_files_or_an_error(original, data):
     assert len(times_of_use(entries["idle_ns"], 10**9, 10**12)) == PAGES
 
 
-@unhurried(40)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_change_anywhere_gives_no_wrong_page(original, shared, tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("changed") / "snapshot"
@@ -280,7 +276,7 @@ PAGE_OF_A_POOL = st.tuples(
 )  # fmt: skip
 
 
-@unhurried(200)
+@settings(max_examples=200)
 @given(st.lists(PAGE_OF_A_POOL, min_size=1, max_size=20))
 def test_pages_return_behind_their_parents_and_by_use(drawn):
     count = len(drawn)
@@ -305,7 +301,7 @@ def _descendants(pages, i):
     return children + [page for child in children for page in _descendants(pages, child)]
 
 
-@unhurried(200)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(0, 100) | st.integers(0, (1 << 64) - 1), min_size=1, max_size=50),
     st.integers(0, 1 << 62),

@@ -61,7 +61,7 @@ class Stage:
 
     Args:
         variables: added to the environment.
-        limit_s: three times what it takes on two quiet cores, or more, so that on a busy machine only what hangs is ended.
+        limit_s: three times what it takes on two quiet cores, or more, so that a busy machine ends only what hangs.
         needs: a file without which the whole stage is skipped, and counts as one skipped test.
     """
 

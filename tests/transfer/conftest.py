@@ -5,13 +5,8 @@ from typing import Any
 
 import pytest
 from causes import forget_causes
-from hypothesis import HealthCheck, settings
 from simulated.nodes import Instances
 from simulated.pair import P_TABLE, Pair
-
-# Property tests here judge results, never how long a busy machine takes for one.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True)

@@ -239,7 +239,7 @@ def rogue():
 ANSWERS = [encode_answer(number, status) for number in (1, 2) for status in CopyStatus]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     answers=damaged(ANSWERS) | st.binary(max_size=100) | st.lists(st.sampled_from(ANSWERS), max_size=3).map(b"".join)
 )

@@ -143,7 +143,7 @@ def test_a_handshake_that_is_cut_off_costs_nothing(deployment, purpose):
     deployment.serves()
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=300) | damaged([Client(Identity(SECRET), "rank").start()]))
 def test_one_that_says_anything_gets_nowhere(deployment, purpose, data):
     with dial(deployment.ports[purpose], tcp=True) as connection:

@@ -48,7 +48,7 @@ SAID = [INTRODUCTION, *(framed(encode(message)) for message in (announce(), gran
 
 
 @pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(first=damaged(SAID), then=st.lists(damaged(SAID) | st.binary(max_size=200), max_size=3))
 def test_a_consumer_that_says_anything_loses_its_connection_and_no_more(pair, first, then):
     visit(pair, first, *then)

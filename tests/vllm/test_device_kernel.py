@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake_connector.errors import PageError
@@ -147,7 +147,7 @@ def carry_out(
     kernel.prepare(permutation, into_blocks=into)(table.ctypes.data, table.shape[1], layers.ctypes.data, 0)
 
 
-EXAMPLES = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=40)
 
 
 @given(st.data())

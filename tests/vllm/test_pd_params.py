@@ -83,7 +83,7 @@ KEYS += ["remote_request_id", "remote_block_ids", "transfer_name"]
 dictionaries = st.dictionaries(st.sampled_from(KEYS), likely | anything)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(dictionaries)
 @example({"do_remote_prefill": True, "transfer_id": "\ud800", "remote_host": "h", "remote_port": 1})
 def test_any_dictionary_makes_a_leg_that_can_be_sent_or_none(params: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def test_an_engine_answers_whatever_the_parameters_are(start: Start) -> None:
     engine = start(extra=PD_ONLY | {"transfer_deadline_s": 0.2, "transfer_lease_s": 1})
     own = {"remote_port": port_of(engine), "remote_host": "127.0.0.1"}
 
-    @settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
     @given(dictionaries, st.booleans())
     @example(LEG | {"transfer_id": "\ud800"}, True)
     @example(LEG | {"remote_host": "\ud800"}, False)
