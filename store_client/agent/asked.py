@@ -21,8 +21,8 @@ class Asked:
     """What was asked of the agent, and what it has said so far."""
 
     __slots__ = (
-        "asked_s", "coming", "deadline_s", "done", "heard_s", "index", "is_indexed", "keys", "landed", "namespace",
-        "nbytes", "number", "parent", "places", "prefill_tokens_s", "said", "settled", "shard",
+        "_places", "asked_s", "coming", "deadline_s", "done", "heard_s", "index", "is_indexed", "keys", "landed",
+        "namespace", "nbytes", "number", "parent", "prefill_tokens_s", "said", "settled", "shard",
     )  # fmt: skip
 
     def __init__(
@@ -39,30 +39,34 @@ class Asked:
         self.coming = self.landed = 0
         self.done = self.settled = self.is_indexed = False
         self.number = -1
-        self.places: dict[bytes, int] = {}
-        """Of each key, once it is indexed; before, the index has the first one alone."""
+        self._places: dict[bytes, int] = {}
+        """Of each key, once that is asked for."""
 
     @property
     def is_right(self) -> bool:
-        """Whether these are keys."""
-        return {KEY_NBYTES} == set(map(len, self.keys)) and len(self.parent or self.keys[0]) == KEY_NBYTES
+        """Whether these can be keys, and so a message for the agent."""
+        nbytes = len(self.parent or b"") + sum(map(len, self.keys))
+        return nbytes == KEY_NBYTES * (len(self.keys) + bool(self.parent)) and len(self.keys[0]) == KEY_NBYTES
 
     def enter(self) -> None:
-        """Have all keys found in the index."""
+        """Have all keys found in the index; before, it has the first one alone."""
         self.said += 1
-        self.places = dict(zip(self.keys, range(len(self.keys)), strict=True))
         self.index.update(dict.fromkeys(self.keys, self))
         self.is_indexed = True
 
     def place(self, key: bytes) -> int:
         """Of a key that the index has."""
-        return self.places.get(key, 0)
+        if key == self.keys[0]:
+            return 0
+        if not self._places:
+            self._places = dict(zip(self.keys, range(len(self.keys)), strict=True))
+        return self._places.get(key, 0)
 
     def leave(self) -> None:
         """It has ended, and what it asked for may be asked for again."""
         self.done = True
         self.said += 1
-        for key in self.places or self.keys[:1]:
+        for key in self.keys if self.is_indexed else self.keys[:1]:
             if self.index.get(key) is self:
                 self.index.pop(key, None)
 

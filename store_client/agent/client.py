@@ -119,8 +119,6 @@ class Client:
             self._say(item, mouth.say_at_once)
             if mouth.is_behind():
                 self._outbox.put(None)
-        except OSError:  # the connection is lost, which another thread notices
-            pass
         except Exception as error:
             mouth.hang_up()
             self._fail("agent_error", "no page is fetched, the client of the agent failed: %r", error)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import os
 import socket
 import threading
 import time
 
 _SEND_S = 5.0
 
-_send = ctypes.PyDLL(None, use_errno=True).send
+_send = ctypes.PyDLL(None).send
 _send.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int
 _send.restype = ctypes.c_ssize_t
 
@@ -35,13 +33,9 @@ class Mouth:
         return bool(self._unsent)
 
     def say_at_once(self, data: bytes) -> None:
-        """As much of it as there is room for; it is not behind. Waits for nothing. Raises OSError where the
-        connection is lost."""
+        """As much of it as there is room for; it is not behind. Waits for nothing. That the connection is lost is
+        noticed by others."""
         sent = _send(self._fd, data, len(data), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        if sent < 0:
-            number = ctypes.get_errno()
-            if number not in (errno.EAGAIN, errno.EINTR):
-                raise OSError(number, os.strerror(number))
         self._unsent = data[max(sent, 0) :]
 
     def say(self, data: bytes) -> None:

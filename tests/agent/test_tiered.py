@@ -265,7 +265,7 @@ def test_a_lookup_waits_for_nothing_while_the_agent_does_not_read(pool, monkeypa
         monkeypatch.setattr(Frames, "feed", lambda self, data: reads.wait(DEADLINE_S) and feed(self, data))
         for each in keys:
             space.prefetch(each)
-        assert store._client._mouth.is_behind()
+        assert store._client._outbox.qsize() and agent.fetches.asked == []
         reads.set()
         until(lambda: len(agent.fetches.asked) == len(keys))
         assert sorted(list(asked.wish.keys) for asked in agent.fetches.asked) == sorted(keys)
