@@ -16,6 +16,7 @@ from store_client.agent import messages
 from store_client.agent.messages import Frames
 
 _AT_ONCE_NBYTES = 4096
+_AT_ONCE = int(socket.MSG_DONTWAIT)
 
 _recv = ctypes.PyDLL(None).recv
 _recv.argtypes = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -41,7 +42,7 @@ class Ears:
         try:
             nbytes = _AT_ONCE_NBYTES
             while nbytes == _AT_ONCE_NBYTES and self._fd >= 0:
-                nbytes = _recv(self._fd, self._address, _AT_ONCE_NBYTES, socket.MSG_DONTWAIT)
+                nbytes = _recv(self._fd, self._address, _AT_ONCE_NBYTES, _AT_ONCE)
                 if nbytes <= 0:
                     break
                 self._frames.feed(self._view[:nbytes])

@@ -13,6 +13,8 @@ import threading
 import time
 
 _SEND_S = 5.0
+_AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+"""A plain number: to put such flags together takes longer than to send."""
 
 _send = ctypes.PyDLL(None).send
 _send.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int
@@ -35,7 +37,7 @@ class Mouth:
     def say_at_once(self, data: bytes) -> None:
         """As much of it as there is room for; it is not behind. Waits for nothing. That the connection is lost is
         noticed by others."""
-        sent = _send(self._fd, data, len(data), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        sent = _send(self._fd, data, len(data), _AT_ONCE)
         self._unsent = data[max(sent, 0) :]
 
     def say(self, data: bytes) -> None:
