@@ -49,7 +49,7 @@ def test_it_serves_where_its_capabilities_say():
     far = ["tcp", "rdma", "nixl", "mooncake"]
     assert registry.serving(hosts=["10.0.0.1"]) == ["cma", "shm", *far, "queue", "far_queue"]
     assert registry.serving(["queue", "cuda_ipc"], device=True) == ["cuda_ipc"]
-    fitting = r"none of them serves memory of a device; add cuda_ipc or shm, or set transfer_hosts for tcp$"
+    fitting = r"none of them serves memory of a device; add cuda_ipc or shm, or set transfer_hosts for tcp or nixl"
     with pytest.raises(TransferError, match=fitting):
         Instances(1, [0], options=NodeOptions(transports=["queue"]), device=0)
 

@@ -141,6 +141,8 @@ def test_the_source_is_let_go_before_anybody_hears_of_a_failure():
 class Follower:
     """Notes what it is told; `refuses` addresses."""
 
+    place = None
+
     def __init__(self, name, refuses=()):
         self.name, self.refuses, self.told = name, refuses, []
 
@@ -154,6 +156,18 @@ class Follower:
 
     def close(self):
         self.told.append("close")
+
+
+def test_a_follower_that_serves_a_device_is_told_of_stages_only():
+    memory, follower = Memory(), Follower("card")
+    follower.place = "a device"
+    memory.register(BASE, 10)
+    memory.follow(follower)
+    stage = memory.register(BASE + 100, 10, is_stage=True)
+    memory.register(BASE + 200, 10)
+    memory.unregister(stage)
+    memory.unfollow(follower)
+    assert follower.told == [("register", BASE + 100), ("unregister", BASE + 100)]
 
 
 def test_a_follower_is_told_of_all_that_is_registered_and_of_its_end():
