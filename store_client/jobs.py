@@ -58,6 +58,7 @@ class Job(ABC):
         copy: moves one page; None where the engine's memory is not understood.
         fence: waits until the device has done what it was given before: a save reads what that computed, and a load
             fills memory that it may still write for its former owner. None where there is nothing to wait for.
+        passed: whether `fence` would return at once; None where nobody can say, so that it is called all the same.
         pages: leading pages of a load that arrived; pages of a save that are in the store.
         cause: why not all pages were moved; empty where they were.
         awaits: whether the next page was on its way at the last look, so that there is nothing to move for now.
@@ -69,6 +70,7 @@ class Job(ABC):
     deadline_s: float
     copy: Callable[..., None] | None
     fence: Callable[[], None] | None = None
+    passed: Callable[[], bool] | None = None
     pages: int = 0
     cause: str = ""
     awaits: bool = False
@@ -105,6 +107,11 @@ class Job(ABC):
         return self.begun_s > 0
 
     @property
+    def fenced(self) -> bool:
+        """Whether the device is still at what it was given before, while others may have their turn."""
+        return self.fence is not None and self.passed is not None and not self.passed()
+
+    @property
     def seconds(self) -> float:
         """From submission to end."""
         return self.ended_s - self.submitted_s
@@ -134,6 +141,8 @@ class Job(ABC):
             return "pool_absent"
         if self.copy is None:
             return "unsupported_blocks"
+        if self.fenced:
+            return self.late_cause if self.left_s < 0 else None
         fence, self.fence = self.fence, None
         if fence is not None:
             fence()

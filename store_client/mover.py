@@ -18,8 +18,8 @@ from store_client.jobs import CopyFailed, GivenUp, Job
 
 PAUSE_S = 5.0
 """After a fault of the store it is left alone for so long: the next jobs would only wait as well."""
-_LOOK_S = 0.005
-"""Between two looks at pages that are on their way."""
+_LOOK_S, _FENCE_LOOK_S = 0.005, 0.001
+"""Between two looks at pages that are on their way, and at a device that is busy."""
 
 J = TypeVar("J", bound=Job)
 
@@ -142,11 +142,14 @@ class Mover(Generic[J]):
         waiting: list[J] = []
         ending = False
         while not ending or not all(job.awaits for job in waiting):
-            turn = waiting
+            new: list[J] = []
             with suppress(queue.Empty):
                 job = jobs.get(timeout=_look_s(waiting))
-                ending |= job is None
-                turn = waiting if job is None else [job, *waiting]
+                while job is not None:
+                    new.append(job)
+                    job = jobs.get_nowait()
+                ending = True
+            turn = [*new, *waiting]
             waiting = [job for job in turn if not self._advance(job, turn)]
         for job in waiting:
             job.end("stopped")
@@ -174,6 +177,7 @@ class Mover(Generic[J]):
                 for other in turn:
                     if other is not job and other.begun and not other.over.is_set():
                         other.since_s += time.monotonic() - started_s
+                        other.begun_s += time.monotonic() - started_s
             self._running = None
         return True
 
@@ -192,4 +196,6 @@ def _look_s(waiting: Collection[Job]) -> float | None:
     """How long to wait for another job beside these: for ever, until the next look at what is coming, or not at all."""
     if not waiting:
         return None
-    return _LOOK_S if all(job.awaits for job in waiting) else 0.0
+    if all(job.awaits for job in waiting):
+        return _LOOK_S
+    return _FENCE_LOOK_S if all(job.awaits or job.fenced for job in waiting) else 0.0

@@ -68,7 +68,7 @@ class KVBlocks:
 
     def copy(self, block_ids: Sequence[int]) -> BlockCopies:
         """Copy whole blocks beside the KV cache; on a device in the order of what the calling thread queues there."""
-        index = torch.tensor(block_ids, device=self._tensors[0].device)
+        index = index_of(block_ids, self._tensors[0].device)
         return BlockCopies(self, block_ids, [tensor.index_select(0, index) for tensor in self._tensors])
 
     def load_page(
@@ -130,7 +130,11 @@ class BlockCopies:
     def found(self, block_ids: Sequence[int], first_token: int) -> tuple[BlockLayout, Sequence[int], int]:
         """Where a page is: the layout of the copies, its block table there, and its first token by that table."""
         first_token, touched = self._blocks._touched(block_ids, first_token)
-        return self._blocks._layout_of(self._tensors), [self._row[block_id] for block_id in touched], first_token
+        return self.layout, [self._row[block_id] for block_id in touched], first_token
+
+    @property
+    def layout(self) -> BlockLayout:
+        return self._blocks._layout_of(self._tensors)
 
     def save_page(self, block_ids: Sequence[int], first_token: int, page: npt.NDArray[np.uint8]) -> None:
         """As :meth:`KVBlocks.save_page`, which would find other KV in these blocks by now."""
@@ -141,6 +145,11 @@ class BlockCopies:
             with own_stream(staged[0].device):
                 staged, rows = blocks._stage(staged, rows), range(len(rows))
         pack(blocks._fmt, blocks._layout_of(staged), rows, first_token, page)
+
+
+def index_of(block_ids: Sequence[int], device: torch.device) -> torch.Tensor:
+    """For `index_select`, without waiting for what is queued on the device."""
+    return torch.tensor(list(block_ids), pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 @contextmanager

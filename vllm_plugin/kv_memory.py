@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -119,6 +120,9 @@ class KVMemory:
         for part in parts:
             if self._device is not None and isinstance(part.blocks, KVBlocks):
                 part.device_pages = self._device.pages(part.blocks, part.shard, part.fmt)
+        if self._device is not None and not any(part.device_pages for part in parts):
+            self._device.close()
+            self._device = None
 
     @property
     def registered(self) -> bool:
@@ -158,10 +162,22 @@ def recorder(device: torch.device) -> Callable[[], Wait | None]:
         event = torch.cuda.Event(blocking=True) if device.type == "cuda" else torch.Event(device)
         event.record()
 
-        def wait() -> None:
-            torch.accelerator.set_device_index(device)
-            event.synchronize()
-
-        return wait
+        return DeviceMark(device, event)
 
     return record
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMark:
+    """A place in what was queued on a device; to call it is to wait until the device has come there."""
+
+    device: torch.device
+    event: torch.Event
+
+    def __call__(self) -> None:
+        torch.accelerator.set_device_index(self.device)
+        self.event.synchronize()
+
+    def passed(self) -> bool:
+        torch.accelerator.set_device_index(self.device)
+        return bool(self.event.query())

@@ -141,9 +141,11 @@ class WorkerSide:
         try:
             self.prefix.stop("unregistered")
         finally:
-            if self.pd is not None:
-                self.pd.stop("the engine took its KV memory away")
-            self.memory.release()
+            try:
+                if self.pd is not None:
+                    self.pd.stop("the engine took its KV memory away")
+            finally:
+                self.memory.release()
 
     def restore(self) -> None:
         """The memory is there again, at its addresses; other instances reach it after another handshake."""
@@ -181,8 +183,12 @@ class WorkerSide:
 
     def close(self) -> None:
         """Finish what runs, drop the rest, release the node and the pool; idempotent."""
-        if self.pd is not None:
-            self.pd.stop("the instance is closed")
-        self.prefix.close()
-        if self.memory is not None:
-            self.memory.release()
+        try:
+            if self.pd is not None:
+                self.pd.stop("the instance is closed")
+        finally:
+            try:
+                self.prefix.close()
+            finally:
+                if self.memory is not None:
+                    self.memory.release()

@@ -336,6 +336,25 @@ class TestEnds:
         assert over(second)
         assert mover.take_ended() == [second] and first.cause == second.cause == ""
 
+    def test_a_load_whose_device_is_busy_keeps_no_other_from_its_turn(self, mover, space, view, memory, clock):
+        space.land(KEYS)
+        passed = []
+        fenced = load(view, Memory(), fence=lambda: passed.append("waited"), passed=lambda: bool(passed))
+        mover.submit(fenced)
+        wait_for(lambda: fenced.begun)
+        mover.run(load(view, memory))
+        assert memory.holds(len(KEYS)) and fenced.pages == 0 and not fenced.over.is_set()
+        passed.append("passed")
+        assert over(fenced) and fenced.cause == "" and "waited" in passed
+
+    def test_a_load_whose_device_never_gets_there_ends_at_its_deadline(self, mover, space, view, memory, clock):
+        space.land(KEYS)
+        job = load(view, memory, fence=lambda: None, passed=lambda: False)
+        mover.submit(job)
+        wait_for(lambda: job.begun)
+        clock.ahead_s += 1.1 * DEADLINE_S
+        assert over(job) and (job.pages, job.cause) == (0, "deadline") and memory.holds(0)
+
     def test_stop_waits_for_a_load_that_has_begun(self, mover, space, view, memory):
         space.land(KEYS)
         space.hold_reads()

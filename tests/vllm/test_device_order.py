@@ -27,6 +27,9 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
         def __init__(self, *, blocking: bool) -> None:
             self.record = lambda: None
 
+        def query(self) -> bool:
+            return getattr(current, "index", 0) == 1
+
         def synchronize(self) -> None:
             waited.add((threading.current_thread().name, getattr(current, "index", 0)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,6 @@ from vllm_plugin.device.pipe import LANES
 OWN = Shard(1, 4, 1, 3)
 FMT = PageFormat(num_layers=3, page_tokens=16, num_heads=2, k_dim=8, v_dim=4, itemsize=2)
 BLOCK_TOKENS, NUM_BLOCKS, NUM_PAGES = 8, 40, 8
-WAYS = 2
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +136,7 @@ def test_any_pages_leave_the_blocks_as_numpy_packs_them(kernel: Any, tables: Any
 
 def smallest(kernel: Any) -> Moved:
     """With lanes that hold one page each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opening, "_WAYS", WAYS)
-        all_of = moved(kernel, slab_nbytes=1)
+    all_of = moved(kernel, slab_nbytes=1)
     assert all_of.device.loads.most_nbytes < 2 * FMT.nbytes
     return all_of
 
@@ -179,22 +175,34 @@ def test_memory_that_the_driver_locked_is_copied_in_place_and_other_memory_by_wa
         all_of.memory.zero_(), all_of.expected.zero_()
 
 
-@pytest.mark.parametrize(
-    "call, good",
-    [
-        *itertools.product(("cuMemcpyAsync", "cuStreamSynchronize", "cuCtxPushCurrent_v2"), range(3)),
-        *itertools.product(("cuMemHostAlloc",), range(2)),
-    ],
-)
+def test_where_no_memory_can_be_locked_the_driver_copies_by_itself(kernel: Any) -> None:
+    all_of = smallest(kernel)
+    all_of.stand_in.library.fail["cuMemHostAlloc"] = 0
+    pages = [page_of(FMT, number) for number in range(4)]  # which stay where they are until all is settled
+    for number, page in enumerate(pages):
+        table = [3 * number, 3 * number + 1]
+        for one in (all_of.pages, all_of.plain):
+            one.load_page(OWN, table, 0, page, 0)
+    all_of.pages.settle_loads()
+    found, expected = (np.zeros(FMT.nbytes, dtype=np.uint8) for _ in range(2))
+    all_of.pages.save_page([3, 4], 0, found)
+    all_of.pages.settle_saves()
+    all_of.plain.save_page([3, 4], 0, expected)
+    assert all_of.agrees() and np.array_equal(found, expected) and all_of.stand_in.library.pageable
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuStreamSynchronize", "cuCtxPushCurrent_v2"])
+@pytest.mark.parametrize("good", range(3))
 def test_a_refusal_of_the_driver_is_a_copy_that_failed_and_the_next_ones_are_right(
     kernel: Any, call: str, good: int
 ) -> None:
     all_of = smallest(kernel)
+    kept = [page_of(FMT, number) for number in range(4)]
     all_of.stand_in.library.fail[call] = good
     with pytest.raises(CopyFailed, match=call):
         try:
             for number in range(4):
-                all_of.pages.load_page(OWN, [3 * number, 3 * number + 1], 0, page_of(FMT, number), 0)
+                all_of.pages.load_page(OWN, [3 * number, 3 * number + 1], 0, kept[number], 0)
         finally:
             all_of.pages.settle_loads()
     all_of.stand_in.library.fail.clear()
@@ -203,7 +211,7 @@ def test_a_refusal_of_the_driver_is_a_copy_that_failed_and_the_next_ones_are_rig
     finally:
         for number in range(4):
             for one in (all_of.pages, all_of.plain):
-                one.load_page(OWN, [3 * number, 3 * number + 1], 0, page_of(FMT, number), 0)
+                one.load_page(OWN, [3 * number, 3 * number + 1], 0, kept[number], 0)
         all_of.pages.settle_loads()
     assert all_of.agrees()
     all_of.device.close()

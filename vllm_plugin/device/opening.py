@@ -23,7 +23,7 @@ from vllm_plugin.blocks import KVBlocks
 from vllm_plugin.device.page_locks import PageLocks
 from vllm_plugin.device.pages import DevicePages
 from vllm_plugin.device.permutation import Permutation
-from vllm_plugin.device.pipe import ALIGNMENT, LANES, Mover, Pipe, lane_nbytes
+from vllm_plugin.device.pipe import Mover, Pipe, pipe_nbytes
 
 if TYPE_CHECKING:
     from vllm_plugin.device.kernel import Start
@@ -55,7 +55,7 @@ class Device:
     Args:
         where: the device that the blocks are on.
         locks: what the driver has locked of the pool's memory.
-        slab_nbytes: of device memory; more where four of the largest pages need it.
+        slab_nbytes: of device memory for pages; more where four of the largest need it.
 
     Raises:
         CudaError: the driver has no more memory, or streams.
@@ -63,7 +63,7 @@ class Device:
 
     def __init__(self, where: torch.device, locks: PageLocks, slab_nbytes: int, page_nbytes: int) -> None:
         self._where, self._driver, self._ordinal = where, locks.driver, where.index or 0
-        each = max(slab_nbytes // _WAYS // ALIGNMENT * ALIGNMENT, LANES * lane_nbytes(page_nbytes))
+        each = pipe_nbytes(slab_nbytes // _WAYS, page_nbytes)
         self._slab = self._driver.allocate(self._ordinal, _WAYS * each)
         self._starts: dict[tuple[Permutation, int, bool], Start] = {}
         self._compiling = threading.Lock()

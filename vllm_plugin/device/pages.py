@@ -36,6 +36,7 @@ class DevicePages:
         self._loads, self._saves, self._prepare = loads, saves, prepare
         self._parts: dict[Shard, tuple[PageFormat, Mover | None]] = {}
         self._out = prepare(Permutation.of(fmt, blocks.layout), False)
+        prepare(Permutation.of(fmt, blocks.copy([0]).layout), False)  # compiled now, not when a block is given away
         self._parts[shard] = fmt, prepare(Permutation.of(fmt, blocks.layout), True)
 
     def load_page(self, part: Shard, block_ids: Sequence[int], first_token: int, page: Bytes, skip_tokens: int) -> None:
@@ -61,6 +62,11 @@ class DevicePages:
 
     def settle_saves(self) -> None:
         self._saves.settle()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is moved here any more, since the engine took its memory away."""
+        return self._saves.closed
 
     def _part(self, part: Shard) -> tuple[PageFormat, Mover | None]:
         """Pages of another shard, and how they get into the blocks; None where no kernel is to be had for them."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes
 from store_client.jobs import CopyFailed
 from transfer.transports.cuda.driver import CudaError, Driver
@@ -24,6 +25,8 @@ from vllm_plugin.device.permutation import Int64
 
 if TYPE_CHECKING:
     from vllm_plugin.device.kernel import Start
+
+logger = get_logger(__name__)
 
 LANES = 2
 ALIGNMENT = 256
@@ -35,9 +38,9 @@ _CLOSE_S = 2.0
 """Longest wait at the end: after that the device hangs, and what it holds stays."""
 
 
-def lane_nbytes(page_nbytes: int) -> int:
-    """Of the smallest lane that holds a page."""
-    return _TABLE_NBYTES + _aligned(page_nbytes)
+def pipe_nbytes(nbytes: int, page_nbytes: int) -> int:
+    """Of a pipe whose lanes hold so many bytes of pages in all, or one page each if that is more."""
+    return LANES * (_TABLE_NBYTES + max(nbytes // LANES // ALIGNMENT * ALIGNMENT, _aligned(page_nbytes)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +71,7 @@ class _Lane:
         self.address = address
         self._table = _host_memory(driver, device, _TABLE_NBYTES)
         self._bounce: Bytes | None = None
+        self._refused = False
         try:
             self.stream = driver.background_stream(device)
         except CudaError:
@@ -94,12 +98,22 @@ class _Lane:
         self.batches[-1].columns.append(columns)
         return place
 
-    def bounce(self, place: int, nbytes: int) -> Bytes:
-        """Page-locked memory on the way between a place and memory that the device does not reach."""
+    def bounce(self, place: int, page: Bytes) -> Bytes:
+        """Page-locked memory on the way between a place and a page that the device does not reach.
+
+        Where the driver has none, the page itself: the driver then copies it by itself, and has the caller wait.
+        """
+        if self._bounce is None and not self._refused:
+            try:
+                self._bounce = _host_memory(self._driver, self._device, self._nbytes)
+            except CudaError as error:
+                self._refused = True
+                said = "pages are copied from and to memory that is not page-locked, which is slow: %s"
+                log_once("vllm.device.bounce", said, error, logger=logger)
         if self._bounce is None:
-            self._bounce = _host_memory(self._driver, self._device, self._nbytes)
+            return page
         start = place - self.address
-        return self._bounce[start : start + nbytes]
+        return self._bounce[start : start + page.nbytes]
 
     def launch(self, locks: PageLocks) -> None:
         """Start the kernel for what was taken since the last launch, and then what leaves for the host."""
@@ -117,8 +131,9 @@ class _Lane:
         for place, page in leaving:
             target = page
             if not locks.covers(page.ctypes.data, page.nbytes):
-                target = self.bounce(place, page.nbytes)
-                self._bounced.append((page, target))
+                target = self.bounce(place, page)
+                if target is not page:
+                    self._bounced.append((page, target))
             self.copy(target.ctypes.data, place, page.nbytes)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
@@ -148,7 +163,7 @@ class _Lane:
 
 
 class Pipe:
-    """Moves pages one way. Any thread may call; what one of them begins, it settles.
+    """Moves pages one way, for one thread; another one may close it.
 
     Whatever the driver refuses raises `CopyFailed`.
 
@@ -163,7 +178,7 @@ class Pipe:
     ) -> None:
         self._driver, self._device, self._locks, self._into_blocks = driver, device, locks, into_blocks
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
         each = nbytes // LANES // ALIGNMENT * ALIGNMENT
         self.most_nbytes = each - _TABLE_NBYTES
         """Of a page that it can move."""
@@ -191,8 +206,9 @@ class Pipe:
                 return
             source = page
             if not self._locks.covers(page.ctypes.data, page.nbytes):
-                source = lane.bounce(place, page.nbytes)
-                np.copyto(source, page)
+                source = lane.bounce(place, page)
+                if source is not page:
+                    np.copyto(source, page)
             lane.copy(place, source.ctypes.data, page.nbytes)
 
     def settle(self) -> None:
@@ -222,7 +238,7 @@ class Pipe:
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise CopyFailed("the engine took its KV memory away")
             try:
                 with self._driver.on(self._device):
@@ -235,8 +251,8 @@ class Pipe:
         if not self._lock.acquire(timeout=_CLOSE_S):
             return False
         try:
-            if not self._closed:
-                self._closed = True
+            if not self.closed:
+                self.closed = True
                 with contextlib.suppress(CudaError), contextlib.ExitStack() as stack:  # each, whichever of them fails
                     for lane in self._lanes:
                         stack.callback(lane.close)

@@ -142,6 +142,9 @@ class DeviceSave(BlockSave):
         copies, wait = source
         if wait is not None:
             wait()
+        if self.device_pages.closed:
+            copies.save_page(block_ids, first_token, page)
+            return
         assert isinstance(copies, BlockCopies)
         self._begun.append((number, page, copies))
         self.device_pages.save_copied(copies, block_ids, first_token, page)
@@ -153,7 +156,8 @@ class DeviceSave(BlockSave):
     def _settle(self) -> None:
         """Where blocks were given away before they were read, read what was copied aside instead."""
         begun, self._begun = self._begun, []
-        self.device_pages.settle_saves()
+        if begun:
+            self.device_pages.settle_saves()
         try:
             for number, page, copies in begun:
                 if copies is None and self._source(number) is not None:

@@ -20,7 +20,7 @@ from store_client.mover import Mover
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from transfer.device_order import Wait
-from vllm_plugin.kv_memory import KVMemory
+from vllm_plugin.kv_memory import DeviceMark, KVMemory
 from vllm_plugin.messages import Ended, LoadJob, SaveResult, StepMetadata, Timing
 from vllm_plugin.prefix.saver import Saver
 from vllm_plugin.stats import ConnectorStats
@@ -93,6 +93,7 @@ class PrefixWorker:
             view=partial(self._view, namespace, plan.group),
             deadline_s=self._config.load_deadline_s,
             fence=fence,
+            passed=fence.passed if isinstance(fence, DeviceMark) else None,
             copy=copy if blocks is not None else None,
             settle=None if pages is None else pages.settle_loads,
             plan=plan,
@@ -126,7 +127,7 @@ class PrefixWorker:
         if failed and self._memory.geometry.is_hybrid:  # the other groups of a request are loaded in vain
             for load in self._loads.pending:
                 if load.plan.req_id in failed:
-                    load.give_up(_IN_VAIN)
+                    load.give_up(_IN_VAIN, wait=False)  # one that moves pages comes to its own end
             loads += self._loads.take_ended()
         for load in loads:
             self._take_load(load, ended)

@@ -189,7 +189,7 @@ class Driver:
             self.call("cuMemHostUnregister", address)
 
     def background_stream(self, device: int) -> int:
-        """A new stream that waits for no other, and whose kernels let those of others go first."""
+        """A new stream that waits for no other, with the lowest priority: that of frameworks' own streams."""
         stream, least = c_void_p(), c_int()
         with self.on(device):
             self.call("cuCtxGetStreamPriorityRange", byref(least), byref(c_int()))
