@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 import venv
 from pathlib import Path
@@ -15,6 +17,21 @@ from bench.peers.report import Comparison, Goal, row
 from bench.test_serve_bench import report
 from mooncake_connector.cli.bench.measure import BenchError
 from mooncake_connector.cli.bench.serve.engines import ALONE, OURS, OWN
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="NOT TESTED: needs make")
+def test_make_bench_runs_and_lists_each_of_them() -> None:
+    def make(*arguments: str) -> str:
+        done = subprocess.run(["make", "-n", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    recipes = make(*(f"bench-{name}" for name in peers.BENCHES)).split("\n")
+    for name in peers.BENCHES:
+        assert any(f"-m bench.peers {name} " in line for line in recipes), name
+    assert f"NAME={'|'.join(peers.BENCHES)} " in make("help")
 
 
 def test_the_report_is_a_json_file_and_a_table_with_the_ratios(monkeypatch, tmp_path, capsys) -> None:

@@ -1,7 +1,6 @@
 """Traces of several shapes, made from a seed: (seconds, blocks of the prompt) in the order of time."""
 
 import random
-from collections.abc import Iterator
 from itertools import count
 
 Request = tuple[float, list[int]]
@@ -56,29 +55,3 @@ def documents(seed: int, questions: int, *, shared: int = 2) -> list[Request]:
         blocks = [100 + 1000 * document + i for i in range(length)] if document < 10_000 else [next(new)] * 1
         found.append((at, [*range(shared), *blocks, next(new)]))
     return found
-
-
-def rounds(seed: int, prompts: int, times: int) -> list[Request]:
-    """A job that asks the same prompts over and over, in the same order: the worst there is for recency."""
-    rng = random.Random(seed)
-    lengths = [3 + int(rng.expovariate(1 / 10)) for _ in range(prompts)]
-    return [
-        (0.2 * (turn * prompts + i), [1000 * i + j for j in range(lengths[i])])
-        for turn in range(times)
-        for i in range(prompts)
-    ]
-
-
-def in_turn(first: list[Request], second: list[Request]) -> list[Request]:
-    """One kind of traffic, and then another."""
-    end, apart = first[-1][0], 1 << 40
-    return first + [(end + at, [block + apart for block in blocks]) for at, blocks in second]
-
-
-def shapes(scale: float = 1.0) -> Iterator[tuple[str, list[Request]]]:
-    size = int(4000 * scale)
-    yield "chat", chat(1, size)
-    yield "agents", agents(2, size // 5)
-    yield "documents", documents(3, 3 * size)
-    yield "rounds", rounds(4, size // 4, 12)
-    yield "chat, then documents", in_turn(chat(5, size), documents(6, 2 * size))

@@ -106,8 +106,8 @@ class Frontier:
         """The pages that may go at once."""
         self.mean_granules = max(1.0, int(pages.granules.sum(dtype=np.int64)) / max(1, pages.count))
         self.granules, self.access = pages.granules.data, pages.access.data
-        self.depth, self._parent = pages.depth.data, pages.parent.data
-        self._children = num_children.data
+        self.depth, self.parent = pages.depth.data, pages.parent.data
+        self.children = num_children.data
         self._num_slots, self._used_before_ns = num_slots, used_before_ns
 
     def take(self, slot: int) -> int:
@@ -115,13 +115,13 @@ class Frontier:
         parent = self.before(slot)
         if parent < 0:
             return -1
-        left = self._children[parent] - 1
-        self._children[parent] = left
+        left = self.children[parent] - 1
+        self.children[parent] = left
         return -1 if left or self.access[parent] >= self._used_before_ns else parent
 
     def before(self, slot: int) -> int:
         """The page before this one in its chain, or -1."""
-        parent = self._parent[slot]
+        parent = self.parent[slot]
         if parent < self._num_slots and self.depth[parent] < self.depth[slot] and self.granules[parent]:
             return int(parent)
         return -1
@@ -138,14 +138,9 @@ def lowest_first(
     ends = frontier.ends
     if not len(ends):
         return ends
-    ranks = rank.all(ends)
-    wanted = max(count, int(1.25 * granules / frontier.mean_granules) + 8)
-    waiting = ends[:0]
-    if wanted < len(ends):  # each end is a page at least
-        split = np.argpartition(ranks, wanted)
-        waiting, ends, ranks = ends[split[wanted:]], ends[split[:wanted]], ranks[split[:wanted]]
-    queue = _sorted(pages, ends, ranks)
+    queue, waiting = _first(pages, ends, rank, max(count, int(1.25 * granules / frontier.mean_granules) + 8))
     sizes, access, kinds = frontier.granules, frontier.access, None if kind is None else kind.data
+    parents, children, depth, num_slots = frontier.parent, frontier.children, frontier.depth, len(pages.granules)
     risen: list[tuple[float, int, int]] = []
     going: list[int] = []
     freed = at = 0
@@ -160,19 +155,36 @@ def lowest_first(
             at += 1
         else:
             break
-        while True:
+        while True:  # as `Frontier.take`, of which a call takes as long as the rest
             going.append(slot)
             freed += sizes[slot]
-            before = frontier.take(slot)
-            if before < 0:
+            before = parents[slot]
+            if before >= num_slots or depth[before] >= depth[slot] or not sizes[before]:
                 break
-            if access[before] != access[slot] or (kinds is not None and kinds[before] != kinds[slot]):
-                heappush(risen, (rank.one(before), -frontier.depth[before], before))
+            left = children[before] - 1
+            children[before] = left
+            used = access[before]
+            if left or used >= used_before_ns:
+                break
+            if used != access[slot] or (kinds is not None and kinds[before] != kinds[slot]):
+                heappush(risen, (rank.one(before), -depth[before], before))
                 break
             if freed >= granules and len(going) >= count:
                 break
             slot = before
     return np.array(going, dtype=np.int64)
+
+
+def _first(
+    pages: Candidates, ends: Slots, rank: Rank, wanted: int
+) -> tuple[list[tuple[float, int, int]], Slots]:  # each end is a page at least
+    """The `wanted` ends that go first, sorted (see `_sorted`), and the others as they are."""
+    ranks = rank.all(ends)
+    if wanted >= len(ends):
+        return _sorted(pages, ends, ranks), ends[:0]
+    split = np.argpartition(ranks, wanted)
+    first = split[:wanted]
+    return _sorted(pages, ends[first], ranks[first]), ends[split[wanted:]]
 
 
 def _sorted(pages: Candidates, slots: Slots, ranks: npt.NDArray[Any]) -> list[tuple[float, int, int]]:

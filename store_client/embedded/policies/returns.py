@@ -22,6 +22,7 @@ _DOUBT = 8.0
 """So many pages' worth of what holds for all classes goes into the figures of each."""
 _RENEWED_AFTER = 512
 """Pages stored until the figures are looked at again."""
+_AHEAD = np.triu(np.ones((BINS, BINS), dtype=bool))
 _REMEMBERED = 8
 """A page is known to come back if fewer pages went since than so many times those of the pool."""
 
@@ -65,19 +66,19 @@ class Returns(Policy):
     def _weigh(self, now_ns: int) -> F64:
         """What a page of each class is worth at the beginning of each bin; zeros where too little is known."""
         returned, reached = self._sample.figures(now_ns)
-        worth: F64 = np.zeros((TURNS * USES, BINS))
         if returned.sum() < _ENOUGH:
-            return worth
+            return np.zeros((TURNS * USES, BINS))
         of_all = (returned.sum(axis=0) + 0.01) / (reached.sum(axis=0) + 1.0)
-        chance = np.minimum((returned + _DOUBT * of_all) / (reached + _DOUBT), 0.99)
-        seconds = np.diff(EDGES) / 1e9
-        for b in range(BINS):
-            left = np.cumprod(1 - chance[:, b:], axis=1)
-            before = np.concatenate([np.ones((len(left), 1)), left[:, :-1]], axis=1)
-            gain = np.cumsum(before * chance[:, b:], axis=1)
-            cost = np.cumsum(before * (1 - chance[:, b:] / 2) * seconds[b:], axis=1)
-            worth[:, b] = (gain / cost).max(axis=1)
-        return worth
+        chance = np.fmin(np.fmax((returned + _DOUBT * of_all) / (reached + _DOUBT), 0.0), 0.99)  # of garbage, too
+        before = np.concatenate([np.ones((len(chance), 1)), np.cumprod(1 - chance, axis=1)], axis=1)
+        seconds = before[:, :-1] * (1 - chance / 2) * (np.diff(EDGES) / 1e9)
+        # From the last bin back: sums from the first would drown what is left in the last ones.
+        ahead = np.concatenate([np.cumsum(seconds[:, ::-1], axis=1)[:, ::-1], np.zeros((len(chance), 1))], axis=1)
+        # By class, bin, and the bin up to which a page would be kept: of a page that is still there at `before`, both
+        # would have to be divided by that.
+        gain = before[:, :-1, None] - before[:, None, 1:]
+        cost = ahead[:, :-1, None] - ahead[:, None, 1:]
+        return np.divide(gain, cost, out=np.zeros_like(gain), where=_AHEAD).max(axis=2)
 
     def evicted(self, slots: Slots, prints: U64) -> None:
         self._ghosts.add(prints, self.hints.turn[slots])
@@ -96,7 +97,7 @@ class Worth:
         ages: F64 = float(self._now_ns) - self._access[slots].astype(np.float64)
         at = bins_of(ages)
         after = np.minimum(at + 1, BINS - 1)
-        part = np.clip((ages - EDGES[at]) / (EDGES[at + 1] - EDGES[at]), 0.0, 1.0)
+        part = np.minimum(np.maximum((ages - EDGES[at]) / (EDGES[at + 1] - EDGES[at]), 0.0), 1.0)
         ranks: F64 = worth[classes, at] * (1 - part) + worth[classes, after] * part
         return ranks
 

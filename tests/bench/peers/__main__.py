@@ -1,6 +1,7 @@
 """`make bench NAME=...`: this project beside its peers, on this machine.
 
-    python -m bench.peers store|hicache|transfer|tiers|pd|pd-sglang|routing|hybrid|serve [--peer NAME]... [--json FILE]
+    python -m bench.peers store|hicache|transfer|tiers|pd|pd-sglang|routing|index|eviction|hybrid|serve [--peer NAME]...
+        [--json FILE]
 
 The rows go to stdout, how far it is to stderr. docs/benchmarks.md says what is measured, and has the figures.
 """
@@ -37,6 +38,8 @@ LEGENDS = {
     "hybrid": "limit: vLLM alone, which computes the prompt, or has it in its own prefix cache. Medians; the servers "
     "take turns.",
     "index": "CPU time, of the server's thread for questions, of all threads for events.",
+    "eviction": "Hits of made traffic, everywhere the same; goal: at most 0.5 points behind the better of the other "
+    "two. CPU time of the calling thread, the best and the mean of rounds.",
     "pd-sglang": "limit: one SGLang server; peer: SGLang's in-tree Mooncake backend over TCP between two servers of "
     "its own. Medians; rounds alternate.",
 }
@@ -121,6 +124,12 @@ def index(given: argparse.Namespace) -> Comparison:
     return conductor.run(given.folder, conductor.QUICK if given.quick else conductor.Scale(), say)
 
 
+def eviction(given: argparse.Namespace) -> Comparison:
+    from bench.peers import eviction
+
+    return eviction.run(given.folder, eviction.QUICK if given.quick else eviction.Scale(), say)
+
+
 def serve(given: argparse.Namespace) -> None:
     """Prints as `mooncake-connector bench serve` does."""
     from bench.peers import plot, serve
@@ -156,6 +165,7 @@ BENCHES: dict[str, tuple[Callable[[argparse.Namespace], Comparison | None], tupl
     "pd-sglang": (pd_sglang, ("mooncake",)),
     "routing": (routing, ()),
     "index": (index, ()),
+    "eviction": (eviction, ()),
     "hybrid": (hybrid, ()),
     "serve": (serve, tuple(CONNECTORS)),
 }
