@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from certificates import CAN_MAKE, make_certificate
+from simulated.cuda_driver import LIBRARY, SealedBuffer
 
 from transfer.control.handshake import Identity
 from transfer.testing.conformance import TransportConformance
@@ -13,6 +14,8 @@ from transfer.testing.memory import Buffer, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports import registry
 from transfer.transports.base import TransferError, TransportOptions
+from transfer.transports.cuda.driver import Driver
+from transfer.transports.cuda.stage import STAGE_NBYTES, OnDevice
 from transfer.transports.libraries.mooncake import MooncakeTransport
 from transfer.transports.libraries.nixl import NixlTransport
 from transfer.transports.memory import Memory
@@ -118,3 +121,25 @@ def test_what_is_no_origin_is_refused(name):
         for origin in (b"", b"\xff" * 40):
             with pytest.raises(TransferError):
                 transport.reader.meet(origin)
+
+
+def test_memory_of_a_device_goes_through_stages_that_the_library_is_told_of(name):
+    """Over a stand-in for the driver, whose device memory nothing else can touch."""
+    need(name)
+    LIBRARY.__init__()
+    nbytes = 3 * STAGE_NBYTES + 5
+    source, target, here, there = SealedBuffer(nbytes, seed=1), SealedBuffer(nbytes), Memory(), Memory()
+    here.register(source.address, nbytes)
+    there.register(target.address, nbytes)
+    grant = there.grant(int64(target.address), int64(nbytes))
+    options = TransportOptions(Identity(), place=OnDevice(Driver(LIBRARY), 0))
+    with (
+        registry.make_transports([name], here, options) as near,
+        registry.make_transports([name], there, options) as far,
+    ):
+        peer = near.connect(far.listen(), deadline_s=60)
+        assert peer.transport == name
+        write = peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=120)
+        assert outcome_of(write).ok
+        peer.close()
+    assert (target.bytes == source.bytes).all() and not LIBRARY.locked
