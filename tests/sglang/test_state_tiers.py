@@ -26,7 +26,6 @@ def host(attach: Callable[..., Any], pool: Path, tmp_path: Path, monkeypatch: py
     """`host(name, states)`: a backend of a model with KV and `states`, with a pool of its own."""
     monkeypatch.setattr("store_client.agent.patience.LEAST_S", 0.0)  # SGLang's thread waits for the first word anyway
     monkeypatch.setattr("store_client.agent.client._SILENT_S", 120.0)
-    monkeypatch.setattr("store_client.agent.asked._STALE_S", 120.0)
     secret, shared = tmp_path / "secret", tmp_path / "shared"
     secret.write_bytes(b"0123456789abcdef" * 2)
     secret.chmod(0o600)

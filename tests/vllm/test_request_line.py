@@ -114,7 +114,7 @@ def test_what_another_instance_brings(pair: MakePair, caplog: pytest.LogCaptureF
 
 
 def test_a_request_whose_kv_nobody_fetches(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    engine = start(extra=LOGGED)
+    engine = start(extra=LOGGED | {"transfer_lease_s": 1})
     name = engine.add(PROMPT, 1, params=prefill_params())
     engine.run(until=lambda: engine.computed(name) > 0)
     assert lines(caplog) == [], "not until it is over"
