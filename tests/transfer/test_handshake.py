@@ -132,8 +132,10 @@ def test_a_byte_changed_in_any_frame_lets_nobody_in(which, at, change):
 
 def test_versions_without_overlap_are_refused_by_either_side():
     server = Server(Identity(SECRET), "test")
-    with pytest.raises(HandshakeError, match=rf"versions 7\.\.9 asked for: this side speaks {VERSION}\.\.{VERSION}"):
-        server.receive(frame(Hello(7, 9, b"n" * 32, b"i" * 16, b"", "test")))
+    asked = VERSION + 1, VERSION + 3
+    refusal = rf"versions {asked[0]}\.\.{asked[1]} asked for: this side speaks {VERSION}\.\.{VERSION}"
+    with pytest.raises(HandshakeError, match=refusal):
+        server.receive(frame(Hello(*asked, b"n" * 32, b"i" * 16, b"", "test")))
     client, _ = pair()
     with pytest.raises(HandshakeError, match=f"wants version {VERSION + 1}"):
         client.receive(frame(Challenge(VERSION + 1, b"n" * 32, b"i" * 16)))
