@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ from vllm_plugin.kv_memory import KVMemory
 from vllm_plugin.messages import StepMetadata, WorkerReport
 from vllm_plugin.sides import SchedulerSide, WorkerSide
 from vllm_plugin.stats import ConnectorPromMetrics, ConnectorStats
+from vllm_plugin.weights import calls
+from vllm_plugin.weights.worker import WeightsReader
 
 if TYPE_CHECKING:
     import torch
@@ -77,15 +79,16 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
         except Unsupported as reason:
             logger.warning("prefix reuse from the pool is off: %s", reason)
             if role is KVConnectorRole.WORKER:
-                self._worker = WorkerSide(config, None, None)
+                self._worker = WorkerSide(config, None, None, WeightsReader(vllm_config))
             return
         access = Access.configured(config, geometry.compatibility())
         if role is KVConnectorRole.SCHEDULER:
             _replace_policy(transfer, config.transfer_failure)
             self._scheduler = SchedulerSide(vllm_config, geometry, config, str(transfer.engine_id), access)
+            calls.watch()
         else:
             memory = KVMemory(vllm_config, geometry, config, kv_cache_config.num_blocks)
-            self._worker = WorkerSide(config, access, memory)
+            self._worker = WorkerSide(config, access, memory, WeightsReader(vllm_config))
 
     # Worker side
 
@@ -115,6 +118,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls it at every step, before the forward pass, and before any block goes to another request."""
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
+            self._worker.weights.before_step(kv_connector_metadata)
             for part in self._worker.parts:
                 part.before_step(kv_connector_metadata)
 
@@ -189,8 +193,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is not None:
-            self._scheduler.prefix.update(connector_output)
-            self._scheduler.pd.update(connector_output)
+            self._scheduler.update(connector_output)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All groups: what is loaded fills what a request has of each."""
@@ -216,10 +219,7 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(bool)
     def reset_cache(self) -> bool | None:
-        if self._scheduler is None:
-            return None
-        self._scheduler.pd.reset()
-        return self._scheduler.prefix.reset()
+        return None if self._scheduler is None else self._scheduler.reset()
 
     # Both sides
 
@@ -258,6 +258,14 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
     def _step(self) -> StepMetadata:
         metadata = self._connector_metadata
         return metadata if isinstance(metadata, StepMetadata) else StepMetadata()
+
+
+def ours(connector: Any) -> Iterator[MooncakeKVConnector]:
+    """Our connector, or each of ours within vLLM's MultiConnector."""
+    if isinstance(connector, MooncakeKVConnector):
+        yield connector
+    for child in getattr(connector, "sub_connectors", ()):
+        yield from ours(child)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ Everything that changes KV bytes enters it, or the chain root of a request (`nam
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import TYPE_CHECKING, Any
 
 from mooncake_connector.config.schema import Config
@@ -14,6 +16,7 @@ from mooncake_connector.kv.identity.checkpoint import (
     rope_in_force,
     weights_digest,
 )
+from mooncake_connector.kv.identity.model import without_volatile
 from mooncake_connector.kv.namespace import Namespace, canonical_json
 from vllm_plugin.geometry import Geometry
 
@@ -46,6 +49,12 @@ def instance_namespace(vllm_config: VllmConfig, geometry: Geometry, config: Conf
         quantization=quantization_while_loading(model.hf_config, model.quantization),
         engine_overrides=_overrides(vllm_config, geometry),
     )
+
+
+def config_digest(vllm_config: VllmConfig) -> str:
+    """Of what config.json says, where weights in memory have a name that does not come from the model's files."""
+    config = without_volatile(plain_values(vllm_config.model_config.hf_config.to_dict()))
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode("ascii")).hexdigest()
 
 
 def _overrides(vllm_config: VllmConfig, geometry: Geometry) -> str:

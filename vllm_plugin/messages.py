@@ -14,6 +14,7 @@ from transfer.control.directory import Address
 from transfer.plan.layout import Table
 from transfer.protocol.incoming import Where
 from transfer.serving import Computed
+from vllm_plugin.weights.reading import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class StepMetadata(KVConnectorMetadata):
     Args:
         given_away: blocks that this step writes to, or a load that begins in it, although saves of steps before it may
             still read them; None where that is not known, so it may be all.
+        read_weights: number of a request to read the weights in memory before the step; 0 for none.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
@@ -133,6 +135,7 @@ class StepMetadata(KVConnectorMetadata):
     given_away: frozenset[int] | None = None
     namespace: Namespace | None = None
     pd: PDStep = field(default_factory=PDStep)
+    read_weights: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         not_landed: of the failed loads those that waited in vain for pages that were coming: the pool is well.
         failed_transfers: announced requests of which nothing will come, and that had no blocks then.
         timings: of loads and transfers that ended, where each request has a line in the log (`log_requests`).
+        weights: those in memory, where they were asked for.
     """
 
     saves: dict[int, SaveResult] = field(default_factory=dict)
@@ -172,6 +176,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     not_landed: set[str] = field(default_factory=set)
     failed_transfers: set[str] = field(default_factory=set)
     timings: dict[str, Timing] = field(default_factory=dict)
+    weights: Reading | None = None
 
     def failed_load(self, req_id: str, kept: int) -> None:
         """Enter a load that failed, with the token up to which it counts."""
@@ -192,6 +197,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.not_landed | other.not_landed,
             self.failed_transfers | other.failed_transfers,
             dict(self.timings),
+            self.weights if other.weights is None else other.weights.merge(self.weights or Reading(0, 0)),
         )
         for req_id, kept in other.failed_loads.items():
             merged.failed_load(req_id, kept)

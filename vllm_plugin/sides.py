@@ -21,12 +21,15 @@ from vllm_plugin.pd.worker import PDWorker, open_worker
 from vllm_plugin.prefix.scheduler import PrefixScheduler
 from vllm_plugin.prefix.worker import PrefixWorker, RefusingWorker
 from vllm_plugin.stats import ConnectorStats
+from vllm_plugin.weights.reading import Reading
+from vllm_plugin.weights.worker import WeightsReader
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
@@ -76,6 +79,7 @@ class SchedulerSide:
         self.prefix.after_alloc(request, blocks, num_pooled, num_external_tokens - num_pooled)
 
     def build(self, scheduled: SchedulerOutput) -> StepMetadata:
+        self._hear(None)
         step = self.prefix.build(scheduled)
         step.pd = self.pd.build(scheduled)
         return step
@@ -87,6 +91,29 @@ class SchedulerSide:
         if not held:
             self.prefix.accounts.say(request.request_id)
         return held, answer
+
+    def update(self, output: KVConnectorOutput) -> None:
+        """Take in what the workers report."""
+        self.prefix.update(output)
+        self.pd.update(output)
+        report = output.kv_connector_worker_meta
+        self._hear(report.weights if isinstance(report, WorkerReport) else None)
+
+    def _hear(self, reading: Reading | None) -> None:
+        """What workers say of their weights, or that another step is planned meanwhile."""
+        if self.prefix.weights.heard(reading):
+            self.prefix.forget(computed=self.prefix.weights.taints)
+            self.pd.reset()
+
+    def weights_may_be_others(self) -> None:
+        """Somebody has called into the workers. What is computed already keeps its name until it is known better."""
+        if self.prefix.weights.watched:
+            self.prefix.weights.may_be_others()
+            self.prefix.saves.drop()
+
+    def reset(self) -> bool:
+        self.pd.reset()
+        return self.prefix.reset()
 
     def close(self) -> None:
         self.pd.close()
@@ -100,9 +127,12 @@ class WorkerSide:
         memory: None where this instance's KV is not understood: then the worker refuses what it is asked for.
     """
 
-    def __init__(self, config: Config, access: Access | None, memory: KVMemory | None) -> None:
+    def __init__(
+        self, config: Config, access: Access | None, memory: KVMemory | None, weights: WeightsReader
+    ) -> None:
         self._config, self._access = config, access
         self.memory = memory
+        self.weights = weights
         self.stats = ConnectorStats()
         self.prefix = RefusingWorker() if memory is None else PrefixWorker(memory, config, self.stats)
         self.pd: PDWorker | None = None
@@ -179,6 +209,7 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """Saves that ended and loads that failed since the last step; None where there is nothing to say."""
         report, self._report = self._report, WorkerReport()
+        report.weights = self.weights.take()
         return None if report == WorkerReport() else report
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from runner import Group, Runner, as_kv_caches, as_states, kv_memory, memory_of, shared_memory
 from settings import Setup, indexer_names, layer_names
 from vllm.config import VllmConfig
@@ -104,6 +105,12 @@ class Worker:
         yield
         connector.save_kv_layer(name, self._caches[name], None)
         self.layer_computed(layer)
+
+    def get_model(self) -> torch.nn.Module:
+        """What vLLM's workers give to those who ask for the model: here all that its weights are is a number."""
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.tensor([float(self.runner.weights)]), requires_grad=False)
+        return model
 
     def jobs(self) -> list[Any]:
         """Jobs of the connector that it has not reported yet."""

@@ -136,7 +136,7 @@ class PDScheduler:
         if root is None or namespace is None:
             reason = "it has prompt embeddings, streamed input or an unknown adapter"
             if namespace is None:
-                reason = "the model's identity is not known yet"
+                reason = "who the model is, or which weights it has, is not known yet"
             log_once(f"pd.nameless:{reason}", "a request is prefilled here: %s", reason, logger=logger)
             return
         if self._geometry.is_hybrid and not _has_a_last_token(request):

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
-from mooncake_connector.kv.namespace import Namespace, private_model_digest
+from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.misses import Miss
 from store_client.base import Store
 from store_client.missing import fate_of
 from store_client.open import open_in_background
 from store_client.sharded import ShardView
 from vllm_plugin.geometry import Geometry
-from vllm_plugin.identity import instance_namespace
+from vllm_plugin.identity import config_digest, instance_namespace
 from vllm_plugin.messages import LoadJob, StepMetadata, WorkerReport
 from vllm_plugin.naming import AdapterKeys, chain_root
 from vllm_plugin.prefix.account import Accounts
@@ -35,6 +35,7 @@ from vllm_plugin.prefix.speed import PrefillSpeed
 from vllm_plugin.prefix.states import StatePlanner
 from vllm_plugin.prefix.tracked import Offer, Tracked
 from vllm_plugin.stats import ConnectorStats
+from vllm_plugin.weights.scheduler import WeightsInMemory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,7 +80,10 @@ class PrefixScheduler:
         self._stats = stats
         self._lookups = Lookups(config, stats, groups)
         self._adapters = AdapterKeys()
-        self._reset_digest: str | None = None
+        self.weights = WeightsInMemory(
+            geometry.num_ranks,
+            lambda read: read.digest(config_digest(vllm_config), geometry.tp_size, geometry.pp_size),
+        )
         self._max_batches = vllm_config.max_concurrent_batches
         """Steps that may be planned before the outcome of the first of them is known, and that one."""
         self.speed = PrefillSpeed(self._page_tokens, self._max_batches)
@@ -89,6 +93,9 @@ class PrefixScheduler:
         self._computing: Collection[str] = ()
         """What the last step computes."""
         self._namespace: Namespace | None = None
+        """By the model's files."""
+        self._renamed: Namespace | None = None
+        """By the weights in memory, where they are others."""
 
         def identify() -> None:  # may read all weights
             self._namespace = instance_namespace(vllm_config, geometry, config)
@@ -151,7 +158,7 @@ class PrefixScheduler:
         former, tracked.offer = tracked.offer, None  # which may be of a shorter local hit
         tracked.unasked = self._unasked(tracked, beyond)
         if tracked.unasked is not None:
-            return 0, False
+            return (None if tracked.unasked is Miss.UNAVAILABLE and self.weights.is_worth_a_wait() else 0), False
         offer = tracked.offer = self._lookups.offer(
             tracked, former, num_computed_tokens, self._views,
             fetch=fetch or not self._tiered, tokens_s=self.speed.tokens_s,
@@ -255,6 +262,7 @@ class PrefixScheduler:
         metadata, self._metadata = self._metadata, StepMetadata()
         self._begins, self._computing = False, scheduled.num_scheduled_tokens
         self._add_saves(scheduled, metadata)
+        metadata.read_weights = self.weights.ask(computes=bool(scheduled.total_num_scheduled_tokens))
         if metadata.loads or metadata.saves:
             metadata.namespace = self.namespace()
         return metadata
@@ -301,6 +309,8 @@ class PrefixScheduler:
             tracked.loading = None
             if self._doubtful_steps and tracked.request.num_computed_tokens:
                 tracked.root = None
+            if self.weights.taints and tracked.local_tokens:
+                tracked.root = None
 
     def _completes_pages(self, scheduled: SchedulerOutput) -> bool:
         """Whether to look for pages to save: after every prefill, and now and then while all only decode."""
@@ -344,7 +354,7 @@ class PrefixScheduler:
 
     def take_events(self) -> list[KVCacheEvent]:
         """What to publish: pages that all workers have stored, and announced pages that are gone."""
-        if self._announced is None:
+        if self._announced is None or self.weights.unknown:  # what is due waits for the name of its pages
             return []
         events, namespace = self.saves.take_events(), self.namespace()
         digest = b"" if namespace is None else self._geometry.group_namespace(namespace, 0).digest
@@ -353,28 +363,42 @@ class PrefixScheduler:
     def reset(self) -> bool:
         """Read nothing any more that is in the pool (vLLM's `reset_prefix_cache(reset_connector=True)`).
 
-        It is called after weights were changed in memory, so the model's files no longer say what the KV was computed
-        with: from now on pages go to a namespace of this instance's own. The pool keeps its pages, which are right for
-        whoever has those weights. A request that goes on with KV of the old weights is left alone.
+        It is called where weights are changed in memory, before or after, so the model's files may no longer say what
+        KV is computed with. The pool keeps its pages, which are right for whoever has those weights.
         """
-        self._reset_digest = private_model_digest()
+        if self.weights.watched:
+            self.weights.may_be_others()
+        else:
+            self.weights.make_private()
+        self.forget(computed=True)
+        return True
+
+    def forget(self, *, computed: bool) -> None:
+        """Other weights have another namespace.
+
+        Args:
+            computed: with the former ones, so far: a request that goes on with it is left alone.
+        """
         self.saves.reset()
         for tracked in self._tracked.values():
             tracked.saved_pages, tracked.offer = 0, None
-            if tracked.request.num_computed_tokens:
+            if computed and tracked.request.num_computed_tokens:
                 tracked.root = None
-        return True
 
     def close(self) -> None:
         self._adapters.close()
         self._store.close()
 
     def namespace(self) -> Namespace | None:
-        """This instance's namespace; None while the identity of the model is not there yet."""
-        namespace = self._namespace
-        if namespace is not None and self._reset_digest not in (None, namespace.model_digest):
-            namespace = self._namespace = dataclasses.replace(namespace, model_digest=self._reset_digest)
-        return namespace
+        """This instance's namespace; None while it is not known who the model is, or which weights are in memory."""
+        if self._namespace is None or self.weights.unknown:
+            return None
+        name = self.weights.name
+        if name is None:
+            return self._namespace
+        if self._renamed is None or self._renamed.model_digest != name:
+            self._renamed = dataclasses.replace(self._namespace, model_digest=name)
+        return self._renamed
 
     def _views(self, group: int | None = None) -> list[ShardView]:
         """What each rank sees of a group in the pool, or (None) of all of full attention: a page is there if it is in

@@ -105,7 +105,7 @@ def _read_config(path: Path) -> Any:
         if not file.exists():
             continue
         try:
-            return _without_volatile(json.loads(file.read_bytes()))
+            return without_volatile(json.loads(file.read_bytes()))
         except (OSError, ValueError) as error:
             raise ModelIdentityError(f"{file} cannot be read as JSON: {error}") from None
     if any(path.glob("*.gguf")):
@@ -113,9 +113,9 @@ def _read_config(path: Path) -> Any:
     raise ModelIdentityError(f"model path {path} has no config.json: set `model_id` to name the model instead")
 
 
-def _without_volatile(value: Any) -> Any:
+def without_volatile(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_volatile(item) for key, item in value.items() if key not in VOLATILE_CONFIG_FIELDS}
+        return {key: without_volatile(item) for key, item in value.items() if key not in VOLATILE_CONFIG_FIELDS}
     if isinstance(value, list):
-        return [_without_volatile(item) for item in value]
+        return [without_volatile(item) for item in value]
     return value

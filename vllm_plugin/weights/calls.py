@@ -1,0 +1,93 @@
+"""The calls by which weights in an engine's memory change, or are about to: two methods of vLLM's EngineCore.
+
+`collective_rpc` is the one way from outside into the workers, for `update_weights`, `reload_weights` and functions of
+the user's own. `reset_prefix_cache` comes after an update, or before one (`sleep`, `pause`). In an engine that runs in
+its user's process weights may change past both, so there nothing is concluded from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+from mooncake_connector.contain import contained, nothing
+from vllm_plugin.weights.reading import Reading
+
+_MARK = "_mooncake_connector_watches"
+
+
+def watch() -> bool:
+    """Have EngineCore say when weights may change; safe to call again. Whether it will."""
+    from vllm.v1.engine.core import EngineCore
+
+    methods = {"collective_rpc": _around_rpc, "reset_prefix_cache": _around_reset}
+    if not all(callable(getattr(EngineCore, name, None)) for name in methods):
+        return False
+    for name, around in methods.items():
+        wrapped = getattr(EngineCore, name)
+        if not getattr(wrapped, _MARK, False):
+            setattr(EngineCore, name, _wrapped(wrapped, around))
+    return True
+
+
+def _wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(core: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(core, lambda: method(core, *args, **kwargs))
+
+    setattr(call, _MARK, True)
+    return call
+
+
+def _around_rpc(core: Any, call: Callable[[], Any]) -> Any:
+    _before(core)
+    try:
+        return call()
+    finally:  # also one that failed may have changed weights
+        _after_rpc(core)
+
+
+def _around_reset(core: Any, call: Callable[[], Any]) -> Any:
+    _before(core)
+    answer = call()
+    if answer is True:
+        _after_reset(core)
+    return answer
+
+
+@contained(nothing)
+def _before(core: Any) -> None:
+    def run(function: Callable[[Any], Reading | None]) -> list[Reading | None]:
+        return list(core.model_executor.collective_rpc(function))
+
+    if _has_own_process(core):
+        for side in _sides(core):
+            side.prefix.weights.remember(run)
+
+
+@contained(nothing)
+def _after_rpc(core: Any) -> None:
+    for side in _sides(core):
+        side.weights_may_be_others()
+
+
+@contained(nothing)
+def _after_reset(core: Any) -> None:
+    for side in _sides(core):
+        side.prefix.weights.own_cache_emptied()
+
+
+def _has_own_process(core: Any) -> bool:
+    from vllm.v1.engine.core import EngineCoreProc
+
+    return isinstance(core, EngineCoreProc)
+
+
+def _sides(core: Any) -> Iterator[Any]:
+    """The scheduler side of each connector of ours; none while the engine is being made."""
+    from vllm_plugin.connector import ours
+
+    for connector in ours(getattr(getattr(core, "scheduler", None), "connector", None)):
+        if connector._scheduler is not None:
+            yield connector._scheduler
