@@ -153,7 +153,8 @@ class Rank:
         return layer(
             MergedColumnParallelLinear, UnquantizedLinearMethod, input_size=HIDDEN, tp_rank=self._rank,
             weight=torch.cat([self._part(whole, self._size) for whole in self._up]),
-            output_sizes=[INTERMEDIATE] * 2, output_partition_sizes=[INTERMEDIATE // self._size] * 2,
+            output_size=2 * INTERMEDIATE, output_sizes=[INTERMEDIATE] * 2,
+            output_partition_sizes=[INTERMEDIATE // self._size] * 2,
         )  # fmt: skip
 
     def _row(self) -> Any:

@@ -17,18 +17,18 @@ from vllm_plugin.weights.reading import Reading
 _MARK = "_mooncake_connector_watches"
 
 
-def watch() -> bool:
-    """Have EngineCore say when weights may change; safe to call again. Whether it will."""
+@contained(nothing)
+def watch() -> None:
+    """Have EngineCore say when weights may change; safe to call again. Where it cannot, each reset ends all sharing."""
     from vllm.v1.engine.core import EngineCore
 
     methods = {"collective_rpc": _around_rpc, "reset_prefix_cache": _around_reset}
     if not all(callable(getattr(EngineCore, name, None)) for name in methods):
-        return False
+        return
     for name, around in methods.items():
         wrapped = getattr(EngineCore, name)
         if not getattr(wrapped, _MARK, False):
             setattr(EngineCore, name, _wrapped(wrapped, around))
-    return True
 
 
 def _wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
