@@ -38,10 +38,7 @@ class Engine(Protocol):
 
 @dataclass
 class Tally:
-    """What came of the loop. `distinct` answers tell the weights apart, `wrong` ones are not those of the weights.
-
-    `kept` tokens came from the pool after a last reset with the connector, behind which no weights changed.
-    """
+    """What came of the loop. `distinct` answers tell the weights apart, `wrong` ones are not those of the weights."""
 
     rounds: int = 0
     resets: int = 0
@@ -50,7 +47,6 @@ class Tally:
     wrong: int = 0
     distinct: int = 0
     hit_tokens: int = 0
-    kept: int = 0
     seconds: float = 0.0
 
 
@@ -71,14 +67,13 @@ def run(engine: Engine, checkpoints: Sequence[Path], rounds: int) -> Tally:
         weights = tally.rounds % len(checkpoints)
         engine.load_weights(checkpoints[weights])
         some = slice(tally.rounds % PARTS, None, PARTS)
-        for connector in (True, False, True) if tally.rounds == rounds else (True, False):
+        for connector in (True, False):
             tally.resets += 1
-            before = engine.hit_tokens()
             tally.refused += not engine.reset(connector=connector, running=tally.rounds % 4 < 2)
             for (answer, _), right in zip(engine.ask_all(prompts[some], None), expected[weights][some], strict=True):
                 tally.answers += 1
                 tally.wrong += answer != right
-    tally.hit_tokens, tally.kept = engine.hit_tokens() - hits, engine.hit_tokens() - before
+    tally.hit_tokens = engine.hit_tokens() - hits
     tally.seconds = round(time.monotonic() - started_s, 1)
     return tally
 

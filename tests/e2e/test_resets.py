@@ -30,7 +30,7 @@ def assert_clean(tally: Tally) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [1, *([2] if LONG else [])])
 def test_loop_of_an_llm(qwen3: Path, pool: Path, logs: Path, processes: int) -> None:
-    """Its engine is in the same process, where nobody sees all that may change weights, or has one of its own."""
+    """Its engine is in the same process, or has one of its own."""
     command = [
         *(str(ENVIRONMENTS / "vllm" / "bin" / "python"), "-m", "e2e.rl_loop"),
         *(str(qwen3), str(checkpoint("qwen3-other")), str(ROUNDS)),
@@ -49,9 +49,7 @@ def test_loop_of_an_llm(qwen3: Path, pool: Path, logs: Path, processes: int) -> 
     found = [line for line in said.splitlines() if "TALLY" in line]
     assert found, f"it did not come to its end; see {log}"
     print(found[0])
-    tally = Tally(**json.loads(found[0].partition("TALLY ")[2]))
-    assert_clean(tally)
-    assert (tally.kept > 0) == (processes == 2)
+    assert_clean(Tally(**json.loads(found[0].partition("TALLY ")[2])))
 
 
 class InServer:
@@ -79,4 +77,3 @@ def test_loop_of_a_server(qwen3: Path, shared: Shared) -> None:
     tally = rl_loop.run(InServer(shared.server), [qwen3, checkpoint("qwen3-other")], ROUNDS)
     print(tally)
     assert_clean(tally)
-    assert tally.kept > 0

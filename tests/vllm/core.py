@@ -50,5 +50,5 @@ class Core:
         def reset() -> bool:
             return bool(self.scheduler.reset_prefix_cache(running, connector))
 
-        answer: bool = calls._around_reset(self, reset)
+        answer: bool = calls._around_reset(self, reset, running, connector)
         return answer

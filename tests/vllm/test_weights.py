@@ -233,6 +233,14 @@ def test_a_rank_that_cannot_read_its_weights_leaves_the_instance_to_itself(
     start(tp_size=2).check(PROMPT, computed=HIT)
 
 
+def test_a_reset_of_vllms_own_cache_alone_reads_nothing(begin: Begin) -> None:
+    engine, core = begin()
+    engine.check(PROMPT)
+    assert core.reset(connector=False)
+    engine.check(PROMPT, computed=HIT)
+    assert not engine.prefix.weights.watched
+
+
 def test_an_engine_in_its_users_process_is_left_to_itself(start: Start) -> None:
     """There weights may change past vLLM's calls."""
     engine = start()

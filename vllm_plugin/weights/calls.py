@@ -34,13 +34,13 @@ def watch() -> None:
 def _wrapped(method: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def call(core: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(core, lambda: method(core, *args, **kwargs))
+        return around(core, lambda: method(core, *args, **kwargs), *args, **kwargs)
 
     setattr(call, _MARK, True)
     return call
 
 
-def _around_rpc(core: Any, call: Callable[[], Any]) -> Any:
+def _around_rpc(core: Any, call: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
     _before(core)
     try:
         return call()
@@ -48,8 +48,11 @@ def _around_rpc(core: Any, call: Callable[[], Any]) -> Any:
         _after_rpc(core)
 
 
-def _around_reset(core: Any, call: Callable[[], Any]) -> Any:
-    _before(core)
+def _around_reset(
+    core: Any, call: Callable[[], Any], reset_running_requests: bool = False, reset_connector: bool = False
+) -> Any:
+    if reset_connector:  # others empty vLLM's own cache alone, as benchmarks do
+        _before(core)
     answer = call()
     if answer is True:
         _after_reset(core)

@@ -12,7 +12,7 @@ from vllm_plugin.weights.reading import Reading
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_DEADLINE_S = 20.0
+_DEADLINE_S = 5.0
 """A rank that has not read its weights by then gives up. On a device that is a matter of milliseconds."""
 
 
