@@ -74,8 +74,6 @@ def read_states(
             f"its states are kept in mamba_cache_mode {spec.mamba_cache_mode!r}; only with prefix caching, in mode "
             "'align', does vLLM say which block holds one"
         )
-    if vllm_config.speculative_config is not None or spec.num_speculative_blocks:
-        raise Unsupported("it keeps states, and speculative decoding moves them from block to block")
     return StateGroup(
         index=index,
         spec=spec,
@@ -96,7 +94,7 @@ def read_states(
             "state": str(getattr(spec.mamba_type, "name", spec.mamba_type)),
             "shapes": [list(shape) for shape in spec.shapes],  # with the order of the convolution's: 54387
             "dtypes": [str(dtype).removeprefix("torch.") for dtype in spec.dtypes],
-            "device": current_platform.device_type,  # kernels keep the matrix in an order of their own
+            "device": current_platform.device_name,  # "cuda", "rocm": kernels have orders of their own
             "backend": str(vllm_config.mamba_config.backend.value),
         },
     )

@@ -43,14 +43,18 @@ def chunked(tokens: int, block_tokens: int = 16, heads: int = 2) -> KVCacheSpec:
     return ChunkedLocalAttentionSpec(**attention(block_tokens, heads), attention_chunk_size=tokens)
 
 
-def state(block_tokens: int = 16, heads: int = 2, *, mode: str = "align") -> KVCacheSpec:
-    """Of a mixer; without prefix caching its mode is "none", and its one block is as long as any text."""
+def state(block_tokens: int = 16, heads: int = 2, *, mode: str = "align", drafts: int = 0) -> KVCacheSpec:
+    """Of a mixer; without prefix caching its mode is "none", and its one block is as long as any text.
+
+    Where so many `drafts` are proposed in a step, it keeps a state after each of them.
+    """
     return MambaSpec(
         block_size=block_tokens,
         shapes=STATE_SHAPES,
         dtypes=(torch.float16, torch.float16),
         page_size_padded=full(block_tokens, heads).page_size_bytes,
         mamba_cache_mode=mode,
+        num_speculative_blocks=drafts,
     )
 
 

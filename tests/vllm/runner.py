@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import oracle
 import torch
+from running_states import RunningStates
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -85,6 +86,8 @@ class State:
     blocks: list[list[int]]
     seed: int
     hashes: list[int] = field(default_factory=list)
+    running: dict[int, RunningStates] = field(default_factory=dict)
+    """By block table, beside proposals."""
 
     def hash_all(self) -> list[int]:
         self.hashes = oracle.chain(self.tokens, self.hashes[: len(self.tokens)], self.seed)
@@ -118,6 +121,11 @@ class Group:
         return isinstance(self.spec, MambaSpec)
 
     @property
+    def proposes(self) -> bool:
+        """Whether it keeps a state after each of several tokens, some of which may turn out wrong."""
+        return isinstance(self.spec, MambaSpec) and self.spec.num_speculative_blocks > 0
+
+    @property
     def is_indexer(self) -> bool:
         return getattr(self.spec, "cache_role", None) is SparseCacheRole.INDEXER
 
@@ -134,7 +142,8 @@ class Group:
 class _Part:
     """What a request's tokens of one step mean to a group: the KV that it must have from token `first` on, and where.
 
-    Of a state there are two, that before the first token, unless it is the request's, and that after the last.
+    Of a state there are two, that before the first token, unless it is the request's, and that after the last; beside
+    proposals one after each of them.
     """
 
     first: int
@@ -174,6 +183,7 @@ class Runner:
         self.states: dict[str, State] = {}
         self.num_computed: dict[str, int] = {}
         self.weights = 0
+        self._sampled: list[tuple[State, _Pass, int]] = []
         self._starts: dict[str, int] = {}
         """Tokens computed of each request before this step."""
 
@@ -224,6 +234,7 @@ class Runner:
             if req_id in cached.resumed_req_ids:
                 assert new_blocks is not None and tokens is not None
                 state.blocks = [list(ids) for ids in new_blocks]
+                state.running.clear()
                 state.replace(tokens)
             else:
                 for blocks, added in zip(state.blocks, new_blocks or [()] * len(state.blocks), strict=True):
@@ -243,22 +254,27 @@ class Runner:
         assert stop <= known, f"{req_id}: scheduled to {stop}, knows {known} tokens"
         assert not drafts or stop == known, f"{req_id}: {len(drafts)} tokens are proposed before what is known"
         hashes = oracle.chain([*state.tokens, *drafts], state.hash_all(), state.seed)[:stop]
-        parts = [self._part(one, hashes, start, state.blocks[one.table]) for one in self._groups]
+        parts = [self._part(one, hashes, start, state, len(drafts)) for one in self._groups]
         for part in parts:
             assert part.blocks.all(), f"{req_id}: its block table has the null block"
         return _Pass(req_id, start, stop, parts, drafts, hashes)
 
-    def _part(self, group: Group, hashes: list[int], start: int, blocks: list[int]) -> _Part:
-        stop, block_tokens = len(hashes), group.spec.block_size
+    def _part(self, group: Group, hashes: list[int], start: int, state: State, num_drafts: int) -> _Part:
+        stop, block_tokens, blocks = len(hashes), group.spec.block_size, state.blocks[group.table]
         if group.is_state:
-            position = np.array([start - 1, stop - 1] if start else [stop - 1])
+            tokens = [start - 1, stop - 1] if start else [stop - 1]
+            places = [token // block_tokens for token in tokens]
+            if group.proposes:
+                running = state.running.setdefault(group.table, RunningStates(group.memory, block_tokens))
+                running.move(blocks, start, stop)
+                tokens, places = map(list, zip(*running.places(start, stop, num_drafts), strict=True))
             slots = range(64 * self._heads.start, 64 * self._heads.start + group.memory.shape[2])
-            expected, first = oracle.slots([hashes[at] for at in position], group.layers, slots), start
-        else:
-            first = group.first_attended(start)
-            position = np.arange(first, stop)
-            heads = oracle.INDEXER if group.is_indexer else self._heads[: group.memory.shape[2]]  # some have fewer
-            expected = oracle.slots(hashes[first:], group.layers, heads)
+            expected = oracle.slots([hashes[at] for at in tokens], group.layers, slots)
+            return _Part(start, expected, np.array(blocks)[places], np.zeros(len(places), np.int64))
+        first = group.first_attended(start)
+        position = np.arange(first, stop)
+        heads = oracle.INDEXER if group.is_indexer else self._heads[: group.memory.shape[2]]  # some have fewer
+        expected = oracle.slots(hashes[first:], group.layers, heads)
         return _Part(first, expected, np.array(blocks)[position // block_tokens], position % block_tokens)
 
     def _attend(self, group: Group, number: int, one: _Pass, part: _Part) -> None:
@@ -275,12 +291,13 @@ class Runner:
 
     def _recur(self, group: Group, number: int, one: _Pass, part: _Part) -> None:
         """Compare the state after the tokens before, and write that after the scheduled ones."""
-        *before, after = zip(part.blocks, part.expected[:, number], strict=True)
-        for block, expected in before:
-            if not np.array_equal(group.memory[number, block], expected):
+        known = min(one.start, 1)
+        for at, (block, expected) in enumerate(zip(part.blocks, part.expected[:, number], strict=True)):
+            if at < known and not np.array_equal(group.memory[number, block], expected):
                 layer = group.layers[number]
                 raise WrongKV(f"{one.req_id}: the state after {one.start} tokens in layer {layer} is wrong")
-        group.memory[number, after[0]] = after[1]
+            if at >= known:
+                group.memory[number, block] = expected
 
     def _zero(self, block_ids: list[int]) -> None:
         """What vLLM does to new blocks of attention where a state could have been in them."""
@@ -291,6 +308,7 @@ class Runner:
         state = self.states[one.req_id]
         self.num_computed[one.req_id] = self.num_computed.get(one.req_id, 0) + one.stop - one.start
         if one.stop < len(state.tokens):
+            self._sampled.append((state, one, 0))
             return []
         sampled = [oracle.sample(one.hashes[len(state.tokens) - 1])]
         for draft in one.drafts:
@@ -298,4 +316,12 @@ class Runner:
                 break
             sampled.append(oracle.sample(one.hashes[len(state.tokens) + len(sampled) - 1]))
         state.tokens += sampled
+        self._sampled.append((state, one, len(sampled)))
         return sampled
+
+    def end_step(self) -> None:
+        """What follows when the tokens of the last step are known; the connector has had its turn before."""
+        for state, one, num_sampled in self._sampled:
+            for table, running in state.running.items():
+                running.keep(state.blocks[table], one.stop - len(one.drafts), num_sampled)
+        self._sampled.clear()

@@ -110,7 +110,7 @@ class Setup:
     drafts: int = 0
     """So many tokens are proposed in each step, right for a while at best; without a model unless `proposer` is one."""
     proposer: str = "ngram"
-    """"eagle", whose layers are in the last group, or "draft_model", with layers in every group."""
+    """"eagle" with layers in the last group, "mtp" with such in the first, or "draft_model", in every group."""
 
     @property
     def mla(self) -> bool:
@@ -171,7 +171,9 @@ def kv_cache_config(setup: Setup, rank: int = 0) -> KVCacheConfig:
     if setup.is_sparse:
         return generate_scheduler_kv_cache_config([_sparse_config(setup)])
     groups = [KVCacheGroupSpec(layer_names(layers), spec) for spec, layers in setup.groups(rank)]
-    groups[-1].is_eagle_group = setup.proposer == "eagle"
+    drafting = {"eagle": -1, "mtp": 0}.get(setup.proposer)
+    if drafting is not None:
+        groups[drafting].is_eagle_group = True
     return KVCacheConfig(
         num_blocks=setup.num_blocks,
         kv_cache_tensors=[],

@@ -43,6 +43,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "states at many boundaries, and a window": {
         "kv_spec": [full(), window(24), state()], "num_blocks": 48, "retention_tokens": 32, "page_tokens": 32,
     },
+    "a window and states on two ranks": {
+        "kv_spec": [full(heads=1), window(40, heads=1), state(heads=1)], "num_blocks": 56, "tp_size": 2,
+        "extra": {"state_budget": 1024},
+    },
 }  # fmt: skip
 
 
@@ -50,15 +54,18 @@ DRAWN = 60 if LONG else 3
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """One to three groups beside full attention, in blocks of two sizes where vLLM takes them, with pages of any."""
-    rng = random.Random(seed)
+    """One to three groups beside full attention, in blocks of two sizes where vLLM takes them, with pages of any; every
+    fourth on two ranks."""
+    rng, ranks = random.Random(seed), 2 if seed % 4 == 3 else 1
     kinds = rng.choices(["window", "chunks", "state", "full"], k=rng.choice([1, 2, 3]))
-    block = rng.choice([16, 16, 32, 48])
-    sizes = [(block, 2)] if block != 16 or {"state", "chunks"} & {*kinds} else [(16, 2), (32, 1)]
-    specs = [full(block), *(one_of(kind, rng, *rng.choice(sizes)) for kind in kinds)]
+    block, heads = rng.choice([16, 16, 32, 48]), 2 // ranks
+    is_one_size = block != 16 or {"state", "chunks"} & {*kinds} or ranks > 1
+    sizes = [(block, heads)] if is_one_size else [(16, 2), (32, 1)]
+    specs = [full(block, heads), *(one_of(kind, rng, *rng.choice(sizes)) for kind in kinds)]
     rng.shuffle(specs)
     return {
         "kv_spec": specs,
+        "tp_size": ranks,
         "num_blocks": 8 + sum(-(-400 // spec.block_size) for spec in specs),
         "block_tokens": min(spec.block_size for spec in specs),
         "page_tokens": rng.choice([16, 32]),
@@ -91,12 +98,11 @@ def test_random_walk(
     interruption = Interruption(monkeypatch)
     faults.lose_reads = lambda keys: [rng.random() < 0.03 for _ in keys]
     walk(engine, faults, rng, source, interruption, monkeypatch, num_requests=NUM_REQUESTS)
-    if engine.prefix._geometry.zeroes_blocks:  # what is not copied aside at once is read no more
-        interruption.event.set()
-        store_one(engine, monkeypatch)
-    else:
+    if not engine.prefix._geometry.zeroes_blocks:  # else what is not copied aside at once is read no more
         crowd_out(engine, interruption, monkeypatch)
         assert interruption.times > 0
+    interruption.event.set()
+    store_one(engine, monkeypatch)
     check_answers(engine)
     assert check_pool(engine) > 0
     if name.startswith("drawn"):  # in large units few of these prompts part where another one is a hit
@@ -116,7 +122,9 @@ def load_one(engine: Engine, faults) -> None:
 
 
 def store_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine was until here: pages and states of one prompt at least are stored."""
+    """However busy the machine was until here: pages and states of one prompt at least are stored, computed anew."""
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
     monkeypatch.setattr(vllm_plugin.prefix.saver, "_ASIDE_NBYTES", 256 << 20)
     for worker in engine.workers:
         saver = worker.prefix._saver

@@ -5,6 +5,7 @@ The pretended model looks at each slot that a group attends to, and at each stat
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,28 @@ def test_who_shares_the_prefix_afterwards_reads_no_block_that_came_in_part(
 def test_other_numbers_of_ranks(pair: MakePair, ranks: tuple[int, int]) -> None:
     sides = [{"tp_size": count, "kv_spec": [full(heads=2 // count), window(40, heads=2 // count)]} for count in ranks]
     ask_all(pair(*(STEP | side for side in sides), granularity="layer"), "concurrent")
+
+
+@every_order
+def test_states_beside_proposals_are_handed_over(pair: MakePair, order: str) -> None:
+    side = STEP | {"kv_spec": [full(), state(drafts=3), window(40)], "drafts": 3}
+    both, lengths = pair(side, side, granularity="layer"), (2, 35, 64, 213)
+    for length in lengths:  # what was proposed in vain is computed as well
+        both.ask(LONG[-length:], NUM_OUTPUT, order=order)
+    assert not both.failures()
+    assert figures(both.decode)["fetched_tokens"] > 300
+
+
+def test_who_proposes_another_number_of_tokens_has_states_of_another_form(
+    pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Convolutions keep as many tokens more as may turn out wrong."""
+    longer = dataclasses.replace(state(drafts=3), shapes=((6, 4), (2, 2, 3)))
+    sides = [STEP | {"kv_spec": [full(), spec], "drafts": count} for spec, count in ((state(), 0), (longer, 3))]
+    both = pair(*sides, transfer_lease_s=1)
+    both.ask(PROMPT)
+    assert "only one side has section 1 state 3x4 2x2x3, 1 state 6x4 2x2x3" in caplog.text
+    assert not figures(both.decode).get("fetched_tokens")
 
 
 def test_states_of_two_ranks_go_to_two(pair: MakePair) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import oracle
 import pytest
 from cases import Interruption, Start
+from harness import Engine
 from mixes import chunked, full, state, window
 from settings import Setup, kv_cache_config, layer_names, vllm_config
+from test_hybrid_walk import store_one
 from test_walk import check_answers, check_pool, prompts, walk
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
@@ -20,6 +22,7 @@ from mooncake_connector.config.schema import Config
 from vllm_plugin.geometry import Geometry
 from vllm_plugin.identity import instance_namespace
 from vllm_plugin.kv_groups import read_geometry
+from vllm_plugin.prefix.states import StatePlanner
 
 SPECS: dict[str, Any] = {
     "plain": None,
@@ -27,6 +30,11 @@ SPECS: dict[str, Any] = {
     "windows": [window(40), full(), window(17)],
     "chunks": [full(), chunked(32)],
 }
+STATES: dict[str, Any] = {
+    "states": lambda drafts: [full(), state(drafts=drafts), state(drafts=drafts)],
+    "a window and a state": lambda drafts: [full(), window(20), state(drafts=drafts)],
+}
+GENEROUS = {"extra": {"state_budget": 1024}}
 PROMPT = [random.Random(11).randrange(oracle.VOCAB) for _ in range(100)]
 every_runner = pytest.mark.parametrize("v2_runner", [False, True])
 """vLLM proposes n-grams after the step that they follow, so never with asynchronous scheduling."""
@@ -74,7 +82,14 @@ def test_others_go_on_from_there_whether_they_propose_or_not(start: Start, name:
 @pytest.mark.usefixtures("_weightless")
 @pytest.mark.parametrize(
     ("name", "v2_runner", "proposer"),
-    [("plain", False, "ngram"), ("windows", True, "ngram"), ("chunks", False, "ngram"), ("windows", False, "eagle")],
+    [
+        ("plain", False, "ngram"),
+        ("windows", True, "ngram"),
+        ("chunks", False, "ngram"),
+        ("windows", False, "eagle"),
+        ("states", False, "mtp"),
+        ("a window and a state", True, "ngram"),
+    ],
 )
 def test_random_walk(
     start: Start, faults, name: str, v2_runner: bool, proposer: str, monkeypatch: pytest.MonkeyPatch
@@ -82,16 +97,15 @@ def test_random_walk(
     monkeypatch.setattr("vllm_plugin.prefix.lookups._STALL_PAUSE_S", 0.1)
     rng = random.Random(f"drafts {name}")
     engine = start(
-        kv_spec=SPECS[name], drafts=4, proposer=proposer, v2_runner=v2_runner, num_blocks=48, max_num_batched_tokens=96,
-        extra={"load_deadline_s": 0.05, "save_deadline_s": 0.25},
+        kv_spec=STATES[name](4) if name in STATES else SPECS[name], drafts=4, proposer=proposer, v2_runner=v2_runner,
+        num_blocks=64 if name in STATES else 48, max_num_batched_tokens=96,
+        extra={"load_deadline_s": 0.05, "save_deadline_s": 0.25, "state_budget": 1024},
     )  # fmt: skip
     interruption = Interruption(monkeypatch)
     faults.lose_reads = lambda keys: [rng.random() < 0.03 for _ in keys]
     walk(engine, faults, rng, prompts(rng), interruption, monkeypatch, num_requests=40)
     interruption.event.set()
-    for worker in engine.workers:
-        worker.prefix._saver._mover._paused_until_s = 0.0
-    engine.check(PROMPT, 60)
+    store_one(engine, monkeypatch)
     check_answers(engine)
     assert check_pool(engine) > 0
     drafted = [stats.spec_decoding_stats for stats in engine.stats if stats.spec_decoding_stats is not None]
@@ -145,11 +159,50 @@ def test_what_vllms_own_cache_has_and_gives_up_for_a_draft_comes_from_the_pool(s
     assert (seen.num_external_cached_tokens > 0) == (proposer == "eagle")
 
 
-def test_a_model_with_states_is_left_alone(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM moves states between blocks then, and which of them stands for a boundary it does not say."""
-    engine = start(kv_spec=[full(), state()], drafts=3)
-    assert engine.prefix is None
-    assert "speculative decoding moves them from block to block" in caplog.text
+def held(engine: Engine, text: list[int]) -> list[list[int]]:
+    """After which tokens of a text the pool has a state, for each group that keeps one; looks at every byte."""
+    groups = enumerate(engine.prefix._geometry.groups)
+    found = [engine.pages(text, group=at) for at, group in groups if group.kind == "state"]
+    return [[16 * (page + 1) for page, there in enumerate(one) if there] for one in found]
+
+
+@every_runner
+@pytest.mark.parametrize("proposer", ["ngram", "mtp"])
+@pytest.mark.parametrize("name", STATES)
+def test_states_are_those_that_a_prompt_left_and_never_one_of_a_proposal(
+    start: Start, name: str, proposer: str, v2_runner: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though vLLM offers one at each boundary: it moves them when it knows which proposals were right."""
+    monkeypatch.setattr(vllm_plugin.identity, "weights_digest", lambda model, *rest: f"weights of {model}")
+    for drafts in (1, 3, 15):
+        settings: dict[str, Any] = {"kv_spec": STATES[name](drafts), "drafts": drafts, "proposer": proposer}
+        settings |= {"v2_runner": v2_runner, "retention_tokens": None, "model_id": f"{drafts}"} | GENEROUS
+        engine = start(**settings)
+        engine.check(PROMPT, 90)
+        text = [*PROMPT, *oracle.generate(PROMPT, 90)]
+        assert {max(ends) for ends in held(engine, text)} == {96 if proposer == "ngram" else 80}
+        engine.shut_down()
+        engine = start(**settings)
+        name_of_request = engine.add([*PROMPT, *range(300, 330)], 60)
+        engine.finish(name_of_request)
+        assert engine.prefills[name_of_request].num_external_cached_tokens == (96 if proposer == "ngram" else 80)
+        engine.shut_down()
+
+
+def test_the_state_that_a_step_with_proposals_leaves_is_another_ones(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: behind its forward pass vLLM has not moved it yet, and the pool would have it under a wrong name."""
+    monkeypatch.setattr(StatePlanner, "_certain", lambda planner, request, offers, scheduled: offers)
+    engine = start(kv_spec=STATES["states"](3), drafts=3, retention_tokens=None, num_blocks=128, **GENEROUS)
+    wrong = 0
+    for count in range(90, 100):
+        engine.ask(PROMPT[:count], 60)
+        try:
+            held(engine, [*PROMPT[:count], *oracle.generate(PROMPT[:count], 60)])
+        except AssertionError as error:
+            wrong += "holds other KV" in str(error)
+    assert wrong > 0
 
 
 def test_layers_of_a_draft_model_are_part_of_the_page(base_config: Any, pool: Path) -> None:

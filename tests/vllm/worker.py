@@ -71,6 +71,7 @@ class Worker:
                 self.connector.set_host_xfer_buffer_ops(lambda *args: None)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        self.runner.end_step()
         with self._as_this_worker(), set_forward_context(None, self._config):
             if self._active is not None:
                 return self._execute_v2(self._active, scheduled)

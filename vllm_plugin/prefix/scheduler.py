@@ -74,7 +74,7 @@ class PrefixScheduler:
         self.saves = SavePlanner(
             geometry, groups, self._page_tokens, num_workers=geometry.num_ranks, publishes=publishes
         )
-        self._states = StatePlanner(geometry, config)
+        self._states = StatePlanner(geometry, config, proposes=vllm_config.speculative_config is not None)
         self._announced = AnnouncedPages() if publishes else None
         self._decode_steps = 0
         self._stats = stats

@@ -5,6 +5,9 @@ told to, and says in the step that computes it which block holds it. vLLM asks w
 Nothing is read later here, so nothing is pinned: the workers copy it aside right behind that step's forward pass,
 before another step can write to it, and what is given away before that step vLLM itself withdraws.
 
+Beside speculative decoding vLLM moves states from block to block once it knows which proposals were right, after they
+are copied here. So only those of prompts are stored, and of steps that propose nothing for that request.
+
 States are large, and each is as large as the next. So one is stored only if the tokens since the last one of its chain
 are worth it (`state_budget`): in no chain are there more bytes of states than so many times those of its pages.
 """
@@ -22,16 +25,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
 
 
 class StatePlanner:
     """See the module.
 
     Args:
+        proposes: whether there is speculative decoding.
         spacing_tokens: a state is stored that is at least so far behind the last one.
     """
 
-    def __init__(self, geometry: Geometry, config: Config) -> None:
+    def __init__(self, geometry: Geometry, config: Config, *, proposes: bool) -> None:
+        self._proposes = proposes
         self._page_tokens = int(config.page_tokens)
         self._unit_tokens = geometry.unit_tokens(self._page_tokens)
         """Where a hit may end; a state that lies elsewhere is of no use."""
@@ -57,9 +63,20 @@ class StatePlanner:
             tracked = requests.get(req_id)
             if tracked is None or tracked.root is None or req_id in gone:
                 continue
+            if self._proposes:
+                offers = self._certain(tracked.request, offers, scheduled)
             for num_tokens, blocks in self._worth(req_id, offers):
                 for position, block_id in blocks.items():
                     yield tracked, position, num_tokens // self._page_tokens - 1, block_id
+
+    def _certain(
+        self, request: Request, offers: list[tuple[int, int, int]], scheduled: SchedulerOutput
+    ) -> list[tuple[int, int, int]]:
+        """Those that this step computes without proposals, as any prompt's."""
+        if request.request_id in scheduled.scheduled_spec_decode_tokens:
+            return []
+        start, stop = request.num_computed_tokens, request.num_prompt_tokens
+        return [offer for offer in offers if start < offer[2] <= stop]
 
     def _follow(self, scheduled: SchedulerOutput) -> None:
         for req_id in scheduled.finished_req_ids:
