@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from transfer.transports.cuda import copier
 from transfer.transports.cuda import driver as cuda
 
 triton = pytest.importorskip("triton")
@@ -43,9 +42,11 @@ def test_the_arguments_of_each_function(header: str, name: str) -> None:
         (cuda._MEMORY_TYPE, "CU_POINTER_ATTRIBUTE_MEMORY_TYPE"),
         (cuda._DEVICE_ORDINAL, "CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL"),
         (cuda._TYPE_DEVICE, "CU_MEMORYTYPE_DEVICE"),
-        (copier._NON_BLOCKING, "CU_STREAM_NON_BLOCKING"),
+        (cuda.NON_BLOCKING, "CU_STREAM_NON_BLOCKING"),
         (cuda._LAZY_PEER_ACCESS, "CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS"),
         (cuda._PORTABLE, "CU_MEMHOSTALLOC_PORTABLE"),
+        (cuda._PORTABLE, "CU_MEMHOSTREGISTER_PORTABLE"),
+        (cuda._RELAXED, "CU_STREAM_CAPTURE_MODE_RELAXED"),
     ],
 )
 def test_the_constants(header: str, ours: int, name: str) -> None:
