@@ -20,11 +20,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-)
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -184,6 +180,8 @@ def kv_cache_config(setup: Setup, rank: int = 0) -> KVCacheConfig:
 
 def _sparse_config(setup: Setup) -> KVCacheConfig:
     """What vLLM itself makes of the layers of a worker."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups  # not in 0.33
+
     engine = VllmConfig(cache_config=CacheConfig(block_size=setup.block_tokens))
     engine.cache_config.kv_cache_layout = setup.layout
     groups = get_kv_cache_groups(engine, dict(setup.kv_spec.kv_cache_specs))
