@@ -163,12 +163,12 @@ def _wait(is_so: Any) -> None:
 
 def publish(endpoint: str, count: int, size: int) -> None:
     """Prompts of 64 blocks, as vLLM publishes them, each removed when the next ones are there."""
-    draw, out = random.Random(3), zmq.Context().socket(zmq.PUB)
+    draw, out = random.Random(3), zmq.Context().socket(zmq.XPUB)
     out.set(zmq.SNDHWM, 0)
     out.bind(endpoint)
+    out.recv()  # until somebody listens, who has to hear the first words
     number, sent, gone = 0, 0, list[list[bytes]]()
     while True:
-        time.sleep(0 if sent > count // 10 else 0.02)  # slowly at first: it has to be heard from its first words on
         hashes = [draw.randbytes(32) for _ in range(64)]
         event = {
             "type": "BlockStored", "block_hashes": hashes, "parent_block_hash": None, "block_size": size,
