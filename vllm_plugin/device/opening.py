@@ -23,7 +23,7 @@ from vllm_plugin.blocks import KVBlocks
 from vllm_plugin.device.page_locks import PageLocks
 from vllm_plugin.device.pages import DevicePages
 from vllm_plugin.device.permutation import Permutation
-from vllm_plugin.device.pipe import Mover, Pipe, pipe_nbytes
+from vllm_plugin.device.pipe import Permuter, Pipe, pipe_nbytes
 
 if TYPE_CHECKING:
     from vllm_plugin.device.kernel import Start
@@ -86,7 +86,7 @@ class Device:
             log_once("vllm.device.kernel", said, error, logger=logger, exc_info=True)
             return None
 
-    def prepare(self, permutation: Permutation, into_blocks: bool) -> Mover:
+    def prepare(self, permutation: Permutation, into_blocks: bool) -> Permuter:
         """How pages get into blocks, or out of them, by a kernel that is compiled once for all of this form."""
         from vllm_plugin.device import kernel
 
@@ -97,7 +97,7 @@ class Device:
                     torch.accelerator.set_device_index(self._where)  # this thread's, which Triton compiles for
                 with self._driver.on(self._ordinal):
                     self._starts[form] = kernel.prepare(permutation, into_blocks=into_blocks)
-        return Mover(self._starts[form], np.array(permutation.layer_addresses, dtype=np.int64))
+        return Permuter(self._starts[form], np.array(permutation.layer_addresses, dtype=np.int64))
 
     def close(self) -> None:
         """Touch no memory of the engine from now on, and give the device's back. Called once."""

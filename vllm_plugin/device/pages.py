@@ -13,11 +13,11 @@ from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes
 from vllm_plugin.blocks import BlockCopies, KVBlocks
 from vllm_plugin.device.permutation import Permutation, runs
-from vllm_plugin.device.pipe import Mover, Pipe
+from vllm_plugin.device.pipe import Permuter, Pipe
 
 logger = get_logger(__name__)
 
-Prepare = Callable[[Permutation, bool], Mover]
+Prepare = Callable[[Permutation, bool], Permuter]
 """Called with (permutation, whether it goes into the blocks)."""
 
 
@@ -34,18 +34,18 @@ class DevicePages:
     ) -> None:
         self._blocks, self._shard, self._fmt = blocks, shard, fmt
         self._loads, self._saves, self._prepare = loads, saves, prepare
-        self._parts: dict[Shard, tuple[PageFormat, Mover | None]] = {}
+        self._parts: dict[Shard, tuple[PageFormat, Permuter | None]] = {}
         self._out = prepare(Permutation.of(fmt, blocks.layout), False)
         prepare(Permutation.of(fmt, blocks.copy([0]).layout), False)  # compiled now, not when a block is given away
         self._parts[shard] = fmt, prepare(Permutation.of(fmt, blocks.layout), True)
 
     def load_page(self, part: Shard, block_ids: Sequence[int], first_token: int, page: Bytes, skip_tokens: int) -> None:
         """Begin what `KVBlocks.load_page` does."""
-        fmt, mover = self._part(part)
-        if mover is None or page.nbytes > self._loads.most_nbytes:
+        fmt, permuter = self._part(part)
+        if permuter is None or page.nbytes > self._loads.most_nbytes:
             self._blocks.load_page(part, block_ids, first_token, page, skip_tokens)
             return
-        self._loads.begin(page, mover, runs(fmt, self._blocks.layout, block_ids, first_token, skip_tokens, 0))
+        self._loads.begin(page, permuter, runs(fmt, self._blocks.layout, block_ids, first_token, skip_tokens, 0))
 
     def settle_loads(self) -> None:
         self._loads.settle()
@@ -68,15 +68,15 @@ class DevicePages:
         """Whether nothing is moved here any more, since the engine took its memory away."""
         return self._saves.closed
 
-    def _part(self, part: Shard) -> tuple[PageFormat, Mover | None]:
+    def _part(self, part: Shard) -> tuple[PageFormat, Permuter | None]:
         """Pages of another shard, and how they get into the blocks; None where no kernel is to be had for them."""
         if part not in self._parts:
             fmt, common = fit(self._fmt, self._shard, part)
-            mover = None
+            permuter = None
             try:
-                mover = self._prepare(Permutation.of(fmt, self._blocks.layout, common), True)
+                permuter = self._prepare(Permutation.of(fmt, self._blocks.layout, common), True)
             except Exception as error:  # Triton has a compiler, a cache and tools of its own
                 said = "pages of another shard are copied by way of host memory, without a kernel: %s"
                 log_once("vllm.device.part", said, error, logger=logger, exc_info=True)
-            self._parts[part] = fmt, mover
+            self._parts[part] = fmt, permuter
         return self._parts[part]

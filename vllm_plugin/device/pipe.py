@@ -44,7 +44,7 @@ def pipe_nbytes(nbytes: int, page_nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mover:
+class Permuter:
     """How pages of one form get into blocks, or out of them: the prepared kernel, and the addresses of its layers."""
 
     start: Start
@@ -59,7 +59,7 @@ class Mover:
 class _Batch:
     """What one launch of a kernel moves."""
 
-    mover: Mover
+    permuter: Permuter
     columns: list[Int64] = field(default_factory=list)
 
 
@@ -87,14 +87,14 @@ class _Lane:
     def has_room(self, nbytes: int, words: int) -> bool:
         return self._used + nbytes <= self._nbytes and self._words + words <= _TABLE_WORDS
 
-    def take(self, nbytes: int, mover: Mover, columns: Int64) -> int:
+    def take(self, nbytes: int, permuter: Permuter, columns: Int64) -> int:
         """A place for one more page, whose runs go into the next launch."""
         place = self.address + self._used
         self._used += _aligned(nbytes)
-        self._words += mover.words(columns.shape[1])
+        self._words += permuter.words(columns.shape[1])
         columns[0] = place
-        if not self.batches or self.batches[-1].mover is not mover:
-            self.batches.append(_Batch(mover))
+        if not self.batches or self.batches[-1].permuter is not permuter:
+            self.batches.append(_Batch(permuter))
         self.batches[-1].columns.append(columns)
         return place
 
@@ -120,13 +120,13 @@ class _Lane:
         batches, self.batches = self.batches, []
         for batch in batches:
             runs = np.concatenate(batch.columns, axis=1)
-            table = np.concatenate([runs.ravel(), batch.mover.layers])
+            table = np.concatenate([runs.ravel(), batch.permuter.layers])
             first = 8 * self._launched_words
             self._launched_words += len(table)
             self._table[first : first + table.nbytes].view(np.int64)[:] = table
             there = self.address + first
             self.copy(there, self._table.ctypes.data + first, table.nbytes)
-            batch.mover.start(there, runs.shape[1], there + runs.nbytes, self.stream)
+            batch.permuter.start(there, runs.shape[1], there + runs.nbytes, self.stream)
         leaving, self.leaving = self.leaving, []
         for place, page in leaving:
             target = page
@@ -190,7 +190,7 @@ class Pipe:
             self.close()
             raise
 
-    def begin(self, page: Bytes, mover: Mover, columns: Int64) -> None:
+    def begin(self, page: Bytes, permuter: Permuter, columns: Int64) -> None:
         """Have one page moved, of at most `most_nbytes`; `page` stays as it is and where it is until `settle`.
 
         Args:
@@ -199,8 +199,8 @@ class Pipe:
         if not columns.shape[1]:
             return
         with self._at_work():
-            lane = self._lane_with_room(page.nbytes, mover.words(columns.shape[1]))
-            place = lane.take(page.nbytes, mover, columns)
+            lane = self._lane_with_room(page.nbytes, permuter.words(columns.shape[1]))
+            place = lane.take(page.nbytes, permuter, columns)
             if not self._into_blocks:
                 lane.leaving.append((place, page))
                 return
