@@ -354,7 +354,7 @@ class Client:
         if sought is not None and len(found.found) == len(sought.keys):
             sought.found = [bool(here) for here in found.found]
             if found.done:
-                sought.done = True
+                sought.leave()
                 self._sought.pop(found.number, None)
 
     def _clean(self, mouth: Mouth, now_s: float) -> None:

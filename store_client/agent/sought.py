@@ -15,19 +15,21 @@ _GOOD_S = 5.0
 class Sought:
     """What was asked of the agent. Lookups read it, the client writes it."""
 
-    __slots__ = ("asked_s", "done", "found", "keys", "namespace", "nbytes", "number", "shard")
+    __slots__ = ("asked_s", "done", "ended_s", "found", "keys", "namespace", "nbytes", "number", "shard")
 
     def __init__(self, namespace: Namespace, shard: Shard, keys: Sequence[bytes], nbytes: int) -> None:
         self.namespace, self.shard, self.keys, self.nbytes = namespace, shard, keys, nbytes
         self.asked_s = time.monotonic()
         self.found = [False] * len(keys)
         self.done = False
+        self.ended_s = 0.0
         self.number = -1
 
     def is_good(self, keys: Sequence[bytes], now_s: float) -> bool:
         """Whether it says what is to be known of these keys, which end as its own do."""
-        return len(keys) == len(self.keys) and keys[0] == self.keys[0] and now_s - self.asked_s < _GOOD_S
+        same = len(keys) == len(self.keys) and keys[0] == self.keys[0]
+        return same and (not self.done or now_s - self.ended_s < _GOOD_S)
 
     def leave(self) -> None:
         """It has ended, and what was not heard by now is not found."""
-        self.done = True
+        self.ended_s, self.done = time.monotonic(), True

@@ -275,7 +275,8 @@ def test_a_page_that_a_tier_stores_after_it_was_cleared_and_removed_is_removed_a
     """A request that a store finishes long after it was given up. What was not cleared, or was stored again, stays."""
     monkeypatch.setattr("store_client.agent.breaker.FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr("store_client.agent.late.SETTLED_S", 0.0)
-    keys, seen, settled, due = chain("a", 2), threading.Event(), threading.Event(), LateWrites.due
+    keys, due, remove = chain("a", 2), LateWrites.due, tier.remove
+    seen, removed, settled = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(LateWrites, "due", lambda self, now_s: due(self, now_s) if settled.is_set() else None)
 
     def lose() -> None:
@@ -284,11 +285,18 @@ def test_a_page_that_a_tier_stores_after_it_was_cleared_and_removed_is_removed_a
             (space.clear if cleared else partial(space.remove, keys))()
             raise TierError("no answer", "timeout")
 
+    def say_once_removed(space, taken, **named) -> int:
+        count = remove(space, taken, **named)
+        if set(taken) == set(keys):
+            removed.set()
+        return count
+
+    monkeypatch.setattr(tier, "remove", say_once_removed)
     tier.before["write"] = lose
     with flowing(store, giving(tier)) as flow:
         settle(store, tier)
         put_chain(space, keys)
-        wait_until(lambda: set(keys) in map(set, tier.made("remove")))
+        assert removed.wait(PATIENT_S)
         put_into(tier, keys)
         if cleared:
             put_chain(space, keys[:1])

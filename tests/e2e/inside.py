@@ -30,6 +30,7 @@ def vllm_inside(model: Path, dtype: str, settings: dict[str, Any], **options: An
         from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
         torch.set_num_threads(1)
+        patch.setattr("vllm_plugin.prefix.lookups._LOOKUP_HANGS_S", 60.0)  # however busy the machine is
         transfer = KVTransferConfig(
             kv_connector="MooncakeKVConnector",
             kv_role="kv_both",

@@ -142,6 +142,7 @@ def host(start: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.Monke
     """`host(name, **settings)`: an engine with a pool of its own, whose agent knows the folder that all share."""
     monkeypatch.setattr("store_client.agent.patience.LEAST_S", 60.0)
     monkeypatch.setattr("store_client.agent.source.is_worth_it", lambda *args: True)  # nothing here takes time
+    monkeypatch.setattr("store_client.agent.client._SILENT_S", 60.0)
     monkeypatch.setattr("store_client.jobs._HEARING_S", 60.0)
     folder = shared_folder(tmp_path / "shared")
 

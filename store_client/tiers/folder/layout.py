@@ -78,7 +78,12 @@ def _claim_new(tier: str, root: Path) -> None:
             f"mkdir -m 700 {root} (it is never made by itself, which would be on the wrong disk without the mount)",
             "unavailable",
         )  # fmt: skip
-    refuse_foreign(tier, root, lambda name: name in (MARKER, SWEPT) or is_clock(name))
+    try:
+        refuse_foreign(tier, root, lambda name: name in (MARKER, SWEPT) or is_clock(name))
+    except TierError:
+        if MARKER in os.listdir(root):  # another host has just claimed it, and put there what was found
+            return
+        raise
     write_file(root / MARKER, _MARKER_TEXT.encode())
 
 

@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ import pytest
 import store_client.agent.client as client_module
 import store_client.agent.clients as clients
 import store_client.agent.gift as gift_module
+import store_client.agent.sought as sought_module
 from e2e.client import Answer
 from e2e.inside import drain, vllm_inside
 from e2e.pages import wait_for
@@ -39,6 +41,7 @@ pytestmark = pytest.mark.engine
 PAGE_TOKENS = 64
 HIT = 512
 """Of 600 tokens: where the blocks of all groups end, 128 or 256 tokens long."""
+SOUGHT_S = 0.5
 GROUPS = {"gemma3": 3, "gpt-oss": 2, "qwen3-next": 4, "cohere2": 4}
 
 
@@ -91,6 +94,7 @@ class Inside:
             store.clear()
         self.forget()
         wait_for(lambda: not any(client._kept for client in clients._clients.values()), "the end of all asks")
+        time.sleep(SOUGHT_S)  # and what the folder did not have before it was written is sought again
 
     def count(self, what: str) -> int:
         """Of the folder, as the agent says."""
@@ -137,6 +141,8 @@ def inside(request: pytest.FixtureRequest) -> Iterator[Inside]:
     patch.setattr("store_client.agent.patience.LEAST_S", 60.0)  # however busy the machine is
     patch.setattr("store_client.agent.source.is_worth_it", lambda *args: True)
     patch.setattr(client_module, "_KEPT_S", 0.0)
+    patch.setattr(client_module, "_SILENT_S", 60.0)
+    patch.setattr(sought_module, "_GOOD_S", SOUGHT_S)
     giving, give = list[object](), gift_module.Gift.give
 
     def watched(gift: gift_module.Gift, *args: Any) -> bool:

@@ -14,7 +14,7 @@ from mooncake_connector.config.tiers import FolderTier
 from store_client.base import Put
 from store_client.testing import PAGE_NBYTES, chain
 from store_client.tiers.base import SEAL_NBYTES, SpaceName, Target, TierError
-from store_client.tiers.folder import SharedFolder, sweep
+from store_client.tiers.folder import SharedFolder, layout, sweep
 from store_client.tiers.folder.layout import MARKER, SWEPT, page_path, space_folder
 from store_client.tiers.testing import DEADLINE_S, Memory, contains, new_space, read, write
 
@@ -170,6 +170,19 @@ def test_a_folder_of_somebody_else_is_refused_and_left_alone(tmp_path):
     with pytest.raises(TierError, match=r"holds something else already \(thesis.tex\)") as caught:
         open_folder(tmp_path)
     assert caught.value.lasting and os.listdir(tmp_path) == ["thesis.tex"]
+
+
+def test_a_folder_that_another_host_claims_and_fills_just_now_is_no_strangers(tmp_path, monkeypatch):
+    """Of hosts that start together on a new folder, one looks what is in it when another has its first pages there."""
+    refuse = layout.refuse_foreign
+
+    def late(*args) -> None:
+        monkeypatch.setattr(layout, "refuse_foreign", refuse)
+        open_folder(tmp_path).close()
+        refuse(*args)
+
+    monkeypatch.setattr(layout, "refuse_foreign", late)
+    open_folder(tmp_path).close()
 
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path):
