@@ -336,8 +336,8 @@ class Client:
     def _told(self, told: messages.Told) -> None:
         self._awaits_s = 0.0
         asked = self._in_flight.get(told.number)
-        if asked is None:
-            return
+        if asked is None or not (asked.heard_s or told.coming or told.settled or told.done):
+            return  # that the agent lives says nothing of the pages: its first word on them is still to come
         if asked.prefill_tokens_s and not asked.settled and (told.settled or told.done):
             self.patience.heard(len(asked.keys), min(told.coming, len(asked.keys)))
         asked.coming, asked.landed = min(told.coming, len(asked.keys)), min(told.landed, len(asked.keys))

@@ -280,14 +280,14 @@ def test_a_page_that_a_tier_stores_after_it_was_cleared_and_removed_is_removed_a
     monkeypatch.setattr(LateWrites, "due", lambda self, now_s: due(self, now_s) if settled.is_set() else None)
 
     def lose() -> None:
-        if tier.made("write")[-1] == tuple(keys) and not seen.is_set():
+        if set(keys) <= set(tier.made("write")[-1]) and not seen.is_set():  # with the mark, perhaps
             seen.set()
             (space.clear if cleared else partial(space.remove, keys))()
             raise TierError("no answer", "timeout")
 
     def say_once_removed(space, taken, **named) -> int:
         count = remove(space, taken, **named)
-        if set(taken) == set(keys):
+        if set(keys) <= set(taken):
             removed.set()
         return count
 

@@ -544,3 +544,20 @@ def test_an_agent_that_talks_nonsense_is_left_and_reached_again(pool, monkeypatc
             broken.setattr("store_client.agent.messages.Frames.take", lambda self: b"nonsense")
             until(lambda: space_of(store).lookup(keys) and store._client.failures["agent_lost"])
         settled(space_of(store), keys, Lookup(0, True, 2))
+
+
+def test_a_sign_of_life_before_the_first_word_on_pages_is_not_that_word(pool, monkeypatch):
+    """The agent says every second how each ask stands, also one of which it knows nothing yet."""
+    monkeypatch.setattr("store_client.agent.client._SILENT_S", 3600.0)
+    keys = chain("a", 3)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.prefetch(keys, patient=True)
+        asked = until(lambda: agent.fetches.asked)[0]
+        asked.tell(Word())
+        until(lambda: space.lookup(keys) and not store._client._awaits_s)
+        assert space.lookup(keys) == Lookup(0, pending=True)
+        asked.tell(Word(coming=2))
+        settled(space, keys, Lookup(0, True, 2))
+        asked.tell(Word())  # the tier that had them is gone, and others are asked
+        settled(space, keys, UNHEARD)

@@ -41,7 +41,7 @@ NEXT_MODULES = (
 AT_ONCE = min(2, os.cpu_count() or 1)
 STOP_S = 60.0
 AGAIN_S = 900.0
-MOST_AGAIN = 4
+MOST_AGAIN = 8
 """With more failures than that something is broken, and nothing is run again."""
 ROOM = (
     (Path(tempfile.gettempdir()), 3.0, 0.05, "the disk tier writes there and leaves 5 % to others; set TMPDIR"),

@@ -14,7 +14,7 @@ from e2e.pd.conftest import LEASE_S, ORDERS, Trio
 from e2e.pd.half_way import LIMIT_S, half_way
 from e2e.questions import Question
 
-REQUESTS = 200 if LONG else 32
+REQUESTS = 200 if LONG else 16
 AT_ONCE = 8
 
 
