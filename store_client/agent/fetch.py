@@ -14,6 +14,7 @@ from functools import partial
 
 from mooncake_connector.log import get_logger, log_once
 from store_client.agent.chain import BEHIND, Batch, Chain, Question
+from store_client.agent.clerk import Clerk
 from store_client.agent.landing import Landing
 from store_client.agent.lanes import Job, Lane
 from store_client.agent.plan import Plan
@@ -37,6 +38,7 @@ class Fetcher:
         self._pool, self._sources = pool, sources
         self._changed = threading.Condition()
         self._plan = Plan(sources)
+        self._clerk = Clerk("flow-writes")
         self._closed = False
         self._untold: list[Chain] = []
         self._wake = threading.Event()
@@ -87,6 +89,7 @@ class Fetcher:
             self._plan.forget(None, "closed")
         self._wake.set()
         ended = [[lane.close(deadline) for lane in source.lanes] for source in self._sources]
+        self._clerk.close()
         return [all(lanes) for lanes in ended]
 
     # -- carrying out -------------------------------------------------------------------------------------------
@@ -210,7 +213,7 @@ class Fetcher:
             after = batch.after
             follows = [key for key in batch.parents[:1] if key is not None and after is not None and not after.ended]
         landing = Landing(self.may_publish, self._sources[batch.tier], batch, until)
-        results = landing.run(self._pool, follows)
+        results = landing.run(self._pool, follows, self._clerk)
         with self._locked():
             batch.publishing = False
             self._plan.ended(batch, results)

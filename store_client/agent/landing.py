@@ -12,6 +12,7 @@ import xxhash
 
 from mooncake_connector.log import get_logger, log_once
 from store_client.agent.chain import BEHIND, LANDED, Batch
+from store_client.agent.clerk import Clerk
 from store_client.agent.source import Source
 from store_client.base import Pieces, Put
 from store_client.embedded import EmbeddedStore
@@ -38,14 +39,14 @@ class Landing:
         self._placed = 0
         self._corrupt: list[bytes] = []
 
-    def run(self, pool: EmbeddedStore, follows: Sequence[bytes]) -> list[str]:
+    def run(self, pool: EmbeddedStore, follows: Sequence[bytes], clerk: Clerk) -> list[str]:
         """What became of each page, as `Plan.ended` takes it."""
         batch, wish = self._batch, self._batch.wish
         wait_s = min(_LOCK_WAIT_S, max(_SHORTEST_READ_S, self._until - time.monotonic()))
         give_up_s = time.monotonic() + wait_s
         puts = pool.space(wish.namespace, wish.shard).receive(
             batch.keys, self._fill, nbytes=wish.nbytes, parents=batch.parents, deadline_s=wait_s, follows=follows,
-            clears=batch.clears,
+            clears=batch.clears, locked=clerk.run,
         )  # fmt: skip
         if pool.clears != batch.clears:
             without = "forgotten"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,17 @@ FillAll: TypeAlias = Callable[[Sequence[tuple[int, Pieces]]], Sequence[int | Non
 """Called with (number in the keys, writable pieces) of every page that has a place; returns for each its XXH3-64, or
 None where the page is not to be stored."""
 _FillPlan: TypeAlias = Callable[[Pool, PutPlan], None]
+T = TypeVar("T")
+
+
+class Locked(Protocol):
+    """Has something done that takes the write lock, by whichever thread, and returns or raises what that does."""
+
+    def __call__(self, do: Callable[[], T], /) -> T: ...
+
+
+def _at_once(do: Callable[[], T]) -> T:
+    return do()
 
 
 def put_batch(nbytes: int) -> int:
@@ -185,6 +196,7 @@ class EmbeddedSpace(Space):
         deadline_s: float,
         follows: Collection[bytes] = (),
         clears: int | None = None,
+        locked: Locked = _at_once,
     ) -> list[Put]:
         """As `write`, for pages that somebody else brings: `fill` is given all places at once, and returns checksums.
 
@@ -200,7 +212,7 @@ class EmbeddedSpace(Space):
         pages = PutPages(
             self._namespace, self._shard, keys, parents, nbytes, follows=follows, clears=clears, mark=BROUGHT
         )
-        return self._put(pages, partial(_fill_all, callers(fill)), deadline_s)
+        return self._put(pages, partial(_fill_all, callers(fill)), deadline_s, locked)
 
     def show(self, keys: Sequence[bytes], consume: ConsumeAll, *, nbytes: int) -> list[bool]:
         """Show all pages that are present to one call of `consume`, as they lie in the arena, without a copy.
@@ -221,7 +233,9 @@ class EmbeddedSpace(Space):
         absent = [False] * len(keys)
         return self._handle.look(self._closed, lambda pool: pool.reader.brought(keys, self._number), absent)
 
-    def _put(self, pages: PutPages, fill: Callable[[int, Pool, PutPlan], None], deadline_s: float) -> list[Put]:
+    def _put(
+        self, pages: PutPages, fill: Callable[[int, Pool, PutPlan], None], deadline_s: float, locked: Locked = _at_once
+    ) -> list[Put]:
         keys, parents, nbytes = pages.keys, pages.parents, pages.nbytes
         if len(parents) != len(keys):
             raise ValueError(f"{len(parents)} parents for {len(keys)} keys")
@@ -238,25 +252,27 @@ class EmbeddedSpace(Space):
             for at in range(0, len(keys) if pool.damage is None else 0, step):
                 batch = slice(at, at + step)
                 some = replace(pages, keys=keys[batch], parents=parents[batch])
-                puts, filling_s = self._write_batch(pool, some, partial(fill, at), deadline)
+                puts, filling_s = self._write_batch(pool, some, partial(fill, at), deadline, locked)
                 outcome.extend(puts)
                 deadline += filling_s
 
         self._handle.call(self._closed, write_all, None)
         return outcome + [Put.FAILED] * (len(keys) - len(outcome))
 
-    def _write_batch(self, pool: Pool, pages: PutPages, fill: _FillPlan, deadline: float) -> tuple[list[Put], float]:
+    def _write_batch(
+        self, pool: Pool, pages: PutPages, fill: _FillPlan, deadline: float, locked: Locked
+    ) -> tuple[list[Put], float]:
         """Reserve, write, commit; a fault of the pool fails what is not stored by then. Also the seconds of `fill`."""
         outcome: dict[int, str] = {}
         filling_s = 0.0
         cause = "error"
         try:
-            plan = pool.writer.reserve(pages, deadline)
+            plan = locked(lambda: pool.writer.reserve(pages, deadline))
             outcome.update(plan.outcome)
             started_s = time.monotonic()
             self._fill_places(pool, plan, fill)
             filling_s = time.monotonic() - started_s
-            outcome.update(pool.writer.commit(plan, deadline + filling_s))
+            outcome.update(locked(lambda: pool.writer.commit(plan, deadline + filling_s)))
         except LockTimeout:
             cause = "busy"
             log_once(

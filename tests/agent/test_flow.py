@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import msgspec
@@ -15,6 +16,7 @@ from store.pools import CAPACITY, space_in
 from store_client import EmbeddedStore
 from store_client.agent import source
 from store_client.embedded import EmbeddedSpace
+from store_client.embedded.locks import FileLock
 from store_client.testing import PAGE_NBYTES, SHARD, chain, namespace, put_chain
 from store_client.tiers.base import TierError, TierStats
 
@@ -41,6 +43,21 @@ def test_pages_of_a_tier_are_in_the_pool_once_they_are_told_to_have_landed(store
     assert all(word.coming >= word.landed for word in heard.words)
     assert heard.words[0].coming > 0 and heard.words[0].landed == 0, "that they are coming is said first"
     audit(store)
+
+
+def test_who_moves_bytes_gives_way_and_who_has_the_write_lock_meanwhile_does_not(store, space, tier, monkeypatch):
+    def weight() -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    own, reading, locking, acquire = weight(), [], [], FileLock.acquire
+    keys = chain("a", 30)
+    put_into(tier, keys)
+    tier.before["read"] = lambda: reading.append(weight())
+    monkeypatch.setattr(FileLock, "acquire", lambda *given: locking.append(weight()) or acquire(*given))
+    with flowing(store, tier) as flow:
+        assert fetch(flow, keys)[0].landed == 30
+        assert set(reading) == {min(own + 10, 19)}
+        assert len(locking) >= 2 * len(reading) and set(locking) == {own}
 
 
 def test_a_chain_goes_on_in_another_tier(store, space):

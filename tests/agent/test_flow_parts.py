@@ -11,6 +11,7 @@ import pytest
 
 from store_client.agent.breaker import LASTING_PAUSE_S, LONGEST_PAUSE_S, Breaker
 from store_client.agent.budget import Bandwidth
+from store_client.agent.clerk import Clerk
 from store_client.agent.lanes import Lane
 from store_client.agent.worth import Speed, is_worth_it
 
@@ -189,3 +190,17 @@ def test_threads_that_move_bytes_give_way_and_those_that_somebody_waits_for_do_n
     assert seen.get(timeout=120) == min(own + given, 19)
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
     assert lane.close(time.monotonic() + 120)
+
+
+def test_a_clerk_returns_and_raises_what_it_was_given_in_a_thread_of_its_own():
+    clerk = Clerk("test")
+    assert clerk.run(threading.get_ident) not in (threading.get_ident(), None)
+    with pytest.raises(ZeroDivisionError):
+        clerk.run(lambda: 1 // 0)
+    assert clerk.run(lambda: "next") == "next", "it goes on"
+
+
+def test_a_clerk_that_is_closed_keeps_nobody_waiting():
+    clerk = Clerk("test")
+    clerk.close()
+    assert clerk.run(threading.get_ident) == threading.get_ident()
