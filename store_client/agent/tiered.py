@@ -250,11 +250,12 @@ class TieredSpace(SpaceAround):
                     pending, wait_s, until_s = True, left_s, now_s
                 unheard = not pending
                 break
-            place = asked.place(keys[at])
-            if asked.coming <= place or not asked.is_fresh(now_s):
-                unheard = not asked.settled
+            place, is_fresh = asked.place(keys[at]), asked.is_fresh(now_s)
+            # It finds more and more of them, also where all that it has found has landed by now.
+            pending = pending or (asked.coming > 0 and not asked.settled and is_fresh)
+            if asked.coming <= place or not is_fresh:
+                unheard = not (asked.settled or pending)
                 break
-            pending = pending or not asked.settled
             end = min(self._end_of(asked, place, keys, at), at + asked.coming - place)
             at = end
             if asked.coming < len(asked.keys):

@@ -561,3 +561,16 @@ def test_a_sign_of_life_before_the_first_word_on_pages_is_not_that_word(pool, mo
         settled(space, keys, Lookup(0, True, 2))
         asked.tell(Word())  # the tier that had them is gone, and others are asked
         settled(space, keys, UNHEARD)
+
+
+def test_while_it_is_not_settled_what_comes_the_answer_is_pending_also_where_all_that_came_has_landed(pool):
+    keys = chain("a", 5)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.lookup(keys)
+        asked = until(lambda: agent.fetches.asked)[0]
+        put_chain(store._inner.space(namespace(), SHARD), keys[:3])
+        asked.tell(Word(coming=3, landed=3))
+        settled(space, keys, Lookup(3, pending=True))
+        asked.tell(Word(coming=5, landed=3, settled=True))
+        settled(space, keys, Lookup(3, coming=2))
