@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from long_form import LONG
 
 HERE = Path(__file__).resolve().parent
 
@@ -27,7 +28,10 @@ def last_line(name: str) -> str:
     return demo.stdout.rstrip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-engines"])
+IN_LONG_FORM = pytest.mark.skipif(not LONG, reason="it has a long form alone (`make test-long`); test_engines.py has it")
+
+
+@pytest.mark.parametrize("name", ["demo", pytest.param("demo-engines", marks=[pytest.mark.long, IN_LONG_FORM])])
 def test_demo_ends_with_a_hit_and_the_same_text(name: str) -> None:
     last = last_line(name)
     number = r"\d+\.\d{3}"
