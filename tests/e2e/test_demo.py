@@ -28,7 +28,7 @@ def last_line(name: str) -> str:
     return demo.stdout.rstrip().splitlines()[-1]
 
 
-IN_LONG_FORM = pytest.mark.skipif(not LONG, reason="it has a long form alone (`make test-long`); test_engines.py has it")
+IN_LONG_FORM = pytest.mark.skipif(not LONG, reason="it has a long form alone; test_engines.py shows the same")
 
 
 @pytest.mark.parametrize("name", ["demo", pytest.param("demo-engines", marks=[pytest.mark.long, IN_LONG_FORM])])
