@@ -6,16 +6,20 @@ import errno
 import os
 import stat
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 
-from store_client.base import Bytes, Put
+from store_client.base import Put
 from store_client.tiers.base import SEAL_NBYTES, Pieces, Sealed
 from store_client.tiers.folder.layout import new_name, open_folder, opened
 
 _CHUNK_NBYTES = 512 << 10
-"""Read into a buffer that stays in the processor's cache, and copied from there."""
+"""What the page cache does not have is read into a buffer that stays in the processor's cache, and copied from there:
+nobody knows how long the mount takes, and it would write into memory that is others' by then."""
+_NOT_AT_HAND = (errno.EAGAIN, errno.EOPNOTSUPP)
+"""Not in the page cache; or a file system that does not say, as most network ones."""
 GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
 """The page was removed, perhaps by another host while it was being read."""
 _NO_FILE = (errno.ESPIPE, errno.EISDIR, errno.ELOOP, errno.ENXIO)
@@ -40,18 +44,34 @@ class Ticket:
         with self._lock:
             self._left = True
 
-    def copy(self, target: Bytes, source: Bytes) -> None:
+    def read_at_hand(self, fd: int, views: Sequence[memoryview], offset: int) -> int | None:
+        """Read what the page cache has straight to where it belongs; None where it has nothing, or does not say."""
         with self._lock:
-            if self._left:
-                raise TimeoutError("nobody waits for it")
-            target.data[:] = source.data  # with the interpreter lock: that is sooner done than given away
+            self._check()
+            try:
+                return os.preadv(fd, views, offset, os.RWF_NOWAIT)
+            except OSError as error:
+                if error.errno not in _NOT_AT_HAND:
+                    raise
+                return None
+
+    def copy(self, targets: Sequence[memoryview], source: memoryview) -> None:
+        with self._lock:
+            self._check()
+            for target in targets:  # with the interpreter lock: that is sooner done than given away
+                some = source[: len(target)]
+                target[: len(some)] = some
+                source = source[len(some) :]
 
     def publish(self, fd: int, new: str, page: str) -> Put:
         """`fd` is the folder's."""
         with self._lock:
-            if self._left:
-                raise TimeoutError("nobody waits for it")
+            self._check()
         return _publish(fd, new, page)
+
+    def _check(self) -> None:
+        if self._left:
+            raise TimeoutError("nobody waits for it")
 
 
 def has_page(path: str, nbytes: int, stale_before: float = 0.0) -> bool:
@@ -102,22 +122,37 @@ def read_page(path: str, pieces: Pieces, ticket: Ticket) -> bytes | None:
 
 def _fill(fd: int, pieces: Pieces, ticket: Ticket) -> bytes | None:
     """As few calls as can be: each gives the interpreter lock away, and may wait to have it back."""
-    if not hasattr(_buffers, "chunk"):
-        _buffers.chunk = np.empty(_CHUNK_NBYTES, dtype=np.uint8)
-    chunk: Bytes = _buffers.chunk
     behind = np.empty(SEAL_NBYTES + 1, dtype=np.uint8)
-    got = offset = 0
-    left = sum(map(len, pieces))
-    for piece in pieces:
-        at = 0
-        while at < len(piece):
-            part = chunk[: len(piece) - at]
-            views = [part.data, behind.data] if left == len(part) else [part.data]
-            if (got := os.preadv(fd, views, offset) - len(part)) < 0:
-                return None
-            ticket.copy(piece[at : at + len(part)], part)
-            at, offset, left = at + len(part), offset + len(part), left - len(part)
-    return behind[:SEAL_NBYTES].tobytes() if got == SEAL_NBYTES else None
+    views = [*(piece.data for piece in pieces), behind.data]
+    left = sum(map(len, views))
+    offset, at_hand = 0, True
+    while left > 1:
+        got = ticket.read_at_hand(fd, views, offset) if at_hand else None
+        at_hand = got is not None
+        got = got or _read_by_way(fd, views, offset, ticket)
+        if not got:
+            break
+        offset, left = offset + got, left - got
+        _skip(views, got)
+    return behind[:SEAL_NBYTES].tobytes() if left == 1 else None
+
+
+def _read_by_way(fd: int, views: Sequence[memoryview], offset: int, ticket: Ticket) -> int:
+    """Read some bytes, however long the mount takes for them."""
+    if not hasattr(_buffers, "chunk"):
+        _buffers.chunk = memoryview(bytearray(_CHUNK_NBYTES))
+    chunk: memoryview = _buffers.chunk
+    got = os.preadv(fd, [chunk[: sum(map(len, views))]], offset)
+    ticket.copy(views, chunk[:got])
+    return got
+
+
+def _skip(views: list[memoryview], nbytes: int) -> None:
+    """Drop so many bytes from the front."""
+    while views and nbytes >= len(views[0]):
+        nbytes -= len(views.pop(0))
+    if nbytes:
+        views[0] = views[0][nbytes:]
 
 
 def write_page(path: str, page: Sealed, ticket: Ticket) -> Put:
@@ -175,10 +210,7 @@ def _write_all(fd: int, views: list[memoryview]) -> None:
     offset = 0
     while views:
         offset += (written := os.pwritev(fd, views, offset))
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if written:
-            views[0] = views[0][written:]
+        _skip(views, written)
 
 
 def _publish(fd: int, new: str, page: str) -> Put:

@@ -20,6 +20,7 @@ from bench.tiers.measure import Measured, Rates, Scale, compare, tier_rates
 from mooncake_connector.config.tiers import FolderTier
 from store_client.tiers.folder import SharedFolder
 from store_client.tiers.folder.tier import AT_ONCE
+from store_client.tiers.workers import give_way
 
 
 def measure(folder: Path, scale: Scale, say: Callable[[str], None] = lambda line: None) -> list[Rates]:
@@ -34,25 +35,27 @@ def ours(scale: Scale, where: Path, nbytes: int, number: int) -> Measured:
 
 
 def plain(scale: Scale, where: Path, nbytes: int, number: int) -> Measured:
-    """Files that are written, forced to the disk and closed, and read again as a whole, in the same folders."""
+    """Files that are written, forced to the disk and closed, and read again as a whole, in the same folders: by threads
+    that give way to others as those of the tier do, from and into as much memory."""
     files = [where / f"{one % 256:02x}" / str(one) for one in range(scale.nbytes // nbytes)]
     for file in files:
         file.parent.mkdir(exist_ok=True)
-    memory = np.full((AT_ONCE, nbytes), 0xA5, dtype=np.uint8)
+    places = SharedFolder.parallel * max(1, SharedFolder.batch_nbytes // nbytes)
+    memory = np.full((places, nbytes), 0xA5, dtype=np.uint8)
 
     def write(one: int) -> None:
         fd = os.open(files[one], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        assert os.pwritev(fd, [memory[one % AT_ONCE].data], 0) == nbytes
+        assert os.pwritev(fd, [memory[one % places].data], 0) == nbytes
         os.fsync(fd)
         os.close(fd)
 
     def read(one: int) -> None:
         fd = os.open(files[one], os.O_RDONLY)
-        assert os.preadv(fd, [memory[one % AT_ONCE].data], 0) == nbytes
+        assert os.preadv(fd, [memory[one % places].data], 0) == nbytes
         os.close(fd)
 
     order = list(range(len(files)))
-    with ThreadPoolExecutor(AT_ONCE) as threads:
+    with ThreadPoolExecutor(AT_ONCE, initializer=give_way) as threads:
         for what, work in (("write", write), ("read", read)):
             started_s = time.perf_counter()
             list(threads.map(work, order))

@@ -106,6 +106,30 @@ def test_a_page_that_another_host_removes_under_a_reader_is_a_miss(tmp_path, mon
     folder.close()
 
 
+@pytest.mark.parametrize("nbytes_at_hand", [0, 5000, None])
+def test_pages_that_the_page_cache_has_in_part_or_that_nobody_can_tell_of_are_read_whole(
+    tmp_path, monkeypatch, nbytes_at_hand
+):
+    """None: the file system does not know the flag."""
+    space, keys, memory, folder = new_space(), chain("a", 3), Memory(), open_folder(tmp_path)
+    write(folder, memory, space, keys)
+    preadv, asked = os.preadv, []
+
+    def read_in_part(fd, buffers, offset, flags=0):
+        if not flags:
+            return preadv(fd, buffers, offset)
+        asked.append(flags)
+        if nbytes_at_hand is None or offset >= nbytes_at_hand:
+            code = errno.EOPNOTSUPP if nbytes_at_hand is None else errno.EAGAIN
+            raise OSError(code, os.strerror(code))
+        return preadv(fd, [memoryview(buffers[0])[: nbytes_at_hand - offset]], offset)
+
+    monkeypatch.setattr(os, "preadv", read_in_part)
+    assert read(folder, memory, space, keys) == [True] * 3
+    assert len(asked) >= 3
+    folder.close()
+
+
 def test_a_file_system_without_links_will_do(tmp_path, monkeypatch):
     def refuse(*arguments, **named):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
