@@ -39,9 +39,10 @@ _LOOK_AGAIN_S = 0.01
 """A chain that waits for pages is looked up over and over. While the agent says nothing new of it, the pool is looked
 into again only after so long,"""
 _WHOLE_AGAIN_S = 0.05
-"""and for what was there already after so long."""
-_LISTEN_AGAIN_S = 0.003
-"""Once it is settled what comes, words are read only so often: reading them is most of what a lookup costs then."""
+"""and after so long for what was there already, or where all that is missing is coming: that it lands is told."""
+_LISTEN_AGAIN_S = 0.0045
+"""Once it is settled what comes, words are read only so often: reading them is most of what a lookup costs then. Who
+loads looks every 5 ms."""
 
 logger = get_logger(__name__)
 
@@ -107,7 +108,8 @@ class _Found(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The last answer to lookups of one chain, which holds until then, or until more is said of what was asked."""
+    """The last answer to lookups of one chain, which holds until one of these times, or until more is said of what was
+    asked."""
 
     first: bytes
     num_keys: int
@@ -115,7 +117,12 @@ class _Answer(NamedTuple):
     asked: Asked
     said: int
     until_s: float
+    """When a wait for the first word is no longer worth it."""
+    look_s: float
+    """When the pool is to be looked into again."""
     lookup: Lookup
+    lag: int | None
+    """Where the ask has all that was missing then: so many keys of the chain are before its first one."""
 
 
 class TieredSpace(SpaceAround):
@@ -143,8 +150,14 @@ class TieredSpace(SpaceAround):
             former = None
         if former is None or not former.asked.settled or now_s - self._client.listened_s >= _LISTEN_AGAIN_S:
             self._client.listen()
-        if former is not None and now_s < former.until_s and former.asked.said == former.said:
-            return former.lookup
+        if former is not None and now_s < former.look_s:
+            if former.asked.said != former.said:
+                if (lookup := self._more(keys, former, now_s)) is not None:
+                    return lookup
+            elif former.lookup.wait_s == math.inf:
+                return former.lookup
+            elif now_s < former.until_s:
+                return former.lookup._replace(wait_s=former.until_s - now_s)
         found = self._look(keys, former, now_s)
         if found.present >= len(keys) or not self._client.ready:
             return Lookup(found.present, unheard=found.present < len(keys))
@@ -154,19 +167,41 @@ class TieredSpace(SpaceAround):
     def _look(self, keys: Sequence[bytes], former: _Answer | None, now_s: float) -> _Found:
         """How many pages are present: in full now and then, or else only what was missing. Pages that the agent has
         just said to have landed need no look."""
-        whole_s, looked_s, present = now_s, -math.inf, 0
+        whole_s, looked_s, present, is_due = now_s, now_s, 0, True
         if former is not None and now_s - former.found.whole_s < _WHOLE_AGAIN_S:
             present, whole_s, looked_s = former.found
+            is_due = now_s >= former.look_s or former.asked.done
             asked = self._asks.get(keys[present])
             if asked is not None and asked.is_indexed and now_s - asked.heard_s < _WHOLE_AGAIN_S:
                 place = asked.place(keys[present])
                 landed = asked.landed - place
                 if landed > 0:
                     present = min(self._end_of(asked, place, keys, present), present + landed)
-        if now_s - looked_s >= _LOOK_AGAIN_S and present < len(keys):
+        if is_due and present < len(keys):
             looked_s = now_s
             present += self._inner.lookup(keys[present:] if present else keys).pages
         return _Found(present, whole_s, looked_s)
+
+    def _more(self, keys: Sequence[bytes], former: _Answer, now_s: float) -> Lookup | None:
+        """The answer after the agent has said more, where nothing else has to be looked at; it is kept."""
+        asked, said, lag = former.asked, former.asked.said, former.lag
+        if lag is None or asked.done or not asked.heard_s or not self._client.ready:
+            return None
+        if now_s - former.found.whole_s >= _WHOLE_AGAIN_S:
+            return None
+        present = max(former.found.present, min(len(keys), lag + asked.landed))
+        end = min(len(keys), lag + asked.coming)
+        if end <= present or lag + len(asked.keys) < len(keys):
+            return None
+        lookup = Lookup(present, not asked.settled, end - present)
+        found = _Found(present, former.found.whole_s, former.found.looked_s)
+        look_s = self._look_again_s(found, whole=end == len(keys))
+        self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, asked, said, math.inf, look_s, lookup, lag)
+        return lookup
+
+    @staticmethod
+    def _look_again_s(found: _Found, *, whole: bool) -> float:
+        return found.whole_s + _WHOLE_AGAIN_S if whole else found.looked_s + _LOOK_AGAIN_S
 
     def prefetch(
         self,
@@ -181,9 +216,11 @@ class TieredSpace(SpaceAround):
             self._prefill_tokens_s = min(prefill_tokens_s, _MOST_TOKENS_S)
         self._patient = self._patient or patient
         if self._nbytes is not None and self._client.ready:
+            now_s = time.monotonic()
             present = self._inner.lookup(keys).pages
             if present < len(keys):
                 self._ask(keys, present, parent, min(max(deadline_s, _SHORTEST_S), _LONGEST_S))
+                self._answer(keys, _Found(present, now_s, now_s), now_s)
 
     def seek(self, keys: Sequence[bytes], *, prefill_s: float | None = None) -> Seen:
         """As `Space.seek`. Of more than `MAX_SOUGHT` keys the last ones."""
@@ -235,9 +272,12 @@ class TieredSpace(SpaceAround):
     def _answer(self, keys: Sequence[bytes], found: _Found, now_s: float) -> Lookup:
         """What is there and what is coming; while it is coming the answer is kept."""
         present = at = found.present
-        pending, unheard, wait_s, until_s = False, False, math.inf, now_s + _LOOK_AGAIN_S
+        pending, unheard, wait_s, lag = False, False, math.inf, None
         first = self._asks.get(keys[at])
-        said = 0 if first is None else first.said
+        said = 0
+        if first is not None:
+            said, place = first.said, first.place(keys[at])
+            lag = at - place if self._end_of(first, place, keys, at) == len(keys) else None
         silent = self._client.is_silent(now_s)
         while at < len(keys) and (asked := self._asks.get(keys[at])) is not None:
             if asked.done:
@@ -247,7 +287,7 @@ class TieredSpace(SpaceAround):
                 patience_s = math.inf if self._patient else self._client.patience.wait_s(asked.prefill_s)
                 left_s = asked.asked_s + patience_s - now_s
                 if not silent and left_s > 0 and not pending:
-                    pending, wait_s, until_s = True, left_s, now_s
+                    pending, wait_s = True, left_s
                 unheard = not pending
                 break
             place, is_fresh = asked.place(keys[at]), asked.is_fresh(now_s)
@@ -264,7 +304,9 @@ class TieredSpace(SpaceAround):
         if first is not None and not first.done:
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()
-            self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, first, said, until_s, lookup)
+            look_s = self._look_again_s(found, whole=at == len(keys))
+            until_s = now_s + wait_s
+            self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, first, said, until_s, look_s, lookup, lag)
         else:
             self._answers.pop(keys[-1], None)
         return lookup

@@ -537,6 +537,24 @@ def test_what_is_asked_over_and_over_is_looked_up_once_until_the_agent_says_more
         assert set(looks) == {5} and len(looks) > 1
 
 
+def test_what_was_announced_a_moment_ago_is_not_looked_up_in_the_pool_again(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 3600.0)
+    monkeypatch.setattr("store_client.agent.tiered._WHOLE_AGAIN_S", 3600.0)
+    monkeypatch.setattr("store_client.agent.patience.LEAST_S", 3600.0)
+    keys = chain("a", 5)
+    with running(pool), tiered(pool) as store:
+        space = space_of(store)
+        looks: list[int] = []
+        look = space._inner.lookup
+        monkeypatch.setattr(space._inner, "lookup", lambda keys: looks.append(len(keys)) or look(keys))
+        until(lambda: store._client.ready)
+        space.prefetch(keys)
+        first, second = space.lookup(keys), space.lookup(keys)
+        assert first.pending and second.pending and 0 < second.wait_s < first.wait_s < 3600
+        assert looks == [5]
+        assert space.lookup(keys[:4]).pending and looks == [5, 4], "another chain is another question"
+
+
 def test_an_agent_that_talks_nonsense_is_left_and_reached_again(pool, monkeypatch):
     keys = chain("a", 3)
     with running(pool, StandIn(lambda asked: asked.tell(Word(coming=2)))), tiered(pool) as store:
