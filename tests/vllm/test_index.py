@@ -19,6 +19,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
+from mooncake_connector.kv.keys import page_keys
 from store_client import EmbeddedStore
 from store_client.agent.index.feeds import Feeds
 from store_client.agent.index.index import Index
@@ -33,8 +34,7 @@ class Told:
         self.endpoints = {"endpoint": f"ipc://{pool.parent}/out", "replay_endpoint": f"ipc://{pool.parent}/again"}
         self.publisher = ZmqEventPublisher(0, **self.endpoints)
         self._store = EmbeddedStore(pool, rebuild=False)
-        self.pages = Pages(self._store, lambda *asked: [])
-        self.index = Index(self.pages)
+        self.index = Index(Pages(self._store, lambda *asked: []))
         self.feeds = Feeds(self.index.held)
 
     def publishes_anew(self) -> None:
@@ -144,7 +144,7 @@ def test_what_the_index_says_under_churn_is_what_engine_and_pool_have(start: Sta
             expected = [truth(engine, prompt) for prompt in prompts]
             wait_for(lambda expected=expected: [told.of(prompt)[0] for prompt in prompts] == expected)
             space = engine.prefix.namespace()
-            keys = [told.pages.keys(space, np.array(prompt, dtype=np.uint32), "") for prompt in prompts]
+            keys = [page_keys(prompt, space.page_tokens) for prompt in prompts]
             (shard,) = store.shards(space)
             in_pool = [16 * store.space(space, shard).lookup(of).pages for of in keys]
             assert [told.of(prompt)[1] for prompt in prompts] == in_pool, step

@@ -55,7 +55,7 @@ class Conductor:
         return Response({"status": "unregistered successfully", "removed_instances": removed})
 
     async def _query(self, request: Request) -> Response:
-        return Response(await self._index.query(*decode_query(request.body)))
+        return Response(await self._index.query(*decode_query(request.body, self._index.parts)))
 
     async def _query_by_hash(self, request: Request) -> Response:
         return Response(await self._index.query_by_hash(decode(request.body, QueryByHash)))

@@ -10,6 +10,7 @@ and pages are named by their own keys.
 from __future__ import annotations
 
 import struct
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +26,14 @@ _hash = xxhash.xxh3_64_intdigest
 
 def seq_hashes(tokens: Tokens32, block_tokens: int, parent: int | None = None) -> list[int]:
     """Of the full blocks of `tokens`, in order; `parent` is that of the block before the first one."""
-    raw = np.ascontiguousarray(tokens, dtype="<u4").data.cast("B")
-    step = 4 * block_tokens
-    stop = len(tokens) // block_tokens * step
-    names = [_hash(raw[start : start + step], SEED) for start in range(0, stop, step)]
-    for at, local in enumerate(names):
-        if parent is not None:
-            names[at] = local = _hash(_PAIR(parent, local), SEED)
-        parent = local
-    return names
+    if len(tokens) < block_tokens:
+        return []
+    raw = np.ascontiguousarray(tokens[: len(tokens) // block_tokens * block_tokens], dtype="<u4").tobytes()
+    names = [_hash(block, SEED) for (block,) in struct.iter_unpack(f"{4 * block_tokens}s", raw)]
+    if parent is not None:
+        names[0] = _follow(parent, names[0])
+    return list(accumulate(names, _follow))
+
+
+def _follow(parent: int, local: int) -> int:
+    return _hash(_PAIR(parent, local), SEED)

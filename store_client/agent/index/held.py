@@ -103,8 +103,6 @@ class _Masks:
 
 def union(runs: Sequence[Run]) -> int:
     """Leading tokens that one or another of them has."""
-    if len(runs) == 1:
-        return runs[0].tokens
     reached, further = 0, max([run.tokens for run in runs], default=0)
     while further > reached:
         reached = further
@@ -157,8 +155,11 @@ class Held:
         if not blocks or not hashes:
             return {}
         masks = [blocks.get(name, 0) for name in hashes]
-        found, leading, those = 0, dict[int, int](), masks[0]
+        found, leading, those, before = 0, dict[int, int](), masks[0], -1
         for at, mask in enumerate(masks):
+            if mask == before:  # mostly: owners leave a prompt one after the other
+                continue
+            before = mask
             found |= mask
             if ended := those & ~mask:
                 leading |= dict.fromkeys(_bits_of(ended), at)

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mooncake_connector.kv.keys import root_digest
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.agent.index.hashes import Tokens32, seq_hashes
+from store_client.agent.index.hashes import Tokens32
 from store_client.agent.index.held import Context, Entries, Held, Run, union
 from store_client.agent.index.pages import Found, Pages
+from store_client.agent.index.parts import Parts
 from store_client.agent.index.places import is_here
 from store_client.agent.index.requests import (
     MAX_HASHES,
@@ -60,6 +62,7 @@ class Index:
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
         self.held = Held()
+        self.parts = Parts()
         self.instances: dict[tuple[str, str, int], Instance] = {}
         self.counts: Counter[str] = Counter()
         """For the metrics."""
@@ -111,13 +114,14 @@ class Index:
         tokens = tokens[: num_blocks * query.block_size]
         asked = self._asked(query)
         sizes = {size for one in asked for _, size in list(one.owners)}
-        hashes = {size: seq_hashes(tokens[: MAX_HASHES * size], size) for size in sizes}
+        hashes = {size: self.parts.seq_hashes(tokens[: MAX_HASHES * size], size) for size in sizes}
         answers: dict[Instance, _Prompt] = {}
         for namespace, instances in self._by_namespace(asked, query.lora).items():
             found = None
             if namespace is not None:
-                salt = query.cache_salt or ""
-                found = await self._pages.look(namespace, self._pages.keys(namespace, tokens, salt))
+                root = root_digest(None, query.cache_salt or None)
+                keys = self.parts.page_keys(tokens, namespace.page_tokens, root)
+                found = await self._pages.look(namespace, keys)
             prompt = _Prompt(hashes, found, namespace.page_tokens if namespace is not None else 1)
             answers |= dict.fromkeys(instances, prompt)
         return self._answer(query, asked, answers)
@@ -199,7 +203,7 @@ def _on_media(prompt: _Prompt, here: bool) -> dict[str, Run]:
 def _add(answer: dict[str, Any], instance: Instance, runs: Mapping[str, list[Run]]) -> None:
     """Take a rank into its instance's answer: of several ranks the best counts."""
     for medium, its in runs.items():
-        matched = union(its)
+        matched = its[0].tokens if len(its) == 1 else union(its)
         if matched > answer[medium]:
             answer[medium] = matched
     if len(runs) != 1:

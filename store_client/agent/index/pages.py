@@ -17,9 +17,7 @@ import numpy.typing as npt
 
 from mooncake_connector.config.tiers import KINDS
 from mooncake_connector.kv.geometry import Shard
-from mooncake_connector.kv.keys import page_keys, root_digest
 from mooncake_connector.kv.namespace import Namespace
-from store_client.agent.index.hashes import Tokens32
 from store_client.embedded import EmbeddedStore
 
 Bools = npt.NDArray[np.bool_]
@@ -79,9 +77,6 @@ class Pages:
         if fitting:
             return None, f"{wanted} fits several namespaces of the pool: register with one of them: {seen}"
         return None, f"{wanted} fits no namespace of the pool, which has {seen or 'none'}"
-
-    def keys(self, namespace: Namespace, tokens: Tokens32, salt: str) -> list[bytes]:
-        return page_keys(tokens, namespace.page_tokens, root=root_digest(None, salt or None))
 
     async def look(self, namespace: Namespace, keys: Sequence[bytes]) -> Found:
         """Takes `TIERS_S` at most."""

@@ -12,6 +12,7 @@ from msgspec import Meta, Raw, Struct
 from mooncake_connector.config.values import shown
 from mooncake_connector.log import printable
 from store_client.agent.index.hashes import Tokens32
+from store_client.agent.index.parts import Parts
 
 MAX_TOKENS = 1 << 20
 MAX_HASHES = 1 << 17
@@ -140,14 +141,15 @@ def decode(body: bytes, kind: type[S]) -> S:
     return found
 
 
-def decode_query(body: bytes) -> tuple[Query, Tokens32]:
+def decode_query(body: bytes, parts: Parts) -> tuple[Query, Tokens32]:
     """Raises Refused. Tokens are most of a question, so where they are plain they are read once, and all around them as
     if there were none."""
-    if len(found := _TOKENS.findall(body)) == 1:
-        start = body.index(found[0]) + len(found[0])
-        stop = body.find(b"]", start)
-        tokens = _plain_tokens(body[start:stop]) if stop >= 0 else None
-        if tokens is not None:
+    found = _TOKENS.search(body)
+    stop = body.find(b"]", found.end()) if found else -1
+    if found and stop >= 0 and not _TOKENS.search(body, stop):
+        start = found.end()
+        tokens = parts.tokens(body[start:stop], _plain_tokens)
+        if tokens is not None and len(tokens) <= MAX_TOKENS:
             return decode(body[:start] + body[stop:], Query), tokens
     query = decode(body, Query)
     text = bytes(query.token_ids).strip()
@@ -157,7 +159,7 @@ def decode_query(body: bytes) -> tuple[Query, Tokens32]:
 
 
 def _plain_tokens(text: bytes) -> Tokens32 | None:
-    """None where it is anything but integers with commas and spaces between them. Raises Refused."""
+    """None where it is anything but tokens with commas and spaces between them."""
     raw = np.frombuffer(text, dtype=np.uint8)
     is_digit = raw - 48 < 10
     num_commas = np.count_nonzero(raw == 44)
@@ -166,8 +168,10 @@ def _plain_tokens(text: bytes) -> Tokens32 | None:
     num_numbers = int(is_digit[0]) + np.count_nonzero(is_digit[1:] > is_digit[:-1])
     if num_commas != num_numbers - 1:
         return None
-    tokens = _tokens(text)
-    return tokens if len(tokens) == num_numbers else None  # it stops at what is no list
+    tokens = np.fromstring(text, dtype=np.int64, sep=",")
+    if len(tokens) != num_numbers or int(tokens.max()) > _MAX_TOKEN:  # it stops at what is no list
+        return None
+    return tokens.astype(np.uint32)
 
 
 def _tokens(text: bytes) -> Tokens32:
