@@ -98,33 +98,30 @@ class Frontier:
         self.there: npt.NDArray[np.bool_] = pages.granules != 0
         parents = np.minimum(pages.parent, num_slots).astype(np.intp)
         # A link may be stale, its parent gone and the slot another page's: depths keep links from going round.
-        linked = np.append(pages.depth, _NO_DEPTH).take(parents) < pages.depth
-        linked &= self.there
-        num_children = np.bincount(np.where(linked, parents, num_slots), minlength=num_slots + 1)
+        depth = np.append(pages.depth, _NO_DEPTH)
+        cut = ~self.there
+        np.putmask(depth[:num_slots], cut, _NO_DEPTH)
+        cut |= depth.take(parents) >= pages.depth
+        np.putmask(parents, cut, num_slots)
+        num_children = np.bincount(parents, minlength=num_slots + 1)
         ends = np.flatnonzero((num_children[:num_slots] == 0) & self.there)
         self.ends: Slots = ends[pages.access[ends] < used_before_ns]
         """The pages that may go at once."""
         self.mean_granules = max(1.0, int(pages.granules.sum(dtype=np.int64)) / max(1, pages.count))
         self.granules, self.access = pages.granules.data, pages.access.data
-        self.depth, self.parent = pages.depth.data, pages.parent.data
+        self.parents = parents.data
+        """Slot of the page before each in its chain; `num_slots` where there is none."""
         self.children = num_children.data
-        self._num_slots, self._used_before_ns = num_slots, used_before_ns
+        self.num_slots, self._used_before_ns = num_slots, used_before_ns
 
     def take(self, slot: int) -> int:
         """This page goes; the page before it where that is an end now and may go too, else -1."""
-        parent = self.before(slot)
-        if parent < 0:
+        parent = self.parents[slot]
+        if parent == self.num_slots:
             return -1
         left = self.children[parent] - 1
         self.children[parent] = left
         return -1 if left or self.access[parent] >= self._used_before_ns else parent
-
-    def before(self, slot: int) -> int:
-        """The page before this one in its chain, or -1."""
-        parent = self.parent[slot]
-        if parent < self._num_slots and self.depth[parent] < self.depth[slot] and self.granules[parent]:
-            return int(parent)
-        return -1
 
 
 def lowest_first(
@@ -138,9 +135,10 @@ def lowest_first(
     ends = frontier.ends
     if not len(ends):
         return ends
+    num_slots, sizes, access, depth = frontier.num_slots, frontier.granules, frontier.access, pages.depth.data
+    parents, children = frontier.parents, frontier.children
+    kinds = (np.zeros(num_slots, dtype=np.uint8) if kind is None else kind).data
     queue, waiting = _first(pages, ends, rank, max(count, int(1.25 * granules / frontier.mean_granules) + 8))
-    sizes, access, kinds = frontier.granules, frontier.access, None if kind is None else kind.data
-    parents, children, depth, num_slots = frontier.parent, frontier.children, frontier.depth, len(pages.granules)
     risen: list[tuple[float, int, int]] = []
     going: list[int] = []
     freed = at = 0
@@ -155,23 +153,25 @@ def lowest_first(
             at += 1
         else:
             break
+        used, own = access[slot], kinds[slot]
         while True:  # as `Frontier.take`, of which a call takes as long as the rest
             going.append(slot)
             freed += sizes[slot]
-            before = parents[slot]
-            if before >= num_slots or depth[before] >= depth[slot] or not sizes[before]:
+            slot = parents[slot]
+            if slot == num_slots:
                 break
-            left = children[before] - 1
-            children[before] = left
-            used = access[before]
-            if left or used >= used_before_ns:
+            left = children[slot] - 1
+            children[slot] = left
+            if left:
                 break
-            if used != access[slot] or (kinds is not None and kinds[before] != kinds[slot]):
-                heappush(risen, (rank.one(before), -depth[before], before))
+            before, kind_before = access[slot], kinds[slot]
+            if before >= used_before_ns:
+                break
+            if before != used or kind_before != own:
+                heappush(risen, (rank.one(slot), -depth[slot], slot))
                 break
             if freed >= granules and len(going) >= count:
                 break
-            slot = before
     return np.array(going, dtype=np.int64)
 
 

@@ -48,7 +48,7 @@ class S3Fifo(Policy):
         share = int(_SHARE * pages.count)
         wanted = max(count, int(1.25 * granules / frontier.mean_granules) + 8)
         new = hints.queue[ends] == _SMALL
-        now = hints.next_number(_QUEUED, 0)
+        now = number = hints.next_number(_QUEUED, 0)
         queues = [_Queue(slots, hints.entered[slots], now, wanted) for slots in (ends[new], ends[~new])]
         uses, sizes = pages.uses.data, frontier.granules
         queue_of, entered = hints.queue.data, hints.entered.data
@@ -58,7 +58,8 @@ class S3Fifo(Policy):
             if queues[_SMALL] and (small > share or not queues[_MAIN]):
                 slot = queues[_SMALL].pop()
                 if uses[slot]:
-                    small -= self._promote(pages, frontier, slot)
+                    moved = self._promote(pages, frontier, slot, number)
+                    number, small = number + moved, small - moved
                     queues[_MAIN].add(slot, entered[slot])
                     continue
                 small -= 1
@@ -66,7 +67,8 @@ class S3Fifo(Policy):
                 slot = queues[_MAIN].pop()
                 if uses[slot]:
                     uses[slot] = min(uses[slot], _MOST_CHANCES) - 1
-                    entered[slot] = hints.next_number(_QUEUED, 1) & 0xFFFFFFFF
+                    entered[slot] = number & 0xFFFFFFFF
+                    number += 1
                     queues[_MAIN].add(slot, entered[slot])
                     continue
             else:
@@ -76,17 +78,16 @@ class S3Fifo(Policy):
             before = frontier.take(slot)
             if before >= 0:
                 queues[_SMALL if queue_of[before] == _SMALL else _MAIN].add(before, entered[before])
+        hints.next_number(_QUEUED, number - now)
         return np.array(going, dtype=np.int64)
 
-    def _promote(self, pages: Candidates, frontier: Frontier, slot: int) -> int:
-        """Move a page to the main queue, and what is before it; how many moved."""
-        hints, moved = self.hints, 0
-        while slot >= 0 and hints.queue[slot] == _SMALL:
-            hints.queue[slot] = _MAIN
-            hints.entered[slot] = hints.next_number(_QUEUED, 1) & 0xFFFFFFFF
-            pages.uses[slot] = 0
+    def _promote(self, pages: Candidates, frontier: Frontier, slot: int, number: int) -> int:
+        """Move a page to the main queue, and what is before it, to places from `number` on; how many moved."""
+        queue_of, entered, uses, moved = self.hints.queue.data, self.hints.entered.data, pages.uses.data, 0
+        while slot < frontier.num_slots and queue_of[slot] == _SMALL:
+            queue_of[slot], entered[slot], uses[slot] = _MAIN, (number + moved) & 0xFFFFFFFF, 0
             moved += 1
-            slot = frontier.before(slot)
+            slot = frontier.parents[slot]
         return moved
 
     def evicted(self, slots: Slots, prints: U64) -> None:
