@@ -153,7 +153,8 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Called with (pages done, pages in all)."""
 
 Consume: TypeAlias = Callable[[int, Bytes], None]
-Fill: TypeAlias = Callable[[int, Bytes], None]
+Fill: TypeAlias = Callable[[int, Bytes], int | None]
+"""Called with (number in the keys, view to write); what it may return: see `Space.write`."""
 Settle: TypeAlias = Callable[[], None]
 """Waits until all that was begun is over, for who lets a device read or write the views: see `Space.read`."""
 Pieces: TypeAlias = Sequence[Bytes]
@@ -248,8 +249,9 @@ class Space(ABC):
         through, and none of the pages of that batch is stored.
 
         With `settle`, `fill` may only begin to write `view`, as in `read`: when `settle()` has come to its end, all
-        is written that ever will be. It is called once for each batch of pages that the store makes of them, before it
-        takes their checksums, and an exception of it is one of `fill`.
+        is written that ever will be. It is called once for each batch of pages that the store makes of them, and an
+        exception of it is one of `fill`. Checksums are taken after it, by several threads; those of the first n pages
+        of the batch before, while others are being written, once `fill` has returned n: they are written for good.
         """
 
     @abstractmethod

@@ -21,8 +21,9 @@ from store_client.sharded import ConsumePart, ShardView
 _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
 """So many bytes are moved between two looks at the clock, but at least so many pages: they are lost when a job is given
 up meanwhile, and each move costs the store a transaction, about 1 ms a write."""
-_BEGUN_NBYTES = 512 << 20
-"""So many of a load whose copies a device carries out: at each end it has nothing to do for about a millisecond."""
+_BEGUN_NBYTES, _BEGUN_PAGES = 512 << 20, 1024
+"""So many where a device carries out the copies: at each end it has nothing to do for about a millisecond. Of a save at
+most so many pages, which then takes far less than `_LOCK_WAIT_S`."""
 _MOST_DEADLINES = 10
 """A load that goes on page by page ends after so many of its deadlines: others wait for the same thread."""
 _HEARING_S = 0.5
@@ -287,8 +288,8 @@ class Save(Job):
         """Waits until the copies are over that `fill` only begins, and raises as it; None where it carries them out."""
         return None
 
-    def fill(self, number: int, page: Bytes) -> None:
-        """Copy a page out of the engine's memory.
+    def fill(self, number: int, page: Bytes) -> int | None:
+        """Copy a page out of the engine's memory. Returns as `Fill`.
 
         Raises:
             GivenUp: nobody waits for the job any longer.
@@ -297,6 +298,7 @@ class Save(Job):
         assert self.copy is not None
         with self.holding_memory():
             self.copy(number, page)
+        return None
 
     def leave_out_present(self, view: ShardView) -> None:
         """Ask the store which pages it has."""
@@ -312,6 +314,8 @@ class Save(Job):
         self.leave_out_present(view)
         missing = [number for number in range(len(self.keys)) if number not in self.present]
         step = _pages_a_move(view, _MOVE_NBYTES)
+        if self.settle is not None:
+            step = min(_BEGUN_PAGES, _pages_a_move(view, _BEGUN_NBYTES))
         for start in range(0, len(missing), step):
             if self.left_s < 0:
                 return "deadline"
@@ -322,8 +326,8 @@ class Save(Job):
     def _write(self, view: ShardView, numbers: Sequence[int]) -> str:
         """Store those of these pages that are not lost; why the rest of the job is not worth trying, or nothing."""
 
-        def fill(index: int, page: Bytes) -> None:
-            self.fill(numbers[index], page)
+        def fill(index: int, page: Bytes) -> int | None:
+            return self.fill(numbers[index], page)
 
         results: list[Put] = []
         started_s = time.monotonic()

@@ -77,6 +77,11 @@ class Arena:
         return stat.st_size, stat.st_blocks
 
     @property
+    def secured_nbytes(self) -> int:
+        """That the file system has given the file."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    @property
     def is_in_memory(self) -> bool:
         """Whether the file is in shared memory. Elsewhere the kernel writes its pages to a disk, and pages that a
         device writes behind its back are not for that."""
@@ -132,7 +137,7 @@ class Arena:
 
     def warm_up(self, granules: int) -> None:
         """Map the first `granules` in a background thread, as far as the file holds them: first reads are fast then."""
-        regions = min(granules * GRANULE, os.fstat(self._fd).st_blocks * 512) // _REGION_NBYTES
+        regions = min(granules * GRANULE, self.secured_nbytes) // _REGION_NBYTES
         if regions:
             start_thread("warm-up", self._warm_up, regions)
 

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import xxhash
@@ -41,9 +41,24 @@ def each(work: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]
     try:
         results: Iterator[R] = _started(most).map(work, items)
     except RuntimeError as error:  # also while the interpreter ends
-        log_once("store.thread", "no thread can be started (%s); raise the limit (`ulimit -u`)", error, logger=logger)
+        _tell(error)
         results = map(work, items)
     yield from results
+
+
+def begin(work: Callable[[T], R], item: T) -> Future[R]:
+    """Have `work` of an item done by another thread, however few cores there are: who calls waits for a device."""
+    try:
+        return _started(num_threads()).submit(work, item)
+    except RuntimeError as error:
+        _tell(error)
+        done: Future[R] = Future()
+        done.set_result(work(item))
+        return done
+
+
+def _tell(error: RuntimeError) -> None:
+    log_once("store.thread", "no thread can be started (%s); raise the limit (`ulimit -u`)", error, logger=logger)
 
 
 def num_threads() -> int:

@@ -6,6 +6,7 @@ Faults of the pool end here: a miss or a failed put, a counter and one log line.
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
@@ -17,10 +18,10 @@ from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes, Consume, Fill, Lookup, Pieces, Put, Settle, Space
-from store_client.embedded.arena import spread
+from store_client.embedded.arena import GRANULE, spread
 from store_client.embedded.evicted import refusal
 from store_client.embedded.faults import CallersOwn, callers
-from store_client.embedded.hashing import digest, each
+from store_client.embedded.hashing import begin, digest
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.names import hash_keys, identify, join_keys
 from store_client.embedded.pool import Pool
@@ -35,6 +36,9 @@ logger = get_logger(__name__)
 _BATCH_NBYTES = 64 << 20
 """At most so much is reserved at a time: what a killed writer can hold back, and what a small pool must free."""
 _BATCH_PAGES = 1024
+_BEGUN_NBYTES, _BEGUN_SHARE = 512 << 20, 16
+"""Of pages that a device writes, so much at a time, and of a small pool a 16th: while space is reserved and pages are
+committed the device has nothing to do, for about a millisecond."""
 _REMOVE_DEADLINE_S = 5.0
 _UNCOUNTED = ("stored", "present", "unfilled", "cleared")
 """What is no fault of the pool."""
@@ -61,6 +65,19 @@ def put_batch(nbytes: int) -> int:
     return max(1, min(_BATCH_PAGES, _BATCH_NBYTES // max(1, nbytes)))
 
 
+def _begun_batch(pool: Pool, nbytes: int) -> int:
+    """As `put_batch`, of pages that a device writes. (What is looked at without the lock may be outdated.)
+
+    Where the arena has yet to grow for them it is no more than there: memory is secured under the lock, 64 MiB in some
+    ten milliseconds.
+    """
+    capacity, secured = pool.arena.limit * GRANULE, pool.arena.secured_nbytes
+    if secured < capacity and secured - pool.table.used_granules * GRANULE < _BEGUN_NBYTES:
+        return put_batch(nbytes)
+    most = min(_BEGUN_NBYTES, capacity // _BEGUN_SHARE)
+    return max(put_batch(nbytes), min(_BATCH_PAGES, most // max(1, nbytes)))
+
+
 def _fill_each(fill: Fill, at: int, pool: Pool, plan: PutPlan) -> None:
     nbytes = plan.pages.nbytes
     for place in plan.places:
@@ -72,21 +89,35 @@ def _fill_each(fill: Fill, at: int, pool: Pool, plan: PutPlan) -> None:
 
 
 def _begin_each(fill: Fill, settle: Settle, at: int, pool: Pool, plan: PutPlan) -> None:
+    """Pages are hashed as soon as they are written, by other threads, while the device is at those behind them."""
     nbytes = plan.pages.nbytes
     places: list[Place] = []
     begun: list[tuple[Bytes, list[Bytes]]] = []
+    hashed: list[Future[int]] = []
+
+    def hash_until(written: int) -> None:
+        hashed.extend(begin(_complete, filled) for filled in begun[len(hashed) : written])
+
     try:
-        for place in plan.places:
-            pieces = pieces_of(pool, place, nbytes)
-            if pieces is not None:
-                places.append(place)
-                begun.append((_whole(pieces, nbytes), pieces))
-                fill(at + place.index, begun[-1][0])
+        try:
+            for place in plan.places:
+                pieces = pieces_of(pool, place, nbytes)
+                if pieces is not None:
+                    places.append(place)
+                    begun.append((_whole(pieces, nbytes), pieces))
+                    hash_until(fill(at + place.index, begun[-1][0]) or 0)
+        finally:
+            if begun:
+                settle()
+        hash_until(len(begun))
+    except BaseException:
+        for one in hashed:
+            one.cancel()
+        raise
     finally:
-        if begun:  # whatever ended it: the space goes to others next
-            settle()
-    for place, checksum in zip(places, each(_complete, begun), strict=True):
-        place.checksum = checksum
+        wait(hashed)  # whatever ended it: the space goes to others next
+    for place, checksum in zip(places, hashed, strict=True):
+        place.checksum = checksum.result()
 
 
 def _whole(pieces: list[Bytes], nbytes: int) -> Bytes:
@@ -181,10 +212,10 @@ class EmbeddedSpace(Space):
         deadline_s: float,
         settle: Settle | None = None,
     ) -> list[Put]:
-        write = partial(_fill_each, callers(fill))
-        if settle is not None:
-            write = partial(_begin_each, callers(fill), callers(settle))
-        return self._put(PutPages(self._namespace, self._shard, keys, parents, nbytes), write, deadline_s)
+        pages = PutPages(self._namespace, self._shard, keys, parents, nbytes)
+        if settle is None:
+            return self._put(pages, partial(_fill_each, callers(fill)), deadline_s)
+        return self._put(pages, partial(_begin_each, callers(fill), callers(settle)), deadline_s, batch_of=_begun_batch)
 
     def receive(
         self,
@@ -212,7 +243,7 @@ class EmbeddedSpace(Space):
         pages = PutPages(
             self._namespace, self._shard, keys, parents, nbytes, follows=follows, clears=clears, mark=BROUGHT
         )
-        return self._put(pages, partial(_fill_all, callers(fill)), deadline_s, locked)
+        return self._put(pages, partial(_fill_all, callers(fill)), deadline_s, locked=locked)
 
     def show(self, keys: Sequence[bytes], consume: ConsumeAll, *, nbytes: int) -> list[bool]:
         """Show all pages that are present to one call of `consume`, as they lie in the arena, without a copy.
@@ -234,8 +265,15 @@ class EmbeddedSpace(Space):
         return self._handle.look(self._closed, lambda pool: pool.reader.brought(keys, self._number), absent)
 
     def _put(
-        self, pages: PutPages, fill: Callable[[int, Pool, PutPlan], None], deadline_s: float, locked: Locked = _at_once
+        self,
+        pages: PutPages,
+        fill: Callable[[int, Pool, PutPlan], None],
+        deadline_s: float,
+        *,
+        locked: Locked = _at_once,
+        batch_of: Callable[[Pool, int], int] = lambda pool, nbytes: put_batch(nbytes),
     ) -> list[Put]:
+        """`batch_of`: how many pages of so many bytes are put at a time."""
         keys, parents, nbytes = pages.keys, pages.parents, pages.nbytes
         if len(parents) != len(keys):
             raise ValueError(f"{len(parents)} parents for {len(keys)} keys")
@@ -245,12 +283,13 @@ class EmbeddedSpace(Space):
         join_keys([parent for parent in parents if parent is not None])
         deadline = time.monotonic() + deadline_s
         outcome: list[Put] = []
-        step = put_batch(nbytes)
 
         def write_all(pool: Pool) -> None:
             nonlocal deadline
-            for at in range(0, len(keys) if pool.damage is None else 0, step):
-                batch = slice(at, at + step)
+            if pool.damage is not None:
+                return
+            while (at := len(outcome)) < len(keys):
+                batch = slice(at, at + batch_of(pool, nbytes))
                 some = replace(pages, keys=keys[batch], parents=parents[batch])
                 puts, filling_s = self._write_batch(pool, some, partial(fill, at), deadline, locked)
                 outcome.extend(puts)

@@ -35,6 +35,9 @@ from test_saves import (  # noqa: F401
 )
 from test_sleep import test_after_sleep_pages_are_saved_and_loaded_as_before  # noqa: F401
 
+import store_client.embedded.space
+import vllm_plugin.kv_memory
+from vllm_plugin.device.opening import open_device
 from vllm_plugin.prefix.saver import DeviceSave
 
 
@@ -52,6 +55,20 @@ def device(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     assert not stand_in.library.pageable, "copied by the driver itself, which has the caller wait"
 
 
+@pytest.fixture(params=[False, True], ids=["at once", "page by page"])
+def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slab for all pages of a request, or one whose lanes hold a page each."""
+    if request.param:
+        small_lanes(monkeypatch)
+
+
+def small_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        vllm_plugin.kv_memory, "open_device", lambda where, locks, _, nbytes: open_device(where, locks, 1, nbytes)
+    )
+
+
+@pytest.mark.usefixtures("lanes")
 @steady_runners
 def test_what_one_engine_computed_another_loads_by_its_device(start: Start, device: StandIn) -> None:
     start().check(PROMPT, 20)
@@ -95,6 +112,7 @@ def test_pages_of_other_splits_go_into_the_blocks(
     test_ranks.test_pages_of_any_split_go_into_every_layout(start, *splits, block_tokens, layout)
 
 
+@pytest.mark.usefixtures("lanes")
 @steady_runners
 def test_late_saves_read_what_was_copied_aside(start: Start, faults: Any, aside: bool) -> None:
     test_saves.test_pages_saved_late_hold_the_kv_of_their_key_although_others_got_the_blocks(start, faults, aside)
@@ -113,6 +131,7 @@ def save_under_way(start: Start, device: StandIn) -> tuple[Engine, str]:
     return engine, name
 
 
+@pytest.mark.usefixtures("lanes")
 @steady_runners
 def test_a_page_whose_blocks_are_written_before_the_device_read_them_is_not_stored_as_it_was_read(
     start: Start, aside: bool, device: StandIn
@@ -126,16 +145,12 @@ def test_a_page_whose_blocks_are_written_before_the_device_read_them_is_not_stor
     assert (overtaken(engine) > 0) != aside
 
 
+@pytest.mark.usefixtures("lanes")
 def test_without_the_look_after_the_device_wrong_pages_would_be_stored(
     start: Start, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above."""
-
-    def settle(save: DeviceSave) -> None:
-        save._begun = []
-        save.device_pages.settle_saves()
-
-    monkeypatch.setattr(DeviceSave, "_settle", settle)
+    monkeypatch.setattr(DeviceSave, "_was_overtaken", lambda save, one: False)
     engine, first = save_under_way(start, device)
     overtake(engine, first)
     device.release()
@@ -158,6 +173,7 @@ def test_a_driver_that_fails_costs_a_load_and_no_more(start: Start, device: Stan
     engine.check(PROMPT, 3, computed=4 + 2)
 
 
+@pytest.mark.usefixtures("lanes")
 @pytest.mark.parametrize("call", CALLS)
 def test_a_driver_that_fails_costs_a_save_and_no_more(start: Start, device: StandIn, call: str) -> None:
     engine = start()
@@ -168,6 +184,39 @@ def test_a_driver_that_fails_costs_a_save_and_no_more(start: Start, device: Stan
     other = list(range(200, 300))
     engine.check(other, 3)
     assert all(engine.pages(other))
+
+
+def test_a_page_is_hashed_while_the_device_copies_those_behind_it(
+    start: Start, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither goes on without the other: the third page is copied once the first is being hashed, and that ends once
+    the third is copied."""
+    small_lanes(monkeypatch)
+    hashing, copied = threading.Event(), threading.Event()
+    left: list[int] = []
+    copy, digest = device.library._copy, store_client.embedded.space.digest
+
+    def copy_third(target: int, source: int, nbytes: int) -> int:
+        if device.library._range(target) is not None:  # on the device
+            return copy(target, source, nbytes)
+        left.append(target)
+        third = len(left) == 3
+        assert not third or hashing.wait(PATIENCE_S), "nothing is hashed while pages are copied"
+        result = copy(target, source, nbytes)
+        if third:
+            copied.set()
+        return result
+
+    def digest_first(page: Any) -> int:
+        hashing.set()
+        assert copied.wait(PATIENCE_S), "nothing is copied while pages are hashed"
+        return digest(page)
+
+    monkeypatch.setattr(device.library, "_copy", copy_third)
+    monkeypatch.setattr(store_client.embedded.space, "digest", digest_first)
+    engine = start()
+    engine.check(PROMPT, 3)
+    assert all(engine.pages(PROMPT)) and len(left) == 6
 
 
 def test_a_device_without_room_for_the_slab_serves_the_pool_the_slow_way(

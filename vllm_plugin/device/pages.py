@@ -50,15 +50,22 @@ class DevicePages:
     def settle_loads(self) -> None:
         self._loads.settle()
 
-    def save_page(self, block_ids: Sequence[int], first_token: int, page: Bytes) -> None:
-        """Begin what `KVBlocks.save_page` does."""
+    def save_page(self, block_ids: Sequence[int], first_token: int, page: Bytes) -> int:
+        """Begin what `KVBlocks.save_page` does. Returns what `saved` will be at least once the page is saved."""
         self._saves.begin(page, self._out, runs(self._fmt, self._blocks.layout, block_ids, first_token, 0, 0))
+        return self._saves.begun
 
-    def save_copied(self, copies: BlockCopies, block_ids: Sequence[int], first_token: int, page: Bytes) -> None:
-        """Begin what `BlockCopies.save_page` does; the copies have to stay until all is settled."""
+    def save_copied(self, copies: BlockCopies, block_ids: Sequence[int], first_token: int, page: Bytes) -> int:
+        """Begin what `BlockCopies.save_page` does; the copies have to stay until then. Returns as `save_page`."""
         layout, rows, first_token = copies.found(block_ids, first_token)
         columns = runs(self._fmt, layout, rows, first_token, 0, 0)
         self._saves.begin(page, self._prepare(Permutation.of(self._fmt, layout), False), columns)
+        return self._saves.begun
+
+    @property
+    def saved(self) -> int:
+        """Pages since all was settled last that are saved, as far as is known."""
+        return self._saves.through
 
     def settle_saves(self) -> None:
         self._saves.settle()

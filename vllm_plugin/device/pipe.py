@@ -80,6 +80,7 @@ class _Lane:
         self.batches: list[_Batch] = []
         self.leaving: list[tuple[int, Bytes]] = []
         """Places and pages that go to the host once the kernel is through."""
+        self.pages = 0
         self._bounced: list[tuple[Bytes, Bytes]] = []
         self._used = _TABLE_NBYTES
         self._words = self._launched_words = 0
@@ -93,6 +94,7 @@ class _Lane:
         self._used += _aligned(nbytes)
         self._words += permuter.words(columns.shape[1])
         columns[0] = place
+        self.pages += 1
         if not self.batches or self.batches[-1].permuter is not permuter:
             self.batches.append(_Batch(permuter))
         self.batches[-1].columns.append(columns)
@@ -149,6 +151,7 @@ class _Lane:
         finally:
             self.batches, self.leaving, self._bounced = [], [], []
             self._used, self._words, self._launched_words = _TABLE_NBYTES, 0, 0
+            self.pages = 0
 
     def close(self) -> None:
         """Give everything but the slab back; nothing is under way."""
@@ -171,6 +174,8 @@ class Pipe:
         device: the driver's number of it.
         slab: address in device memory, a multiple of 256; `nbytes` of it are this pipe's.
         locks: which memory of the host the device reaches. Pages elsewhere are copied once more.
+        begun, through: pages since everything was settled last, and how many of them, from the first on, are where they
+            go to, as far as is known.
     """
 
     def __init__(
@@ -179,6 +184,7 @@ class Pipe:
         self._driver, self._device, self._locks, self._into_blocks = driver, device, locks, into_blocks
         self._lock = threading.Lock()
         self.closed = False
+        self.begun = self.through = 0
         each = nbytes // LANES // ALIGNMENT * ALIGNMENT
         self.most_nbytes = each - _TABLE_NBYTES
         """Of a page that it can move."""
@@ -200,6 +206,7 @@ class Pipe:
             return
         with self._at_work():
             lane = self._lane_with_room(page.nbytes, permuter.words(columns.shape[1]))
+            self.begun += 1
             place = lane.take(page.nbytes, permuter, columns)
             if not self._into_blocks:
                 lane.leaving.append((place, page))
@@ -217,6 +224,7 @@ class Pipe:
             try:
                 self._lanes[0].launch(self._locks)
             finally:
+                self.begun = self.through = 0
                 self._drain()
 
     def _drain(self) -> None:
@@ -232,7 +240,9 @@ class Pipe:
             lane.launch(self._locks)
             self._lanes.append(self._lanes.pop(0))
             lane = self._lanes[0]
+            pages = lane.pages
             lane.wait()
+            self.through += pages
         return lane
 
     @contextlib.contextmanager

@@ -67,7 +67,7 @@ class BlockSave(Save):
         """What the scheduler is told of a save that ended here."""
         return SaveResult(1, self.pages, min(self.lost, default=None))
 
-    def fill(self, number: int, page: Bytes) -> None:
+    def fill(self, number: int, page: Bytes) -> int | None:
         assert self.copy is not None
         source = self._source(number)
         if source is None:
@@ -78,6 +78,7 @@ class BlockSave(Save):
             if wait is not None:
                 wait()
             copies.save_page(self.plan.block_ids, self.first_token(number), page)
+        return None
 
     def _source(self, number: int) -> tuple[Copies, Wait | None] | None:
         """Where a page is to be read: aside, or in its blocks (None). Raises as `fill`."""
@@ -125,45 +126,79 @@ class BlockSave(Save):
             self._aside.clear()
 
 
+@dataclass(slots=True, eq=False)
+class _Begun:
+    """A page on its way, in turn: once so many pages are saved it is. `copies`: what it is read from, instead of its
+    blocks, which stays as long as that."""
+
+    number: int
+    page: Bytes
+    turn: int | None = None
+    copies: Copies | None = None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class DeviceSave(BlockSave):
-    """As `BlockSave`, by a device: it has read a page's blocks only when all that was begun is settled."""
+    """As `BlockSave`, by a device: a look at who has a page's blocks counts once the device has read them.
+
+    `_begun` are the pages of a batch, of which the first `_written` are written for good.
+    """
 
     device_pages: DevicePages
-    _begun: list[tuple[int, Bytes, Copies | None]] = field(default_factory=list)
-    """With what they are read from, which stays as long as that."""
+    _begun: list[_Begun] = field(default_factory=list)
+    _written: int = 0
 
-    def fill(self, number: int, page: Bytes) -> None:
-        source, block_ids, first_token = self._source(number), self.plan.block_ids, self.first_token(number)
+    def fill(self, number: int, page: Bytes) -> int:
+        self._begun.append(_Begun(number, page))
+        self._begin(self._begun[-1])
+        return self._look()
+
+    def _begin(self, one: _Begun) -> bool:
+        """False where the page is written already."""
+        source, block_ids, first_token = self._source(one.number), self.plan.block_ids, self.first_token(one.number)
         if source is None:
-            self._begun.append((number, page, None))
-            self.device_pages.save_page(block_ids, first_token, page)
-            return
+            one.turn = self.device_pages.save_page(block_ids, first_token, one.page)
+            return True
         copies, wait = source
         if wait is not None:
             wait()
         if self.device_pages.closed:
-            copies.save_page(block_ids, first_token, page)
-            return
+            copies.save_page(block_ids, first_token, one.page)
+            one.turn, one.copies = 0, copies
+            return False
         assert isinstance(copies, BlockCopies)
-        self._begun.append((number, page, copies))
-        self.device_pages.save_copied(copies, block_ids, first_token, page)
+        one.copies = copies
+        one.turn = self.device_pages.save_copied(copies, block_ids, first_token, one.page)
+        return True
+
+    def _look(self) -> int:
+        """How many pages are written for good."""
+        for one in self._begun[self._written :]:
+            if one.turn is None or one.turn > self.device_pages.saved:
+                break
+            if self._was_overtaken(one) and self._begin(one):
+                break
+            self._written += 1
+        return self._written
+
+    def _was_overtaken(self, one: _Begun) -> bool:
+        """Whether a page's blocks were given away before they were read, so that what was copied aside is to be."""
+        return one.copies is None and self._source(one.number) is not None
 
     @property
     def settle(self) -> Settle:
         return self._settle
 
     def _settle(self) -> None:
-        """Where blocks were given away before they were read, read what was copied aside instead."""
-        begun, self._begun = self._begun, []
-        if begun:
+        begun, self._begun, self._written = self._begun[self._written :], [], 0
+        if any(one.turn != 0 for one in begun):
             self.device_pages.settle_saves()
+        again = False
         try:
-            for number, page, copies in begun:
-                if copies is None and self._source(number) is not None:
-                    self.fill(number, page)
+            for one in begun:
+                if self._was_overtaken(one):
+                    again = self._begin(one) or again
         finally:
-            again, self._begun = self._begun, []
             if again:
                 self.device_pages.settle_saves()
 

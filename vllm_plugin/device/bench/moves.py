@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,6 +37,11 @@ class _BegunSave(Save):
     """By a device."""
 
     ended: Settle
+    pages_written: Callable[[], int]
+
+    def fill(self, number: int, page: Bytes) -> int:
+        Save.fill(self, number, page)
+        return self.pages_written()
 
     @property
     def settle(self) -> Settle:
@@ -150,6 +156,7 @@ class Moves:
             parent=None,
             copy=copy,
             ended=self._pages.settle_saves,
+            pages_written=lambda: self._pages.saved,
         )
 
     def _view(self, label: str) -> ShardView:
