@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from e2e.client import ServerError
 from e2e.pages import wait_for
 from e2e.pd_sglang.conftest import Pair
 from e2e.pd_sglang.instances import LIMIT_S, Both, Instance
@@ -29,9 +30,20 @@ def half_way(pair: Pair, question: Question) -> Iterator[Both]:
 
 
 def hands_over(pair: Pair, question: Question) -> None:
-    """The right answer, through a router that has found out by now that both are there."""
-    router = pair.router("sglang-router")
-    assert router.ask_whole(question.prompt, max_tokens=len(question.answer)) == question.answer
+    """The right answer, through a router, once that has found out that both are there."""
+    router, answers = pair.router("sglang-router"), []
+
+    def is_answered() -> bool:
+        try:
+            answers.append(router.ask_whole(question.prompt, max_tokens=len(question.answer)))
+        except ServerError as error:
+            if "No available" not in str(error):
+                raise
+        return bool(answers)
+
+    # What its health checks find it may hear late: of an instance that stood still, after that has answered again.
+    wait_for(is_answered, "both instances in the router", deadline_s=LIMIT_S, every_s=0.5)
+    assert answers == [question.answer]
 
 
 def is_refused(pair: Pair, misfit: Instance, difference: str, question: Question) -> None:
