@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.tiers.measure import Measured, Rates, Scale, compare, tier_rates
+from bench.tiers.measure import SPACE, Measured, Rates, Scale, compare, tier_rates
 from mooncake_connector.config.tiers import FolderTier
-from store_client.tiers.folder import SharedFolder
+from store_client.tiers.folder import SharedFolder, layout
 from store_client.tiers.folder.tier import AT_ONCE
 from store_client.tiers.workers import give_way
 
@@ -30,6 +30,9 @@ def measure(folder: Path, scale: Scale, say: Callable[[str], None] = lambda line
 
 def ours(scale: Scale, where: Path, nbytes: int, number: int) -> Measured:
     folder = SharedFolder(FolderTier(path=where))
+    pages = layout.space_folder(where, SPACE)
+    for fan in range(256):  # as those of the plain files are, and of any folder after a while
+        os.makedirs(f"{pages}/{fan:02x}", mode=0o700)
     yield from tier_rates(folder, nbytes, scale.nbytes, number)
     folder.close()
 
