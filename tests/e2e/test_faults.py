@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,10 @@ import pytest
 from e2e.conftest import QWEN3_ARGS, StartServer
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.questions import Question
+from e2e.said import LOGS_REQUESTS, lines, runs, why
 from e2e.server import Server
+from store_client import EmbeddedStore
+from store_client.testing import SHARD, chain, namespace, put_chain
 
 CAPACITY = "48MiB"
 FILE_SYSTEM = "256m"
@@ -48,7 +51,7 @@ def pool() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(questions: dict[str, Question], start: StartServer, qwen3: Path) -> Server:
-    return start(qwen3, *QWEN3_ARGS, env={"MOONCAKE_CONNECTOR_CAPACITY": CAPACITY})
+    return start(qwen3, *QWEN3_ARGS, env={"MOONCAKE_CONNECTOR_CAPACITY": CAPACITY} | LOGS_REQUESTS)
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +80,39 @@ def data_folder(pool: Path) -> Path:
     return pool / str(json.loads((pool / "pool.json").read_text())["id"])
 
 
-def test_checksum_errors_on_every_page(
-    server: Server, pages: Pages, pool: Path, questions: dict[str, Question]
-) -> None:
-    question = questions["number 0"]
-    answers(server, question)
-    pages.wait_for(question.prompt)
+def damage(pool: Path) -> None:
+    """Wrong bytes in every page."""
     with open(data_folder(pool) / "arena", "r+b") as arena:
         for granule in range(0, os.fstat(arena.fileno()).st_blocks * 512, 4096):
             arena.seek(granule + 7)
             byte = arena.read(1)
             arena.seek(granule + 7)
             arena.write(bytes([byte[0] ^ 1]))
+
+
+def explained(server: Server, pool: Path, question: Question, folder: Path) -> tuple[str | None, list[str]]:
+    """Why the pool has not all of it, in one word, and what became of its pages."""
+    file = folder / "tokens.json"
+    file.write_text(json.dumps(question.prompt))
+    told = why(pool, "--url", server.url, "--tokens", str(file))
+    return told["reason"], [what for _, _, what in runs(told)]
+
+
+def missed(server: Server, question: Question) -> str:
+    """Ask, and say with what word the request has missed its first page."""
+    before = len(lines(server))
+    assert answers(server, question) == 0
+    wait_for(lambda: len(lines(server)) > before, "the request's line in the log")
+    return lines(server)[-1]["miss"]
+
+
+def test_checksum_errors_on_every_page(
+    server: Server, pages: Pages, pool: Path, questions: dict[str, Question]
+) -> None:
+    question = questions["number 0"]
+    answers(server, question)
+    pages.wait_for(question.prompt)
+    damage(pool)
     assert answers(server, question) == 0
     wait_for(
         lambda: server.metric("vllm:mooncake_connector_failures_total", cause="load_page_lost") >= 1,
@@ -96,6 +120,42 @@ def test_checksum_errors_on_every_page(
     )
     works_again(server, pages, question)
     assert server.log_text().count("does not match its checksum") == 1
+
+
+def verify(pool: Path) -> None:
+    damage(pool)
+    with EmbeddedStore(pool, rebuild=False) as store:
+        assert store.verify().corrupt
+
+
+def clear(pool: Path) -> None:
+    assert store_command("clear", "--pool", pool, "--yes").startswith("removed ")
+
+
+def fill(pool: Path) -> None:
+    """With pages of another model, more than there is room for."""
+    with EmbeddedStore(pool, rebuild=False) as store:
+        space = store.space(namespace("another model"), SHARD)
+        for number in range(16):
+            put_chain(space, chain(f"chain {number}", 64), 64 << 10)
+
+
+@pytest.mark.parametrize(
+    "reason, cause, lose",
+    [("damaged", "corrupt", verify), ("cleared", "cleared", clear), ("evicted", "pressure", fill)],
+)
+def test_why_pages_are_gone_that_were_there(
+    reason: str, cause: str, lose: Callable[[Path], None],
+    server: Server, pages: Pages, pool: Path, questions: dict[str, Question], tmp_path: Path,
+) -> None:  # fmt: skip
+    question = questions["number 0"]
+    answers(server, question)
+    pages.wait_for(question.prompt)
+    assert explained(server, pool, question, tmp_path) == (None, ["hit"])
+    lose(pool)
+    assert explained(server, pool, question, tmp_path) == (reason, [cause])
+    assert missed(server, question) == reason
+    works_again(server, pages, question)
 
 
 def test_pool_deleted_under_the_engine(
@@ -147,7 +207,7 @@ def test_lock_held_by_a_stopped_process(
                 lambda: server.metric("vllm:mooncake_connector_failures_total", cause="save_pool_refused") >= 1,
                 "the refused save in the engine's metrics",
             )
-            assert answers(server, question) == 0, "it could not be stored"
+            assert missed(server, question) == "refused", "it could not be stored"
         finally:
             holder.send_signal(signal.SIGKILL)
     works_again(server, pages, question)

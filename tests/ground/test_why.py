@@ -285,6 +285,16 @@ class TestNames:
         there = asked_json("--model", model, "--tokens", ids)
         assert (there["namespace"], there["hit_tokens"]) == (name.digest.hex(), 64), "what is asked for goes first"
 
+    def test_so_it_is_where_nothing_of_it_is_left(self, store, name, model, ids):
+        own = replace(name, kv_dtype="float32")
+        stored(store.space(own, WHOLE), KEYS)
+        store.clear()
+        found = asked_json("--model", model, "--tokens", ids)
+        assert (found["namespace"], found["reason"]) == (own.digest.hex(), Miss.CLEARED.value)
+        stored(store.space(replace(name, kv_dtype="float16"), WHOLE), KEYS[:1])
+        store.clear()
+        assert asked_json("--model", model, "--tokens", ids)["reason"] == Miss.NEVER_STORED.value, "one of two"
+
     def test_of_two_ways_to_start_an_engine_none_is_taken(self, store, name, model, ids):
         for dtype in ("float32", "float16"):
             stored(store.space(replace(name, kv_dtype=dtype), WHOLE), KEYS)

@@ -132,15 +132,19 @@ def differing(asked: Mapping[str, Any], namespace: Namespace) -> list[str]:
 def choose(asked: Asked, known: Sequence[Family]) -> Family | None:
     """The one that is asked for: equal in all that is known of it, and closest in what only an engine is told.
 
-    Where such a one has no pages, and exactly one other has that differs only in what was assumed, that is the one.
+    Where such a one has no pages, and exactly one other has that differs only in what was assumed, that is the one;
+    without any pages, the only one of those that the pool has known.
     """
     alike = [(set(differing(asked.fields, family.namespace)), family) for family in known]
     fitting = [(fields, family) for fields, family in alike if fields <= set(_ENGINES_OWN)]
     found = min(fitting, key=lambda one: len(one[0]), default=(None, None))[1]
     if found is not None and found.pages:
         return found
-    close = [family for fields, family in alike if fields <= {*_ENGINES_OWN, *asked.assumed} and family.pages]
-    return close[0] if len(close) == 1 else found
+    close = [family for fields, family in alike if fields <= {*_ENGINES_OWN, *asked.assumed}]
+    filled = [family for family in close if family.pages]
+    if not filled and found is None:
+        filled = close
+    return filled[0] if len(filled) == 1 else found
 
 
 def unmet(fields: Mapping[str, Any], model: Path) -> Family | None:
