@@ -18,6 +18,8 @@ from store_client.jobs import CopyFailed, GivenUp, Job
 
 PAUSE_S = 5.0
 """After a fault of the store it is left alone for so long: the next jobs would only wait as well."""
+_FAILED_COPIES = 3
+"""After so many jobs in a row whose copies failed as well: the device is out of order, not one copy."""
 _LOOK_S, _FENCE_LOOK_S = 0.005, 0.001
 """Between two looks at pages that are on their way, and at a device that is busy."""
 
@@ -47,6 +49,8 @@ class Mover(Generic[J]):
         self._running: J | None = None
         self._moved_s = 0.0
         self._paused_until_s = 0.0
+        self._failed_copies = 0
+        """Jobs in a row."""
 
     @property
     def paused(self) -> bool:
@@ -57,6 +61,13 @@ class Mover(Generic[J]):
         """Whether the thread is in a job that was given up: another one would wait in vain."""
         running = self._running
         return running is not None and running.given_up
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the thread is in a job that is long past its deadline and cannot be given up: a device that hangs may
+        write to its memory at any time."""
+        running = self._running
+        return running is not None and not running.over.is_set() and running.left_s < -running.deadline_s
 
     def pause(self) -> None:
         """Jobs that would begin in the next `PAUSE_S` end at once instead."""
@@ -169,6 +180,7 @@ class Mover(Generic[J]):
         except CopyFailed as error:
             log_once(f"mover.{self._name}.copy", "a %s failed: %s", self._name, error, logger=logger)
             self._end(job, "copy")
+            self._count_failed_copy()
         except Exception as error:  # the thread outlives any fault of a job
             self._fail(job, error)
         finally:
@@ -186,7 +198,16 @@ class Mover(Generic[J]):
         log_once(kind, "a %s failed: %r", self._name, error, logger=logger, exc_info=True)
         self._end(job, "error")
 
+    def _count_failed_copy(self) -> None:
+        self._failed_copies += 1
+        if self._failed_copies >= _FAILED_COPIES:
+            self.pause()
+            said = "the copies of %d %ss in a row failed: none is tried for a while, and then one (logged once)"
+            log_once(f"mover.{self._name}.copies", said, self._failed_copies, self._name, logger=logger)
+
     def _end(self, job: J, cause: str) -> None:
+        if not cause:
+            self._failed_copies = 0
         if cause in self._pauses_after:
             self.pause()
         job.end(cause)

@@ -163,7 +163,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
     Args:
         failed_loads: requests of which at least one worker could not load a page -> the token up to which vLLM goes on
             with what was loaded.
-        stalled: whether a load was given up at its deadline: the pool hangs.
+        stalled: whether a load was given up at its deadline, since the pool hangs, or the device hangs or refuses each
+            copy.
         not_landed: of the failed loads those that waited in vain for pages that were coming: the pool is well.
         failed_transfers: announced requests of which nothing will come, and that had no blocks then.
         timings: of loads and transfers that ended, where each request has a line in the log (`log_requests`).

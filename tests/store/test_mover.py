@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from store.landing import LandingSpace, LandingStore
 import store_client.jobs
 import store_client.mover
 from store_client.base import Bytes, Shard
-from store_client.jobs import GivenUp, Load, Overtaken, Save
+from store_client.jobs import CopyFailed, GivenUp, Load, Overtaken, Save
 from store_client.mover import Mover
 from store_client.sharded import ShardView
 from store_client.testing import SHARD, chain, namespace, page_bytes
@@ -470,6 +471,56 @@ class TestPauses:
         job = save(view, memory)
         mover.run(job)
         assert job.cause == "" and space.contains(KEYS) == [True] * len(KEYS)
+
+
+    @pytest.mark.parametrize("make", [load, save])
+    def test_a_device_that_fails_copies_in_a_row_is_left_alone_for_a_while(
+        self, mover, space, view, memory, clock, make
+    ):
+        memory.fill()
+        copies = {load: memory.load, save: memory.save}[make]
+
+        def run(copy: Any) -> str:
+            if make is load:
+                space.land(KEYS)
+            else:
+                space._pages.clear()
+            job = make(view, memory, copy=copy)
+            mover.run(job)
+            return job.cause
+
+        def fail(*_: Any) -> None:
+            raise CopyFailed("out of order")
+
+        assert [run(fail), run(fail), run(copies)] == ["copy", "copy", ""]
+        assert [run(fail), run(fail)] == ["copy", "copy"] and not mover.paused, "not in a row"
+        assert [run(fail), run(copies)] == ["copy", "paused"] and mover.paused
+        clock.ahead_s += store_client.mover.PAUSE_S
+        assert [run(fail), run(copies)] == ["copy", "paused"], "one try"
+        clock.ahead_s += store_client.mover.PAUSE_S
+        assert [run(copies), run(fail), run(copies)] == ["", "copy", ""]
+
+    def test_a_load_whose_device_hangs_is_told_from_one_that_moves_pages(self, mover, space, view, memory, clock):
+        """It holds memory that it may write to at any time, so it cannot be given up."""
+        space.land(KEYS)
+        hangs, goes_on = threading.Event(), threading.Event()
+
+        def copy(number: int, part: Shard, page: Bytes) -> None:
+            hangs.set()
+            assert goes_on.wait(PATIENCE_S)
+            memory.load(number, part, page)
+
+        job = load(view, memory, copy=copy)
+        mover.submit(job)
+        assert hangs.wait(PATIENCE_S) and not mover.stuck
+        clock.ahead_s += 1.5 * DEADLINE_S
+        assert mover.take_ended() == [] and not mover.stuck
+        clock.ahead_s += DEADLINE_S
+        assert mover.take_ended() == [] and mover.stuck
+        goes_on.set()
+        wait_for(job.over.is_set)
+        assert mover.take_ended() == [job] and not job.cause
+        wait_for(lambda: not mover.stuck)
 
 
 class TestSaves:

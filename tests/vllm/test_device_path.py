@@ -219,6 +219,29 @@ def test_a_page_is_hashed_while_the_device_copies_those_behind_it(
     assert all(engine.pages(PROMPT)) and len(left) == 6
 
 
+def test_after_three_loads_that_failed_none_is_offered_for_a_while(start: Start, device: StandIn) -> None:
+    warm_pool(start, PROMPT)
+    engine = start(prefix_caching=False)
+    device.library.fail["cuStreamSynchronize"] = 0
+    for name in ("a", "b", "c", "d"):
+        engine.check(PROMPT, 3, name=name)
+    assert engine.received == {"a": 1, "b": 1, "c": 1} and failures(engine)["load_copy"] == 3
+
+
+def test_while_a_device_hangs_others_are_not_offered_its_loads(start: Start, device: StandIn) -> None:
+    engine = warmed(start, extra={"load_deadline_s": 0.05}, prefix_caching=False)
+    device.hold(into_blocks=True)
+    hangs = engine.add(PROMPT, 3)
+    engine.run(until=lambda: device.waits.is_set() and engine.prefix._lookups.stalled)
+    computed = engine.add(PROMPT, 3)
+    engine.run(until=lambda: computed in engine.reasons)
+    engine.check_answer(computed)
+    assert engine.received == {} and hangs not in engine.reasons
+    device.release()
+    engine.finish(hangs)
+    assert engine.texts[hangs] == oracle.generate(PROMPT, 3) and engine.received == {hangs: 1}
+
+
 def test_a_device_without_room_for_the_slab_serves_the_pool_the_slow_way(
     start: Start, device: StandIn, caplog: pytest.LogCaptureFixture
 ) -> None:

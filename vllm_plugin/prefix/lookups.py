@@ -188,7 +188,7 @@ class Lookups:
         return False
 
     def loads_failed(self, *, stalled: bool, not_landed: bool) -> None:
-        """The workers gave loads up: since the pool hung, or since pages that were coming did not come."""
+        """The workers gave loads up: since the pool or a device is in no order, or since coming pages did not come."""
         if stalled:
             self._stalled_until_s = time.monotonic() + _STALL_PAUSE_S
         if not_landed:

@@ -14,6 +14,7 @@ from mooncake_connector.config.schema import Config
 from mooncake_connector.contain import contained, nothing
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
+from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes
 from store_client.jobs import NOT_LANDED, Job, Load
 from store_client.mover import Mover
@@ -24,6 +25,8 @@ from vllm_plugin.kv_memory import DeviceMark, KVMemory
 from vllm_plugin.messages import Ended, LoadJob, SaveResult, StepMetadata, Timing
 from vllm_plugin.prefix.saver import Saver
 from vllm_plugin.stats import ConnectorStats
+
+logger = get_logger(__name__)
 
 _CAUSES = {"busy": "pool_refused", "refused": "pool_refused"}
 """What the metrics call why a job ended, where it is not the job's own word."""
@@ -123,6 +126,10 @@ class PrefixWorker:
                 self._stats.add("overtaken_pages", len(save.lost))
             ended.report.saves[save.plan.job_id] = save.result()
         loads = self._loads.take_ended()
+        if self._loads.stuck:
+            ended.report.stalled = True
+            said = "a load is long past its deadline, and its device may still write: its request waits, others compute"
+            log_once("load.stuck", said, logger=logger)
         failed = {load.plan.req_id for load in loads if load.cause}
         if failed and self._memory.geometry.is_hybrid:  # the other groups of a request are loaded in vain
             for load in self._loads.pending:
@@ -141,7 +148,7 @@ class PrefixWorker:
             ended.report.took(req_id, Timing(load_s=load.seconds))
         if load.cause:
             ended.report.failed_load(req_id, self._kept(plan, load.pages))
-            ended.report.stalled |= load.cause == "deadline"
+            ended.report.stalled |= load.cause == "deadline" or (load.cause == "copy" and self._loads.paused)
             if load.cause == NOT_LANDED:
                 ended.report.not_landed.add(req_id)
             if self._memory.geometry.is_hybrid:
