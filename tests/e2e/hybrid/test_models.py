@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from long_form import LONG
 
 import store_client.agent.client as client_module
 import store_client.agent.clients as clients
@@ -42,6 +43,17 @@ PAGE_TOKENS = 64
 HIT = 512
 """Of 600 tokens: where the blocks of all groups end, 128 or 256 tokens long."""
 SOUGHT_S = 0.5
+FORKS = [65, 127, 129, 193, 255, 256, 257, 600]
+"""Tokens in common with a prompt of 600: around the ends of pages and of blocks."""
+if LONG:
+    FORKS = sorted({*FORKS, *(end + aside for end in range(PAGE_TOKENS, 600, PAGE_TOKENS) for aside in (-1, 0, 1))})
+UNITS = {
+    "gemma3": (128, SMALLEST_GAP, 0.001),
+    "gpt-oss": (128, SMALLEST_GAP, 0.001),
+    "qwen3-next": (256, 0.1, 0.1),
+    "cohere2": (128, SMALLEST_GAP, 0.001),
+}
+"""Where hits end, how far ahead the best token of each step has to be, and how far rounding moves it at most."""
 GROUPS = {"gemma3": 3, "gpt-oss": 2, "qwen3-next": 4, "cohere2": 4}
 
 
@@ -222,29 +234,46 @@ def test_a_changed_file_of_any_group_is_refused_and_the_prompt_is_computed(insid
         assert inside.count("corrupt_pages") == corrupt + 1
 
 
-def test_where_prompts_part_the_third_is_a_hit(inside: Inside) -> None:
+@pytest.mark.long
+def test_a_prompt_that_leaves_another_one_at_any_token_has_the_hit_it_must_have(
+    inside: Inside, request: pytest.FixtureRequest
+) -> None:
+    """Where all groups have the last block boundary before a fork, a hit ends there, else at the last one that they
+    have; and the prompt leaves there what the next one needs. So each hit follows from those before it.
+    """
+    unit, gap, rounding = UNITS[request.node.callspec.params["inside"]]
     source = random.Random(0)
-    shared = draw_tokens(source, 300)
-    inside.ask((*shared, *draw_tokens(source, 300)))
-    cached = []
-    for _ in range(2):
-        fork = clear_fork(inside, shared, source)
+    known = draw_tokens(source, 600)
+    inside.ask(known)
+    ends = {0, HIT}
+    for fork in FORKS:
+        prompt, computed = clear_fork(inside, known[:fork], source, unit + 9, gap)
         inside.forget()
-        answer = inside.ask(fork.prompt)
-        cached.append(answer.cached_tokens)
-        assert answer.token_ids == fork.answer
-    assert cached == [0, 256]
+        answer = inside.ask(prompt)
+        boundary = fork // unit * unit
+        assert answer.cached_tokens == max(end for end in ends if end <= boundary), f"of {fork} tokens in common"
+        assert answer.token_ids == computed.token_ids
+        assert moved(answer, computed) < rounding, f"after {answer.cached_tokens} of {fork} tokens in common"
+        ends.add(boundary)
 
 
-def clear_fork(inside: Inside, shared: tuple[int, ...], source: random.Random) -> Question:
-    """A prompt of 500 tokens that begins with these, whose answer, computed as a whole, has a clear margin."""
+def clear_fork(
+    inside: Inside, shared: tuple[int, ...], source: random.Random, more: int, gap: float
+) -> tuple[tuple[int, ...], Answer]:
+    """A prompt that begins with these, and its answer, which has a clear margin, computed as a whole."""
     for _ in range(50):
-        prompt = (*shared, *draw_tokens(source, 200))
-        answer = inside.ask(prompt, cache_salt=bytes(prompt[300:316]).hex())
+        prompt = (*shared, *draw_tokens(source, more))
+        answer = inside.ask(prompt, cache_salt=bytes(prompt[-16:]).hex())
         assert answer.cached_tokens == 0
-        if answer.smallest_gap >= SMALLEST_GAP:
-            return Question(prompt, answer.token_ids)
+        if answer.smallest_gap >= gap:
+            return prompt, answer
     raise AssertionError("none of 50 forks has an answer with a clear margin")
+
+
+def moved(one: Answer, other: Answer) -> float:
+    """How far the log-probabilities of what both had among their likeliest tokens lie apart at most."""
+    steps = zip(one.steps, other.steps, strict=True)
+    return max(abs(first[token] - second[token]) for first, second in steps for token in first.keys() & second.keys())
 
 
 def test_other_bytes_in_any_group_are_what_the_model_goes_on_from(inside: Inside, question: Question) -> None:

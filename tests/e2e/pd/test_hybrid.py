@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from long_form import LONG
 
 from e2e.pages import wait_for
 from e2e.pd.conftest import BOUNDS, LEASE_S, ORDERS, STEADY
@@ -19,11 +20,15 @@ LENGTHS = {"below a block": 100, "some": 385, "many": 700}
 MODELS: dict[str, tuple[tuple[str, ...], float]] = {
     "gemma3": ((), SMALLEST_GAP),
     "qwen3-next": (("--dtype", "bfloat16"), 0.1),
+    "gpt-oss": ((), SMALLEST_GAP),
+    "cohere2": ((), SMALLEST_GAP),
 }
 """Arguments, and how far ahead the best token of each step has to be: GDN computes in nothing else on the CPU."""
+SHORT = ("gemma3", "qwen3-next")
+"""Windows, and states. Two servers take a minute to start."""
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=MODELS if LONG else SHORT)
 def hybrid(request: pytest.FixtureRequest, fleet: Fleet, logs: Path) -> Group:
     """A prefill and a decode instance, which have nothing cached."""
 
@@ -51,6 +56,7 @@ def _has_fetched(decode: Instance, num_tokens: float) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_instances_answer_as_one_in_both_orders(hybrid: Group) -> None:
     """In chunks of 256 tokens, and layer by layer; and what travels with wrong bytes changes the text."""
     prefill, decode = hybrid.instances
