@@ -80,6 +80,14 @@ def test_the_first_round_does_not_count(stand_in: StreamingServer, monkeypatch: 
     assert len(prompts) == 6 and len(set(prompts)) == 2
 
 
+def test_the_servers_take_turns_in_who_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(hybrid, "ask", lambda server, prompt: asked.append(server) or 1.0)
+    monkeypatch.setattr(hybrid, "from_pool", lambda server, prompt, scale: asked.append(server) or 1.0)
+    measure("alone", "ours", 1000, QUICK, "gemma3", lambda line: None)  # type: ignore[arg-type]
+    assert asked == ["ours", "ours", "alone", "alone", "alone", "alone", "ours", "ours"]
+
+
 def test_a_server_that_does_not_answer_is_an_error(stand_in: StreamingServer) -> None:
     server = parse_url(stand_in.url, None)
     stand_in.behaviour.status = 500

@@ -85,8 +85,12 @@ def measure(
     for number in range(scale.rounds + 1):
         progress(f"{name}: round {number} of {scale.rounds}" if number else f"{name}: warming up")
         prompt = draw.choices(range(vocabulary), k=scale.prompt_tokens)
-        taken = {NEW_ALONE: ask(alone, prompt), OWN_HIT: ask(alone, prompt), NEW: ask(ours, prompt)}
-        taken[HIT] = from_pool(ours, prompt, scale)
+        taken = {}
+        for is_ours in (False, True) if number % 2 else (True, False):  # who is asked first finds cold caches
+            if is_ours:
+                taken |= {NEW: ask(ours, prompt), HIT: from_pool(ours, prompt, scale)}
+            else:
+                taken |= {NEW_ALONE: ask(alone, prompt), OWN_HIT: ask(alone, prompt)}
         if number:
             for way, one_s in taken.items():
                 seconds.setdefault(way, []).append(one_s)
