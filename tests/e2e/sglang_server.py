@@ -36,9 +36,11 @@ _BACKEND_OF = {"name": "mooncake_connector", "dynamic": "dynamic", "takeover": "
 
 @dataclass(frozen=True, slots=True)
 class SGLangAnswer(Answer):
-    """Of the cached tokens, `from_storage` were read from the third level for this request."""
+    """Of the cached tokens, `from_storage` were read from the third level for this request, and `from_host` were in the
+    second one alone."""
 
     from_storage: int
+    from_host: int
 
 
 class SGLangClient(HttpClient):
@@ -75,6 +77,7 @@ class SGLangClient(HttpClient):
         if first is None or last is None:
             raise ServerError("the stream ended without a token")
         meta = last["meta_info"]
+        details = meta.get("cached_tokens_details") or {}
         return SGLangAnswer(
             token_ids=tuple(last["output_ids"]),
             text=text,
@@ -83,7 +86,8 @@ class SGLangClient(HttpClient):
             cached_tokens=meta["cached_tokens"],
             ttft_s=first - started,
             total_s=time.monotonic() - started,
-            from_storage=(meta.get("cached_tokens_details") or {}).get("storage", 0),
+            from_storage=details.get("storage", 0),
+            from_host=details.get("host", 0),
         )
 
     def ask_whole(self, prompt: Prompt, *, max_tokens: int, **fields: Any) -> tuple[int, ...]:

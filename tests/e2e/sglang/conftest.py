@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from e2e.index import Endpoints
 from e2e.pages import PAGE_TOKENS
 from e2e.process import assert_no_complaints, pool_folder, running
 from e2e.questions import Examiner, Question
@@ -44,10 +45,11 @@ def questions(qwen3: Path, logs: Path) -> dict[str, Question]:
 
 @dataclass(frozen=True, slots=True)
 class Attachable:
-    """A server whose storage is attached while it runs, and the pool that is attached."""
+    """A server whose storage is attached while it runs, the pool for that, and where it publishes its events."""
 
     server: SGLangServer
     pool: Path
+    endpoints: Endpoints
 
     def attach(self, *, policy: str = "wait_complete", **config: object) -> tuple[int, str]:
         config = {"prefetch_threshold": PAGE_TOKENS, **config}
@@ -96,6 +98,8 @@ def attachable(
     stack = ExitStack()
     pool = stack.enter_context(pool_folder())
     settings = {"way": "no storage", "layout": "page_first_direct", "io_backend": "direct", "env": ONE_CORE}
+    endpoints = Endpoints()
+    settings["args"] = ("--kv-events-config", endpoints.config())
     server = SGLangServer(qwen3, log=logs / "sglang-attachable.log", pool=pool, **settings)  # type: ignore[arg-type]
 
     def stop() -> None:
@@ -104,7 +108,7 @@ def attachable(
 
     stops["attachable"] = stop
     stack.enter_context(running(server))
-    return Attachable(server, pool)
+    return Attachable(server, pool, endpoints)
 
 
 StartSGLang = Callable[..., SGLangServer]
