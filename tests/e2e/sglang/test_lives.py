@@ -11,11 +11,13 @@ import json
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from e2e.index import Endpoints, Indexed
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.questions import Question, draw_tokens
 from e2e.said import lines, runs, told, why
@@ -54,6 +56,7 @@ class Lives:
 
     def __init__(self, start: StartSGLang, questions: dict[str, Question], pool: Path, model: Path) -> None:
         self._start, self._questions, self.pages = start, questions, Pages(pool, model, self._running)
+        self.endpoints = Endpoints()
         self._now: tuple[Life, SGLangServer] | None = None
 
     def __getitem__(self, number: int) -> SGLangServer:
@@ -70,7 +73,11 @@ class Lives:
         return self._now[1]
 
     def _begin(self, life: Life) -> SGLangServer:
-        several = {"args": ("--tp", "2"), "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}} if life.ranks == 2 else {}
+        args = ["--kv-events-config", self.endpoints.config()]
+        env = {}
+        if life.ranks == 2:
+            args += ["--tp", "2"]
+            env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
         return self._start(
             way=life.way,
             layout=life.layout,
@@ -80,7 +87,8 @@ class Lives:
             max_total_tokens=life.max_total_tokens,
             # A busy machine shall not decide what `timeout` reads.
             extra_config={"prefetch_timeout_base": 30, "log_requests": True},
-            **several,
+            args=args,
+            env=env,
         )
 
     def question_of(self, number: int) -> Question:
@@ -262,6 +270,23 @@ def test_aborted_requests_leave_no_wrong_page_and_hold_nothing(lives: Lives, poo
 
 
 # Life after life.
+
+
+def test_what_an_index_knew_of_a_life_ends_with_it(lives: Lives) -> None:
+    question = lives.written_by(0)
+    with closing(Indexed(lives.endpoints, engine="SGLang")) as indexed:
+
+        def knows(tokens: int) -> None:
+            wait_for(lambda: indexed.of(question.prompt, "GPU") == tokens, f"{tokens} tokens in the index")
+
+        lives[0].flush()
+        ask(lives[0], question)
+        knows(full(question))
+        other = lives[1]
+        other.flush()
+        knows(0)
+        ask(other, question)
+        knows(full(question))
 
 
 def test_best_effort_policy_takes_whole_pages_or_none(lives: Lives) -> None:
