@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cases import Interruption, Start
 from harness import PATIENCE_S, Engine
-from hosts import Host
+from hosts import Host, client
 from long_form import LONG
 from mixes import chunked, full, state, window
 from simulated.waiting import wait_for
@@ -161,6 +161,7 @@ def test_random_walk_with_a_tier(
     check_answers(engine)
     assert check_pool(engine) > 0
     engine.shut_down()
+    monkeypatch.setattr("store_client.agent.client._KEPT_S", 0.0)
     unhurried = {"extra": {"state_budget": 1024}}
     check_what_comes_back(host("walk", **runner | SETTINGS[name] | unhurried), CROWD[0])
 
@@ -179,6 +180,7 @@ def check_what_comes_back(engine: Engine, prompt: list[int]) -> None:
     wait_for(lambda: all(map(is_written, views, itertools.repeat(keys))))
     for view in views:
         assert view.own.remove(keys) > 0
+    wait_for(lambda: not client(engine)._kept)  # what the folder did not have before it was written is asked again
     assert engine.scheduler.reset_prefix_cache()
     engine.check(prompt, computed=len(prompt) % 32 + 2)
 
