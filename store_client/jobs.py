@@ -23,7 +23,7 @@ _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
 up meanwhile, and each move costs the store a transaction, about 1 ms a write."""
 _BEGUN_NBYTES, _BEGUN_PAGES = 512 << 20, 1024
 """So many where a device carries out the copies: at each end it has nothing to do for about a millisecond. Of a save at
-most so many pages, which then takes far less than `_LOCK_WAIT_S`."""
+most so many pages."""
 _MOST_DEADLINES = 10
 """A load that goes on page by page ends after so many of its deadlines: others wait for the same thread."""
 _HEARING_S = 0.5
@@ -326,14 +326,29 @@ class Save(Job):
     def _write(self, view: ShardView, numbers: Sequence[int]) -> str:
         """Store those of these pages that are not lost; why the rest of the job is not worth trying, or nothing."""
 
-        def fill(index: int, page: Bytes) -> int | None:
-            return self.fill(numbers[index], page)
-
         results: list[Put] = []
-        started_s = time.monotonic()
+        waits_s = time.monotonic()  # since when it waits for the store and does nothing else
+
+        def fill(index: int, page: Bytes) -> int | None:
+            nonlocal waits_s
+            try:
+                return self.fill(numbers[index], page)
+            finally:
+                waits_s = time.monotonic()
+
+        settle = self.settle
+
+        def end() -> None:
+            nonlocal waits_s
+            assert settle is not None
+            try:
+                settle()
+            finally:
+                waits_s = time.monotonic()
+
         while not results:
-            lost = self.lost
-            numbers = [number for number in numbers if number not in lost]
+            out = {*self.lost, *self.present}
+            numbers = [number for number in numbers if number not in out]
             if not numbers:
                 return ""
             try:
@@ -342,15 +357,17 @@ class Save(Job):
                     fill,
                     parents=[self.keys[number - 1] if number else self.parent for number in numbers],
                     deadline_s=_LOCK_WAIT_S,
-                    settle=self.settle,
+                    settle=None if settle is None else end,
                 )
-            except Overtaken:  # the store has none of these pages then: again without those that were lost
-                continue
+            except Overtaken:  # again without those that were lost, and those that the store took before
+                known = len(self.present)
+                self.leave_out_present(view)
+                self._note((), len(self.present) - known)
         present = [number for number, put in zip(numbers, results, strict=True) if put is not Put.FAILED]
         self._note(present, results.count(Put.STORED))
         if Put.FAILED not in results:
             return ""
-        return "busy" if time.monotonic() - started_s >= _LOCK_WAIT_S else "refused"
+        return "busy" if time.monotonic() - waits_s >= _LOCK_WAIT_S else "refused"
 
 
 def _pages_a_move(view: ShardView, nbytes: int) -> int:

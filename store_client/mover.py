@@ -179,8 +179,8 @@ class Mover(Generic[J]):
             pass
         except CopyFailed as error:
             log_once(f"mover.{self._name}.copy", "a %s failed: %s", self._name, error, logger=logger)
-            self._end(job, "copy")
             self._count_failed_copy()
+            self._end(job, "copy")
         except Exception as error:  # the thread outlives any fault of a job
             self._fail(job, error)
         finally:
@@ -206,7 +206,7 @@ class Mover(Generic[J]):
             log_once(f"mover.{self._name}.copies", said, self._failed_copies, self._name, logger=logger)
 
     def _end(self, job: J, cause: str) -> None:
-        if not cause:
+        if job.pages and cause not in ("copy", "paused"):
             self._failed_copies = 0
         if cause in self._pauses_after:
             self.pause()

@@ -39,7 +39,8 @@ _LOOK_AGAIN_S = 0.01
 """A chain that waits for pages is looked up over and over. While the agent says nothing new of it, the pool is looked
 into again only after so long,"""
 _WHOLE_AGAIN_S = 0.05
-"""and after so long for what was there already, or where all that is missing is coming: that it lands is told."""
+"""and after so long for what was there already, or where all that is missing is coming: it is told when all of that has
+landed."""
 _LISTEN_AGAIN_S = 0.0045
 """Once it is settled what comes, words are read only so often: reading them is most of what a lookup costs then. Who
 loads looks every 5 ms."""

@@ -48,13 +48,23 @@ def each(work: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]
 
 def begin(work: Callable[[T], R], item: T) -> Future[R]:
     """Have `work` of an item done by another thread, however few cores there are: who calls waits for a device."""
+    done: Future[R] = Future()
+    turn = threading.Lock()
+
+    def once() -> None:
+        if not turn.acquire(blocking=False) or not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(work(item))
+        except BaseException as error:
+            done.set_exception(error)
+
     try:
-        return _started(num_threads()).submit(work, item)
-    except RuntimeError as error:
+        _started(num_threads()).submit(once)
+    except RuntimeError as error:  # it is queued all the same, and a later thread finds it
         _tell(error)
-        done: Future[R] = Future()
-        done.set_result(work(item))
-        return done
+        once()
+    return done
 
 
 def _tell(error: RuntimeError) -> None:

@@ -5,6 +5,7 @@ Faults of the pool end here: a miss or a failed put, a counter and one log line.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -37,7 +38,7 @@ _BATCH_NBYTES = 64 << 20
 """At most so much is reserved at a time: what a killed writer can hold back, and what a small pool must free."""
 _BATCH_PAGES = 1024
 _BEGUN_NBYTES, _BEGUN_SHARE = 512 << 20, 16
-"""Of pages that a device writes, so much at a time, and of a small pool a 16th: while space is reserved and pages are
+"""Of pages that a device writes, so much instead, and of a small pool a 16th: while space is reserved and pages are
 committed the device has nothing to do, for about a millisecond."""
 _REMOVE_DEADLINE_S = 5.0
 _UNCOUNTED = ("stored", "present", "unfilled", "cleared")
@@ -92,11 +93,12 @@ def _begin_each(fill: Fill, settle: Settle, at: int, pool: Pool, plan: PutPlan) 
     """Pages are hashed as soon as they are written, by other threads, while the device is at those behind them."""
     nbytes = plan.pages.nbytes
     places: list[Place] = []
-    begun: list[tuple[Bytes, list[Bytes]]] = []
+    begun: deque[tuple[Bytes, list[Bytes]]] = deque()
     hashed: list[Future[int]] = []
 
     def hash_until(written: int) -> None:
-        hashed.extend(begin(_complete, filled) for filled in begun[len(hashed) : written])
+        while len(hashed) < written:
+            hashed.append(begin(_complete, begun.popleft()))  # which may be memory of its own
 
     try:
         try:
@@ -107,9 +109,9 @@ def _begin_each(fill: Fill, settle: Settle, at: int, pool: Pool, plan: PutPlan) 
                     begun.append((_whole(pieces, nbytes), pieces))
                     hash_until(fill(at + place.index, begun[-1][0]) or 0)
         finally:
-            if begun:
+            if places:
                 settle()
-        hash_until(len(begun))
+        hash_until(len(places))
     except BaseException:
         for one in hashed:
             one.cancel()
@@ -293,7 +295,8 @@ class EmbeddedSpace(Space):
                 some = replace(pages, keys=keys[batch], parents=parents[batch])
                 puts, filling_s = self._write_batch(pool, some, partial(fill, at), deadline, locked)
                 outcome.extend(puts)
-                deadline += filling_s
+                # Whoever gets the lock each time waits for others and not for one that is stopped.
+                deadline = deadline + filling_s if Put.FAILED in puts else time.monotonic() + deadline_s
 
         self._handle.call(self._closed, write_all, None)
         return outcome + [Put.FAILED] * (len(keys) - len(outcome))

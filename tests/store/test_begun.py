@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,12 @@ import store_client.embedded.space as module
 from store_client import EmbeddedStore, Put, Space
 from store_client.base import Bytes
 from store_client.embedded import hashing
-from store_client.testing import PAGE_NBYTES, chain, get_page, page_bytes, parents_of
+from store_client.embedded.locks import LockTimeout
+from store_client.embedded.put import PutPages, PutPlan
+from store_client.jobs import Overtaken, Save
+from store_client.mover import Mover
+from store_client.sharded import ShardView
+from store_client.testing import PAGE_NBYTES, SHARD, chain, get_page, namespace, page_bytes, parents_of
 
 PATIENCE_S = 60.0
 
@@ -115,6 +121,63 @@ def test_where_no_thread_can_be_started_pages_are_hashed_all_the_same(space, mon
     monkeypatch.setattr(hashing, "_started", refuse)
     keys = chain("a", 4)
     assert begin_chain(space, keys) == [Put.STORED] * 4 and are_right(space, keys)
+
+
+def test_what_is_queued_although_no_thread_can_be_started_is_done_once(monkeypatch):
+    """A thread that starts later finds it, when the page's place may be another's."""
+    queued: list[Callable[[], None]] = []
+
+    class Executor:
+        def submit(self, work: Callable[[], None]) -> None:
+            queued.append(work)
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(hashing, "_started", lambda most: Executor())
+    done: list[int] = []
+    assert hashing.begin(done.append, 1).done()
+    queued[0]()
+    assert done == [1]
+
+
+def test_each_batch_that_got_the_lock_gives_the_next_one_as_long(store, space, monkeypatch):
+    """Of ranks that secure memory for a pool that grows, each waits for all others again and again."""
+    monkeypatch.setattr(module, "_BATCH_NBYTES", PAGE_NBYTES)
+    writer, ahead_s = inside(store).writer, 0.0
+    reserve = writer.reserve
+
+    def wait_long(pages: PutPages, deadline: float) -> PutPlan:
+        nonlocal ahead_s
+        ahead_s += 0.6 * PATIENCE_S
+        if time.monotonic() + ahead_s > deadline:
+            raise LockTimeout
+        return reserve(pages, deadline)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s))
+    monkeypatch.setattr(writer, "reserve", wait_long)
+    assert begin_chain(space, chain("a", 4)) == [Put.STORED] * 4
+
+
+def test_what_was_stored_before_a_page_was_overtaken_counts_and_is_read_once(store, space, monkeypatch):
+    monkeypatch.setattr(module, "_BATCH_NBYTES", 2 * PAGE_NBYTES)
+    lost: set[int] = set()
+    monkeypatch.setattr(Save, "lost", lost)
+    keys, read = chain("a", 6), []
+
+    def copy(number: int, page: Bytes) -> None:
+        read.append(number)
+        if number == 4:
+            lost.add(number)
+            raise Overtaken
+        page[:] = page_bytes(keys[number])
+
+    view, mover, now_s = ShardView(store, namespace(), SHARD, PAGE_NBYTES // 8), Mover[Save]("save"), time.monotonic()
+    job = Save(
+        keys=keys, parent=None, view=lambda: view, deadline_s=PATIENCE_S, copy=copy, submitted_s=now_s, since_s=now_s
+    )
+    mover.run(job)
+    mover.stop(PATIENCE_S)
+    assert (job.pages, job.stored, job.cause) == (5, 5, "overtaken") and job.present == {0, 1, 2, 3, 5}
+    assert read == [0, 1, 2, 3, 4, 5]
 
 
 def test_what_other_threads_store_meanwhile_is_stored_and_nothing_of_a_batch_that_failed(store, monkeypatch):

@@ -475,10 +475,17 @@ class TestPauses:
 
     @pytest.mark.parametrize("make", [load, save])
     def test_a_device_that_fails_copies_in_a_row_is_left_alone_for_a_while(
-        self, mover, space, view, memory, clock, make
+        self, mover, space, view, memory, clock, make, monkeypatch
     ):
         memory.fill()
         copies = {load: memory.load, save: memory.save}[make]
+
+        ended: list[tuple[str, bool]] = []
+        end = store_client.jobs.Job.end
+        monkeypatch.setattr(
+            store_client.jobs.Job, "end",
+            lambda job, cause, **how: (ended.append((cause, mover.paused)), end(job, cause, **how))[1],
+        )  # fmt: skip
 
         def run(copy: Any) -> str:
             if make is load:
@@ -495,6 +502,7 @@ class TestPauses:
         assert [run(fail), run(fail), run(copies)] == ["copy", "copy", ""]
         assert [run(fail), run(fail)] == ["copy", "copy"] and not mover.paused, "not in a row"
         assert [run(fail), run(copies)] == ["copy", "paused"] and mover.paused
+        assert ended[-2:] == [("copy", True), ("paused", True)], "paused by the time that it is told"
         clock.ahead_s += store_client.mover.PAUSE_S
         assert [run(fail), run(copies)] == ["copy", "paused"], "one try"
         clock.ahead_s += store_client.mover.PAUSE_S

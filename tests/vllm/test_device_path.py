@@ -6,9 +6,11 @@ Tests of loads and saves that hold on the processor are taken over from their mo
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton")
@@ -37,8 +39,9 @@ from test_sleep import test_after_sleep_pages_are_saved_and_loaded_as_before  # 
 
 import store_client.embedded.space
 import vllm_plugin.kv_memory
+from store_client.jobs import CopyFailed, Overtaken
 from vllm_plugin.device.opening import open_device
-from vllm_plugin.prefix.saver import DeviceSave
+from vllm_plugin.prefix.saver import DeviceSave, _Begun
 
 
 @pytest.fixture(scope="module")
@@ -282,3 +285,20 @@ def test_a_load_that_the_engine_gives_up_touches_no_block_from_then_on(start: St
     engine.finish(name)
     assert oracle.generate(PROMPT, 3) == engine.texts[name]
     warm_pool(start)
+
+
+def test_a_page_that_was_overtaken_before_it_was_begun_is_no_fault_of_a_device_that_is_closed() -> None:
+    class Lost(DeviceSave):
+        def _source(self, number: int) -> None:
+            raise Overtaken
+
+    class Closed:
+        closed = True
+
+        def settle_saves(self) -> None:
+            raise CopyFailed("the device is closed")
+
+    save = object.__new__(Lost)
+    save._begun, save._written, save.device_pages = deque([_Begun(0, np.empty(0, np.uint8))]), 0, Closed()
+    with pytest.raises(Overtaken):
+        save.settle()

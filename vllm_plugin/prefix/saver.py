@@ -9,6 +9,7 @@ what was copied aside instead, or does not store the page. Where the word would 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -141,11 +142,11 @@ class _Begun:
 class DeviceSave(BlockSave):
     """As `BlockSave`, by a device: a look at who has a page's blocks counts once the device has read them.
 
-    `_begun` are the pages of a batch, of which the first `_written` are written for good.
+    `_written` pages of a batch are written for good, and `_begun` are those behind them.
     """
 
     device_pages: DevicePages
-    _begun: list[_Begun] = field(default_factory=list)
+    _begun: deque[_Begun] = field(default_factory=deque)
     _written: int = 0
 
     def fill(self, number: int, page: Bytes) -> int:
@@ -173,11 +174,13 @@ class DeviceSave(BlockSave):
 
     def _look(self) -> int:
         """How many pages are written for good."""
-        for one in self._begun[self._written :]:
+        while self._begun:
+            one = self._begun[0]
             if one.turn is None or one.turn > self.device_pages.saved:
                 break
             if self._was_overtaken(one) and self._begin(one):
                 break
+            self._begun.popleft()
             self._written += 1
         return self._written
 
@@ -190,8 +193,8 @@ class DeviceSave(BlockSave):
         return self._settle
 
     def _settle(self) -> None:
-        begun, self._begun, self._written = self._begun[self._written :], [], 0
-        if any(one.turn != 0 for one in begun):
+        begun, self._begun, self._written = self._begun, deque(), 0
+        if any(one.turn for one in begun):
             self.device_pages.settle_saves()
         again = False
         try:

@@ -148,7 +148,8 @@ class PrefixWorker:
             ended.report.took(req_id, Timing(load_s=load.seconds))
         if load.cause:
             ended.report.failed_load(req_id, self._kept(plan, load.pages))
-            ended.report.stalled |= load.cause == "deadline" or (load.cause == "copy" and self._loads.paused)
+            refused = load.cause in ("copy", "paused") and self._loads.paused
+            ended.report.stalled |= refused or load.cause == "deadline"
             if load.cause == NOT_LANDED:
                 ended.report.not_landed.add(req_id)
             if self._memory.geometry.is_hybrid:

@@ -28,7 +28,8 @@ class Parts:
     """One thread at a time.
 
     Args:
-        most: parts that are kept; one takes 10 KB, a prompt of 32,768 tokens 25 parts or more.
+        most: parts that are kept; one takes 10 KB, or 33 where its tokens have one digit. A prompt of 32,768 tokens has
+            25 parts or more.
     """
 
     def __init__(self, most: int = 4096) -> None:
@@ -86,7 +87,8 @@ class Parts:
         found: T | None = self._kept.pop(asked, None)
         if found is None:
             found = make(*given, **named)
-        self._kept[asked] = found
+        if found is not None:
+            self._kept[asked] = found
         if len(self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
         return found
