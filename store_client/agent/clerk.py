@@ -25,13 +25,17 @@ class Clerk:
         threading.Thread(target=self._run, name=f"mooncake-connector-{name}", daemon=True).start()
 
     def run(self, do: Callable[[], T]) -> T:
-        """What `do` returns or raises, in its turn. After `close` the calling thread does it itself."""
+        """What `do` returns or raises, in its turn: behind what waits for the lock it waits as long, a deadline of its
+        own or not. After `close` the calling thread does it itself."""
         done: Future[T] = Future()
         with self._closing:
             taken = not self._closed
             if taken:
                 self._work.put((do, done))  # type: ignore[arg-type]
-        return done.result() if taken else do()
+        try:
+            return done.result() if taken else do()
+        finally:
+            del done  # an exception in it would hold this frame, and so all that `do` holds
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:

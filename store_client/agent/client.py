@@ -352,9 +352,8 @@ class Client:
         self._awaits_s = 0.0
         sought = self._sought.get(found.number)
         if sought is not None and len(found.found) == len(sought.keys):
-            sought.found = [bool(here) for here in found.found]
+            sought.heard([bool(here) for here in found.found], done=found.done)
             if found.done:
-                sought.leave()
                 self._sought.pop(found.number, None)
 
     def _clean(self, mouth: Mouth, now_s: float) -> None:

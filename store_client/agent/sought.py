@@ -22,7 +22,8 @@ class Sought:
         self.asked_s = time.monotonic()
         self.found = [False] * len(keys)
         self.done = False
-        self.ended_s = 0.0
+        self.ended_s = self.asked_s
+        """When the answer came; where none did it counts from the question."""
         self.number = -1
 
     def is_good(self, keys: Sequence[bytes], now_s: float) -> bool:
@@ -32,4 +33,9 @@ class Sought:
 
     def leave(self) -> None:
         """It has ended, and what was not heard by now is not found."""
-        self.ended_s, self.done = time.monotonic(), True
+        self.done = True
+
+    def heard(self, found: list[bool], *, done: bool) -> None:
+        self.found = found
+        if done:
+            self.ended_s, self.done = time.monotonic(), True

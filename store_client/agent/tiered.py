@@ -39,8 +39,7 @@ _LOOK_AGAIN_S = 0.01
 """A chain that waits for pages is looked up over and over. While the agent says nothing new of it, the pool is looked
 into again only after so long,"""
 _WHOLE_AGAIN_S = 0.05
-"""and after so long for what was there already, or where all that is missing is coming: it is told when all of that has
-landed."""
+"""and for what was there already after so long."""
 _LISTEN_AGAIN_S = 0.0045
 """Once it is settled what comes, words are read only so often: reading them is most of what a lookup costs then. Who
 loads looks every 5 ms."""
@@ -196,13 +195,9 @@ class TieredSpace(SpaceAround):
             return None
         lookup = Lookup(present, not asked.settled, end - present)
         found = _Found(present, former.found.whole_s, former.found.looked_s)
-        look_s = self._look_again_s(found, whole=end == len(keys))
+        look_s = found.looked_s + _LOOK_AGAIN_S
         self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, asked, said, math.inf, look_s, lookup, lag)
         return lookup
-
-    @staticmethod
-    def _look_again_s(found: _Found, *, whole: bool) -> float:
-        return found.whole_s + _WHOLE_AGAIN_S if whole else found.looked_s + _LOOK_AGAIN_S
 
     def prefetch(
         self,
@@ -305,8 +300,7 @@ class TieredSpace(SpaceAround):
         if first is not None and not first.done:
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()
-            look_s = self._look_again_s(found, whole=at == len(keys))
-            until_s = now_s + wait_s
+            until_s, look_s = now_s + wait_s, found.looked_s + _LOOK_AGAIN_S
             self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, first, said, until_s, look_s, lookup, lag)
         else:
             self._answers.pop(keys[-1], None)

@@ -97,3 +97,9 @@ def test_a_list_that_is_none_is_refused_though_its_other_parts_are_known(wrong):
     body = f'{{"model": "m", "block_size": 16, "token_ids": [{tokens}]}}'
     with pytest.raises(Refused):
         decode_query(body.encode(), known)
+
+
+@pytest.mark.parametrize("tokens", ["1 2,,3", "5 6 7,,,8", ",1", "1,"])
+def test_what_is_no_list_is_refused(tokens):
+    with pytest.raises(Refused):
+        decode_query(f'{{"model":"m","block_size":16,"token_ids":[{tokens}]}}'.encode(), Parts())

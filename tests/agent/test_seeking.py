@@ -185,3 +185,18 @@ def test_of_too_many_at_a_time_nothing_is_found(pool, monkeypatch):
         assert {visitor.hear().number for _ in range(2)} == {0, 1}
         visitor.send(Seek(3, 1, KEYS[0], PAGE_NBYTES))
         until(lambda: len(agent.fetches.sought) == 3)
+
+
+def test_what_was_not_answered_is_sought_again_once_the_agent_is_back(pool):
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        assert space.seek(KEYS).pending
+        until(lambda: agent.fetches.sought)
+        (sought,) = space._sought.values()
+        sought.asked_s = sought.ended_s = sought.asked_s - PATIENT_S  # longer ago than any answer is good
+        agent.stop()
+        until(lambda: sought.done and not store._client.ready)
+        with running(pool) as second:
+            until(lambda: store._client.ready)
+            assert space.seek(KEYS).pending
+            until(lambda: second.fetches.sought)

@@ -592,3 +592,15 @@ def test_while_it_is_not_settled_what_comes_the_answer_is_pending_also_where_all
         settled(space, keys, Lookup(3, pending=True))
         asked.tell(Word(coming=5, landed=3, settled=True))
         settled(space, keys, Lookup(3, coming=2))
+
+
+def test_what_has_landed_is_found_although_the_agent_says_no_more_of_it(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._WHOLE_AGAIN_S", 3600.0)
+    keys = chain("a", 4)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.lookup(keys)
+        until(lambda: agent.fetches.asked)[0].tell(Word(coming=4, settled=True))
+        settled(space, keys, Lookup(0, coming=4))
+        put_chain(store._inner.space(namespace(), SHARD), keys[:3])
+        settled(space, keys, Lookup(3, coming=1))

@@ -168,14 +168,20 @@ def _plain_tokens(text: bytes) -> Tokens32 | None:
     num_numbers = int(is_digit[0]) + np.count_nonzero(is_digit[1:] > is_digit[:-1])
     if num_commas != num_numbers - 1:
         return None
-    tokens = np.fromstring(text, dtype=np.int64, sep=",")
-    if len(tokens) != num_numbers or int(tokens.max()) > _MAX_TOKEN:  # it stops at what is no list
+    try:
+        tokens = np.fromstring(text, dtype=np.int64, sep=",")
+    except ValueError:  # of spaces and commas where none belong
+        return None
+    if len(tokens) != num_numbers or int(tokens.max()) > _MAX_TOKEN:
         return None
     return tokens.astype(np.uint32)
 
 
 def _tokens(text: bytes) -> Tokens32:
-    tokens = np.fromstring(text, dtype=np.int64, sep=",") if text else np.empty(0, dtype=np.int64)
+    try:
+        tokens = np.fromstring(text, dtype=np.int64, sep=",") if text else np.empty(0, dtype=np.int64)
+    except ValueError:
+        raise Refused("token_ids: expected a list of integers") from None
     if len(tokens) > MAX_TOKENS:
         raise Refused(f"token_ids has {len(tokens)} entries: expected at most {MAX_TOKENS}")
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) <= _MAX_TOKEN:

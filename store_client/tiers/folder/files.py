@@ -107,7 +107,10 @@ def remove_page(path: str) -> bool:
 
 
 def read_page(path: str, pieces: Pieces, ticket: Ticket) -> bytes | None:
-    """Fill the pieces; the seal, or None where there is no such page, or it is shorter or longer. Raises OSError."""
+    """Fill the pieces; the seal, or None where there is no such page, or it is shorter. Raises OSError.
+
+    A longer file may be taken for the page that it begins with, if it has the seal of that.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would block
         try:
