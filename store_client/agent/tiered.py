@@ -108,8 +108,8 @@ class _Found(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The last answer to lookups of one chain, which holds until one of these times, or until more is said of what was
-    asked."""
+    """The last answer to lookups of one chain. It holds until the pool is looked into again, or more is said of what
+    was asked."""
 
     first: bytes
     num_keys: int
@@ -118,8 +118,6 @@ class _Answer(NamedTuple):
     said: int
     until_s: float
     """When a wait for the first word is no longer worth it."""
-    look_s: float
-    """When the pool is to be looked into again."""
     lookup: Lookup
     lag: int | None
     """Where the ask has all that was missing then: so many keys of the chain are before its first one."""
@@ -150,7 +148,7 @@ class TieredSpace(SpaceAround):
             former = None
         if former is None or not former.asked.settled or now_s - self._client.listened_s >= _LISTEN_AGAIN_S:
             self._client.listen()
-        if former is not None and now_s < former.look_s:
+        if former is not None and now_s - former.found.looked_s < _LOOK_AGAIN_S:
             if former.asked.said != former.said:
                 if (lookup := self._more(keys, former, now_s)) is not None:
                     return lookup
@@ -170,7 +168,7 @@ class TieredSpace(SpaceAround):
         whole_s, looked_s, present, is_due = now_s, now_s, 0, True
         if former is not None and now_s - former.found.whole_s < _WHOLE_AGAIN_S:
             present, whole_s, looked_s = former.found
-            is_due = now_s >= former.look_s or former.asked.done
+            is_due = now_s - looked_s >= _LOOK_AGAIN_S or former.asked.done
             asked = self._asks.get(keys[present])
             if asked is not None and asked.is_indexed and now_s - asked.heard_s < _WHOLE_AGAIN_S:
                 place = asked.place(keys[present])
@@ -195,8 +193,7 @@ class TieredSpace(SpaceAround):
             return None
         lookup = Lookup(present, not asked.settled, end - present)
         found = _Found(present, former.found.whole_s, former.found.looked_s)
-        look_s = found.looked_s + _LOOK_AGAIN_S
-        self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, asked, said, math.inf, look_s, lookup, lag)
+        self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, asked, said, math.inf, lookup, lag)
         return lookup
 
     def prefetch(
@@ -300,8 +297,7 @@ class TieredSpace(SpaceAround):
         if first is not None and not first.done:
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()
-            until_s, look_s = now_s + wait_s, found.looked_s + _LOOK_AGAIN_S
-            self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, first, said, until_s, look_s, lookup, lag)
+            self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, first, said, now_s + wait_s, lookup, lag)
         else:
             self._answers.pop(keys[-1], None)
         return lookup

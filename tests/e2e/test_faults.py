@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import pytest
 
 from e2e.conftest import QWEN3_ARGS, StartServer
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
+from e2e.pool_faults import damage, lock_held
 from e2e.questions import Question
 from e2e.said import LOGS_REQUESTS, lines, runs, why
 from e2e.server import Server
@@ -25,14 +25,6 @@ from store_client.testing import SHARD, chain, namespace, put_chain
 
 CAPACITY = "48MiB"
 FILE_SYSTEM = "256m"
-
-HOLD_LOCK_AND_STOP = """
-import fcntl, os, signal, sys
-file = open(sys.argv[1], "r+b")
-fcntl.flock(file, fcntl.LOCK_EX)
-print("held", flush=True)
-os.kill(os.getpid(), signal.SIGSTOP)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -74,20 +66,6 @@ def works_again(server: Server, pages: Pages, question: Question) -> None:
         return answers(server, question) == question.num_full_pages * PAGE_TOKENS
 
     wait_for(hit, "a hit after the fault has gone")
-
-
-def data_folder(pool: Path) -> Path:
-    return pool / str(json.loads((pool / "pool.json").read_text())["id"])
-
-
-def damage(pool: Path) -> None:
-    """Wrong bytes in every page."""
-    with open(data_folder(pool) / "arena", "r+b") as arena:
-        for granule in range(0, os.fstat(arena.fileno()).st_blocks * 512, 4096):
-            arena.seek(granule + 7)
-            byte = arena.read(1)
-            arena.seek(granule + 7)
-            arena.write(bytes([byte[0] ^ 1]))
 
 
 def explained(server: Server, pool: Path, question: Question, folder: Path) -> tuple[str | None, list[str]]:
@@ -197,19 +175,14 @@ def test_lock_held_by_a_stopped_process(
 ) -> None:
     stored, question = questions["number 1"], questions["number 2"]
     works_again(server, pages, stored)
-    command = [sys.executable, "-c", HOLD_LOCK_AND_STOP, str(data_folder(pool) / "table")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        try:
-            assert answers(server, question) == 0
-            assert answers(server, stored) == stored.num_full_pages * PAGE_TOKENS, "reading needs no lock"
-            wait_for(
-                lambda: server.metric("vllm:mooncake_connector_failures_total", cause="save_pool_refused") >= 1,
-                "the refused save in the engine's metrics",
-            )
-            assert missed(server, question) == "refused", "it could not be stored"
-        finally:
-            holder.send_signal(signal.SIGKILL)
+    with lock_held(pool):
+        assert answers(server, question) == 0
+        assert answers(server, stored) == stored.num_full_pages * PAGE_TOKENS, "reading needs no lock"
+        wait_for(
+            lambda: server.metric("vllm:mooncake_connector_failures_total", cause="save_pool_refused") >= 1,
+            "the refused save in the engine's metrics",
+        )
+        assert missed(server, question) == "refused", "it could not be stored"
     works_again(server, pages, question)
 
 

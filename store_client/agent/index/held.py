@@ -103,6 +103,8 @@ class _Masks:
 
 def union(runs: Sequence[Run]) -> int:
     """Leading tokens that one or another of them has."""
+    if len(runs) == 1:
+        return runs[0].tokens
     reached, further = 0, max([run.tokens for run in runs], default=0)
     while further > reached:
         reached = further

@@ -203,7 +203,7 @@ def _on_media(prompt: _Prompt, here: bool) -> dict[str, Run]:
 def _add(answer: dict[str, Any], instance: Instance, runs: Mapping[str, list[Run]]) -> None:
     """Take a rank into its instance's answer: of several ranks the best counts."""
     for medium, its in runs.items():
-        matched = its[0].tokens if len(its) == 1 else union(its)
+        matched = union(its)
         if matched > answer[medium]:
             answer[medium] = matched
     if len(runs) != 1:

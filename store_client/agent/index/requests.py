@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec import Meta, Raw, Struct
 
 from mooncake_connector.config.values import shown
@@ -168,20 +169,24 @@ def _plain_tokens(text: bytes) -> Tokens32 | None:
     num_numbers = int(is_digit[0]) + np.count_nonzero(is_digit[1:] > is_digit[:-1])
     if num_commas != num_numbers - 1:
         return None
-    try:
-        tokens = np.fromstring(text, dtype=np.int64, sep=",")
-    except ValueError:  # of spaces and commas where none belong
-        return None
-    if len(tokens) != num_numbers or int(tokens.max()) > _MAX_TOKEN:
+    tokens = _numbers(text)
+    if tokens is None or len(tokens) != num_numbers or int(tokens.max()) > _MAX_TOKEN:
         return None
     return tokens.astype(np.uint32)
 
 
-def _tokens(text: bytes) -> Tokens32:
+def _numbers(text: bytes) -> npt.NDArray[np.int64] | None:
+    """None where there are spaces and commas where none belong, of which numpy says so."""
     try:
-        tokens = np.fromstring(text, dtype=np.int64, sep=",") if text else np.empty(0, dtype=np.int64)
+        return np.fromstring(text, dtype=np.int64, sep=",")
     except ValueError:
-        raise Refused("token_ids: expected a list of integers") from None
+        return None
+
+
+def _tokens(text: bytes) -> Tokens32:
+    tokens = _numbers(text) if text else np.empty(0, dtype=np.int64)
+    if tokens is None:
+        raise Refused("token_ids: expected a list of integers")
     if len(tokens) > MAX_TOKENS:
         raise Refused(f"token_ids has {len(tokens)} entries: expected at most {MAX_TOKENS}")
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) <= _MAX_TOKEN:

@@ -5,28 +5,16 @@ Every request is answered by recomputation; none hangs.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from e2e.pages import PAGE_TOKENS, Pages, wait_for
+from e2e.pool_faults import damage, lock_held
 from e2e.questions import Question
 from e2e.sglang.conftest import Attachable, StartSGLang, full, hit_tokens
 from e2e.sglang_server import SGLangServer
-
-HOLD_LOCK_AND_STOP = """
-import fcntl, os, signal, sys
-file = open(sys.argv[1], "r+b")
-fcntl.flock(file, fcntl.LOCK_EX)
-print("held", flush=True)
-os.kill(os.getpid(), signal.SIGSTOP)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +45,13 @@ def counted(server: SGLangServer, operation: str, cause: str) -> None:
     )
 
 
-def data_folder(pool: Path) -> Path:
-    return pool / str(json.loads((pool / "pool.json").read_text())["id"])
-
-
 def test_checksum_errors_on_every_page(
     server: SGLangServer, pages: Pages, pool: Path, questions: dict[str, Question]
 ) -> None:
     question = questions["number 0"]
     hit_tokens(server, question)
     pages.wait_for(question.prompt)
-    with open(data_folder(pool) / "arena", "r+b") as arena:
-        for granule in range(0, os.fstat(arena.fileno()).st_blocks * 512, 4096):
-            arena.seek(granule + 7)
-            byte = arena.read(1)
-            arena.seek(granule + 7)
-            arena.write(bytes([byte[0] ^ 1]))
+    damage(pool)
     assert hit_tokens(server, question) == 0
     counted(server, "load", "page_lost")
     works_again(server, question)
@@ -101,16 +80,11 @@ def test_pool_deleted_under_the_engine(server: SGLangServer, pool: Path, questio
 def test_lock_held_by_a_stopped_process(server: SGLangServer, pool: Path, questions: dict[str, Question]) -> None:
     stored, question = questions["number 1"], questions["number 2"]
     works_again(server, stored)
-    command = [sys.executable, "-c", HOLD_LOCK_AND_STOP, str(data_folder(pool) / "table")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        try:
-            assert hit_tokens(server, question) == 0
-            assert hit_tokens(server, stored) == full(stored), "reading needs no lock"
-            assert hit_tokens(server, question) == 0, "it could not be stored"
-            counted(server, "save", "busy")
-        finally:
-            holder.send_signal(signal.SIGKILL)
+    with lock_held(pool):
+        assert hit_tokens(server, question) == 0
+        assert hit_tokens(server, stored) == full(stored), "reading needs no lock"
+        assert hit_tokens(server, question) == 0, "it could not be stored"
+        counted(server, "save", "busy")
     works_again(server, question)
 
 
