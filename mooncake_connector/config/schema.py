@@ -225,8 +225,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _field(
             "How KV may travel between instances, tried in this order for each peer. From GPU to GPU: `cuda_ipc` (same "
             "host, same user). For KV on GPUs and in host memory: `shm` goes through shared memory (same host, same "
-            "user), `tcp` reaches any host. For KV in host memory: `cma` reads the other process's memory (same host, "
-            "same user, needs permission to trace); `rdma` reaches any host with RDMA cards where it is named here. "
+            "user), `tcp` reaches any host, `rdma` any host with RDMA cards where it is named here. For KV in host "
+            "memory: `cma` reads the other process's memory (same host, same user, needs permission to trace). "
             "`nixl` and `mooncake` reach any host over libraries that must be installed, with KV of both kinds, and "
             "are loaded where they are named here: see [which one when](transfer.md#which-one-when).",
             'a list of names, such as "cuda_ipc", "cma", "shm" and "tcp", each at most once, at least one',

@@ -14,9 +14,15 @@ import time
 from typing import Any, ClassVar
 
 import numpy as np
+from simulated.cuda_driver import LIBRARY, SealedBuffer
 
+from transfer.control.handshake import Identity
 from transfer.transports.base import Capabilities, Region, TransferError, first_outside
+from transfer.transports.cuda.driver import Driver
+from transfer.transports.cuda.fetched import LandingFetcher
+from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.local import LocalTransport
+from transfer.transports.memory import Memory
 from transfer.transports.network import NetworkTransport
 from transfer.transports.pull import Fetch, Fetcher, PullEncoder, PullTransport
 from transfer.transports.vectors import IOV_MAX, Pieces, Vector, read_process
@@ -180,3 +186,24 @@ class FarQueueTransport(_Queue, NetworkTransport):
 
     name = "far_queue"
     capabilities = Capabilities(other_host=True, needs_registration=True)
+
+
+class LongQueueTransport(QueueTransport):
+    """Its orders are longer than a stage of a device's memory."""
+
+    max_nbytes = 32 << 20
+
+
+class StagedQueueTransport(LongQueueTransport):
+    """Of memory of a device, over the stand-in: its fetches fill stages that it was told of."""
+
+    buffer = SealedBuffer
+    capabilities = Capabilities(device_memory=True, needs_registration=True)
+    fills_stages = True
+
+    def __init__(self, memory: Memory, identity: Identity | None = None) -> None:
+        super().__init__(memory, identity, OnDevice(Driver(LIBRARY), 0))
+
+    def _fetcher(self, connection: Any) -> Fetcher:
+        assert self.stages is not None
+        return LandingFetcher(super()._fetcher(connection), self.stages)

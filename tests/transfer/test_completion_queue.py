@@ -1,5 +1,6 @@
 """A transport that fetches registered memory in any order: the conformance class, and nodes that use it."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ TESTS = str(Path(__file__).parents[1])
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """Other processes find the module as well."""
-    monkeypatch.setenv("PYTHONPATH", TESTS)
+    monkeypatch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     monkeypatch.setattr(QueueTransport, "refused", set())
     registry.register(QueueTransport)
@@ -49,7 +50,7 @@ def test_it_serves_where_its_capabilities_say():
     far = ["tcp", "rdma", "nixl", "mooncake"]
     assert registry.serving(hosts=["10.0.0.1"]) == ["cma", "shm", *far, "queue", "far_queue"]
     assert registry.serving(["queue", "cuda_ipc"], device=True) == ["cuda_ipc"]
-    fitting = r"none of them serves memory of a device; add cuda_ipc or shm, or set transfer_hosts for tcp or nixl"
+    fitting = r"none of them serves memory of a device; add cuda_ipc or shm, or set transfer_hosts for tcp or rdma"
     with pytest.raises(TransferError, match=fitting):
         Instances(1, [0], options=NodeOptions(transports=["queue"]), device=0)
 

@@ -4,11 +4,14 @@ The processor cannot touch the stand-in's device memory here: whatever does not 
 """
 
 import ctypes
+import os
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from certificates import CAN_MAKE, make_certificate
+from simulated.completion_queue import LongQueueTransport, StagedQueueTransport
 from simulated.cuda_driver import LIBRARY, SealedBuffer, StagedShm, StagedTcp
 from simulated.library import StagedLibrary
 from simulated.waiting import wait_for
@@ -18,10 +21,14 @@ from transfer.testing.fixtures import DEADLINE_S, TransportFixtures
 from transfer.testing.memory import MIB, Buffer, folded, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import OK, Cause, Completion, Grant, Outcome, Peer, Unavailable
+from transfer.transports.cuda import fetched
 from transfer.transports.cuda.driver import Driver
+from transfer.transports.cuda.fetched import LandingFetcher
 from transfer.transports.cuda.stage import STAGE_NBYTES, OnDevice, Stages
 from transfer.transports.cuda.staged import NUM_STAGES, StagedPeer
 from transfer.transports.memory import Memory
+from transfer.transports.pull import Fetch, Fetcher
+from transfer.transports.vectors import Pieces
 from transfer.transports.wire import ANSWER_NBYTES, CopyOrder, CopyStatus, decode_answer
 
 TESTS = str(Path(__file__).parents[1])
@@ -30,10 +37,15 @@ TESTS = str(Path(__file__).parents[1])
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
     """The stand-in, without a past; other processes find it as well."""
-    monkeypatch.setenv("PYTHONPATH", TESTS)
+    monkeypatch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
     LIBRARY.__init__()
     yield LIBRARY
     assert not LIBRARY.contexts and not LIBRARY.locked and not LIBRARY._queues, "all is given back"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 class StagedConformance(TransportConformance):
@@ -58,8 +70,24 @@ class TestTcp(StagedConformance):
         return {"hosts": ["127.0.0.1", "127.0.0.2"], "streams": 2}
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not CAN_MAKE, reason="NOT TESTED: certificates are made with openssl")
+class TestTcpWithTls(StagedConformance):
+    transport = StagedTcp
+
+    @pytest.fixture
+    def options(self, certificate):
+        return {"tls": certificate, "lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
+
+
 class TestShm(StagedConformance):
     transport = StagedShm
+
+
+class TestFetching(StagedConformance):
+    """Fetches fill the stages, as those of an RDMA card do."""
+
+    transport = StagedQueueTransport
 
 
 class TestLibrary(StagedConformance):
@@ -267,3 +295,164 @@ class TestReceiving(TransportFixtures):
         wait_for(lambda: not receiver._receiver._connections)
         assert (target.bytes == 7).all() and not any(library._queues.values())
         assert receiver.stages._free.qsize() == len(library.locked) > 0, "what was taken is there for the next"
+
+
+class Posted:
+    """In place of the connection and its thread."""
+
+    def __init__(self):
+        self.todo = []
+        self.over = []
+
+    def post(self, work):
+        self.todo.append(work)
+
+    def finish(self, fetch, status):
+        self.over.append((fetch.number, status))
+
+    def cancel(self, fetch):
+        self.fetcher.cancel(fetch)
+
+    def run(self):
+        while self.todo:
+            self.todo.pop(0)()
+
+
+class Pending(Fetcher):
+    """What fills the stages is over when the test says so."""
+
+    max_under_way = 8
+
+    def __init__(self):
+        self.started, self.cancelled, self.is_closed = [], [], False
+
+    def start(self, fetch):
+        self.started.append(fetch)
+
+    def cancel(self, fetch):
+        self.cancelled.append(fetch)
+
+    def close(self):
+        self.is_closed = True
+
+    def end(self, number, status=CopyStatus.OK):
+        part = self.started[number]
+        for address, nbytes in zip(part.pieces.remote, part.pieces.nbytes, strict=True):
+            ctypes.memset(int(address), 1 + number, int(nbytes))
+        part.done(status)
+
+
+class TestLandingOfFetches:
+    """What `LandingFetcher` does, over fetches of which the test knows everything."""
+
+    @pytest.fixture(autouse=True)
+    def parts(self, library):
+        self.library, self.memory, self.thread, self.inner = library, Memory(), Posted(), Pending()
+        self.stages = Stages(OnDevice(Driver(library), 0))
+        self.fetcher, self.targets = LandingFetcher(self.inner, self.stages), []
+        yield
+        self.fetcher.close()
+        self.stages.close()
+
+    def order(self, num_parts, number=1):
+        """An order of so many stages, which holds its grant as `PullConnection` has it."""
+        nbytes = num_parts * STAGE_NBYTES
+        target = SealedBuffer(nbytes)
+        self.targets.append(target)  # which may be written as long as the test goes on
+        self.memory.register(target.address, nbytes)
+        grant = self.memory.grant(int64(target.address), int64(nbytes))
+        held = self.memory.granted(grant.key)
+        fetch = Fetch(number, Pieces([4096], [target.address], [nbytes], nbytes), b"keys", held, self.thread)
+        assert held.hold(fetch) and self.fetcher.start(fetch) is None
+        return target, grant, fetch
+
+    def end(self, number, status=CopyStatus.OK):
+        self.inner.end(number, status)
+        self.thread.run()
+
+    def written(self, target):
+        """The number of the part that is in each stage's worth of the target."""
+        return target.bytes[::STAGE_NBYTES].tolist()
+
+    def test_the_device_empties_one_while_others_are_filled_and_there_are_no_more_than_so_many(self):
+        target, _, _ = self.order(6)
+        assert len(self.inner.started) == fetched.NUM_STAGES == 3
+        self.end(0)
+        assert self.library.calls["cuMemcpyAsync"] == 1 and self.library.calls["cuStreamSynchronize"] == 0
+        self.end(2)
+        assert len(self.inner.started) == 4, "its stage is that of the first, which was waited for"
+        for number in (1, 3, 4, 5):
+            assert not self.thread.over
+            self.end(number)
+        assert self.thread.over == [(1, CopyStatus.OK)] and self.written(target) == [1, 2, 3, 4, 5, 6]
+        assert len(self.library.locked) == 3
+        assert all(part.attachment == b"keys" for part in self.inner.started)
+
+    def test_what_one_fetch_says_is_said_of_the_order_and_no_further_part_is_fetched(self):
+        target, _, _ = self.order(6)
+        self.end(0)
+        self.end(1, CopyStatus.BROKEN)
+        assert not self.thread.over, "a fetch is under way"
+        self.end(2)
+        assert self.thread.over == [(1, CopyStatus.BROKEN)] and len(self.inner.started) == 3
+        assert self.written(target) == [1, 0, 0, 0, 0, 0]
+        self.order(1, number=2)
+        self.end(3)
+        assert self.thread.over[1:] == [(2, CopyStatus.OK)], "the stages are free again"
+
+    def test_a_grant_ends_when_nothing_that_was_fetched_for_it_is_under_way(self):
+        target, grant, _ = self.order(4)
+        self.end(0)
+        self.thread.fetcher = self.fetcher
+        wait = self.memory.begin_revoke(grant)
+        assert wait is not None
+        self.thread.run()
+        assert self.inner.cancelled and self.written(target) == [1, 0, 0, 0], "what the device had is waited for"
+        for number in (1, 2):
+            self.end(number)
+        wait()
+        assert self.thread.over == [(1, CopyStatus.NO_GRANT)] and self.written(target) == [1, 0, 0, 0]
+
+    @pytest.mark.parametrize("name", ["cuMemcpyAsync", "cuStreamSynchronize"])
+    def test_a_device_that_fails_is_an_answer_and_the_next_order_goes_on(self, name):
+        self.order(1)
+        self.library.fail[name] = 0
+        self.end(0)
+        assert self.thread.over == [(1, CopyStatus.UNWRITABLE)]
+        del self.library.fail[name]
+        target, _, _ = self.order(1, number=2)
+        self.end(1)
+        assert self.thread.over[1:] == [(2, CopyStatus.OK)] and self.written(target) == [2]
+
+    def test_with_little_page_locked_memory_it_goes_on_with_what_there_is_and_without_any_it_refuses(self):
+        self.library.fail["cuMemHostAlloc"] = 1
+        target, _, _ = self.order(3)
+        assert len(self.inner.started) == 1
+        for number in range(3):
+            self.end(number)
+        assert self.thread.over == [(1, CopyStatus.OK)] and self.written(target) == [1, 2, 3]
+        self.stages._free.get_nowait().close()
+        fetch = Fetch(2, Pieces([4096], [target.address], [1], 1), b"", None, self.thread)
+        assert self.fetcher.start(fetch) is CopyStatus.UNWRITABLE
+
+    def test_what_ends_after_it_was_closed_reaches_nobody(self):
+        target, _, _ = self.order(4)
+        self.end(0)
+        self.fetcher.close()
+        assert self.inner.is_closed and self.written(target) == [1, 0, 0, 0]
+        self.end(1)
+        assert self.written(target) == [1, 0, 0, 0] and not self.thread.over
+        assert self.stages._free.qsize() == 3
+
+    def test_orders_longer_than_a_stage_come_from_memory_of_the_host(self):
+        nbytes = 7 * STAGE_NBYTES + 5
+        source, target, here = Buffer(nbytes, seed=1), SealedBuffer(nbytes), Memory()
+        here.register(source.address, nbytes)
+        self.memory.register(target.address, nbytes)
+        grant = self.memory.grant(int64(target.address), int64(nbytes))
+        with LongQueueTransport(here) as sender, StagedQueueTransport(self.memory) as receiver:
+            here.follow(sender)
+            self.memory.follow(receiver)
+            peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+            write = peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=DEADLINE_S)
+            assert outcome_of(write).ok and np.array_equal(target.bytes, source.bytes)

@@ -27,7 +27,7 @@ GREET = b"?"
 class Fetch:
     """One order: copy `pieces`, from `local`, there, to `remote`, here. They lie inside the grant of `held`."""
 
-    __slots__ = ("_connection", "attachment", "held", "number", "pieces", "progress")
+    __slots__ = ("attachment", "connection", "held", "number", "pieces", "progress")
 
     def __init__(
         self, number: int, pieces: Pieces, attachment: bytes, held: Revocable | None, connection: PullConnection
@@ -39,12 +39,12 @@ class Fetch:
         """None for a probe, which has pieces where the fetcher likes."""
         self.progress: Any = None
         """For the fetcher."""
-        self._connection = connection
+        self.connection = connection
 
     def done(self, status: CopyStatus) -> None:
         """It is over, and nothing of it is written any more. For any thread; what is said twice counts once."""
         self.let_go()
-        self._connection.post(lambda: self._connection.finish(self, status))
+        self.connection.post(lambda: self.connection.finish(self, status))
 
     def let_go(self) -> None:
         """Of its grant, where it holds that."""
@@ -53,11 +53,11 @@ class Fetch:
 
     def cancel(self) -> None:
         """See `memory.Holder`."""
-        self._connection.post(lambda: self._connection.cancel(self))
+        self.connection.post(lambda: self.connection.cancel(self))
 
     def cut_off(self) -> None:
         """See `memory.Holder`."""
-        self._connection.post(lambda: self._connection.cut_off(self))
+        self.connection.post(lambda: self.connection.cut_off(self))
 
 
 class Fetcher(ABC):
@@ -66,13 +66,13 @@ class Fetcher(ABC):
     A fetch is over when one of them returns its status, or when its `done` is called.
     """
 
-    max_under_way: ClassVar[int] = 64
+    max_under_way: int = 64
     """Orders of the peer; what it asks beyond that waits on its side."""
-    poll_s: ClassVar[float | None] = None
+    poll_s: float | None = None
     """How often `go_on` is called for fetches under way, 0 for as often as others have had their turn; None: never."""
-    greets: ClassVar[bool] = False
+    greets: bool = False
     """Whether the sender asks for a greeting first of all."""
-    is_stepwise: ClassVar[bool] = False
+    is_stepwise: bool = False
     """Whether it writes within `start` and `go_on` only, in steps of some milliseconds, each with `fetch.held.lock`
     taken and while it is not `revoked`. The grant of any other fetch is held until that is over."""
 
@@ -119,18 +119,18 @@ class PullConnection(Connection):
         super().__init__(channel, server, memory)
         self.max_nbytes, self.max_attached = max_nbytes, max_attached
         self._fetcher: Fetcher | None = fetcher
-        self._kind = type(fetcher)
+        self._traits = fetcher
         self._under_way: dict[Fetch, None] = {}
         self.is_busy = True
 
     def welcome(self) -> None:
         super().welcome()
-        if self._kind.greets:
+        if self._traits.greets:
             self._next = self._greet
 
     def execute(self, order: CopyOrder, columns: list[Numbers], held: Revocable) -> bool:
         fetch = self._fetch(order, columns, held)
-        if not self._kind.is_stepwise and not held.hold(fetch):
+        if not self._traits.is_stepwise and not held.hold(fetch):
             return self.answer(order, CopyStatus.NO_GRANT)
         assert self._fetcher is not None
         return self._begin(fetch, self._fetcher.start)
@@ -183,7 +183,7 @@ class PullConnection(Connection):
         super().close()
         for fetch in list(self._under_way):
             self.cancel(fetch)
-        if self._kind.is_stepwise or not self._under_way:
+        if self._traits.is_stepwise or not self._under_way:
             self.cut_off()
 
     def _greet(self) -> bool:
@@ -219,8 +219,8 @@ class PullConnection(Connection):
 
     def _count(self) -> None:
         self.is_busy = self._fetcher is not None
-        self.is_full = len(self._under_way) >= self._kind.max_under_way
-        self.poll_s = self._kind.poll_s if self._under_way else None
+        self.is_full = len(self._under_way) >= self._traits.max_under_way
+        self.poll_s = self._traits.poll_s if self._under_way else None
 
 
 class PullEncoder(PayloadEncoder):

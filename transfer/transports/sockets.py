@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from abc import abstractmethod
+from typing import ClassVar
 from weakref import WeakSet
 
 from transfer.control.handshake import Client, Identity, Server, shake
@@ -27,10 +28,13 @@ from transfer.transports.stream import PayloadEncoder, Stream
 class SocketTransport(Transport):
     """See the module."""
 
+    fills_stages: ClassVar[bool] = False
+    """Whether what it fetches with has to be told of the stages of a device's memory, which it fetches into."""
+
     def __init__(self, memory: Memory, identity: Identity | None = None, place: OnDevice | None = None) -> None:
         super().__init__(memory)
         self.place = place
-        self.stages = None if place is None else Stages(place)
+        self.stages = None if place is None else Stages(place, filled_by=self if self.fills_stages else None)
         """For what is received."""
         self._sending = None if place is None else Stages(place, memory)
         self.identity = identity or Identity()

@@ -87,7 +87,7 @@ class Landing:
         try:
             work()
         except CudaError as error:
-            self.status = _failed(error)
+            self.status = failed(error)
 
 
 class LandingConnection(InlineConnection):
@@ -178,7 +178,7 @@ def land(stages: Stages, address: int, columns: list[Numbers], held: Revocable) 
     try:
         stage = stages.take()
     except CudaError as error:
-        return _failed(error)
+        return failed(error)
     try:
         for part in pieces.slices(STAGE_NBYTES, MAX_ORDER_PIECES):
             ctypes.memmove(stage.address, address, part.total)
@@ -189,12 +189,13 @@ def land(stages: Stages, address: int, columns: list[Numbers], held: Revocable) 
                 stage.begin_scatter(part)
                 stage.wait()
     except CudaError as error:
-        return _failed(error)
+        return failed(error)
     finally:
         stages.give_back(stage)
     return CopyStatus.OK
 
 
-def _failed(error: CudaError) -> CopyStatus:
+def failed(error: CudaError) -> CopyStatus:
+    """What to answer; it is logged."""
     log_once("transfer.landing", "a device does not take what a peer sends: %s", error, logger=logger)
     return CopyStatus.UNWRITABLE

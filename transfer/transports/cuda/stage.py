@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from transfer.transports.base import Int64, Region
+from transfer.transports.base import Int64, Region, Transport
 from transfer.transports.cuda.copier import Copier
 from transfer.transports.cuda.driver import CudaError, Driver
 from transfer.transports.memory import Memory
@@ -70,21 +70,30 @@ class Stages:
 
     Args:
         memory: where they are registered, which are sent from.
+        filled_by: the transport that is told of them, which fetches into them.
     """
 
-    def __init__(self, place: OnDevice, memory: Memory | None = None) -> None:
-        self._place, self._memory = place, memory
+    def __init__(self, place: OnDevice, memory: Memory | None = None, filled_by: Transport | None = None) -> None:
+        self._place, self._memory, self._filled_by = place, memory, filled_by
         self._free: queue.SimpleQueue[Stage] = queue.SimpleQueue()
         self._regions: list[Region] = []
 
     def take(self) -> Stage:
-        """Raises CudaError."""
+        """Raises CudaError, and what `Transport.register` does."""
         try:
             return self._free.get_nowait()
         except queue.Empty:
             stage = Stage(self._place)
         if self._memory is not None:
             self._regions.append(self._memory.register(stage.address, stage.nbytes, is_stage=True))
+        elif self._filled_by is not None:  # past the memory, whose lock may wait for what the receiving thread does
+            region = Region(stage.address, stage.nbytes, is_stage=True)
+            try:
+                self._filled_by.register(region)
+            except BaseException:
+                stage.close()
+                raise
+            self._regions.append(region)
         return stage
 
     def give_back(self, stage: Stage) -> None:
@@ -93,7 +102,9 @@ class Stages:
 
     def close(self) -> None:
         """All must have been given back. May be called twice."""
-        while self._memory is not None and self._regions:
-            self._memory.unregister(self._regions.pop())
+        while self._regions:
+            owner = self._memory or self._filled_by
+            assert owner is not None
+            owner.unregister(self._regions.pop())
         while not self._free.empty():
             self._free.get_nowait().close()

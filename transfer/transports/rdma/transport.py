@@ -15,6 +15,8 @@ from mooncake_connector.log import get_logger, log_once
 from transfer.control.handshake import Identity
 from transfer.transports.base import Capabilities, Region, TransportOptions, Unavailable
 from transfer.transports.channel import Channel
+from transfer.transports.cuda.fetched import LandingFetcher
+from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.local import probe, take
 from transfer.transports.memory import Memory
 from transfer.transports.network import NetworkTransport
@@ -47,7 +49,8 @@ class RdmaTransport(PullTransport, NetworkTransport):
     """
 
     name = "rdma"
-    capabilities = Capabilities(other_host=True, needs_registration=True, needs_library=True)
+    capabilities = Capabilities(device_memory=True, other_host=True, needs_registration=True, needs_library=True)
+    fills_stages = True
     max_nbytes = 64 << 20
     max_attached = EPOCH.size + END_NBYTES + MAX_NBYTES
 
@@ -60,9 +63,12 @@ class RdmaTransport(PullTransport, NetworkTransport):
         tls: Tls | None = None,
         device: str = "",
         lost_after_s: float = 5.0,
+        place: OnDevice | None = None,
     ) -> None:
         """Raises Unavailable with the reason where there is no card, or not what it takes to use it."""
-        super().__init__(memory, identity, hosts=hosts[:1], streams=1, tls=tls, lost_after_s=lost_after_s)
+        super().__init__(
+            memory, identity, hosts=hosts[:1], streams=1, tls=tls, lost_after_s=lost_after_s, place=place
+        )
         self._ack_timeout = ack_timeout(lost_after_s)
         self._card = Card(hosts[0], device)
         try:
@@ -76,7 +82,7 @@ class RdmaTransport(PullTransport, NetworkTransport):
 
     @classmethod
     def make(cls, memory: Memory, options: TransportOptions) -> RdmaTransport:
-        return cls(memory, options.identity, hosts=options.hosts, tls=options.tls)
+        return cls(memory, options.identity, hosts=options.hosts, tls=options.tls, place=options.place)
 
     def register(self, region: Region) -> None:
         self._card.register(region)
@@ -94,7 +100,8 @@ class RdmaTransport(PullTransport, NetworkTransport):
             self._card.close()
 
     def _fetcher(self, channel: Channel) -> Fetcher:
-        return RdmaFetcher(self._card, self._completions, self._ack_timeout)
+        fetcher = RdmaFetcher(self._card, self._completions, self._ack_timeout)
+        return fetcher if self.stages is None else LandingFetcher(fetcher, self.stages)
 
     def _prepare(self, channel: Channel, deadline_at: float) -> PayloadEncoder:
         channel.settimeout(max(0.001, deadline_at - time.monotonic()))

@@ -87,7 +87,7 @@ class Mooncake:
     def prepare(self, far: dict[str, Any], here: list[int], there: list[int], size: int) -> None:
         self._call = (far["name"], here, there, [size] * len(here))
 
-    def write_outcome(self) -> None:
+    def write(self) -> None:
         status = self._engine.batch_transfer_sync_write(*self._call)
         if status != 0:
             raise SystemExit(f"batch_transfer_sync_write gave {status}")
@@ -113,7 +113,7 @@ class Nixl:
         remote = self._agent.get_xfer_descs([(address, size, 0) for address in there], "DRAM")
         self._handle = self._agent.initialize_xfer("WRITE", local, remote, name)
 
-    def write_outcome(self) -> None:
+    def write(self) -> None:
         state = self._agent.transfer(self._handle)
         while state == "PROC":
             time.sleep(0)
