@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -174,6 +175,11 @@ class Client(HttpClient):
         """Ask once for a reset; vLLM refuses it while a block is held."""
         path = f"/reset_prefix_cache?reset_external={connector}&reset_running_requests={running}".lower()
         return bool(json.loads(self._read(self._send("POST", path)))["success"])
+
+    def load_weights(self, checkpoint: Path) -> None:
+        """Replace the weights in memory, as an update of a policy does."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
+        self._read(self._send("POST", "/collective_rpc", body))
 
     def tokens_from_connector(self) -> int:
         """Prompt tokens that this server has taken from its KV connector since it started, by its own count."""

@@ -5,6 +5,7 @@ Tensor-parallel ranks save and load their own halves of pages, and put pages tog
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 
 from e2e.conftest import Shared, StartServer
 from e2e.pages import PAGE_TOKENS, Pages
-from e2e.questions import Question
+from e2e.questions import SMALLEST_GAP, Question
 from e2e.server import Server
+from models import checkpoint
 from store_client import EmbeddedStore
 
 SALT = "instances"  # other modules ask the same in this pool
@@ -47,6 +49,15 @@ def left(small: Server, questions: dict[str, Question], pool: Path) -> Question:
 def two(left: Question, start: StartServer, qwen3: Path) -> Server:
     """A server of two ranks beside that of one."""
     return start(qwen3, "--tensor-parallel-size", "2", "--max-model-len", "2048")
+
+
+@pytest.fixture
+def updated(two: Server, one: Server, qwen3: Path) -> Iterator[None]:
+    """Both servers were given the same new weights; the one that others use gets its own back."""
+    for server in (one, two):
+        server.load_weights(checkpoint("qwen3-other"))
+    yield
+    one.load_weights(qwen3)
 
 
 def ask(server: Server, question: Question) -> int:
@@ -123,3 +134,45 @@ def test_instances_of_one_and_two_ranks_read_each_others_pages(
 
 def test_another_instance_finds_the_pages_of_one_that_was_killed(left: Question, two: Server, pool: Path) -> None:
     loads(two, left, pool)
+
+
+@pytest.mark.parametrize("writer", ["two", "one"])
+def test_instances_with_the_same_new_weights_share_again(
+    writer: str, updated: None, questions: dict[str, Question], one: Server, two: Server, pool: Path
+) -> None:
+    here, there = (two, one) if writer == "two" else (one, two)
+    for name in (name for name in questions if name.startswith("number")):
+        prompt, max_tokens, salt = questions[name].prompt, len(questions[name].answer), f"new weights of {writer}"
+        here.reset_prefix_cache()
+        computed = here.ask(prompt, max_tokens=max_tokens, cache_salt=salt)
+        assert computed.cached_tokens == 0
+        if computed.smallest_gap >= SMALLEST_GAP and computed.token_ids != questions[name].answer:
+            break
+    else:
+        raise AssertionError("no question has an answer of the new weights with a clear margin")
+    pages = Pages(pool, here.model, lambda: here)
+    pages.wait_for(prompt, cache_salt=salt)
+    there.reset_prefix_cache()
+    loaded = there.ask(prompt, max_tokens=max_tokens, cache_salt=salt)
+    assert loaded.cached_tokens == questions[name].num_full_pages * PAGE_TOKENS
+    assert loaded.token_ids == computed.token_ids
+
+    there.reset_prefix_cache()
+    pages.falsify(prompt, page=3, cache_salt=salt)
+    falsified = there.ask(prompt, max_tokens=max_tokens, cache_salt=salt)
+    assert falsified.cached_tokens == loaded.cached_tokens
+    assert falsified.token_ids != computed.token_ids
+
+
+def test_pages_of_the_weights_before_come_back_with_them_alone(
+    questions: dict[str, Question], one: Server, qwen3: Path, pool: Path
+) -> None:
+    question = questions["number 4"]
+    computes(one, question, pool)
+    one.load_weights(checkpoint("qwen3-other"))
+    try:
+        one.reset_prefix_cache()
+        assert one.ask(question.prompt, cache_salt=SALT).cached_tokens == 0
+    finally:
+        one.load_weights(qwen3)
+    loads(one, question, pool)

@@ -57,8 +57,7 @@ class InServer:
         self._server = server
 
     def load_weights(self, checkpoint: Path) -> None:
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
-        self._server._read(self._server._send("POST", "/collective_rpc", body))
+        self._server.load_weights(checkpoint)
 
     def reset(self, *, connector: bool, running: bool) -> bool:
         return self._server.resets(connector=connector, running=running)
