@@ -175,14 +175,15 @@ class Table:
     def slots(self, keys: U8, space: int) -> list[int]:
         """The slot of each key, by its full name; -1 where it is absent."""
         which, candidates = self.cells.matches(hash_keys(keys, space))
-        found = [-1] * len(keys)
         valid = candidates < np.uint64(self.max_pages)
         which, slots = which[valid], candidates[valid].astype(np.int64)
         rows = self._rows_at(slots)
-        same = (rows["key"] == keys[which]).all(axis=1) & (rows["space"] == space)
-        for i, slot in zip(which[same].tolist(), slots[same].tolist(), strict=True):
-            found[i] = slot
-        return found
+        words = rows.view("<u8").reshape(-1, ROW_NBYTES // 8)[:, : KEY_NBYTES // 8]
+        same = (words == keys.view("<u8")[which]).all(axis=1) & (rows["space"] == space)
+        found = np.full(len(keys), -1, dtype=np.int64)
+        found[which[same]] = slots[same]
+        of_each: list[int] = found.tolist()
+        return of_each
 
     def at(self, slot: int, key: bytes, space: int) -> Found | None:
         """What slot holds, if it is this page and whole."""

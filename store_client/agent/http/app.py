@@ -6,10 +6,12 @@ A fault ends in an answer with status 500, a counter and a line in the log; neve
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
+import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
@@ -128,10 +130,8 @@ class App:
                 await asyncio.wait_for(turn.take(), _TURN_S)
         except asyncio.TimeoutError:
             raise Refused(f"{_LARGE_AT_ONCE} large requests are under way: try again", 503, "busy") from None
-        try:
-            data = await asyncio.wait_for(body.read(route.max_body_nbytes, turn), BODY_S)
-        except asyncio.TimeoutError:
-            raise Refused(f"the body did not come within {BODY_S:g} s", 408, "late") from None
+        with _limit(BODY_S, f"the body did not come within {BODY_S:g} s"):
+            data = await body.read(route.max_body_nbytes, turn)
         return await route.answer(Request(scope["method"], scope["path"], query, headers, data))
 
     def _check_token(self, headers: Mapping[bytes, bytes], route: Route, path: str) -> None:
@@ -157,6 +157,32 @@ def _names_loopback(host: bytes) -> bool:
     except ValueError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def _limit(seconds: float, message: str) -> Iterator[None]:
+    """`asyncio.wait_for` of what is awaited here, without a task of its own, which takes as long as a short body.
+
+    Raises Refused."""
+    task, is_late = asyncio.current_task(), False
+    assert task is not None
+
+    def end() -> None:
+        nonlocal is_late
+        is_late = True
+        task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(seconds, end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not is_late:
+            raise
+        if sys.version_info >= (3, 11):
+            task.uncancel()
+        raise Refused(message, 408, "late") from None
+    finally:
+        timer.cancel()
 
 
 class _Gone(Exception):

@@ -10,7 +10,7 @@ and pages are named by their own keys.
 from __future__ import annotations
 
 import struct
-from itertools import accumulate
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +28,12 @@ def seq_hashes(tokens: Tokens32, block_tokens: int, parent: int | None = None) -
     """Of the full blocks of `tokens`, in order; `parent` is that of the block before the first one."""
     if len(tokens) < block_tokens:
         return []
-    raw = np.ascontiguousarray(tokens[: len(tokens) // block_tokens * block_tokens], dtype="<u4").tobytes()
-    names = [_hash(block, SEED) for (block,) in struct.iter_unpack(f"{4 * block_tokens}s", raw)]
-    if parent is not None:
-        names[0] = _follow(parent, names[0])
-    return list(accumulate(names, _follow))
-
-
-def _follow(parent: int, local: int) -> int:
-    return _hash(_PAIR(parent, local), SEED)
+    whole = np.ascontiguousarray(tokens[: len(tokens) // block_tokens * block_tokens], dtype="<u4")
+    blocks: list[bytes] = whole.view(f"V{4 * block_tokens}").tolist()
+    local = map(_hash, blocks, repeat(SEED))
+    names = [next(local) if parent is None else _hash(_PAIR(parent, next(local)), SEED)]
+    add, pair, name, seed = names.append, _PAIR, names[0], SEED  # most of the time goes in this loop
+    for one in local:
+        name = _hash(pair(name, one), seed)
+        add(name)
+    return names

@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import compress, count, repeat
+from operator import ne
 from typing import NamedTuple
 
 import numpy as np
@@ -156,12 +158,11 @@ class Held:
         blocks = self._blocks.get(context)
         if not blocks or not hashes:
             return {}
-        masks = [blocks.get(name, 0) for name in hashes]
-        found, leading, those, before = 0, dict[int, int](), masks[0], -1
-        for at, mask in enumerate(masks):
-            if mask == before:  # mostly: owners leave a prompt one after the other
-                continue
-            before = mask
+        masks = list(map(blocks.get, hashes, repeat(0)))
+        found, leading, those = masks[0], dict[int, int](), masks[0]
+        # Mostly few: owners leave a prompt one after the other.
+        for at in compress(count(1), map(ne, masks[1:], masks)):
+            mask = masks[at]
             found |= mask
             if ended := those & ~mask:
                 leading |= dict.fromkeys(_bits_of(ended), at)

@@ -145,9 +145,9 @@ class Index:
         return [
             instance
             for instance in self.instances.values()
-            if instance.registered.tenant == query.tenant
-            and instance.registered.modelname == query.model
+            if instance.registered.modelname == query.model
             and instance.registered.block_size == query.block_size
+            and instance.registered.tenant == query.tenant
             and query.instance_id in (None, "", instance.registered.instance_id)
         ]
 
@@ -171,25 +171,27 @@ class Index:
         presents: dict[tuple[int, str], dict[int, Run]] = {}
         paged: dict[tuple[int, bool], dict[str, Run]] = {}
         for instance in asked:
-            prompt, salt = prompts[instance], query.cache_salt or instance.registered.salt
+            prompt, registered = prompts[instance], instance.registered
+            salt = query.cache_salt or registered.salt
             runs: dict[str, list[Run]] = {}
             for (medium, size), owner in list(instance.owners.items()):
-                if (size, salt) not in presents:
+                if (present := presents.get((size, salt))) is None:
                     context, hashes = Context(size, query.lora, salt), prompt.hashes.get(size, ())
-                    presents[size, salt] = self.held.present(context, hashes)
-                if (run := presents[size, salt].get(owner)) is not None:
+                    present = presents[size, salt] = self.held.present(context, hashes)
+                if (run := present.get(owner)) is not None:
                     runs.setdefault(medium, []).append(run)
-            seen = (id(prompt), instance.here)
-            if seen not in paged:
-                paged[seen] = _on_media(prompt, instance.here)
-            for medium, run in paged[seen].items():
+            if (pages := paged.get((id(prompt), instance.here))) is None:
+                pages = paged[id(prompt), instance.here] = _on_media(prompt, instance.here)
+            for medium, run in pages.items():
                 runs.setdefault(medium, []).append(run)
-            _add(instances.setdefault(instance.registered.instance_id, _nothing()), instance, runs)
+            if (answer := instances.get(registered.instance_id)) is None:
+                answer = instances[registered.instance_id] = _nothing()
+            _add(answer, str(registered.dp_rank), runs)
         return {query.tenant: instances}
 
 
 def _nothing() -> dict[str, Any]:
-    return {"longest_matched": 0, **dict.fromkeys(MEDIA, 0), "DP": {}}
+    return {"longest_matched": 0, "GPU": 0, "CPU": 0, "DISK": 0, "DP": {}}
 
 
 def _on_media(prompt: _Prompt, here: bool) -> dict[str, Run]:
@@ -200,14 +202,18 @@ def _on_media(prompt: _Prompt, here: bool) -> dict[str, Run]:
     return {medium: Entries(present, prompt.page_tokens) for medium, present in found.items() if present.any()}
 
 
-def _add(answer: dict[str, Any], instance: Instance, runs: Mapping[str, list[Run]]) -> None:
+def _add(answer: dict[str, Any], rank: str, runs: Mapping[str, list[Run]]) -> None:
     """Take a rank into its instance's answer: of several ranks the best counts."""
+    every: list[Run] = []
     for medium, its in runs.items():
+        every += its
         matched = union(its)
         if matched > answer[medium]:
             answer[medium] = matched
     if len(runs) != 1:
-        matched = union([run for its in runs.values() for run in its])
-    ranks, rank = answer["DP"], str(instance.registered.dp_rank)
-    ranks[rank] = max(ranks.get(rank, 0), matched)
-    answer["longest_matched"] = max(answer["longest_matched"], matched)
+        matched = union(every)
+    ranks = answer["DP"]
+    if matched >= ranks.get(rank, 0):
+        ranks[rank] = matched
+    if matched > answer["longest_matched"]:
+        answer["longest_matched"] = matched
