@@ -20,7 +20,9 @@ from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Put
 from store_client.embedded import table
 from store_client.embedded.policies import DEFAULT_POLICY, POLICIES, Arrivals, Candidates, Hints
+from store_client.embedded.policies.base import lowest_first
 from store_client.embedded.policies.hints import BINS, TURNS, USES
+from store_client.embedded.policies.lru import Recency
 from store_client.embedded.policies.returns import Worth
 from store_client.embedded.policies.sample import classes_of
 from store_client.embedded.row import NONE
@@ -89,6 +91,86 @@ def test_no_page_goes_before_its_descendants_nor_what_is_in_use(name, seed):
         if slot not in gone and pages.access[slot] < used_before and not kept_children(pages, gone, slot)
     ], "it stopped early"  # fmt: skip
     assert freed - int(pages.granules[victims[-1:]].sum()) < wanted, "it went on too long"
+
+
+def conversations(rng: np.random.Generator, chains: int) -> Candidates:
+    """Chains that branch, each page last used with what hangs on it or later, no two branches at one moment."""
+    parent, depth, access = [], [], []
+    for _ in range(chains):
+        above, started = (NONE, 0) if not parent or rng.random() < 0.5 else (int(rng.integers(len(parent))), 1)
+        for _ in range(int(rng.integers(1, 9))):
+            parent.append(above)
+            depth.append(depth[above] + 1 if started else 0)
+            access.append(0)
+            above, started = len(parent) - 1, 1
+    ends = sorted(set(range(len(parent))) - set(parent))
+    for used, slot in zip(rng.permutation(1000)[: len(ends)].tolist(), ends, strict=True):
+        while slot != NONE and access[slot] < used + 1:
+            access[slot], slot = used + 1, parent[slot]
+    return Candidates(
+        np.array(access, dtype=np.uint64), rng.integers(0, MOST_USES + 1, len(parent)).astype(np.uint8),
+        np.array(parent, dtype=np.uint32), np.array(depth, dtype=np.uint32),
+        rng.integers(1, 5, len(parent)).astype(np.uint32), len(parent),
+    )  # fmt: skip
+
+
+class OneByOne:
+    """Which pages are ends, found anew for each that goes."""
+
+    def __init__(self, pages: Candidates, granules: int, used_before: int) -> None:
+        self.pages, self.granules, self.used_before, self.gone = pages, granules, used_before, list[int]()
+
+    def wants_more(self) -> bool:
+        return int(self.pages.granules[self.gone].sum()) < self.granules
+
+    def ends(self) -> list[int]:
+        left = [slot for slot in range(self.pages.count) if slot not in self.gone]
+        above = {int(self.pages.parent[slot]) for slot in left}
+        return [slot for slot in left if slot not in above and self.pages.access[slot] < self.used_before]
+
+
+@pytest.mark.parametrize("name", ["lru", "auto"])
+@pytest.mark.parametrize("seed", range(40))
+def test_of_the_ends_of_chains_the_lowest_goes_each_time(name, seed):
+    rng = np.random.default_rng(seed)
+    pages, kinds = conversations(rng, 30), None
+    rank: Recency | Worth = Recency(pages)
+    if name == "auto":
+        pages.access[:] *= np.uint64(1 << 36)
+        kinds = classes_of(pages.uses, pages.uses)
+        rank = Worth(rng.random((TURNS * USES, BINS)), kinds, pages, 1 << 47)
+    used_before, wanted = int(np.quantile(pages.access, rng.uniform(0.5, 1))), int(rng.integers(1, 200))
+    slow = OneByOne(pages, wanted, used_before)
+    while slow.wants_more() and (ends := slow.ends()):
+        slow.gone.append(min(ends, key=lambda slot: (rank.one(slot), -int(pages.depth[slot]), slot)))
+    assert lowest_first(pages, wanted, 1, used_before, rank, kinds).tolist() == slow.gone
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_s3_fifo_takes_from_the_queue_that_is_too_long_what_queued_first(seed):
+    rng = np.random.default_rng(seed)
+    pages, hints = conversations(rng, 30), Hints(None, 300)
+    count, wanted, number = pages.count, int(rng.integers(1, 200)), 1000
+    hints.header[2] = number
+    hints.queue[:count], hints.entered[:count] = rng.random(count) < rng.random(), rng.permutation(number)[:count]
+    uses, entered, is_main = pages.uses.copy(), hints.entered.copy(), hints.queue.copy() > 0
+    slow = OneByOne(pages, wanted, int(np.quantile(pages.access, rng.uniform(0.5, 1))))
+    while slow.wants_more() and (ends := slow.ends()):
+        small, main = [slot for slot in ends if not is_main[slot]], [slot for slot in ends if is_main[slot]]
+        num_small = sum(not is_main[slot] for slot in range(count) if slot not in slow.gone)
+        of_small = bool(small) and (num_small > int(0.1 * count) or not main)
+        slot = min(small if of_small else main, key=lambda slot: entered[slot])
+        if not uses[slot]:
+            slow.gone.append(slot)
+        elif of_small:
+            while slot != NONE and not is_main[slot]:
+                is_main[slot], uses[slot], entered[slot], number = True, 0, number, number + 1
+                slot = int(pages.parent[slot])
+        else:
+            uses[slot], entered[slot], number = min(uses[slot], 3) - 1, number, number + 1
+    assert POLICIES["s3-fifo"](hints).victims(pages, wanted, 1, slow.used_before, 5000).tolist() == slow.gone
+    assert pages.uses.tolist() == uses.tolist()
+    assert hints.entered.tolist() == entered.tolist()
 
 
 @policies

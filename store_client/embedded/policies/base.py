@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Protocol
@@ -96,32 +97,43 @@ class Frontier:
     def __init__(self, pages: Candidates, used_before_ns: int) -> None:
         num_slots = len(pages.granules)
         self.there: npt.NDArray[np.bool_] = pages.granules != 0
-        parents = np.minimum(pages.parent, num_slots).astype(np.intp)
+        parents = pages.parent.astype(np.intp)
+        np.minimum(parents, num_slots, out=parents)
         # A link may be stale, its parent gone and the slot another page's: depths keep links from going round.
         depth = np.append(pages.depth, _NO_DEPTH)
-        cut = ~self.there
-        np.putmask(depth[:num_slots], cut, _NO_DEPTH)
-        cut |= depth.take(parents) >= pages.depth
-        np.putmask(parents, cut, num_slots)
+        gone = ~self.there
+        if gone.any():
+            parents[gone], depth[:num_slots][gone] = num_slots, _NO_DEPTH
+        stale = depth.take(parents, mode="clip") >= pages.depth  # "clip" as the quickest: all are within bounds
+        stale &= pages.parent < num_slots
+        if stale.any():
+            parents[stale] = num_slots
         num_children = np.bincount(parents, minlength=num_slots + 1)
         ends = np.flatnonzero((num_children[:num_slots] == 0) & self.there)
         self.ends: Slots = ends[pages.access[ends] < used_before_ns]
         """The pages that may go at once."""
-        self.mean_granules = max(1.0, int(pages.granules.sum(dtype=np.int64)) / max(1, pages.count))
+        self._pages_an_end = pages.count / max(1, len(ends))
         self.granules, self.access = pages.granules.data, pages.access.data
         self.parents = parents.data
         """Slot of the page before each in its chain; `num_slots` where there is none."""
+        num_children[num_slots] = 0
         self.children = num_children.data
+        """Of each page, as far as that is more than one; below one at `num_slots`."""
         self.num_slots, self._used_before_ns = num_slots, used_before_ns
+
+    def likely(self, granules: int, count: int) -> int:
+        """Of how many ends the chains have so many pages and granules, and some more."""
+        some = self.ends[:64]
+        of_one = sum(map(self.granules.__getitem__, some.tolist())) / max(1, len(some))
+        return int(1.25 * max(count, granules / max(1.0, of_one)) / self._pages_an_end) + 8
 
     def take(self, slot: int) -> int:
         """This page goes; the page before it where that is an end now and may go too, else -1."""
         parent = self.parents[slot]
-        if parent == self.num_slots:
+        if (left := self.children[parent]) != 1:
+            self.children[parent] = left - 1
             return -1
-        left = self.children[parent] - 1
-        self.children[parent] = left
-        return -1 if left or self.access[parent] >= self._used_before_ns else parent
+        return -1 if self.access[parent] >= self._used_before_ns else parent
 
 
 def lowest_first(
@@ -135,61 +147,66 @@ def lowest_first(
     ends = frontier.ends
     if not len(ends):
         return ends
-    num_slots, sizes, access, depth = frontier.num_slots, frontier.granules, frontier.access, pages.depth.data
+    sizes, access, depth = frontier.granules, frontier.access, pages.depth.data
     parents, children = frontier.parents, frontier.children
-    kinds = (np.zeros(num_slots, dtype=np.uint8) if kind is None else kind).data
-    queue, waiting = _first(pages, ends, rank, max(count, int(1.25 * granules / frontier.mean_granules) + 8))
+    kinds = (np.zeros(frontier.num_slots, dtype=np.uint8) if kind is None else kind).data
+    heights = -pages.depth[ends].astype(np.int64)  # of those that rank alike the deepest goes first
+    queue = Ends(ends, rank.all(ends), heights, frontier.likely(granules, count))
+    first = queue.next()
     risen: list[tuple[float, int, int]] = []
     going: list[int] = []
-    freed = at = 0
+    go = going.append
+    freed = 0
     while freed < granules or len(going) < count:
-        if at == len(queue) and len(waiting):
-            queue, at = _sorted(pages, waiting, rank.all(waiting)), 0
-            waiting = waiting[:0]
-        if risen and (at == len(queue) or risen[0] < queue[at]):
+        if risen and (first is None or risen[0] < first):
             slot = heappop(risen)[2]
-        elif at < len(queue):
-            slot = queue[at][2]
-            at += 1
+        elif first is not None:
+            slot = first[2]
+            first = queue.next()
         else:
             break
         used, own = access[slot], kinds[slot]
         while True:  # as `Frontier.take`, of which a call takes as long as the rest
-            going.append(slot)
+            go(slot)
             freed += sizes[slot]
             slot = parents[slot]
-            if slot == num_slots:
+            if (left := children[slot]) != 1:  # also where there is none before it
+                children[slot] = left - 1
                 break
-            left = children[slot] - 1
-            children[slot] = left
-            if left:
-                break
-            before, kind_before = access[slot], kinds[slot]
-            if before >= used_before_ns:
-                break
-            if before != used or kind_before != own:
-                heappush(risen, (rank.one(slot), -depth[slot], slot))
+            if (before := access[slot]) != used or kinds[slot] != own:
+                if before < used_before_ns:
+                    heappush(risen, (rank.one(slot), -depth[slot], slot))
                 break
             if freed >= granules and len(going) >= count:
                 break
     return np.array(going, dtype=np.int64)
 
 
-def _first(
-    pages: Candidates, ends: Slots, rank: Rank, wanted: int
-) -> tuple[list[tuple[float, int, int]], Slots]:  # each end is a page at least
-    """The `wanted` ends that go first, sorted (see `_sorted`), and the others as they are."""
-    ranks = rank.all(ends)
-    if wanted >= len(ends):
-        return _sorted(pages, ends, ranks), ends[:0]
-    split = np.argpartition(ranks, wanted)
-    first = split[:wanted]
-    return _sorted(pages, ends[first], ranks[first]), ends[split[wanted:]]
+class Ends:
+    """Ends of chains as (rank, height, slot), the lowest first. They are sorted as they are wanted: the first `batch`,
+    then twice as many."""
 
+    def __init__(self, slots: Slots, ranks: npt.NDArray[Any], heights: npt.NDArray[Any], batch: int) -> None:
+        self._slots, self._ranks, self._heights, self._batch = slots, ranks, heights, batch
+        self._sorted: Iterator[tuple[float, int, int]] = iter(())
 
-def _sorted(pages: Candidates, slots: Slots, ranks: npt.NDArray[Any]) -> list[tuple[float, int, int]]:
-    """(rank, height, slot) of each page: the lowest first, and of those that rank alike the deepest."""
-    heights = -pages.depth[slots].astype(np.int64)
-    order = np.lexsort((heights, ranks))
-    sorted_ranks = ranks[order].astype(np.float64).tolist()
-    return list(zip(sorted_ranks, heights[order].tolist(), slots[order].tolist(), strict=True))
+    def next(self) -> tuple[float, int, int] | None:
+        found = next(self._sorted, None)
+        if found is None and len(self._slots):
+            self._sort()
+            found = next(self._sorted)
+        return found
+
+    def _sort(self) -> None:
+        slots, ranks, heights = self._slots, self._ranks, self._heights
+        if self._batch < len(slots):
+            is_first = ranks <= np.partition(ranks, self._batch)[self._batch]  # with all that rank alike
+            later = ~is_first
+            self._slots, self._ranks, self._heights = slots[later], ranks[later], heights[later]
+            slots, ranks, heights = slots[is_first], ranks[is_first], heights[is_first]
+            self._batch *= 2
+        else:
+            self._slots = slots[:0]
+        order = np.lexsort((heights, ranks))
+        sorted_ranks = ranks[order].astype(np.float64).tolist()
+        self._sorted = zip(sorted_ranks, heights[order].tolist(), slots[order].tolist(), strict=True)

@@ -4,8 +4,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from store_client.embedded.names import U32, U64, Slots
-from store_client.embedded.policies.base import Arrivals, Candidates, Frontier, Policy
+from store_client.embedded.names import U64, Slots
+from store_client.embedded.policies.base import Arrivals, Candidates, Ends, Frontier, Policy
 from store_client.embedded.policies.ghosts import Ghosts
 from store_client.embedded.policies.hints import Hints
 
@@ -17,6 +17,8 @@ _QUEUED = 2
 _MOST_CHANCES = 3
 _HALF = 1 << 31
 """A page that queued so many pages before the last one comes first: numbers run round after four billion pages."""
+
+_Place = tuple[float, int, int]
 
 
 class S3Fifo(Policy):
@@ -46,38 +48,48 @@ class S3Fifo(Policy):
             return ends
         small = int(np.count_nonzero((hints.queue[: len(pages.uses)] == _SMALL) & frontier.there))
         share = int(_SHARE * pages.count)
-        wanted = max(count, int(1.25 * granules / frontier.mean_granules) + 8)
         new = hints.queue[ends] == _SMALL
         now = number = hints.next_number(_QUEUED, 0)
-        queues = [_Queue(slots, hints.entered[slots], now, wanted) for slots in (ends[new], ends[~new])]
+        places = (hints.entered[ends].astype(np.int64) - now + _HALF) & 0xFFFFFFFF
+        none, batch = np.zeros(len(ends), dtype=np.uint8), frontier.likely(granules, count)
+        queues = [_Queue(Ends(ends[its], places[its], none[its], batch)) for its in (new, ~new)]
         uses, sizes = pages.uses.data, frontier.granules
         queue_of, entered = hints.queue.data, hints.entered.data
+
+        def place_of(slot: int) -> _Place:
+            return (entered[slot] - now + _HALF) & 0xFFFFFFFF, 0, slot
+
         going: list[int] = []
         freed = 0
         while freed < granules or len(going) < count:
-            if queues[_SMALL] and (small > share or not queues[_MAIN]):
-                slot = queues[_SMALL].pop()
-                if uses[slot]:
+            others = bool(queues[_MAIN])
+            if queues[_SMALL] and (small > share or not others):
+                mine, least = _SMALL, share if others else -1
+            elif others:
+                mine, least = _MAIN, -1
+            else:
+                break
+            slot, following = queues[mine].pop(), queues[mine].first()
+            while not uses[slot]:
+                small -= mine == _SMALL
+                going.append(slot)
+                freed += sizes[slot]
+                if (slot := frontier.take(slot)) < 0:
+                    break
+                place, its = place_of(slot), _SMALL if queue_of[slot] == _SMALL else _MAIN
+                is_next = its == mine and (mine == _MAIN or small > least) and (following is None or place < following)
+                if not is_next or (freed >= granules and len(going) >= count):
+                    queues[its].add(place)
+                    break
+            else:
+                if mine == _SMALL:
                     moved = self._promote(pages, frontier, slot, number)
                     number, small = number + moved, small - moved
-                    queues[_MAIN].add(slot, entered[slot])
-                    continue
-                small -= 1
-            elif queues[_MAIN]:
-                slot = queues[_MAIN].pop()
-                if uses[slot]:
+                else:
                     uses[slot] = min(uses[slot], _MOST_CHANCES) - 1
                     entered[slot] = number & 0xFFFFFFFF
                     number += 1
-                    queues[_MAIN].add(slot, entered[slot])
-                    continue
-            else:
-                break
-            going.append(slot)
-            freed += sizes[slot]
-            before = frontier.take(slot)
-            if before >= 0:
-                queues[_SMALL if queue_of[before] == _SMALL else _MAIN].add(before, entered[before])
+                queues[_MAIN].add(place_of(slot))
         hints.next_number(_QUEUED, number - now)
         return np.array(going, dtype=np.int64)
 
@@ -96,38 +108,27 @@ class S3Fifo(Policy):
 
 
 class _Queue:
-    """Ends of chains, first the one that queued first. Those of the beginning are sorted a batch at a time."""
+    """Ends of chains as (place, 0, slot), first the one that queued first."""
 
-    def __init__(self, slots: Slots, entered: U32, now: int, batch: int) -> None:
-        self._now, self._batch = now, batch
-        self._slots, self._places = slots, (entered.astype(np.int64) - now + _HALF) & 0xFFFFFFFF
-        self._sorted: list[tuple[int, int]] = []
-        """(place, slot), the first at the end."""
-        self._added: list[tuple[int, int]] = []
+    def __init__(self, ends: Ends) -> None:
+        self._ends, self._first = ends, ends.next()
+        self._added: list[_Place] = []
 
     def __bool__(self) -> bool:
-        return bool(self._sorted or self._added or len(self._slots))
+        return self._first is not None or bool(self._added)
 
-    def add(self, slot: int, entered: int) -> None:
-        heappush(self._added, ((entered - self._now + _HALF) & 0xFFFFFFFF, slot))
+    def add(self, place: _Place) -> None:
+        heappush(self._added, place)
+
+    def first(self) -> _Place | None:
+        if self._added and (self._first is None or self._added[0] < self._first):
+            return self._added[0]
+        return self._first
 
     def pop(self) -> int:
         """The first; there is one."""
-        if not self._sorted and len(self._slots):
-            self._sort()
-        if not self._sorted or (self._added and self._added[0] < self._sorted[-1]):
-            return heappop(self._added)[1]
-        return self._sorted.pop()[1]
-
-    def _sort(self) -> None:
-        slots, places = self._slots, self._places
-        if self._batch < len(slots):
-            split = np.argpartition(places, self._batch)
-            first, rest = split[: self._batch], split[self._batch :]
-        else:
-            first, rest = np.arange(len(slots)), np.arange(0)
-        self._slots, self._places = slots[rest], places[rest]
-        slots, places = slots[first], places[first]
-        order = np.lexsort((slots, places))[::-1]
-        self._sorted = list(zip(places[order].tolist(), slots[order].tolist(), strict=True))
-        self._batch *= 2
+        if self._first is None or (self._added and self._added[0] < self._first):
+            return heappop(self._added)[2]
+        slot = self._first[2]
+        self._first = self._ends.next()
+        return slot

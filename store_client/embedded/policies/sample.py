@@ -29,13 +29,15 @@ Places = npt.NDArray[np.int64]
 
 EDGES: F64 = np.concatenate([[0.0], _FIRST_NS * 2.0 ** (np.arange(BINS) // 2) * (1 + 0.5 * (np.arange(BINS) % 2))])
 """Beginning of each bin of time since the last use, in nanoseconds, and the end of the last."""
+WIDTHS: F64 = np.diff(EDGES)
+_INNER_EDGES = EDGES[1:-1]
 EDGE_LIST: list[float] = EDGES.tolist()
 
 
 def bins_of(ages_ns: F64) -> Places:
     """The bin of each."""
-    found: Places = np.minimum(np.maximum(np.searchsorted(EDGES, ages_ns, side="right") - 1, 0), BINS - 1)
-    return found  # np.clip takes several times as long for a few
+    found: Places = np.searchsorted(_INNER_EDGES, ages_ns, side="right")
+    return found
 
 
 def bin_of(age_ns: float) -> int:
