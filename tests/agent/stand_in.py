@@ -20,10 +20,11 @@ from store_client.agent.report import TierReport
 from store_client.agent.tiered import TieredStore
 from store_client.agent.wish import Wish, Word
 from store_client.base import Lookup
-from store_client.testing import DEADLINE_S
+from store_client.testing import DEADLINE_S, PAGE_NBYTES, SHARD, namespace
 from store_client.tiers.base import SpaceName
 
 CAPACITY = 16 << 20
+UNHEARD = Lookup(0, unheard=True)
 
 Tell = Callable[[Word], None]
 
@@ -140,6 +141,10 @@ def tiered(pool: Path, config: Config | None = None) -> Iterator[TieredStore]:
     with TieredStore(EmbeddedStore(pool, CAPACITY), config or configured(pool)) as store:
         until(lambda: store._client.ready)
         yield store
+
+
+def space_of(store: TieredStore) -> Space:
+    return store.space(namespace(), SHARD, PAGE_NBYTES)
 
 
 def until(is_so: Callable[[], Any], what: str = "it did not come true") -> Any:

@@ -17,14 +17,8 @@ from store_client import EmbeddedStore, Put
 from store_client.agent import gift, late, spread
 from store_client.agent.late import Late, LateWrites
 from store_client.agent.later import LaterTier
-from store_client.embedded import EmbeddedSpace
 from store_client.testing import PAGE_NBYTES, SHARD, chain, get_page, namespace, put_chain
 from store_client.tiers.base import SpaceName, Tier, TierError
-
-
-@pytest.fixture
-def space(store: EmbeddedStore) -> EmbeddedSpace:
-    return store.space(namespace(), SHARD)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from agent.flows import PATIENT_S, flowing, put_into
 from agent.memory_tier import MemoryTier
-from agent.stand_in import CAPACITY, configured, running, tiered, until
+from agent.stand_in import CAPACITY, configured, running, space_of, tiered, until
 from agent.test_server import PLACE, Visitor, met
 from causes import forget_causes
 
@@ -18,7 +18,7 @@ from store_client.agent import server
 from store_client.agent.flow import Flow
 from store_client.agent.messages import MAX_SOUGHT, Found, Place, Seek
 from store_client.agent.tiered import TieredStore
-from store_client.base import Seen, Space
+from store_client.base import Seen
 from store_client.sharded import ShardView
 from store_client.testing import PAGE_NBYTES, SHARD, chain, namespace
 from store_client.tiers.base import SpaceName, TierError
@@ -52,10 +52,6 @@ def sought(flow: Flow, keys: Sequence[bytes]) -> list[bool]:
     flow.seek(SPACE, keys, PAGE_NBYTES, words)
     assert words.done.wait(PATIENT_S)
     return words.said[-1]
-
-
-def space_of(store: TieredStore) -> Space:
-    return store.space(namespace(), SHARD, PAGE_NBYTES)
 
 
 def test_pages_are_found_wherever_they_lie_and_in_any_tier_and_none_is_fetched(store):

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agent.stand_in import configured, tiered, until
+from agent.stand_in import configured, space_of, tiered, until
 from agent.test_process import is_alive, pid_of, used_by_one
 from causes import forget_causes
 
 from mooncake_connector.config.schema import Config
-from store_client import Put, Space
+from store_client import Put
 from store_client.agent import start
 from store_client.agent.tiered import TieredStore
 from store_client.agent.visit import ask_report, ask_to_stop
-from store_client.testing import DEADLINE_S, PAGE_NBYTES, SHARD, chain, get_page, namespace, page_bytes, put_chain
+from store_client.testing import DEADLINE_S, chain, get_page, page_bytes, put_chain
 
 
 @pytest.fixture
@@ -38,10 +38,6 @@ def hosts(pool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     for each in pools:
         with suppress(Exception):
             ask_to_stop(each, DEADLINE_S)
-
-
-def space_of(store: TieredStore) -> Space:
-    return store.space(namespace(), SHARD, PAGE_NBYTES)
 
 
 def given(pool: Path, pages: int) -> None:

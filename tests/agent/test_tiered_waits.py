@@ -1,0 +1,211 @@
+"""A lookup of a pool with tiers behind it waits for nobody; its answer is pending until the agent has spoken."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from agent.stand_in import UNHEARD, running, settled, space_of, tiered, until
+
+from store_client import Lookup
+from store_client.agent.asked import Asked
+from store_client.agent.client import Client
+from store_client.agent.messages import Frames
+from store_client.agent.places import Places
+from store_client.agent.wish import Word
+from store_client.testing import DEADLINE_S, SHARD, chain, namespace, put_chain
+
+
+def test_a_lookup_waits_for_nothing_while_another_thread_speaks(pool):
+    """It speaks for as long as the test wants, and lookups go on; too much is dropped, the rest is said afterwards."""
+    with running(pool) as agent, tiered(pool) as store:
+        space, mouth = space_of(store), store._client._mouth
+        with mouth.turn:
+            for number in range(1000):
+                assert space.lookup(chain(f"{number}", 3)).pages == 0
+            assert store.stats().failures["agent_busy"] > 500
+            assert agent.fetches.asked == []
+        until(lambda: len(agent.fetches.asked) == 1000 - store.stats().failures["agent_busy"])
+
+
+def test_a_lookup_waits_for_nothing_while_the_agent_does_not_read(pool, monkeypatch):
+    """What it has no room for is said once it reads again, in whole frames."""
+    keys = [chain(f"{number}", 200) for number in range(200)]
+    with running(pool) as agent, tiered(pool) as store:
+        space, reads = space_of(store), threading.Event()
+        monkeypatch.setattr("store_client.agent.mouth._SEND_S", DEADLINE_S)
+        feed = Frames.feed
+        monkeypatch.setattr(Frames, "feed", lambda self, data: reads.wait(DEADLINE_S) and feed(self, data))
+        for each in keys:
+            space.prefetch(each)
+        assert store._client._outbox.qsize() and agent.fetches.asked == []
+        reads.set()
+        until(lambda: len(agent.fetches.asked) == len(keys))
+        assert sorted(list(asked.wish.keys) for asked in agent.fetches.asked) == sorted(keys)
+        assert not store.stats().failures
+
+
+def test_who_asks_sends_it_himself_and_a_long_chain_is_left_to_a_thread(pool, monkeypatch):
+    senders: list[tuple[int, bool]] = []
+    words = Client._words
+
+    def noted(self: Client, item: Any) -> bytes:
+        if isinstance(item, Asked):
+            senders.append((len(item.keys), threading.current_thread() is threading.main_thread()))
+        return words(self, item)
+
+    monkeypatch.setattr(Client, "_words", noted)
+    with running(pool) as agent, tiered(pool) as store:
+        until(lambda: store._client._outbox.empty())
+        for length in (3, 1000):
+            space_of(store).prefetch(chain(f"{length}", length))
+            until(lambda length=length: any(len(asked.wish.keys) == length for asked in agent.fetches.asked))
+    assert senders == [(3, True), (1000, False)]
+
+
+def test_which_shards_tiers_have_is_asked_once_and_keeps_no_room_from_others(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.client._MAX_WAITING", 4)
+    names = [namespace(f"model {number}") for number in range(10)]
+    reached, stuck = [], []
+    with running(pool) as agent, tiered(pool) as store:
+        which, client = Places.which, store._client
+
+        def hold(*args: Any) -> bytes:
+            reached.append(True)
+            until(lambda: stuck)
+            return which(*args)
+
+        monkeypatch.setattr(Places, "which", hold)
+        agent.fetches.elsewhere = [SHARD]
+        store.shards_elsewhere(namespace())
+        until(lambda: reached)  # the thread that sends stands still
+        for _ in range(100):
+            for name in names:
+                store.shards_elsewhere(name)
+        assert client._outbox.qsize() == len(names)
+        space_of(store).lookup(chain("a", 3))
+        assert store.stats().failures.get("agent_busy", 0) == 0
+        stuck.append(True)
+        until(lambda: all(store.shards_elsewhere(name) == [SHARD] for name in names))
+        until(lambda: agent.fetches.asked)
+        until(lambda: not any(known.queued for known in client._places._elsewhere.values()))
+
+
+def test_a_stopped_agent_is_not_waited_for(pool, monkeypatch):
+    """One that says nothing for long: its lookups are not pending, not even in their first moment."""
+    with running(pool), tiered(pool) as store:
+        space = space_of(store)
+        monkeypatch.setattr("store_client.agent.client.Client.is_silent", lambda self, now_s: True)
+        monkeypatch.setattr("store_client.agent.patience.LEAST_S", 3600.0)
+        assert space.lookup(chain("a", 3)) == UNHEARD
+        monkeypatch.undo()
+        monkeypatch.setattr("store_client.agent.patience.LEAST_S", 3600.0)
+        assert space.lookup(chain("b", 3)).pending
+
+
+def test_who_waits_in_a_thread_of_its_own_has_pending_answers_until_the_first_word(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.patience.LEAST_S", 0.0)
+    monkeypatch.setattr("store_client.agent.client._SILENT_S", 3600.0)
+    keys = chain("a", 3)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.prefetch(chain("b", 3))
+        assert space.lookup(chain("b", 3)) == UNHEARD
+        space.prefetch(keys, patient=True)
+        until(lambda: len(agent.fetches.asked) == 2)
+        assert space.lookup(keys) == Lookup(0, pending=True)
+        agent.fetches.asked[1].tell(Word(coming=2, settled=True))
+        settled(space, keys, Lookup(0, coming=2))
+
+
+def test_an_agent_is_silent_that_says_nothing_of_what_was_asked(pool):
+    with running(pool), tiered(pool) as store:
+        client = store._client
+        now_s = time.monotonic()
+        assert not client.is_silent(now_s + 1000)
+        client._awaits_s = now_s
+        assert client.is_silent(now_s + 1000) and not client.is_silent(now_s)
+
+
+def test_what_is_asked_over_and_over_is_looked_up_once_until_the_agent_says_more(pool, monkeypatch):
+    """The pool may have lost the pages that landed meanwhile: reading them tells."""
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 3600.0)
+    monkeypatch.setattr("store_client.agent.tiered._WHOLE_AGAIN_S", 3600.0)
+    keys = chain("a", 5)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        looks: list[int] = []
+        look = space._inner.lookup
+        monkeypatch.setattr(space._inner, "lookup", lambda keys: looks.append(len(keys)) or look(keys))
+        space.lookup(keys)
+        asked = until(lambda: agent.fetches.asked)[0]
+        asked.tell(Word(coming=4, settled=True))
+        settled(space, keys, Lookup(0, False, 4))
+        asked.tell(Word(coming=3, landed=2, settled=True))
+        settled(space, keys, Lookup(2, False, 1))
+        assert looks == [5]
+        monkeypatch.setattr("store_client.agent.tiered._WHOLE_AGAIN_S", 0.0)
+        asked.tell(Word(coming=4, landed=2, settled=True))
+        settled(space, keys, Lookup(0, False, 4))
+        assert set(looks) == {5} and len(looks) > 1
+
+
+def test_what_was_announced_a_moment_ago_is_not_looked_up_in_the_pool_again(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 3600.0)
+    monkeypatch.setattr("store_client.agent.tiered._WHOLE_AGAIN_S", 3600.0)
+    monkeypatch.setattr("store_client.agent.patience.LEAST_S", 3600.0)
+    keys = chain("a", 5)
+    with running(pool), tiered(pool) as store:
+        space = space_of(store)
+        looks: list[int] = []
+        look = space._inner.lookup
+        monkeypatch.setattr(space._inner, "lookup", lambda keys: looks.append(len(keys)) or look(keys))
+        until(lambda: store._client.ready)
+        space.prefetch(keys)
+        first, second = space.lookup(keys), space.lookup(keys)
+        assert first.pending and second.pending and 0 < second.wait_s < first.wait_s < 3600
+        assert looks == [5]
+        assert space.lookup(keys[:4]).pending and looks == [5, 4], "another chain is another question"
+
+
+def test_a_sign_of_life_before_the_first_word_on_pages_is_not_that_word(pool, monkeypatch):
+    """The agent says every second how each ask stands, also one of which it knows nothing yet."""
+    monkeypatch.setattr("store_client.agent.client._SILENT_S", 3600.0)
+    keys = chain("a", 3)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.prefetch(keys, patient=True)
+        asked = until(lambda: agent.fetches.asked)[0]
+        asked.tell(Word())
+        until(lambda: space.lookup(keys) and not store._client._awaits_s)
+        assert space.lookup(keys) == Lookup(0, pending=True)
+        asked.tell(Word(coming=2))
+        settled(space, keys, Lookup(0, True, 2))
+        asked.tell(Word())  # the tier that had them is gone, and others are asked
+        settled(space, keys, UNHEARD)
+
+
+def test_while_it_is_not_settled_what_comes_the_answer_is_pending_also_where_all_that_came_has_landed(pool):
+    keys = chain("a", 5)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.lookup(keys)
+        asked = until(lambda: agent.fetches.asked)[0]
+        put_chain(store._inner.space(namespace(), SHARD), keys[:3])
+        asked.tell(Word(coming=3, landed=3))
+        settled(space, keys, Lookup(3, pending=True))
+        asked.tell(Word(coming=5, landed=3, settled=True))
+        settled(space, keys, Lookup(3, coming=2))
+
+
+def test_what_has_landed_is_found_although_the_agent_says_no_more_of_it(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._WHOLE_AGAIN_S", 3600.0)
+    keys = chain("a", 4)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.lookup(keys)
+        until(lambda: agent.fetches.asked)[0].tell(Word(coming=4, settled=True))
+        settled(space, keys, Lookup(0, coming=4))
+        put_chain(store._inner.space(namespace(), SHARD), keys[:3])
+        settled(space, keys, Lookup(3, coming=1))
