@@ -59,7 +59,9 @@ def test_a_cluster_beside_a_bare_client(tmp_path):
     ]  # fmt: skip
 
 
-def test_what_tiers_cost_an_engine(tmp_path):
+def test_what_tiers_cost_an_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr("store_client.agent.client._KEPT_S", 0.0)
+    monkeypatch.setattr(engine, "_FORGOTTEN_S", 0.0)
     found = engine.measure(tmp_path, quick=True)
     assert len(found.miss) == len(found.plain_miss) == 50
     rows = tiers.engine_rows(found)

@@ -171,7 +171,7 @@ def test_waiting_ends_when_all_answer_or_at_the_limit():
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
     with HTTPServer(("127.0.0.1", 0), Healthy) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         assert wait("30", url).returncode == 0
         silent = wait("0", url, f"{url}/other")

@@ -1,6 +1,5 @@
 """kill -9 at any moment loses what was being written, and nothing else."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lock_holder import stopped_holder
+from long_form import LONG
 from store.audit import audit
 from store.pools import inside, run
 
@@ -21,9 +21,10 @@ WORKERS = Path(__file__).with_name("workers.py")
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_many_processes_under_eviction_never_read_a_wrong_byte(pool, monkeypatch, tmp_path):
     monkeypatch.setenv("WRONG_BYTES_FILE", str(tmp_path / "wrong"))
-    seconds = os.environ.get("MOONCAKE_CONNECTOR_STRESS_S", "20")
+    seconds = "60" if LONG else "8"
     with EmbeddedStore(pool, 6 << 20) as store:
         commands = [[sys.executable, str(WORKERS), "mix", str(pool), str(seed), seconds] for seed in range(6)]
         workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]

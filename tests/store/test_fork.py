@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from long_form import LONG
 from store.pools import inside, run, space_in
 
 from store_client import EmbeddedStore, Put
@@ -17,7 +18,7 @@ from store_client.testing import chain, get_page, page_bytes, parents_of, put_ch
 
 pytestmark = pytest.mark.slow
 
-FORKS = 200
+FORKS, ENDS = (200, 20) if LONG else (50, 8)
 CHILD_LIMIT_S = 120
 
 
@@ -61,6 +62,7 @@ def busy_threads(store: EmbeddedStore) -> Iterator[None]:
             thread.join()
 
 
+@pytest.mark.long
 def test_a_fork_returns_in_the_child_whatever_other_threads_do(store, space):
     with busy_threads(store):
         for _ in range(FORKS):
@@ -87,6 +89,7 @@ def test_a_child_opens_the_pool_itself_while_its_parent_goes_on(pool, store, spa
     assert put_chain(space, chain("after", 2)) == [Put.STORED] * 2
 
 
+@pytest.mark.long
 def test_a_child_that_ends_like_any_program_does_not_hang(pool, store):
     code = """
         import threading
@@ -94,7 +97,7 @@ def test_a_child_that_ends_like_any_program_does_not_hang(pool, store):
             for turn in range(10 ** 9):
                 put_chain(space, chain(str(turn % 50), 4), 4096)
         threading.Thread(target=work, daemon=True).start()
-        for _ in range(20):
+        for _ in range(int(sys.argv[2])):
             child = os.fork()
             if child == 0:
                 import signal
@@ -104,7 +107,7 @@ def test_a_child_that_ends_like_any_program_does_not_hang(pool, store):
             if status: os._exit(7)
         os._exit(0)
     """
-    assert run(code, pool).returncode == 0
+    assert run(code, pool, str(ENDS)).returncode == 0
 
 
 def test_a_child_drops_no_lock_of_its_parent(pool, store, space):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from certificates import CAN_MAKE, make_certificate
+from long_form import LONG
 from simulated.completion_queue import LongQueueTransport, StagedQueueTransport
 from simulated.cuda_driver import LIBRARY, SealedBuffer, StagedShm, StagedTcp
 from simulated.library import StagedLibrary
@@ -50,7 +51,11 @@ def certificate(tmp_path_factory):
 
 class StagedConformance(TransportConformance):
     @pytest.mark.slow
+    @pytest.mark.long
     def test_a_piece_beyond_4_gib_arrives(self, memory, there, peer, library, monkeypatch):
+        if not LONG and self.transport is not StagedTcp:
+            pytest.skip("all cut it into stages alike (`make test-long`)")
+
         def device_memory(*arguments, **options):
             made = folded(*arguments, **options)
             library.allocate(made.address, made.nbytes)

@@ -56,7 +56,7 @@ class TransportConformance(FailureConformance):
         assert np.array_equal(target.bytes, source.bytes)
 
     def test_more_pieces_than_one_order_takes_arrive(self, memory: Memory, there: Memory, peer: Peer) -> None:
-        count = 150_000
+        count = 70_000
         source, target, grant = self.between(memory, there, 2 * count, seed=5)
         places = np.arange(count) * 2
         sizes = np.ones(count, dtype=np.int64)

@@ -33,6 +33,8 @@ _DEADLINE_S = 120.0
 _STEP_S = 0.002
 """Between two lookups of a request that waits, as in an engine that has other work."""
 _PAUSES = 300
+_FORGOTTEN_S = 7.0
+"""An ask that has just ended serves further lookups for seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +180,9 @@ def _reads(space: Space, keys: Sequence[bytes], turns: int) -> tuple[list[float]
 
 
 def _forget(space: Space, keys: Sequence[bytes]) -> None:
-    """In the pool alone. An ask that has just ended serves further lookups for seconds."""
+    """In the pool alone."""
     space.remove(keys)
-    time.sleep(7.0)
+    time.sleep(_FORGOTTEN_S)
 
 
 def _report(where: Path) -> dict[str, object] | None:

@@ -11,11 +11,11 @@ from long_form import LONG
 
 from e2e.client import ServerError
 from e2e.pages import wait_for
-from e2e.pd.conftest import ORDERS, Trio
+from e2e.pd.conftest import LEASE_S, ORDERS, Trio
 from e2e.pd.half_way import LIMIT_S, Tokens, half_way, hands_over
 from e2e.questions import Question
 
-STOP_S = 20.0
+STOP_S = LEASE_S + 4.0
 
 
 @pytest.mark.long
