@@ -53,8 +53,8 @@ class StagedConformance(TransportConformance):
     @pytest.mark.slow
     @pytest.mark.long
     def test_a_piece_beyond_4_gib_arrives(self, memory, there, peer, library, monkeypatch):
-        if not LONG and self.transport is not StagedTcp:
-            pytest.skip("all cut it into stages alike (`make test-long`)")
+        if not LONG and type(self) not in (TestTcp, TestFetching):
+            pytest.skip("what is sent they all cut into stages alike (`make test-long`)")
 
         def device_memory(*arguments, **options):
             made = folded(*arguments, **options)
