@@ -3,9 +3,9 @@
     run.py STAGE...
 
 Two stages run side by side where there are two cores, in the order given, so the longest are given first: a server
-spends its start on one core, and most tests wait for something. What such a stage prints is shown when it has ended. A
-stage that fails does not stop the others. Where a file system has too little room for the tests nothing is run at all:
-they would fail in ways that say nothing of it.
+spends its start on one core, and most tests wait for something. One that waits for most of its time runs beside them.
+What such a stage prints is shown when it has ended. A stage that fails does not stop the others. Where a file system
+has too little room for the tests nothing is run at all: they would fail in ways that say nothing of it.
 
 Where a few tests failed they are run once more at the end, alone on the machine. What passes then counts as passed and
 is listed as FAILED ONCE, since it is a defect all the same: of the test, or one that shows on a busy machine only.
@@ -63,12 +63,14 @@ class Stage:
         variables: added to the environment.
         limit_s: three times what it takes on two quiet cores, or more, so that a busy machine ends only what hangs.
         needs: a file without which the whole stage is skipped, and counts as one skipped test.
+        idles: it waits for most of its time, for deadlines and processes that start, so that it takes nobody's core.
     """
 
     commands: Sequence[Sequence[str | Path]]
     limit_s: float
     variables: Mapping[str, str] = field(default_factory=dict)
     needs: Path | None = None
+    idles: bool = False
 
 
 def pytest(where: Path, *arguments: str) -> tuple[str | Path, ...]:
@@ -88,7 +90,7 @@ STAGES = {
     ),
     "tiers": Stage([pytest(DEV, "-m", "not slow and not engine", *TIERS)], limit_s=2400),
     "rdma": Stage([pytest(DEV, "-v", "-s", RDMA)], limit_s=1800),
-    "slow": Stage([pytest(DEV, "-m", "slow and not engine")], limit_s=2400),
+    "slow": Stage([pytest(DEV, "-m", "slow and not engine")], limit_s=2400, idles=True),
     "vllm": Stage([pytest(VLLM, "tests/vllm")], limit_s=2700),
     # No engine of it is started: its Python code finds 0.32's CPU extensions beside it (install_vllm_next.sh).
     "vllm-0.33": Stage(
@@ -117,6 +119,7 @@ STAGES = {
     "long": Stage(
         [
             pytest(DEV, "-v", "-m", "long"),
+            pytest(VLLM, "-v", "-m", "long", "tests/vllm"),
             pytest(VLLM, "-v", "-m", "long", "tests/e2e"),
         ],
         limit_s=14400,
@@ -285,6 +288,13 @@ def begin(name: str, *, alone: bool) -> Run:
     return Run(name, open(log, "w+b"))
 
 
+def has_core(name: str, running: Sequence[Run]) -> bool:
+    """Whether a stage may begin beside these: one that idles beside any, others where a core is left."""
+    if AT_ONCE == 1:
+        return not running
+    return STAGES[name].idles or sum(not STAGES[run.name].idles for run in running) < AT_ONCE
+
+
 def show(run: Run) -> None:
     """What it printed, and how it ended."""
     if run.output is not None:
@@ -319,8 +329,9 @@ def main(names: Sequence[str]) -> int:
     failed: list[Failed] = []
     try:
         while waiting or running:
-            while waiting and len(running) < AT_ONCE:
-                running.append(begin(waiting.pop(0), alone=alone))
+            while name := next((name for name in waiting if has_core(name, running)), ""):
+                waiting.remove(name)
+                running.append(begin(name, alone=alone))
             for run in [run for run in running if run.has_ended()]:
                 running.remove(run)
                 total.add(run.count)
