@@ -29,16 +29,29 @@ def page_checksums(runs: PageRuns, staging: Staging | None = None) -> list[int]:
     return found
 
 
+class PassingPages:
+    """The same for pages whose bytes come by one after the other: in parts that may hold many, or a bit of one."""
+
+    def __init__(self, runs: PageRuns) -> None:
+        self._ends: list[int] = np.concatenate(([0], runs.nbytes.cumsum()))[runs.bounds[1:]].tolist()
+        self._digests = [xxhash.xxh3_64() for _ in self._ends]
+        self._page = self._done = 0
+
+    def update(self, part: memoryview) -> None:
+        """The next bytes."""
+        while len(part):
+            taken = min(len(part), self._ends[self._page] - self._done)
+            self._digests[self._page].update(part[:taken])
+            self._done, part = self._done + taken, part[taken:]
+            self._page += self._done == self._ends[self._page]
+
+    def checksums(self) -> list[int]:
+        """Of what has come by."""
+        return [digest.intdigest() for digest in self._digests]
+
+
 def _staged_checksums(runs: PageRuns, staging: Staging) -> list[int]:
-    """A part from the device may hold many pages, and a page may come in many parts."""
-    ends = np.concatenate(([0], runs.nbytes.cumsum()))[runs.bounds[1:]].tolist()
-    digests = [xxhash.xxh3_64() for _ in ends]
-    page = done = 0
+    pages = PassingPages(runs)
     for part in staging.read(runs.addresses, runs.nbytes):
-        view = memoryview(part)
-        while len(view):
-            taken = min(len(view), ends[page] - done)
-            digests[page].update(view[:taken])
-            done, view = done + taken, view[taken:]
-            page += done == ends[page]
-    return [digest.intdigest() for digest in digests]
+        pages.update(memoryview(part))
+    return pages.checksums()

@@ -14,16 +14,17 @@ import numpy as np
 from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.control.connection import Link
 from transfer.driver import Driver, look, peer_name
-from transfer.integrity import page_checksums
+from transfer.integrity import PassingPages, page_checksums
 from transfer.plan.granularity import Bounds, Divider, Granularity
 from transfer.plan.layout import RankLayout, Table
-from transfer.plan.pairing import Pairing, Pairings, pair_sections
+from transfer.plan.pairing import Pairing, Pairings, coalesce, pair_sections
 from transfer.protocol.messages import Granted, Introduction, MessageError, Refused, decode, encode
 from transfer.protocol.orders import Abandon, Ended, Failed, Order, Timing, Write
 from transfer.protocol.outgoing import Outgoing
 from transfer.protocol.producer import Producer
 from transfer.transports.base import Completion, Grant, Outcome, Peer, TransferError, Unavailable
 from transfer.transports.cuda.copier import Staging
+from transfer.transports.cuda.staged import StagedPeer
 from transfer.transports.registry import Transports
 
 MAX_VISITORS = 256
@@ -233,7 +234,7 @@ class Serving(Driver):
         if outcome.ok:
             transfer.nbytes += nbytes
             transfer.transports.add(peer.transport)
-        return checksums, None if outcome.ok else str(outcome)
+        return checksums() if outcome.ok else [], None if outcome.ok else str(outcome)
 
     def _settle(self, settled: asyncio.Future[Outcome], outcome: Outcome) -> None:
         """In whichever thread learns the outcome."""
@@ -254,28 +255,35 @@ def _send(
     page_tokens: int,
     deadline_s: float,
     staging: Staging | None,
-) -> tuple[Completion, int, list[int]]:
-    """Start writing a batch, and take its checksums meanwhile. Raises TransferError, ValueError."""
+) -> tuple[Completion, int, Callable[[], list[int]]]:
+    """Start writing a batch, and take its checksums meanwhile: they are there when it is written.
+
+    What goes through stages is hashed as it passes, page by page. Raises TransferError, ValueError.
+    """
     batch, granted = order.batch, order.granted
     own, pairing = visitor.pairings[batch.section]
     if own >= len(block_tables):
         raise TransferError(f"{len(block_tables)} block tables: there is none of section number {own}")
     block_ids, blocks = block_tables[own], granted.tables[batch.section].block_ids
     tokens = (batch.first_token, batch.stop_token)
-    copies = pairing.copies(batch.layers, *tokens, block_ids, blocks)
     section = visitor.layout.sections[batch.section]
-    ranges = section.ranges(section.holding(blocks, *tokens))
-    completion = peer.write(
-        Grant(granted.key, *ranges), copies.source, copies.destination, copies.nbytes, deadline_s=deadline_s
-    )
+    grant = Grant(granted.key, *section.ranges(section.holding(blocks, *tokens)))
+    page_tokens = pairing.checksum_tokens(page_tokens)
+    pages = pairing.source_pages(batch.layers, *tokens, block_ids, page_tokens)
+    nbytes = int(np.sum(pages.nbytes))
+    if isinstance(peer, StagedPeer):
+        there = pairing.destination_pages(batch.layers, *tokens, blocks, page_tokens)
+        passing = PassingPages(pages)
+        pieces = coalesce(pages.addresses, there.addresses, pages.nbytes)
+        return peer.write(grant, *pieces, deadline_s=deadline_s, seen=passing.update), nbytes, passing.checksums
+    copies = pairing.copies(batch.layers, *tokens, block_ids, blocks)
+    completion = peer.write(grant, copies.source, copies.destination, copies.nbytes, deadline_s=deadline_s)
     try:
-        checksums = page_checksums(
-            pairing.source_pages(batch.layers, *tokens, block_ids, pairing.checksum_tokens(page_tokens)), staging
-        )
+        checksums = page_checksums(pages, staging)
     except BaseException:
         completion.cancel()
         raise
-    return completion, int(np.sum(copies.nbytes)), checksums
+    return completion, nbytes, lambda: checksums
 
 
 def _refuse_unreached(link: Link, connecting: asyncio.Future[Peer]) -> None:

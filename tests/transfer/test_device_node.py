@@ -66,10 +66,11 @@ def test_kv_goes_from_device_to_device(pair, library, granularity):
     assert library.calls["cuMemcpyAsync"] > 0
 
 
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])
 @pytest.mark.parametrize("times, ending", [(1, Ending.DONE), (2, Ending.FAILED)])
-def test_wrong_bytes_on_a_device_are_noticed(pair, monkeypatch, times, ending):
+def test_wrong_bytes_on_a_device_are_noticed(pair, monkeypatch, times, ending, transport):
     """One rank sends: with two, what is spoilt for one batch would be healed by what is spoilt for the other."""
-    p, d = pair(Granularity.FULL, prefill_tp=1)
+    p, d = pair(Granularity.FULL, prefill_tp=1, transports=[transport], hosts=["127.0.0.1"])
     spoil_arrivals(monkeypatch, d, times)
     assert ask(p, d) == {ending}
 
@@ -93,6 +94,20 @@ def test_kv_of_a_device_goes_through_the_host_too(pair, library, transport, devi
     d.check()
     assert {ended.transport for ended in p.sent()} == {transport}
     assert library.calls["cuMemcpyAsync"] > 0
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("devices, ending", [((0, None), Ending.DONE), ((None, 0), Ending.FAILED)])
+@pytest.mark.parametrize("granularity", Granularity)
+def test_what_a_device_gave_to_a_stage_is_hashed_there_and_not_read_again(
+    pair, monkeypatch, transport, devices, ending, granularity
+):
+    """Decode does read what it has got, in its place."""
+    monkeypatch.setattr(Staging, "read", lambda self, addresses, nbytes: 1 // 0)
+    p, d = pair(granularity, devices, transports=[transport], hosts=["127.0.0.1"])
+    assert ask(p, d) == {ending}
+    if ending is Ending.DONE:
+        d.check()
 
 
 def test_a_host_and_a_device_find_what_both_have(pair):

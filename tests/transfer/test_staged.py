@@ -147,13 +147,24 @@ class TestSending:
         stages.close()
         assert not any(region.is_stage for region in memory.regions)
 
-    def begin(self, peer, memory, nbytes, deadline_s=DEADLINE_S):
+    def begin(self, peer, memory, nbytes, deadline_s=DEADLINE_S, seen=None):
         source = SealedBuffer(nbytes, seed=1)
         self.sources.append(source)  # which may be read as long as the test goes on
         memory.register(source.address, nbytes)
         grant = Grant(b"k" * 16, int64(4096), int64(nbytes))
         whole = int64(source.address), int64(4096), int64(nbytes)
-        return source, peer.write(grant, *whole, deadline_s=deadline_s)
+        return source, peer.write(grant, *whole, deadline_s=deadline_s, seen=seen)
+
+    def test_who_wants_to_see_the_bytes_is_shown_each_of_them_once_before_the_outcome(self, memory, wire, peer):
+        seen = []
+        source, completion = self.begin(
+            peer, memory, 3 * STAGE_NBYTES + 5, seen=lambda part: seen.append(part.tobytes())
+        )
+        for number in range(4):
+            wait_for(lambda: len(wire.writes) > number)  # noqa: B023
+            assert completion.outcome is None
+            wire.writes[number][0].settle(OK)
+        assert outcome_of(completion).ok and b"".join(seen) == source.bytes.tobytes()
 
     def test_the_next_part_is_gathered_while_others_are_sent_and_no_more_than_there_are_stages(
         self, memory, wire, peer, library

@@ -215,7 +215,7 @@ class Pairing:
         bases = [self._bases(side, layers) for side in (0, 1)]
         if len(layers) > 1 and len(nbytes) and _contiguous(bases, nbytes):
             bases, nbytes = [base[:1] for base in bases], nbytes * len(layers)
-            source, destination, nbytes = _coalesce(source, destination, nbytes)
+            source, destination, nbytes = coalesce(source, destination, nbytes)
         return Copies(
             source=(bases[0][:, None] + source).ravel(),
             destination=(bases[1][:, None] + destination).ravel(),
@@ -247,7 +247,7 @@ class Pairing:
             self._block_offsets(side, units, table)[owner] + self._runs.offsets[side][index]
             for side, table in enumerate((source_blocks, destination_blocks))
         ]
-        return _coalesce(offsets[0], offsets[1], self._runs.nbytes[index])
+        return coalesce(offsets[0], offsets[1], self._runs.nbytes[index])
 
     def _pages(
         self, side: int, layers: range, first_token: int, stop_token: int, block_ids: Sequence[int], page_tokens: int
@@ -357,7 +357,7 @@ def _run_heads(
     """Runs of the elements at `places` of a head, for all heads. Raises LayoutError for more than `room`."""
     order = np.argsort(places[1], kind="stable")
     size = np.full(len(order), sides[0].itemsize, dtype=np.int64)
-    source, destination, nbytes = _coalesce(places[0][order], places[1][order], size)
+    source, destination, nbytes = coalesce(places[0][order], places[1][order], size)
     if len(nbytes) * len(heads) > room:
         raise LayoutError(
             f"the sides order the elements of a block differently, in more than {_MAX_ELEMENTS} pieces: "
@@ -368,10 +368,10 @@ def _run_heads(
         for side, offsets in zip(sides, (source, destination), strict=True)
     ]
     order = np.argsort(starts[1].ravel(), kind="stable")
-    return _coalesce(starts[0].ravel()[order], starts[1].ravel()[order], np.tile(nbytes, len(heads))[order])
+    return coalesce(starts[0].ravel()[order], starts[1].ravel()[order], np.tile(nbytes, len(heads))[order])
 
 
-def _coalesce(source: Int64, destination: Int64, nbytes: Int64) -> tuple[Int64, Int64, Int64]:
+def coalesce(source: Int64, destination: Int64, nbytes: Int64) -> tuple[Int64, Int64, Int64]:
     """Make one of neighbours that follow each other on both sides."""
     if len(nbytes) < 2:
         return source, destination, nbytes

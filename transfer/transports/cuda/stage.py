@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import queue
 from dataclasses import dataclass
 
@@ -49,6 +50,10 @@ class Stage:
         """The same pieces as they lie here once they were gathered: (here, there, sizes)."""
         sizes = np.asarray(part.nbytes, dtype=np.int64)
         return self.address + sizes.cumsum() - sizes, np.asarray(part.remote, dtype=np.int64), sizes
+
+    def view(self, nbytes: int) -> memoryview:
+        """The first bytes that lie here; valid until others do."""
+        return memoryview((ctypes.c_char * nbytes).from_address(self.address))
 
     def begin_scatter(self, part: Pieces) -> None:
         """Have what lies here copied to these pieces of the device; nothing is under way if it raises CudaError."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
 
 from mooncake_connector.log import get_logger, log_once
 from transfer.transports.base import OK, Cause, Completion, Grant, Int64, Outcome, Peer, TransferError
@@ -22,14 +24,15 @@ logger = get_logger(__name__)
 
 NUM_STAGES = 3
 """Of a peer: one is gathered, one is sent, and one waits for its answer."""
+Seen: TypeAlias = Callable[[memoryview], None]
 _LOST = Outcome(Cause.PEER_LOST, "the connection was closed on this side")
 
 
 class StagedWrite:
     """One call of `Peer.write`. `lock` is held while its source is read."""
 
-    def __init__(self, pieces: Pieces, grant: Grant, completion: Completion) -> None:
-        self.grant, self.completion = grant, completion
+    def __init__(self, pieces: Pieces, grant: Grant, completion: Completion, seen: Seen | None = None) -> None:
+        self.grant, self.completion, self._seen = grant, completion, seen
         self.to_gather = pieces.total
         """Bytes that no stage has had yet."""
         self._parts = pieces.slices(STAGE_NBYTES, MAX_ORDER_PIECES)
@@ -50,6 +53,8 @@ class StagedWrite:
             if self._is_abandoned:
                 return None
             stage.gather(part)
+            if self._seen is not None:
+                self._seen(stage.view(part.total))
         return part
 
     def passed(self, part: Completion, nbytes: int, outcome: Outcome) -> None:
@@ -111,7 +116,18 @@ class StagedPeer(Peer):
     def alive(self) -> bool:
         return self._inner.alive and not self._is_closed
 
-    def write(self, grant: Grant, local: Int64, remote: Int64, nbytes: Int64, *, deadline_s: float) -> Completion:
+    def write(
+        self,
+        grant: Grant,
+        local: Int64,
+        remote: Int64,
+        nbytes: Int64,
+        *,
+        deadline_s: float,
+        seen: Seen | None = None,
+    ) -> Completion:
+        """As `base.Peer`; `seen` is told of all bytes once, part by part, in the order of the pieces, before the
+        outcome is ok: whoever takes checksums need not read them from the device again."""
         pieces = Pieces.of(local, remote, nbytes)
         if not grant.covers(pieces.remote, pieces.nbytes):
             raise ValueError("a destination piece is outside of the grant")
@@ -120,7 +136,7 @@ class StagedPeer(Peer):
             completion.settle(OK)
             return completion
         self._memory.begin_sending(completion, pieces.local, pieces.nbytes)
-        write = StagedWrite(pieces, grant, completion)
+        write = StagedWrite(pieces, grant, completion, seen)
         with self._changed:
             is_alive = self.alive
             if is_alive:
