@@ -40,7 +40,7 @@ help:
 	@echo 'make test-rdma     the transport rdma in an emulated machine with RDMA cards (qemu; 5 minutes on a quiet core)'
 	@echo 'make test          lint, every test, two of the demos (45 minutes on 2 cores, installs not included)'
 	@echo 'make test-long     the tests that have a long form, in it: thousands of kills, a quarter of an hour of load (hours)'
-	@echo 'make bench         NAME=store|hicache|transfer|tiers|pd|pd-sglang|routing|index|eviction|hybrid|serve PEERS="..." JSON=FILE: figures and goals (docs/benchmarks.md)'
+	@echo 'make bench         NAME=store|hicache|transfer|transports|tiers|pd|pd-sglang|routing|index|eviction|hybrid|serve PEERS="..." JSON=FILE: figures and goals (docs/benchmarks.md)'
 	@echo 'make lint          ruff and mypy'
 	@echo 'make wheel         the wheel, in .cache/wheel'
 	@echo 'make clean         remove everything that was made'
@@ -79,7 +79,7 @@ test-gpu: $(SGLANG)/.tests $(SGLANG)/.wheel
 # NAME=store PEERS=mooncake; hicache, mooncake and file; transfer, mooncake and nixl; tiers, mooncake; pd, nixl; pd-sglang, mooncake;
 # serve, vLLM's connectors.
 BENCH_PYTHON := $(DEV)/bin/python
-bench-store bench-transfer bench-index bench-eviction: dev
+bench-store bench-transfer bench-transports bench-index bench-eviction: dev
 bench-tiers: dev vllm
 bench-tiers: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/models/qwen3
 bench-hicache: sglang
@@ -95,14 +95,14 @@ bench-hybrid: BENCH_OPTIONS := --vllm-python $(VLLM)/bin/python --model .cache/m
 bench-serve: vllm $(PEER_ENV)/.installed
 bench-serve: BENCH_PYTHON := $(PEER_ENV)/bin/python
 bench-serve: BENCH_OPTIONS := --model .cache/models/qwen3 --dtype float32 --plot docs/images/serve.png
-bench-store bench-hicache bench-transfer bench-tiers bench-pd bench-pd-sglang bench-routing bench-index bench-eviction \
+bench-store bench-hicache bench-transfer bench-transports bench-tiers bench-pd bench-pd-sglang bench-routing bench-index bench-eviction \
   bench-hybrid bench-serve: $(if $(filter nixl,$(PEERS)),$(DEV)/.nixl)
 	@PYTHONPATH=tests $(BENCH_PYTHON) -m bench.peers $(@:bench-%=%) $(BENCH_OPTIONS) $(addprefix --peer ,$(PEERS)) \
 		$(if $(JSON),--json $(JSON)) $(ARGS)
 
 bench: bench-$(or $(NAME),unnamed)
 bench-unnamed:
-	@echo 'name one: make bench NAME=store, hicache, transfer, tiers, pd, pd-sglang, routing, index, eviction, hybrid or serve' >&2; exit 2
+	@echo 'name one: make bench NAME=store, hicache, transfer, transports, tiers, pd, pd-sglang, routing, index, eviction, hybrid or serve' >&2; exit 2
 
 test-rdma: system-packages dev
 	@tests/tools/system_packages.sh $(REQUIREMENTS)/rdma-system.txt

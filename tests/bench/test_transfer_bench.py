@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from bench.peers import children, links, steps, transfer
+from bench.peers import children, links, steps, transfer, transports
 from bench.peers.links import SCHEDULES, LinkFigures, LinkScale
 from bench.peers.network import network
 from bench.peers.steps import Beside
 from bench.peers.transfer import MOONCAKE_OFF, MOONCAKE_ON, NIXL, NIXL_TCP
+from bench.peers.transports import Figures
 from mooncake_connector.cli.bench.store import MEMCPY
 from mooncake_connector.cli.bench.transfer import RAW_TCP, READV
 from mooncake_connector.cli.bench.transfer_far import TLS
@@ -62,6 +63,28 @@ def test_a_comparison_has_a_busy_thread_links_and_planning_too(tmp_path: Path) -
     over_links = [figure for figure in figures if "two links" in figure or "last byte" in figure]
     assert len(over_links) == (3 + len(SCHEDULES) if HAS_NETWORK else 0)
     assert ("WARNING: the rows over a network are left out" in done.stderr) == (not HAS_NETWORK)
+
+
+def test_one_table_has_every_transport_that_works_here_and_each_library_alone(tmp_path: Path) -> None:
+    command = ["bench.peers", "transports", "--quick", "--json", str(tmp_path / "found")]
+    done = run(*command, env={**os.environ, **children.path()})
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found").read_text())["rows"]
+    names = list(dict.fromkeys(row["figure"].partition(":")[0] for row in found))
+    assert names[:3] == ["cma", "shm", "tcp"] and len(found) == 8 * len(names)
+    for name in LIBRARIES:
+        assert (name in names) == (f"{name} is left out" not in done.stderr)
+        assert sum(row["peer"] is not None for row in found if row["figure"].startswith(name)) == 5 * (name in names)
+    assert all(row["value"] > 0 for row in found) and not any(row["goal"] for row in found)
+
+
+def test_a_library_alone_is_what_the_transport_on_it_is_held_against() -> None:
+    one, alone = (Figures((0.001, 0.002), seconds, seconds, cpu_s=seconds) for seconds in (1.0, 0.8))
+    beside = transports.Beside(1.0, sending_s=1.5, receiving_s=3.0)
+    found = transports.rows("nixl", {"nixl": one, "nixl alone": alone}, beside, SCALE)
+    assert [row.ok for row in found if row.goal] == [False, False], "0.8 of the library's rate"
+    found = transports.rows("tcp", {"tcp": one}, beside, SCALE)
+    assert [row.ok for row in found if row.goal] == [True, False], "2/3 and 1/3 of the undisturbed rate"
 
 
 @pytest.mark.parametrize("engine", transfer.INSTALL)

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from functools import partial
 
 import msgspec
 import numpy as np
 import pytest
+from certificates import CAN_MAKE, make_certificate
+from simulated.cuda_driver import LIBRARY, SealedBuffer, StagedTcp
 
 from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
@@ -19,8 +20,10 @@ from transfer.transports.base import Cause
 from transfer.transports.memory import Memory
 from transfer.transports.network import NetworkEndpoint, decode_endpoint
 from transfer.transports.tcp import TcpTransport
+from transfer.transports.tls import Tls
 
 pytestmark = pytest.mark.slow
+needs_certificates = pytest.mark.skipif(not CAN_MAKE, reason="NOT TESTED: certificates are made with openssl")
 
 NBYTES = 48 * MIB
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -39,20 +42,6 @@ def pair():
 
 def whole(source, grant):
     return int64(source.address), grant.addresses, grant.nbytes
-
-
-def carried_by(peer, monkeypatch):
-    """Bytes that each path sends from now on."""
-    carried = dict.fromkeys(peer.paths, 0)
-
-    def counted(stream, send):
-        nbytes = send()
-        carried[stream.label] += nbytes
-        return nbytes
-
-    for stream in peer._streams.values():
-        monkeypatch.setattr(stream, "send", partial(counted, stream, stream.send))
-    return carried
 
 
 def test_each_pair_of_addresses_is_a_path(pair):
@@ -100,6 +89,27 @@ def test_paths_that_break_in_mid_transfer_leave_it_to_the_others(pair, monkeypat
     assert np.array_equal(target.bytes, source.bytes)
     assert peer.paths == [f"{host}->{host}#0" for host in HOSTS[dying:]] and peer.alive
     assert "broke" in caplog.text
+
+
+@pytest.mark.parametrize("is_secured", [False, pytest.param(True, marks=needs_certificates)])
+def test_a_path_that_breaks_leaves_what_is_in_stages_to_the_others(monkeypatch, tmp_path, is_secured):
+    """KV on devices, of a stand-in for the driver; with TLS and without."""
+    LIBRARY.__init__()
+    options = {"hosts": HOSTS, "streams": 1, "tls": Tls(**make_certificate(tmp_path)) if is_secured else None}
+    memory, there = Memory(), Memory()
+    source, target = SealedBuffer(NBYTES, seed=1), SealedBuffer(NBYTES)
+    memory.register(source.address, NBYTES)
+    there.register(target.address, NBYTES)
+    with StagedTcp(memory, **options) as sender, StagedTcp(there, **options) as receiver:
+        peer = sender.connect(receiver.listen(), deadline_s=30)
+        sending = peer._inner
+        break_after(monkeypatch, next(iter(sending._streams.values())), sends=2)
+        grant = there.grant(int64(target.address), int64(NBYTES))
+        assert outcome_of(peer.write(grant, *whole(source, grant), deadline_s=60)).ok
+        assert np.array_equal(target.bytes, source.bytes)
+        assert sending.paths == [f"{host}->{host}#0" for host in HOSTS[1:]]
+        peer.close()
+    assert not LIBRARY.locked
 
 
 def break_after(monkeypatch, stream, sends):

@@ -97,7 +97,7 @@ def connected(scale: Scale, progress: Progress) -> Iterator[Ends]:
     memory = Memory()
     memory.register(source.ctypes.data, source.nbytes)
     with contextlib.ExitStack() as stack:
-        tls = _certificate(Path(stack.enter_context(tempfile.TemporaryDirectory())), progress)
+        tls = certificate(Path(stack.enter_context(tempfile.TemporaryDirectory())), progress)
         far = stack.enter_context(far_process(scale.memory_nbytes, tls))
         peers = {}
         for name in far.endpoints:
@@ -138,7 +138,7 @@ def measure_libraries(ends: Ends, scale: Scale, progress: Progress) -> dict[str,
         return best_seconds(tasks, scale.rounds)
 
 
-def _certificate(folder: Path, progress: Progress) -> dict[str, str] | None:
+def certificate(folder: Path, progress: Progress) -> dict[str, str] | None:
     """Arguments of `Tls` for a certificate that signs itself; None, and a warning, without openssl."""
     make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
     own, key = str(folder / "own.pem"), str(folder / "key.pem")

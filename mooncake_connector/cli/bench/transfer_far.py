@@ -34,6 +34,8 @@ from transfer.transports.vectors import Vector, read_process
 
 DEADLINE_S = 60.0
 TLS = "tcp with TLS"
+BUSY = b"b"
+"""Asks for a busy Python thread in the other process, as long as the connection is there."""
 FETCH = struct.Struct("<iqq")
 """What the far end of the bare process_vm round trip is told: PID, address, bytes."""
 
@@ -111,8 +113,19 @@ def _serve(listener: socket.socket, data: np.ndarray[Any, Any]) -> None:
     while True:
         connection, _ = listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        target = {b"t": _take, b"v": _fetch, b"l": read_alone}[connection.recv(1)]
+        target = {b"t": _take, b"v": _fetch, b"l": read_alone, BUSY: _be_busy}[connection.recv(1)]
         threading.Thread(target=target, args=(connection, data), daemon=True).start()
+
+
+def _be_busy(connection: socket.socket, data: np.ndarray[Any, Any]) -> None:
+    connection.sendall(b"k")
+    connection.setblocking(False)
+    said, total = b"k", 0
+    while said:
+        for number in range(100_000):
+            total += number
+        with contextlib.suppress(BlockingIOError):
+            said = connection.recv(1)
 
 
 def _take(connection: socket.socket, data: np.ndarray[Any, Any]) -> None:

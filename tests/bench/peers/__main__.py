@@ -1,7 +1,7 @@
 """`make bench NAME=...`: this project beside its peers, on this machine.
 
-    python -m bench.peers store|hicache|transfer|tiers|pd|pd-sglang|routing|index|eviction|hybrid|serve [--peer NAME]...
-        [--json FILE]
+    python -m bench.peers store|hicache|transfer|transports|tiers|pd|pd-sglang|routing|index|eviction|hybrid|serve
+        [--peer NAME]... [--json FILE]
 
 The rows go to stdout, how far it is to stderr. docs/benchmarks.md says what is measured, and has the figures.
 """
@@ -29,6 +29,8 @@ LEGENDS = {
     "transfer": "limit: process_vm_readv of the same pieces (cma), memcpy (shm), sendall/recv_into over one connection "
     "(tcp); peer: NIXL with UCX's own choice (cma), Mooncake's Transfer Engine at its better setting (tcp). Best round "
     "of each; rounds alternate.",
+    "transports": "limit: the same transport without the busy thread; peer: the library alone, with the same pieces. "
+    "Medians of rounds in turn. Processor time is that of both processes.",
     "tiers": "limit: fio with direct I/O and as many requests at once (disk), plain files written, synced and read by "
     "as many threads (folder), a bare client of Mooncake's with the same calls (mooncake), the same pool without tiers "
     "or without fetches (the rest). Medians of rounds in turn.",
@@ -69,6 +71,12 @@ def transfer(given: argparse.Namespace) -> Comparison:
 
     scale = transfer.QUICK if given.quick else transfer.Scale()
     return transfer.run(scale, peers=given.peer, peer_python=given.peer_python, progress=say)
+
+
+def transports(given: argparse.Namespace) -> Comparison:
+    from bench.peers import transports
+
+    return transports.run(transports.QUICK if given.quick else transports.TransportScale(), say)
 
 
 def tiers(given: argparse.Namespace) -> Comparison:
@@ -160,6 +168,7 @@ BENCHES: dict[str, tuple[Callable[[argparse.Namespace], Comparison | None], tupl
     "store": (store, ("mooncake",)),
     "hicache": (hicache, ("mooncake", "file")),
     "transfer": (transfer, ("mooncake", "nixl")),
+    "transports": (transports, ()),
     "tiers": (tiers, ("mooncake",)),
     "pd": (pd, ("nixl",)),
     "pd-sglang": (pd_sglang, ("mooncake",)),
