@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +20,15 @@ from bench.peers.network import network
 from bench.peers.steps import Beside
 from bench.peers.transfer import MOONCAKE_OFF, MOONCAKE_ON, NIXL, NIXL_TCP
 from bench.peers.transports import Figures
+from mooncake_connector.cli.bench import transfer_rdma
+from mooncake_connector.cli.bench.measure import BenchError
 from mooncake_connector.cli.bench.store import MEMCPY
 from mooncake_connector.cli.bench.transfer import RAW_TCP, READV
 from mooncake_connector.cli.bench.transfer_far import TLS
 from mooncake_connector.cli.bench.transfer_libraries import LIBRARIES
+from mooncake_connector.cli.bench.transfer_rdma import READ_BW, READ_LAT, Perftest
 from mooncake_connector.cli.bench.transfer_scale import Scale
+from transfer.transports.rdma.rails import Rail
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +104,71 @@ def test_a_peer_that_is_not_installed_says_what_to_install(engine: str) -> None:
     assert f"-m pip install {install}" in refused.stderr
     pins = [word for word in install.split() if "==" in word]
     assert set(pins) <= set((REQUIREMENTS / f"{engine}.txt").read_text().splitlines())
+
+
+class TestPerftest:
+    """Over a stand-in that says what perftest's programs of Debian 12 say."""
+
+    SAID = """---------------------------------------------------------------------------------------
+                    RDMA_Read BW Test
+ Mtu             : 4096[B]
+ local address: LID 0000 QPN 0x0011 PSN 0xf06e36 OUT 0x80 RKey 0x00024f VAddr 0x007f27499c4000
+ GID: 00:00:00:00:00:00:00:00:00:00:255:255:10:77:08:01
+---------------------------------------------------------------------------------------
+"""
+    BW = """ #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]
+ 1048576    20               2.12               1.81   \t\t   0.000002
+"""
+    LAT = """ #bytes #iterations t_min[usec] t_max[usec] t_typical[usec] t_avg[usec] t_stdev[usec] 99%[usec] 99.9%[usec]
+ 16384   1000          90.10          300.50       100.25\t       101.00\t\t5.00\t\t150.75\t\t200.00
+"""
+
+    @pytest.fixture
+    def perftest(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Perftest:
+        for program, said in ((READ_BW, self.BW), (READ_LAT, self.LAT)):
+            (tmp_path / f"{program}.txt").write_text(self.SAID + said)
+            text = f"""#!/bin/sh
+case "$*" in
+  *127.0.0.1) [ -e {tmp_path}/listens ] || {{ touch {tmp_path}/listens; echo "no connection" >&2; exit 1; }}
+    echo "$*" > {tmp_path}/asked; cat {tmp_path}/{program}.txt ;;
+  *) sleep 60 ;;
+esac
+"""
+            (tmp_path / program).write_text(text)
+            (tmp_path / program).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return Perftest(Rail("rxe0", 2, True, "RoCE v2", bytes(16), 5))
+
+    def test_its_figures_are_taken_over_the_port_that_ours_uses(self, perftest: Perftest, tmp_path: Path) -> None:
+        assert perftest.gigabytes_per_second(1 << 20, 20) == pytest.approx(1.81 * 1.048576e-3)
+        asked = (tmp_path / "asked").read_text()
+        assert "-d rxe0 -i 2 -x 5" in asked and "-s 1048576 -n 20" in asked
+        assert perftest.latency_s(16384, 1000) == pytest.approx((100.25e-6, 150.75e-6))
+
+    def test_one_that_fails_says_why(self, perftest: Perftest, tmp_path: Path) -> None:
+        (tmp_path / READ_BW).write_text("#!/bin/sh\necho no such device >&2; exit 1\n")
+        with pytest.raises(BenchError, match="ib_read_bw failed: no such device"):
+            perftest.gigabytes_per_second(1 << 20, 20)
+
+
+def test_ours_over_a_card_is_held_against_perftest_with_the_processor_time_it_took() -> None:
+    scale = Scale(pieces=4, piece_nbytes=1 << 20, rounds=3)
+    perftest: Any = SimpleNamespace(gigabytes_per_second=lambda *asked: 0.5, latency_s=lambda *asked: (90e-6, 100e-6))
+    far: Any = SimpleNamespace(pid=os.getpid())
+    moved, spent = transfer_rdma.moving_rows(lambda: time.sleep(0.01), far, perftest, scale)
+    assert 0 < moved.value < scale.data_nbytes / 0.01 / 1e9 and moved.limit == 0.5
+    assert (spent.unit, spent.limit) == ("s/GiB", None) and spent.value >= 0
+    rows = transfer_rdma.small_rows(lambda: None, perftest, Scale(small_rounds=3))
+    assert [round(row.limit) for row in rows] == [90, 100]
+    assert [row.limit for row in transfer_rdma.small_rows(lambda: None, None, Scale(small_rounds=3))] == [None, None]
+
+
+def test_a_transport_that_there_is_not_is_refused_and_only_those_named_are_measured() -> None:
+    refused = run("mooncake_connector.cli.main", "bench", "transfer", "--transport", "rdmx")
+    assert refused.returncode != 0 and "'rdmx' is unknown" in refused.stderr
+    done = run("mooncake_connector.cli.main", "bench", "transfer", "--quick", "--json", "--transport", "cma")
+    assert done.returncode == 0, done.stderr
+    assert all(row["figure"].startswith("cma") for row in json.loads(done.stdout)["rows"])
 
 
 def test_each_transport_is_held_against_its_own_limit_and_peer() -> None:

@@ -15,7 +15,7 @@ from mooncake_connector.cli.output import Json, command_group, typed_path
 _STORE_LEGEND = "limit: memcpy or a bare LMDB on this machine. Best round of each; rounds alternate."
 _TRANSFER_LEGEND = (
     "limit: process_vm_readv of the same pieces (cma), memcpy (shm), sendall/recv_into over one connection (tcp), the "
-    "library alone reading the same pieces (nixl, mooncake). "
+    "library alone reading the same pieces (nixl, mooncake), perftest's ib_read_bw and ib_read_lat (rdma). "
     "Best round of each; rounds alternate."
 )
 
@@ -30,6 +30,11 @@ Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes: shows that it 
 Folder = Annotated[
     Path | None,
     typer.Option(parser=typed_path, help="Where to put the temporary pool; default: /dev/shm.", metavar="DIR"),
+]
+
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--transport", help="Only this one; may be given several times. Default: all.", metavar="NAME"),
 ]
 
 app = command_group("Benchmarks: the store, transfers and whole servers beside this machine's own limits.")
@@ -52,15 +57,18 @@ def store(folder: Folder = None, quick: Quick = False, as_json: Json = False) ->
 
 
 @app.command()
-def transfer(quick: Quick = False, as_json: Json = False) -> None:
+def transfer(only: Only = None, quick: Quick = False, as_json: Json = False) -> None:
     """Speed of the transports between two processes of this host beside the bare system calls.
 
     Needs 1 GiB of memory and half a minute. Cleans up after itself; nothing listens beyond loopback.
     """
     from mooncake_connector.cli.bench import transfer as bench
     from mooncake_connector.cli.bench import transfer_scale
+    from transfer.transports.registry import transport_class
 
-    report = bench.run(transfer_scale.QUICK if quick else transfer_scale.Scale(), say)
+    for name in only or ():
+        transport_class(name)
+    report = bench.run(transfer_scale.QUICK if quick else transfer_scale.Scale(), say, only or ())
     show(report, "mooncake-connector bench transfer", _TRANSFER_LEGEND, as_json=as_json, quick=quick)
 
 

@@ -1,4 +1,4 @@
-"""`bench transfer`: our transports between two processes of this host, beside the bare system calls."""
+"""`bench transfer`: our transports between two processes of this host, beside what the machine can do without them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from mooncake_connector.cli.bench.report import Report, Row
 from mooncake_connector.cli.bench.store import MEMCPY, memcpy_task
 from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, FETCH, TLS, Far, far_process, finish
 from mooncake_connector.cli.bench.transfer_libraries import LIBRARIES, Alone
+from mooncake_connector.cli.bench.transfer_rdma import RDMA, measure_rdma
 from mooncake_connector.cli.bench.transfer_scale import Scale
 from transfer.control.handshake import Identity
 from transfer.transports.base import Peer, TransferError, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
-from transfer.transports.registry import make_transports, serving
+from transfer.transports.registry import make_transports, names, serving
 from transfer.transports.tls import Tls
 from transfer.transports.vectors import Vector, read_process
 
@@ -34,7 +35,7 @@ ALONE, LARGE = " alone", ", 1 MiB"
 """What follows the name of a library: without us, and in large pieces."""
 SMALL_LIMITS = {"cma": READV, "shm": RAW_TCP, "tcp": RAW_TCP}
 
-Quantiles = Mapping[str, tuple[float, float]]
+Quantiles = dict[str, tuple[float, float]]
 """Seconds at the median and the 99th percentile."""
 
 
@@ -50,17 +51,20 @@ class Ends:
         return {name: peer for name, peer in self.peers.items() if name in SMALL_LIMITS}
 
 
-def run(scale: Scale, progress: Progress) -> Report:
-    """Measure. A transport that does not work here is left out with a warning."""
+def run(scale: Scale, progress: Progress, only: Sequence[str] = ()) -> Report:
+    """Measure all transports, or those of these names. One that does not work here is left out with a warning."""
     machine, versions = describe_machine(Path(tempfile.gettempdir())), describe_versions()
-    with connected(scale, progress) as ends:
-        progress("scattered pieces: ours, process_vm_readv, memcpy and bare TCP in turn")
-        seconds = best_seconds(moving_tasks(ends, scale), scale.rounds)
-        progress("one small transfer: ours and bare round trips in turn")
-        quantiles = measure_small(ends, scale)
-        progress("transports on libraries, and these alone, in turn")
+    seconds, quantiles = dict[str, float](), Quantiles()
+    with connected(scale, progress, only) as ends:
+        if ends.peers:
+            progress("scattered pieces: ours, process_vm_readv, memcpy and bare TCP in turn")
+            seconds |= best_seconds(moving_tasks(ends, scale), scale.rounds)
+            progress("one small transfer: ours and bare round trips in turn")
+            quantiles = measure_small(ends, scale)
+        progress("transports on libraries and on cards, and these alone, in turn")
         seconds |= measure_libraries(ends, scale, progress)
-    return Report(machine, versions, [*moving_rows(seconds, scale), *small_rows(quantiles, scale)])
+        over_cards = measure_rdma(ends.source, ends.far, scale, progress)
+    return Report(machine, versions, [*moving_rows(seconds, scale), *small_rows(quantiles, scale), *over_cards])
 
 
 def moving_rows(seconds: Mapping[str, float], scale: Scale) -> list[Row]:
@@ -91,17 +95,19 @@ def small_rows(quantiles: Quantiles, scale: Scale) -> list[Row]:
 
 
 @contextlib.contextmanager
-def connected(scale: Scale, progress: Progress) -> Iterator[Ends]:
-    """Start the other process, and connect every transport that works here to it."""
+def connected(scale: Scale, progress: Progress, only: Sequence[str] = ()) -> Iterator[Ends]:
+    """Start the other process, and connect every transport that works here to it, or those of these names."""
+    only = only or names()
     source = np.ones(scale.memory_nbytes, dtype=np.uint8)
     memory = Memory()
     memory.register(source.ctypes.data, source.nbytes)
     with contextlib.ExitStack() as stack:
-        tls = certificate(Path(stack.enter_context(tempfile.TemporaryDirectory())), progress)
-        far = stack.enter_context(far_process(scale.memory_nbytes, tls))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        tls = certificate(folder, progress) if "tcp" in only else None
+        far = stack.enter_context(far_process(scale.memory_nbytes, tls, only))
         peers = {}
         for name in far.endpoints:
-            if name in LIBRARIES:  # a thread of NIXL's never rests: see `measure_libraries`
+            if name in LIBRARIES or name == RDMA:  # a thread of NIXL's never rests: see `measure_libraries`
                 continue
             kind, security = ("tcp", Tls(**tls)) if name == TLS and tls else (name, None)
             options = TransportOptions(Identity(), tls=security)
@@ -110,7 +116,7 @@ def connected(scale: Scale, progress: Progress) -> Iterator[Ends]:
                 peers[name] = transports.connect({kind: far.endpoints[name]}, deadline_s=DEADLINE_S)
             except Unavailable as error:
                 progress(f"WARNING: {name} is left out: {error}")
-        for name in serving(hosts=["127.0.0.1"]):
+        for name in serving(only, hosts=["127.0.0.1"]):
             if name not in far.endpoints:
                 progress(f"WARNING: {name} is left out: the other process cannot offer it")
         yield Ends(source, far, peers)

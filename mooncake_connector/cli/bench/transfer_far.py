@@ -14,7 +14,7 @@ import struct
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,12 @@ def finish(peer: Peer, completion: Completion) -> None:
 
 
 @contextlib.contextmanager
-def far_process(memory_nbytes: int, tls: dict[str, str] | None) -> Iterator[Far]:
-    """Start it, and have it leave at the end."""
+def far_process(memory_nbytes: int, tls: dict[str, str] | None, only: Collection[str] = ()) -> Iterator[Far]:
+    """Start it, with all transports or those of these names, and have it leave at the end."""
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder, tempfile.TemporaryFile() as log:
         said = Path(folder) / "said"
-        order = json.dumps({"memory_nbytes": memory_nbytes, "tls": tls, "said": str(said)})
+        offered = {"memory_nbytes": memory_nbytes, "tls": tls, "names": [*(only or names())]}
+        order = json.dumps({**offered, "said": str(said)})
         with processes.running([sys.executable, "-m", __name__, order], log, grace_s=10) as process:
             processes.wait_until(said.exists, process, log, DEADLINE_S, "the other process of the benchmark")
             yield Far(json.loads(said.read_text()))
@@ -95,7 +96,7 @@ def _be_far(order: dict[str, Any]) -> None:
     threading.Thread(target=_serve, args=(listener, data), daemon=True).start()
     tls = Tls(**order["tls"]) if order["tls"] else None
     with (
-        make_transports(names(), memory, TransportOptions(Identity())) as transports,
+        make_transports(order["names"], memory, TransportOptions(Identity())) as transports,
         make_transports(["tcp"] if tls else [], memory, TransportOptions(Identity(), tls=tls)) as secured,
     ):
         endpoints = {name: endpoint.hex() for name, endpoint in transports.listen().items()}

@@ -18,7 +18,7 @@ from transfer.transports.libraries.transport import LibraryTransport
 from transfer.transports.memory import Memory
 from transfer.transports.registry import names, transport_class
 
-LIBRARIES = tuple(name for name in names() if transport_class(name).capabilities.needs_library)
+LIBRARIES = tuple(name for name in names() if issubclass(transport_class(name), LibraryTransport))
 _DONE = b"k"
 
 
