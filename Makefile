@@ -65,7 +65,7 @@ demo-engines: vllm sglang
 	@PYTHONPATH=tests $(VLLM)/bin/python tests/e2e/demo_engines.py
 
 test: setup
-	@$(DEV)/bin/python tests/tools/run.py e2e pd vllm e2e-sglang slow sglang-pd store tiers sglang transfer vllm-0.33 rdma lint
+	@$(DEV)/bin/python tests/tools/run.py e2e pd slow vllm sglang-pd e2e-sglang transfer rdma store tiers sglang vllm-0.33 lint
 
 test-fast: system-packages $(DEV)/.tools $(DEV)/.wheel
 	@$(DEV)/bin/python tests/tools/run.py transfer store

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from long_form import LONG
 
+ROUNDS = 400 if LONG else 150
 TESTS = Path(__file__).resolve().parents[1]
 CALLS = {
     "transports.local": "partial(module.decode_endpoint, encode(module.LocalEndpoint('boot', '0' * 32, bytes(16))))",
@@ -33,7 +35,7 @@ def together(barrier, call):
 
 done = []
 sys.setswitchinterval(1e-6)
-for _ in range(400):
+for _ in range({rounds}):
     module = importlib.reload(transfer.{name})
     barrier, call = threading.Barrier(4), {call}
     threads = [threading.Thread(target=together, args=(barrier, call)) for _ in range(4)]
@@ -45,9 +47,10 @@ print(len(done))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CALLS)
 def test_threads_that_read_a_kind_of_message_first_at_the_same_time(name):
     """msgspec looks at a type when it is used first, and ends the process where another thread uses it meanwhile."""
-    program = PROGRAM.format(name=name, call=CALLS[name])
+    program = PROGRAM.format(name=name, call=CALLS[name], rounds=ROUNDS)
     result = subprocess.run([sys.executable, "-c", program], cwd=TESTS, capture_output=True, text=True, timeout=600)
-    assert (result.returncode, result.stdout) == (0, "1600\n"), result.stderr
+    assert (result.returncode, result.stdout) == (0, f"{4 * ROUNDS}\n"), result.stderr

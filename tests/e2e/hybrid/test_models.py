@@ -43,8 +43,8 @@ PAGE_TOKENS = 64
 HIT = 512
 """Of 600 tokens: where the blocks of all groups end, 128 or 256 tokens long."""
 SOUGHT_S = 0.5
-FORKS = [65, 127, 129, 193, 255, 256, 257, 600]
-"""Tokens in common with a prompt of 600: around the ends of pages and of blocks."""
+FORKS = [65, 129, 255, 256, 257, 600]
+"""Tokens in common with a prompt of 600: around the ends of pages and of blocks, of 128 tokens or 256."""
 if LONG:
     FORKS = sorted({*FORKS, *(end + aside for end in range(PAGE_TOKENS, 600, PAGE_TOKENS) for aside in (-1, 0, 1))})
 UNITS = {
