@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,10 +14,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pytest
 import settings
+from cases import RUNNERS
 from causes import forget_causes
 from faults import Faults, faulty_opening
 from harness import Engine
 from hosts import Host, client, shared_folder
+from long_form import LONG
 from pd import Pair
 from proxied import LIMIT_S, Proxied
 from settings import Setup
@@ -28,7 +31,38 @@ import vllm_plugin.kv_memory
 import vllm_plugin.prefix.saver
 from store_client.open import BackgroundStore
 
+PARAM = type(pytest.param())
+
 vllm_plugin.register()  # what vLLM's plugin loader does in a process of its own
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the runners four are run, and of a test over them and over other values every second combination, so that
+    each runner is, and each other value, and of three each two together; all of them in the long form."""
+    others = {item for item in items if is_for_the_long_form(item)}
+    if LONG:
+        for item in others:
+            item.add_marker(pytest.mark.long)
+        return
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
+
+
+def is_for_the_long_form(item: pytest.Item) -> bool:
+    """By the places of its values in the lists that they are from."""
+    if not hasattr(item, "callspec") or "runner" not in item.callspec.params:
+        return False
+    if item.callspec.params["runner"] is RUNNERS[-1].values[0]:
+        return True
+    values, places = dict(item.callspec.params), []
+    for mark in item.iter_markers("parametrize"):
+        names = [name.strip() for name in mark.args[0].split(",")] if isinstance(mark.args[0], str) else mark.args[0]
+        mine = tuple(values.pop(name) for name in names)
+        rows = [row.values if isinstance(row, PARAM) else row if len(names) > 1 else (row,) for row in mark.args[1]]
+        places.append(next((at for at, row in enumerate(rows) if all(map(operator.is_, row, mine))), 0))
+    places += [item.callspec.indices[name] for name in values]  # of fixtures
+    return len(places) > 1 and sum(places) % 2 == 1
 
 
 @pytest.fixture(scope="session")

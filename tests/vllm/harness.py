@@ -241,7 +241,8 @@ class Engine:
         self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        outputs = [worker.execute(copy.deepcopy(scheduled)) for worker in self.workers]
+        sent = pickle.dumps(scheduled)
+        outputs = [worker.execute(pickle.loads(sent)) for worker in self.workers]
         for output in outputs:
             if output.kv_connector_output is not None:
                 self.received.update(output.kv_connector_output.finished_recving or ())

@@ -5,22 +5,26 @@ from __future__ import annotations
 import http.client
 import http.server
 import json
+import os
 import random
 import select
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from e2e.forked import ForkServer
+
 LIMIT_S = 60.0
-QUICK = "from mooncake_connector.deploy import fleet, proxy; fleet.HEALTH_EVERY_S = 0.2; proxy.main()"
+ROUTERS = ForkServer(Path(sys.executable), "router", ["router"])
+"""Which has imported what they need: most of what a start takes."""
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1, 2], "anything": {"else": None}}
 VLLM, CONCURRENT, SGLANG = ("--engine", "vllm"), ("--engine", "vllm", "--order", "concurrent"), ("--engine", "sglang")
 every_way = pytest.mark.parametrize("way", [VLLM, CONCURRENT, SGLANG], ids=("sequential", "concurrent", "sglang"))
@@ -139,7 +143,7 @@ class Engine:
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -159,12 +163,14 @@ class Proxied:
         self.prefills = [] if plain else [Engine(f"p{n}") for n in (0, 1)]
         self.decodes = [Engine(f"d{n}") for n in (0, 1)]
         self.port = free_port()
-        command = [sys.executable, "-c", before + QUICK, "--port", str(self.port), *arguments]
+        command = [before, "--port", str(self.port), *arguments]
         for number, one in enumerate(self.prefills, 1):
             command += ["--prefill", f"{one.url},{number}" + (",192.0.2.7" if CONCURRENT[-1] in arguments else "")]
         for one in self.decodes:
             command += ["--decode", one.url]
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+        with os.fdopen(os.dup(2), "wb") as errors:
+            self.process = ROUTERS.start(command, {**os.environ, "PYTHONPATH": path}, errors)
         wait_until(self.is_well, "the proxy")
         # Who is asked a second time is known to be healthy.
         wait_until(lambda: all(one.looks > 1 for one in (*self.prefills, *self.decodes)), "a look at all instances")

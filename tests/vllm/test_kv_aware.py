@@ -33,7 +33,7 @@ class Worker(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answer)
         self.asked = 0
         self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def close(self) -> None:
         self.shutdown()
