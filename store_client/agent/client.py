@@ -81,8 +81,6 @@ class Client:
         self._ears: Ears | None = None
         self._mouth: Mouth | None = None
         """Numbers, `_in_flight`, `_kept` and what the agent calls places belong to who has its turn to speak."""
-        self.listened_s = 0.0
-        """When what the agent says was last read."""
         self._closed = False
         self._starter = Starter(pool, config)
         self._thread = threading.Thread(target=self._run, name="mooncake-connector-agent", daemon=True)
@@ -160,7 +158,6 @@ class Client:
         ears = self._ears
         if ears is None or not (self._in_flight or self._sought or self._places.wonders):
             return
-        self.listened_s = time.monotonic()
         try:
             for word in ears.words():
                 if isinstance(word, messages.Told):

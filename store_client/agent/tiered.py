@@ -11,7 +11,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from mooncake_connector.config.schema import Config
@@ -25,8 +25,9 @@ from store_client.agent.clients import client_of, give_back
 from store_client.agent.messages import MAX_SOUGHT
 from store_client.agent.sought import Sought
 from store_client.around import SpaceAround, StoreAround
-from store_client.base import Lookup, Seen, Space, StoreStats
+from store_client.base import Lookup, Position, Seen, StoreStats
 from store_client.embedded import EmbeddedStore
+from store_client.embedded.space import EmbeddedSpace
 
 _DEADLINE_S = 30.0
 _SHORTEST_S, _LONGEST_S = 0.001, 3600.0
@@ -35,14 +36,14 @@ _MAX_SPACES = 1024
 _MAX_ANSWERS = 1024
 _MAX_SOUGHT_KEPT = 256
 """Each has up to `MAX_SOUGHT` keys and serves for seconds. The oldest goes first, so those under way are not lost."""
-_LOOK_AGAIN_S = 0.01
+_LOOK_AGAIN_S = 0.0095
 """A chain that waits for pages is looked up over and over. While the agent says nothing new of it, the pool is looked
-into again only after so long,"""
+into again only after so long, if anything has changed there. Once it is settled what comes, lookups in between do
+nothing else either. Who loads looks every 5 ms."""
+_LISTEN_AGAIN_S = 0.035
+"""While nothing changes in the pool, what the agent says is read only so often: that pages have landed shows there."""
 _WHOLE_AGAIN_S = 0.05
-"""and for what was there already after so long."""
-_LISTEN_AGAIN_S = 0.0045
-"""Once it is settled what comes, words are read only so often: reading them is most of what a lookup costs then. Who
-loads looks every 5 ms."""
+"""What was there already is looked for again only after so long."""
 
 logger = get_logger(__name__)
 
@@ -105,9 +106,12 @@ class _Found(NamedTuple):
     whole_s: float
     """When the pool was last asked for all of it, and when for what was missing."""
     looked_s: float
+    position: Position | None
+    """Where the pool's feed of changes ended before that: while it does, the pool has what it had."""
 
 
-class _Answer(NamedTuple):
+@dataclass(slots=True)
+class _Answer:
     """The last answer to lookups of one chain. It holds until the pool is looked into again, or more is said of what
     was asked."""
 
@@ -116,6 +120,10 @@ class _Answer(NamedTuple):
     found: _Found
     asked: Asked
     said: int
+    holds_s: float
+    """Until when it is the answer, unless the agent is heard of the ask before; 0 where that depends on more."""
+    listened_s: float
+    """When the agent's words were last read before."""
     until_s: float
     """When a wait for the first word is no longer worth it."""
     lookup: Lookup
@@ -127,8 +135,11 @@ class TieredSpace(SpaceAround):
     """A space of the pool; pages that it lacks are asked for where their size `nbytes` is known, and tiers may have
     them, which have none of a private namespace."""
 
-    def __init__(self, pages: Space, client: Client, namespace: Namespace, shard: Shard, nbytes: int | None) -> None:
+    def __init__(
+        self, pages: EmbeddedSpace, client: Client, namespace: Namespace, shard: Shard, nbytes: int | None
+    ) -> None:
         super().__init__(pages)
+        self._pages = pages
         self._client, self._namespace, self._shard = client, namespace, shard
         self._nbytes = None if namespace.is_private else nbytes
         self._asks: Index = {}
@@ -144,10 +155,16 @@ class TieredSpace(SpaceAround):
             return self._inner.lookup(keys)
         now_s = time.monotonic()
         former = self._answers.get(keys[-1])
-        if former is not None and (former.first != keys[0] or former.num_keys != len(keys)):
-            former = None
-        if former is None or not former.asked.settled or now_s - self._client.listened_s >= _LISTEN_AGAIN_S:
-            self._client.listen()
+        if former is not None:
+            if former.first != keys[0] or former.num_keys != len(keys):
+                former = None
+            elif former.asked.said == former.said:
+                if now_s < former.holds_s:
+                    return former.lookup
+                if former.holds_s and self._still_holds(former, now_s):
+                    former.holds_s = now_s + _LOOK_AGAIN_S
+                    return former.lookup
+        self._client.listen()
         if former is not None and now_s - former.found.looked_s < _LOOK_AGAIN_S:
             if former.asked.said != former.said:
                 if (lookup := self._more(keys, former, now_s)) is not None:
@@ -162,12 +179,20 @@ class TieredSpace(SpaceAround):
         self._ask(keys, found.present, None, _DEADLINE_S)
         return self._answer(keys, found, now_s)
 
+    def _still_holds(self, former: _Answer, now_s: float) -> bool:
+        """Whether the pool has what it had: no page has landed. That one will not the agent says, which is read
+        now and then."""
+        if now_s - former.listened_s >= _LISTEN_AGAIN_S:
+            return False
+        position = self._pages.position()
+        return position is not None and position == former.found.position
+
     def _look(self, keys: Sequence[bytes], former: _Answer | None, now_s: float) -> _Found:
         """How many pages are present: in full now and then, or else only what was missing. Pages that the agent has
         just said to have landed need no look."""
-        whole_s, looked_s, present, is_due = now_s, now_s, 0, True
+        whole_s, looked_s, present, is_due, before = now_s, now_s, 0, True, None
         if former is not None and now_s - former.found.whole_s < _WHOLE_AGAIN_S:
-            present, whole_s, looked_s = former.found
+            present, whole_s, looked_s, before = former.found
             is_due = now_s - looked_s >= _LOOK_AGAIN_S or former.asked.done
             asked = self._asks.get(keys[present])
             if asked is not None and asked.is_indexed and now_s - asked.heard_s < _WHOLE_AGAIN_S:
@@ -175,10 +200,12 @@ class TieredSpace(SpaceAround):
                 landed = asked.landed - place
                 if landed > 0:
                     present = min(self._end_of(asked, place, keys, present), present + landed)
+        position = before
         if is_due and present < len(keys):
-            looked_s = now_s
-            present += self._inner.lookup(keys[present:] if present else keys).pages
-        return _Found(present, whole_s, looked_s)
+            looked_s, position = now_s, self._pages.position()
+            if position is None or position != before:
+                present += self._inner.lookup(keys[present:] if present else keys).pages
+        return _Found(present, whole_s, looked_s, position)
 
     def _more(self, keys: Sequence[bytes], former: _Answer, now_s: float) -> Lookup | None:
         """The answer after the agent has said more, where nothing else has to be looked at; it is kept."""
@@ -192,8 +219,9 @@ class TieredSpace(SpaceAround):
         if end <= present or lag + len(asked.keys) < len(keys):
             return None
         lookup = Lookup(present, not asked.settled, end - present)
-        found = _Found(present, former.found.whole_s, former.found.looked_s)
-        self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, asked, said, math.inf, lookup, lag)
+        found = former.found._replace(present=present)
+        holds_s = found.looked_s + _LOOK_AGAIN_S if asked.settled else 0.0
+        self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, asked, said, holds_s, now_s, math.inf, lookup, lag)
         return lookup
 
     def prefetch(
@@ -213,7 +241,7 @@ class TieredSpace(SpaceAround):
             present = self._inner.lookup(keys).pages
             if present < len(keys):
                 self._ask(keys, present, parent, min(max(deadline_s, _SHORTEST_S), _LONGEST_S))
-                self._answer(keys, _Found(present, now_s, now_s), now_s)
+                self._answer(keys, _Found(present, now_s, now_s, None), now_s)
 
     def seek(self, keys: Sequence[bytes], *, prefill_s: float | None = None) -> Seen:
         """As `Space.seek`. Of more than `MAX_SOUGHT` keys the last ones."""
@@ -297,7 +325,10 @@ class TieredSpace(SpaceAround):
         if first is not None and not first.done:
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()
-            self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, first, said, now_s + wait_s, lookup, lag)
+            holds_s = found.looked_s + _LOOK_AGAIN_S if first.settled and not pending else 0.0
+            self._answers[keys[-1]] = _Answer(
+                keys[0], len(keys), found, first, said, holds_s, now_s, now_s + wait_s, lookup, lag
+            )
         else:
             self._answers.pop(keys[-1], None)
         return lookup

@@ -110,6 +110,10 @@ class Feed:
 
     # For anybody
 
+    def position(self) -> Position:
+        """Where the ring ends now."""
+        return self._ring, int(self._header[_HEAD])
+
     def read(self, since: Position | None, limit: int) -> tuple[Entries | None, Position]:
         """Up to `limit` entries from `since` on and where they end; None for a gap, and where the ring ends now."""
         head = int(self._header[_HEAD])

@@ -18,7 +18,7 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes, Consume, Fill, Lookup, Pieces, Put, Settle, Space
+from store_client.base import Bytes, Consume, Fill, Lookup, Pieces, Position, Put, Settle, Space
 from store_client.embedded.arena import GRANULE, spread
 from store_client.embedded.evicted import refusal
 from store_client.embedded.faults import CallersOwn, callers
@@ -122,6 +122,10 @@ def _begin_each(fill: Fill, settle: Settle, at: int, pool: Pool, plan: PutPlan) 
         place.checksum = checksum.result()
 
 
+def _position(pool: Pool) -> Position:
+    return pool.feed.position()
+
+
 def _whole(pieces: list[Bytes], nbytes: int) -> Bytes:
     return pieces[0] if len(pieces) == 1 else np.empty(nbytes, dtype=np.uint8)
 
@@ -172,6 +176,11 @@ class EmbeddedSpace(Space):
         if keys and len(keys[0]) != KEY_NBYTES:
             join_keys(keys[:1])
         return Lookup(self._handle.look(self._closed, lambda pool: pool.reader.prefix(keys, self._number), 0))
+
+    def position(self) -> Position | None:
+        """Where the feed of the pool's changes ends: as long as it ends there, lookups find what they found. None
+        where there is no pool."""
+        return self._handle.look(self._closed, _position, None)
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if len(keys) != 1 or len(keys[0]) != KEY_NBYTES:

@@ -209,3 +209,33 @@ def test_what_has_landed_is_found_although_the_agent_says_no_more_of_it(pool, mo
         settled(space, keys, Lookup(0, coming=4))
         put_chain(store._inner.space(namespace(), SHARD), keys[:3])
         settled(space, keys, Lookup(3, coming=1))
+
+
+def test_while_pages_are_coming_the_pool_is_looked_into_only_once_it_has_changed(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("store_client.agent.tiered._WHOLE_AGAIN_S", 3600.0)
+    keys = chain("a", 4)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.lookup(keys)
+        until(lambda: agent.fetches.asked)[0].tell(Word(coming=4, settled=True))
+        settled(space, keys, Lookup(0, coming=4))
+        looks: list[int] = []
+        look = space._inner.lookup
+        monkeypatch.setattr(space._inner, "lookup", lambda keys: looks.append(len(keys)) or look(keys))
+        assert [space.lookup(keys) for _ in range(20)] == [Lookup(0, coming=4)] * 20 and len(looks) <= 1
+        put_chain(store._inner.space(namespace(), SHARD), keys[:3])
+        assert space.lookup(keys) == Lookup(3, coming=1), "the very next one sees it"
+
+
+def test_that_a_page_will_not_come_is_heard_while_nothing_changes_in_the_pool(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 0.0)
+    keys = chain("a", 4)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.lookup(keys)
+        asked = until(lambda: agent.fetches.asked)[0]
+        asked.tell(Word(coming=4, settled=True))
+        settled(space, keys, Lookup(0, coming=4))
+        asked.tell(Word(coming=0, done=True, cause="timeout"))
+        settled(space, keys, NOTHING)
