@@ -56,6 +56,7 @@ class TieredStore(StoreAround):
 
     def __init__(self, store: EmbeddedStore, config: Config) -> None:
         super().__init__(store)
+        self._pool = store
         self.path = store.path
         """The pool folder."""
         self._client = client_of(store.path, config)
@@ -70,7 +71,7 @@ class TieredStore(StoreAround):
         if space is None:
             if len(self._spaces) >= _MAX_SPACES:
                 self._spaces.clear()
-            pages = self._inner.space(namespace, shard, nbytes)
+            pages = self._pool.space(namespace, shard, nbytes)
             asked_nbytes = nbytes if self._has_tiers else None
             space = self._spaces[name] = TieredSpace(pages, self._client, namespace, shard, asked_nbytes)
         return space

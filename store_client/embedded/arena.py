@@ -20,6 +20,7 @@ from store_client.base import Bytes
 from store_client.embedded.faults import start_thread
 from store_client.embedded.locked_memory import LockedMemory
 from store_client.embedded.locks import open_file
+from store_client.embedded.securing import Securing
 from store_client.memory_locks import MemoryLocks
 
 GRANULE = 4096
@@ -56,8 +57,10 @@ class Arena:
         self._data: Bytes = np.zeros(0, dtype=np.uint8)
         self._warm: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self._locked: list[LockedMemory] = []
+        self._securing = Securing(-1)
         try:
             self._fd = open_file(path, os.O_RDWR)
+            self._securing = Securing(self._fd)
             # Locked while this process uses the file: see `punch_from`. Not the mapping's own, which outlives `close`.
             self._presence = open_file(path, os.O_RDWR)
             fcntl.flock(self._presence, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -135,6 +138,11 @@ class Arena:
                         _libc.madvise(self._address + start, min(_REGION_NBYTES, size - start), _MADV_POPULATE_READ)
                     self._warm[region] = True
 
+    def _map_ahead(self, start: int, stop: int) -> None:
+        """What was just secured between these bytes, region by region: who needs one of them waits for that alone."""
+        for region in range(-(-start // _REGION_NBYTES), stop // _REGION_NBYTES):
+            self._populate(region, region + 1)
+
     def warm_up(self, granules: int) -> None:
         """Map the first `granules` in a background thread, as far as the file holds them: first reads are fast then."""
         regions = min(granules * GRANULE, self.secured_nbytes) // _REGION_NBYTES
@@ -163,8 +171,9 @@ class Arena:
         return pieces if left == 0 else None
 
     def secure(self, start: int, stop: int) -> None:
-        """Make the file hold granules `start .. stop`. Raises OSError (ENOSPC) if the file system cannot."""
-        os.posix_fallocate(self._fd, start * GRANULE, (stop - start) * GRANULE)
+        """Make the file hold granules `start .. stop`, and soon some of those behind them, within the limit. Raises
+        OSError (ENOSPC) if the file system cannot."""
+        self._securing.secure(start * GRANULE, stop * GRANULE, self.limit * GRANULE, self._map_ahead)
 
     def punch_from(self, first: int) -> None:
         """Give everything from this granule on back to the file system, unless another process uses the file.
@@ -204,6 +213,7 @@ class Arena:
     def abandon_in_child(self) -> None:
         """After a fork: a thread of the parent may have held the lock."""
         self._lock = threading.Lock()
+        self._securing.abandon_in_child()
         for locked in self._locked:
             locked.abandon_in_child()
         self._close_files()
@@ -215,6 +225,7 @@ class Arena:
         self._close_files()
 
     def _close_files(self) -> None:
+        self._securing.close()
         with self._lock:
             for fd in (self._fd, self._presence):
                 if fd >= 0:

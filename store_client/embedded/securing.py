@@ -1,0 +1,92 @@
+"""Securing the arena's memory, and some of it ahead of its use: who needs more of it holds the pool's write lock, and
+the file system takes some ten milliseconds for 64 MiB. What is secured ahead is mapped as well, which takes as long.
+
+What lies ahead is the file's and nobody's yet: the ledger does not know it. So a process may be killed at any time, and
+several may secure the same; the next one to open the pool alone gives it back to the file system.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+from store_client.embedded.faults import start_thread
+
+AHEAD_NBYTES = 256 << 20
+_SHARE = 16
+"""Of the pool's capacity, one part in so many is secured ahead at most;"""
+_LEFT = 4
+"""and no more than one part in so many of what the file system has left."""
+_STEP_NBYTES = 16 << 20
+"""Secured at once: nobody waits for longer than that takes."""
+
+Populate: TypeAlias = Callable[[int, int], None]
+
+
+class Securing:
+    """Of one arena file, from wherever it is used.
+
+    Args:
+        fd: the file, open until after `close`.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        """Held while something is secured."""
+        self._start = self._stop = 0
+        """What this process has secured lately, in bytes. Nobody gives it back while this process uses the file."""
+        self._target = 0
+        self._awaited = self._running = False
+
+    def secure(self, start: int, stop: int, limit: int, populate: Populate) -> None:
+        """Make the file hold these bytes; some of those behind them, up to `limit`, follow in the background, where
+        `populate` maps them, from one byte to another. One call at a time. Raises OSError (ENOSPC) if the file system
+        cannot."""
+        self._awaited = True
+        with self._lock:
+            self._awaited = False
+            if not self._start <= start <= self._stop:
+                self._start = self._stop = start
+            if stop > self._stop:
+                os.posix_fallocate(self._fd, self._stop, stop - self._stop)
+                self._stop = stop
+            self._target = min(stop + self._distance(limit), limit)
+            begins = not self._running and self._target > self._stop
+            self._running = self._running or begins
+        if begins and not start_thread("secure", self._run, populate):
+            self._running = False
+
+    def _distance(self, limit: int) -> int:
+        room = os.fstatvfs(self._fd)
+        return min(AHEAD_NBYTES, limit // _SHARE, room.f_bavail * room.f_frsize // _LEFT)
+
+    def _run(self, populate: Populate) -> None:
+        while secured := self._step():
+            populate(*secured)
+
+    def _step(self) -> tuple[int, int] | None:
+        """Secure a little more, from and to which byte; None once that was enough, or where somebody waits who will
+        secure what he needs first."""
+        with self._lock:
+            size = min(_STEP_NBYTES, self._target - self._stop)
+            if size > 0 and not self._awaited and self._fd >= 0:
+                try:
+                    os.posix_fallocate(self._fd, self._stop, size)
+                    self._stop += size
+                    return self._stop - size, self._stop
+                except OSError:
+                    pass  # who needs it says so
+            self._running = False
+            return None
+
+    def close(self) -> None:
+        """Before the file is closed; waits for what is just being secured."""
+        with self._lock:
+            self._fd = -1
+
+    def abandon_in_child(self) -> None:
+        """After a fork: a thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
