@@ -238,4 +238,4 @@ def test_that_a_page_will_not_come_is_heard_while_nothing_changes_in_the_pool(po
         asked.tell(Word(coming=4, settled=True))
         settled(space, keys, Lookup(0, coming=4))
         asked.tell(Word(coming=0, done=True, cause="timeout"))
-        settled(space, keys, NOTHING)
+        settled(space, keys, Lookup(0))

@@ -81,11 +81,15 @@ def test_what_tiers_add_is_the_difference_of_percentiles_with_its_spread() -> No
 
 def test_the_step_is_compared_round_by_round() -> None:
     """A round in which everything was slow changes nothing."""
-    found = {"none": {"step_s": [1.0, 5.0, 1.0]}, "silent": {"step_s": [1.02, 5.1, 1.02]}}
-    rows = vllm_tiers.step_rows(found, lambda line: None)
-    changes = [one for one in rows if "change by" in one.figure]
-    assert [one.value for one in changes] == [None, pytest.approx(2.0), None, None]
-    assert [one.ok for one in changes] == [None, False, None, None]
+    found = {
+        "none": {"step_s": [1.0, 5.0, 1.0]},
+        "silent": {"step_s": [1.1, 5.5, 1.1], "cpu_s": [1.02, 5.1, 1.02], "plain_cpu_s": [1.0, 5.0, 1.0]},
+    }
+    rows = {one.figure: one for one in vllm_tiers.step_rows(found, lambda line: None) if "change by" in one.figure}
+    silent = {name: row for name, row in rows.items() if name.endswith("never answers")}
+    assert [row.value for row in silent.values()] == [pytest.approx(2.0), pytest.approx(10.0)]
+    assert [row.ok for row in silent.values()] == [False, None], "the goal is for CPU time"
+    assert all(row.value is row.ok is None for name, row in rows.items() if name not in silent)
 
 
 def test_a_resampled_figure_lies_within_its_spread() -> None:

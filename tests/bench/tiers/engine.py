@@ -32,7 +32,6 @@ _CHAIN, _LONG_CHAIN = 16, 64
 _DEADLINE_S = 120.0
 _STEP_S = 0.002
 """Between two lookups of a request that waits, as in an engine that has other work."""
-_PAUSES = 300
 _FORGOTTEN_S = 7.0
 """An ask that has just ended serves further lookups for seconds."""
 
@@ -125,30 +124,26 @@ def _fetched(space: Space, keys: Sequence[bytes], length: int) -> tuple[float, f
     a page, the pauses aside."""
     _forget(space, keys)
     prompts = [(keys[at : at + length], keys[at - 1] if at else None) for at in range(0, len(keys), length)]
-    pause_s = _pause_cpu()
 
     def ask() -> float:
-        began_s, give_up_s, pauses = time.process_time(), time.monotonic() + _DEADLINE_S, 0
+        began_s, give_up_s, paused_s = time.process_time(), time.monotonic() + _DEADLINE_S, 0.0
         for prompt, parent in prompts:
             space.prefetch(prompt, parent=parent, prefill_tokens_s=1e3)
             while space.lookup(prompt).pages < len(prompt):
-                pauses += 1
-                time.sleep(_STEP_S)
+                paused_s += _pause()
                 if time.monotonic() > give_up_s:
                     raise BenchError(f"a prompt's pages do not land within {_DEADLINE_S:g} s")
-            pauses += 1
-            time.sleep(_STEP_S)
-        return (time.process_time() - began_s - pause_s * pauses) / len(keys) * 1e6
+            paused_s += _pause()
+        return (time.process_time() - began_s - paused_s) / len(keys) * 1e6
 
     return ask(), ask()
 
 
-def _pause_cpu() -> float:
-    """CPU seconds that this process takes for a pause of a step."""
-    began_s = time.process_time()
-    for _ in range(_PAUSES):
-        time.sleep(_STEP_S)
-    return (time.process_time() - began_s) / _PAUSES
+def _pause() -> float:
+    """Wait as long as a step takes; the CPU seconds that this takes by itself, more of them beside a busy agent."""
+    began_s = time.thread_time()
+    time.sleep(_STEP_S)
+    return time.thread_time() - began_s
 
 
 def _reads(space: Space, keys: Sequence[bytes], turns: int) -> tuple[list[float], list[float]]:
