@@ -17,8 +17,9 @@ def register() -> None:
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from vllm_plugin.early import watch
+    from vllm_plugin import early, stages
 
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, MODULE, CONNECTOR)
-    watch(CONNECTOR, MODULE)
+    early.watch(CONNECTOR, MODULE)
+    stages.watch()

@@ -51,6 +51,8 @@ class Group:
         block_tokens: tokens a block of the engine.
         layer_names: vLLM's names of this rank's layers, in layer order.
         tp_size, pp_size: ranks.
+        stages: how many of these layers each stage of the pipeline has, which may be none; empty for a group that is
+            the whole model, whose layers vLLM divides evenly.
         in_whole_blocks: whether a token's bytes are found only where all of its block's are: pages are whole blocks.
     """
 
@@ -70,27 +72,35 @@ class Group:
     layer_names: tuple[str, ...]
     tp_size: int
     pp_size: int
+    stages: tuple[int, ...] = ()
     in_whole_blocks: bool = False
 
-    def shard(self, pp_rank: int, tp_rank: int) -> Shard:
-        """The part of a page that one rank holds; layers are counted within the group."""
-        one_stage = self.pp_size == 1
-        layers = (0, self.num_layers) if one_stage else get_pp_indices(self.num_layers, pp_rank, self.pp_size)
+    def shard(self, pp_rank: int, tp_rank: int) -> Shard | None:
+        """The part of a page that one rank holds, if it has any layers; these are counted within the group."""
+        first, stop = self._layers(pp_rank)
+        return Shard(first, stop, *self.heads(tp_rank)) if first < stop else None
+
+    def _layers(self, pp_rank: int) -> tuple[int, int]:
+        if self.stages:
+            return sum(self.stages[:pp_rank]), sum(self.stages[: pp_rank + 1])
+        return (0, self.num_layers) if self.pp_size == 1 else get_pp_indices(self.num_layers, pp_rank, self.pp_size)
+
+    def heads(self, tp_rank: int) -> tuple[int, int]:
+        """The KV heads of one rank, as a half-open range."""
         if self.num_kv_heads >= self.tp_size:
             count = self.num_kv_heads // self.tp_size
-            first = tp_rank * count
-        else:  # more ranks than heads: vLLM replicates, consecutive ranks hold the same head
-            count, first = 1, tp_rank * self.num_kv_heads // self.tp_size
-        return Shard(layers[0], layers[1], first, first + count)
+            return tp_rank * count, (tp_rank + 1) * count
+        first = tp_rank * self.num_kv_heads // self.tp_size
+        return first, first + 1  # more ranks than heads: vLLM replicates, consecutive ranks hold the same head
 
     def is_writer(self, tp_rank: int) -> bool:
         """Whether this rank stores its shard: of ranks that hold the same heads, one writes."""
-        return tp_rank == 0 or self.shard(0, tp_rank) != self.shard(0, tp_rank - 1)
+        return tp_rank == 0 or self.heads(tp_rank) != self.heads(tp_rank - 1)
 
     def shards(self) -> list[Shard]:
         """Every distinct shard: a page is a hit where all of them are."""
         ranks = [(pp, tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
-        return list(dict.fromkeys(self.shard(pp, tp) for pp, tp in ranks))
+        return list(dict.fromkeys(shard for pp, tp in ranks if (shard := self.shard(pp, tp)) is not None))
 
     def page_format(self, shard: Shard, page_tokens: int) -> PageFormat:
         return PageFormat(shard.num_layers, page_tokens, shard.num_heads, self.k_dim, self.v_dim, self.itemsize)
@@ -188,11 +198,6 @@ class Geometry:
             ]
         described |= {"engine": "vllm", "format": _TRANSFER_FORMAT}
         return hashlib.sha256(canonical_json(described).encode()).digest()
-
-
-def layer_order(name: str) -> tuple[int, ...]:
-    """Numbers of a layer's name: `model.layers.10.self_attn.attn` comes after `model.layers.9.self_attn.attn`."""
-    return tuple(int(part) for part in name.split(".") if part.isdigit())
 
 
 @lru_cache(maxsize=64)

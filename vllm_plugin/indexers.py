@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SparseCacheRole, UniformTypeKVCacheSpecs
 
-from vllm_plugin.geometry import Group, Unsupported, layer_order
+from vllm_plugin.geometry import Group, Unsupported
+from vllm_plugin.stages import layer_order
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

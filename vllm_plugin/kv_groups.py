@@ -21,13 +21,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_plugin.geometry import Geometry, Group, Kind, Unsupported, layer_order
+from vllm_plugin.geometry import Geometry, Group, Kind, Unsupported
 from vllm_plugin.indexers import has_indexer, sparse_groups
+from vllm_plugin.stages import Layers, layers_of, stages_of
 from vllm_plugin.states import read_states
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -56,10 +55,10 @@ def read_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ge
     if is_sparse:
         groups = sparse_groups(vllm_config, kv_cache_config)
     else:
-        _check_groups(vllm_config, kv_cache_config)
+        _check_groups(kv_cache_config)
         groups = [
-            _read_group(vllm_config, index, _one_spec(group.kv_cache_spec), group.layer_names)
-            for index, group in enumerate(described)
+            _read_group(vllm_config, index, _one_spec(group.kv_cache_spec), layers)
+            for index, (group, layers) in enumerate(zip(described, _layers(vllm_config, kv_cache_config), strict=True))
         ]
     groups.sort(key=lambda group: group.kind != "full")
     return Geometry(
@@ -71,7 +70,27 @@ def read_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Ge
     )
 
 
-def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+def _layers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Layers]:
+    """Those of each group. Of a model with one group the other stages' do not matter: vLLM divides it evenly.
+
+    Raises:
+        Unsupported: of one with several the other stages' layers are not known, or not in order.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) == 1:
+        return [layers_of(groups[0].layer_names, [groups[0].layer_names])]
+    stages = stages_of(vllm_config, kv_cache_config)
+    if stages is None:
+        raise Unsupported(
+            f"the model has {len(groups)} KV-cache groups on several pipeline ranks, and vLLM did not say which layers "
+            "the others have: the plugin has to be loaded in vLLM's EngineCore before that makes its KV cache"
+        )
+    if not all(any(stage) for stage in stages):
+        raise Unsupported("a stage of the pipeline has no layer with a KV cache")
+    return [layers_of(group.layer_names, [stage[at] for stage in stages]) for at, group in enumerate(groups)]
+
+
+def _check_groups(kv_cache_config: KVCacheConfig) -> None:
     """Raises Unsupported where one of the groups, or their being several, is in the way."""
     groups = kv_cache_config.kv_cache_groups
     specs = [_one_spec(group.kv_cache_spec) for group in groups]
@@ -87,7 +106,6 @@ def _check_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> No
     reasons = {
         f"vLLM's own hits may end inside a block of states (blocks of {sizes} tokens, hits of {aligned})": states
         and (len(sizes) > 1 or aligned < sizes[-1]),
-        "its layers are on several pipeline ranks": vllm_config.parallel_config.pipeline_parallel_size > 1,
         "an indexer is in one of them": any(has_indexer(group.layer_names) for group in groups),
         "a group is not part of what vLLM caches or hands over": len(kv_cache_config.prefix_cacheable_groups)
         != len(groups),
@@ -108,24 +126,22 @@ def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
     return first
 
 
-def _read_group(vllm_config: VllmConfig, index: int, one: KVCacheSpec, names: Sequence[str]) -> Group:
+def _read_group(vllm_config: VllmConfig, index: int, one: KVCacheSpec, layers: Layers) -> Group:
     """Raises Unsupported where the blocks of the group are not understood."""
-    layer_names = tuple(sorted(names, key=layer_order))
-    layers = tuple(layer_order(name)[0] for name in layer_names if layer_order(name))
     if isinstance(one, MambaSpec):
-        return read_states(vllm_config, index, one, layers, layer_names)
+        return read_states(vllm_config, index, one, layers)
     spec = cast("AttentionSpec", one)
     _check_spec(spec)
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    is_mla = isinstance(spec, MLAAttentionSpec)
+    is_mla, is_known = isinstance(spec, MLAAttentionSpec), pp_size == 1 or bool(layers.stages)
     return Group(
         index=index,
         spec=spec,
         kind=_KINDS[type(spec)],
         span=getattr(spec, _SPANS[type(spec)]) if type(spec) in _SPANS else None,
-        layers=layers,
-        num_layers=len(names) if pp_size == 1 else vllm_config.model_config.get_total_num_hidden_layers(),
+        layers=layers.numbers,
+        num_layers=layers.count if is_known else vllm_config.model_config.get_total_num_hidden_layers(),
         num_kv_heads=1 if is_mla else _num_kv_heads(vllm_config, spec),
         k_dim=spec.head_size,
         v_dim=0 if is_mla else spec.head_size_v,
@@ -133,9 +149,10 @@ def _read_group(vllm_config: VllmConfig, index: int, one: KVCacheSpec, names: Se
         kv_dtype=_kv_dtype_name(vllm_config, spec),
         is_mla=is_mla,
         block_tokens=spec.block_size,
-        layer_names=layer_names,
+        layer_names=layers.own,
         tp_size=tp_size,
         pp_size=pp_size,
+        stages=layers.stages,
     )
 
 

@@ -51,7 +51,7 @@ class GroupMemory:
         group = self.group
         if isinstance(group, StateGroup):
             states = state_tensors(kv_caches, group, num_blocks)
-            return states, StateBlocks(states, group.block_tokens)
+            return states, StateBlocks(states, self.shard, group.k_dim, group.block_tokens)
         tensors = register_tensors(kv_caches, group.layer_names, num_blocks, group.block_tokens)
         order = None
         if tensors[0].device.type == "cpu" and not group.is_mla:
@@ -66,21 +66,20 @@ class KVMemory:
 
     Args:
         geometry: of the instance; `tp_rank`, `pp_rank` say which shards are this worker's.
-        groups: one for each of `geometry.groups`.
+        groups: by their positions in `geometry.groups`, those of which this worker has layers.
     """
 
     def __init__(self, vllm_config: VllmConfig, geometry: Geometry, config: Config, num_blocks: int) -> None:
         self._vllm_config, self._config, self._num_blocks = vllm_config, config, num_blocks
         self.geometry, self.page_tokens = geometry, int(config.page_tokens)
-        rank = vllm_config.parallel_config.rank % geometry.num_ranks
-        self.is_first_rank = rank == 0
-        pp_rank, tp_rank = divmod(rank, geometry.tp_size)
-        self.groups = tuple(
-            GroupMemory(
-                group, group.shard(pp_rank, tp_rank), self.page_tokens, is_writer=group.is_writer(tp_rank)
-            )
-            for group in geometry.groups
-        )
+        pp_rank, tp_rank = divmod(vllm_config.parallel_config.rank % geometry.num_ranks, geometry.tp_size)
+        self.groups = {
+            position: GroupMemory(group, shard, self.page_tokens, is_writer=group.is_writer(tp_rank))
+            for position, group in enumerate(geometry.groups)
+            if (shard := group.shard(pp_rank, tp_rank)) is not None
+        }
+        self.is_first_rank = 0 in self.groups and not tp_rank and self.groups[0].shard.layer_start == 0
+        """Of those that have layers of the group that stands for the model."""
         in_parts = vllm_config.parallel_config.use_ubatching
         self.layers = () if in_parts else attention_layers(geometry)
         """Layers of which each is computed when it is named. A batch in parts runs through them once for each part, and
@@ -89,6 +88,8 @@ class KVMemory:
         """See `recorder`."""
         self.locks: PageLocks | None = None
         """What the driver of the blocks' device has locked of the pool's memory; None where there is none."""
+        self.device: torch.device | None = None
+        """Of the blocks; None before they are registered."""
         self._device: Device | None = None
         self.sleeps = False
         """Whether the memory may be gone between two steps. A read of it would be the end of the process."""
@@ -100,11 +101,11 @@ class KVMemory:
             Unsupported: they cannot be understood.
         """
         engine = self._vllm_config
-        understood = [part.understand(kv_caches, self._num_blocks, engine) for part in self.groups]
-        device = understood[0][0][0].device
+        understood = [part.understand(kv_caches, self._num_blocks, engine) for part in self.groups.values()]
+        self.device = device = understood[0][0][0].device
         self.record = recorder(device)
         self.sleeps = device.type != "cpu" and engine.model_config.enable_sleep_mode
-        for part, (tensors, blocks) in zip(self.groups, understood, strict=True):
+        for part, (tensors, blocks) in zip(self.groups.values(), understood, strict=True):
             part.tensors, part.blocks = tensors, blocks
         if self._config.prefix_reuse:
             self._open_device(device)
@@ -112,7 +113,7 @@ class KVMemory:
     def _open_device(self, device: torch.device) -> None:
         """Have the device move pages by itself, where it can."""
         self.locks = self.locks or locks_for(device)
-        parts = [part for part in self.groups if isinstance(part.blocks, KVBlocks)]
+        parts = [part for part in self.groups.values() if isinstance(part.blocks, KVBlocks)]
         if self.locks is None or not parts:
             return
         page_nbytes = max(part.fmt.nbytes for part in parts)
@@ -127,11 +128,11 @@ class KVMemory:
     @property
     def registered(self) -> bool:
         """Whether the memory is there and understood."""
-        return self.groups[0].blocks is not None
+        return all(part.blocks is not None for part in self.groups.values())
 
     def release(self) -> None:
         """The engine has taken its memory away: nothing here touches it from now on."""
-        for part in self.groups:
+        for part in self.groups.values():
             part.blocks = part.device_pages = None
         device, self._device = self._device, None
         if device is not None:
@@ -140,7 +141,7 @@ class KVMemory:
     @property
     def storages(self) -> list[tuple[int, int]]:
         """`(address, nbytes)` of what the tensors lie in, each once."""
-        storages = [tensor.untyped_storage() for part in self.groups for tensor in part.tensors]
+        storages = [tensor.untyped_storage() for part in self.groups.values() for tensor in part.tensors]
         return sorted({(storage.data_ptr(), storage.nbytes()) for storage in storages})
 
 

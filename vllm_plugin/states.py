@@ -27,6 +27,7 @@ from mooncake_connector.kv.page import PageFormat
 from store_client.base import Bytes
 from vllm_plugin.blocks import index_of, own_stream
 from vllm_plugin.geometry import Group, Unsupported
+from vllm_plugin.stages import Layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,9 +43,10 @@ class StateGroup(Group):
 
     described: dict[str, Any] = field(default_factory=dict)
 
-    def shard(self, pp_rank: int, tp_rank: int) -> Shard:
+    def heads(self, tp_rank: int) -> tuple[int, int]:
+        """A rank's part of each layer's state, or all of it where every rank has the same."""
         head = tp_rank if self.num_kv_heads > 1 else 0
-        return Shard(0, self.num_layers, head, head + 1)
+        return head, head + 1
 
     def page_format(self, shard: Shard, page_tokens: int) -> PageFormat:
         """Of an object in the pool: for as many layers `k_dim` bytes, which are no tokens'."""
@@ -60,9 +62,7 @@ class StateGroup(Group):
         return {"kind": self.kind, "layers": list(self.layers), "ranks": self.num_kv_heads} | self.described
 
 
-def read_states(
-    vllm_config: VllmConfig, index: int, spec: MambaSpec, layers: Sequence[int], layer_names: tuple[str, ...]
-) -> StateGroup:
+def read_states(vllm_config: VllmConfig, index: int, spec: MambaSpec, layers: Layers) -> StateGroup:
     """The group that `spec` describes.
 
     Raises:
@@ -78,8 +78,8 @@ def read_states(
         index=index,
         spec=spec,
         kind="state",
-        layers=tuple(layers),
-        num_layers=len(layer_names),
+        layers=layers.numbers,
+        num_layers=layers.count,
         num_kv_heads=1 if spec.tp_replicated else parallel.tensor_parallel_size,
         k_dim=spec.state_content_size_bytes,
         v_dim=0,
@@ -87,9 +87,10 @@ def read_states(
         kv_dtype="state",
         is_mla=False,
         block_tokens=spec.block_size,
-        layer_names=layer_names,
+        layer_names=layers.own,
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
+        stages=layers.stages,
         described={
             "state": str(getattr(spec.mamba_type, "name", spec.mamba_type)),
             "shapes": [list(shape) for shape in spec.shapes],  # with the order of the convolution's: 54387
@@ -105,10 +106,13 @@ class StateBlocks:
 
     Args:
         parts: of its layers, in order, the tensors that hold a layer's state, each `[block, byte]`.
+        shard: the layers that they are.
+        layer_nbytes: of each layer.
     """
 
-    def __init__(self, parts: Sequence[torch.Tensor], block_tokens: int) -> None:
-        self._parts, self.block_tokens = parts, block_tokens
+    def __init__(self, parts: Sequence[torch.Tensor], shard: Shard, layer_nbytes: int, block_tokens: int) -> None:
+        self._parts, self._shard, self.block_tokens = parts, shard, block_tokens
+        self._layer_nbytes = layer_nbytes
         self._stops = np.cumsum([part.shape[1] for part in parts])
         self.block_nbytes = int(self._stops[-1])
 
@@ -123,22 +127,25 @@ class StateBlocks:
         return StateCopies(self, block_ids, [part.index_select(0, index) for part in self._parts])
 
     def load_page(self, part: Shard, block_ids: Sequence[int], first_token: int, page: Bytes, skip_tokens: int) -> None:
-        """Overwrite the state of the block that holds the first token of the page that is not to be skipped."""
+        """Overwrite the state of the block that holds the first token of the page that is not to be skipped.
+
+        Layers that the page's `part` has beside this rank's are left out, and those that it lacks stay as they are.
+        """
         block_id = self.block_of(block_ids, first_token + skip_tokens)
+        ahead = (self._shard.layer_start - part.layer_start) * self._layer_nbytes
         with own_stream(self._parts[0].device):
-            for state, content in zip(self._parts, self._split(page), strict=True):
-                state[block_id].copy_(torch.from_numpy(content.copy()))
+            for state, stop in zip(self._parts, self._stops.tolist(), strict=True):
+                start = stop - state.shape[1] + ahead
+                if 0 <= start < page.nbytes:
+                    state[block_id].copy_(torch.from_numpy(page[start : stop + ahead].copy()))
 
     def block_of(self, block_ids: Sequence[int], first_token: int) -> int:
         return block_ids[first_token // self.block_tokens]
 
     def pack(self, states: Sequence[torch.Tensor], page: Bytes) -> None:
         with own_stream(states[0].device):
-            for state, content in zip(states, self._split(page), strict=True):
+            for state, content in zip(states, np.split(page, self._stops[:-1]), strict=True):
                 content[:] = state.cpu().numpy()
-
-    def _split(self, page: Bytes) -> list[Bytes]:
-        return np.split(page, self._stops[:-1])
 
 
 class StateCopies:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import oracle
-from settings import Setup, kv_cache_config, vllm_config, worker_kv_cache_config
+from settings import Setup, kv_cache_configs, vllm_config
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
@@ -46,7 +46,7 @@ class Engine:
     def __init__(self, setup: Setup, base: VllmConfig, pool: Path) -> None:
         self.setup = setup
         config = vllm_config(setup, base, pool)
-        cache_config = kv_cache_config(setup)
+        cache_config, worker_configs = kv_cache_configs(setup, config)
         block_tokens, hashed_tokens = resolve_kv_cache_block_sizes(cache_config, config)
         scheduler_class = AsyncScheduler if setup.async_scheduling else Scheduler
         self.scheduler = scheduler_class(
@@ -60,8 +60,8 @@ class Engine:
         self.scheduler.use_v2_model_runner = setup.v2_runner
         self.connector = self.scheduler.connector
         self.workers = [
-            Worker(setup, vllm_config(setup, base, pool, rank), worker_kv_cache_config(setup, rank), rank)
-            for rank in range(setup.num_ranks)
+            Worker(setup, vllm_config(setup, base, pool, rank), worker_config, rank)
+            for rank, worker_config in enumerate(worker_configs)
         ]
         self._shake_hands()
         self._aggregator = KVOutputAggregator.from_connector(self.connector, setup.num_ranks)
@@ -351,9 +351,9 @@ class Engine:
         keys = page_keys(tokens, size, root=root_digest(None, salt))
         hashes = oracle.chain(tokens, seed=weights)
         present = [True] * len(keys)
-        numbers = prefix._geometry.groups[group].layers
+        numbers = prefix._geometry.groups[group].layers if prefix._geometry.is_hybrid else ()
         for view in prefix._views(group):
-            layers = numbers if prefix._geometry.is_hybrid else range(view.shard.layer_start, view.shard.layer_stop)
+            layers = view.shard.layers if not numbers else numbers[view.shard.layer_start : view.shard.layer_stop]
             heads = range(view.shard.head_start, view.shard.head_stop)
             if prefix._geometry.groups[group].in_whole_blocks:
                 heads = oracle.INDEXER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.distributed.utils import get_pp_indices
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -30,6 +32,8 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
+
+from vllm_plugin import stages
 
 NUM_LAYERS = 2
 NUM_KV_HEADS = 2
@@ -136,7 +140,9 @@ class Setup:
             return [(latent, range(NUM_LAYERS)), (indexer, range(NUM_LAYERS))]
         if self.is_hybrid:
             count = len(self.kv_spec)
-            return [(spec, range(at, count * self.layers_a_group, count)) for at, spec in enumerate(self.kv_spec)]
+            every = range(count * self.layers_a_group)
+            stage = range(*get_pp_indices(len(every), rank // self.tp_size, self.pp_size))
+            return [(spec, _common(every[at::count], stage)) for at, spec in enumerate(self.kv_spec)]
         full = {"num_kv_heads": self.heads_a_rank, "head_size": oracle.HEAD_SIZE, "dtype": torch.float16}
         spec = self.kv_spec or FullAttentionSpec(block_size=self.block_tokens, **full)
         return [(spec, self.layers(rank))]
@@ -152,6 +158,12 @@ class Setup:
         rank %= self.tp_size
         first = rank * self.heads_a_rank if self.tp_size <= NUM_KV_HEADS else rank * NUM_KV_HEADS // self.tp_size
         return range(first, first + self.heads_a_rank)
+
+
+def _common(layers: range, stage: range) -> range:
+    """Those of a group that a stage has, which may be none."""
+    before = sum(layer < stage.start for layer in layers)
+    return layers[before : sum(layer < stage.stop for layer in layers)]
 
 
 def layer_names(layers: range = range(NUM_LAYERS)) -> list[str]:
@@ -187,6 +199,14 @@ def _sparse_config(setup: Setup) -> KVCacheConfig:
     groups = get_kv_cache_groups(engine, dict(setup.kv_spec.kv_cache_specs))
     nbytes = setup.num_blocks * sum(group.kv_cache_spec.page_size_bytes for group in groups)
     return get_kv_cache_config_from_groups(engine, groups, nbytes)
+
+
+def kv_cache_configs(setup: Setup, config: VllmConfig) -> tuple[KVCacheConfig, list[KVCacheConfig]]:
+    """The scheduler's and the workers', as EngineCore makes them and has them sent."""
+    workers = [worker_kv_cache_config(setup, rank) for rank in range(setup.num_ranks)]
+    stages.tell(config, workers)
+    scheduler = generate_scheduler_kv_cache_config(workers) if setup.is_hybrid else kv_cache_config(setup)
+    return scheduler, pickle.loads(pickle.dumps(workers))
 
 
 def worker_kv_cache_config(setup: Setup, rank: int) -> KVCacheConfig:

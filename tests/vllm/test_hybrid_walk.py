@@ -47,6 +47,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "kv_spec": [full(heads=1), window(40, heads=1), state(heads=1)], "num_blocks": 56, "tp_size": 2,
         "extra": {"state_budget": 1024},
     },
+    "stages that each have none of some groups": {
+        "kv_spec": [full(), window(24), state()], "num_blocks": 48, "pp_size": 2, "extra": {"state_budget": 1024},
+    },
+    "two stages of two ranks": {
+        "kv_spec": [full(heads=1), window(40, heads=1), state(heads=1)], "num_blocks": 56, "tp_size": 2, "pp_size": 2,
+        "layers_a_group": 3, "retention_tokens": 32, "extra": {"state_budget": 1024},
+    },
+    "chunks on three stages": {"kv_spec": [full(), chunked(32)], "num_blocks": 40, "pp_size": 3, "layers_a_group": 4},
 }  # fmt: skip
 
 

@@ -136,6 +136,18 @@ def test_other_numbers_of_ranks(pair: MakePair, ranks: tuple[int, int]) -> None:
     ask_all(pair(*(STEP | side for side in sides), granularity="layer"), "concurrent")
 
 
+@every_mix
+@pytest.mark.parametrize("layers_a_group", [1, 2])
+@pytest.mark.parametrize("stages", [(2, 2), (1, 2), (2, 1), (3, 2)])
+def test_other_numbers_of_stages(pair: MakePair, mix: str, layers_a_group: int, stages: tuple[int, int]) -> None:
+    """In models of one layer a group stages have none of some groups."""
+    side = STEP | {"kv_spec": MIXES[mix], "layers_a_group": layers_a_group}
+    counts = [min(count, layers_a_group * len(MIXES[mix])) for count in stages]
+    both = pair(*(side | {"pp_size": count} for count in counts), granularity="layer")
+    ask_all(both, "concurrent", lengths=(2, 64, 213))
+    assert figures(both.decode)["fetched_tokens"] == 1 + 63 + len(LONG) - 1
+
+
 @every_order
 def test_states_beside_proposals_are_handed_over(pair: MakePair, order: str) -> None:
     side = STEP | {"kv_spec": [full(), state(drafts=3), window(40)], "drafts": 3}

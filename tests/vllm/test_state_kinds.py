@@ -17,6 +17,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
+from mooncake_connector.kv.geometry import Shard
 from vllm_plugin.geometry import Unsupported
 from vllm_plugin.states import StateBlocks, StateGroup, state_tensors
 
@@ -105,12 +106,12 @@ def parts(seed: int) -> list[torch.Tensor]:
 def test_a_state_in_a_tensor_for_each_of_its_parts_is_one_object() -> None:
     layers = {"first": parts(1), "second": parts(2)}
     size = 3 * 8 * 2 + 2 * 2 * 2 * 4
-    blocks = StateBlocks(state_tensors(layers, group(size), 5), 16)
+    blocks = StateBlocks(state_tensors(layers, group(size), 5), Shard(0, 2, 0, 1), size, 16)
     page = torch.zeros(2 * size, dtype=torch.uint8).numpy()
     blocks.save_page([4, 3], 16, page)
     wanted = b"".join(part[3].numpy().tobytes() for name in ("first", "second") for part in layers[name])
     assert page.tobytes() == wanted
-    blocks.load_page(group(size).shard(0, 0), [4, 0], 16, page, 0)
+    blocks.load_page(Shard(0, 2, 0, 1), [4, 0], 16, page, 0)
     assert all(torch.equal(part[0], part[3]) for layer in layers.values() for part in layer)
     assert not torch.equal(layers["first"][0][4], layers["first"][0][3])
 

@@ -36,8 +36,8 @@ class Worker:
         heads = setup.heads(rank)
         specs = setup.groups(rank)
         if setup.is_hybrid:
-            page_nbytes = specs[0][0].page_size_bytes
-            self.memory = shared_memory(setup.layers_a_group, setup.num_blocks, page_nbytes)
+            page_nbytes, num_layers = specs[0][0].page_size_bytes, max(len(layers) for _, layers in specs)
+            self.memory = shared_memory(num_layers, setup.num_blocks, page_nbytes)
             groups = [Group(spec, memory_of(self.memory, spec), layers, at) for at, (spec, layers) in enumerate(specs)]
         elif setup.is_sparse:
             size = setup.num_blocks, 1, setup.block_tokens, setup.layout

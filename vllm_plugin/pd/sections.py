@@ -30,22 +30,24 @@ class RankSections:
     Args:
         layout: the sections, group by group.
         layers: where a layer is, by vLLM's name: (number of its section, its number in there). Not those with states.
+        positions: of the groups in `Geometry`, those of which this rank has a section.
     """
 
     def __init__(self, memory: KVMemory) -> None:
         is_hybrid = memory.geometry.is_hybrid
-        sections = [_section(part, _name(part.group) if is_hybrid else "kv") for part in memory.groups]
-        self.layout = RankLayout(tuple(sections))
+        parts = list(memory.groups.values())
+        sections = [_section(part, _name(part.group) if is_hybrid else "kv") for part in parts]
+        self.layout, self.positions, self.is_hybrid = RankLayout(tuple(sections)), tuple(memory.groups), is_hybrid
         self.layers = {
             name: (number, part.shard.layer_start + at)
-            for number, part in enumerate(memory.groups)
+            for number, part in enumerate(parts)
             for at, name in enumerate(part.group.layer_names)
             if name in memory.layers
         }
-        self.last_layers = [
-            (number, section.shard.layer_stop - 1) for number, section in enumerate(sections) if not section.is_whole
-        ]
-        """Of each section whose KV is sent while the prompt is computed: (its number, its last layer)."""
+        last_layers = [(number, section.shard.layer_stop - 1) for number, section in enumerate(sections)]
+        self.last_layers = [last for last in last_layers if not sections[last[0]].is_whole] or last_layers[:1]
+        """Of each section whose KV is sent while the prompt is computed: (its number, its last layer). On a stage of
+        the pipeline that has states alone, of one of these: nothing is sent of it, but its blocks have to be known."""
 
 
 def _name(group: Group) -> str:
@@ -77,9 +79,9 @@ def _section(part: GroupMemory, name: str) -> Section:
 def _state(part: GroupMemory, name: str) -> Section:
     """Blocks of one row, of a layer's state: its bytes, whatever they are."""
     group, first = part.group, part.tensors[0]
-    if len(part.tensors) != group.num_layers:
+    if len(part.tensors) != part.shard.num_layers:
         raise LayoutError(
-            f"states of {group.num_layers} layers lie in {len(part.tensors)} tensors; expected one a layer"
+            f"states of {part.shard.num_layers} layers lie in {len(part.tensors)} tensors; expected one a layer"
         )
     unit = gcd(group.k_dim, _LARGEST_UNIT)
     return Section(

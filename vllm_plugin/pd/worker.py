@@ -7,6 +7,8 @@ comes from elsewhere is reported once, when nothing writes to its blocks. The tr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 
@@ -30,11 +32,13 @@ from vllm_plugin.pd.sections import RankSections
 from vllm_plugin.stats import ConnectorStats
 
 logger = get_logger(__name__)
+_T = TypeVar("_T")
 
 
 def open_worker(memory: KVMemory, config: Config, access: Access, stats: ConnectorStats) -> PDWorker | None:
     """Set transfers up over KV memory that was registered; None, and one line that says why, where they cannot be."""
-    device = memory.groups[0].tensors[0].device
+    device = memory.device
+    assert device is not None
     if device.type not in ("cpu", "cuda"):
         logger.warning("KV transfers are off: no transport can move KV blocks in %s memory", device.type)
         return None
@@ -100,6 +104,7 @@ class PDWorker:
         for req_id, (computed, prompt_tokens) in step.computed.items():
             transfer = self._transfers.get(req_id)
             if isinstance(transfer, Outgoing):
+                computed = replace(computed, block_tables=self._here(computed.block_tables))
                 self._progress.append((transfer, computed))
                 if self._bounds.choose(prompt_tokens) is Granularity.LAYER:
                     self._progress_by_layer.append((transfer, computed))
@@ -161,8 +166,9 @@ class PDWorker:
         """After what a former owner of the blocks still computes into them; vLLM waits from now on."""
         transfer = self._transfers[req_id]
         assert isinstance(transfer, Incoming)
-        self._node.allocated(transfer, tables)
-        self._device.then(lambda: self._node.grant(transfer, tables))
+        own = self._here(tables)
+        self._node.allocated(transfer, own)
+        self._device.then(lambda: self._node.grant(transfer, own))
 
     @contained(nothing)
     def _cancelled(self, req_id: str, cause: str, *, reported: bool) -> None:
@@ -172,6 +178,10 @@ class PDWorker:
         if not reported:
             del self._transfers[req_id]
         self._node.cancel(transfer, cause)
+
+    def _here(self, tables: Sequence[_T]) -> list[_T]:
+        """Of what there is for each group that of this rank's sections."""
+        return [tables[position] for position in self._sections.positions]
 
     def _outgoing(self, req_id: str) -> Outgoing:
         transfer = self._transfers[req_id]
@@ -213,7 +223,7 @@ class PDWorker:
 
     def _failed(self, transfer: Incoming, ended: Ended) -> None:
         """Of a model with several groups vLLM takes whole requests only."""
-        if len(self._sections.layout.sections) > 1:
+        if self._sections.is_hybrid:
             ended.refused.add(transfer.request)
             return
         (section,), (table,) = self._sections.layout.sections, transfer.tables

@@ -214,6 +214,8 @@ class Saver:
     ) -> None:
         self._view, self._memory, self._deadline_s = view, memory, deadline_s
         self._mover: Mover[BlockSave] = Mover("save")
+        self._idle: dict[int, SaveResult] = {}
+        """Of groups of which this rank has no layers."""
 
     @property
     def pending(self) -> Sequence[BlockSave]:
@@ -224,6 +226,9 @@ class Saver:
         fence = self._memory.record()
         at_once = self._memory.sleeps or self._memory.geometry.zeroes_blocks  # as is any model that keeps states
         for plan in jobs:
+            if plan.group not in self._memory.groups:
+                self._idle[plan.job_id] = SaveResult(1, len(plan.keys))
+                continue
             save = self._save(plan, namespace, fence)
             if at_once:
                 self._leave_out_stored(save)
@@ -312,6 +317,11 @@ class Saver:
         for save in over:
             save.let_go()
         return over
+
+    def take_idle(self) -> dict[int, SaveResult]:
+        """Results of saves for which there is nothing to do here, by job."""
+        idle, self._idle = self._idle, {}
+        return idle
 
     def stop(self, timeout_s: float) -> bool:
         return self._mover.stop(timeout_s)

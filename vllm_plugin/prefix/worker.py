@@ -53,8 +53,10 @@ class PrefixWorker:
         self._saver = Saver(self._view, memory, deadline_s=config.save_deadline_s)
         self._loading: Counter[str] = Counter()
         """Request -> its groups with pages on their way from the pool."""
+        self._idle: set[str] = set()
+        """Those of which this rank loads nothing: it has no layers of the groups that their pages are of."""
         self._failed: set[str] = set()
-        """Those of them, of models with several groups, of which one could not be loaded."""
+        """Those that are loading, of models with several groups, of which one could not be loaded."""
         self._store.wait(1.0)
 
     def registered(self) -> None:
@@ -78,8 +80,10 @@ class PrefixWorker:
         assert metadata.namespace is not None
         fence = self._memory.record()
         for plan in metadata.loads:
-            self._loading[plan.req_id] += 1
-            self._loads.submit(self._load(plan, metadata.namespace, fence))
+            if plan.group in self._memory.groups:
+                self._loading[plan.req_id] += 1
+                self._loads.submit(self._load(plan, metadata.namespace, fence))
+        self._idle.update(plan.req_id for plan in metadata.loads if plan.req_id not in self._loading)
 
     def _load(self, plan: LoadJob, namespace: Namespace, fence: Wait | None) -> BlockLoad:
         memory = self._memory.groups[plan.group]
@@ -118,6 +122,9 @@ class PrefixWorker:
 
     def take_ended(self, ended: Ended) -> None:
         """Enter loads and saves that ended since the last call."""
+        ended.arrived |= self._idle
+        self._idle = set()
+        ended.report.saves |= self._saver.take_idle()
         for save in self._saver.take_ended():
             self._count("save", save)
             self._stats.add("saved_pages", save.stored)
@@ -202,7 +209,7 @@ class PrefixWorker:
 
     def _blocks_from(self, job: LoadJob, pages: int) -> set[int]:
         """The blocks of a load from the first page on that did not arrive; never those of a local hit."""
-        block_tokens = self._memory.groups[job.group].group.block_tokens
+        block_tokens = self._memory.geometry.groups[job.group].block_tokens
         stop = job.first_token + len(job.keys) * self._memory.page_tokens
         return set(job.block_ids[self._first_lost(job, pages) // block_tokens : -(-stop // block_tokens)])
 
@@ -214,7 +221,7 @@ class PrefixWorker:
         """The token up to which vLLM goes on with what such a load brought: of several groups with nothing of it."""
         if self._memory.geometry.is_hybrid:
             return 0
-        block_tokens = self._memory.groups[job.group].group.block_tokens
+        block_tokens = self._memory.geometry.groups[job.group].block_tokens
         return self._first_lost(job, pages) // block_tokens * block_tokens
 
 
