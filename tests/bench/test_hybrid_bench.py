@@ -47,6 +47,7 @@ class Stored:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamingServer]:
     monkeypatch.setattr(hybrid, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(hybrid, "_REST_S", 0.01)
     with StreamingServer() as server:
         yield server
 
@@ -80,12 +81,14 @@ def test_the_first_round_does_not_count(stand_in: StreamingServer, monkeypatch: 
     assert len(prompts) == 6 and len(set(prompts)) == 2
 
 
-def test_the_servers_take_turns_in_who_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_servers_take_turns_in_who_is_asked_first_while_neither_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
+    monkeypatch.setattr(hybrid, "rest", lambda server: asked.append(f"{server} at rest"))
     monkeypatch.setattr(hybrid, "ask", lambda server, prompt: asked.append(server) or 1.0)
     monkeypatch.setattr(hybrid, "from_pool", lambda server, prompt, scale: asked.append(server) or 1.0)
     measure("alone", "ours", 1000, QUICK, "gemma3", lambda line: None)  # type: ignore[arg-type]
-    assert asked == ["ours", "ours", "alone", "alone", "alone", "alone", "ours", "ours"]
+    with_pool, without = ["ours at rest", "ours", "ours"], ["ours at rest", "alone", "alone"]
+    assert asked == [*with_pool, *without, *without, *with_pool]
 
 
 def test_a_server_that_does_not_answer_is_an_error(stand_in: StreamingServer) -> None:
@@ -95,3 +98,28 @@ def test_a_server_that_does_not_answer_is_an_error(stand_in: StreamingServer) ->
         from_pool(server, [1], QUICK)
     with pytest.raises(BenchError, match="did not answer"):
         measure(server, server, 1000, QUICK, "gemma3", lambda line: None)
+
+
+def test_vllm_alone_is_asked_when_the_other_server_stores_nothing_any_more(
+    stand_in: StreamingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = 20
+
+    def ended(server: Server) -> float:
+        nonlocal left
+        left = max(0, left - 1)
+        return float(left)
+
+    monkeypatch.setattr(hybrid, "_REST_S", 0.05)
+    monkeypatch.setattr(hybrid, "ended_saves", ended)
+    hybrid.rest(parse_url(stand_in.url, None))
+    assert left == 0
+    monkeypatch.setattr(hybrid, "_SAVED_S", 0.0)
+    left = 20
+    with pytest.raises(BenchError, match="stores without end"):
+        hybrid.rest(parse_url(stand_in.url, None))
+
+
+def test_saves_are_counted_over_all_engines_of_a_server(stand_in: StreamingServer) -> None:
+    stand_in.behaviour.metrics = "".join(f'{hybrid._SAVES}{{engine="{at}"}} {at + 2}\n' for at in range(2))
+    assert hybrid.ended_saves(parse_url(stand_in.url, None)) == 5

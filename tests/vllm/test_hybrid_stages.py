@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cases import PROMPT, Start, every_runner, steady_runners
+from cases import PROMPT, Start, steady_runners
 from harness import Engine
 from mixes import MIXES, full, state, window
 from settings import Setup, kv_cache_configs, vllm_config
@@ -35,7 +35,6 @@ def held(engine: Engine) -> list[list[bool]]:
     return [engine.pages(PROMPT, group=at) for at in range(len(engine.prefix._geometry.groups))]
 
 
-@steady_runners
 @every_mix
 @pytest.mark.parametrize("layers_a_group", [1, 2])
 @pytest.mark.parametrize(("wrote", "reads"), [(2, 2), (1, 2), (2, 1), (3, 2)])
@@ -54,7 +53,7 @@ def test_an_instance_goes_on_from_what_one_with_any_number_of_stages_stored(
         assert all(any(pages) for pages in held(engine))
 
 
-@every_runner
+@steady_runners
 @every_mix
 def test_what_vllms_own_cache_has_is_added_to(start: Start, mix: str, runner: object) -> None:
     first = start(**settings(mix, 2), retention_tokens=None)
@@ -85,7 +84,7 @@ def test_a_page_that_one_stage_has_lost_ends_the_hit_of_all(start: Start, mix: s
             engine.shut_down()
 
 
-@every_runner
+@steady_runners
 @pytest.mark.parametrize("layers_a_group", [1, 2])
 @every_mix
 def test_a_page_that_one_stage_loses_while_it_loads_is_computed_by_all(

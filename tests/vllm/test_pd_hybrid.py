@@ -136,7 +136,7 @@ def test_other_numbers_of_ranks(pair: MakePair, ranks: tuple[int, int]) -> None:
     ask_all(pair(*(STEP | side for side in sides), granularity="layer"), "concurrent")
 
 
-@every_mix
+@pytest.mark.parametrize("mix", ["windows", "state", "all"])
 @pytest.mark.parametrize("layers_a_group", [1, 2])
 @pytest.mark.parametrize("stages", [(2, 2), (1, 2), (2, 1), (3, 2)])
 def test_other_numbers_of_stages(pair: MakePair, mix: str, layers_a_group: int, stages: tuple[int, int]) -> None:

@@ -1,7 +1,8 @@
 """`make bench NAME=hybrid`: time to first token of the four hybrid models, computed and from the pool.
 
 Two servers for each model, vLLM alone and with the connector. In each round both are asked a prompt that is new to
-them; then vLLM alone has it in its own prefix cache, while the other one's is emptied and the pool has it.
+them; then vLLM alone has it in its own prefix cache, while the other one's is emptied and the pool has it. Before a new
+prompt is asked the server with the connector is at rest: else what it still stores slows vLLM alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from bench.peers.report import Comparison, Row, row
 from bench.peers.routing import counted
 from bench.peers.vllm import Engine, median_ms, version
@@ -24,6 +27,7 @@ from mooncake_connector.cli.bench.measure import BenchError, Progress
 from mooncake_connector.cli.bench.serve.answer import RequestFailed
 from mooncake_connector.cli.bench.serve.client import Server, completion
 from mooncake_connector.cli.bench.serve.engines import MODEL_NAME, read_shape, transfer_config, vllm_command
+from mooncake_connector.metrics.registry import PREFIX
 
 MODELS = {"gemma3": "float32", "gpt-oss": "float32", "qwen3-next": "bfloat16", "cohere2": "float32"}
 """And what each computes in. vLLM's kernels of the delta rule know nothing but bfloat16 on the CPU."""
@@ -31,6 +35,9 @@ NEW, NEW_ALONE, HIT, OWN_HIT = "new", "new, alone", "hit", "own hit"
 _START_DEADLINE_S = 900.0
 _LIMIT_S = 600.0
 _SAVED_S, _PAUSE_S = 60.0, 0.5
+_SAVES = f"{PREFIX}saves_total"
+_REST_S = 1.5
+"""A server that ends no save for so long has none under way, or hears of them no more: it stops stepping after 1 s."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,7 @@ def measure(
         prompt = draw.choices(range(vocabulary), k=scale.prompt_tokens)
         taken = {}
         for is_ours in (False, True) if number % 2 else (True, False):  # who is asked first finds cold caches
+            rest(ours)
             if is_ours:
                 taken |= {NEW: ask(ours, prompt), HIT: from_pool(ours, prompt, scale)}
             else:
@@ -119,6 +127,28 @@ def from_pool(server: Server, prompt: list[int], scale: Scale) -> float:
         if time.monotonic() > until_s:
             raise BenchError(f"{loaded} tokens came from the pool instead of {scale.hit_tokens}")
         time.sleep(_PAUSE_S)
+
+
+def rest(server: Server) -> None:
+    """Wait until it stores nothing any more. Raises BenchError."""
+    until_s, since_s, saves = time.monotonic() + _SAVED_S, time.monotonic(), ended_saves(server)
+    while time.monotonic() - since_s < _REST_S:
+        time.sleep(_REST_S / 10)
+        now = ended_saves(server)
+        if now != saves:
+            since_s, saves = time.monotonic(), now
+        if time.monotonic() > until_s:
+            raise BenchError(f"{server.url} stores without end")
+
+
+def ended_saves(server: Server) -> float:
+    """How many saves have ended there. Raises BenchError."""
+    try:
+        _, _, content = server.get("/metrics", _LIMIT_S)
+    except RequestFailed as error:
+        raise BenchError(f"{server.url} did not answer: {error}") from error
+    families = text_string_to_metric_families(content.decode())
+    return sum(sample.value for family in families for sample in family.samples if sample.name == _SAVES)
 
 
 def forget(server: Server) -> None:

@@ -38,6 +38,8 @@ MODELS: dict[str, tuple[tuple[str, ...], float]] = {
 }
 """Arguments, and how far ahead the best token of each step has to be: GDN computes in nothing else on the CPU."""
 HAS_STATES = {"qwen3-next"}
+STAGES = ("--pipeline-parallel-size", "2", "--no-enforce-eager", "-cc.mode=1", "-cc.backend=eager")
+"""Of which Cohere 2's first has windows alone. Told to run eagerly, vLLM's CPU backend fails at any pipeline."""
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
@@ -122,13 +124,15 @@ def test_a_group_that_loses_its_pages_while_they_are_loaded_costs_no_text(family
 
 @pytest.mark.parametrize(
     ("more", "env"),
-    [(("--tensor-parallel-size", "2"), {}), ((), {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"})],
-    ids=["two ranks", "convolutions in the other order"],
+    [(("--tensor-parallel-size", "2"), {}), (STAGES, {}), ((), {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"})],
+    ids=["two ranks", "two stages", "convolutions in the other order"],
 )
 def test_others_read_what_one_stored_but_for_states_of_another_form(
     family: Family, more: tuple[str, ...], env: dict[str, str]
 ) -> None:
     """The order is what NIXL asks for (vllm#54387); the pool keeps states of both, and of both splits, apart."""
+    if more == STAGES and family.name in HAS_STATES:
+        pytest.skip("vLLM's CPU backend wants the same layouts of all stages, and the first would have states alone")
     other = family.start(*more, **env)
     assert family.ask(other) == (0 if family.name in HAS_STATES else HIT)
     wait_for(lambda: family.ask(other) == HIT, "a hit from the pool")
