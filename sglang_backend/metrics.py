@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -160,6 +160,14 @@ class TransferMetrics:
             metrics["transport_bytes"].labels(transfer.transport).inc(transfer.nbytes)
         if transfer.ending in (Ending.FAILED, Ending.EXPIRED):
             self.failed(operation, transfer.ending.value)
+
+    @contained(nothing)
+    def count_each(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+        """By figure and label."""
+        if self._enabled:
+            for figure, by_label in counts.items():
+                for label, amount in by_label.items():
+                    _metrics()[figure].labels(label).inc(amount)
 
     @contained(nothing)
     def failed(self, operation: str, cause: str) -> None:

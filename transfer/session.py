@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +31,7 @@ from transfer.transports.cuda.copier import Staging
 from transfer.transports.cuda.driver import system_driver
 from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.memory import Memory
+from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.registry import make_transports, names, serving
 
 _START_S = 60.0
@@ -52,6 +53,7 @@ class NodeOptions:
 
     transports: Sequence[str] = field(default_factory=names)
     hosts: Sequence[str] = ()
+    rdma: RdmaSettings = field(default_factory=RdmaSettings)
     page_tokens: int = 64
     bounds: Bounds = field(default_factory=Bounds)
     timing: Timing = field(default_factory=Timing)
@@ -65,6 +67,7 @@ class NodeOptions:
         return cls(
             transports=config.transports,
             hosts=config.transfer_hosts,
+            rdma=RdmaSettings.configured(config),
             page_tokens=int(config.page_tokens),
             bounds=Bounds(config.granularity_chunk_tokens, config.granularity_layer_tokens, fixed),
             timing=Timing(
@@ -107,7 +110,7 @@ class Node:
         for region in regions:
             memory.register(*region)
         place = None if device is None else OnDevice(system_driver(), device)
-        made_with = TransportOptions(identity, options.hosts, access.tls, place)
+        made_with = TransportOptions(identity, options.hosts, access.tls, place, options.rdma)
         self._transports = make_transports(options.transports, memory, made_with)
         self._staging = [] if place is None else [Staging(place.driver, place.device) for _ in range(2)]
         for_sums, for_checks = self._staging or (None, None)
@@ -197,6 +200,10 @@ class Node:
         while not self._reports.empty():
             found.append(self._reports.get())
         return found
+
+    def take_counts(self) -> Mapping[str, Mapping[str, int]]:
+        """What transports counted since the last call: figures of the metrics, each by its label."""
+        return self._transports.take_counts()
 
     def close(self, cause: str = "the instance is closed") -> None:
         """Fail every transfer; when it returns, no thread of the node reads or writes the engine's memory any more.

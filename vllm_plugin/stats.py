@@ -57,6 +57,12 @@ class ConnectorStats(KVConnectorStats):
     def travelled(self, transport: str, nbytes: int) -> None:
         self._enter("transports", transport, nbytes)
 
+    def count_each(self, counts: Mapping[str, Mapping[str, int]]) -> None:
+        """By figure and label."""
+        for figure, by_label in counts.items():
+            for label, amount in by_label.items():
+                self._enter(figure, label, amount)
+
     def missed(self, why: Miss, tokens: int) -> None:
         self._enter("miss_tokens", why.value, tokens)
 

@@ -39,6 +39,7 @@ from store_client.embedded.folder import (
     is_pool,
     secure_folder,
 )
+from transfer.transports.rdma.settings import RdmaSettings
 
 app = command_group("Check whether an engine would use the pool, or (--url) why a running one hits it as it does.")
 
@@ -103,11 +104,11 @@ def rdma(as_json: Json = False) -> None:
     Exit code 1 where it will not work.
     """
     try:
-        hosts = load_config().transfer_hosts
+        config = load_config()
     except ConfigError as error:
         _report([failed("configuration", str(error))], as_json, {"transport": "rdma"})
         return
-    _report(rdma_checks(hosts), as_json, {"transport": "rdma"})
+    _report(rdma_checks(config.transfer_hosts, RdmaSettings.configured(config)), as_json, {"transport": "rdma"})
 
 
 def _examine(

@@ -9,16 +9,17 @@ from importlib.metadata import version
 from mooncake_connector.checks import Check, failed, ok, warning
 from mooncake_connector.sizes import human_nbytes
 from transfer.transports.base import Unavailable
-from transfer.transports.rdma.card import Card
+from transfer.transports.rdma.card import Card, open_cards
 from transfer.transports.rdma.rails import SYSFS, rails
+from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.verbs import binding, open_device
 
 _MTU_NBYTES = (0, 256, 512, 1024, 2048, 4096)
 """By the verbs' code."""
 
 
-def rdma_checks(hosts: Sequence[str]) -> Iterator[Check]:
-    """Of the library, the cards, the one that would be used, and memory.
+def rdma_checks(hosts: Sequence[str], settings: RdmaSettings) -> Iterator[Check]:
+    """Of the library, the cards, the ports that would be used, and memory.
 
     Args:
         hosts: `transfer_hosts`.
@@ -32,7 +33,7 @@ def rdma_checks(hosts: Sequence[str]) -> Iterator[Check]:
     yield _locked_memory()
     if not hosts:
         yield warning("addresses", "transfer_hosts is empty: name this machine's addresses there, and set secret_file")
-    yield _chosen(hosts[0] if hosts else "127.0.0.1")
+    yield _chosen(hosts, settings)
 
 
 def _cards() -> Iterator[Check]:
@@ -62,14 +63,22 @@ def _locked_memory() -> Check:
     )
 
 
-def _chosen(host: str) -> Check:
+def _chosen(hosts: Sequence[str], settings: RdmaSettings) -> Check:
     try:
-        card = Card(host)
+        cards = open_cards(hosts, settings)
     except Unavailable as error:
         return failed("rdma", f"is not offered: {error}")
-    said = (
-        f"{card.rail}, MTU {_MTU_NBYTES[card.mtu]}, requests of {human_nbytes(card.max_request_nbytes)} with "
+    said = "; ".join(map(_described, cards))
+    for card in cards:
+        card.close()
+    return ok("rdma", said)
+
+
+def _described(card: Card) -> str:
+    rail = card.rail
+    speed = f"{rail.gbit_per_s:g} Gbit/s, " if rail.gbit_per_s else ""
+    node = f"NUMA node {rail.node}, " if rail.node >= 0 else ""
+    return (
+        f"{rail}, {speed}{node}MTU {_MTU_NBYTES[card.mtu]}, requests of {human_nbytes(card.max_request_nbytes)} with "
         f"{card.max_ranges} ranges, {card.max_requests} at a time, {card.max_reads} of them on the wire"
     )
-    card.close()
-    return ok("rdma", said)

@@ -23,6 +23,7 @@ from transfer.control.connection import Access
 from transfer.control.handshake import Identity
 from transfer.transports.base import TransferError, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
+from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.registry import check_configured, make_transports, serving
 from transfer.transports.tls import Tls
 from transfer.transports.unix import listen_at_port, port_name, reach
@@ -38,7 +39,7 @@ def transfer_checks(config: Config) -> Iterator[Check]:
         if access.tls:
             access.tls.context(server=True)
         check_configured(config.transports, hosts)
-        options = TransportOptions(access.identity, hosts, access.tls)
+        options = TransportOptions(access.identity, hosts, access.tls, rdma=RdmaSettings.configured(config))
         make_transports(config.transports, Memory(), options).close()
         for host in hosts:
             _listen(host)
@@ -99,10 +100,11 @@ class _Order(msgspec.Struct, frozen=True):
     hosts: tuple[str, ...]
     secret: bytes
     tls: Tls | None
+    rdma: RdmaSettings
 
 
 def _reaches_neighbour(name: str, options: TransportOptions) -> Check:
-    order = _Order(name, tuple(options.hosts), options.identity.secret, options.tls)
+    order = _Order(name, tuple(options.hosts), options.identity.secret, options.tls, options.rdma)
     command = [sys.executable, "-m", __name__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as neighbour:
         patience = threading.Timer(_PATIENCE_S, neighbour.kill)
@@ -127,7 +129,7 @@ def _reaches_neighbour(name: str, options: TransportOptions) -> Check:
 def _be_neighbour() -> None:
     """Listen until the standard input ends."""
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Order)
-    options = TransportOptions(Identity(order.secret), order.hosts, order.tls)
+    options = TransportOptions(Identity(order.secret), order.hosts, order.tls, rdma=order.rdma)
     with make_transports([order.transport], Memory(), options) as transports:
         sys.stdout.buffer.write(msgspec.json.encode(transports.listen()) + b"\n")
         sys.stdout.flush()

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from mooncake_connector.config.tiers import Tiers
-from mooncake_connector.config.values import TRANSPORTS, Hosts, IpAddress, Nbytes, PageTokens, Transports
+from mooncake_connector.config.values import TRANSPORTS, Hosts, IpAddress, Nbytes, PageTokens, RdmaPorts, Transports
 
 
 def _field(description: str, allowed: str, **bounds: Any) -> Meta:
@@ -280,6 +280,62 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "an absolute path (`~` is expanded); null for no TLS",
         ),
     ] = None
+    rdma_ports: Annotated[
+        RdmaPorts,
+        _field(
+            "Ports of RDMA cards over which the transport `rdma` goes, all together. Unset: those that are up, of one "
+            "kind of link, at least half as fast as the fastest, and nearest to the processors that the process may "
+            "use (NUMA); those that have an address of `transfer_hosts` come first. See "
+            "[several rails](transfer.md#several-rails).",
+            'a list of up to 8 different names, each a card\'s in /sys/class/infiniband ("mlx5_0"), or with a port '
+            '("mlx5_0:2")',
+        ),
+    ] = RdmaPorts()
+    rdma_gid_index: Annotated[
+        Annotated[int, Meta(ge=0, le=255)] | None,
+        _field(
+            "Entry of each port's table of addresses (GIDs) by which peers reach it. Unset: one for RoCE v2 that is an "
+            "address of `transfer_hosts`, else any IPv4 address, else IPv6; of InfiniBand the first.",
+            "an integer from 0 to 255; null for the one that serves best",
+        ),
+    ] = None
+    rdma_traffic_class: Annotated[
+        int,
+        _field(
+            "Traffic class of what the transport `rdma` sends: with RoCE the byte with DSCP in its upper six bits, by "
+            "which switches choose the lossless queue (104 for DSCP 26). Set it at both sides.",
+            "an integer from 0 to 255", ge=0, le=255,
+        ),
+    ] = 0  # fmt: skip
+    rdma_service_level: Annotated[
+        int,
+        _field(
+            "InfiniBand's service level of what the transport `rdma` sends. Set it at both sides.",
+            "an integer from 0 to 15", ge=0, le=15,
+        ),
+    ] = 0  # fmt: skip
+    rdma_pkey_index: Annotated[
+        int,
+        _field(
+            "Entry of each port's table of partition keys that the transport `rdma` uses.",
+            "an integer from 0 to 65535", ge=0, le=65535,
+        ),
+    ] = 0  # fmt: skip
+    rdma_retries: Annotated[
+        int,
+        _field(
+            "How often a card says again what the peer's does not acknowledge, before the rail counts as broken.",
+            "an integer from 1 to 7", ge=1, le=7,
+        ),
+    ] = 7  # fmt: skip
+    rdma_lost_after_s: Annotated[
+        float,
+        _field(
+            "What a card is not told of for about so many seconds, at least half of it, all `rdma_retries` included, "
+            "counts as lost: what was under way goes over another rail.",
+            "a number from 0.01 to 60", ge=0.01, le=60,
+        ),
+    ] = 5.0  # fmt: skip
     granularity: Annotated[
         Literal["auto", "full", "chunk", "layer"],
         _field(

@@ -21,6 +21,8 @@ TRANSPORTS = ("cuda_ipc", "cma", "shm", "tcp")
 MAX_TRANSPORTS = 16
 _TRANSPORT_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 MAX_HOSTS = 16
+MAX_PORTS = 8
+_PORT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,63}(:[1-9][0-9]{0,2})?")
 
 
 class Nbytes(int):
@@ -45,6 +47,10 @@ class Hosts(tuple[str, ...]):
     """Literal IP addresses of this machine, each once."""
 
 
+class RdmaPorts(tuple[str, ...]):
+    """Names of ports of RDMA cards, each once: "mlx5_0", or "mlx5_0:2" for its second one."""
+
+
 def decode(wanted: type, value: Any, strict: bool) -> Any:
     """msgspec's hook for the types that it does not know; raises ValueError for what is not allowed.
 
@@ -66,6 +72,11 @@ def decode(wanted: type, value: Any, strict: bool) -> Any:
         if not all(map(_can_be_told_to_peers, hosts)):
             raise ValueError("no address of a machine")
         return hosts
+    if wanted is RdmaPorts:
+        ports = RdmaPorts(_decode_names(value, strict, MAX_PORTS))
+        if not all(map(_PORT_NAME.fullmatch, ports)):
+            raise ValueError("no name of a port")
+        return ports
     if not isinstance(value, int | str):
         raise ValueError("expected an integer or text")
     return _decode_nbytes(value) if wanted is Nbytes else _decode_page_tokens(value, strict)

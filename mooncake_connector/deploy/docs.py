@@ -14,7 +14,7 @@ import msgspec
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.tiers import KINDS, MAX_TIERS, Tiers
-from mooncake_connector.config.values import Hosts, IpAddress, Nbytes, PageTokens, Transports
+from mooncake_connector.config.values import Hosts, IpAddress, Nbytes, PageTokens, RdmaPorts, Transports
 from mooncake_connector.deploy.schema import Address, Arguments, Deployment, Environment, meta_of
 
 _TEXTS: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
@@ -31,6 +31,7 @@ _OF: dict[Any, dict[str, Any]] = {
     PageTokens: {"enum": [16, 32, 64, 128, 256, 512, 1024]},
     Transports: {**_TEXTS, "minItems": 1, "uniqueItems": True},
     Hosts: {**_TEXTS, "uniqueItems": True},
+    RdmaPorts: {**_TEXTS, "uniqueItems": True},
     IpAddress: {"type": "string"},
     Tiers: {
         "type": "array",

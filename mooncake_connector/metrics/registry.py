@@ -88,6 +88,12 @@ EVICTED = (
     ),
 )
 
+RAILS = (
+    _counter("rail_bytes", "Bytes of KV that peers read over each port of an RDMA card of this host", "rail"),
+    _counter("rail_failures", "Times that such a rail to a peer broke; what was under way went over others", "rail"),
+    _counter("rail_recoveries", "Times that such a rail worked again, and was taken back", "rail"),
+)
+
 VLLM = (
     _counter("hit_tokens", "Prompt tokens that were loaded from the pool instead of computed, each request once"),
     _counter("tier_hit_tokens", "Of hit_tokens, those that tiers brought after the request had arrived"),
@@ -136,6 +142,7 @@ VLLM = (
     _counter(
         "transport_bytes", "Bytes of KV that were sent to decode instances, by transport", "transport", of="transports"
     ),
+    *RAILS,
 )
 """Of a vLLM instance, over its workers. One label of its own at most: the key of a table in `ConnectorStats`."""
 
@@ -166,6 +173,7 @@ SGLANG = (
     _counter("transfer_seconds", "Seconds from a request's beginning to its end", "operation"),
     FETCH_DURATION,
     _counter("transport_bytes", "KV sent, by transport", "transport"),
+    *RAILS,
 )
 """Of an SGLang instance, over its ranks."""
 

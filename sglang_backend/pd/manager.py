@@ -193,6 +193,7 @@ class MooncakeConnectorKVManager(CommonKVManager):
 
     def collect(self) -> None:
         """Tell senders and receivers what became of their transfers since the last call."""
+        self.metrics.count_each(self.node.take_counts())
         for report in self.node.take_ended():
             transfer = report.transfer
             if isinstance(report, Ended):

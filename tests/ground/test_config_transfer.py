@@ -6,6 +6,7 @@ import pytest
 
 from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import ConfigError
+from transfer.transports.rdma.settings import RdmaSettings
 
 TLS = {"tls_certificate": "/etc/kv/me.pem", "tls_key": "/etc/kv/me.key", "tls_authority": "/etc/kv/ca.pem"}
 
@@ -88,3 +89,25 @@ def test_granularity_bounds_ascend_whichever_sources_they_come_from():
     assert "granularity_chunk_tokens in the engine's JSON is 1000 and environment variable " in message
     assert "MOONCAKE_CONNECTOR_GRANULARITY_LAYER_TOKENS is 999: expected the first to be at most the second" in message
     assert "granularity_layer_tokens by default is 4096" in refusal({"granularity_chunk_tokens": 4097})
+
+
+def test_rdma_chooses_ports_and_addresses_itself_unless_they_are_named():
+    config = load_config({}, {})
+    assert (config.rdma_ports, config.rdma_gid_index) == ((), None)
+    named = {"rdma_ports": ["mlx5_0", "mlx5_bond_0:2"], "rdma_gid_index": 3, "rdma_traffic_class": 104}
+    settings = RdmaSettings.configured(load_config(named, {}))
+    assert settings == RdmaSettings(("mlx5_0", "mlx5_bond_0:2"), 3, 104, 0, 0, 7, 5.0)
+    assert load_config({}, environ(rdma_ports="mlx5_0,mlx5_1:1")).rdma_ports == ("mlx5_0", "mlx5_1:1")
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("rdma_ports", ["mlx5_0", "mlx5_0"]), ("rdma_ports", ["mlx5_0:0"]), ("rdma_ports", ["a/b"]),
+        ("rdma_ports", [f"mlx5_{n}" for n in range(9)]), ("rdma_gid_index", 256), ("rdma_gid_index", -1),
+        ("rdma_traffic_class", 256), ("rdma_service_level", 16), ("rdma_pkey_index", -1), ("rdma_retries", 0),
+        ("rdma_retries", 8), ("rdma_lost_after_s", 0.001), ("rdma_lost_after_s", 61),
+    ],
+)  # fmt: skip
+def test_what_no_card_can_be_set_to_is_refused(field, value):
+    assert f"{field} in the engine's JSON" in refusal({field: value})

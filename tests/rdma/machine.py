@@ -67,7 +67,7 @@ def run(command: Sequence[str], out: Path, variables: Mapping[str, str] | None =
         "qemu-system-x86_64", "-accel", "tcg", "-cpu", PROCESSOR, "-smp", "1", "-m", str(MEMORY_MIB), "-nodefaults",
         "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio", "-net", "none",
         "-kernel", image.kernel, "-initrd", image.initramfs,
-        "-append", "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable",
+        "-append", "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check",
     ]  # fmt: skip
     for tag, path, more in shares:
         qemu += ["-virtfs", f"local,path={path},mount_tag={tag},security_model=none{more}"]

@@ -18,9 +18,10 @@ from transfer.testing.memory import MIB
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Peer, Transport, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
-from transfer.transports.rdma.card import Card
+from transfer.transports.rdma.card import Card, open_cards
 from transfer.transports.rdma.keys import Keys
 from transfer.transports.rdma.reader import Reader
+from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
 from transfer.transports.registry import make_transports
 
@@ -28,17 +29,22 @@ pytestmark = pytest.mark.inside
 
 
 class TestRefusals(TransportFixtures):
+    """Over one rail: with another one they would break both, one after the other."""
+
     transport = RdmaTransport
 
     @pytest.fixture
     def options(self) -> dict[str, Any]:
         return EMULATED
 
+    @pytest.fixture(autouse=True)
+    def one_rail(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("transfer.transports.rdma.rails.MAX_RAILS", 1)
+
     def told(self, peer: Peer, monkeypatch: pytest.MonkeyPatch, wrong: Keys) -> None:
         """Have the peer's next orders carry these keys."""
-        card = peer._encoder._card  # type: ignore[attr-defined]
-        filled, _ = card.keys()
-        monkeypatch.setattr(card, "keys", lambda: (filled, wrong))
+        encoder = peer._encoder  # type: ignore[attr-defined]
+        monkeypatch.setattr(encoder, "keys", lambda card, pieces: wrong.encode(pieces.local))
 
     @pytest.mark.parametrize("whose", ["stale", "foreign", "invented"])
     def test_the_card_refuses_a_key_that_is_not_valid_and_the_connection_goes_on(
@@ -46,17 +52,17 @@ class TestRefusals(TransportFixtures):
     ) -> None:
         source, target, grant = self.between(memory, there, 8192, seed=1)
         assert isinstance(sender, RdmaTransport)
-        _, keys = sender._card.keys()
+        _, keys = sender._rails.all[0].card.keys()
         if whose == "stale":
             memory.unregister(*memory.regions)
             memory.register(source.address, 8192)
-            assert sender._card.keys()[1].keys.tolist() != keys.keys.tolist(), "it has another key now"
+            assert sender._rails.all[0].card.keys()[1].keys.tolist() != keys.keys.tolist(), "it has another key now"
         elif whose == "foreign":  # of another protection domain, as of an engine beside this one
             other = Memory()
             other.register(source.address, 8192)
             with self.make(other) as stranger:
                 assert isinstance(stranger, RdmaTransport)
-                keys = stranger._card.keys()[1]
+                keys = stranger._rails.all[0].card.keys()[1]
                 self.refused(peer, grant, source, target, monkeypatch, keys)
             keys = replace(keys)
         else:
@@ -77,7 +83,8 @@ class TestRefusals(TransportFixtures):
     ) -> None:
         """The other card forgets its queue pair, so it answers no read, as one behind a cut cable."""
         source, target, grant = self.between(memory, there, 4 * MIB, seed=2)
-        peer._encoder._pair.close()
+        for pair in peer._encoder._pairs:
+            pair.close()
         completion = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
         deadline = time.monotonic() + DEADLINE_S
         while not there.granted(grant.key)._holders and time.monotonic() < deadline:
@@ -93,7 +100,7 @@ class TestRefusals(TransportFixtures):
         self, memory: Memory, there: Memory, sender: Any, peer: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         source, target, grant = self.between(memory, there, 2 * MIB, seed=3)
-        _, keys = sender._card.keys()
+        _, keys = sender._rails.all[0].card.keys()
         with monkeypatch.context() as patched:
             self.told(peer, patched, replace(keys, keys=keys.keys ^ 0xFF))
             writes = [peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S) for _ in range(8)]
@@ -144,14 +151,16 @@ class TestLimits(TransportFixtures):
 
 def test_a_card_that_there_is_not_is_named_with_those_there_are() -> None:
     with pytest.raises(Unavailable, match=r"no port of mlx5_0 is up .*: rxe0 port 1 up, rxe1 port 1 up"):
-        RdmaTransport(Memory(), device="mlx5_0")
+        RdmaTransport(Memory(), settings=RdmaSettings(ports=["mlx5_0"]))
 
 
-def test_the_card_is_that_of_the_address_that_peers_know() -> None:
+def test_the_first_card_is_that_of_the_address_that_peers_know() -> None:
     for number in (0, 1):
-        card = Card(f"10.77.{number}.1")
-        assert card.rail.device == f"rxe{number}" and card.rail.address == f"10.77.{number}.1"
-        card.close()
+        cards = open_cards([f"10.77.{number}.1"], RdmaSettings())
+        assert [card.rail.name for card in cards] == [f"rxe{number}:1", f"rxe{1 - number}:1"]
+        assert cards[0].rail.address == f"10.77.{number}.1"
+        for card in cards:
+            card.close()
 
 
 def test_memory_that_cannot_be_locked_leaves_it_out_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,9 +13,7 @@ from transfer.transports.base import Region, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
 from transfer.transports.rdma import card, verbs
 from transfer.transports.rdma.keys import MAX_REGIONS, Keys, decode_keys
-from transfer.transports.rdma.pair import End, decode_end
-from transfer.transports.rdma.rails import INFINIBAND, ROCE_V1, ROCE_V2, choose, rails
-from transfer.transports.rdma.transport import ack_timeout
+from transfer.transports.rdma.pair import End, ack_timeout, decode_end
 from transfer.transports.rdma.work import Work, plan
 from transfer.transports.vectors import Pieces
 from transfer.transports.wire import WireError
@@ -137,63 +135,11 @@ def test_an_end_of_a_queue_pair_travels_and_one_that_is_none_is_refused():
         decode_end(end.encode()[:-1])
 
 
-@pytest.mark.parametrize("lost_after_s, code", [(5.0, 17), (10.0, 18), (1e-9, 1), (1e9, 31)])
-def test_a_card_says_again_what_is_not_acknowledged_for_half_to_all_of_the_time(lost_after_s, code):
-    assert ack_timeout(lost_after_s) == code
-
-
-@pytest.fixture
-def sysfs(tmp_path):
-    """Makes a port of a card as the kernel shows it."""
-
-    def make(device, number, state, link, entries):
-        port = tmp_path / device / "ports" / str(number)
-        for folder in ("gids", "gid_attrs/types"):
-            (port / folder).mkdir(parents=True)
-        (port / "state").write_text(f"{state}\n")
-        (port / "link_layer").write_text(f"{link}\n")
-        for index, (address, kind) in enumerate(entries):
-            (port / "gids" / str(index)).write_text(f"{address}\n")
-            if kind:
-                (port / "gid_attrs" / "types" / str(index)).write_text(f"{kind}\n")
-        return tmp_path
-
-    return make
-
-
-LOCAL, IP4, IP6 = (
-    f"fe80:{'0000:' * 6}0001", f"{'0000:' * 5}ffff:0a4d:0001", f"fd00:{'0000:' * 6}0007",
-)  # fmt: skip
-NONE = ":".join(["0000"] * 8)
-
-
-def test_of_a_card_for_ethernet_the_address_that_peers_know_is_taken(sysfs):
-    entries = [(LOCAL, "IB/RoCE v1"), (LOCAL, "RoCE v2"), (IP4, "IB/RoCE v1"), (IP4, "RoCE v2"), (IP6, "RoCE v2")]
-    entries.append((NONE, ""))
-    found = rails(sysfs("card1", 1, "4: ACTIVE", "Ethernet", entries))
-    assert [(rail.gid_index, rail.kind, rail.address) for rail in found] == [
-        (0, ROCE_V1, "fe80::1"), (1, ROCE_V2, "fe80::1"), (2, ROCE_V1, "10.77.0.1"), (3, ROCE_V2, "10.77.0.1"),
-        (4, ROCE_V2, "fd00::7"),
-    ]  # fmt: skip
-    assert choose(found, "10.77.0.1") == found[3] and choose(found, "fd00::7") == found[4]
-    assert choose(found, "127.0.0.1") == found[3], "an IPv4 address before others, a link's own address last"
-    assert choose(found[:2], "127.0.0.1") == found[1] and choose(found[:1], "127.0.0.1") is None
-
-
-def test_of_several_cards_one_that_is_up_is_taken_or_the_one_that_is_named(sysfs):
-    sysfs("card0", 1, "1: DOWN", "Ethernet", [(IP4, "RoCE v2")])
-    sysfs("card1", 1, "4: ACTIVE", "InfiniBand", [(LOCAL, ""), (IP6, "")])
-    found = rails(sysfs("card1", 2, "4: ACTIVE", "Ethernet", [(IP4, "RoCE v2")]))
-    by_port = {(rail.device, rail.port): rail for rail in found}
-    assert len(found) == 3 and by_port["card1", 1].kind == INFINIBAND
-    assert choose(found, "10.77.0.1") == by_port["card1", 2]
-    assert choose(found, "127.0.0.1") == by_port["card1", 1]
-    assert choose(found, "10.77.0.1", "card0") is None and choose(found, "127.0.0.1", "card1") == by_port["card1", 1]
-
-
-def test_without_a_card_there_are_no_rails(tmp_path):
-    assert rails(tmp_path) == rails(tmp_path / "missing") == []
-    assert choose([], "127.0.0.1") is None
+@pytest.mark.parametrize(
+    "lost_after_s, retries, code", [(5.0, 7, 17), (10.0, 7, 18), (10.0, 3, 19), (1e-9, 7, 1), (1e9, 7, 31)]
+)
+def test_a_card_says_again_what_is_not_acknowledged_for_half_to_all_of_the_time(lost_after_s, retries, code):
+    assert ack_timeout(lost_after_s, retries) == code
 
 
 @pytest.mark.parametrize(

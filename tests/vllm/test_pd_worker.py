@@ -25,6 +25,7 @@ class Node:
         self.known: dict[str, Any] = {}
         """By name, the last one that it was told of."""
         self.reports: list[Any] = []
+        self.counts: dict[str, dict[str, int]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return lambda transfer, *args: self._tell(name, transfer)
@@ -35,6 +36,10 @@ class Node:
 
     def take_ended(self) -> list[Any]:
         taken, self.reports = self.reports, []
+        return taken
+
+    def take_counts(self) -> dict[str, dict[str, int]]:
+        taken, self.counts = self.counts, {}
         return taken
 
     def ends(self, name: str, ending: Ending) -> None:
@@ -114,3 +119,10 @@ def test_what_cannot_be_done_for_one_request_is_done_for_the_others(
     assert node.told == [("open", "sent"), ("awaited", "sent"), ("finished", "sent"), ("announce", "other")]
     assert len({record.getMessage() for record in caplog.records}) == 3, "each is said"
     caplog.clear()  # these were meant
+
+
+def test_what_transports_count_is_in_the_statistics_by_figure_and_label(worker: PDWorker, node: Node) -> None:
+    for nbytes in (5, 7):
+        node.counts = {"rail_bytes": {"mlx5_0:1": nbytes, "mlx5_1:1": 1}, "rail_failures": {"mlx5_0:1": 1}}
+        ended(worker)
+    assert worker._stats.data == {"rail_bytes": {"mlx5_0:1": 12, "mlx5_1:1": 2}, "rail_failures": {"mlx5_0:1": 2}}

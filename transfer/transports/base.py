@@ -11,14 +11,15 @@ import enum
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from mooncake_connector.errors import MooncakeConnectorError
+from transfer.transports.rdma.settings import RdmaSettings
 
 if TYPE_CHECKING:
     from transfer.control.handshake import Identity
@@ -100,12 +101,14 @@ class TransportOptions:
     Args:
         hosts: literal addresses to listen on, and certificates, of those that reach other hosts.
         place: the device that has the memory; None for memory of the host.
+        rdma: how cards are used.
     """
 
     identity: Identity
     hosts: Sequence[str] = ("127.0.0.1",)
     tls: Tls | None = None
     place: OnDevice | None = None
+    rdma: RdmaSettings = field(default_factory=RdmaSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +251,10 @@ class Transport(ABC):
 
     def unregister(self, region: Region) -> None:  # noqa: B027
         """Called when nothing touches this memory any more and before it goes away, once for each registered region."""
+
+    def take_counts(self) -> Mapping[str, Mapping[str, int]]:
+        """What it counts besides: figures of the metrics, each by its label, since the last call."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from ipaddress import ip_address
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -67,6 +67,8 @@ class NetworkTransport(SocketTransport):
     """
 
     capabilities = Capabilities(other_host=True)
+    takes_one_path: ClassVar[bool] = False
+    """Whether one connection is enough, over the first pair of addresses that works."""
 
     def __init__(
         self,
@@ -110,6 +112,8 @@ class NetworkTransport(SocketTransport):
         failures: list[str] = []
         paths = self._paths(there.addresses)
         for tried, (source, target) in enumerate(paths):
+            if streams and self.takes_one_path:
+                break
             left = max(0.0, deadline_at - time.monotonic())
             share = left / (len(paths) - tried)
             until = time.monotonic() + (min(share, FURTHER_PATH_S) if streams else share)

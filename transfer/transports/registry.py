@@ -156,6 +156,10 @@ class Transports:
         remedy = "" if reaches_others else "; set transfer_hosts and secret_file on both sides to allow tcp"
         raise Unavailable("no transport reaches the peer: " + "; ".join([*self._left_out, *reasons]) + remedy)
 
+    def take_counts(self) -> dict[str, Mapping[str, int]]:
+        """See `Transport.take_counts`."""
+        return {name: of for transport in self._transports.values() for name, of in transport.take_counts().items()}
+
     def close(self) -> None:
         """Close all of them. May be called twice."""
         for transport in self._transports.values():

@@ -125,9 +125,9 @@ class SendingPeer(Peer):
             self._thread.join()
 
     def _slice_nbytes(self, total: int) -> int:
-        num_streams = max(1, len(self._streams))  # 0 where the last one has just broken
-        is_shared = num_streams > 1 or self._encoder.is_relay
-        share = max(total // (SHARES * num_streams), MIN_SHARE_NBYTES) if is_shared else total
+        num_paths = max(1, len(self._streams)) * self._encoder.num_paths  # no stream where the last has just broken
+        is_shared = num_paths > 1 or self._encoder.is_relay
+        share = max(total // (SHARES * num_paths), MIN_SHARE_NBYTES) if is_shared else total
         return min(share, self._encoder.max_nbytes)
 
     def _send_here(self) -> bool:
@@ -168,6 +168,9 @@ class SendingPeer(Peer):
             if now < self._awake_at < first:  # the next write's deadline is probably later: it need not wake us
                 first = self._awake_at
             self._awake_at = first
+        errand_at = self._encoder.errand_at
+        if errand_at is not None and any(stream.vector is None for stream in list(self._streams.values())):
+            first = min(first, errand_at)
         return min(max(0.0, first - now), 3600.0)
 
     def _turn(self, wait_s: float) -> None:
@@ -247,9 +250,9 @@ class SendingPeer(Peer):
         stream.diverted = True
 
     def _load(self, stream: Stream) -> bool:
-        if not self._encoder.has_room():
-            return False
-        part = self._next_slice()
+        part = self._encoder.errand()
+        if part is None and self._encoder.has_room():
+            part = self._next_slice()
         if part is None:
             return False
         part.number = next(self._numbers)
@@ -268,7 +271,7 @@ class SendingPeer(Peer):
                 part = stream.unanswered.pop(number, None)
                 if part is None or part is stream.part:
                     raise WireError(f"answer to order {number}, which is not open")
-                self._encoder.release(part)
+                self._encoder.release(part, status)
                 self._answered(part, status)
         except (OSError, WireError) as error:
             self._drop(stream, error)
@@ -292,7 +295,7 @@ class SendingPeer(Peer):
             self._epoll.unregister(stream.descriptor)
         stream.channel.close()
         for part in stream.unanswered.values():
-            self._encoder.release(part)
+            self._encoder.release(part, None)
         if not self._streams:
             self._die(Outcome(Cause.PEER_LOST, str(error) or type(error).__name__))
             return

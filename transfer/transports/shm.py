@@ -87,7 +87,7 @@ class _Ring(PayloadEncoder):
         order = CopyOrder(part.number, part.write.grant.key, len(pieces.nbytes), pieces.total, part.place)
         return Vector.over(order.encode(pieces.remote, pieces.nbytes))
 
-    def release(self, part: Slice) -> None:
+    def release(self, part: Slice, status: CopyStatus | None) -> None:
         self._free.append(part.place // SLOT_NBYTES)
 
     def close(self) -> None:

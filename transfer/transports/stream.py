@@ -58,6 +58,8 @@ class PayloadEncoder(ABC):
 
     max_nbytes: int
     """Of one slice."""
+    num_paths = 1
+    """Over which slices of one stream travel beside each other."""
     is_relay = False
     """Whether the receiver begins with a slice when the sender is done with it: only several keep both busy."""
 
@@ -72,8 +74,17 @@ class PayloadEncoder(ABC):
         Called with the write's lock held; where the write was abandoned the source must not be read.
         """
 
-    def release(self, part: Slice) -> None:  # noqa: B027
-        """`part` was answered, or its stream broke."""
+    def errand(self) -> Slice | None:
+        """Something of its own to send before anything else; asked before each slice, and at `errand_at`."""
+        return None
+
+    @property
+    def errand_at(self) -> float | None:
+        """When there will be one, in `time.monotonic()` seconds."""
+        return None
+
+    def release(self, part: Slice, status: CopyStatus | None) -> None:  # noqa: B027
+        """`part` was answered so, or its stream broke (None)."""
 
     def failed(self, part: Slice, status: CopyStatus) -> bool:
         """The receiver answered so; whether to send it again. Raises OSError where the stream is of no use any more."""

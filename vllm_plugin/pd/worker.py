@@ -192,6 +192,7 @@ class PDWorker:
 
     def take_ended(self, ended: Ended) -> None:
         """Enter transfers that ended since the last call, and announced ones of which nothing will come."""
+        self._stats.count_each(self._node.take_counts())
         for report in self._node.take_ended():
             transfer = report.transfer
             if not isinstance(report, Failed):

@@ -22,7 +22,8 @@ from mooncake_connector.cli.bench.transfer_scale import Scale
 from transfer.control.handshake import Identity
 from transfer.transports.base import TransferError, TransportOptions
 from transfer.transports.memory import Memory
-from transfer.transports.rdma.rails import ROCE_V1, Rail, rails
+from transfer.transports.rdma.rails import Rail, chosen, rails
+from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.registry import make_transports
 
 RDMA = "rdma"
@@ -81,14 +82,16 @@ def measure_rdma(source: np.ndarray[Any, Any], far: Far, scale: Scale, say: Prog
     """Of the transport `rdma`, where the other process offers it."""
     if RDMA not in far.endpoints:
         return []
-    rail = _first_rail()
+    rail = next(iter(chosen(rails(), ["127.0.0.1"])), None)
     perftest = Perftest(rail) if rail is not None and shutil.which(READ_BW) and shutil.which(READ_LAT) else None
     if perftest is None:
         say(f"WARNING: {RDMA} has no limit beside it, perftest is missing: {INSTALL}")
     memory = Memory()
     memory.register(source.ctypes.data, source.nbytes)
     try:
-        with make_transports([RDMA], memory, TransportOptions(Identity())) as transports:
+        ports = [rail.name] if rail is not None else []  # perftest takes one as well
+        options = TransportOptions(Identity(), rdma=RdmaSettings(ports=ports))
+        with make_transports([RDMA], memory, options) as transports:
             peer = transports.connect({RDMA: far.endpoints[RDMA]}, deadline_s=DEADLINE_S)
             rows = []
             for pieces in (scale, scale.large):
@@ -136,12 +139,6 @@ def small_rows(call: Callable[[], None], perftest: Perftest | None, scale: Scale
         Row(f"{figure}, {name} (limit: {READ_LAT})", float(np.quantile(taken, at)) * 1e6, "us", limit and limit * 1e6)
         for (name, at), limit in zip(quantiles.items(), bare, strict=True)
     ]
-
-
-def _first_rail() -> Rail | None:
-    """Which the transport uses where nothing else is configured: the first that is up, by an address of other hosts."""
-    up = [rail for rail in rails() if rail.is_up and rail.kind != ROCE_V1]
-    return min(up, key=lambda rail: (rail.device, rail.port, rail.address.startswith("fe80")), default=None)
 
 
 def _user_s(pid: int) -> float:

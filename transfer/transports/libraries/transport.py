@@ -21,6 +21,7 @@ from transfer.transports.pull import Fetcher, PullEncoder, PullTransport
 from transfer.transports.stream import PayloadEncoder, Slice
 from transfer.transports.tls import Tls
 from transfer.transports.vectors import Pieces, Vector
+from transfer.transports.wire import CopyStatus
 
 MAX_ORIGIN_NBYTES = 1 << 20
 
@@ -99,7 +100,7 @@ class _OriginEncoder(PullEncoder):
         self._num_open += 1
         return vector
 
-    def release(self, part: Slice) -> None:
+    def release(self, part: Slice, status: CopyStatus | None) -> None:
         self._num_open -= 1
 
     def attachment(self, pieces: Pieces) -> bytes:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.transports.base import Region, TransferError, Unavailable
 from transfer.transports.rdma.keys import Keys
-from transfer.transports.rdma.rails import SYSFS, Rail, choose, rails
+from transfer.transports.rdma.rails import SYSFS, Rail, chosen, distances, index_now, is_up, rails
+from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.verbs import binding, open_device
 from transfer.transports.vectors import address_of
+
+logger = get_logger(__name__)
 
 MAX_REQUESTS = 128
 """Under way on one queue pair."""
@@ -54,15 +59,10 @@ class Cells:
 class Card:
     """A card by one of its ports. Safe to use from any thread."""
 
-    def __init__(self, host: str, device: str = "") -> None:
-        """Raises Unavailable with the reason.
-
-        Args:
-            host: the address by which peers know this process: a port that has it is preferred.
-            device: the card's name in /sys/class/infiniband; whichever serves best where it is empty.
-        """
+    def __init__(self, rail: Rail, settings: RdmaSettings) -> None:
+        """Raises Unavailable with the reason."""
         self._verbs = binding()
-        self.rail = _rail(host, device)
+        self.rail, self.settings = rail, settings
         self._context = open_device(self.rail.device)
         try:
             self._domain = self._context.alloc_pd()
@@ -113,6 +113,16 @@ class Card:
                 self._keys = filled, read
             return self._keys
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the kernel says so of its port now."""
+        return is_up(self.rail)
+
+    @property
+    def gid_index(self) -> int:
+        """Of its address now. Raises OSError where the port has it no more."""
+        return index_now(self.rail)
+
     def completion_channel(self) -> Any:
         """An `ibverbs.CompChannel`. Raises OSError."""
         return self._context.create_comp_channel()
@@ -138,13 +148,35 @@ class Card:
         self._context.close()
 
 
-def _rail(host: str, device: str) -> Rail:
+def open_cards(hosts: Sequence[str], settings: RdmaSettings) -> list[Card]:
+    """One for each port to use, the best first; one that cannot be used is left out. Raises Unavailable for none.
+
+    Args:
+        hosts: the addresses by which peers know this process: ports that have them are preferred.
+    """
+    cards: list[Card] = []
+    reasons: list[str] = []
+    for rail in _rails(hosts, settings):
+        try:
+            cards.append(Card(rail, settings))
+        except Unavailable as error:
+            reasons.append(str(error))
+    if not cards:
+        raise Unavailable("; ".join(reasons))
+    for reason in reasons:
+        log_once(f"transfer.rdma.rail:{kind_of(reason)}", "rdma: a rail is left out: %s", reason, logger=logger)
+    return cards
+
+
+def _rails(hosts: Sequence[str], settings: RdmaSettings) -> list[Rail]:
     """Raises Unavailable."""
+    binding()
     found = rails()
-    chosen = choose(found, host, device)
-    if chosen is not None:
-        return chosen
+    if several := chosen(found, hosts, settings.ports, settings.gid_index, distances()):
+        return several
     if not found:
         raise Unavailable(f"there is no RDMA card: {SYSFS} is empty")
     seen = ", ".join(sorted({f"{rail.device} port {rail.port} {'up' if rail.is_up else 'down'}" for rail in found}))
-    raise Unavailable(f"no port{f' of {device}' if device else ''} is up with a RoCE v2 or InfiniBand address: {seen}")
+    of = f" of {', '.join(settings.ports)}" if settings.ports else ""
+    at = "" if settings.gid_index is None else f" at entry {settings.gid_index} of its table"
+    raise Unavailable(f"no port{of} is up with a RoCE v2 or InfiniBand address{at}: {seen}")

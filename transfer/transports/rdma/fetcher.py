@@ -1,80 +1,96 @@
-"""The receiving side of one peer: its orders become reads of its memory."""
+"""The receiving side of one peer: its orders become reads of its memory, each over the rail that its sender chose."""
 
 from __future__ import annotations
 
+import contextlib
 import struct
+from collections.abc import Sequence
 
 from transfer.transports.pull import Fetch, Fetcher
-from transfer.transports.rdma.card import CELL_NBYTES, Card
-from transfer.transports.rdma.completions import Completions
+from transfer.transports.rdma.card import CELL_NBYTES
 from transfer.transports.rdma.keys import decode_keys
+from transfer.transports.rdma.opened import OpenRail
 from transfer.transports.rdma.pair import END_NBYTES, decode_end
+from transfer.transports.rdma.rails import MAX_RAILS
 from transfer.transports.rdma.reader import Done, Reader
 from transfer.transports.rdma.work import plan
 from transfer.transports.vectors import Pieces
 from transfer.transports.wire import CopyStatus, WireError
 
-EPOCH = struct.Struct("<Q")
-"""Before the keys that are attached to an order."""
-MAX_EPOCH = 1 << 32
+WHERE = struct.Struct("<II")
+"""Before what else is attached to an order: the receiver's rail, by number, and the epoch of its queue pair."""
+COUNT = struct.Struct("<B")
+"""Before the ends in a greeting."""
+MAX_GREETING_NBYTES = COUNT.size + MAX_RAILS * END_NBYTES
 
 
 class RdmaFetcher(Fetcher):
-    """See the module; the queue pair is made once the peer has shown who it is."""
+    """See the module; the queue pairs are made once the peer has shown who it is, one for each rail."""
 
     greets = True
     max_under_way = 64
     poll_s = 0.2
 
-    def __init__(self, card: Card, completions: Completions, ack_timeout: int) -> None:
-        self._card, self._completions, self._ack_timeout = card, completions, ack_timeout
-        self._reader: Reader | None = None
+    def __init__(self, rails: Sequence[OpenRail]) -> None:
+        self._rails = rails
+        self._readers: list[Reader] = []
 
     def greeting(self) -> bytes:
-        """Our end of the queue pair. Raises OSError."""
-        self._reader = Reader(self._card, self._completions)
-        return self._reader.end.encode()
+        """Our ends of the queue pairs. Raises OSError."""
+        for rail in self._rails:
+            self._readers.append(Reader(rail.card, rail.completions))
+        return COUNT.pack(len(self._readers)) + b"".join(reader.end.encode() for reader in self._readers)
 
     def probe(self, fetch: Fetch, number: int) -> CopyStatus | None:
-        """Connect to the sender's end, which is attached, and read the number that it said."""
-        reader, cells = self._reader, self._card.cells
-        if reader is None or reader.is_connected or fetch.pieces.total != CELL_NBYTES:
-            raise WireError("a probe out of turn")
+        """Connect a rail to the sender's end, which is attached, and read the number that it said."""
+        rail, epoch, rest = self._where(fetch)
+        if fetch.pieces.total != CELL_NBYTES:
+            raise WireError("a probe of another size")
+        reader, cells = self._readers[rail], self._rails[rail].card.cells
         place = cells.place()
 
         def done(status: CopyStatus) -> None:
             is_right = status is not CopyStatus.OK or cells.holds(place, number)
             fetch.done(status if is_right else CopyStatus.FORBIDDEN)
 
-        reader.connect(decode_end(fetch.attachment[:END_NBYTES]), self._ack_timeout)
+        if not reader.connect(decode_end(rest[:END_NBYTES]), epoch):
+            return CopyStatus.BROKEN
         pieces = Pieces(fetch.pieces.local, [cells.address_of(place)], [CELL_NBYTES], CELL_NBYTES)
-        return self._begin(reader, fetch, pieces, done, 0, fetch.attachment[END_NBYTES:])
+        return self._begin(rail, fetch, pieces, done, epoch, rest[END_NBYTES:])
 
     def start(self, fetch: Fetch) -> CopyStatus | None:
-        reader = self._reader
-        if reader is None or not reader.is_connected or len(fetch.attachment) < EPOCH.size:
-            raise WireError("an order before the queue pairs were connected")
-        (epoch,) = EPOCH.unpack_from(fetch.attachment)
-        if epoch >= MAX_EPOCH:
-            raise WireError(f"epoch {epoch}: expected less than {MAX_EPOCH}")
-        return self._begin(reader, fetch, fetch.pieces, fetch.done, epoch, fetch.attachment[EPOCH.size :])
+        rail, epoch, keys = self._where(fetch)
+        return self._begin(rail, fetch, fetch.pieces, fetch.done, epoch, keys)
 
     def go_on(self, fetch: Fetch) -> CopyStatus | None:
-        assert self._reader is not None
-        self._reader.look_after(fetch)
+        if fetch.progress is not None:  # else it named no rail, and its connection ends
+            self._readers[fetch.progress].look_after(fetch)
         return None
 
     def cancel(self, fetch: Fetch) -> None:
-        assert self._reader is not None
-        self._reader.cancel(fetch)
+        if fetch.progress is not None:
+            self._readers[fetch.progress].cancel(fetch)
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
+        """Raises OSError where one of the queue pairs did not end; all others have."""
+        with contextlib.ExitStack() as stack:
+            for reader in self._readers:
+                stack.callback(reader.close)
+
+    def _where(self, fetch: Fetch) -> tuple[int, int, bytes]:
+        """Number of the rail, epoch, and what is attached besides. Raises WireError."""
+        if len(fetch.attachment) < WHERE.size:
+            raise WireError("an order that names no rail")
+        rail, epoch = WHERE.unpack_from(fetch.attachment)
+        if rail >= len(self._readers):
+            raise WireError(f"rail {rail}: there are {len(self._readers)}")
+        fetch.progress = rail
+        return rail, epoch, fetch.attachment[WHERE.size :]
 
     def _begin(
-        self, reader: Reader, fetch: Fetch, pieces: Pieces, done: Done, epoch: int, keys: bytes
+        self, rail: int, fetch: Fetch, pieces: Pieces, done: Done, epoch: int, keys: bytes
     ) -> CopyStatus | None:
-        here, _ = self._card.keys()
-        work = plan(pieces, decode_keys(keys), here, self._card.max_request_nbytes, self._card.max_ranges)
-        return CopyStatus.UNREADABLE if work is None else reader.add(fetch, done, work, epoch)
+        card = self._rails[rail].card
+        here, _ = card.keys()
+        work = plan(pieces, decode_keys(keys), here, card.max_request_nbytes, card.max_ranges)
+        return CopyStatus.UNREADABLE if work is None else self._readers[rail].add(fetch, done, work, epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import struct
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ _EPOCH_STEP = 0x9E3779
 _MAX_MTU = 5
 _ROUTERS = 64
 """Hop limit; the binding's own stays within one network."""
+_TICK_S = 4.096e-6
+_MAX_ACK_TIMEOUT = 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +70,14 @@ class Pair:
         """Let the peer read what it has keys of. Raises OSError."""
         self._receive(peer, epoch, self._verbs.AccessFlags.REMOTE_READ)
 
-    def read_from(self, peer: End, epoch: int, ack_timeout: int) -> None:
-        """Be ready to read. Raises OSError.
-
-        Args:
-            ack_timeout: what is not acknowledged is said again after 4.096 us times 2 to this power, 7 times.
-        """
+    def read_from(self, peer: End, epoch: int) -> None:
+        """Be ready to read. Raises OSError."""
         self._receive(peer, epoch, 0)
-        reads = min(self._card.max_reads, peer.max_reads)
-        self.queue.to_rts(_sequence(self.end, epoch), timeout=ack_timeout, max_rd_atomic=reads)
+        reads, settings = min(self._card.max_reads, peer.max_reads), self._card.settings
+        timeout = ack_timeout(settings.lost_after_s, settings.retries)
+        self.queue.to_rts(
+            _sequence(self.end, epoch), timeout=timeout, retry_cnt=settings.retries, max_rd_atomic=reads
+        )
 
     def fail(self) -> None:
         """Have the card give up all that is under way, each with a completion. Raises OSError."""
@@ -88,14 +90,20 @@ class Pair:
     def _receive(self, peer: End, epoch: int, access: int) -> None:
         if epoch:
             self.queue.modify(self._verbs.QPAttrMask.STATE, qp_state=self._verbs.QPState.RESET)
-        rail = self._card.rail
-        self.queue.to_init(rail.port, access)
+        rail, settings = self._card.rail, self._card.settings
+        self.queue.to_init(rail.port, access, settings.pkey_index)
         mtu = min(self._card.mtu, peer.mtu)
         there = self._verbs.QPInfo(peer.number, _sequence(peer, epoch), peer.lid, peer.gid, rail.port, mtu)
         self.queue.to_rtr(
-            there, sgid_index=rail.gid_index, mtu=mtu, hop_limit=_ROUTERS, max_dest_rd_atomic=self._card.max_reads
-        )
+            there, sgid_index=self._card.gid_index, mtu=mtu, hop_limit=_ROUTERS,
+            max_dest_rd_atomic=self._card.max_reads, sl=settings.service_level, traffic_class=settings.traffic_class,
+        )  # fmt: skip
 
 
 def _sequence(end: End, epoch: int) -> int:
     return (end.sequence + epoch * _EPOCH_STEP) % (1 << _NUMBER_BITS)
+
+
+def ack_timeout(lost_after_s: float, retries: int) -> int:
+    """The verbs' code, a power of two: what is said so often again takes at most `lost_after_s`."""
+    return max(1, min(_MAX_ACK_TIMEOUT, int(math.log2(lost_after_s / (retries + 1) / _TICK_S))))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from mooncake_connector.log import get_logger, log_once
+from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.transports.base import TransferError
 from transfer.transports.pull import Fetch
 from transfer.transports.rdma.card import Card
@@ -34,6 +34,10 @@ WINDOW_NBYTES = 8 << 20
 """Under way on the wire: what a fetch that nobody wants any more waits for."""
 PATIENCE_S = 1.0
 """What nobody wants any more has so long to end by itself; then the queue pair gives up."""
+SILENCE = 1.5
+"""Times `lost_after_s`: a card should have given up long since, and not each does."""
+LOOK_S = 0.2
+"""How often the port is looked at while something is under way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +82,8 @@ class Reader:
         """What broke the queue pair in this epoch."""
         self._lost = ""
         """Why nobody knows what is under way."""
+        self._looked_at = self._moved_at = 0.0
+        self._silent_s = SILENCE * card.settings.lost_after_s
         self._is_closed = False
         self._queue = completions.queue(card.max_requests + 1, self._completed)
         try:
@@ -94,10 +100,29 @@ class Reader:
     def is_connected(self) -> bool:
         return self._peer is not None
 
-    def connect(self, peer: End, ack_timeout: int) -> None:
-        """The other end; once. Raises OSError."""
-        self._peer, self._ack_timeout = peer, ack_timeout
-        self._enter(0)
+    @property
+    def rail(self) -> str:
+        return str(self._card.rail)
+
+    def connect(self, peer: End, epoch: int) -> bool:
+        """Read from this end of the peer's from now on; False where that is not possible now. Raises WireError.
+
+        What is under way is given up before, and tells so: the sender begins anew where it knows that the rail is of
+        no use, which it may before we do.
+        """
+        with self._lock:
+            if epoch <= self._epoch:
+                raise WireError(f"epoch {epoch} of a queue pair in epoch {self._epoch}")
+            try:
+                if self._batches:
+                    self._give_up("its sender gave it up")
+                    return False
+                self._pair.read_from(peer, epoch)
+            except OSError as error:
+                self._break(str(error))
+                return False
+            self._peer, self._epoch, self._why = peer, epoch, ""
+            return True
 
     def add(self, fetch: Fetch, done: Done, work: Work, epoch: int) -> CopyStatus | None:
         """Begin to fetch; what became of it where it is over already. Raises WireError, OSError.
@@ -108,9 +133,7 @@ class Reader:
         """
         with self._lock:
             if epoch > self._epoch:
-                if self._batches or not self._why:
-                    raise WireError(f"epoch {epoch} of a queue pair that works in epoch {self._epoch}")
-                self._enter(epoch)
+                raise WireError(f"epoch {epoch} of a queue pair that works in epoch {self._epoch}")
             if epoch < self._epoch or self._why:
                 return CopyStatus.BROKEN
             job = _Job(fetch, done, work)
@@ -132,19 +155,26 @@ class Reader:
             job.done(CopyStatus.NO_GRANT)
 
     def look_after(self, fetch: Fetch) -> None:
-        """Where it should have been over since `PATIENCE_S`, have the card give up everything.
+        """Have the card give up everything where this should have been over since `PATIENCE_S`, where nothing has been
+        over for long, or where the port is down.
 
         Raises OSError, and TransferError where the queue pair is of no use any more.
         """
+        now = time.monotonic()
         with self._lock:
             if self._lost:
                 raise TransferError(f"the card takes no request: {self._lost}")
-            job = self._jobs.get(fetch)
-            since = None if job is None else job.unwanted_at
-            if since is None or self._why or time.monotonic() < since + PATIENCE_S:
+            if self._why:
                 return
-            self._break(f"a read did not end within {PATIENCE_S:g} s after nobody wanted it any more")
-            self._pair.fail()
+            job = self._jobs.get(fetch)
+            if job is not None and job.unwanted_at is not None and now >= job.unwanted_at + PATIENCE_S:
+                self._give_up(f"a read did not end within {PATIENCE_S:g} s after nobody wanted it any more")
+            elif self._batches and now >= self._moved_at + self._silent_s:
+                self._give_up(f"its card has said nothing of what is under way for {self._silent_s:g} s")
+            elif now >= self._looked_at + LOOK_S:
+                self._looked_at = now
+                if not self._card.is_up:
+                    self._give_up("its port is down")
 
     def close(self) -> None:
         """Once this returned, nothing is written any more. Raises OSError."""
@@ -156,11 +186,6 @@ class Reader:
                 self._pair.fail()
             self._pair.close()
         self._completions.remove(self._queue)
-
-    def _enter(self, epoch: int) -> None:
-        assert self._peer is not None
-        self._pair.read_from(self._peer, epoch, self._ack_timeout)
-        self._epoch, self._why = epoch, ""
 
     def _post(self) -> None:
         """As much as there is room for; fetches take turns."""
@@ -180,6 +205,8 @@ class Reader:
             job.under_way += 1
             self._room -= len(requests)
             self._in_flight_nbytes += nbytes
+            if not self._batches:
+                self._moved_at = time.monotonic()
             self._batches.append(_Batch(job, self._number, len(requests), nbytes))
             if not job.is_all_posted:
                 self._waiting.append(job)
@@ -216,15 +243,23 @@ class Reader:
         for job, status in over:
             job.done(status)
 
+    def _give_up(self, why: str) -> None:
+        """Have the card end all that is under way. Raises OSError."""
+        self._break(why)
+        self._pair.fail()
+
     def _break(self, why: str) -> None:
+        if not self._why:
+            cause = f"transfer.rdma.broke:{self._card.rail.name}:{kind_of(why)}"
+            log_once(cause, "rdma: %s to a peer broke: %s", self._card.rail, why, logger=logger)
         self._why = why
-        log_once(f"transfer.rdma.broke:{why}", "rdma: the queue pair to a peer broke: %s", why, logger=logger)
 
     def _take(self, completion: Any, over: list[tuple[_Job, CopyStatus]]) -> None:
         if not completion.is_success and not self._why:
             self._break(str(completion.status_str))
         while self._batches and self._batches[0].last <= completion.wr_id:
             batch = self._batches.popleft()
+            self._moved_at = time.monotonic()
             job = batch.job
             job.under_way -= 1
             self._room += batch.requests

@@ -1,17 +1,18 @@
-"""Any host with a card: the receiver's reads the sender's memory (RDMA READ), so that only the receiver ever writes.
+"""KV to other hosts by RDMA READ: the receiver's cards fetch from the sender's memory what it ordered.
 
-Orders and answers go over TCP connections, as those of `tcp`, and so do the ends of the queue pairs. A connection has
-one reliable queue pair at each side. Where a request fails, as one with the key of memory that is not registered any
-more does, the cards give up that pair; the receiver says so, and both sides begin a new epoch of it.
+Orders and answers go over one TCP connection, as those of `tcp`, and so do the ends of the queue pairs. Each rail of
+the receiver has one reliable queue pair, and a rail of the sender's one for it. Where a request fails, as one with the
+key of memory that is not registered any more does, or one over a link that is cut, the cards give up that pair; the
+receiver says so, what was under way goes over the others, and the sender tries in the background whether a new epoch of
+it works.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from mooncake_connector.log import get_logger, log_once
 from transfer.control.handshake import Identity
 from transfer.transports.base import Capabilities, Region, TransportOptions, Unavailable
 from transfer.transports.channel import Channel
@@ -20,39 +21,34 @@ from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.local import probe, take
 from transfer.transports.memory import Memory
 from transfer.transports.network import NetworkTransport
-from transfer.transports.pull import GREET, Fetcher, PullEncoder, PullTransport
-from transfer.transports.rdma.card import CELL_NBYTES, Card
-from transfer.transports.rdma.completions import Completions
-from transfer.transports.rdma.fetcher import EPOCH, RdmaFetcher
+from transfer.transports.pull import GREET, Fetcher, PullTransport
+from transfer.transports.rdma.fetcher import COUNT, WHERE, RdmaFetcher
 from transfer.transports.rdma.keys import MAX_NBYTES
-from transfer.transports.rdma.pair import END_NBYTES, End, Pair, decode_end
-from transfer.transports.stream import PayloadEncoder, Slice
+from transfer.transports.rdma.opened import OpenRails
+from transfer.transports.rdma.pair import END_NBYTES, decode_end
+from transfer.transports.rdma.paths import RailCounts
+from transfer.transports.rdma.rails import MAX_RAILS
+from transfer.transports.rdma.sending import RailEncoder
+from transfer.transports.rdma.settings import RdmaSettings
+from transfer.transports.stream import PayloadEncoder
 from transfer.transports.tls import Tls
-from transfer.transports.vectors import Pieces, Vector
-from transfer.transports.wire import PROBE_KEY, CopyOrder, CopyStatus, WireError
-
-logger = get_logger(__name__)
-
-MAX_TRIES = 3
-"""Of a slice: what broke the queue pair may have been another one."""
-_TICK_S, _TRIES = 4.096e-6, 8
-_MAX_ACK_TIMEOUT = 31
+from transfer.transports.wire import CopyStatus, WireError
 
 
 class RdmaTransport(PullTransport, NetworkTransport):
     """See the module.
 
     Args:
-        hosts: the control connections use the first of them, and the card's port that has this address is preferred.
-        device: the card's name in /sys/class/infiniband; by default whichever serves best.
-        lost_after_s: what a card does not acknowledge for about this long, at least half of it, counts as lost.
+        hosts: the control connection uses the first that works, and ports that have these addresses are preferred.
+        lost_after_s: after which the control connection counts as dead; by default as long as `settings` say of cards.
     """
 
     name = "rdma"
     capabilities = Capabilities(device_memory=True, other_host=True, needs_registration=True, needs_library=True)
     fills_stages = True
     max_nbytes = 64 << 20
-    max_attached = EPOCH.size + END_NBYTES + MAX_NBYTES
+    max_attached = WHERE.size + END_NBYTES + MAX_NBYTES
+    takes_one_path = True
 
     def __init__(
         self,
@@ -61,56 +57,54 @@ class RdmaTransport(PullTransport, NetworkTransport):
         *,
         hosts: Sequence[str] = ("127.0.0.1",),
         tls: Tls | None = None,
-        device: str = "",
-        lost_after_s: float = 5.0,
+        settings: RdmaSettings = RdmaSettings(),  # noqa: B008
+        lost_after_s: float | None = None,
         place: OnDevice | None = None,
     ) -> None:
         """Raises Unavailable with the reason where there is no card, or not what it takes to use it."""
+        if lost_after_s is not None:
+            settings = replace(settings, lost_after_s=lost_after_s)
         super().__init__(
-            memory, identity, hosts=hosts[:1], streams=1, tls=tls, lost_after_s=lost_after_s, place=place
+            memory, identity, hosts=hosts, streams=1, tls=tls, lost_after_s=settings.lost_after_s, place=place
         )
-        self._ack_timeout = ack_timeout(lost_after_s)
-        self._card = Card(hosts[0], device)
-        try:
-            self._completions = Completions(self._card)
-            # Of queue pairs that only answer: nothing is ever in it.
-            self._silent = self._card.completion_queue(1)
-        except (OSError, RuntimeError) as error:
-            self._card.close()
-            raise Unavailable(f"{self._card.rail} cannot be used: {error}") from error
-        self._is_open = True
+        self._rails = OpenRails(hosts, settings)
+        self._counts = RailCounts()
 
     @classmethod
     def make(cls, memory: Memory, options: TransportOptions) -> RdmaTransport:
-        return cls(memory, options.identity, hosts=options.hosts, tls=options.tls, place=options.place)
+        return cls(
+            memory, options.identity, hosts=options.hosts, tls=options.tls, settings=options.rdma, place=options.place
+        )
 
     def register(self, region: Region) -> None:
-        self._card.register(region)
+        self._rails.register(region)
 
     def unregister(self, region: Region) -> None:
-        self._card.unregister(region)
+        self._rails.unregister(region)
+
+    def take_counts(self) -> Mapping[str, Mapping[str, int]]:
+        return self._counts.take()
 
     def close(self) -> None:
         super().close()
-        with self._lock:
-            is_open, self._is_open = self._is_open, False
-        if is_open:
-            self._completions.close()
-            self._silent.close()
-            self._card.close()
+        self._rails.close()
 
     def _fetcher(self, channel: Channel) -> Fetcher:
-        fetcher = RdmaFetcher(self._card, self._completions, self._ack_timeout)
+        fetcher = RdmaFetcher(self._rails.all)
         return fetcher if self.stages is None else LandingFetcher(fetcher, self.stages)
 
     def _prepare(self, channel: Channel, deadline_at: float) -> PayloadEncoder:
         channel.settimeout(max(0.001, deadline_at - time.monotonic()))
         channel.sendall(GREET)
-        said = take(channel, END_NBYTES, deadline_at, "our memory")
+        (count,) = COUNT.unpack(take(channel, COUNT.size, deadline_at, "our memory"))
+        if not 1 <= count <= MAX_RAILS:
+            raise Unavailable(f"the peer says that it has {count} rails: expected 1 to {MAX_RAILS}")
+        said = take(channel, count * END_NBYTES, deadline_at, "our memory")
         try:
-            encoder = _KeyEncoder(self._card, Pair(self._card, self._silent, 1), decode_end(said))
+            ends = [decode_end(said[start : start + END_NBYTES]) for start in range(0, len(said), END_NBYTES)]
         except WireError as error:
             raise Unavailable(str(error)) from error
+        encoder = RailEncoder(self._rails.all, ends, self._counts, self.max_nbytes)
         try:
             self._try_out(channel, encoder, deadline_at)
         except BaseException:
@@ -118,63 +112,14 @@ class RdmaTransport(PullTransport, NetworkTransport):
             raise
         return encoder
 
-    def _try_out(self, channel: Channel, encoder: _KeyEncoder, deadline_at: float) -> None:
-        """Have the peer connect its queue pair and read a number. Raises Unavailable, OSError."""
-        cells, pieces = self._card.cells, [self._card.cells.address]
-        order = CopyOrder(0, PROBE_KEY, 1, CELL_NBYTES, cells.number)
-        attached = encoder.end.encode() + self._card.keys()[1].encode(pieces)
-        status = probe(
-            channel, order.encode(pieces, [CELL_NBYTES], pieces, attachment=attached), deadline_at, "our memory"
-        )
-        if status is CopyStatus.FORBIDDEN:
-            raise Unavailable(f"the peer's card read another memory than that of {self._card.rail}")
-        if status is not CopyStatus.OK:
-            raise Unavailable(
-                f"the peer's card cannot read over {self._card.rail}: are both in one network, is UDP port 4791 open?"
-            )
+    def _try_out(self, channel: Channel, encoder: RailEncoder, deadline_at: float) -> None:
+        """Have the peer read a number, over one rail after another until one works. Raises Unavailable, OSError.
 
-
-class _KeyEncoder(PullEncoder):
-    """Tells the keys of the memory to send; has the queue pair by which it is read."""
-
-    def __init__(self, card: Card, pair: Pair, peer: End) -> None:
-        """Takes over the pair. Raises OSError."""
-        super().__init__(RdmaTransport.max_nbytes)
-        self._card, self._pair, self._peer, self._epoch = card, pair, peer, 0
-        try:
-            pair.serve(peer, 0)
-        except OSError:
-            pair.close()
-            raise
-
-    @property
-    def end(self) -> End:
-        return self._pair.end
-
-    def attachment(self, pieces: Pieces) -> bytes:
-        return EPOCH.pack(self._epoch) + self._card.keys()[1].encode(pieces.local)
-
-    def encode(self, part: Slice) -> Vector:
-        part.place = self._epoch
-        return super().encode(part)
-
-    def failed(self, part: Slice, status: CopyStatus) -> bool:
-        """The first that says that this epoch's queue pair broke begins the next, where the others are sent again."""
-        if status is not CopyStatus.BROKEN:
-            return False
-        if part.place == self._epoch:
-            self._epoch += 1
-            self._pair.serve(self._peer, self._epoch)
-        part.tries += 1
-        return part.tries < MAX_TRIES
-
-    def close(self) -> None:
-        try:
-            self._pair.close()
-        except OSError as error:
-            log_once("transfer.rdma.close", "rdma: a queue pair cannot be closed: %s", error, logger=logger)
-
-
-def ack_timeout(lost_after_s: float) -> int:
-    """The verbs' code: a power of two, of which `_TRIES` take at most `lost_after_s`."""
-    return max(1, min(_MAX_ACK_TIMEOUT, int(math.log2(lost_after_s / _TRIES / _TICK_S))))
+        The others are tried in the background.
+        """
+        while (part := encoder.errand()) is not None:
+            status = probe(channel, encoder.order(part), deadline_at, "our memory")
+            encoder.release(part, status)
+            if status is CopyStatus.OK:
+                return
+        raise Unavailable(encoder.why_not)

@@ -1,0 +1,152 @@
+"""Two rails together: both carry, one that fails costs nothing but its share, and it comes back."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from rdma.test_inside import EMULATED
+
+from transfer.testing.fixtures import DEADLINE_S, TransportFixtures
+from transfer.testing.memory import MIB
+from transfer.testing.waiting import outcome_of
+from transfer.transports.base import Cause, Unavailable
+from transfer.transports.memory import Memory
+from transfer.transports.rdma.pair import Pair
+from transfer.transports.rdma.settings import RdmaSettings
+from transfer.transports.rdma.transport import RdmaTransport
+
+pytestmark = pytest.mark.inside
+NBYTES = 24 * MIB
+NAMES = ["rxe0:1", "rxe1:1"]
+
+
+def set_link(number: int, state: str) -> None:
+    subprocess.run(["ip", "link", "set", f"rail{number}", state], check=True)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def mute(sender: Any, peer: Any, number: int) -> None:
+    """The sender's end of a rail answers no read any more, as one behind a cut cable; there will be another one."""
+    pairs, rail = peer._encoder._pairs, sender._rails.all[number]
+    gone, pairs[number] = pairs[number], Pair(rail.card, rail.silent, 1)
+    gone.close()
+
+
+class TestRails(TransportFixtures):
+    transport = RdmaTransport
+
+    @pytest.fixture
+    def options(self) -> dict[str, Any]:
+        return EMULATED
+
+    @pytest.fixture
+    def peer(self, sender: Any, receiver: Any) -> Any:
+        """To which both rails work."""
+        peer = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+        until(lambda: self.rails_in(peer) == NAMES)
+        sender.take_counts()
+        return peer
+
+    @pytest.fixture(autouse=True)
+    def all_up(self) -> Iterator[None]:
+        yield
+        for number in (0, 1):
+            set_link(number, "up")
+
+    def rails_in(self, peer: Any) -> list[str]:
+        return [path.name for path in peer._encoder.paths.all if path.is_in]
+
+    def under_way(self, peer: Any, number: int) -> bool:
+        return bool(peer._encoder.paths.all[number].in_flight_nbytes)
+
+    def test_both_carry(self, memory: Memory, there: Memory, sender: Any, peer: Any) -> None:
+        source, target, grant = self.between(memory, there, NBYTES, seed=1)
+        self.send(peer, grant, source, NBYTES)
+        assert np.array_equal(target.bytes, source.bytes)
+        carried = sender.take_counts()["rail_bytes"]
+        assert sorted(carried) == NAMES and sum(carried.values()) == NBYTES
+        assert min(carried.values()) >= NBYTES // 8, carried
+
+    @pytest.mark.parametrize("how", ["its port is set down", "it gets no answer"])
+    def test_a_rail_that_fails_leaves_its_share_to_the_other_and_is_taken_back(
+        self, memory: Memory, there: Memory, sender: Any, peer: Any, caplog: pytest.LogCaptureFixture, how: str
+    ) -> None:
+        source, target, grant = self.between(memory, there, NBYTES, seed=2)
+        with caplog.at_level(logging.WARNING):
+            write = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
+            until(lambda: self.under_way(peer, 1))
+            if "port" in how:
+                set_link(1, "down")
+            else:
+                mute(sender, peer, 1)
+            assert outcome_of(write).ok
+            assert np.array_equal(target.bytes, source.bytes)
+        set_link(1, "up")
+        until(lambda: self.rails_in(peer) == NAMES)
+        counts = sender.take_counts()
+        assert counts["rail_failures"] == counts["rail_recoveries"] == {"rxe1:1": 1} and peer.alive
+        assert counts["rail_bytes"]["rxe0:1"] > counts["rail_bytes"].get("rxe1:1", 0)
+        assert "rail rxe1:1 to a peer is out" in caplog.text
+        target.bytes[:] = 0
+        self.send(peer, grant, source, NBYTES)
+        assert np.array_equal(target.bytes, source.bytes)
+        assert sender.take_counts()["rail_bytes"]["rxe1:1"]
+
+    def test_a_revoked_grant_waits_for_all_its_queue_pairs(
+        self, memory: Memory, there: Memory, sender: Any, peer: Any
+    ) -> None:
+        """Both have reads under way, and one of them gets no answer."""
+        source, target, grant = self.between(memory, there, NBYTES, seed=3)
+        write = peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S)
+        until(lambda: self.under_way(peer, 0) and self.under_way(peer, 1) and bool(there.granted(grant.key)._holders))
+        mute(sender, peer, 1)
+        there.revoke(grant)
+        target.bytes[:] = 7
+        assert not outcome_of(write).ok
+        until(lambda: not peer._encoder.paths.is_busy or not peer.alive)
+        assert (target.bytes == 7).all()
+
+    def test_where_all_are_down_the_peer_is_lost_and_one_can_connect_again(
+        self, memory: Memory, there: Memory, sender: Any, receiver: Any, peer: Any
+    ) -> None:
+        source, target, grant = self.between(memory, there, NBYTES, seed=4)
+        for number in (0, 1):
+            set_link(number, "down")
+        outcome = outcome_of(peer.write(grant, *self.all_of(source, grant), deadline_s=DEADLINE_S))
+        assert outcome.cause is Cause.PEER_LOST and "no rail works any more" in outcome.detail
+        with pytest.raises(Unavailable):
+            sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+        for number in (0, 1):
+            set_link(number, "up")
+        again = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+        self.send(again, grant, source, NBYTES)
+        assert np.array_equal(target.bytes, source.bytes)
+
+
+def test_rails_that_are_named_are_used_in_that_order_and_no_others() -> None:
+    for ports, used in ((["rxe1"], NAMES[1:]), (["rxe1:1", "rxe0"], NAMES[::-1])):
+        with RdmaTransport(Memory(), settings=RdmaSettings(ports=ports)) as made:
+            assert [rail.card.rail.name for rail in made._rails.all] == used
+
+
+def test_timeout_and_retries_of_a_queue_pair_are_those_that_are_configured() -> None:
+    settings = RdmaSettings(ports=["rxe1"], gid_index=1, traffic_class=104, retries=3, lost_after_s=9.0)
+    with RdmaTransport(Memory(), settings=settings) as sender, RdmaTransport(Memory(), settings=settings) as receiver:
+        sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+        assert receiver._receiver is not None
+        (connection,) = receiver._receiver._connections.values()
+        (reader,) = connection._fetcher._readers  # type: ignore[attr-defined]
+        attributes, _ = reader._pair.queue.query()
+        assert (attributes["timeout"], attributes["retry_cnt"]) == (19, 3)

@@ -1,0 +1,247 @@
+"""The whole transport over several rails, with a stand-in for the cards: shares, failures, revocation, recovery."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated.verbs import Fabric
+
+from transfer.testing.fixtures import DEADLINE_S
+from transfer.testing.memory import MIB, Buffer, int64
+from transfer.testing.waiting import outcome_of
+from transfer.transports.base import Cause, Unavailable
+from transfer.transports.memory import Memory
+from transfer.transports.rdma import sending
+from transfer.transports.rdma.fetcher import WHERE
+from transfer.transports.rdma.pair import ack_timeout
+from transfer.transports.rdma.settings import RdmaSettings
+from transfer.transports.rdma.transport import RdmaTransport
+
+NBYTES = 16 * MIB
+FAST = 400e6
+
+
+class Pair:
+    """A sender and a receiver over the cards of one fabric, and a grant of as much as there is to send."""
+
+    def __init__(self, fabric: Fabric, rails: int | None = None) -> None:
+        self.fabric = fabric
+        self.memory, self.there = Memory(), Memory()
+        settings = RdmaSettings(lost_after_s=0.5)
+        self.sender, self.receiver = (RdmaTransport(m, settings=settings) for m in (self.memory, self.there))
+        for memory, transport in ((self.memory, self.sender), (self.there, self.receiver)):
+            memory.follow(transport)
+        self.source, self.target = Buffer(NBYTES, seed=1), Buffer(NBYTES)
+        self.memory.register(self.source.address, NBYTES)
+        self.there.register(self.target.address, NBYTES)
+        self.grant = self.there.grant(int64(self.target.address), int64(NBYTES))
+        self.peer: Any = self.sender.connect(self.receiver.listen(), deadline_s=DEADLINE_S)
+        until(lambda: len(self.rails_in) == (len(fabric.cards) if rails is None else rails))
+
+    @property
+    def rails_in(self) -> list[str]:
+        return [path.name for path in self.peer._encoder.paths.all if path.is_in]
+
+    def write(self) -> Any:
+        whole = int64(self.source.address), self.grant.addresses, self.grant.nbytes
+        return self.peer.write(self.grant, *whole, deadline_s=DEADLINE_S)
+
+    def close(self) -> None:
+        for transport in (self.sender, self.receiver):
+            transport.close()
+        self.fabric.close()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
+    made: list[Pair] = []
+
+    def pair(*speeds: float) -> Pair:
+        made.append(Pair(Fabric(monkeypatch, list(speeds))))
+        return made[-1]
+
+    yield pair
+    for one in made:
+        one.close()
+
+
+def test_each_rail_carries_as_it_can(make: Callable[..., Pair]) -> None:
+    pair = make(FAST, FAST / 4)
+    for _ in range(8):
+        assert outcome_of(pair.write()).ok
+    assert np.array_equal(pair.target.bytes, pair.source.bytes)
+    fast, slow = (card.moved_nbytes for card in pair.fabric.cards.values())
+    assert fast > 2 * slow > 0
+    counts = pair.sender.take_counts()
+    assert counts == {"rail_bytes": {"card0:1": fast - 8, "card1:1": slow - 8}}, "but for the number of each probe"
+
+
+@pytest.mark.parametrize("how", ["is_up", "answers", "speaks"])
+def test_a_rail_that_fails_leaves_what_is_unfinished_to_the_other_and_is_taken_back(
+    make: Callable[..., Pair], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make(FAST, FAST)
+    card = pair.fabric.cards["card1"]
+    writes = [pair.write() for _ in range(3)]
+    until(lambda: card.moved_nbytes > MIB)
+    setattr(card, how, False)
+    assert [outcome_of(write).ok for write in writes] == [True] * 3
+    assert np.array_equal(pair.target.bytes, pair.source.bytes)
+    assert pair.rails_in == ["card0:1"]
+    assert pair.sender.take_counts()["rail_failures"] == {"card1:1": 1}
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert sum("rail card1:1 to a peer is out" in line for line in lines) == 1
+    setattr(card, how, True)
+    until(lambda: pair.rails_in == ["card0:1", "card1:1"])
+    assert pair.sender.take_counts()["rail_recoveries"] == {"card1:1": 1}
+    before = card.moved_nbytes
+    assert outcome_of(pair.write()).ok and card.moved_nbytes > before + MIB
+
+
+def test_a_revoked_grant_is_written_by_no_rail(make: Callable[..., Pair]) -> None:
+    pair = make(FAST, FAST / 2, FAST)
+    writes = [pair.write() for _ in range(3)]
+    until(lambda: min(card.moved_nbytes for card in pair.fabric.cards.values()) > MIB // 2)
+    pair.fabric.cards["card1"].answers = False
+    pair.there.revoke(pair.grant)
+    pair.target.bytes[:] = 7
+    assert {outcome_of(write).cause for write in writes} <= {Cause.REFUSED, Cause.SOURCE, None}
+    assert outcome_of(writes[-1]).cause is Cause.REFUSED
+    until(lambda: not pair.peer._encoder.paths.is_busy)
+    assert (pair.target.bytes == 7).all()
+
+
+@pytest.mark.parametrize("how", ["is_up", "answers"])
+def test_where_no_rail_is_left_the_peer_is_lost_and_one_can_connect_again(
+    make: Callable[..., Pair], how: str
+) -> None:
+    pair = make(FAST, FAST)
+    for card in pair.fabric.cards.values():
+        setattr(card, how, False)
+    outcome = outcome_of(pair.write())
+    assert outcome.cause is Cause.PEER_LOST and "no rail works any more" in outcome.detail
+    with pytest.raises(Unavailable, match="cannot read over card1 port 1" if how == "answers" else "port is down"):
+        pair.sender.connect(pair.receiver.listen(), deadline_s=DEADLINE_S)
+    setattr(pair.fabric.cards["card1"], how, True)
+    pair.peer = pair.sender.connect(pair.receiver.listen(), deadline_s=DEADLINE_S)
+    assert pair.rails_in == ["card1:1"]
+    assert outcome_of(pair.write()).ok
+    assert np.array_equal(pair.target.bytes, pair.source.bytes)
+
+
+def test_a_rail_that_does_not_work_from_the_beginning_costs_no_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric = Fabric(monkeypatch, [FAST, FAST])
+    fabric.cards["card0"].answers = False
+    pair = Pair(fabric, rails=1)
+    assert pair.rails_in == ["card1:1"] and outcome_of(pair.write()).ok
+    assert pair.sender.take_counts()["rail_failures"] == {"card0:1": 1}
+    fabric.cards["card0"].answers = True
+    until(lambda: pair.rails_in == ["card0:1", "card1:1"])
+    pair.close()
+
+
+def test_a_key_that_is_refused_fails_its_write_and_all_others_arrive(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make(FAST, FAST)
+    other = Buffer(MIB, seed=2)
+    region = pair.memory.register(other.address, MIB)
+    stale = {card: card.keys()[1] for card in pair.peer._encoder._cards}
+    pair.memory.unregister(region)
+    pair.memory.register(other.address, MIB)
+
+    def keys(card: Any, pieces: Any) -> bytes:
+        first = int(np.asarray(pieces.local)[0])
+        known = stale[card] if other.address <= first < other.address + MIB else card.keys()[1]
+        encoded: bytes = known.encode(pieces.local)
+        return encoded
+
+    monkeypatch.setattr(pair.peer._encoder, "keys", keys)
+    bad = pair.peer.write(
+        pair.grant, int64(other.address), pair.grant.addresses, int64(MIB), deadline_s=DEADLINE_S
+    )
+    assert outcome_of(bad).cause is Cause.SOURCE
+    assert outcome_of(pair.write()).ok
+    assert np.array_equal(pair.target.bytes, pair.source.bytes)
+
+
+@pytest.mark.parametrize("where", [b"", WHERE.pack(9, 0), WHERE.pack(0, 1 << 31)])
+def test_an_order_that_names_no_rail_or_an_epoch_to_come_costs_its_connection(
+    make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, where: bytes
+) -> None:
+    pair = make(FAST, FAST)
+    with monkeypatch.context() as patched:
+        patched.setattr(sending, "WHERE", SimpleNamespace(pack=lambda *_: where))
+        assert outcome_of(pair.write()).cause is Cause.PEER_LOST
+    pair.there.revoke(pair.grant)
+    pair.grant = pair.there.grant(pair.grant.addresses, pair.grant.nbytes)
+    pair.peer = pair.sender.connect(pair.receiver.listen(), deadline_s=DEADLINE_S)
+    assert outcome_of(pair.write()).ok
+
+
+def test_named_ports_alone_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = Fabric(monkeypatch, [FAST] * 3)
+    with RdmaTransport(Memory(), settings=RdmaSettings(ports=["card2", "card0"])) as made:
+        assert [rail.card.rail.name for rail in made._rails.all] == ["card2:1", "card0:1"]
+    fabric.close()
+
+
+def test_what_is_configured_is_set_at_the_queue_pairs_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = Fabric(monkeypatch, [FAST])
+    wanted = RdmaSettings(traffic_class=104, service_level=3, pkey_index=2, retries=4, lost_after_s=2.0)
+    with RdmaTransport(Memory(), settings=wanted) as sender, RdmaTransport(Memory(), settings=wanted) as receiver:
+        sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+        answering, reading = sorted((found.set for found in fabric.queues.values()), key=len)
+        for told in (answering, reading):
+            expected = {"traffic_class": 104, "sl": 3, "pkey_index": 2, "sgid_index": 3}
+            assert {name: told[name] for name in expected} == expected
+        assert (reading["retry_cnt"], reading["timeout"]) == (4, ack_timeout(2.0, 4))
+    fabric.close()
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["is_up", "answers", "speaks"]), st.floats(0.001, 0.05)),
+        min_size=1, max_size=8,
+    )
+)  # fmt: skip
+def test_whatever_rails_do_while_one_works_every_write_arrives_whole(
+    monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, str, float]]
+) -> None:
+    """A slice is sent again as often as it takes here, since rails break more often than they ever would."""
+    monkeypatch.setattr(sending, "MAX_TRIES", 1000)
+    pair = Pair(Fabric(monkeypatch, [FAST] * 4))
+    cards = list(pair.fabric.cards.values())
+
+    def disturb() -> None:
+        for number, how, wait_s in steps:
+            setattr(cards[number], how, not getattr(cards[number], how))
+            time.sleep(wait_s)
+
+    disturbing = threading.Thread(target=disturb)
+    disturbing.start()
+    writes = [pair.write() for _ in range(4)]
+    assert [str(outcome_of(write)) for write in writes] == ["ok"] * 4
+    disturbing.join()
+    assert np.array_equal(pair.target.bytes, pair.source.bytes)
+    pair.there.revoke(pair.grant)
+    pair.close()

@@ -1,0 +1,74 @@
+"""The rails of a process: each an opened card, with the thread that hears what it has done."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transfer.transports.base import Region, Unavailable
+from transfer.transports.rdma.card import Card, open_cards
+from transfer.transports.rdma.completions import Completions
+from transfer.transports.rdma.settings import RdmaSettings
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRail:
+    """Args:
+    silent: the completion queue of queue pairs that only answer: nothing is ever in it.
+    """
+
+    card: Card
+    completions: Completions
+    silent: Any
+
+    def close(self) -> None:
+        """Queues of others must be closed before. Raises OSError."""
+        self.completions.close()
+        self.silent.close()
+        self.card.close()
+
+
+class OpenRails:
+    """All that are used together."""
+
+    def __init__(self, hosts: Sequence[str], settings: RdmaSettings) -> None:
+        """Raises Unavailable; see `open_cards`."""
+        self.all: list[OpenRail] = []
+        cards = open_cards(hosts, settings)
+        try:
+            while cards:
+                self.all.append(_opened(cards[0]))
+                del cards[0]
+        except (OSError, RuntimeError) as error:
+            for card in cards:
+                card.close()
+            self.close()
+            raise Unavailable(f"{cards[0].rail} cannot be used: {error}") from error
+
+    def register(self, region: Region) -> None:
+        """With every card. Raises TransferError."""
+        for rail in self.all:
+            rail.card.register(region)
+
+    def unregister(self, region: Region) -> None:
+        """Raises OSError where a card does not let go of it; all others have."""
+        with contextlib.ExitStack() as stack:
+            for rail in self.all:
+                stack.callback(rail.card.unregister, region)
+
+    def close(self) -> None:
+        """May be called twice."""
+        while self.all:
+            self.all.pop().close()
+
+
+def _opened(card: Card) -> OpenRail:
+    """Raises OSError, RuntimeError; the card is still the caller's then."""
+    completions = Completions(card)
+    try:
+        return OpenRail(card, completions, card.completion_queue(1))
+    except BaseException:
+        completions.close()
+        raise

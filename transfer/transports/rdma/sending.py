@@ -1,0 +1,180 @@
+"""The sender's side of one peer: which rail each slice goes over, with the keys that the peer's card needs for it."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mooncake_connector.log import get_logger, log_once
+from transfer.transports.base import Completion, Grant
+from transfer.transports.pull import PullEncoder
+from transfer.transports.rdma.card import CELL_NBYTES, Card
+from transfer.transports.rdma.fetcher import WHERE
+from transfer.transports.rdma.opened import OpenRail
+from transfer.transports.rdma.pair import End, Pair
+from transfer.transports.rdma.paths import Path, Paths, RailCounts
+from transfer.transports.rdma.rails import matched
+from transfer.transports.rdma.reader import LOOK_S
+from transfer.transports.stream import Slice, WriteRequest
+from transfer.transports.vectors import Pieces, Vector
+from transfer.transports.wire import PROBE_KEY, CopyOrder, CopyStatus
+
+logger = get_logger(__name__)
+
+MAX_TRIES = 3
+"""Of a slice: what broke the queue pair may have been another one."""
+SHARED_NBYTES = 16 << 20
+"""Of a slice where there are several rails, so that the last ones even out their speeds."""
+_BYTES_PER_GBIT = 1e9 / 8
+_BROKE = "its queue pair broke (the peer logged why)"
+_DOWN = "its port is down"
+_EPOCH_SHIFT = 8
+"""Of `Slice.place`, above the number of the rail."""
+
+
+class _Probe(WriteRequest):
+    """Asks the peer to connect a rail anew and to read a number over it."""
+
+    __slots__ = ("path",)
+
+    def __init__(self, path: Path, address: int) -> None:
+        pieces = Pieces([address], [address], [CELL_NBYTES], CELL_NBYTES)
+        none = np.zeros(0, dtype=np.int64)
+        super().__init__(pieces, Grant(PROBE_KEY, none, none), Completion(float("inf")), CELL_NBYTES)
+        self.path = path
+
+
+class RailEncoder(PullEncoder):
+    """See the module. `Paths` decides."""
+
+    def __init__(self, rails: Sequence[OpenRail], ends: Sequence[End], counts: RailCounts, max_nbytes: int) -> None:
+        """`ends` are the peer's, one for each of its rails. Raises OSError."""
+        self._peer = ends
+        self._cards: list[Card] = []
+        self._pairs: list[Pair] = []
+        self.why_not = ""
+        """The last reason for which a rail did not work."""
+        paths = []
+        try:
+            for number, ours in enumerate(matched([rail.card.rail.gid for rail in rails], [end.gid for end in ends])):
+                card = rails[ours].card
+                self._pairs.append(Pair(card, rails[ours].silent, 1))
+                self._cards.append(card)
+                paths.append(Path(number, card.rail.name, (card.rail.gbit_per_s or 1.0) * _BYTES_PER_GBIT))
+        except OSError:
+            self.close()
+            raise
+        self._look_at = 0.0
+        super().__init__(max_nbytes if len(paths) == 1 else SHARED_NBYTES)
+        self.num_paths = len(paths)
+        self.paths = Paths(paths, counts)
+
+    def has_room(self) -> bool:
+        return self.paths.best() is not None
+
+    def errand(self) -> Slice | None:
+        """A rail is to be tried: it serves in a new epoch, of which the peer is told.
+
+        Raises OSError where none works any more.
+        """
+        now = time.monotonic()
+        self._look(now)
+        for path in self.paths.due(now):
+            path.begin_try()
+            card = self._cards[path.number]
+            try:
+                if not card.is_up:
+                    raise OSError(_DOWN)
+                self._pairs[path.number].serve(self._peer[path.number], path.epoch)
+            except OSError as error:
+                self.why_not = f"{card.rail}: {error}"
+                if not path.in_flight_nbytes:
+                    self.paths.tried(path, now, str(error))
+                    continue  # else the peer is told nevertheless, so that it gives up what it waits for
+            return _Probe(path, card.cells.address).next_slice()
+        self._insist()
+        return None
+
+    @property
+    def errand_at(self) -> float | None:
+        times = [self.paths.next_try_at, self._look_at if self.paths.is_busy else None]
+        return min((at for at in times if at is not None), default=None)
+
+    def _look(self, now: float) -> None:
+        if now < self._look_at or not self.paths.is_busy:
+            return
+        self._look_at = now + LOOK_S
+        for path in self.paths.all:
+            if path.is_in and not self._cards[path.number].is_up:
+                self.paths.broke(path, path.epoch, now, _DOWN)
+
+    def encode(self, part: Slice) -> Vector:
+        return Vector.over(self.order(part))
+
+    def order(self, part: Slice) -> array[int]:
+        """What says to the peer what to read, over which rail, with which keys."""
+        write, pieces = part.write, part.pieces
+        path = write.path if isinstance(write, _Probe) else self.paths.best()
+        assert path is not None
+        card = self._cards[path.number]
+        part.place = path.number | path.epoch << _EPOCH_SHIFT
+        expected, attached = 0, WHERE.pack(path.number, path.epoch)
+        if isinstance(write, _Probe):
+            expected = card.cells.number
+            attached += self._pairs[path.number].end.encode() + card.keys()[1].encode(pieces.local)
+        else:
+            attached += self.keys(card, pieces)
+            path.order(pieces.total, time.monotonic())
+        order = CopyOrder(part.number, write.grant.key, len(pieces.nbytes), pieces.total, expected)
+        return order.encode(pieces.remote, pieces.nbytes, pieces.local, attachment=attached)
+
+    def keys(self, card: Card, pieces: Pieces) -> bytes:
+        """By which the peer may read these pieces."""
+        return card.keys()[1].encode(pieces.local)
+
+    def release(self, part: Slice, status: CopyStatus | None) -> None:
+        path, now = self._path_of(part), time.monotonic()
+        if not isinstance(part.write, _Probe):
+            self.paths.over(path, part.pieces.total, now, moved=status is CopyStatus.OK)
+        elif status is not None:
+            self.why_not = self._said(status, self._cards[path.number])
+            self.paths.tried(path, now, self.why_not)
+
+    def failed(self, part: Slice, status: CopyStatus) -> bool:
+        """What a broken queue pair had under way is sent again, over another one."""
+        if isinstance(part.write, _Probe):
+            self._insist()
+            return False
+        if status is not CopyStatus.BROKEN:
+            return False
+        self.paths.broke(self._path_of(part), part.place >> _EPOCH_SHIFT, time.monotonic(), _BROKE)
+        part.tries += 1
+        return part.tries < MAX_TRIES
+
+    def close(self) -> None:
+        for pair in self._pairs:
+            try:
+                pair.close()
+            except OSError as error:
+                log_once("transfer.rdma.close", "rdma: a queue pair cannot be closed: %s", error, logger=logger)
+
+    def _insist(self) -> None:
+        if self.paths.is_hopeless:
+            raise OSError(f"no rail works any more: {self.why_not}")
+
+    def _path_of(self, part: Slice) -> Path:
+        found: Any = self.paths.all[part.place & ((1 << _EPOCH_SHIFT) - 1)]
+        assert isinstance(found, Path)
+        return found
+
+    @staticmethod
+    def _said(status: CopyStatus, card: Card) -> str:
+        if status is CopyStatus.OK:
+            return ""
+        if status is CopyStatus.FORBIDDEN:
+            return f"the peer's card read another memory than that of {card.rail}"
+        return f"the peer's card cannot read over {card.rail}: are both in one network, is UDP port 4791 open?"
