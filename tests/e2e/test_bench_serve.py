@@ -8,6 +8,7 @@ from pathlib import Path
 
 from e2e.conftest import Shared
 from e2e.process import ENVIRONMENTS, small_environment
+from e2e.server import ONE_CORE
 
 SMALL = ["--requests", "8", "--prefixes", "4", "--prefix-tokens", "512", "--answer-tokens", "4", "--concurrency", "2"]
 SMALL += ["--rounds", "1"]
@@ -18,7 +19,7 @@ def bench(folder: Path, *arguments: str) -> dict:
     command = [ENVIRONMENTS / "vllm" / "bin" / "python", "-m", "mooncake_connector.cli.main", "bench", "serve"]
     done = subprocess.run(
         [*command, *arguments, *SMALL, "--json"],
-        env=small_environment(), cwd=folder, capture_output=True, text=True, timeout=LIMIT_S,
+        env=small_environment() | ONE_CORE, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
