@@ -34,8 +34,6 @@ from transfer.transports.vectors import Vector, read_process
 
 DEADLINE_S = 60.0
 TLS = "tcp with TLS"
-BUSY = b"b"
-"""Asks for a busy Python thread in the other process, as long as the connection is there."""
 FETCH = struct.Struct("<iqq")
 """What the far end of the bare process_vm round trip is told: PID, address, bytes."""
 
@@ -51,11 +49,32 @@ class Far:
         self.grant = Grant(bytes.fromhex(found["key"]), np.array([self.address]), np.array([found["nbytes"]]))
 
     def dial(self, kind: bytes) -> socket.socket:
-        """A connection to one of the bare far ends: b"t" takes bytes over TCP, b"v" fetches them, b"l" a library."""
+        """A connection to one of the bare far ends: b"t" takes bytes over TCP, b"v" fetches them, b"l" a library.
+
+        With b"b" it has a busy Python thread, as long as the connection is there."""
         connection = socket.create_connection(("127.0.0.1", self.found["port"]), timeout=DEADLINE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(kind)
         return connection
+
+    @contextlib.contextmanager
+    def busy_there(self) -> Iterator[None]:
+        """A busy Python thread in the other process."""
+        with self.dial(b"b") as connection:
+            connection.recv(1)
+            yield
+
+    @contextlib.contextmanager
+    def busy_here(self) -> Iterator[None]:
+        """The same in this process."""
+        far_end, near_end = socket.socketpair()
+        thread = threading.Thread(target=_be_busy, args=(far_end, None))
+        with far_end:
+            with near_end:
+                thread.start()
+                near_end.recv(1)
+                yield
+            thread.join()
 
     def pieces(self, source: np.ndarray[Any, Any], scale: Scale) -> tuple[Int64, Int64, Int64]:
         """Where they lie here and there, scattered on both sides, and their sizes."""
@@ -114,11 +133,11 @@ def _serve(listener: socket.socket, data: np.ndarray[Any, Any]) -> None:
     while True:
         connection, _ = listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        target = {b"t": _take, b"v": _fetch, b"l": read_alone, BUSY: _be_busy}[connection.recv(1)]
+        target = {b"t": _take, b"v": _fetch, b"l": read_alone, b"b": _be_busy}[connection.recv(1)]
         threading.Thread(target=target, args=(connection, data), daemon=True).start()
 
 
-def _be_busy(connection: socket.socket, data: np.ndarray[Any, Any]) -> None:
+def _be_busy(connection: socket.socket, data: object) -> None:
     connection.sendall(b"k")
     connection.setblocking(False)
     said, total = b"k", 0

@@ -29,8 +29,8 @@ LEGENDS = {
     "transfer": "limit: process_vm_readv of the same pieces (cma), memcpy (shm), sendall/recv_into over one connection "
     "(tcp); peer: NIXL with UCX's own choice (cma), Mooncake's Transfer Engine at its better setting (tcp). Best round "
     "of each; rounds alternate.",
-    "transports": "limit: the same transport without the busy thread; peer: the library alone, with the same pieces. "
-    "Medians of rounds in turn. Processor time is that of both processes.",
+    "transports": "peer: the library alone, with the same pieces. Medians of rounds in turn. Processor time is that of "
+    "both processes.",
     "tiers": "limit: fio with direct I/O and as many requests at once (disk), plain files written, synced and read by "
     "as many threads (folder), a bare client of Mooncake's with the same calls (mooncake), the same pool without tiers "
     "or without fetches (the rest). Medians of rounds in turn.",
