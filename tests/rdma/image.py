@@ -1,28 +1,32 @@
 """What the emulated machine boots: Debian's kernel with Soft-RoCE, unpacked from its packages and never installed.
 
-All of it lies in one folder and is made once. apt checks the packages' signatures; which versions they were is in
-`packages.txt` there.
+All of it lies in one folder and is made once for each list of what is wanted. apt checks the packages' signatures;
+which versions they were is in `packages.txt` there.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 PROGRAMS = {"qemu-system-x86_64": "qemu-system-x86", "busybox": "busybox-static", "rdma": "iproute2"}
 """What the host must have, and Debian's packages of them."""
 PACKAGES = (
     "kmod", "libkmod2", "libibverbs1", "ibverbs-providers", "librdmacm1", "ibverbs-utils", "libnl-3-200",
-    "libnl-route-3-200",
+    "libnl-route-3-200", "perftest", "libibumad3", "libpci3", "python3-pyverbs",
 )  # fmt: skip
 """Laid over the host's files, which the machine sees as well. Installing them would upgrade the host's udev."""
 MODULES = (
-    "drivers/infiniband/core", "drivers/infiniband/sw", "drivers/net/dummy.ko", "drivers/virtio", "net/9p", "fs/9p",
+    "drivers/infiniband/core", "drivers/infiniband/sw", "drivers/net/dummy.ko", "drivers/net/veth.ko",
+    "drivers/virtio", "net/9p", "fs/9p",
     "fs/netfs", "fs/fscache", "fs/overlayfs", "net/ipv4/udp_tunnel.ko", "net/ipv6/ip6_udp_tunnel.ko", "net/core",
-    "fs/configfs", "crypto", "arch/x86/crypto", "lib",
+    "net/sched/sch_netem.ko", "fs/configfs", "crypto", "arch/x86/crypto", "lib",
 )  # fmt: skip
 """Of the kernel's."""
 IN_INITRAMFS = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
@@ -50,23 +54,34 @@ class Missing(Exception):
     """The machine cannot be made here; the message says what is missing and how to get it."""
 
 
+def made(cache: Path) -> Image:
+    """The one in this folder, made there unless that was done before; a minute. Raises Missing."""
+    absent = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
+    if absent:
+        install = f"apt-get install --no-install-recommends {' '.join(absent)}"
+        raise Missing(f"it needs {' and '.join(absent)}: as root, {install}")
+    wanted = hashlib.sha256(repr((PACKAGES, MODULES, IN_INITRAMFS, INIT)).encode()).hexdigest()[:12]
+    ready = Image(cache / wanted)
+    if not ready.folder.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="making-", dir=cache) as folder:
+            making = Image(Path(folder) / "image")
+            making.make()
+            with suppress(OSError):  # where another process was faster
+                making.folder.rename(ready.folder)
+    return ready
+
+
 class Image:
     """The folder that has the kernel, the initramfs, and the files that are laid over the host's."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._made = folder, folder / "packages.txt"
+        self.folder = folder
         self.added, self.kernel, self.initramfs = folder / "added", folder / "vmlinuz", folder / "initramfs.gz"
 
     def make(self) -> None:
-        """Unless that was done before; a minute. Raises Missing."""
-        absent = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
-        if absent:
-            install = f"apt-get install --no-install-recommends {' '.join(absent)}"
-            raise Missing(f"it needs {' and '.join(absent)}: as root, {install}")
-        if self._made.exists():
-            return
-        shutil.rmtree(self._folder, ignore_errors=True)
-        packages = self._folder / "packages"
+        """Raises Missing."""
+        packages = self.folder / "packages"
         packages.mkdir(parents=True)
         try:
             kernel = _kernel_package()
@@ -75,12 +90,11 @@ class Image:
             self._unpack(packages, kernel.removeprefix("linux-image-"))
         except (OSError, subprocess.SubprocessError) as error:
             raise Missing(f"Debian's packages cannot be had or used: {error}") from error
-        finally:
-            shutil.rmtree(packages)
-        self._made.write_text("\n".join(names) + "\n")
+        shutil.rmtree(packages)
+        (self.folder / "packages.txt").write_text("\n".join(names) + "\n")
 
     def _unpack(self, packages: Path, version: str) -> None:
-        whole = self._folder / "whole"
+        whole = self.folder / "whole"
         for package in packages.iterdir():
             _run("dpkg-deb", "-x", package, whole if package.name.startswith("linux-image-") else self.added)
         for name in ("bin", "sbin", "lib"):  # of the host these are links into /usr
@@ -97,14 +111,14 @@ class Image:
             target.parent.mkdir(parents=True, exist_ok=True)
             (whole / "lib" / "modules" / version / "kernel" / name).rename(target)
         shutil.rmtree(whole)
-        tree = self._folder / "tree"
+        tree = self.folder / "tree"
         (tree / "lib").mkdir(parents=True)
         (tree / "lib" / "modules").symlink_to(self.added / "usr" / "lib" / "modules")
         self._kmod("depmod", "-b", tree, version)
         self._make_initramfs(tree, version)
 
     def _make_initramfs(self, tree: Path, version: str) -> None:
-        files = self._folder / "initramfs"
+        files = self.folder / "initramfs"
         for name in ("bin", "modules", "proc", "sys", "dev", "new", "host", "upper", "added"):
             (files / name).mkdir(parents=True)
         shutil.copy(str(shutil.which("busybox")), files / "bin" / "busybox")
@@ -127,7 +141,7 @@ class Image:
 
     def _kmod(self, name: str, *arguments: str | Path) -> str:
         """Call kmod, which is unpacked and not installed, by one of the names that it has."""
-        program = self._folder / name
+        program = self.folder / name
         program.unlink(missing_ok=True)
         program.symlink_to(self.added / "usr" / "bin" / "kmod")
         libraries = str(self.added / "usr" / "lib" / "x86_64-linux-gnu")

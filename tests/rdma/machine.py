@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rdma.image import Image, Missing
+from rdma.image import Missing, made
 
 FOLDER = Path(__file__).resolve().parents[2] / ".cache" / "rdma"
 LIMIT_S = 1500.0
@@ -51,19 +51,19 @@ def run(command: Sequence[str], out: Path, variables: Mapping[str, str] | None =
         out: the folder that the command sees as /out.
         variables: of its environment.
     """
-    image = Image(FOLDER)
-    image.make()
-    status = out / "status"
-    status.unlink(missing_ok=True)
+    image = made(FOLDER)
+    started, status = out / "started", out / "status"
+    for path in (started, status):
+        path.unlink(missing_ok=True)
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in (variables or {}).items())
     (out / "start").write_text(
-        f"{START}{exports}cd {shlex.quote(os.getcwd())}\n{shlex.join(command)}\n"
+        f"{START}touch /out/started\n{exports}cd {shlex.quote(os.getcwd())}\n{shlex.join(command)}\n"
         "echo $? > /out/status; sync; echo o > /proc/sysrq-trigger; sleep 60\n"
     )
     read = ",readonly=on"
     shares = [("host", Path("/"), f"{read},multidevs=remap"), ("added", image.added, read), ("out", out, "")]
     qemu: list[str | Path] = [
-        "setpriv", "--pdeathsig", "KILL", "nice", "-n", "10",  # it ends with this process, however that ends
+        "setpriv", "--pdeathsig", "KILL",  # it ends with this process, however that ends
         "qemu-system-x86_64", "-accel", "tcg", "-cpu", PROCESSOR, "-smp", "1", "-m", str(MEMORY_MIB), "-nodefaults",
         "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio", "-net", "none",
         "-kernel", image.kernel, "-initrd", image.initramfs,
@@ -78,6 +78,8 @@ def run(command: Sequence[str], out: Path, variables: Mapping[str, str] | None =
             print(f"machine: stopped after {LIMIT_S:g} s", flush=True)
         finally:
             process.kill()
+    if not started.exists() and process.returncode > 0:
+        raise Missing(f"qemu ends with status {process.returncode}; what it said is above")
     return int(status.read_text()) if status.exists() else 125
 
 
