@@ -20,8 +20,9 @@ U16 = npt.NDArray[np.uint16]
 TRACKED = 1 << 14
 """Pages whose returns are timed: a sample."""
 WAYS = 8
-TURNS, USES, BINS = 4, 4, 44
+TURNS, USES, BINS = 4, 2, 44
 """Classes of pages, and bins of the time between two uses."""
+USED_BEFORE = 0x80
 _MOST_GHOSTS = 1 << 18
 _HEADER_WORDS = 512
 
@@ -67,7 +68,7 @@ class Hints:
     """Place of each page in its queue."""
     queue: U8
     turn: U8
-    """Of the conversation that the page belongs to, from 0."""
+    """Of the conversation that the page belongs to, from 0; with `USED_BEFORE` if it was used, went and came back."""
     tracked: U16
     """Entry of the sample that times this page, plus one; 0: none."""
     track_print: U64

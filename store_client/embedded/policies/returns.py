@@ -12,7 +12,7 @@ import numpy as np
 from store_client.embedded.names import U8, U64, Slots
 from store_client.embedded.policies.base import Arrivals, Candidates, Policy, lowest_first
 from store_client.embedded.policies.ghosts import Ghosts
-from store_client.embedded.policies.hints import BINS, F64, TURNS, USES, Hints
+from store_client.embedded.policies.hints import BINS, F64, TURNS, USED_BEFORE, USES, Hints
 from store_client.embedded.policies.lru import Recency
 from store_client.embedded.policies.sample import EDGE_LIST, EDGES, WIDTHS, Sample, bin_of, bins_of, classes_of
 
@@ -22,6 +22,8 @@ _DOUBT = 8.0
 """So many pages' worth of what holds for all classes goes into the figures of each."""
 _RENEWED_AFTER = 512
 """Pages stored until the figures are looked at again."""
+_ROUNDS = 6
+"""So often is a quarter of each bin moved to either side: by an octave's width, about."""
 _AHEAD = np.triu(np.ones((BINS, BINS), dtype=bool))
 _REMEMBERED = 8
 """A page is known to come back if fewer pages went since than so many times those of the pool."""
@@ -36,6 +38,8 @@ class Returns(Policy):
         super().__init__(hints)
         self._ghosts, self._sample = Ghosts(hints), Sample(hints)
         self._worth: F64 | None = None
+        self._uses: U8 = np.zeros(0, dtype=np.uint8)
+        """Those of the pages among which the victims are."""
         self._since = 0
 
     def stored(self, new: Arrivals, now_ns: int) -> None:
@@ -49,12 +53,13 @@ class Returns(Policy):
         of, here = self.hints.turn, set(new.slots.tolist())
         parents, uses = new.parents.tolist(), new.parent_uses.tolist()
         for slot, parent, used, returned, turn in zip(new.slots.tolist(), parents, uses, back, turns, strict=True):
-            number = turn + 1 if returned else 0
+            number, before = ((turn & ~USED_BEFORE) + 1, turn & USED_BEFORE) if returned else (0, 0)
             if parent < len(of):
-                number = max(number, int(of[parent]) + (used > 0 and parent not in here))
-            of[slot] = min(number, TURNS - 1)
+                number = max(number, (int(of[parent]) & ~USED_BEFORE) + (used > 0 and parent not in here))
+            of[slot] = min(number, TURNS - 1) | before
 
     def victims(self, pages: Candidates, granules: int, count: int, used_before_ns: int, now_ns: int) -> Slots:
+        self._uses = pages.uses
         if self._worth is None or self._since >= _RENEWED_AFTER:
             self._sample.look(pages)
             self._worth, self._since = self._weigh(now_ns), 0
@@ -68,6 +73,7 @@ class Returns(Policy):
         returned, reached = self._sample.figures(now_ns)
         if returned.sum() < _ENOUGH:
             return np.zeros((TURNS * USES, BINS))
+        returned, reached = _smooth(returned), _smooth(reached)
         of_all = (returned.sum(axis=0) + 0.01) / (reached.sum(axis=0) + 1.0)
         chance = np.fmin(np.fmax((returned + _DOUBT * of_all) / (reached + _DOUBT), 0.0), 0.99)  # of garbage, too
         before = np.concatenate([np.ones((len(chance), 1)), np.cumprod(1 - chance, axis=1)], axis=1)
@@ -81,8 +87,16 @@ class Returns(Policy):
         return np.divide(gain, cost, out=np.zeros_like(gain), where=_AHEAD).max(axis=2)
 
     def evicted(self, slots: Slots, prints: U64) -> None:
-        self._ghosts.add(prints, self.hints.turn[slots])
+        self._ghosts.add(prints, self.hints.turn[slots] | (self._uses[slots] > 0) * np.uint8(USED_BEFORE))
         self.hints.tracked[slots] = 0
+
+
+def _smooth(figures: F64) -> F64:
+    """Each bin with parts of those beside it: what comes back at once is many pages, and one bin says little."""
+    for _ in range(_ROUNDS):
+        padded = np.concatenate([figures[:, :1], figures, figures[:, -1:]], axis=1)
+        figures = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
+    return figures
 
 
 class Worth:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from store_client.embedded.names import U8, U64
 from store_client.embedded.policies.base import Arrivals, Candidates
-from store_client.embedded.policies.hints import BINS, F64, TRACKED, TURNS, USES, WAYS, Hints
+from store_client.embedded.policies.hints import BINS, F64, TRACKED, TURNS, USED_BEFORE, USES, WAYS, Hints
 from store_client.embedded.table import MOST_USES
 
 _SHIFT = 3
@@ -45,8 +45,10 @@ def bin_of(age_ns: float) -> int:
 
 
 def classes_of(turns: U8, uses: U8) -> U8:
-    """The class of each page: by its turn of the conversation, and how often it was used since it was stored."""
-    classes: U8 = np.minimum(turns, np.uint8(TURNS - 1)) * np.uint8(USES) + np.minimum(uses, np.uint8(USES - 1))
+    """The class of each page: by its turn of the conversation, and whether it was used, now or before it went."""
+    used = (uses | turns & np.uint8(USED_BEFORE)) != 0
+    of_turn = np.minimum(turns & np.uint8(USED_BEFORE - 1), np.uint8(TURNS - 1)) * np.uint8(USES)
+    classes: U8 = of_turn + used
     return classes
 
 
