@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SparseCacheRole, UniformTypeKVCacheSpecs
 
 from vllm_plugin.geometry import Group, Unsupported
-from vllm_plugin.stages import layer_order
+from vllm_plugin.stages import layers_of, stages_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,8 +51,9 @@ def sparse_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
     rows = _rows(kv_cache_config)
     if isinstance(spec, UniformTypeKVCacheSpecs):
         _check_layers(spec.kv_cache_specs, rows)
+    stages = stages_of(vllm_config, kv_cache_config)
     reasons = {
-        "its layers are on several pipeline ranks": parallel.pipeline_parallel_size > 1,
+        "vLLM did not say which layers other pipeline ranks have": stages is None,
         f"vLLM's own hits may end inside a block (of {block_tokens} tokens, hits of {aligned})": aligned < block_tokens,
     }
     for reason, holds in reasons.items():
@@ -60,14 +61,15 @@ def sparse_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
             raise Unsupported(f"the model has an indexer, and {reason}")
     groups = []
     for is_indexer in (False, True):
-        names = sorted((name for name in rows if _is_indexer(name) == is_indexer), key=layer_order)
-        sizes = {rows[name] for name in names}
+        every = [[name for name in names if _is_indexer(name) == is_indexer] for (names,) in stages or ()]
+        layers = layers_of([name for name in rows if _is_indexer(name) == is_indexer], every)
+        sizes = {rows[name] for name in layers.own}
         if len(sizes) != 1:
             raise Unsupported(f"layers beside an indexer have rows of {sorted(sizes)} bytes; expected one size")
         groups.append(
             Group(
-                layers=tuple(layer_order(name)[0] for name in names),
-                num_layers=len(names),
+                layers=layers.numbers,
+                num_layers=layers.count,
                 num_kv_heads=1,
                 k_dim=sizes.pop(),
                 v_dim=0,
@@ -75,9 +77,10 @@ def sparse_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
                 kv_dtype=f"indexer on {current_platform.device_name}" if is_indexer else _dtype_name(vllm_config),
                 is_mla=True,
                 block_tokens=block_tokens,
-                layer_names=tuple(names),
+                layer_names=layers.own,
                 tp_size=parallel.tensor_parallel_size,
-                pp_size=1,
+                pp_size=parallel.pipeline_parallel_size,
+                stages=layers.stages,
                 in_whole_blocks=is_indexer,
             )
         )

@@ -137,7 +137,7 @@ class Setup:
         """The KV-cache groups of a rank, each with the numbers of its layers in the model."""
         if self.is_sparse:
             latent, indexer = (self.kv_spec.kv_cache_specs[names[0]] for names in (layer_names(), indexer_names()))
-            return [(latent, range(NUM_LAYERS)), (indexer, range(NUM_LAYERS))]
+            return [(latent, self.layers(rank)), (indexer, self.layers(rank))]
         if self.is_hybrid:
             count = len(self.kv_spec)
             every = range(count * self.layers_a_group)
@@ -170,14 +170,14 @@ def layer_names(layers: range = range(NUM_LAYERS)) -> list[str]:
     return [f"model.layers.{layer}.self_attn.attn" for layer in layers]
 
 
-def indexer_names() -> list[str]:
-    return [f"model.layers.{layer}.self_attn.indexer.k_cache" for layer in range(NUM_LAYERS)]
+def indexer_names(layers: range = range(NUM_LAYERS)) -> list[str]:
+    return [f"model.layers.{layer}.self_attn.indexer.k_cache" for layer in layers]
 
 
 def kv_cache_config(setup: Setup, rank: int = 0) -> KVCacheConfig:
     """Of one worker; vLLM gives its scheduler the first worker's."""
     if setup.is_sparse:
-        return generate_scheduler_kv_cache_config([_sparse_config(setup)])
+        return generate_scheduler_kv_cache_config([_sparse_config(setup, rank)])
     groups = [KVCacheGroupSpec(layer_names(layers), spec) for spec, layers in setup.groups(rank)]
     drafting = {"eagle": -1, "mtp": 0}.get(setup.proposer)
     if drafting is not None:
@@ -190,13 +190,15 @@ def kv_cache_config(setup: Setup, rank: int = 0) -> KVCacheConfig:
     )
 
 
-def _sparse_config(setup: Setup) -> KVCacheConfig:
+def _sparse_config(setup: Setup, rank: int) -> KVCacheConfig:
     """What vLLM itself makes of the layers of a worker."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups  # not in 0.33
 
     engine = VllmConfig(cache_config=CacheConfig(block_size=setup.block_tokens))
     engine.cache_config.kv_cache_layout = setup.layout
-    groups = get_kv_cache_groups(engine, dict(setup.kv_spec.kv_cache_specs))
+    own = {*layer_names(setup.layers(rank)), *indexer_names(setup.layers(rank))}
+    specs = {name: spec for name, spec in setup.kv_spec.kv_cache_specs.items() if name in own}
+    groups = get_kv_cache_groups(engine, specs)
     nbytes = setup.num_blocks * sum(group.kv_cache_spec.page_size_bytes for group in groups)
     return get_kv_cache_config_from_groups(engine, groups, nbytes)
 
@@ -205,13 +207,14 @@ def kv_cache_configs(setup: Setup, config: VllmConfig) -> tuple[KVCacheConfig, l
     """The scheduler's and the workers', as EngineCore makes them and has them sent."""
     workers = [worker_kv_cache_config(setup, rank) for rank in range(setup.num_ranks)]
     stages.tell(config, workers)
-    scheduler = generate_scheduler_kv_cache_config(workers) if setup.is_hybrid else kv_cache_config(setup)
+    is_whole = setup.is_hybrid or setup.is_sparse
+    scheduler = generate_scheduler_kv_cache_config(workers) if is_whole else kv_cache_config(setup)
     return scheduler, pickle.loads(pickle.dumps(workers))
 
 
 def worker_kv_cache_config(setup: Setup, rank: int) -> KVCacheConfig:
     if setup.is_sparse:
-        return _sparse_config(setup)
+        return _sparse_config(setup, rank)
     config = kv_cache_config(setup, rank)
     if setup.worker_kv_spec is not None:
         config.kv_cache_groups[0].kv_cache_spec = setup.worker_kv_spec

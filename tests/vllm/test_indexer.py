@@ -193,10 +193,31 @@ def test_a_layer_that_is_not_understood_leaves_the_model_alone(base_config: Vllm
         read_geometry(vllm_config(setup, base_config, pool), worker_kv_cache_config(setup, 0))
 
 
-def test_several_pipeline_ranks_leave_the_model_alone(base_config: VllmConfig, pool: Path) -> None:
+def test_where_vllm_does_not_tell_of_other_pipeline_ranks_the_model_is_left_alone(
+    base_config: VllmConfig, pool: Path
+) -> None:
     setup = Setup(kv_spec=sparse(), pp_size=2)
-    with pytest.raises(Unsupported, match="the model has an indexer, and its layers are on several pipeline ranks"):
+    with pytest.raises(Unsupported, match="the model has an indexer, and vLLM did not say which layers"):
         read_geometry(vllm_config(setup, base_config, pool), kv_cache_config(setup))
+
+
+@pytest.mark.parametrize(("wrote", "reads"), [(2, 2), (1, 2), (2, 1)])
+def test_any_numbers_of_pipeline_ranks_share_both(start: Start, faults, wrote: int, reads: int) -> None:
+    engine = start(kv_spec=sparse(), pp_size=wrote)
+    engine.check(PROMPT)
+    assert all(all(engine.pages(PROMPT, group=group)) for group in (0, 1))
+    engine.shut_down()
+    num_pages = sum(faults.written.values())
+    engine = start(kv_spec=sparse(), pp_size=reads)
+    engine.check(PROMPT, 10, computed=4 + 9)
+    assert engine.num_pages() == num_pages == 2 * 6 * wrote, "pages that other stages cover were stored again"
+
+
+@pytest.mark.parametrize("stages", [(2, 2), (1, 2), (2, 1)])
+def test_decode_goes_on_from_both_with_any_numbers_of_pipeline_ranks(pair: MakePair, stages: tuple[int, int]) -> None:
+    both = pair(*({"kv_spec": sparse(), "pp_size": count} for count in stages), granularity="layer")
+    both.ask(PROMPT, 20, computed=1 + 19)
+    assert not both.failures()
 
 
 def test_a_wrong_row_of_the_pretended_indexer_is_noticed(start: Start) -> None:

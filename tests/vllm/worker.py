@@ -54,7 +54,7 @@ class Worker:
         """Called after each layer of attention of a forward pass, with its number in the model."""
         self._caches: dict[str, Any] = {}
         for group in groups:
-            names = indexer_names() if group.is_indexer else layer_names(group.layers)
+            names = (indexer_names if group.is_indexer else layer_names)(group.layers)
             if isinstance(group.spec, MambaSpec):
                 self._caches |= as_states(group.memory, names)
             else:
