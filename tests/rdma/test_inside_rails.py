@@ -22,7 +22,7 @@ from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
 
 pytestmark = pytest.mark.inside
-NBYTES = 24 * MIB
+NBYTES = 12 * MIB
 NAMES = ["rxe0:1", "rxe1:1"]
 
 

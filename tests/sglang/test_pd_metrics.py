@@ -53,3 +53,18 @@ def test_each_transfer_is_counted_once_and_an_abort_is_no_failure():
 
 def test_without_metrics_nothing_is_counted():
     assert not any(added(TransferMetrics(enabled=False), SENT, EXPIRED, FETCHED, FAILED))
+
+
+def test_what_transports_count_is_added_by_figure_and_label():
+    def counted() -> list[float]:
+        names = [("rail_bytes", "mlx5_0:1"), ("rail_bytes", "mlx5_1:1"), ("rail_failures", "mlx5_0:1")]
+        found = (REGISTRY.get_sample_value(f"mooncake_connector_{name}_total", {"rail": rail}) for name, rail in names)
+        return [value or 0.0 for value in found]
+
+    counts = {"rail_bytes": {"mlx5_0:1": 5, "mlx5_1:1": 2}, "rail_failures": {"mlx5_0:1": 1}}
+    before = counted()
+    TransferMetrics(enabled=False).count_each(counts)
+    assert counted() == before
+    for _ in range(2):
+        TransferMetrics(enabled=True).count_each(counts)
+    assert [after - value for after, value in zip(counted(), before, strict=True)] == [10, 4, 2]
