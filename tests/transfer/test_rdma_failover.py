@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -195,6 +196,20 @@ def test_an_order_that_names_no_rail_or_an_epoch_to_come_costs_its_connection(
     pair.grant = pair.there.grant(pair.grant.addresses, pair.grant.nbytes)
     pair.peer = pair.sender.connect(pair.receiver.listen(), deadline_s=DEADLINE_S)
     assert outcome_of(pair.write()).ok
+
+
+def test_the_control_connection_goes_over_the_first_address_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric, hosts = Fabric(monkeypatch, [FAST]), ("127.0.0.1", "127.0.0.2")
+    with RdmaTransport(Memory(), hosts=hosts) as sender, RdmaTransport(Memory(), hosts=hosts) as receiver:
+        endpoint = receiver.listen()
+        peer: Any = sender.connect(endpoint, deadline_s=DEADLINE_S)
+        assert peer.paths == ["127.0.0.1->127.0.0.1#0"]
+        assert receiver._receiver is not None
+        listeners = receiver._receiver._listeners
+        listeners[min(listeners)].shutdown(socket.SHUT_RDWR)
+        again: Any = sender.connect(endpoint, deadline_s=DEADLINE_S)
+        assert again.paths == ["127.0.0.2->127.0.0.2#0"]
+    fabric.close()
 
 
 def test_named_ports_alone_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
