@@ -16,7 +16,8 @@ from e2e.client import Answer
 from e2e.pages import PAGE_TOKENS, Pages
 from e2e.process import assert_no_complaints, pool_folder
 from e2e.questions import draw_tokens
-from e2e.server import Server
+from e2e.server import ONE_CORE, Server
+from e2e.sglang_server import ONE_CORE as SGLANG_ONE_CORE
 from e2e.sglang_server import SGLangServer
 
 __all__ = ["ENGINES", "Pair", "Trial", "distance", "other", "paired", "prompts"]
@@ -68,9 +69,14 @@ class Pair:
             log=logs / f"pair-{model.name}-vllm.log",
             pool=pool,
             args=["--max-model-len", "4096", "--dtype", "bfloat16"],
+            env=ONE_CORE,
         )
         self.sglang = SGLangServer(
-            model, log=logs / f"pair-{model.name}-sglang.log", pool=pool, args=["--dtype", "bfloat16"]
+            model,
+            log=logs / f"pair-{model.name}-sglang.log",
+            pool=pool,
+            args=["--dtype", "bfloat16"],
+            env=SGLANG_ONE_CORE,
         )
         self.pages = Pages(pool, model)
 
