@@ -55,10 +55,10 @@ def main(order: dict[str, Any]) -> None:
             found = measure(engines[name], *requests[name])
             for figure, taken in found.items() if number else ():
                 outcome[name][figure] += taken
-        for name in turns:
+        for turn, name in enumerate(turns):
             if name != order["plain"]:
                 gc.collect()
-                ours, plain = in_turn(order, engines[name], engines[order["plain"]], number)
+                ours, plain = in_turn(order, engines[name], engines[order["plain"]], number * len(turns) + turn)
                 if number:
                     outcome[name]["cpu_s"].append(ours)
                     outcome[name]["plain_cpu_s"].append(plain)
@@ -79,7 +79,8 @@ def _requests(order: dict[str, Any], number: int) -> tuple[list[Any], list[Any]]
 
 
 def in_turn(order: dict[str, Any], scheduler: Any, plain: Any, number: int) -> tuple[float, float]:
-    """CPU seconds of both for a crowd each, step by step in turn: what is between two steps is the same for both."""
+    """CPU seconds of both for a crowd each that is new to them, step by step in turn: what is between two steps is the
+    same for both."""
     loops = [Loop(scheduler, _SHORT_S), Loop(plain, _SHORT_S)]
     crowds = [make_requests(order["num_requests"], _IN_TURN + 2 * number + i, order["prompt_tokens"]) for i in (0, 1)]
     step = 0
