@@ -164,6 +164,7 @@ class TieredSpace(SpaceAround):
                     return former.lookup
                 if former.holds_s and self._still_holds(former, now_s):
                     former.holds_s = now_s + _LOOK_AGAIN_S
+                    former.found = former.found._replace(whole_s=now_s)
                     return former.lookup
         self._client.listen()
         if former is not None and now_s - former.found.looked_s < _LOOK_AGAIN_S:
