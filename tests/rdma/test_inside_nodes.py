@@ -1,0 +1,52 @@
+"""A prefill and a decode instance hand over KV by rdma: the connector's own nodes, as its workers drive them.
+
+Their memory is that of numpy: the machine's processor is emulated, and takes minutes to import torch or an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from simulated.nodes import Instances, endings
+from simulated.pair import D_TABLE, P_TABLE
+
+from transfer.plan.granularity import Bounds, Granularity
+from transfer.protocol.orders import Ending
+from transfer.session import NodeOptions
+
+pytestmark = pytest.mark.inside
+
+
+def options(granularity: Granularity) -> NodeOptions:
+    return NodeOptions(page_tokens=16, bounds=Bounds(fixed=granularity), transports=["rdma"], hosts=["127.0.0.1"])
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Instances]]:
+    made: list[Instances] = []
+
+    def instances(*args: Any, **more: Any) -> Instances:
+        made.append(Instances(*args, **more))
+        return made[-1]
+
+    yield instances
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("granularity", [Granularity.LAYER, Granularity.FULL])
+def test_kv_is_handed_over_by_rdma_and_nothing_else(make: Callable[..., Instances], granularity: Granularity) -> None:
+    prefill = make(1, P_TABLE, options=options(granularity))
+    decode = make(1, D_TABLE, block_tokens=12, order="BLHN", options=options(granularity))
+    prefill.fill()
+    prefill.open("t")
+    decode.fetch("t", prefill.where, computed=False)
+    prefill.compute("t")
+    prefill.finish("t")
+    assert endings(decode.fetched()) == {Ending.DONE}
+    decode.check()
+    sent = prefill.sent()
+    assert endings(sent) == {Ending.DONE}
+    assert {ended.transport for ended in sent} - {""} == {"rdma"}
