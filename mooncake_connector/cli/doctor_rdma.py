@@ -10,7 +10,7 @@ from mooncake_connector.checks import Check, failed, ok, warning
 from mooncake_connector.sizes import human_nbytes
 from transfer.transports.base import Unavailable
 from transfer.transports.rdma.card import Card, open_cards
-from transfer.transports.rdma.rails import SYSFS, rails
+from transfer.transports.rdma.rails import SYSFS, rails, unused
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.verbs import binding, open_device
 
@@ -69,8 +69,11 @@ def _chosen(hosts: Sequence[str], settings: RdmaSettings) -> Check:
     except Unavailable as error:
         return failed("rdma", f"is not offered: {error}")
     said = "; ".join(map(_described, cards))
+    missing = unused(settings.ports, [card.rail for card in cards])
     for card in cards:
         card.close()
+    if missing:
+        return warning("rdma", f"{said}; without {', '.join(missing)}, which rdma_ports names: see above what is there")
     return ok("rdma", said)
 
 

@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated.verbs import Fabric
 
+from mooncake_connector.cli.doctor_rdma import rdma_checks
 from transfer.testing.fixtures import DEADLINE_S
 from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
-from transfer.transports.base import Cause, Unavailable
+from transfer.transports.base import Cause, Region, TransferError, Unavailable
 from transfer.transports.memory import Memory
 from transfer.transports.rdma import sending
 from transfer.transports.rdma.fetcher import WHERE
@@ -83,7 +84,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
 
 
 def test_each_rail_carries_as_it_can(make: Callable[..., Pair]) -> None:
-    pair = make(FAST, FAST / 4)
+    pair = make(FAST, FAST / 40)  # so slow that a busy machine makes little difference
     for _ in range(8):
         assert outcome_of(pair.write()).ok
     assert np.array_equal(pair.target.bytes, pair.source.bytes)
@@ -137,7 +138,7 @@ def test_where_no_rail_is_left_the_peer_is_lost_and_one_can_connect_again(
         setattr(card, how, False)
     outcome = outcome_of(pair.write())
     assert outcome.cause is Cause.PEER_LOST and "no rail works any more" in outcome.detail
-    with pytest.raises(Unavailable, match="cannot read over card1 port 1" if how == "answers" else "port is down"):
+    with pytest.raises(Unavailable, match="cannot read over card[01] port 1" if how == "answers" else "port is down"):
         pair.sender.connect(pair.receiver.listen(), deadline_s=DEADLINE_S)
     setattr(pair.fabric.cards["card1"], how, True)
     pair.peer = pair.sender.connect(pair.receiver.listen(), deadline_s=DEADLINE_S)
@@ -212,10 +213,34 @@ def test_the_control_connection_goes_over_the_first_address_that_works(monkeypat
     fabric.close()
 
 
-def test_named_ports_alone_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    fabric = Fabric(monkeypatch, [FAST] * 3)
-    with RdmaTransport(Memory(), settings=RdmaSettings(ports=["card2", "card0"])) as made:
+def test_named_ports_alone_are_used_and_those_that_are_not_there_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric = Fabric(monkeypatch, [FAST] * 4)
+    fabric.cards["card3"].is_up = False
+    named = ["card2", "card9", "card0:1", "card3"]
+    with RdmaTransport(Memory(), settings=RdmaSettings(ports=named)) as made:
         assert [rail.card.rail.name for rail in made._rails.all] == ["card2:1", "card0:1"]
+    assert "rdma_ports names card9, card3: no such port is up" in caplog.text
+    (check,) = [check for check in rdma_checks(["10.77.0.1"], RdmaSettings(ports=named)) if check.name == "rdma"]
+    assert check.status == "warning" and "without card9, card3" in check.detail
+    fabric.close()
+
+
+def test_memory_that_one_card_does_not_take_is_known_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    fabric = Fabric(monkeypatch, [FAST] * 3)
+    with RdmaTransport(Memory()) as made:
+        cards = [rail.card for rail in made._rails.all]
+        refusing, buffer = cards[1], Buffer(MIB)
+
+        def refuse(*_: Any) -> None:
+            raise OSError(12, "Cannot allocate memory")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(refusing._domain, "reg_mr", refuse)
+            with pytest.raises(TransferError, match="card1 cannot register it"):
+                made.register(Region(buffer.address, MIB))
+        assert [list(card._registered) for card in cards] == [[card.cells.region] for card in cards]
     fabric.close()
 
 

@@ -122,6 +122,18 @@ def test_tries_come_ever_later_up_to_a_limit():
     assert waits == sorted(waits) and waits[-1] == LAST_RETRY_S
 
 
+def test_who_has_waited_longest_is_tried_first():
+    paths = Paths([Path(i, f"card{i}:1", GB) for i in range(4)], RailCounts())
+    now, tried = 0.0, []
+    while len(tried) < 4:
+        path = paths.due(now)[0]
+        tried.append(path.number)
+        path.begin_try()
+        now += 5 * FIRST_RETRY_S  # as long as it takes until nobody has answered
+        paths.tried(path, now, "why not")
+    assert tried == [0, 1, 2, 3], "none a second time before all others had their turn"
+
+
 def test_one_that_breaks_as_soon_as_it_is_back_is_tried_ever_later_too_and_a_steady_one_at_once():
     paths = paths_of(GB)
     path, now, waits = paths.all[0], 0.0, []

@@ -13,7 +13,7 @@ import numpy as np
 from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.transports.base import Region, TransferError, Unavailable
 from transfer.transports.rdma.keys import Keys
-from transfer.transports.rdma.rails import SYSFS, Rail, chosen, distances, index_now, is_up, rails
+from transfer.transports.rdma.rails import SYSFS, Rail, chosen, distances, index_now, is_up, rails, unused
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.verbs import binding, open_device
 from transfer.transports.vectors import address_of
@@ -163,6 +163,8 @@ def open_cards(hosts: Sequence[str], settings: RdmaSettings) -> list[Card]:
             reasons.append(str(error))
     if not cards:
         raise Unavailable("; ".join(reasons))
+    if missing := unused(settings.ports, [card.rail for card in cards]):
+        reasons.append(f"rdma_ports names {', '.join(missing)}: no such port is up with an address for RDMA")
     for reason in reasons:
         log_once(f"transfer.rdma.rail:{kind_of(reason)}", "rdma: a rail is left out: %s", reason, logger=logger)
     return cards

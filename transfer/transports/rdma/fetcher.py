@@ -44,8 +44,8 @@ class RdmaFetcher(Fetcher):
     def probe(self, fetch: Fetch, number: int) -> CopyStatus | None:
         """Connect a rail to the sender's end, which is attached, and read the number that it said."""
         rail, epoch, rest = self._where(fetch)
-        if fetch.pieces.total != CELL_NBYTES:
-            raise WireError("a probe of another size")
+        if fetch.pieces.total != CELL_NBYTES or len(fetch.pieces.nbytes) != 1:
+            raise WireError("a probe of another size than a number's")
         reader, cells = self._readers[rail], self._rails[rail].card.cells
         place = cells.place()
 

@@ -48,9 +48,12 @@ class OpenRails:
             raise Unavailable(f"{cards[0].rail} cannot be used: {error}") from error
 
     def register(self, region: Region) -> None:
-        """With every card. Raises TransferError."""
-        for rail in self.all:
-            rail.card.register(region)
+        """With every card, or with none. Raises TransferError."""
+        with contextlib.ExitStack() as undo:
+            for rail in self.all:
+                rail.card.register(region)
+                undo.callback(rail.card.unregister, region)
+            undo.pop_all()
 
     def unregister(self, region: Region) -> None:
         """Raises OSError where a card does not let go of it; all others have."""

@@ -127,8 +127,9 @@ class Paths:
         return best if best is not None and best.in_flight_nbytes < QUEUED_NBYTES else None
 
     def due(self, now: float) -> list[Path]:
-        """Those to try now."""
-        return [path for path in self.all if path.try_at is not None and path.try_at <= now]
+        """Those to try now, first who has waited longest: where each takes long, none keeps others from their turn."""
+        waiting = [(path.try_at, path.number, path) for path in self.all if path.try_at is not None]
+        return [path for at, _, path in sorted(waiting) if at <= now]
 
     @property
     def next_try_at(self) -> float | None:

@@ -122,6 +122,11 @@ def chosen(
     return several[:MAX_RAILS]
 
 
+def unused(ports: Sequence[str], used: Sequence[Rail]) -> list[str]:
+    """Which of these names are of none of the rails."""
+    return [name for name in ports if all(_place(rail, [name]) for rail in used)]
+
+
 def distances(nodes: Path = NODES) -> dict[int, int]:
     """From the processors that this process may use to each NUMA node; empty where the kernel does not say."""
     ours = os.sched_getaffinity(0)
