@@ -20,7 +20,7 @@ from store_client.base import Bytes
 from store_client.embedded.faults import start_thread
 from store_client.embedded.locked_memory import LockedMemory
 from store_client.embedded.locks import open_file
-from store_client.embedded.securing import Securing
+from store_client.embedded.securing import Securing, fallocate
 from store_client.memory_locks import MemoryLocks
 
 GRANULE = 4096
@@ -43,7 +43,6 @@ Extents = Sequence[tuple[int, int]]
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class Arena:
@@ -186,7 +185,7 @@ class Arena:
         with self._alone() as alone:
             if alone:
                 with self._lock:
-                    _libc.fallocate(self._fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, first * GRANULE, size)
+                    fallocate(self._fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, first * GRANULE, size)
 
     def is_alone(self) -> bool:
         """True if no other process uses the file; only under the open lock."""

@@ -121,9 +121,10 @@ class LockedMemory:
         return True
 
     def _secured(self) -> int:
-        """Bytes of the file that are surely there; asked for again once it has changed."""
+        """Bytes of the file that are surely there; asked for again once it has changed, and while it has more than
+        that, secured ahead: the pool grows into it without a change of the file."""
         size = self._arena.size()
-        if size != self._size:
+        if size != self._size or self._secured_nbytes < self._arena.secured_nbytes:
             granules = self._ask_secured()
             if granules is not None:
                 self._size, self._secured_nbytes = size, granules * self._granule

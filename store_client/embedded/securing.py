@@ -7,6 +7,7 @@ several may secure the same; the next one to open the pool alone gives it back t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -23,6 +24,11 @@ _STEP_NBYTES = 16 << 20
 """Secured at once: nobody waits for longer than that takes."""
 
 Populate: TypeAlias = Callable[[int, int], None]
+
+fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+"""The system's own. `os.posix_fallocate` writes a zero to each empty block where the file system has no such call, which
+beside another process that writes there already spoils a page."""
+fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class Securing:
@@ -72,13 +78,10 @@ class Securing:
         secure what he needs first."""
         with self._lock:
             size = min(_STEP_NBYTES, self._target - self._stop)
-            if size > 0 and not self._awaited and self._fd >= 0:
-                try:
-                    os.posix_fallocate(self._fd, self._stop, size)
-                    self._stop += size
-                    return self._stop - size, self._stop
-                except OSError:
-                    pass  # who needs it says so
+            # Where that fails, who needs the memory says so.
+            if size > 0 and not self._awaited and self._fd >= 0 and fallocate(self._fd, 0, self._stop, size) == 0:
+                self._stop += size
+                return self._stop - size, self._stop
             self._running = False
             return None
 

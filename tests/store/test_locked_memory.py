@@ -119,6 +119,19 @@ def test_whole_chunks_are_locked_as_they_fill_and_the_rest_when_the_pool_is_full
     assert not locks.locked
 
 
+def test_what_was_secured_ahead_is_locked_once_the_pool_has_grown_into_it(pool, monkeypatch, locks):
+    """The file changes no more then."""
+    monkeypatch.setattr("store_client.embedded.allocator._GROWTH", CHUNK // arenas.GRANULE)
+    with EmbeddedStore(pool, 16 * CHUNK) as store:
+        store.lock_memory(locks)
+        put(store, 15 * CHUNK)
+        arena = inside(store).arena
+        wait_for(lambda: arena.secured_nbytes == 16 * CHUNK, "that all is secured")
+        wait_for(lambda: arena._locked[0]._size == arena.size() and locks.nbytes == 15 * CHUNK)
+        put(store, CHUNK, "b")
+        wait_for(lambda: locks.nbytes == 16 * CHUNK)
+
+
 def test_what_another_process_secured_is_locked(growing, locks):
     growing.lock_memory(locks)
     assert locks.nbytes == 0

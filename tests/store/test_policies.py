@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from typing import get_args
 
 import msgspec
@@ -171,6 +172,13 @@ def test_s3_fifo_takes_from_the_queue_that_is_too_long_what_queued_first(seed):
     assert POLICIES["s3-fifo"](hints).victims(pages, wanted, 1, slow.used_before, 5000).tolist() == slow.gone
     assert pages.uses.tolist() == uses.tolist()
     assert hints.entered.tolist() == entered.tolist()
+
+
+@policies
+def test_a_number_of_pages_that_is_wrong_hinders_nothing(name):
+    """It is a counter in the pool's files."""
+    pages = replace(conversations(np.random.default_rng(0), 4), count=0)
+    assert POLICIES[name](Hints(None, len(pages.granules))).victims(pages, 1, 1, 5000, 5000).size
 
 
 @policies

@@ -99,12 +99,23 @@ def test_a_full_file_system_is_an_error_of_who_needs_the_memory_alone(file, monk
         with pytest.raises(OSError, match="full"):
             one.secure(0, MIB, CAPACITY, nothing)
     assert held(file) == 0
+    monkeypatch.setattr(securing, "fallocate", lambda *args: -1)
+    one.secure(0, MIB, CAPACITY, nothing)
+    at_rest(one)
+    assert held(file) == MIB
+
+
+def test_no_byte_of_what_lies_ahead_is_written_where_the_file_system_cannot_secure_it(file, monkeypatch):
+    """The C library's posix_fallocate would: but the ledger may have given that to another process since."""
+    posix: list[str] = []
+    one, secure = Securing(file), os.posix_fallocate
     monkeypatch.setattr(
-        os, "posix_fallocate", lambda *args: full(*args) if threading.current_thread().name.endswith("secure") else None
+        os, "posix_fallocate", lambda *args: posix.append(threading.current_thread().name) or secure(*args)
     )
     one.secure(0, MIB, CAPACITY, nothing)
     at_rest(one)
-    assert held(file) == 0
+    assert held(file) == 5 * MIB
+    assert posix == [threading.current_thread().name]
 
 
 def test_after_its_end_nothing_more_is_secured(file):

@@ -183,7 +183,9 @@ def test_vllm_tells_of_all_stages_where_its_engine_makes_the_configurations(
     for _ in range(2):
         stages.watch()
     assert core.get_kv_cache_configs(config, [], []) is workers
-    assert all(stages.stages_of(config, workers[0]) for _ in workers)
+    for rank, worker in enumerate(workers):
+        config.parallel_config.rank = rank
+        assert stages.stages_of(config, worker)
     one_stage = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
     others = [SimpleNamespace(kv_cache_groups=[])]
     stages.tell(one_stage, others)

@@ -112,7 +112,7 @@ class Frontier:
         ends = np.flatnonzero((num_children[:num_slots] == 0) & self.there)
         self.ends: Slots = ends[pages.access[ends] < used_before_ns]
         """The pages that may go at once."""
-        self._pages_an_end = pages.count / max(1, len(ends))
+        self._pages_an_end = max(1, pages.count) / max(1, len(ends))
         self.granules, self.access = pages.granules.data, pages.access.data
         self.parents = parents.data
         """Slot of the page before each in its chain; `num_slots` where there is none."""
@@ -200,8 +200,8 @@ class Ends:
     def _sort(self) -> None:
         slots, ranks, heights = self._slots, self._ranks, self._heights
         if self._batch < len(slots):
-            is_first = ranks <= np.partition(ranks, self._batch)[self._batch]  # with all that rank alike
-            later = ~is_first
+            later = ranks > np.partition(ranks, self._batch)[self._batch]  # not those that rank alike
+            is_first = ~later
             self._slots, self._ranks, self._heights = slots[later], ranks[later], heights[later]
             slots, ranks, heights = slots[is_first], ranks[is_first], heights[is_first]
             self._batch *= 2
