@@ -26,8 +26,8 @@ _STEP_NBYTES = 16 << 20
 Populate: TypeAlias = Callable[[int, int], None]
 
 fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-"""The system's own. Where the file system has none, `os.posix_fallocate` writes a zero to each empty block, which spoils a
-page that another process is just writing there."""
+"""The system's own. Where a file system has none, `os.posix_fallocate` writes a zero to each empty block, which spoils
+a page that another process is just writing there."""
 fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
