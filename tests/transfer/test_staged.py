@@ -339,8 +339,12 @@ class Pending(Fetcher):
 
     max_under_way = 8
 
-    def __init__(self):
+    def __init__(self, num_lanes=1):
+        self.num_lanes = num_lanes
         self.started, self.cancelled, self.is_closed = [], [], False
+
+    def lane(self, fetch):
+        return fetch.number % self.num_lanes
 
     def start(self, fetch):
         self.started.append(fetch)
@@ -450,6 +454,37 @@ class TestLandingOfFetches:
         self.stages._free.get_nowait().close()
         fetch = Fetch(2, Pieces([4096], [target.address], [1], 1), b"", None, self.thread)
         assert self.fetcher.start(fetch) is CopyStatus.UNWRITABLE
+
+    def test_each_lane_is_filled_beside_the_others_and_one_that_is_silent_keeps_none_from_it(self):
+        self.inner = Pending(num_lanes=2)
+        self.fetcher = LandingFetcher(self.inner, self.stages)
+        self.order(9, number=1)
+        assert len(self.inner.started) == 3, "no more for one lane"
+        target, _, fetch = self.order(4, number=2)
+        assert [part.number for part in self.inner.started] == [1, 1, 1, 2, 2]
+        for number in (3, 4, 5, 6):
+            self.end(number)
+        self.fetcher.go_on(fetch)
+        self.thread.run()
+        assert self.thread.over == [(2, CopyStatus.OK)] and self.written(target) == [4, 5, 6, 7]
+        assert len(self.library.locked) == 5
+        _, _, fetch = self.order(1, number=4)
+        self.end(7)
+        self.fetcher.go_on(fetch)
+        self.thread.run()
+        assert self.thread.over[1:] == [(4, CopyStatus.OK)]
+        self.end(0)
+        assert [part.number for part in self.inner.started[8:]] == [1]
+
+    def test_of_an_order_at_which_the_device_fails_no_further_part_is_fetched(self):
+        self.library.fail["cuMemHostAlloc"] = 1
+        self.order(2, number=1)
+        self.order(1, number=2)
+        self.library.fail["cuStreamSynchronize"] = 0
+        self.end(0)
+        del self.library.fail["cuStreamSynchronize"]
+        assert self.thread.over == [(1, CopyStatus.UNWRITABLE)]
+        assert [part.number for part in self.inner.started] == [1, 2]
 
     def test_what_ends_after_it_was_closed_reaches_nobody(self):
         target, _, _ = self.order(4)

@@ -72,6 +72,8 @@ class Fetcher(ABC):
     """How often `go_on` is called for fetches under way, 0 for as often as others have had their turn; None: never."""
     greets: bool = False
     """Whether the sender asks for a greeting first of all."""
+    num_lanes: int = 1
+    """Ways that fetches take beside each other, each with a share of what there is of stages."""
     is_stepwise: bool = False
     """Whether it writes within `start` and `go_on` only, in steps of some milliseconds, each with `fetch.held.lock`
     taken and while it is not `revoked`. The grant of any other fetch is held until that is over."""
@@ -79,6 +81,10 @@ class Fetcher(ABC):
     def greeting(self) -> bytes:
         """Said to the sender when its `_prepare` asks by `GREET`, where `greets`. Raises OSError, TransferError."""
         raise NotImplementedError
+
+    def lane(self, fetch: Fetch) -> int:
+        """Which one this takes, below `num_lanes`; any for what no sender sends."""
+        return 0
 
     @abstractmethod
     def start(self, fetch: Fetch) -> CopyStatus | None:

@@ -1,8 +1,8 @@
 """The receiving side of a process whose memory is on a device, for transports whose fetches fill memory of the host.
 
 An order is fetched a part at a time into stages of page-locked memory, and the device scatters one of them while others
-are filled. It holds its grant until its last part is where it belongs: so a revoked grant ends for good. All of it is
-for the receiving thread.
+are filled. Orders of a lane are fetched one after the other, beside those of other lanes. An order holds its grant
+until its last part is where it belongs: so a revoked grant ends for good. All of it is for the receiving thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from transfer.transports.wire import MAX_ORDER_PIECES, CopyStatus
 logger = get_logger(__name__)
 
 NUM_STAGES = 3
-"""Of a peer: two are filled while the device empties the third."""
+"""Of a peer with one lane: two are filled while the device empties the third. Each further lane has `MORE_STAGES`, and
+none fills more than these, also where nothing comes over it."""
+MORE_STAGES = 2
 
 
 class _Part(Fetch):
@@ -49,8 +51,8 @@ class _Part(Fetch):
 class _Order:
     """A fetch, and what of it is under way."""
 
-    def __init__(self, fetch: Fetch) -> None:
-        self.fetch = fetch
+    def __init__(self, fetch: Fetch, lane: int) -> None:
+        self.fetch, self.lane = fetch, lane
         self.status = CopyStatus.OK
         self.filling: set[_Part] = set()
         self.num_emptying = 0
@@ -88,13 +90,15 @@ class LandingFetcher(Fetcher):
 
     def __init__(self, inner: Fetcher, stages: Stages) -> None:
         self._inner, self._stages = inner, stages
+        self._num_stages = NUM_STAGES + MORE_STAGES * (inner.num_lanes - 1)
         self.max_under_way, self.poll_s, self.greets = inner.max_under_way, inner.poll_s, inner.greets
         self._taken: list[Stage] = []
         self._idle: list[Stage] = []
         """Of those."""
         self._orders: dict[Fetch, _Order] = {}
-        self._waiting: deque[_Order] = deque()
-        """Those with parts that no stage has had."""
+        self._waiting: list[deque[_Order]] = [deque() for _ in range(inner.num_lanes)]
+        """Those with parts that no stage has had, by lane."""
+        self._num_filling = [0] * inner.num_lanes
         self._emptying: deque[_Part] = deque()
         """Scattered by the device, oldest first."""
 
@@ -111,8 +115,8 @@ class LandingFetcher(Fetcher):
             except (TransferError, OSError) as error:
                 log_once("transfer.landing", "no page-locked memory to fetch into: %s", error, logger=logger)
                 return CopyStatus.UNWRITABLE
-        order = self._orders[fetch] = _Order(fetch)
-        self._waiting.append(order)
+        order = self._orders[fetch] = _Order(fetch, self._inner.lane(fetch))
+        self._waiting[order.lane].append(order)
         self._go_on()
         return None
 
@@ -123,6 +127,8 @@ class LandingFetcher(Fetcher):
         for part in tuple(order.filling):
             if (status := self._inner.go_on(part)) is not None:
                 self._filled(part, status)
+        while self._emptying:  # what else is filled may take long, and these are there
+            self._settle_oldest()
         self._go_on()
         return None
 
@@ -142,7 +148,9 @@ class LandingFetcher(Fetcher):
         self._inner.close()
         for order in self._orders.values():
             order.filling.clear()
-        self._waiting.clear()
+        self._num_filling = [0] * len(self._num_filling)
+        for waiting in self._waiting:
+            waiting.clear()
         while self._emptying:
             self._wait_for(self._emptying.popleft())
         self._orders.clear()
@@ -150,27 +158,34 @@ class LandingFetcher(Fetcher):
 
     def _go_on(self) -> None:
         """Fill what stages there are; tell what is over."""
-        while self._waiting:
-            order = self._waiting[0]
-            if order.is_begun:
-                self._waiting.popleft()
+        while (order := self._next()) is not None and self._find_stage():
+            if order.is_begun:  # the device has just failed at what it had of it
                 continue
-            if not self._find_stage():
-                break
             part = _Part(order, order.next_part(), self._idle.pop(), self._arrived)
             order.filling.add(part)
+            self._num_filling[order.lane] += 1
             if (status := self._inner.start(part)) is not None:
                 self._filled(part, status)
-        while self._emptying and not self._is_filling():
+        while self._emptying and (len(self._emptying) > 1 or not self._is_filling()):
             self._settle_oldest()
 
+    def _next(self) -> _Order | None:
+        """Of which a part is fetched next: of the lane over which least comes."""
+        for lane in sorted(range(len(self._waiting)), key=self._num_filling.__getitem__):
+            waiting = self._waiting[lane]
+            while waiting and waiting[0].is_begun:
+                waiting.popleft()
+            if waiting and self._num_filling[lane] < NUM_STAGES:
+                return waiting[0]
+        return None
+
     def _is_filling(self) -> bool:
-        return any(order.filling for order in self._orders.values())
+        return any(self._num_filling)
 
     def _find_stage(self) -> bool:
         """Whether one is idle: where others are filled, one that the device empties is waited for if that is not the
         last one that it got."""
-        if not self._idle and len(self._taken) < NUM_STAGES:
+        if not self._idle and len(self._taken) < self._num_stages:
             try:
                 self._take()
             except (TransferError, OSError) as error:
@@ -193,6 +208,7 @@ class LandingFetcher(Fetcher):
         if part not in order.filling:  # it was given up, or says so twice
             return
         order.filling.remove(part)
+        self._num_filling[order.lane] -= 1
         if status is not CopyStatus.OK:
             order.fail(status)
         elif order.fetch.held is None or order.fetch.held.revoked:

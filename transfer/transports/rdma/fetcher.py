@@ -33,6 +33,7 @@ class RdmaFetcher(Fetcher):
 
     def __init__(self, rails: Sequence[OpenRail]) -> None:
         self._rails = rails
+        self.num_lanes = len(rails)
         self._readers: list[Reader] = []
 
     def greeting(self) -> bytes:
@@ -57,6 +58,10 @@ class RdmaFetcher(Fetcher):
             return CopyStatus.BROKEN
         pieces = Pieces(fetch.pieces.local, [cells.address_of(place)], [CELL_NBYTES], CELL_NBYTES)
         return self._begin(rail, fetch, pieces, done, epoch, rest[END_NBYTES:])
+
+    def lane(self, fetch: Fetch) -> int:
+        named, _ = WHERE.unpack(fetch.attachment[: WHERE.size].ljust(WHERE.size, b"\0"))
+        return int(min(named, self.num_lanes - 1))
 
     def start(self, fetch: Fetch) -> CopyStatus | None:
         rail, epoch, keys = self._where(fetch)
