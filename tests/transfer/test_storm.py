@@ -1,85 +1,26 @@
-"""Small and large batches of several threads, with cancels, revoked grants, broken streams and a sudden close.
+"""Storms over each transport, whose streams or queue pairs are broken, and which in every third one are closed.
 
-One short round for each transport; with MOONCAKE_CONNECTOR_STRESS_S=600 they go on for ten minutes together.
+One short round for each; with MOONCAKE_CONNECTOR_STRESS_S=600 they go on for ten minutes together.
 """
 
-import random
 import socket
-import threading
 import time
 from contextlib import suppress
 
-import numpy as np
 import pytest
 from simulated.fuzz import STRESS_S
+from simulated.storm import BATCHES, Storm, breaking_rails
+from simulated.verbs import Fabric
 
-from transfer.testing.memory import MIB, Buffer
-from transfer.testing.waiting import outcome_of
 from transfer.transports import channel
-from transfer.transports.base import Cause
 from transfer.transports.cma import CmaTransport
-from transfer.transports.memory import Memory
+from transfer.transports.rdma.settings import RdmaSettings
+from transfer.transports.rdma.transport import RdmaTransport
 from transfer.transports.shm import ShmTransport
 from transfer.transports.tcp import TcpTransport
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 MAKE = {"cma": CmaTransport, "shm": ShmTransport, "tcp": lambda memory: TcpTransport(memory, hosts=HOSTS, streams=2)}
-THREADS, BATCHES, AREA = 4, 25, 2 * MIB
-
-
-class Storm:
-    """Every thread writes in an area of its own; `wrong` says what should not be."""
-
-    def __init__(self, kind, seed):
-        self.seed, self.wrong, self.num_ok = seed, [], 0
-        self.memory, self.there = Memory(), Memory()
-        self.source, self.target = Buffer(THREADS * AREA, seed=seed), Buffer(THREADS * AREA)
-        self.memory.register(self.source.address, self.source.nbytes)
-        self.there.register(self.target.address, self.target.nbytes)
-        with MAKE[kind](self.memory) as sender, MAKE[kind](self.there) as receiver:
-            self.peer = sender.connect(receiver.listen(), deadline_s=30)
-            threads = [threading.Thread(target=self.write, args=(number,)) for number in range(THREADS)]
-            for thread in threads:
-                thread.start()
-            self.strike(random.Random(seed), sender, receiver)
-            for thread in threads:
-                thread.join()
-        self.still_sending = len(self.memory._sending)
-
-    def strike(self, rng, sender, receiver):
-        """Break all streams but one, and in every third storm everything."""
-        for stream in list(self.peer._streams.values())[1:]:
-            time.sleep(rng.random() * 0.03)
-            with suppress(OSError):
-                stream.channel.socket.shutdown(socket.SHUT_RDWR)
-        if self.seed % 3 == 2:
-            time.sleep(rng.random() * 0.05)
-            rng.choice([self.peer, sender, receiver]).close()
-
-    def write(self, thread):
-        rng = random.Random(self.seed * THREADS + thread)
-        for number in range(BATCHES):
-            nbytes = rng.randint(1, AREA if number % 4 == 0 else 60_000)
-            begin = thread * AREA + rng.randint(0, AREA - nbytes)
-            cuts = np.array(sorted({0, nbytes, *(rng.randint(0, nbytes) for _ in range(rng.choice([0, 3, 20])))}))
-            offsets, sizes = begin + cuts[:-1], np.diff(cuts)
-            self.target.bytes[begin : begin + nbytes] = 0
-            grant = self.there.grant(self.target.address + offsets, sizes)
-            places = self.source.address + offsets, self.target.address + offsets, sizes
-            completion = self.peer.write(grant, *places, deadline_s=60)
-            told = threading.Event()
-            completion.add_done_callback(lambda _, told=told: told.set())
-            if (what := rng.random()) < 0.2:
-                completion.cancel() if what < 0.1 else self.there.revoke(grant)
-            if rng.random() < 0.5:
-                outcome_of(completion)
-            if not told.wait(70) or completion.outcome.cause is Cause.DEADLINE:
-                self.wrong.append(f"batch {number} of thread {thread}: {completion.outcome}")
-            elif completion.outcome.ok:
-                self.num_ok += 1
-                if not np.array_equal(*(buffer.bytes[begin : begin + nbytes] for buffer in (self.source, self.target))):
-                    self.wrong.append(f"batch {number} of thread {thread} is ok and has other bytes")
-            self.there.revoke(grant)
 
 
 @pytest.mark.parametrize(("kind", "is_late"), [*((kind, False) for kind in MAKE), ("tcp", True)])
@@ -89,7 +30,36 @@ def test_every_batch_of_a_storm_has_its_outcome_and_ok_means_that_the_bytes_are_
         monkeypatch.setattr(channel, "_MANY_NBYTES", 1)
     until, seed = time.monotonic() + STRESS_S / len(MAKE), 0
     while seed < 3 or time.monotonic() < until:
-        storm = Storm(kind, seed)
+        is_closed = seed % 3 == 2
+
+        def strike(rng, peer, sender, receiver, is_closed=is_closed):
+            """Break all streams but one, and in every third storm everything."""
+            for stream in list(peer._streams.values())[1:]:
+                time.sleep(rng.random() * 0.03)
+                with suppress(OSError):
+                    stream.channel.socket.shutdown(socket.SHUT_RDWR)
+            if is_closed:
+                time.sleep(rng.random() * 0.05)
+                rng.choice([peer, sender, receiver]).close()
+
+        storm = Storm(MAKE[kind], MAKE[kind], seed, strike)
         assert (storm.wrong, storm.still_sending) == ([], 0), f"seed {seed}"
-        assert storm.num_ok > BATCHES or seed % 3 == 2, f"seed {seed}: a storm in which little arrives shows little"
+        assert storm.num_ok > BATCHES or is_closed, f"seed {seed}: a storm in which little arrives shows little"
         seed += 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_same_over_rails_that_break(seed, monkeypatch):
+    """With a stand-in for the cards."""
+    is_closed = seed % 3 == 2
+    fabric = Fabric(monkeypatch, [400e6, 400e6])
+
+    def make(memory):
+        made = RdmaTransport(memory, settings=RdmaSettings(lost_after_s=0.5))
+        memory.follow(made)
+        return made
+
+    storm = Storm(make, make, seed, breaking_rails(is_closed, 0.2))
+    fabric.close()
+    assert (storm.wrong, storm.still_sending) == ([], 0)
+    assert storm.num_ok > BATCHES or is_closed, "a storm in which little arrives shows little"
