@@ -28,14 +28,29 @@ from transfer.control.handshake import Identity
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Completion, Grant, Peer, TransportOptions
 from transfer.transports.memory import Memory
+from transfer.transports.rdma.rails import Rail, chosen, rails
+from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.registry import make_transports, names
 from transfer.transports.tls import Tls
 from transfer.transports.vectors import Vector, read_process
 
 DEADLINE_S = 60.0
+START_S = 300.0
+"""Of the other process, which an emulated processor has to start as well."""
 TLS = "tcp with TLS"
 FETCH = struct.Struct("<iqq")
 """What the far end of the bare process_vm round trip is told: PID, address, bytes."""
+
+
+def best_rail() -> Rail | None:
+    """The port of an RDMA card that both processes use alone, as perftest's programs take one as well."""
+    return next(iter(chosen(rails(), ["127.0.0.1"])), None)
+
+
+def options() -> TransportOptions:
+    """Of both processes."""
+    rail = best_rail()
+    return TransportOptions(Identity(), rdma=RdmaSettings(ports=[rail.name] if rail is not None else []))
 
 
 class Far:
@@ -102,7 +117,7 @@ def far_process(memory_nbytes: int, tls: dict[str, str] | None, only: Collection
         offered = {"memory_nbytes": memory_nbytes, "tls": tls, "names": [*(only or names())]}
         order = json.dumps({**offered, "said": str(said)})
         with processes.running([sys.executable, "-m", __name__, order], log, grace_s=10) as process:
-            processes.wait_until(said.exists, process, log, DEADLINE_S, "the other process of the benchmark")
+            processes.wait_until(said.exists, process, log, START_S, "the other process of the benchmark")
             yield Far(json.loads(said.read_text()))
 
 
@@ -115,7 +130,7 @@ def _be_far(order: dict[str, Any]) -> None:
     threading.Thread(target=_serve, args=(listener, data), daemon=True).start()
     tls = Tls(**order["tls"]) if order["tls"] else None
     with (
-        make_transports(order["names"], memory, TransportOptions(Identity())) as transports,
+        make_transports(order["names"], memory, options()) as transports,
         make_transports(["tcp"] if tls else [], memory, TransportOptions(Identity(), tls=tls)) as secured,
     ):
         endpoints = {name: endpoint.hex() for name, endpoint in transports.listen().items()}

@@ -17,13 +17,11 @@ import numpy as np
 from mooncake_connector.cli.bench import processes
 from mooncake_connector.cli.bench.measure import BenchError, Progress, gigabytes_per_second, size_text
 from mooncake_connector.cli.bench.report import Row
-from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, Far, finish
+from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, Far, best_rail, finish, options
 from mooncake_connector.cli.bench.transfer_scale import Scale
-from transfer.control.handshake import Identity
-from transfer.transports.base import TransferError, TransportOptions
+from transfer.transports.base import TransferError
 from transfer.transports.memory import Memory
-from transfer.transports.rdma.rails import Rail, chosen, rails
-from transfer.transports.rdma.settings import RdmaSettings
+from transfer.transports.rdma.rails import Rail
 from transfer.transports.registry import make_transports
 
 RDMA = "rdma"
@@ -82,16 +80,14 @@ def measure_rdma(source: np.ndarray[Any, Any], far: Far, scale: Scale, say: Prog
     """Of the transport `rdma`, where the other process offers it."""
     if RDMA not in far.endpoints:
         return []
-    rail = next(iter(chosen(rails(), ["127.0.0.1"])), None)
+    rail = best_rail()
     perftest = Perftest(rail) if rail is not None and shutil.which(READ_BW) and shutil.which(READ_LAT) else None
     if perftest is None:
         say(f"WARNING: {RDMA} has no limit beside it, perftest is missing: {INSTALL}")
     memory = Memory()
     memory.register(source.ctypes.data, source.nbytes)
     try:
-        ports = [rail.name] if rail is not None else []  # perftest takes one as well
-        options = TransportOptions(Identity(), rdma=RdmaSettings(ports=ports))
-        with make_transports([RDMA], memory, options) as transports:
+        with make_transports([RDMA], memory, options()) as transports:
             peer = transports.connect({RDMA: far.endpoints[RDMA]}, deadline_s=DEADLINE_S)
             rows = []
             for pieces in (scale, scale.large):
