@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from e2e.conftest import QWEN3_ARGS, StartServer
-from e2e.pages import wait_for
+from e2e.pages import Pages, wait_for
 from e2e.questions import Question
 from e2e.said import LOGS_REQUESTS, lines
 
@@ -33,3 +33,9 @@ def test_a_request_misses_because_the_pool_is_unavailable(
     assert (answer.token_ids, answer.cached_tokens) == (question.answer, 0)
     wait_for(lambda: len(lines(server)) > 0, "the request's line in the log")
     assert lines(server)[-1]["miss"] == "unavailable"
+
+    pool.unlink()
+    Pages(pool, server.model, lambda: server).wait_for(question.prompt)
+    server.reset_prefix_cache()
+    answer = server.ask(question.prompt, max_tokens=len(question.answer))
+    assert (answer.token_ids, answer.cached_tokens) == (question.answer, question.num_full_pages * 64)
