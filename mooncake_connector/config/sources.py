@@ -85,9 +85,9 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Setting]:
         if is_service_variable(variable, environ, ours):
             continue
         if not ours:
-            known = [environ_name(field) for field in _FIELDS]
+            known = [field.upper() for field in _FIELDS]
             raise ConfigError(
-                f"environment variable {variable[:_LONGEST_NAME]} is unknown{suggestion(variable, known)}"
+                f"environment variable {variable[:_LONGEST_NAME]} is unknown{suggestion(variable, known, ENV_PREFIX)}"
             )
         source = f"environment variable {variable}"
         given[name] = Setting(name, _convert(name, environ[variable], source, strict=False), source)
@@ -101,11 +101,11 @@ def checked(name: Any, value: Any, where: str) -> Setting:
     return Setting(name, _convert(name, value, f"{name} in {where}", strict=True), where)
 
 
-def suggestion(name: str, known: list[str]) -> str:
-    """What a message about an unknown name ends with."""
-    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1)
+def suggestion(name: str, known: list[str], prefix: str = "") -> str:
+    """What a message about an unknown name ends with; the `known` ones all begin with `prefix`, left out of them."""
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], [prefix + one for one in known], n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
-    return f"{hint}; known are {', '.join(known)}"
+    return f"{hint}; known are{f', after {prefix},' if prefix else ''} {', '.join(known)}"
 
 
 def _convert(name: str, value: Any, source: str, *, strict: bool) -> Any:

@@ -74,6 +74,8 @@ class Process:
 
     def stop(self) -> None:
         self._popen.send_signal(signal.SIGSTOP)
+        # On a busy machine it runs on for a while.
+        os.waitid(os.P_PID, self._popen.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def go_on(self) -> None:
         self._popen.send_signal(signal.SIGCONT)
