@@ -7,6 +7,7 @@ card sends is routed by tables of its own, before those of the machine's own add
 from __future__ import annotations
 
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,10 @@ class Wire:
             subprocess.run(["tc", "qdisc", "del", "dev", end.name, "root"], capture_output=True)
             _run(f"ip link set {end.name} up")
         self._route()
+        for end in (self.near, self.far):
+            state = Path(f"/sys/class/infiniband/{end.name}/ports/1/state")
+            while "ACTIVE" not in state.read_text():  # the kernel tells the cards a little later
+                time.sleep(0.02)
 
     def _route(self) -> None:
         """Routes go when an interface is set down."""
