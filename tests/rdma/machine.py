@@ -21,7 +21,7 @@ from pathlib import Path
 from rdma.image import Missing, made
 
 FOLDER = Path(__file__).resolve().parents[2] / ".cache" / "rdma"
-LIMIT_S = 1500.0
+LIMIT_S = 2400.0
 MEMORY_MIB = 1024
 PROCESSOR = "qemu64,+popcnt,+ssse3,+sse4.1,+sse4.2"
 """numpy needs these; a processor with more is emulated several times more slowly."""

@@ -36,10 +36,15 @@ def make() -> Iterator[Callable[..., Instances]]:
         one.close()
 
 
-@pytest.mark.parametrize("granularity", [Granularity.LAYER, Granularity.FULL])
-def test_kv_is_handed_over_by_rdma_and_nothing_else(make: Callable[..., Instances], granularity: Granularity) -> None:
-    prefill = make(1, P_TABLE, options=options(granularity))
-    decode = make(1, D_TABLE, block_tokens=12, order="BLHN", options=options(granularity))
+@pytest.mark.parametrize(
+    ("granularity", "sources", "targets"),
+    [(Granularity.LAYER, 1, 1), (Granularity.FULL, 1, 1), (Granularity.CHUNK, 2, 1), (Granularity.LAYER, 1, 2)],
+)
+def test_kv_is_handed_over_by_rdma_and_nothing_else(
+    make: Callable[..., Instances], granularity: Granularity, sources: int, targets: int
+) -> None:
+    prefill = make(sources, P_TABLE, options=options(granularity))
+    decode = make(targets, D_TABLE, block_tokens=12, order="BLHN", options=options(granularity))
     prefill.fill()
     prefill.open("t")
     decode.fetch("t", prefill.where, computed=False)

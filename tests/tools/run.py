@@ -89,7 +89,7 @@ STAGES = {
         limit_s=2400,
     ),
     "tiers": Stage([pytest(DEV, "-m", "not slow and not engine", *TIERS)], limit_s=2400),
-    "rdma": Stage([pytest(DEV, "-v", "-s", RDMA)], limit_s=1800),
+    "rdma": Stage([pytest(DEV, "-v", "-s", RDMA)], limit_s=3000),
     "slow": Stage([pytest(DEV, "-m", "slow and not engine")], limit_s=2400, idles=True),
     "vllm": Stage([pytest(VLLM, "tests/vllm")], limit_s=2700),
     # No engine of it is started: its Python code finds 0.32's CPU extensions beside it (install_vllm_next.sh).
