@@ -108,6 +108,17 @@ def test_a_rail_that_broke_carries_nothing_until_it_was_tried(caplog):
     assert paths._counts.take() == {}
 
 
+def test_one_that_is_back_is_as_fast_as_its_link_until_it_is_measured_again():
+    path = Path(0, "card0:1", GB)
+    path.back(0.0)
+    path.order(1 << 20, 0.0)
+    path.over(1 << 20, 60.0, moved=True)
+    assert path.bytes_per_s < GB / 1000
+    path.broke(60.0)
+    path.back(61.0)
+    assert path.bytes_per_s == GB
+
+
 def test_tries_come_ever_later_up_to_a_limit():
     paths = paths_of(GB, GB)
     path, now, waits = paths.all[0], 0.0, []

@@ -97,6 +97,7 @@ class Path:
     def back(self, now: float) -> None:
         self.is_in = self.ever_in = True
         self.failed_tries, self._back_at = 0, now
+        self._moved_nbytes = self._took_s = 0.0  # what it did while it was failing says nothing of it now
 
     def still_out(self, now: float) -> None:
         self.failed_tries += 1
