@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from e2e.conftest import QWEN3_ARGS, StartServer
-from e2e.pages import Pages, wait_for
+from e2e.pages import PAGE_TOKENS, Pages, wait_for
 from e2e.questions import Question
 from e2e.said import LOGS_REQUESTS, lines
 
@@ -38,4 +38,4 @@ def test_a_request_misses_because_the_pool_is_unavailable(
     Pages(pool, server.model, lambda: server).wait_for(question.prompt)
     server.reset_prefix_cache()
     answer = server.ask(question.prompt, max_tokens=len(question.answer))
-    assert (answer.token_ids, answer.cached_tokens) == (question.answer, question.num_full_pages * 64)
+    assert (answer.token_ids, answer.cached_tokens) == (question.answer, question.num_full_pages * PAGE_TOKENS)

@@ -190,8 +190,11 @@ class Index:
         return {query.tenant: instances}
 
 
+_NOTHING = {"longest_matched": 0, **dict.fromkeys(MEDIA, 0)}
+
+
 def _nothing() -> dict[str, Any]:
-    return {"longest_matched": 0, "GPU": 0, "CPU": 0, "DISK": 0, "DP": {}}
+    return {**_NOTHING, "DP": {}}
 
 
 def _on_media(prompt: _Prompt, here: bool) -> dict[str, Run]:
