@@ -1,4 +1,4 @@
-"""Made traffic of eight kinds, for eviction policies: prompts as pages, from a seed."""
+"""Made traffic, for eviction policies: prompts as pages, from a seed. Eight kinds to look at, and three kept back."""
 
 from __future__ import annotations
 
@@ -110,12 +110,76 @@ def days(rng: Random) -> Prompts:
     return found
 
 
+def retrieved(rng: Random) -> Prompts:
+    """Kept back. Questions with three to six of 300 documents put before them, best match first: a document is found
+    again only where the same ones came before it. What is asked about drifts; three in ten ask once more."""
+    sizes, found, at = [rng.randint(1, 8) for _ in range(300)], [], 0.0
+    for number in range(5000):
+        at += rng.expovariate(1.5)
+        topic = int(rng.paretovariate(0.8)) + number // 500 * 20
+        context = "r"
+        pages = _pages(context, 3)
+        for _ in range(rng.randint(3, 6)):
+            document = (topic + int(rng.expovariate(1 / 1.5))) % 300
+            context += f"/{document}"
+            pages = pages + _pages(context, sizes[document])
+        found.append((at, pages + _pages(f"{context}?{number}", 1)))
+        if rng.random() < 0.3:
+            found.append((at + rng.lognormvariate(3.5, 1), pages + _pages(f"{context}?{number}", 3)))
+    return found
+
+
+def workdays(rng: Random) -> Prompts:
+    """Kept back. Three days of coding agents: people of six teams, each with a repository's context of the day, write
+    now and then from nine to six, with a break at noon; each message is a loop of quick calls of tools."""
+    found = []
+    for day in range(3):
+        for person in range(14):
+            context = _pages(f"t{person % 6}.{day // (1 + person % 2)}", 10 + person % 6)
+            at, talk, length = 86400 * day + rng.gauss(9 * 3600, 1800), 0, rng.randint(2, 6)
+            while at < 86400 * day + rng.gauss(18 * 3600, 1800):
+                for _call in range(1 + min(int(rng.expovariate(1 / 5)), 25)):
+                    found.append((at, context + _pages(f"w{day}.{person}.{talk}", length)))
+                    length += rng.choice((1, 1, 1, 2, 8))
+                    at += rng.uniform(1, 15)
+                at += rng.lognormvariate(5.5, 1.3)
+                if 12 * 3600 < at % 86400 < 13 * 3600 and rng.random() < 0.7:
+                    at += 3600
+                if length > 120 or rng.random() < 0.2:  # a new talk
+                    talk, length = talk + 1, rng.randint(2, 6)
+    return found
+
+
+def tenants(rng: Random) -> Prompts:
+    """Kept back. Forty customers of one server, some far busier than others, each with a system prompt and with hours
+    of its own: questions that come once, short chats, and long texts without a system prompt that come once."""
+    found = []
+    for tenant in range(40):
+        system, busy, begins = _pages(f"y{tenant}", rng.randint(1, 30)), 2400 / (tenant + 3), rng.uniform(0, 20_000)
+        lasts = rng.uniform(4_000, 36_000)
+        for number in range(int(busy)):
+            at, kind, name = begins + rng.uniform(0, lasts), rng.random(), f"y{tenant}.{number}"
+            if kind < 0.55:
+                found.append((at, system + _pages(name, rng.randint(1, 6))))
+            elif kind < 0.85:
+                length = rng.randint(1, 6)
+                for _turn in range(rng.randint(2, 6)):
+                    found.append((at, system + _pages(name, length)))
+                    length += rng.randint(1, 3)
+                    at += rng.lognormvariate(3.8, 0.8)
+            else:
+                found.append((at, _pages(name, rng.randint(15, 60))))
+    return found
+
+
 KINDS: tuple[Callable[[Random], Prompts], ...] = (documents, scans, chats, agents, fashions, returns, days, rounds)
+KEPT_BACK: tuple[Callable[[Random], Prompts], ...] = (retrieved, workdays, tenants)
+"""No policy is chosen by these: they say how well one does on traffic that nobody looked at."""
 
 
 def made(kind: Callable[[Random], Prompts], most: int | None = None) -> Trace:
     """Traffic of this kind, always the same; `most` of its first prompts."""
-    prompts = sorted(kind(random.Random(1 + KINDS.index(kind))), key=lambda prompt: prompt[0])[:most]
+    prompts = sorted(kind(random.Random(1 + (KINDS + KEPT_BACK).index(kind))), key=lambda prompt: prompt[0])[:most]
     requests = tuple(
         Request(int(at * 1e9) + number, MOONCAKE_BLOCK_TOKENS * len(pages), array("Q", pages))
         for number, (at, pages) in enumerate(prompts)
