@@ -25,8 +25,8 @@ class Rank(Protocol):
         ...
 
 
-_NO_DEPTH = np.uint32(0xFFFFFFFF)
-"""Of a page that there is not: no page is deeper."""
+_DEEPEST, _NOTHING_ABOVE = np.int32(0x7FFFFFFF), np.int32(-1)
+"""Depths of a page that there is not, and of what is before the first page of a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +100,11 @@ class Frontier:
         parents = pages.parent.astype(np.intp)
         np.minimum(parents, num_slots, out=parents)
         # A link may be stale, its parent gone and the slot another page's: depths keep links from going round.
-        depth = np.append(pages.depth, _NO_DEPTH)
-        gone = ~self.there
-        if gone.any():
-            parents[gone], depth[:num_slots][gone] = num_slots, _NO_DEPTH
-        stale = depth.take(parents, mode="clip") >= pages.depth  # "clip" as the quickest: all are within bounds
-        stale &= pages.parent < num_slots
+        depth = np.append(pages.depth.view(np.int32), _NOTHING_ABOVE)
+        if not self.there.all():
+            gone = ~self.there
+            parents[gone], depth[:num_slots][gone] = num_slots, _DEEPEST
+        stale = depth.take(parents, mode="clip") >= depth[:num_slots]  # "clip" as the quickest: all are within bounds
         if stale.any():
             parents[stale] = num_slots
         num_children = np.bincount(parents, minlength=num_slots + 1)
@@ -118,22 +117,14 @@ class Frontier:
         """Slot of the page before each in its chain; `num_slots` where there is none."""
         num_children[num_slots] = 0
         self.children = num_children.data
-        """Of each page, as far as that is more than one; below one at `num_slots`."""
-        self.num_slots, self._used_before_ns = num_slots, used_before_ns
+        """How many each page has left; below one at `num_slots`."""
+        self.num_slots = num_slots
 
     def likely(self, granules: int, count: int) -> int:
         """Of how many ends the chains have so many pages and granules, and some more."""
-        some = self.ends[:64]
+        some = self.ends[:16]
         of_one = sum(map(self.granules.__getitem__, some.tolist())) / max(1, len(some))
         return int(1.25 * max(count, granules / max(1.0, of_one)) / self._pages_an_end) + 8
-
-    def take(self, slot: int) -> int:
-        """This page goes; the page before it where that is an end now and may go too, else -1."""
-        parent = self.parents[slot]
-        if (left := self.children[parent]) != 1:
-            self.children[parent] = left - 1
-            return -1
-        return -1 if self.access[parent] >= self._used_before_ns else parent
 
 
 def lowest_first(
@@ -166,7 +157,7 @@ def lowest_first(
         else:
             break
         used, own = access[slot], kinds[slot]
-        while True:  # as `Frontier.take`, of which a call takes as long as the rest
+        while True:
             go(slot)
             freed += sizes[slot]
             slot = parents[slot]
