@@ -76,6 +76,27 @@ assert "libucp" not in maps and "mooncake/engine" not in maps
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300, cwd="/")
 
 
+def test_a_process_that_has_it_beside_the_verbs_library_ends_without_a_crash(name):
+    need(name)
+    pytest.importorskip("ibverbs", reason="needs the package ibverbs and libibverbs", exc_type=ImportError)
+    script = f"""
+from transfer.control.handshake import Identity
+from transfer.transports.base import TransportOptions, Unavailable
+from transfer.transports.memory import Memory
+from transfer.transports.rdma import card
+from transfer.transports.registry import make_transports
+def of_a_card_that_is_down(*asked):
+    card.binding()
+    raise Unavailable("it is down")
+card._rails = of_a_card_that_is_down
+options = TransportOptions(Identity(), hosts=["127.0.0.1"])
+with make_transports(["rdma", "{name}"], Memory(), options) as made:
+    assert list(made.listen()) == ["{name}"]
+assert "libibverbs.so" in open("/proc/self/maps").read()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300, cwd="/")
+
+
 def test_where_it_is_not_installed_another_is_taken_with_one_line(name, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, MODULES[name], None)
     for _ in range(2):

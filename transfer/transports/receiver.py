@@ -212,7 +212,7 @@ class Receiver:
             self._drop(connection, error)
 
     def _drop(self, connection: Connection, error: Exception) -> None:
-        if not isinstance(error, OSError):
+        if not isinstance(error, ConnectionError):  # peers come and go; a broken record of TLS is an OSError as well
             self._log(error)
         if not connection.is_closed:
             self._leave(connection)

@@ -24,6 +24,10 @@ from transfer.transports.tcp import TcpTransport
 
 logger = get_logger(__name__)
 
+_FIRST = NixlTransport.name
+"""Made before the others: NIXL's wheel has a copy of libnl, and where that is loaded after the system's, which libibverbs
+brings, the process crashes as it exits (NIXL 1.5.1, in the system's libnl-route)."""
+
 _registered: dict[str, type[Transport]] = {}
 
 
@@ -86,10 +90,11 @@ def make_transports(of: Sequence[str], memory: Memory, options: TransportOptions
     One that cannot use what is registered, or whose library is missing, is left out, with a line in the log. Raises
     TransferError for an unknown name, and where one cannot work with these options.
     """
+    wanted = serving(of, device=options.place is not None, hosts=options.hosts)
     made: list[Transport] = []
     left_out: list[str] = []
     try:
-        for name in serving(of, device=options.place is not None, hosts=options.hosts):
+        for name in sorted(wanted, key=lambda name: name != _FIRST):
             kind = transport_class(name)
             try:
                 made.append(kind.make(memory, options))
@@ -111,6 +116,7 @@ def make_transports(of: Sequence[str], memory: Memory, options: TransportOptions
         for transport in made:
             transport.close()
         raise
+    made.sort(key=lambda transport: wanted.index(transport.name))
     return Transports(made, left_out)
 
 

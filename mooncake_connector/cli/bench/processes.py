@@ -83,6 +83,13 @@ def wait_until(
         time.sleep(0.02)
 
 
+def end_of(process: subprocess.Popen[bytes], log: IO[bytes], what: str) -> str:
+    """To add to an error that the end of ``process`` may explain: with what it ended; nothing while it runs."""
+    if process.poll() is None:
+        return ""
+    return f"; {what} ended with status {process.returncode}: {_last_lines(log)}"
+
+
 def _last_lines(log: IO[bytes]) -> str:
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()

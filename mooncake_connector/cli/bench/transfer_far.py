@@ -38,6 +38,7 @@ DEADLINE_S = 60.0
 START_S = 300.0
 """Of the other process, which an emulated processor has to start as well."""
 TLS = "tcp with TLS"
+WHAT = "the other process of the benchmark"
 FETCH = struct.Struct("<iqq")
 """What the far end of the bare process_vm round trip is told: PID, address, bytes."""
 
@@ -56,8 +57,10 @@ def options() -> TransportOptions:
 class Far:
     """What the other process said of itself, and how it is reached."""
 
-    def __init__(self, found: dict[str, Any]) -> None:
+    def __init__(self, found: dict[str, Any], end: Callable[[], str] = lambda: "") -> None:
+        """`end` says with what the process ended; nothing while it runs."""
         self.found = found
+        self.end = end
         self.pid: int = found["pid"]
         self.address: int = found["address"]
         self.endpoints = {name: bytes.fromhex(endpoint) for name, endpoint in found["endpoints"].items()}
@@ -117,8 +120,8 @@ def far_process(memory_nbytes: int, tls: dict[str, str] | None, only: Collection
         offered = {"memory_nbytes": memory_nbytes, "tls": tls, "names": [*(only or names())]}
         order = json.dumps({**offered, "said": str(said)})
         with processes.running([sys.executable, "-m", __name__, order], log, grace_s=10) as process:
-            processes.wait_until(said.exists, process, log, START_S, "the other process of the benchmark")
-            yield Far(json.loads(said.read_text()))
+            processes.wait_until(said.exists, process, log, START_S, WHAT)
+            yield Far(json.loads(said.read_text()), lambda: processes.end_of(process, log, WHAT))
 
 
 def _be_far(order: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from bench.peers import steps
 from bench.peers.report import Comparison, Goal, Row, row
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
-from mooncake_connector.cli.bench.measure import Progress, gigabytes_per_second, size_text
+from mooncake_connector.cli.bench.measure import BenchError, Progress, gigabytes_per_second, size_text
 from mooncake_connector.cli.bench.transfer import ALONE, certificate
 from mooncake_connector.cli.bench.transfer_far import DEADLINE_S, TLS, Far, far_process
 from mooncake_connector.cli.bench.transfer_libraries import LIBRARIES, Alone
@@ -89,8 +89,8 @@ def run(scale: TransportScale, progress: Progress) -> Comparison:
                 progress(name)
                 try:
                     rows += _measure(name, far, Tls(**tls) if tls and name == TLS else None, scale)
-                except TransferError as error:
-                    progress(f"WARNING: {name} is left out: {error}")
+                except (TransferError, BenchError) as error:
+                    progress(f"WARNING: {name} is left out: {error}{far.end()}")
     return Comparison(machine, versions, rows)
 
 

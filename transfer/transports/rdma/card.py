@@ -172,12 +172,12 @@ def open_cards(hosts: Sequence[str], settings: RdmaSettings) -> list[Card]:
 
 def _rails(hosts: Sequence[str], settings: RdmaSettings) -> list[Rail]:
     """Raises Unavailable."""
-    binding()
     found = rails()
+    if not found:  # asked first: a process without a card never has the library
+        raise Unavailable(f"there is no RDMA card: {SYSFS} is empty")
+    binding()
     if several := chosen(found, hosts, settings.ports, settings.gid_index, distances()):
         return several
-    if not found:
-        raise Unavailable(f"there is no RDMA card: {SYSFS} is empty")
     seen = ", ".join(sorted({f"{rail.device} port {rail.port} {'up' if rail.is_up else 'down'}" for rail in found}))
     of = f" of {', '.join(settings.ports)}" if settings.ports else ""
     at = "" if settings.gid_index is None else f" at entry {settings.gid_index} of its table"
