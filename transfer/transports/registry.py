@@ -25,8 +25,8 @@ from transfer.transports.tcp import TcpTransport
 logger = get_logger(__name__)
 
 _FIRST = NixlTransport.name
-"""Made before the others: NIXL's wheel has a copy of libnl, and where that is loaded after the system's, which libibverbs
-brings, the process crashes as it exits (NIXL 1.5.1, in the system's libnl-route)."""
+"""Made before the others: NIXL's wheel has a copy of libnl, and where that is loaded after the system's, which
+libibverbs brings, the process crashes as it exits (NIXL 1.5.1, in the system's libnl-route)."""
 
 _registered: dict[str, type[Transport]] = {}
 
