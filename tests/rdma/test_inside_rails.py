@@ -12,7 +12,7 @@ import pytest
 from rdma.test_inside import EMULATED
 
 from transfer.testing.fixtures import DEADLINE_S, TransportFixtures
-from transfer.testing.memory import MIB
+from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Unavailable
 from transfer.transports.memory import Memory
@@ -130,6 +130,39 @@ class TestRails(TransportFixtures):
         again = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
         self.send(again, grant, source, NBYTES)
         assert np.array_equal(target.bytes, source.bytes)
+
+
+@pytest.mark.parametrize("how", ["its port is down", "it gets no answer"])
+def test_a_rail_that_does_not_work_at_connect_holds_up_nothing(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Cards give up one that gets no answer after so long that whoever waited for it would not connect in time."""
+    settings, memory, there = RdmaSettings(lost_after_s=1000.0), Memory(), Memory()
+    serve = Pair.serve
+    with (
+        RdmaTransport(memory, settings=settings) as sender,
+        RdmaTransport(there, settings=settings) as receiver,
+        monkeypatch.context() as patched,
+    ):
+        if "port" in how:
+            set_link(0, "down")
+        else:
+            patched.setattr(Pair, "serve", lambda pair, *end: None if is_first(pair) else serve(pair, *end))
+        memory.follow(sender)
+        there.follow(receiver)
+        source, target = Buffer(MIB, seed=5), Buffer(MIB)
+        memory.register(source.address, MIB)
+        there.register(target.address, MIB)
+        peer: Any = sender.connect(receiver.listen(), deadline_s=DEADLINE_S)
+        assert [path.name for path in peer._encoder.paths.all if path.is_in] == NAMES[1:]
+        grant = there.grant(int64(target.address), int64(MIB))
+        write = peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=DEADLINE_S)
+        assert outcome_of(write).ok and np.array_equal(target.bytes, source.bytes)
+        if "port" in how:
+            set_link(0, "up")
+            until(lambda: all(path.is_in for path in peer._encoder.paths.all))
+
+
+def is_first(pair: Pair) -> bool:
+    return pair._card.rail.name == NAMES[0]
 
 
 def test_rails_that_are_named_are_used_in_that_order_and_no_others() -> None:

@@ -22,11 +22,14 @@ from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Region, TransferError, Unavailable
 from transfer.transports.memory import Memory
-from transfer.transports.rdma import sending
+from transfer.transports.rdma import reader, sending
+from transfer.transports.rdma import transport as module
+from transfer.transports.rdma.card import CELL_NBYTES
 from transfer.transports.rdma.fetcher import WHERE
 from transfer.transports.rdma.pair import ack_timeout
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
+from transfer.transports.wire import CopyStatus
 
 NBYTES = 16 * MIB
 FAST = 400e6
@@ -158,6 +161,32 @@ def test_a_rail_that_does_not_work_from_the_beginning_costs_no_connection(
     fabric.cards["card0"].answers = True
     until(lambda: pair.rails_in == ["card0:1", "card1:1"])
     pair.close()
+
+
+def test_rails_that_are_silent_hold_up_no_connection_and_are_taken_in_as_they_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody gives them up here: whoever waits for one before it tries the next waits until its deadline."""
+    monkeypatch.setattr(reader, "SILENCE", 1e6)
+    fabric = Fabric(monkeypatch, [FAST] * 4)
+    silent = [fabric.cards[name] for name in ("card0", "card1", "card3")]
+    for card in silent:
+        card.speaks = False
+    pair = Pair(fabric, rails=1)
+    assert pair.rails_in == ["card2:1"] and outcome_of(pair.write()).ok
+    assert np.array_equal(pair.target.bytes, pair.source.bytes)
+    for card in silent:
+        card.speaks = True
+    until(lambda: len(pair.rails_in) == 4)
+    assert list(pair.sender.take_counts()) == ["rail_bytes"], "none of them failed"
+    assert outcome_of(pair.write()).ok and min(card.moved_nbytes for card in silent) > CELL_NBYTES
+    pair.close()
+
+
+def test_a_peer_that_answers_what_was_not_asked_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "take_answer", lambda *_: (9, CopyStatus.OK))
+    with pytest.raises(Unavailable, match="answers order 9, which is not open"):
+        Pair(Fabric(monkeypatch, [FAST]))
 
 
 def test_a_key_that_is_refused_fails_its_write_and_all_others_arrive(

@@ -96,14 +96,14 @@ def probe(channel: Channel, order: array[int], deadline_at: float, what: str) ->
     """Send a probe, which asks the receiver to read `what`, and wait for its answer. Raises Unavailable, OSError."""
     channel.settimeout(max(0.001, deadline_at - time.monotonic()))
     channel.sendall(order)
-    return take_answer(channel, deadline_at, what)
+    return take_answer(channel, deadline_at, what)[1]
 
 
-def take_answer(channel: Channel, deadline_at: float, what: str) -> CopyStatus:
-    """Wait for the receiver's answer. Raises Unavailable, OSError."""
+def take_answer(channel: Channel, deadline_at: float, what: str) -> tuple[int, CopyStatus]:
+    """Wait for the receiver's next answer: to which order, and its status. Raises Unavailable, OSError."""
     data = take(channel, ANSWER_NBYTES, deadline_at, what)
     try:
-        return decode_answer(data)[1]
+        return decode_answer(data)
     except WireError as error:
         raise Unavailable(str(error)) from error
 

@@ -60,7 +60,8 @@ class SendingPeer(Peer):
     ) -> None:
         self.transport = transport
         self._memory, self._encoder, self._on_close = memory, encoder, on_close
-        self._numbers = itertools.count(1)
+        streams[0].unanswered |= encoder.asked
+        self._numbers = itertools.count(1 + max(encoder.asked, default=0))
         self._streams = {stream.descriptor: stream for stream in streams}
         self._scratch = np.zeros(0, dtype=np.uint8)
         self._lock = threading.Lock()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from transfer.transports.base import Completion, Grant
 from transfer.transports.channel import Channel
@@ -60,6 +61,8 @@ class PayloadEncoder(ABC):
     """Of one slice."""
     num_paths = 1
     """Over which slices of one stream travel beside each other."""
+    asked: Mapping[int, Slice] = MappingProxyType({})
+    """Of the first stream, by number: what is under way on it already when writes begin."""
     is_relay = False
     """Whether the receiver begins with a slice when the sender is done with it: only several keep both busy."""
 

@@ -69,6 +69,7 @@ class RailEncoder(PullEncoder):
             self.close()
             raise
         self._look_at = 0.0
+        self.asked: dict[int, Slice] = {}
         super().__init__(max_nbytes if len(paths) == 1 else SHARED_NBYTES)
         self.num_paths = len(paths)
         self.paths = Paths(paths, counts)

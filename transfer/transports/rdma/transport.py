@@ -18,7 +18,7 @@ from transfer.transports.base import Capabilities, Region, TransportOptions, Una
 from transfer.transports.channel import Channel
 from transfer.transports.cuda.fetched import LandingFetcher
 from transfer.transports.cuda.stage import OnDevice
-from transfer.transports.local import probe, take
+from transfer.transports.local import take, take_answer
 from transfer.transports.memory import Memory
 from transfer.transports.network import NetworkTransport
 from transfer.transports.pull import GREET, Fetcher, PullTransport
@@ -113,13 +113,22 @@ class RdmaTransport(PullTransport, NetworkTransport):
         return encoder
 
     def _try_out(self, channel: Channel, encoder: RailEncoder, deadline_at: float) -> None:
-        """Have the peer read a number, over one rail after another until one works. Raises Unavailable, OSError.
+        """Have the peer read a number over every rail, and wait until one works. Raises Unavailable, OSError.
 
-        The others are tried in the background.
+        The answers of the others are taken in the background, as they come: one that is silent holds up nothing.
         """
+        asked = encoder.asked
         while (part := encoder.errand()) is not None:
-            status = probe(channel, encoder.order(part), deadline_at, "our memory")
-            encoder.release(part, status)
-            if status is CopyStatus.OK:
-                return
-        raise Unavailable(encoder.why_not)
+            part.number = len(asked) + 1
+            asked[part.number] = part
+            channel.sendall(encoder.order(part))
+        works = False
+        while asked and (not works or channel.pending):
+            number, status = take_answer(channel, deadline_at, "our memory")
+            answered = asked.pop(number, None)
+            if answered is None:
+                raise Unavailable(f"the peer answers order {number}, which is not open")
+            encoder.release(answered, status)
+            works = works or status is CopyStatus.OK
+        if not works:
+            raise Unavailable(encoder.why_not)
