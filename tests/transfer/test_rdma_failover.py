@@ -25,6 +25,7 @@ from transfer.transports.memory import Memory
 from transfer.transports.rdma import reader, sending
 from transfer.transports.rdma import transport as module
 from transfer.transports.rdma.card import CELL_NBYTES
+from transfer.transports.rdma.completions import Completions
 from transfer.transports.rdma.fetcher import WHERE
 from transfer.transports.rdma.pair import ack_timeout
 from transfer.transports.rdma.settings import RdmaSettings
@@ -187,6 +188,63 @@ def test_a_peer_that_answers_what_was_not_asked_is_unavailable(monkeypatch: pyte
     monkeypatch.setattr(module, "take_answer", lambda *_: (9, CopyStatus.OK))
     with pytest.raises(Unavailable, match="answers order 9, which is not open"):
         Pair(Fabric(monkeypatch, [FAST]))
+
+
+class TestSpinning:
+    """Who posts a small fetch looks for its completion, for a moment; the other thread is told of all others."""
+
+    @pytest.fixture
+    def pair(self, make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> Pair:
+        self.told, self.looked = 0, 0
+        told, spin = Completions._take, reader.Reader._spin
+
+        def take(completions: Completions) -> None:
+            self.told += 1
+            told(completions)
+
+        def look(made: reader.Reader, over: Any) -> None:
+            self.looked += not made._left_out
+            spin(made, over)
+
+        monkeypatch.setattr(Completions, "_take", take)
+        monkeypatch.setattr(reader.Reader, "_spin", look)
+        monkeypatch.setattr(reader, "SPIN_S", DEADLINE_S)
+        pair = make(FAST)
+        self.told = self.looked = 0
+        return pair
+
+    def send(self, pair: Pair) -> Any:
+        small = int64(pair.source.address), int64(pair.target.address), int64(16 << 10)
+        return pair.peer.write(pair.grant, *small, deadline_s=DEADLINE_S)
+
+    def test_what_is_there_in_time_costs_no_other_thread(self, pair: Pair) -> None:
+        for _ in range(20):
+            assert outcome_of(self.send(pair)).ok
+        assert (self.looked, self.told) == (20, 0)
+        assert outcome_of(pair.write()).ok and self.told > 0, "one that is not small is not waited for"
+        assert np.array_equal(pair.target.bytes, pair.source.bytes)
+
+    def test_where_it_is_in_vain_it_is_rarely_done_and_nothing_is_lost(
+        self, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(reader, "SPIN_S", 0.0)
+        card = pair.fabric.cards["card0"]
+        for number in range(20):
+            card.speaks = False
+            write = self.send(pair)
+            until(lambda: self.number_under_way(pair) > 0)
+            card.speaks = True
+            assert outcome_of(write).ok
+            assert self.told >= number + 1
+        assert self.looked == 4, "after 1, 3 and 7 that were left out"
+        assert np.array_equal(pair.target.bytes[: 16 << 10], pair.source.bytes[: 16 << 10])
+
+    def number_under_way(self, pair: Pair) -> int:
+        """Fetches of which the other thread will tell."""
+        assert pair.receiver._receiver is not None
+        (connection,) = pair.receiver._receiver._connections.values()
+        (one,) = connection._fetcher._readers  # type: ignore[attr-defined]
+        return len(one._batches) if one._is_heard else 0
 
 
 def test_a_key_that_is_refused_fails_its_write_and_all_others_arrive(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from transfer.control.handshake import Identity
 from transfer.transports import registry
-from transfer.transports.base import Region, TransportOptions, Unavailable
+from transfer.transports.base import FEW, Region, TransportOptions, Unavailable
 from transfer.transports.memory import Memory
 from transfer.transports.rdma import card, verbs
 from transfer.transports.rdma.keys import MAX_REGIONS, Keys, decode_keys
@@ -65,16 +65,19 @@ def some_pieces(draw: st.DrawFn) -> Pieces:
 
 @given(some_pieces(), st.sampled_from([16, 100, 1 << 20]), st.sampled_from([1, 3, 16]))
 def test_every_byte_is_read_once_with_the_keys_of_its_regions_and_within_the_limits(pieces, max_nbytes, max_ranges):
-    work = plan(pieces, Keys.of(THERE), Keys.of(HERE), max_nbytes, max_ranges)
-    assert work is not None
     expected = {}
     for source, target, nbytes in zip(pieces.local, pieces.remote, pieces.nbytes, strict=True):
         for i in range(int(nbytes)):
             a, b = int(source) + i, int(target) + i
             expected[b] = a, key_of(THERE, a), key_of(HERE, b)
-    assert moved(work) == expected
-    for read in work.reads(0, len(work)):
-        assert len(read.target) <= max_ranges and read.nbytes <= 2 * max_nbytes
+    few = [column[:FEW].tolist() for column in (pieces.local, pieces.remote, pieces.nbytes)]
+    for form in (pieces, Pieces(*few, sum(few[2]))):
+        work = plan(form, Keys.of(THERE), Keys.of(HERE), max_nbytes, max_ranges)
+        assert work is not None
+        told = {b + i for b, n in zip(form.remote, form.nbytes, strict=True) for i in range(int(n))}
+        assert moved(work) == {target: found for target, found in expected.items() if target in told}
+        for read in work.reads(0, len(work)):
+            assert len(read.target) <= max_ranges and read.nbytes <= 2 * max_nbytes
 
 
 def test_what_follows_on_one_side_or_both_becomes_one_request():
@@ -95,6 +98,8 @@ def test_what_lies_in_no_region_is_not_planned(row):
     assert plan(pieces_of([(0x4000, 0x9000, 8)]), Keys.of(THERE), Keys.of(HERE), 1 << 20, 4) is not None
     assert plan(pieces_of([row]), Keys.of(THERE), Keys.of(HERE), 1 << 20, 4) is None
     assert plan(pieces_of([row]), Keys.of([]), Keys.of(HERE), 1 << 20, 4) is None
+    address, target, nbytes = row
+    assert plan(Pieces([address], [target], [nbytes], nbytes), Keys.of(THERE), Keys.of(HERE), 1 << 20, 4) is None
 
 
 def test_keys_travel_of_the_regions_that_are_used():

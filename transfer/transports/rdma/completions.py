@@ -39,11 +39,10 @@ class Completions:
             raise
 
     def queue(self, size: int, owner: Callable[[], None]) -> Any:
-        """A completion queue; `owner` is called in this thread, and asks for the next call with `req_notify`."""
+        """A completion queue; `owner` is called in this thread, once each time that it asked with `req_notify`."""
         made = self._card.completion_queue(size, self._channel)
         with self._lock:
             self._owners[made] = owner
-        made.req_notify()
         return made
 
     def remove(self, queue: Any) -> None:

@@ -50,14 +50,15 @@ class RdmaFetcher(Fetcher):
         reader, cells = self._readers[rail], self._rails[rail].card.cells
         place = cells.place()
 
-        def done(status: CopyStatus) -> None:
+        def read(status: CopyStatus) -> CopyStatus:
             is_right = status is not CopyStatus.OK or cells.holds(place, number)
-            fetch.done(status if is_right else CopyStatus.FORBIDDEN)
+            return status if is_right else CopyStatus.FORBIDDEN
 
         if not reader.connect(decode_end(rest[:END_NBYTES]), epoch):
             return CopyStatus.BROKEN
         pieces = Pieces(fetch.pieces.local, [cells.address_of(place)], [CELL_NBYTES], CELL_NBYTES)
-        return self._begin(rail, fetch, pieces, done, epoch, rest[END_NBYTES:])
+        over = self._begin(rail, fetch, pieces, lambda status: fetch.done(read(status)), epoch, rest[END_NBYTES:])
+        return None if over is None else read(over)
 
     def lane(self, fetch: Fetch) -> int:
         named, _ = WHERE.unpack(fetch.attachment[: WHERE.size].ljust(WHERE.size, b"\0"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ from transfer.transports.wire import WireError
 MAX_REGIONS = 4096
 """Of one order."""
 _ROW = np.dtype([("address", "<u8"), ("nbytes", "<u8"), ("key", "<u8")])
+_FIELDS = struct.Struct("<QQQ")
 MAX_NBYTES = MAX_REGIONS * _ROW.itemsize
 
 
@@ -35,16 +38,26 @@ class Keys:
         """Whether each piece lies inside one region."""
         return first_outside(addresses, nbytes, self.starts, self.sizes) is None
 
+    def key_of(self, address: int, nbytes: int) -> int | None:
+        """Of the region that the piece lies in."""
+        index = bisect_right(self.starts, address) - 1
+        is_inside = index >= 0 and address + nbytes <= self.starts.item(index) + self.sizes.item(index)
+        return self.keys.item(index) if is_inside else None
+
     def index(self, addresses: Int64) -> npt.NDArray[np.intp]:
         """Of the region that begins at or before each address, which must not be before all."""
         return self.starts.searchsorted(addresses, side="right") - 1
 
     def encode(self, addresses: Numbers) -> bytes:
         """Those that these addresses lie in, `MAX_REGIONS` at most; to whom one is not told, it cannot be read."""
+        if isinstance(addresses, list):
+            used = sorted({bisect_right(self.starts, address) - 1 for address in addresses} - {-1})
+            columns = self.starts, self.sizes, self.keys
+            return b"".join(_FIELDS.pack(*(column.item(index) for column in columns)) for index in used)
         rows = np.empty(len(self.starts), _ROW)
         rows["address"], rows["nbytes"], rows["key"] = self.starts, self.sizes, self.keys
-        used = np.unique(self.index(np.asarray(addresses, dtype=np.int64)))
-        return rows[used[used >= 0]][:MAX_REGIONS].tobytes()
+        regions = np.unique(self.index(np.asarray(addresses, dtype=np.int64)))
+        return rows[regions[regions >= 0]][:MAX_REGIONS].tobytes()
 
 
 def decode_keys(data: bytes) -> Keys:

@@ -22,7 +22,7 @@ from transfer.transports.rdma.card import Card
 from transfer.transports.rdma.completions import Completions
 from transfer.transports.rdma.pair import End, Pair
 from transfer.transports.rdma.verbs import binding
-from transfer.transports.rdma.work import Read, Work
+from transfer.transports.rdma.work import FewReads, Read, Work
 from transfer.transports.wire import CopyStatus, WireError
 
 logger = get_logger(__name__)
@@ -36,6 +36,11 @@ PATIENCE_S = 1.0
 """What nobody wants any more has so long to end by itself; then the queue pair gives up."""
 SILENCE = 1.5
 """Times `lost_after_s`: a card should have given up long since, and not each does."""
+SPIN_S = 50e-6
+"""What is small and alone is looked for so long by who posts it: a card has it there sooner than a thread is woken."""
+SPIN_NBYTES = 64 << 10
+MAX_VAIN = 63
+"""After it was looked for in vain, so many are not, at most; twice as many each time."""
 LOOK_S = 0.2
 """How often the port is looked at while something is under way."""
 
@@ -46,7 +51,7 @@ class _Job:
 
     fetch: Fetch
     done: Done
-    work: Work
+    work: Work | FewReads
     posted: int = 0
     under_way: int = 0
     unwanted_at: float | None = None
@@ -83,6 +88,10 @@ class Reader:
         self._lost = ""
         """Why nobody knows what is under way."""
         self._looked_at = self._moved_at = 0.0
+        self._is_heard = False
+        """Whether the thread of `completions` will be told of what is over next."""
+        self._vain = self._left_out = 0
+        """Of `_spin`: how many it leaves out when it is in vain, and how many of them are to come."""
         self._silent_s = SILENCE * card.settings.lost_after_s
         self._is_closed = False
         self._queue = completions.queue(card.max_requests + 1, self._completed)
@@ -124,7 +133,7 @@ class Reader:
             self._peer, self._epoch, self._why = peer, epoch, ""
             return True
 
-    def add(self, fetch: Fetch, done: Done, work: Work, epoch: int) -> CopyStatus | None:
+    def add(self, fetch: Fetch, done: Done, work: Work | FewReads, epoch: int) -> CopyStatus | None:
         """Begin to fetch; what became of it where it is over already. Raises WireError, OSError.
 
         Args:
@@ -139,8 +148,20 @@ class Reader:
             job = _Job(fetch, done, work)
             self._jobs[fetch] = job
             self._waiting.append(job)
+            over: list[tuple[_Job, CopyStatus]] = []
+            is_alone = not self._batches
             self._post()
-        return None
+            if is_alone and job.is_all_posted and self._in_flight_nbytes <= SPIN_NBYTES:
+                self._spin(over)
+            if not self._is_heard:
+                self._go_on(over)
+        own = None
+        for ended, status in over:
+            if ended is job:
+                own = status
+            else:
+                ended.done(status)
+        return own
 
     def cancel(self, fetch: Fetch) -> None:
         """Post no more of it. It is over with what is under way."""
@@ -230,18 +251,43 @@ class Reader:
         with self._lock:
             if self._is_closed:
                 return
-            self._queue.req_notify()
-            while found := self._queue.poll(BATCH):
-                for completion in found:
-                    self._take(completion, over)
+            self._is_heard = False
+            self._go_on(over)
+        for job, status in over:
+            job.done(status)
+
+    def _spin(self, over: list[tuple[_Job, CopyStatus]]) -> None:
+        """Wait for what was just posted, for a moment, so that it costs no change of thread."""
+        if self._left_out:
+            self._left_out -= 1
+            return
+        until = time.perf_counter() + SPIN_S
+        while self._batches:
+            self._poll(over)
+            if time.perf_counter() >= until:
+                break
+        self._vain = min(2 * self._vain + 1, MAX_VAIN) if self._batches else 0
+        self._left_out = self._vain
+
+    def _go_on(self, over: list[tuple[_Job, CopyStatus]]) -> None:
+        """Take what is over, post more, and be told of what is under way then."""
+        while True:
+            self._poll(over)
             if self._why and not self._batches:
                 over += [(job, CopyStatus.BROKEN) for job in self._jobs.values()]
                 self._jobs.clear()
                 self._waiting.clear()
             elif not self._why:
                 self._post()
-        for job, status in over:
-            job.done(status)
+            if self._is_heard or not self._batches:
+                return
+            self._queue.req_notify()
+            self._is_heard = True  # of what was over before nobody is told: once more
+
+    def _poll(self, over: list[tuple[_Job, CopyStatus]]) -> None:
+        while found := self._queue.poll(BATCH):
+            for completion in found:
+                self._take(completion, over)
 
     def _give_up(self, why: str) -> None:
         """Have the card end all that is under way. Raises OSError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,7 +47,14 @@ class Work:
             yield Read(address, key, nbytes, ranges[bounds[i] - bounds[0] : bounds[i + 1] - bounds[0]])
 
 
-def plan(pieces: Pieces, there: Keys, here: Keys, max_nbytes: int, max_ranges: int) -> Work | None:
+class FewReads(list[Read]):
+    """As `Work`, of so few requests that arrays would take longer than these."""
+
+    def reads(self, start: int, stop: int) -> Sequence[Read]:
+        return self[start:stop]
+
+
+def plan(pieces: Pieces, there: Keys, here: Keys, max_nbytes: int, max_ranges: int) -> Work | FewReads | None:
     """The requests that fetch `pieces`, in the order of their addresses there; None where one is in no region.
 
     A request has at most `max_ranges` ranges and twice `max_nbytes`.
@@ -56,6 +63,8 @@ def plan(pieces: Pieces, there: Keys, here: Keys, max_nbytes: int, max_ranges: i
         there: keys of the memory that is read, `pieces.local`.
         here: keys of the memory that is filled, `pieces.remote`; a piece may lie in several regions that touch.
     """
+    if isinstance(pieces.local, list) and (few := _few(pieces, there, here, max_nbytes)) is not None:
+        return few
     columns = pieces.local, pieces.remote, pieces.nbytes
     source, target, nbytes = (np.asarray(column, dtype=np.int64) for column in columns)
     if not there.covers(source, nbytes):
@@ -73,6 +82,17 @@ def plan(pieces: Pieces, there: Keys, here: Keys, max_nbytes: int, max_ranges: i
     ranges = np.stack((target, nbytes, here.keys[here.index(target)]), axis=1)
     first = np.append(begins, len(nbytes))
     return Work(source[begins], there.keys[region[begins]], np.add.reduceat(nbytes, begins), first, ranges)
+
+
+def _few(pieces: Pieces, there: Keys, here: Keys, max_nbytes: int) -> FewReads | None:
+    """A request for each; None where one is too large for that, or does not lie in one region on both sides."""
+    requests = FewReads()
+    for source, target, nbytes in sorted(zip(pieces.local, pieces.remote, pieces.nbytes, strict=True)):
+        read, filled = there.key_of(source, nbytes), here.key_of(target, nbytes)
+        if nbytes > max_nbytes or read is None or filled is None:
+            return None
+        requests.append(Read(source, read, nbytes, [(target, nbytes, filled)]))
+    return requests
 
 
 def _joined(source: Int64, target: Int64, nbytes: Int64, there: Keys, here: Keys) -> tuple[Int64, Int64, Int64]:
