@@ -79,8 +79,7 @@ class _Owned(Run):
     __slots__ = ("_masks", "_owner")
 
     def __init__(self, masks: _Masks, owner: int, step: int, leading: int) -> None:
-        super().__init__(step, leading)
-        self._masks, self._owner = masks, owner
+        self._masks, self._owner, self.step, self.leading, self.tokens = masks, owner, step, leading, leading * step
 
     def present(self, at: int) -> Bools:
         masks = self._masks.masks
@@ -165,7 +164,8 @@ class Held:
             mask = masks[at]
             found |= mask
             if ended := those & ~mask:
-                leading |= dict.fromkeys(_bits_of(ended), at)
+                for owner in _bits_of(ended):
+                    leading[owner] = at
                 those &= mask
         leading |= dict.fromkeys(_bits_of(those), len(masks))
         shared = _Masks(masks, -(-self._used // 8))  # read after the masks: an owner may be new

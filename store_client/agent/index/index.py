@@ -115,31 +115,30 @@ class Index:
         asked = self._asked(query)
         sizes = {size for one in asked for _, size in list(one.owners)}
         hashes = {size: self.parts.seq_hashes(tokens[: MAX_HASHES * size], size) for size in sizes}
-        answers: dict[Instance, _Prompt] = {}
-        for namespace, instances in self._by_namespace(asked, query.lora).items():
+        prompts: list[tuple[_Prompt, list[Instance]]] = []
+        for namespace, instances in self._by_namespace(asked, query.lora):
             found = None
             if namespace is not None:
                 root = root_digest(None, query.cache_salt or None)
                 keys = self.parts.page_keys(tokens, namespace.page_tokens, root)
                 found = await self._pages.look(namespace, keys)
             prompt = _Prompt(hashes, found, namespace.page_tokens if namespace is not None else 1)
-            answers |= dict.fromkeys(instances, prompt)
-        return self._answer(query, asked, answers)
+            prompts.append((prompt, instances))
+        return self._answer(query, prompts)
 
     async def query_by_hash(self, query: QueryByHash) -> dict[str, Any]:
         """The answer to `/query_by_hash`. Pages of the pool and of tiers have names that do not follow from these
         hashes: they count where the caller gives them. Raises Refused."""
         hashes, keys = read_hashes(query), read_page_keys(query)
-        asked = self._asked(query)
-        answers: dict[Instance, _Prompt] = {}
+        prompts: list[tuple[_Prompt, list[Instance]]] = []
         num_tokens = len(hashes) * query.block_size
-        for namespace, instances in self._by_namespace(asked, query.lora).items():
+        for namespace, instances in self._by_namespace(self._asked(query), query.lora):
             found = None
             if namespace is not None and keys is not None:
                 found = await self._pages.look(namespace, keys[: num_tokens // namespace.page_tokens])
             prompt = _Prompt({query.block_size: hashes}, found, namespace.page_tokens if namespace is not None else 1)
-            answers |= dict.fromkeys(instances, prompt)
-        return self._answer(query, asked, answers)
+            prompts.append((prompt, instances))
+        return self._answer(query, prompts)
 
     def _asked(self, query: Asked) -> list[Instance]:
         return [
@@ -151,70 +150,66 @@ class Index:
             and query.instance_id in (None, "", instance.registered.instance_id)
         ]
 
-    def _by_namespace(self, asked: Sequence[Instance], lora: str) -> dict[Namespace | None, list[Instance]]:
+    def _by_namespace(self, asked: Sequence[Instance], lora: str) -> list[tuple[Namespace | None, list[Instance]]]:
         """None: of which no pages are known. Pages of an adapter are named by its files, which nobody here has."""
-        known: dict[tuple[str, str], Namespace | None] = {}
-        grouped: dict[Namespace | None, list[Instance]] = {}
-        every = self._pages.namespaces() if asked and not lora else []
+        named: dict[tuple[str, str], list[Instance]] = {}
         for instance in asked:
-            name = (instance.registered.modelname, instance.registered.namespace)
-            if name not in known:
-                known[name], why = (None, "") if lora else self._pages.namespace_for(*name, every)
-                if why:
-                    self.counts["without_namespace"] += 1
-                    log_once("index.namespace", "the index does not look into the pool: %s", why, logger=logger)
-            grouped.setdefault(known[name], []).append(instance)
-        return grouped
+            named.setdefault((instance.registered.modelname, instance.registered.namespace), []).append(instance)
+        if lora:
+            return [(None, instances) for instances in named.values()]
+        every, grouped = self._pages.namespaces() if asked else [], dict[Namespace | None, list[Instance]]()
+        for name, instances in named.items():
+            namespace, why = self._pages.namespace_for(*name, every)
+            if why:
+                self.counts["without_namespace"] += 1
+                log_once("index.namespace", "the index does not look into the pool: %s", why, logger=logger)
+            grouped.setdefault(namespace, []).extend(instances)
+        return list(grouped.items())
 
-    def _answer(self, query: Asked, asked: list[Instance], prompts: dict[Instance, _Prompt]) -> dict[str, Any]:
+    def _answer(self, query: Asked, prompts: Sequence[tuple[_Prompt, list[Instance]]]) -> dict[str, Any]:
+        """Of all that a question costs this is the part that grows with the number of instances."""
         instances: dict[str, dict[str, Any]] = {}
-        presents: dict[tuple[int, str], dict[int, Run]] = {}
-        paged: dict[tuple[int, bool], dict[str, Run]] = {}
-        for instance in asked:
-            prompt, registered = prompts[instance], instance.registered
-            salt = query.cache_salt or registered.salt
-            runs: dict[str, list[Run]] = {}
-            for (medium, size), owner in list(instance.owners.items()):
-                if (present := presents.get((size, salt))) is None:
-                    context, hashes = Context(size, query.lora, salt), prompt.hashes.get(size, ())
-                    present = presents[size, salt] = self.held.present(context, hashes)
-                if (run := present.get(owner)) is not None:
-                    runs.setdefault(medium, []).append(run)
-            if (pages := paged.get((id(prompt), instance.here))) is None:
-                pages = paged[id(prompt), instance.here] = _on_media(prompt, instance.here)
-            for medium, run in pages.items():
-                runs.setdefault(medium, []).append(run)
-            if (answer := instances.get(registered.instance_id)) is None:
-                answer = instances[registered.instance_id] = _nothing()
-            _add(answer, str(registered.dp_rank), runs)
+        presents: dict[tuple[int, str], Mapping[int, Run]] = {}
+        for prompt, asked in prompts:
+            paged: dict[bool, list[tuple[str, Run]]] = {}
+            for instance in asked:
+                registered, here = instance.registered, instance.here
+                salt = query.cache_salt or registered.salt
+                if (pages := paged.get(here)) is None:
+                    pages = paged[here] = _on_media(prompt, here)
+                runs = pages.copy()
+                for (medium, size), owner in list(instance.owners.items()):
+                    if (present := presents.get((size, salt))) is None:
+                        context, hashes = Context(size, query.lora, salt), prompt.hashes.get(size, ())
+                        present = presents[size, salt] = self.held.present(context, hashes)
+                    if (run := present.get(owner)) is not None:
+                        runs.append((medium, run))
+                if (answer := instances.get(registered.instance_id)) is None:
+                    answer = instances[registered.instance_id] = {**_NOTHING, "DP": {}}
+                _add(answer, str(registered.dp_rank), runs)
         return {query.tenant: instances}
 
 
-_NOTHING = {"longest_matched": 0, **dict.fromkeys(MEDIA, 0)}
+_NOTHING: dict[str, Any] = {"longest_matched": 0, **dict.fromkeys(MEDIA, 0)}
 
 
-def _nothing() -> dict[str, Any]:
-    return {**_NOTHING, "DP": {}}
-
-
-def _on_media(prompt: _Prompt, here: bool) -> dict[str, Run]:
+def _on_media(prompt: _Prompt, here: bool) -> list[tuple[str, Run]]:
     """Which pages there are for an instance that is here or elsewhere; media without any left out."""
     if prompt.found is None:
-        return {}
+        return []
     found = {medium: prompt.found.on(medium, here=here) for medium in ("CPU", "DISK")}
-    return {medium: Entries(present, prompt.page_tokens) for medium, present in found.items() if present.any()}
+    return [(medium, Entries(present, prompt.page_tokens)) for medium, present in found.items() if present.any()]
 
 
-def _add(answer: dict[str, Any], rank: str, runs: Mapping[str, list[Run]]) -> None:
+def _add(answer: dict[str, Any], rank: str, runs: Sequence[tuple[str, Run]]) -> None:
     """Take a rank into its instance's answer: of several ranks the best counts."""
-    every: list[Run] = []
-    for medium, its in runs.items():
-        every += its
-        matched = union(its)
+    media = dict(runs)
+    for medium, run in media.items():
+        matched = run.tokens if len(media) == len(runs) else union([its for of, its in runs if of == medium])
         if matched > answer[medium]:
             answer[medium] = matched
     if len(runs) != 1:
-        matched = union(every)
+        matched = union([run for _, run in runs])
     ranks = answer["DP"]
     if matched >= ranks.get(rank, 0):
         ranks[rank] = matched
