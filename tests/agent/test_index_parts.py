@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from mooncake_connector.kv.keys import page_keys, root_digest
 from store_client.agent.index import parts
 from store_client.agent.index.hashes import seq_hashes
 from store_client.agent.index.parts import Parts
-from store_client.agent.index.requests import Refused, decode_query
+from store_client.agent.index.requests import Refused, _plain_tokens, decode_query
 
 TOKENS = np.random.default_rng(4).integers(0, 150_000, 9_000).astype(np.uint32)
 ROOT = root_digest(None, "salt")
@@ -97,6 +99,40 @@ def test_a_list_that_is_none_is_refused_though_its_other_parts_are_known(wrong):
     body = f'{{"model": "m", "block_size": 16, "token_ids": [{tokens}]}}'
     with pytest.raises(Refused):
         decode_query(body.encode(), known)
+
+
+@pytest.mark.parametrize("between", [",", ", "])
+@pytest.mark.parametrize("digits", range(1, 9))
+def test_tokens_of_all_lengths_are_read_at_once(digits, between):
+    draw = np.random.default_rng(digits)
+    for count in (1, 2, 7, 8, 9, 500):
+        tokens = [*draw.integers(0, 10**digits, count - 1).tolist(), 10**digits - 1]
+        assert _plain_tokens(between.join(map(str, tokens)).encode()).tolist() == tokens
+        assert _plain_tokens((" " + between.join(map(str, tokens[::-1]))).encode()).tolist() == tokens[::-1]
+
+
+def test_what_is_read_at_once_is_what_is_there_and_else_nothing_is():
+    draw, num_read = random.Random(5), 0
+    for _ in range(20_000):
+        text = "".join(draw.choices("0123456789, -x", (6,) * 10 + (9, 5, 1, 1), k=draw.randint(0, 14)))
+        if (tokens := _plain_tokens(text.encode())) is not None:
+            num_read += 1
+            assert all(re.fullmatch(" ?[0-9]{1,8}", one) for one in text.split(",")), text
+            assert tokens.tolist() == [int(one) for one in text.split(",")], text
+    assert num_read > 1_000
+
+
+def test_tokens_of_nine_digits_and_more_are_read_too():
+    tokens = [1, 123_456_789, (1 << 32) - 1, *map(int, TOKENS)]
+    assert read(tokens, Parts()).tolist() == tokens
+
+
+@pytest.mark.parametrize("known", [0, 1, 2, 3])
+def test_a_prompt_of_which_the_first_parts_are_known_is_read_to_its_end(known):
+    parts_, tokens = Parts(), np.tile(TOKENS, 2)
+    read(tokens[: known * 2_400], parts_)
+    assert (read(tokens, parts_) == tokens).all()
+    assert (read(tokens, parts_) == tokens).all()
 
 
 @pytest.mark.parametrize("tokens", ["1 2,,3", "5 6 7,,,8", ",1", "1,"])

@@ -17,6 +17,9 @@ from store_client.agent.index.hashes import Tokens32, seq_hashes
 
 _PART_NBYTES = 16 << 10
 """Of text; shorter ones, as the end of a prompt is, are not kept."""
+_PARTS_AT_ONCE = 4
+"""Arrays of their tokens are small enough for a core's own cache, and large beside what a call of numpy takes."""
+_COMMA = ord(",")
 _PART_BLOCKS = 64
 
 P = ParamSpec("P")
@@ -39,17 +42,29 @@ class Parts:
         """The one that was not wanted for longest comes first."""
 
     def tokens(self, text: bytes, read: Callable[[bytes], Tokens32 | None]) -> Tokens32 | None:
-        """What `read` makes of a list's text, part by part between commas; None where it makes nothing of one."""
-        found, start = [], 0
-        while (stop := text.find(b",", start + _PART_NBYTES)) >= 0:
-            part = text[start:stop]
-            if (of := self._get(("tokens", self._digest(part)), read, part)) is None:
+        """What `read` makes of a list's text, part by part between commas; None where it makes nothing of one. From the
+        first part on that is not known it reads several at a time."""
+        cuts, found, start = _cuts(text), list[Tokens32](), 0
+        while len(found) < len(cuts):
+            stop = cuts[len(found)]
+            if (known := self._kept.pop(name := self._name_of(text[start:stop]), None)) is None:
+                break
+            self._kept[name] = known
+            found.append(known)
+            start = stop + 1
+        for at in range(len(found), len(cuts) + 1, _PARTS_AT_ONCE):
+            stops = cuts[at : at + _PARTS_AT_ONCE]
+            end = stops[-1] if len(stops) == _PARTS_AT_ONCE else len(text)
+            if (of := read(text[start:end])) is None:
                 return None
             found.append(of)
-            start = stop + 1
-        if (of := read(text[start:])) is None:
-            return None
-        return np.concatenate([*found, of])
+            first = 0
+            for stop in stops:
+                part = text[start:stop]
+                after = first + 1 + np.count_nonzero(np.frombuffer(part, dtype=np.uint8) == _COMMA)
+                self._keep(self._name_of(part), of[first:after].copy())
+                first, start = after, stop + 1
+        return np.concatenate(found)
 
     def page_keys(self, tokens: Tokens32, page_tokens: int, root: bytes) -> list[bytes]:
         """Those of `kv.keys`."""
@@ -83,12 +98,25 @@ class Parts:
     def _digest(self, part: bytes | memoryview) -> bytes:
         return xxhash.xxh3_128_digest(part, self._seed)
 
+    def _name_of(self, part: bytes) -> Hashable:
+        return "tokens", self._digest(part)
+
     def _get(self, asked: Hashable, make: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        found: T | None = self._kept.pop(asked, None)
-        if found is None:
+        if (found := self._kept.pop(asked, None)) is None:
             found = make(*given, **named)
-        if found is not None:
-            self._kept[asked] = found
+        self._keep(asked, found)
+        return found
+
+    def _keep(self, name: Hashable, made: Any) -> None:
+        self._kept[name] = made
         if len(self._kept) > self._most:
             del self._kept[next(iter(self._kept))]
-        return found
+
+
+def _cuts(text: bytes) -> list[int]:
+    """The commas at which a list's text is cut into parts; the last part, which is shorter, has none at its end."""
+    cuts, start = list[int](), 0
+    while (stop := text.find(b",", start + _PART_NBYTES)) >= 0:
+        cuts.append(stop)
+        start = stop + 1
+    return cuts
