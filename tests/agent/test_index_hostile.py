@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -74,6 +75,28 @@ def test_of_large_bodies_so_many_are_taken_in_at_a_time_and_the_next_ones_wait_t
         assert {all_of(one)[:12] for one in slow} <= {b"", b"HTTP/1.1 408"}
     spaces = b" " * (app._LARGE_NBYTES + 5)
     until(lambda: served.ask("POST", "/query", spaces).status == 400, "their places are not free again")
+
+
+@pytest.mark.parametrize("nbytes", [1, 7, 4_000, 100_000])
+def test_a_body_is_the_same_in_whichever_pieces_it_comes(served, nbytes):
+    """And what comes with its end is the next request."""
+    asked = {"model": "m", "block_size": 64, "token_ids": "x" if nbytes < 4_000 else [7] * 150_000}
+    body = json.dumps(asked).encode()
+    head = b"POST /query HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n%s\r\n"
+    sent = (head % (len(body), b"") + body) * 2 + head % (len(body), b"Connection: close\r\n") + body
+    connection = connected(served)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for at in range(0, len(sent), nbytes):
+        connection.sendall(sent[at : at + nbytes])
+    said = all_of(connection)
+    status = b"HTTP/1.1 400" if nbytes < 4_000 else b"HTTP/1.1 200"
+    assert said.count(status) == said.count(b"HTTP/1.1") == 3, said
+
+
+def test_who_leaves_in_the_middle_of_a_body_costs_nobody_an_answer(served):
+    for sent in (b"{", b" " * 100_000, b" " * 300_000):
+        connected(served, b"POST /query HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500000\r\n\r\n" + sent).close()
+    assert served.query(TOKENS) == {"default": {}}
 
 
 def test_what_follows_a_body_that_was_refused_is_no_request(served):

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 10.0
@@ -18,6 +19,9 @@ KEEP_ALIVE_S = 30
 REQUEST_S = 120.0
 """For the rest of a request to come in, and for the answer to be taken."""
 MOST_CONNECTIONS = 512
+_AT_ONCE_NBYTES = 256 << 10
+_AT_ONCE = 16
+"""So much of a body, or so many pieces of it, are handed on at a time: each time takes as long as a short request."""
 
 _quiet = logging.getLogger("mooncake_connector.uvicorn")
 _quiet.setLevel(logging.CRITICAL)  # a line for each bad request would be a stranger's way to fill a disk
@@ -25,9 +29,12 @@ _quiet.setLevel(logging.CRITICAL)  # a line for each bad request would be a stra
 
 class Connection(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
+    _to_come = 0
+    """Bytes of a body that were not handed on yet, where its head says how many it has."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self._pieces: list[bytes] = []
         self.logger, self.access_log = _quiet, False  # of this server alone: an engine may have one in this process
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -36,6 +43,23 @@ class Connection(H11Protocol):
             transport.abort()
         else:
             self._wait(HEAD_S)
+
+    def data_received(self, data: bytes) -> None:
+        if self._to_come:
+            self._pieces.append(data)
+            nbytes = sum(map(len, self._pieces))
+            if nbytes >= min(self._to_come, _AT_ONCE_NBYTES) or len(self._pieces) == _AT_ONCE:
+                whole = b"".join(self._pieces)
+                self._pieces.clear()
+                self._to_come = max(0, self._to_come - nbytes)
+                super().data_received(whole)
+            return
+        before = self.cycle
+        super().data_received(data)
+        if self.cycle is not before and self.conn.their_state is h11.SEND_BODY:
+            headers = dict(self.headers)
+            if b"transfer-encoding" not in headers:
+                self._to_come = int(headers[b"content-length"]) - len(self.cycle.body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
