@@ -2,11 +2,14 @@
 router's question waits for nothing else: of the server's thread, or of all threads that take part.
 
 A hundred instances have parts of some prompts in memory of their own; half of them read the pool too, which has all.
+The limit of a question is a server that takes it in and has its answer ready, and the steps that no answer is without,
+each alone and over and over: to read it, to name its blocks and pages, and to look for them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import multiprocessing
 import random
@@ -14,13 +17,14 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 import zmq
 from prometheus_client import CollectorRegistry
 
@@ -28,12 +32,11 @@ from bench.peers.report import Comparison, Goal, Row, row
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import BenchError, Progress
 from mooncake_connector.cli.bench.processes import free_ports
-from mooncake_connector.cli.bench.serve.client import Server
 from mooncake_connector.cli.bench.store import bench_namespace
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import page_keys
 from store_client import EmbeddedStore
-from store_client.agent.http.app import App
+from store_client.agent.http.app import App, Request, Response, Route
 from store_client.agent.http.conductor import Conductor
 from store_client.agent.http.server import HttpServer
 from store_client.agent.index.feeds import Feeds
@@ -42,7 +45,7 @@ from store_client.agent.index.held import Context, Held
 from store_client.agent.index.index import Index, Instance
 from store_client.agent.index.pages import Pages
 from store_client.agent.index.parts import Parts
-from store_client.agent.index.requests import Registration
+from store_client.agent.index.requests import QueryByHash, Registration, decode, decode_query
 from store_client.testing import put_chain
 
 _LIMIT_S = 300.0
@@ -90,38 +93,73 @@ def _questions(folder: Path, scale: Scale, size: int) -> list[Row]:
             for one in hashes:
                 index.held.add(Context(size, "", ""), owner, one[: draw.integers(0, len(one))])
         asked = {"model": bench_namespace().model_name, "block_size": size}
-        work = f"{scale.blocks:,} blocks of {size} tokens, {scale.instances} instances"
-        by_tokens = [("/query", {**asked, "token_ids": prompt.tolist()}) for prompt in prompts]
-        by_hash = [("/query_by_hash", {**asked, "seq_hashes": one}) for one in hashes]
+        by_tokens = [("/query", _encoded({**asked, "token_ids": prompt.tolist()})) for prompt in prompts]
+        by_hash = [("/query_by_hash", _encoded({**asked, "seq_hashes": one})) for one in hashes]
+        pages, context = store.space(bench_namespace(), _SHARD), Context(size, "", "")
+        tokens, text = prompts[0].astype(np.uint32), by_tokens[0][1]
+        keys = page_keys(tokens, bench_namespace().page_tokens)
+        hashed = [lambda: page_keys(tokens, bench_namespace().page_tokens), lambda: seq_hashes(tokens, size)]
+        held = [lambda: index.held.present(context, hashes[0])]
         rows = []
-        with _served(index) as server:
-            for what, questions, parts in (
-                ("/query, new prompts", by_tokens, Parts(most=0)),
-                ("/query, prompts that were asked for before", by_tokens, Parts()),
-                ("/query_by_hash", by_hash, Parts()),
-            ):
-                index.parts = parts
-                cuts = statistics.quantiles(_cpu_ms(server, questions, scale), n=100, method="inclusive")
-                rows.append(row(f"{what}, {work}: CPU time, p50", cuts[49], "ms"))
-                rows.append(row(f"{what}, {work}: CPU time, p99", cuts[98], "ms", goal=Goal(at_most=5)))
+        for what, questions, parts, steps in (
+            ("/query, new prompts", by_tokens, Parts(most=0), [lambda: decode_query(text, Parts(most=0)), *hashed]),
+            ("/query, prompts that were asked for before", by_tokens, Parts(), [lambda: xxhash.xxh3_128_digest(text)]),
+            ("/query_by_hash", by_hash, Parts(), [lambda: decode(by_hash[0][1], QueryByHash)]),
+        ):
+            index.parts = parts
+            steps += [*held, lambda: pages.contains(keys)] if questions is by_tokens else held
+            with _served(Conductor(index, CollectorRegistry(), Feeds(index.held)).routes()) as ask:
+                answer = ask(*questions[0])
+                cuts = statistics.quantiles(_cpu_ms(ask, questions, scale), n=100, method="inclusive")
+            with _served(_bare(answer)) as ask:
+                floor_ms = statistics.median(_cpu_ms(ask, questions, scale)) + sum(map(_alone_ms, steps))
+            work = f"{what}, {scale.blocks:,} blocks of {size} tokens, {scale.instances} instances: CPU time"
+            rows.append(row(f"{work}, p50", cuts[49], "ms", limit=floor_ms))
+            rows.append(row(f"{work}, p99", cuts[98], "ms", limit=floor_ms, goal=Goal(at_most=5)))
         return rows
 
 
+def _encoded(question: dict[str, Any]) -> bytes:
+    return json.dumps(question).encode()
+
+
+Routes = Mapping[str, Mapping[str, Route]]
+Ask = Callable[[str, bytes], bytes]
+
+
+def _bare(answer: bytes) -> Routes:
+    """Of a server that takes in what it is asked, and has this answer to all of it."""
+
+    async def give(request: Request) -> Response:
+        return Response(answer)
+
+    return {path: {"POST": Route(give)} for path in ("/query", "/query_by_hash")}
+
+
 @contextlib.contextmanager
-def _served(index: Index) -> Iterator[Server]:
+def _served(routes: Routes) -> Iterator[Ask]:
+    """Who asks the agent's server, over a connection for each question, as our router does."""
     (port,) = free_ports(1)
-    app = App(Conductor(index, CollectorRegistry(), Feeds(index.held)).routes(), b"")
-    with HttpServer("127.0.0.1", port, app):
-        server = Server("127.0.0.1", port)
+
+    def ask(path: str, body: bytes) -> bytes:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=_LIMIT_S)) as connection:
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            return connection.getresponse().read()
+
+    with HttpServer("127.0.0.1", port, App(routes, b"")):
         give_up_s = time.monotonic() + _LIMIT_S
-        while not server.is_healthy():
-            if time.monotonic() > give_up_s:
-                raise BenchError("the index does not answer")
-            time.sleep(0.05)
-        yield server
+        while True:
+            try:
+                ask("/", b"")
+                break
+            except OSError:
+                if time.monotonic() > give_up_s:
+                    raise BenchError("the index does not answer") from None
+                time.sleep(0.05)
+        yield ask
 
 
-def _cpu_ms(server: Server, questions: list[tuple[str, dict[str, Any]]], scale: Scale) -> list[float]:
+def _cpu_ms(ask: Ask, questions: list[tuple[str, bytes]], scale: Scale) -> list[float]:
     """Of the server's thread, from one answer to the next: its HTTP and JSON are in it."""
     thread = next(one for one in threading.enumerate() if one.name == "mooncake-connector-http")
     clock = time.pthread_getcpuclockid(thread.ident or 0)
@@ -129,12 +167,22 @@ def _cpu_ms(server: Server, questions: list[tuple[str, dict[str, Any]]], scale: 
     for number in range(scale.questions + len(questions)):
         path, body = questions[number % len(questions)]
         before_s = time.clock_gettime(clock)
-        answer = server.call("POST", path, body, _LIMIT_S, lambda reply: json.loads(reply.read()))
+        answer = json.loads(ask(path, body))
         if len(answer.get("default", ())) != scale.instances:
             raise BenchError(f"{path} answered {answer}")
         if number >= len(questions):  # the first of each warms caches
             found.append((time.clock_gettime(clock) - before_s) * 1e3)
     return found
+
+
+def _alone_ms(step: Callable[[], object]) -> float:
+    """The median of one step of an answer, by itself and over and over."""
+    found = []
+    for _ in range(50):
+        before_s = time.thread_time()
+        step()
+        found.append((time.thread_time() - before_s) * 1e3)
+    return statistics.median(found)
 
 
 def _events(scale: Scale, size: int) -> Row:
