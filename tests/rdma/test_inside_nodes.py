@@ -6,6 +6,7 @@ Their memory is that of numpy: the machine's processor is emulated, and takes mi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,17 +24,26 @@ def options(granularity: Granularity) -> NodeOptions:
     return NodeOptions(page_tokens=16, bounds=Bounds(fixed=granularity), transports=["rdma"], hosts=["127.0.0.1"])
 
 
-@pytest.fixture
-def make() -> Iterator[Callable[..., Instances]]:
+@contextmanager
+def instances_of() -> Iterator[Callable[..., Instances]]:
+    """Makes some, which are closed at the end."""
     made: list[Instances] = []
 
     def instances(*args: Any, **more: Any) -> Instances:
         made.append(Instances(*args, **more))
         return made[-1]
 
-    yield instances
-    for one in made:
-        one.close()
+    try:
+        yield instances
+    finally:
+        for one in made:
+            one.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Instances]]:
+    with instances_of() as make:
+        yield make
 
 
 @pytest.mark.parametrize(
