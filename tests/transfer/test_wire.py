@@ -142,8 +142,9 @@ def test_a_diverted_vector_leaves_its_memory_alone():
 
 @pytest.mark.parametrize("scale", [1, 4000, 300_000])
 @pytest.mark.parametrize("forbidden", [False, True])
-def test_gathered_and_scattered_bytes_are_the_same(scale, forbidden, monkeypatch):
-    """Few and many bytes, long pieces too; the kernel may be forbidden to read a process's memory."""
+@pytest.mark.parametrize("units", [(3, 1, 2, 1, 1, 4, 2, 1, 1, 5), (1, 2) * vectors._MAX_RUNS], ids=["some", "many"])
+def test_gathered_and_scattered_bytes_are_the_same(scale, forbidden, units, monkeypatch):
+    """Few and many bytes, long pieces too, of some or many sizes; the kernel may be forbidden to read a process."""
 
     def refuse(*_):
         ctypes.set_errno(errno.EPERM)
@@ -151,7 +152,7 @@ def test_gathered_and_scattered_bytes_are_the_same(scale, forbidden, monkeypatch
 
     if forbidden:
         monkeypatch.setattr(vectors._releasing_lock, "readv", refuse)
-    sizes = [scale * n for n in (3, 1, 2, 1, 1, 4, 2, 1, 1, 5)]
+    sizes = [scale * n for n in units]
     places = 5 * scale * np.random.default_rng(1).permutation(len(sizes))
     source = np.random.default_rng(0).integers(0, 256, 5 * scale * len(sizes), dtype=np.uint8)
     ring, target = np.zeros(sum(sizes), dtype=np.uint8), np.zeros_like(source)
@@ -167,3 +168,21 @@ def test_gathered_and_scattered_bytes_are_the_same(scale, forbidden, monkeypatch
             assert np.array_equal(target[start:stop], source[start:stop])
             target[start:stop] = 0
         assert not target.any()
+
+
+@pytest.mark.parametrize("at", [0, 3, 8], ids=["below", "between", "above"])
+def test_pieces_are_scattered_wherever_the_source_lies(at):
+    """`numpy` is told of all memory between its targets, of which the source may be part."""
+    nbytes = 100_000
+    memory = np.zeros((9, nbytes), dtype=np.uint8)
+    memory[at] = np.random.default_rng(0).integers(0, 256, nbytes)
+    source, rows = memory[at].copy(), [row for row in (7, 1, 5, 2, 6, 4) if row != at]
+    sizes = np.full(len(rows), nbytes // len(rows))
+    copy_out(memory[at].ctypes.data, memory.ctypes.data + nbytes * np.array(rows), sizes)
+    for number, row in enumerate(rows):
+        start = number * sizes[0]
+        assert np.array_equal(memory[row, : sizes[0]], source[start : start + sizes[0]])
+        memory[row, : sizes[0]] = 0
+    assert np.array_equal(memory[at], source)
+    memory[at] = 0
+    assert not memory.any()

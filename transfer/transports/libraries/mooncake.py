@@ -1,24 +1,24 @@
 """Mooncake's Transfer Engine, for clusters that have it deployed: TCP with its connection pool, or RDMA.
 
 `MOONCAKE_PROTOCOL` (tcp, rdma) and `MOONCAKE_DEVICE` are Mooncake's own variables, as are the many `MC_...`, topology
-among them. A small number of pieces is given to it at a time: its pool refuses what does not fit into its queues.
+among them. Each piece is a batch of its own: of a longer one it only tells the end to who keeps a core busy for it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from transfer.transports.base import Numbers, Region, TransferError, Unavailable
-from transfer.transports.libraries.reader import Reader
+from transfer.transports.libraries.reader import Patience, Reader
 from transfer.transports.libraries.transport import LibraryTransport
 
-MAX_PIECES = 256
-"""Of one call; its pool takes 1,024 of a peer."""
+MAX_PIECES, _MAX_READS = 256, 3
+"""Pieces under way of one read, and reads of one peer, of which its pool takes 1,024 pieces."""
 _MAX_NAME_NBYTES = 256
 
 
@@ -42,8 +42,8 @@ class MooncakeReader(Reader):
             os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")  # else each read has a connection of its own
         self._host = f"[{host}]" if ":" in host else host
         self._lock = threading.Lock()
-        self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        """By peer: one read at a time, since who waits for one keeps a core busy."""
+        self._turns: defaultdict[str, threading.Semaphore] = defaultdict(lambda: threading.Semaphore(_MAX_READS))
+        """By peer."""
         self._engine: Any = _library().TransferEngine()
         status = self._engine.initialize(host, "P2PHANDSHAKE", protocol, os.environ.get("MOONCAKE_DEVICE", ""))
         if status != 0:
@@ -75,18 +75,29 @@ class MooncakeReader(Reader):
         self._turns.pop(name, None)
 
     def read(self, name: str, remote: Numbers, local: Numbers, nbytes: Numbers) -> None:
-        columns = [[int(number) for number in column] for column in (local, remote, nbytes)]
-        engine = self._running()
-        for start in range(0, len(columns[0]), MAX_PIECES):
-            part = (column[start : start + MAX_PIECES] for column in columns)
-            with self._turns[name]:
-                status = engine.batch_transfer_sync_read(name, *part)
-            if status != 0:
-                raise TransferError(f"Mooncake could not read from the engine {name}: status {status}")
+        engine, patience = self._running(), Patience("Mooncake")
+        under_way: deque[int] = deque()
+        with self._turns[name]:
+            for there, here, size in zip(remote, local, nbytes, strict=True):
+                if len(under_way) == MAX_PIECES:
+                    self._finish(engine, under_way.popleft(), patience, name)
+                batch = engine.batch_transfer_async_read(name, [int(here)], [int(there)], [int(size)])
+                if not batch:
+                    raise TransferError(f"Mooncake could not begin to read from the engine {name}")
+                under_way.append(batch)
+            while under_way:
+                self._finish(engine, under_way.popleft(), patience, name)
 
     def close(self) -> None:
         with self._lock:
             self._engine = None
+
+    @staticmethod
+    def _finish(engine: Any, batch: int, patience: Patience, name: str) -> None:
+        while not (status := engine.transfer_check_status(batch)):
+            patience.wait()
+        if status < 0:
+            raise TransferError(f"Mooncake could not read from the engine {name}: status {status}")
 
     def _register(self, address: int, nbytes: int) -> None:
         with self._lock:

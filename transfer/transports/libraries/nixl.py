@@ -1,8 +1,8 @@
 """NIXL, for clusters that have it deployed: UCX, which takes what reaches a peer and is configured by its variables.
 
-What is offered is read by peers through an agent of its own: UCX without a card reads in a thread of the process that
-has the memory, and looks no more whether it is registered. Only an agent that is gone reads nothing for sure. That
-thread never rests, so it is started by the first transfer that is sent; who reads asks for progress itself.
+What is offered is read by peers through an agent of its own: UCX without a card may read in a thread of the process
+that has the memory, and looks no more whether it is registered. Only an agent that is gone reads nothing for sure. That
+thread is started by the first transfer that is sent; who reads asks for progress itself.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
 from transfer.transports.base import Numbers, Region, TransferError, Unavailable
-from transfer.transports.libraries.reader import READ_S, Reader
+from transfer.transports.libraries.reader import Patience, Reader
 from transfer.transports.libraries.transport import LibraryTransport
 
 MAX_PIECES = 4096
 """Of one of its requests."""
-_SPIN_S, _PAUSE_S = 0.0002, 0.00005
-"""How long a thread asks for the end of a read without a pause, and then how often."""
+NUM_AGENTS = 2
+"""That read: one serves nobody else while it moves bytes, so both of a peer's threads would wait for it."""
+_LOOK_US = 1000
+"""How often the thread of who is read from looks for what UCX did not wake it for."""
 
 
 class NixlTransport(LibraryTransport):
@@ -38,26 +40,31 @@ class NixlTransport(LibraryTransport):
 
 
 class NixlReader(Reader):
-    """One agent that reads, and one at a time that is read from."""
+    """Agents that read, and one at a time that is read from."""
 
     def __init__(self) -> None:
         """Raises Unavailable."""
         self._api = _library()
         self._lock = threading.Lock()
-        self._offered: dict[Region, Any] = {}
-        self._server: Any = None
+        self._offered: dict[Region, bool] = {}
+        """Whether the server knows it."""
+        self._server: _Server | None = None
         self._origin = b""
         self._met: Counter[str] = Counter()
-        self._is_closed = False
-        self._agent: Any = self._new_agent("reads", has_thread=False)
+        self._locks = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # the default has none
+        options = self._api.nixl_agent_config(False, backends=["UCX"], sync_mode=self._locks)
+        self._agents = [_call("start", self._api.nixl_agent, _name("reads"), options) for _ in range(NUM_AGENTS)]
+        """None once closed."""
+        self._num_reads = [0] * NUM_AGENTS
+        """Of each agent, at present."""
 
     def offer(self, region: Region) -> None:
         with self._lock:
-            self._offered[region] = None
+            self._offered[region] = False
             self._origin = b""
             try:
                 if self._server is not None:
-                    self._register_offered()
+                    self._register_offered(self._server)
             except BaseException:
                 del self._offered[region]
                 raise
@@ -66,25 +73,26 @@ class NixlReader(Reader):
         with self._lock:
             self._offered.pop(region, None)
             self._server, self._origin = None, b""
-            self._offered = dict.fromkeys(self._offered)
+            self._offered = dict.fromkeys(self._offered, False)
 
     def origin(self) -> bytes:
         with self._lock:
             if not self._origin:
-                if self._is_closed:
-                    raise TransferError("NIXL's agent is closed")
+                self._open_agents()
                 if self._server is None:
-                    self._server = self._new_agent("serves", has_thread=True)
-                self._register_offered()
-                self._origin = self._call("describe its memory", self._server.get_agent_metadata)
+                    self._server = _call("start", _Server, self._api, self._locks)
+                self._register_offered(self._server)
+                self._origin = _call("describe its memory", self._server.description)
             return self._origin
 
     def stage(self, address: int, nbytes: int) -> None:
-        self._register(self._reading(), address, nbytes)
+        for agent in self._open_agents():
+            _call(f"register {nbytes} bytes", agent.register_memory, [(address, nbytes, 0, "")], "DRAM")
 
     def meet(self, origin: bytes) -> str:
         with self._lock:
-            name = self._call("take a peer's description", self._reading().add_remote_agent, origin)
+            for agent in self._open_agents():
+                name = _call("take a peer's description", agent.add_remote_agent, origin)
             name = name.decode() if isinstance(name, bytes) else name
             self._met[name] += 1
             return name
@@ -92,67 +100,91 @@ class NixlReader(Reader):
     def part(self, name: str) -> None:
         with self._lock:
             self._met[name] -= 1
-            if self._met[name] <= 0 and not self._is_closed:
+            if self._met[name] <= 0:
                 del self._met[name]
-                self._call("forget a peer", self._agent.remove_remote_agent, name)
+                for agent in self._agents:
+                    _call("forget a peer", agent.remove_remote_agent, name)
 
     def read(self, name: str, remote: Numbers, local: Numbers, nbytes: Numbers) -> None:
-        until = time.monotonic() + READ_S
-        agent = self._reading()
-        for start in range(0, len(nbytes), MAX_PIECES):
-            part = slice(start, start + MAX_PIECES)
-            here, there = (
-                agent.get_xfer_descs(np.column_stack([column[part], nbytes[part], [0] * len(nbytes[part])]), "DRAM")
-                for column in (local, remote)
-            )
-            request = self._call("begin to read", agent.initialize_xfer, "READ", here, there, name)
-            self._finish(agent, request, until)
-            self._call("end a read", agent.release_xfer_handle, request)
+        with self._least_busy() as agent:
+            patience = Patience("NIXL")
+            for start in range(0, len(nbytes), MAX_PIECES):
+                part = slice(start, start + MAX_PIECES)
+                here, there = (
+                    agent.get_xfer_descs(np.column_stack([column[part], nbytes[part], [0] * len(nbytes[part])]), "DRAM")
+                    for column in (local, remote)
+                )
+                request = _call("begin to read", agent.initialize_xfer, "READ", here, there, name)
+                state = _call("read", agent.transfer, request)
+                while state == "PROC":
+                    patience.wait()
+                    state = _call("read", agent.check_xfer_state, request)
+                if state != "DONE":
+                    raise TransferError(f"NIXL could not read: the request ended with {state}")
+                _call("end a read", agent.release_xfer_handle, request)
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed = True
-            self._agent = self._server = None
+            self._agents, self._server = [], None
             self._offered.clear()
 
-    def _finish(self, agent: Any, request: Any, until: float) -> None:
-        state = self._call("read", agent.transfer, request)
-        spin_until = time.monotonic() + _SPIN_S
-        while state == "PROC":
-            now = time.monotonic()
-            if now > until:
-                raise TransferError(f"NIXL has not read an order within {READ_S:g} s")
-            time.sleep(0 if now < spin_until else _PAUSE_S)
-            state = self._call("read", agent.check_xfer_state, request)
-        if state != "DONE":
-            raise TransferError(f"NIXL could not read: the request ended with {state}")
+    def _open_agents(self) -> list[Any]:
+        if not (agents := self._agents):
+            raise TransferError("NIXL's agents are closed")
+        return agents
 
-    def _register_offered(self) -> None:
-        for region, descriptors in self._offered.items():
-            if descriptors is None:
-                self._offered[region] = self._register(self._server, region.address, region.nbytes)
-
-    def _register(self, agent: Any, address: int, nbytes: int) -> Any:
-        return self._call(f"register {nbytes} bytes", agent.register_memory, [(address, nbytes, 0, "")], "DRAM")
-
-    def _reading(self) -> Any:
-        if (agent := self._agent) is None:
-            raise TransferError("NIXL's agent is closed")
-        return agent
-
-    def _new_agent(self, what: str, *, has_thread: bool) -> Any:
-        name = f"mooncake-connector-{what}-{secrets.token_hex(8)}"
-        locks = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # the default has none
-        options = self._api.nixl_agent_config(has_thread, backends=["UCX"], sync_mode=locks)
-        return self._call("start", self._api.nixl_agent, name, options)
-
-    @staticmethod
-    def _call(what: str, call: Any, *arguments: Any) -> Any:
-        """Raises TransferError for whatever the library raises, which has no class of its own for it."""
+    @contextmanager
+    def _least_busy(self) -> Iterator[Any]:
+        with self._lock:
+            number = self._num_reads.index(min(self._num_reads))
+            agent = self._open_agents()[number]
+            self._num_reads[number] += 1
         try:
-            return call(*arguments)
-        except Exception as error:
-            raise TransferError(f"NIXL could not {what}: {type(error).__name__}: {error}") from error
+            yield agent
+        finally:
+            with self._lock:
+                self._num_reads[number] -= 1
+
+    def _register_offered(self, server: _Server) -> None:
+        for region, is_known in self._offered.items():
+            if not is_known:
+                _call(f"register {region.nbytes} bytes", server.register, region)
+                self._offered[region] = True
+
+
+class _Server:
+    """An agent that is read from, with a thread that sleeps until there is something for it.
+
+    It is made of what `nixl_agent` wraps, since of that one the thread never sleeps: beside it a machine of few cores
+    has one less for the copy out of staging. What a card does, or the kernel for a peer of this host, needs no thread.
+    """
+
+    def __init__(self, api: Any, locks: Any) -> None:
+        self._bindings = import_module(api.nixl_agent.__module__.rpartition(".")[0] + "._bindings")
+        config = self._bindings.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay, config.syncMode = True, _LOOK_US, locks.value
+        self._agent = self._bindings.nixlAgent(_name("serves"), config)
+        self._backend = self._agent.createBackend("UCX", {})
+
+    def register(self, region: Region) -> None:
+        descriptors = self._bindings.nixlRegDList(self._bindings.DRAM_SEG, [(region.address, region.nbytes, 0, "")])
+        self._agent.registerMem(descriptors, [self._backend])
+
+    def description(self) -> bytes:
+        described: bytes = self._agent.getLocalMD()
+        return described
+
+
+def _name(what: str) -> str:
+    return f"mooncake-connector-{what}-{secrets.token_hex(8)}"
+
+
+def _call(what: str, call: Any, *arguments: Any) -> Any:
+    """Raises TransferError for whatever the library raises, which has no class of its own for it."""
+    try:
+        return call(*arguments)
+    except Exception as error:
+        raise TransferError(f"NIXL could not {what}: {type(error).__name__}: {error}") from error
 
 
 def _library() -> Any:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 
-from transfer.transports.base import Numbers, Region
+from transfer.transports.base import Numbers, Region, TransferError
+
+READ_S = 30.0
+"""An order that takes longer has failed: some MiB, of a peer that answers."""
+_SPIN_S, _PAUSE_S = 0.0002, 0.00005
 
 
 class Reader(ABC):
@@ -46,5 +51,17 @@ class Reader(ABC):
         """Let go of everything. Nothing is read or written any more, and nothing is called any more."""
 
 
-READ_S = 30.0
-"""An order that takes longer has failed: some MiB, of a peer that answers."""
+class Patience:
+    """Between two looks at one read: none at first, since a small one is soon over, then some, for others' sake."""
+
+    def __init__(self, library: str) -> None:
+        self._library = library
+        self._spin_until = time.monotonic() + _SPIN_S
+        self._until = time.monotonic() + READ_S
+
+    def wait(self) -> None:
+        """Raises TransferError where the read has taken `READ_S`."""
+        now = time.monotonic()
+        if now > self._until:
+            raise TransferError(f"{self._library} has not read an order within {READ_S:g} s")
+        time.sleep(0 if now < self._spin_until else _PAUSE_S)
