@@ -214,9 +214,9 @@ def copy_in(address: int, addresses: Numbers, nbytes: Numbers) -> None:
 
 def copy_out(address: int, addresses: Numbers, nbytes: Numbers) -> None:
     """Scatter what lies at `address` to pieces of this process's memory, none of which it reaches into."""
-    if isinstance(addresses, np.ndarray) and _put(address, addresses, np.asarray(nbytes)):
-        return
     target = Vector.of(addresses, nbytes)
+    if target.left > SMALL_NBYTES and _put(address, np.asarray(addresses), np.asarray(nbytes)):
+        return
     if not _copied_at_once(Vector.of([address], [target.left]), target):
         for piece, size in target.pieces():
             _copy(piece, address, size)
@@ -234,11 +234,11 @@ class _Bytes:
 def _put(address: int, places: Int64, sizes: Int64) -> bool:
     """As `copy_out`, by numpy: without the interpreter lock, and for less than the kernel, which looks up every page.
 
-    It does so for pieces of one size at a time, which KV mostly has. False: of too many, or too few bytes altogether.
+    It does so for pieces of one size at a time, which KV mostly has. False: they are of too many.
     """
     is_above = places > address  # numpy would copy once more what seems to lie between its targets
     ends = ((sizes[1:] != sizes[:-1]) | (is_above[1:] != is_above[:-1])).nonzero()[0] + 1
-    if len(ends) >= _MAX_RUNS or sizes.sum() <= SMALL_NBYTES:
+    if len(ends) >= _MAX_RUNS:
         return False
     for start, end in itertools.pairwise([0, *ends.tolist(), len(sizes)]):
         size, run = sizes.item(start), places[start:end]

@@ -1,9 +1,13 @@
-"""What a library reaches alone: the other process reads the same pieces with it, straight to their places."""
+"""What a library reaches alone: the other process reads the same pieces with it, straight to their places.
+
+Also while a second thread copies as much: what is read into staging has to be copied, so more cannot be expected.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +15,14 @@ import msgspec
 import numpy as np
 
 from mooncake_connector.cli.bench.measure import BenchError
-from mooncake_connector.cli.bench.transfer_scale import Scale
+from mooncake_connector.cli.bench.transfer_scale import Int64, Scale
 from transfer.transports.base import Region
 from transfer.transports.libraries.reader import Reader
+from transfer.transports.libraries.staging import SLOT_NBYTES
 from transfer.transports.libraries.transport import LibraryTransport
 from transfer.transports.memory import Memory
 from transfer.transports.registry import names, transport_class
+from transfer.transports.vectors import copy_out
 
 LIBRARIES = tuple(name for name in names() if issubclass(transport_class(name), LibraryTransport))
 _DONE = b"k"
@@ -29,6 +35,7 @@ class _Order(msgspec.Struct, frozen=True):
     origin: bytes
     address: int
     scale: Scale
+    copies: bool
 
 
 class Alone:
@@ -39,10 +46,10 @@ class Alone:
         self._transport = _transport(library)
         self._transport.reader.offer(Region(source.ctypes.data, source.nbytes))
 
-    def reads(self, scale: Scale) -> Callable[[], None]:
-        """Each call has the other process read all pieces of `scale` once."""
+    def reads(self, scale: Scale, *, copies: bool = False) -> Callable[[], None]:
+        """Each call has the other process read all pieces of `scale` once, and copy as much meanwhile."""
         origin = self._transport.reader.origin()
-        order = msgspec.json.encode(_Order(self._library, origin, self._source.ctypes.data, scale)) + b"\n"
+        order = msgspec.json.encode(_Order(self._library, origin, self._source.ctypes.data, scale, copies)) + b"\n"
 
         def read() -> None:
             self._connection.sendall(order)
@@ -74,8 +81,23 @@ def read_alone(connection: socket.socket, data: np.ndarray[Any, Any]) -> None:
             reader, name = readers[order.library]
             scale = order.scale
             there, here = scale.scattered(order.address, seed=1), scale.scattered(data.ctypes.data, seed=2)
-            reader.read(name, there, here, np.full(scale.pieces, scale.piece_nbytes, dtype=np.int64))
+            sizes = np.full(scale.pieces, scale.piece_nbytes, dtype=np.int64)
+            copying = threading.Thread(target=_copy, args=(here + scale.piece_nbytes, sizes)) if order.copies else None
+            if copying is not None:
+                copying.start()
+            reader.read(name, there, here, sizes)
+            if copying is not None:
+                copying.join()
             connection.sendall(_DONE)
+
+
+def _copy(places: Int64, sizes: Int64) -> None:
+    """To the places beside those that are read into, from a slot as large as one of staging."""
+    slot = np.ones(SLOT_NBYTES, dtype=np.uint8)
+    step = max(1, SLOT_NBYTES // int(sizes[0]))
+    for start in range(0, len(places), step):
+        part = slice(start, start + step)
+        copy_out(slot.ctypes.data, places[part], sizes[part])
 
 
 def _transport(library: str) -> LibraryTransport:

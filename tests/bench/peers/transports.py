@@ -1,12 +1,14 @@
 """`make bench NAME=transports`: every transport that works here by the same figures, in one run.
 
-One after the other, since a thread of NIXL's never rests; a transport on a library takes turns with the library alone,
-which reads the same pieces. A busy Python thread runs in the sending process, and in the receiving one.
+One after the other; a transport on a library takes turns with the library alone, which reads the same pieces, and with
+that beside a thread that copies as much, its limit. A busy Python thread runs in the sending process, and in the
+receiving one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
 import time
@@ -33,6 +35,7 @@ from transfer.transports.tls import Tls
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _GIB = 1 << 30
+COPYING = " beside a copy"
 SMALL, SCATTERED, LARGE = "small", "scattered", "large"
 
 
@@ -106,6 +109,7 @@ def _measure(name: str, far: Far, tls: Tls | None, scale: TransportScale) -> lis
         if name in LIBRARIES:
             alone = stack.enter_context(Alone(name, source, far.dial(b"l")))
             calls[name + ALONE] = _calls(scale.move, alone.reads)
+            calls[name + COPYING] = _calls(scale.move, functools.partial(alone.reads, copies=True))
         found = _in_turn(calls, far.pid, scale)
         return rows(name, found, _beside(calls[name][LARGE], far, scale), scale.move)
 
@@ -171,8 +175,8 @@ def _second_s(move: Call) -> float:
 
 
 def rows(name: str, found: Mapping[str, Figures], beside: Beside, scale: Scale) -> list[Row]:
-    """Of one transport; the peer is the library alone."""
-    one, alone = found[name], found.get(name + ALONE)
+    """Of one transport; the peer is the library alone, the limit that one beside a thread that copies as much."""
+    one, alone, copying = found[name], found.get(name + ALONE), found.get(name + COPYING)
 
     def rate(seconds: float) -> float:
         return gigabytes_per_second(scale.data_nbytes, seconds)
@@ -185,10 +189,16 @@ def rows(name: str, found: Mapping[str, Figures], beside: Beside, scale: Scale) 
         row(f"{name}: {small}, p99", one.small_s[1] * 1e6, "us", peer=alone and alone.small_s[1] * 1e6),
         row(
             f"{name}: {size_text(scale.piece_nbytes)} scattered", rate(one.scattered_s), "GB/s",
-            peer=alone and rate(alone.scattered_s), goal=at_least,
+            limit=copying and rate(copying.scattered_s), peer=alone and rate(alone.scattered_s), goal=at_least,
         ),
-        row(f"{name}: 1 MiB", rate(one.large_s), "GB/s", peer=alone and rate(alone.large_s), goal=at_least),
-        row(f"{name}: processor time", one.cpu_s * of_all, "s/GiB", peer=alone and alone.cpu_s * of_all),
+        row(
+            f"{name}: 1 MiB", rate(one.large_s), "GB/s",
+            limit=copying and rate(copying.large_s), peer=alone and rate(alone.large_s), goal=at_least,
+        ),
+        row(
+            f"{name}: processor time", one.cpu_s * of_all, "s/GiB",
+            limit=copying and copying.cpu_s * of_all, peer=alone and alone.cpu_s * of_all,
+        ),
         row(f"{name}: 5 ms steps of a Python thread beside it, p99 over undisturbed", beside.step, "times"),
         row(f"{name}: its rate with one at the sender, over that without", beside.sending, "times", goal=half),
         row(f"{name}: its rate with one at the receiver, over that without", beside.receiving, "times", goal=half),

@@ -26,7 +26,7 @@ MAX_PIECES = 4096
 """Of one of its requests."""
 NUM_AGENTS = 2
 """That read: one serves nobody else while it moves bytes, so both of a peer's threads would wait for it."""
-_LOOK_US = 1000
+_LOOK_US = 5000
 """How often the thread of who is read from looks for what UCX did not wake it for."""
 
 

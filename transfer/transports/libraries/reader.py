@@ -9,7 +9,7 @@ from transfer.transports.base import Numbers, Region, TransferError
 
 READ_S = 30.0
 """An order that takes longer has failed: some MiB, of a peer that answers."""
-_SPIN_S, _PAUSE_S = 0.0002, 0.00005
+_SPIN_S, _MAX_PAUSE_S = 0.0002, 0.0005
 
 
 class Reader(ABC):
@@ -56,12 +56,11 @@ class Patience:
 
     def __init__(self, library: str) -> None:
         self._library = library
-        self._spin_until = time.monotonic() + _SPIN_S
-        self._until = time.monotonic() + READ_S
+        self._began_at = time.monotonic()
 
     def wait(self) -> None:
         """Raises TransferError where the read has taken `READ_S`."""
-        now = time.monotonic()
-        if now > self._until:
+        taken_s = time.monotonic() - self._began_at
+        if taken_s > READ_S:
             raise TransferError(f"{self._library} has not read an order within {READ_S:g} s")
-        time.sleep(0 if now < self._spin_until else _PAUSE_S)
+        time.sleep(0 if taken_s < _SPIN_S else min(taken_s / 8, _MAX_PAUSE_S))
