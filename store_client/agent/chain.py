@@ -35,18 +35,32 @@ class Batch:
     wish: Wish
     """Whose namespace, shard and size they have."""
     clears: int
-    keys: Sequence[bytes]
-    parents: Sequence[bytes | None]
+    keys: list[bytes]
+    parents: list[bytes | None]
     wanted: list[dict[Chain, int]]
     """Of each page, who wants it, as which of its keys."""
     after: Batch | None
     """The batch of the page before the first one, where that was under way."""
     released: bool = False
+    begun: bool = False
+    """Whether it is what it is: until then, and while no batch comes after it, the next pages may join it."""
+    followed: bool = False
     ended: bool = False
     whole: bool = False
     """Whether all of it is in the pool."""
     publishing: bool = False
     followers: list[Batch] = field(default_factory=list)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether pages behind its last one may join it."""
+        return not (self.begun or self.followed or self.ended)
+
+    def add(self, chain: Chain, at: int) -> None:
+        wish = chain.wish
+        self.keys.append(wish.keys[at])
+        self.parents.append(wish.keys[at - 1] if at else wish.parent)
+        self.wanted.append({chain: at})
 
     def chains(self) -> set[Chain]:
         return {chain for wanted in self.wanted for chain in wanted}

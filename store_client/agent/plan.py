@@ -105,6 +105,7 @@ class Plan:
 
     def start(self, batch: Batch, now: float) -> float | None:
         """Until when the batch has to be there, or None where nobody wants it any more; it has ended then."""
+        batch.begun = True
         deadline = max((chain.deadline for chain in batch.chains()), default=now)
         if batch.ended or (batch.after is not None and batch.after.ended and not batch.after.whole):
             self.ended(batch, [BEHIND] * len(batch.keys))
@@ -119,7 +120,7 @@ class Plan:
         if batch.ended:
             return
         batch.ended, batch.whole = True, not any(results)
-        self._queue(batch, -1)
+        self._queue(batch, -len(batch.keys))
         for i, (key, result) in enumerate(zip(batch.keys, results, strict=True)):
             self._flights.pop(self._name(batch.wish, batch.clears, key), None)
             for chain, at in batch.wanted[i].items():
@@ -250,25 +251,32 @@ class Plan:
         return at < chain.limit and chain.answers[tier][at] in (_UNKNOWN, _ASKED)
 
     def _batch(self, chain: Chain, tier: int, start: int, stop: int) -> None:
+        """They join the batch of the page before where that still waits: so a busy tier is read in large ones."""
         wish, keys = chain.wish, chain.wish.keys
         step = max(1, min(_MOST_BATCH_PAGES, self._tiers[tier].batch_nbytes // wish.nbytes))
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
-            parents = [keys[i - 1] if i else wish.parent for i in range(first, last)]
-            before = self._flights.get(self._name(wish, chain.clears, parents[0])) if parents[0] is not None else None
-            batch = Batch(
-                tier, wish, chain.clears, keys[first:last], parents, [{chain: i} for i in range(first, last)],
-                before[0] if before is not None else None,
-            )  # fmt: skip
-            for i, key in enumerate(batch.keys):
-                self._flights[self._name(wish, chain.clears, key)] = batch, i
-            chain.taken[tier] = chain.taken.get(tier, 0) + last - first
-            self._queue(batch, 1)
+        chain.taken[tier] = chain.taken.get(tier, 0) + stop - start
+        while start < stop:
+            parent = keys[start - 1] if start else wish.parent
+            flight = None if parent is None else self._flights.get(self._name(wish, chain.clears, parent))
+            batch, at = flight or (None, 0)
+            room = 0
+            if batch is not None and batch.tier == tier and batch.is_open and at == len(batch.keys) - 1:
+                room = step - len(batch.keys)
+            if batch is None or room <= 0:
+                if batch is not None:
+                    batch.followed = True
+                batch, room = Batch(tier, wish, chain.clears, [], [], [], batch), step
+            last = min(start + room, stop)
+            for i in range(start, last):
+                self._flights[self._name(wish, chain.clears, keys[i])] = batch, len(batch.keys)
+                batch.add(chain, i)
+            self._queue(batch, last - start)
             self._release(batch)
+            start = last
 
-    def _queue(self, batch: Batch, sign: int) -> None:
-        self.queued_pages[batch.tier] += sign * len(batch.keys)
-        self._queued_nbytes[batch.tier] += sign * len(batch.keys) * batch.wish.nbytes
+    def _queue(self, batch: Batch, pages: int) -> None:
+        self.queued_pages[batch.tier] += pages
+        self._queued_nbytes[batch.tier] += pages * batch.wish.nbytes
 
     def _release(self, batch: Batch) -> None:
         """Have it fetched, or wait for the one before it."""

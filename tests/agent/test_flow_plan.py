@@ -81,6 +81,7 @@ class World:
         under_way = [key for batch in self.batches for key in batch.keys]
         assert len(under_way) == len(set(under_way)), "a page is fetched twice at once"
         for batch in self.batches:
+            assert len(batch.keys) <= self.tiers[batch.tier].batch_pages
             after = batch.after
             assert after is None or after.ended or after.tier == batch.tier, "it overlaps with another tier's"
 
@@ -270,3 +271,41 @@ def test_questions_grow_while_they_are_answered_with_yes():
         sizes.append(world.questions[0].count)
         world.answer(0, fails=False)
     assert sizes == [4, 32, 256, 1024, 1024, 660]
+
+
+def test_what_waits_for_a_busy_tier_is_fetched_in_whole_batches():
+    """A chain is looked for a few pages first, and what waits is joined by the next ones; not what has begun."""
+    world = World([ModelTier(set(KEYS), set(KEYS), 8)])
+    waiting = world.ask(LENGTH)
+    world.answer(0, fails=False)
+    assert [len(batch.keys) for batch in world.batches] == [4]
+    world.answer(0, fails=False)
+    assert [len(batch.keys) for batch in world.batches] == [8, 8, 8]
+    assert world.plan.queued_pages == [LENGTH]
+    world.finish()
+    assert waiting.landed == LENGTH and world.plan.queued_pages == [0]
+
+    begun = World([ModelTier(set(KEYS), set(KEYS), 8)])
+    begun.ask(LENGTH)
+    begun.answer(0, fails=False)
+    assert begun.plan.start(begun.batches[0], 0.0) is not None
+    begun.answer(0, fails=False)
+    assert [len(batch.keys) for batch in begun.batches] == [4, 8, 8, 4]
+
+
+def test_no_page_joins_a_batch_that_another_one_waits_for():
+    """Or that one would wait for more and more pages that are none of its chain."""
+    fork = [*KEYS[:4], *chain("fork", 2)]
+    tier = ModelTier({*KEYS, *fork}, {*KEYS, *fork}, 8)
+    world = World([tier])
+    world.ask(LENGTH)
+    world.answer(0, fails=False)
+    forked = world.plan.wish(wish_for(fork), lambda _: None, 0, 0.0, 0)
+    world.take()
+    world.answer(0, fails=False)
+    world.answer(0, fails=False)
+    assert [len(batch.keys) for batch in world.batches] == [8, 8, 8, 2]
+    assert world.batches[3].after is world.batches[0]
+    world.plan.wish(wish_for([*KEYS[:8], *chain("late", 2)]), lambda _: None, 0, 0.0, 0)
+    world.finish()
+    assert forked.landed == len(fork) and not world.plan.chains
