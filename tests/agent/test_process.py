@@ -144,6 +144,28 @@ def ancestors(pid: int) -> list[int]:
     return found
 
 
+def session_of(pid: int) -> tuple[str, int]:
+    """Name and niceness of the group that the kernel has for the process's session."""
+    name, _, niceness = (Path(f"/proc/{pid}/autogroup").read_text()).split()
+    return name, int(niceness)
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="NOT TESTED: this kernel does not weigh sessions")
+def test_the_session_of_an_agent_gives_way_and_no_engines_does(pool, config, tmp_path):
+    own = session_of(os.getpid())
+    with tiered(pool, config):
+        started = session_of(pid_of(pool))
+        assert started[0] != own[0] and started[1] == process._SESSIONS_NICENESS
+    assert ask_to_stop(pool, DEADLINE_S)
+    foreground = command(pool, tmp_path, "--foreground")
+    try:
+        until(lambda: (pool / "agent.sock").exists() and ask_report(pool))
+        assert session_of(foreground.pid) == own, "whoever runs it has others in that session"
+    finally:
+        foreground.terminate()
+        foreground.communicate(timeout=DEADLINE_S)
+
+
 def test_of_many_processes_that_start_one_at_once_exactly_one_does(pool, config, tmp_path):
     program = """
         print("here", flush=True)
