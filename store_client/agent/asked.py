@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from mooncake_connector.kv.geometry import Shard
-from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 
 _STALE_S = 5.0
@@ -41,12 +40,6 @@ class Asked:
         self.number = -1
         self._places: dict[bytes, int] = {}
         """Of each key, once that is asked for."""
-
-    @property
-    def is_right(self) -> bool:
-        """Whether these can be keys, and so a message for the agent."""
-        nbytes = len(self.parent or b"") + sum(map(len, self.keys))
-        return nbytes == KEY_NBYTES * (len(self.keys) + bool(self.parent)) and len(self.keys[0]) == KEY_NBYTES
 
     def enter(self) -> None:
         """Have all keys found in the index; before, it has the first one alone."""

@@ -20,6 +20,7 @@ from typing import TypeAlias
 from mooncake_connector import __version__
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
+from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, kind_of, log_once
 from store_client.agent import messages, sockets
@@ -112,10 +113,10 @@ class Client:
         if mouth is None or not self._outbox.empty() or not mouth.turn.acquire(blocking=False):
             return False
         try:
-            if mouth.closed or mouth.is_behind():
+            if mouth.closed or len(mouth.unsent):
                 return False
             self._say(item, mouth.say_at_once)
-            if mouth.is_behind():
+            if mouth.unsent:
                 self._outbox.put(None)
         except Exception as error:
             mouth.hang_up()
@@ -126,11 +127,12 @@ class Client:
 
     def _say(self, item: _Item | None, say: Callable[[bytes], None]) -> None:
         """By who has its turn. None: what was said before and is not out."""
-        if isinstance(item, Asked) and not item.is_right:
-            item.leave()  # the caller's mistake, which reading these pages will tell
-            return
         try:
-            say(b"" if item is None else self._words(item))
+            words = b"" if item is None else self._words(item)
+            if isinstance(item, Asked | Sought) and not words:
+                item.leave()  # the caller's mistake, which reading these pages will tell
+                return
+            say(words)
         except BaseException:
             if isinstance(item, Asked | Sought):
                 item.leave()
@@ -304,23 +306,25 @@ class Client:
             self._sought.clear()
 
     def _words(self, item: _Item) -> bytes:
-        """The frames that say it. From now on the agent's answers to it are taken."""
+        """The frames that say it; none where its keys cannot be. From now on the agent's answers to it are taken."""
         if isinstance(item, messages.Forget):
             return messages.frame(item)
         if isinstance(item, Elsewhere):
             return self._places.which(item)
+        if isinstance(item, Asked):
+            item.keys = item.keys[: messages.MAX_KEYS]
+        keys, first = b"".join(item.keys), item.keys[0]
+        parent = item.parent if isinstance(item, Asked) else None
+        if len(first) != KEY_NBYTES or len(keys) != KEY_NBYTES * len(item.keys) or len(parent or first) != KEY_NBYTES:
+            return b""
         place, parts = self._places.number(item.namespace, item.shard)
-        self._numbers += 1
-        item.number = self._numbers
+        self._numbers = number = item.number = self._numbers + 1
         if isinstance(item, Sought):
-            self._sought[item.number] = item
-            return parts + messages.frame(messages.Seek(item.number, place, b"".join(item.keys), item.nbytes))
-        self._in_flight[item.number] = item
+            self._sought[number] = item
+            return parts + messages.frame(messages.Seek(number, place, keys, item.nbytes))
+        self._in_flight[number] = item
         self._kept.append(item)
-        item.keys = item.keys[: messages.MAX_KEYS]
-        ask = messages.Ask(
-            item.number, place, b"".join(item.keys), item.parent, item.nbytes, item.deadline_s, item.prefill_tokens_s
-        )
+        ask = messages.Ask(number, place, keys, parent or None, item.nbytes, item.deadline_s, item.prefill_tokens_s)
         return parts + messages.frame(ask)
 
     def _watch(self, connection: socket.socket) -> None:

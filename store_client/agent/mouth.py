@@ -28,23 +28,20 @@ class Mouth:
         self._connection, self._fd = connection, connection.fileno()
         self.turn = threading.Lock()
         self.closed = False
-        self._unsent = b""
-
-    def is_behind(self) -> bool:
-        """Whether the other end had no room for all of the last words; before they are out nothing else is said."""
-        return bool(self._unsent)
+        self.unsent = b""
+        """The rest of the last words, for which the other end had no room; before it is out nothing else is said."""
 
     def say_at_once(self, data: bytes) -> None:
-        """As much of it as there is room for; it is not behind. Waits for nothing. That the connection is lost is
+        """As much of it as there is room for; nothing is unsent. Waits for nothing. That the connection is lost is
         noticed by others."""
         sent = _send(self._fd, data, len(data), _AT_ONCE)
-        self._unsent = data[max(sent, 0) :]
+        self.unsent = data[max(sent, 0) :]
 
     def say(self, data: bytes) -> None:
         """All of it. Raises OSError where the other end does not read for long."""
         give_up_s = time.monotonic() + _SEND_S
-        view = memoryview(self._unsent + data)
-        self._unsent = b""
+        view = memoryview(self.unsent + data)
+        self.unsent = b""
         while view:
             try:
                 view = view[self._connection.send(view, socket.MSG_DONTWAIT) :]

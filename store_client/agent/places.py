@@ -37,7 +37,8 @@ class Places:
     """Of one client. `elsewhere`, `heard`, `queued` and `wonders` from any thread, the rest from the one that sends."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[bytes, Shard], int] = {}
+        self._numbers: dict[tuple[bytes, int, int, int, int], int] = {}
+        """By the namespace's digest and the bounds of the shard."""
         self._last = 0
         self._elsewhere: dict[bytes, Elsewhere] = {}
         """By the namespace's digest."""
@@ -97,7 +98,8 @@ class Places:
 
     def number(self, namespace: Namespace, shard: Shard) -> tuple[int, bytes]:
         """The number of a place, and the frame that tells the agent, where it does not know it yet."""
-        name = (namespace.digest, shard)
+        bounds = (shard.layer_start, shard.layer_stop, shard.head_start, shard.head_stop)
+        name = (namespace.digest, *bounds)
         number = self._numbers.get(name)
         if number is not None:
             return number, b""
@@ -107,5 +109,4 @@ class Places:
                 known.place = -1
         self._last += 1
         number = self._numbers[name] = self._last % _MOST
-        bounds = (shard.layer_start, shard.layer_stop, shard.head_start, shard.head_stop)
         return number, messages.frame(messages.Place(number, namespace.to_dict(), bounds))

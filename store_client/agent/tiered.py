@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TypeAlias
 
 from mooncake_connector.config.schema import Config
 from mooncake_connector.kv.geometry import Shard
@@ -100,15 +100,9 @@ class TieredStore(StoreAround):
             self._inner.close()
 
 
-class _Found(NamedTuple):
-    """What the pool has of a chain."""
-
-    present: int
-    whole_s: float
-    """When the pool was last asked for all of it, and when for what was missing."""
-    looked_s: float
-    position: Position | None
-    """Where the pool's feed of changes ended before that: while it does, the pool has what it had."""
+_Found: TypeAlias = tuple[int, float, float, Position | None]
+"""What the pool has of a chain: how many pages are present; when it was last asked for all of it, and when for what was
+missing; and where its feed of changes ended before that: while it does, the pool has what it had."""
 
 
 @dataclass(slots=True)
@@ -118,7 +112,11 @@ class _Answer:
 
     first: bytes
     num_keys: int
-    found: _Found
+    present: int
+    whole_s: float
+    looked_s: float
+    position: Position | None
+    """These four as in `_Found`."""
     asked: Asked
     said: int
     holds_s: float
@@ -155,6 +153,7 @@ class TieredSpace(SpaceAround):
         if self._nbytes is None or not keys:
             return self._inner.lookup(keys)
         now_s = time.monotonic()
+        listened_s, found = now_s, None
         former = self._answers.get(keys[-1])
         if former is not None:
             if former.first != keys[0] or former.num_keys != len(keys):
@@ -162,68 +161,81 @@ class TieredSpace(SpaceAround):
             elif former.asked.said == former.said:
                 if now_s < former.holds_s:
                     return former.lookup
-                if former.holds_s and self._still_holds(former, now_s):
-                    former.holds_s = now_s + _LOOK_AGAIN_S
-                    former.found = former.found._replace(whole_s=now_s)
-                    return former.lookup
-        self._client.listen()
-        if former is not None and now_s - former.found.looked_s < _LOOK_AGAIN_S:
+                if former.holds_s and (position := self._pages.position()) is not None:
+                    # That pages have landed the pool shows, and while none has it has what it had. That one will not
+                    # the agent says, which is read now and then.
+                    if position != former.position:
+                        found = self._look(keys, former, now_s, position)
+                        if found[0] >= len(keys):
+                            return Lookup(len(keys))
+                    if now_s - former.listened_s < _LISTEN_AGAIN_S:
+                        if found is None:
+                            former.holds_s, former.whole_s = now_s + _LOOK_AGAIN_S, now_s
+                            return former.lookup
+                        listened_s = former.listened_s
+        if listened_s == now_s:
+            self._client.listen()
+        if former is not None and former.asked.said != former.said:
+            found = None  # what the agent says to have landed may have since then
+        if former is not None and found is None and now_s - former.looked_s < _LOOK_AGAIN_S:
+            lookup = former.lookup
             if former.asked.said != former.said:
-                if (lookup := self._more(keys, former, now_s)) is not None:
-                    return lookup
-            elif former.lookup.wait_s == math.inf:
-                return former.lookup
+                if now_s - former.whole_s < _WHOLE_AGAIN_S and former.lag is not None:
+                    present = max(former.present, min(len(keys), former.lag + former.asked.landed))
+                    known = present, former.whole_s, former.looked_s, former.position
+                    if (more := self._more(keys, former, known, now_s, now_s)) is not None:
+                        return more
+            elif lookup.wait_s == math.inf:
+                return lookup
             elif now_s < former.until_s:
-                return former.lookup._replace(wait_s=former.until_s - now_s)
-        found = self._look(keys, former, now_s)
-        if found.present >= len(keys) or not self._client.ready:
-            return Lookup(found.present, unheard=found.present < len(keys))
-        self._ask(keys, found.present, None, _DEADLINE_S)
-        return self._answer(keys, found, now_s)
+                return Lookup(lookup.pages, lookup.pending, lookup.coming, former.until_s - now_s, lookup.unheard)
+        if found is None:
+            found = self._look(keys, former, now_s, None)
+        present = found[0]
+        if present >= len(keys) or not self._client.ready:
+            return Lookup(present, unheard=present < len(keys))
+        if former is not None and (more := self._more(keys, former, found, now_s, listened_s)) is not None:
+            return more
+        self._ask(keys, present, None, _DEADLINE_S)
+        return self._answer(keys, found, now_s, listened_s)
 
-    def _still_holds(self, former: _Answer, now_s: float) -> bool:
-        """Whether the pool has what it had: no page has landed. That one will not the agent says, which is read
-        now and then."""
-        if now_s - former.listened_s >= _LISTEN_AGAIN_S:
-            return False
-        position = self._pages.position()
-        return position is not None and position == former.found.position
-
-    def _look(self, keys: Sequence[bytes], former: _Answer | None, now_s: float) -> _Found:
+    def _look(self, keys: Sequence[bytes], former: _Answer | None, now_s: float, position: Position | None) -> _Found:
         """How many pages are present: in full now and then, or else only what was missing. Pages that the agent has
-        just said to have landed need no look."""
-        whole_s, looked_s, present, is_due, before = now_s, now_s, 0, True, None
-        if former is not None and now_s - former.found.whole_s < _WHOLE_AGAIN_S:
-            present, whole_s, looked_s, before = former.found
-            is_due = now_s - looked_s >= _LOOK_AGAIN_S or former.asked.done
+        just said to have landed need no look. `position`: where the pool's feed ends, if that is known."""
+        whole_s, present, is_due, before = now_s, 0, True, None
+        if former is not None and now_s - former.whole_s < _WHOLE_AGAIN_S:
+            present, whole_s, before = former.present, former.whole_s, former.position
+            is_due = now_s - former.looked_s >= _LOOK_AGAIN_S or former.asked.done
             asked = self._asks.get(keys[present])
             if asked is not None and asked.is_indexed and now_s - asked.heard_s < _WHOLE_AGAIN_S:
                 place = asked.place(keys[present])
                 landed = asked.landed - place
                 if landed > 0:
                     present = min(self._end_of(asked, place, keys, present), present + landed)
-        position = before
-        if is_due and present < len(keys):
-            looked_s, position = now_s, self._pages.position()
-            if position is None or position != before:
-                present += self._inner.lookup(keys[present:] if present else keys).pages
-        return _Found(present, whole_s, looked_s, position)
+            if not is_due or present >= len(keys):
+                return present, whole_s, former.looked_s, before
+        position = position or self._pages.position()
+        if position is None or position != before:
+            present += self._pages.leading(keys[present:] if present else keys)
+        return present, whole_s, now_s, position
 
-    def _more(self, keys: Sequence[bytes], former: _Answer, now_s: float) -> Lookup | None:
-        """The answer after the agent has said more, where nothing else has to be looked at; it is kept."""
+    def _more(
+        self, keys: Sequence[bytes], former: _Answer, found: _Found, now_s: float, listened_s: float
+    ) -> Lookup | None:
+        """The answer where all that is missing was asked for before, and comes; it is kept."""
         asked, said, lag = former.asked, former.asked.said, former.lag
-        if lag is None or asked.done or not asked.heard_s or not self._client.ready:
+        if lag is None or asked.done or not asked.is_fresh(now_s) or not self._client.ready:
             return None
-        if now_s - former.found.whole_s >= _WHOLE_AGAIN_S:
-            return None
-        present = max(former.found.present, min(len(keys), lag + asked.landed))
+        present, whole_s, looked_s, position = found
         end = min(len(keys), lag + asked.coming)
-        if end <= present or lag + len(asked.keys) < len(keys):
+        if not lag <= present < end or lag + len(asked.keys) < len(keys):
             return None
         lookup = Lookup(present, not asked.settled, end - present)
-        found = former.found._replace(present=present)
-        holds_s = found.looked_s + _LOOK_AGAIN_S if asked.settled else 0.0
-        self._answers[keys[-1]] = _Answer(keys[0], len(keys), found, asked, said, holds_s, now_s, math.inf, lookup, lag)
+        holds_s = looked_s + _LOOK_AGAIN_S if asked.settled else 0.0
+        self._answers[keys[-1]] = _Answer(
+            keys[0], len(keys), present, whole_s, looked_s, position, asked, said, holds_s, listened_s, math.inf,
+            lookup, lag,
+        )  # fmt: skip
         return lookup
 
     def prefetch(
@@ -240,10 +252,10 @@ class TieredSpace(SpaceAround):
         self._patient = self._patient or patient
         if self._nbytes is not None and self._client.ready:
             now_s = time.monotonic()
-            present = self._inner.lookup(keys).pages
+            present = self._pages.leading(keys)
             if present < len(keys):
                 self._ask(keys, present, parent, min(max(deadline_s, _SHORTEST_S), _LONGEST_S))
-                self._answer(keys, _Found(present, now_s, now_s, None), now_s)
+                self._answer(keys, (present, now_s, now_s, None), now_s, now_s)
 
     def seek(self, keys: Sequence[bytes], *, prefill_s: float | None = None) -> Seen:
         """As `Space.seek`. Of more than `MAX_SOUGHT` keys the last ones."""
@@ -292,9 +304,10 @@ class TieredSpace(SpaceAround):
         self._asks[wanted[0]] = asked
         self._client.ask(asked)
 
-    def _answer(self, keys: Sequence[bytes], found: _Found, now_s: float) -> Lookup:
+    def _answer(self, keys: Sequence[bytes], found: _Found, now_s: float, listened_s: float) -> Lookup:
         """What is there and what is coming; while it is coming the answer is kept."""
-        present = at = found.present
+        present, whole_s, looked_s, position = found
+        at = present
         pending, unheard, wait_s, lag = False, False, math.inf, None
         first = self._asks.get(keys[at])
         said = 0
@@ -327,10 +340,11 @@ class TieredSpace(SpaceAround):
         if first is not None and not first.done:
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()
-            holds_s = found.looked_s + _LOOK_AGAIN_S if first.settled and not pending else 0.0
+            holds_s = looked_s + _LOOK_AGAIN_S if first.settled and not pending else 0.0
             self._answers[keys[-1]] = _Answer(
-                keys[0], len(keys), found, first, said, holds_s, now_s, now_s + wait_s, lookup, lag
-            )
+                keys[0], len(keys), present, whole_s, looked_s, position, first, said, holds_s, listened_s,
+                now_s + wait_s, lookup, lag,
+            )  # fmt: skip
         else:
             self._answers.pop(keys[-1], None)
         return lookup

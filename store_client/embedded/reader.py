@@ -4,6 +4,7 @@ A page may be evicted and overwritten while it is read. The row read before and 
 cleared before their space is given to anybody else.
 """
 
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import TypeAlias
@@ -46,12 +47,15 @@ class Reader:
             return 0
         if len(keys) == 1:
             return 1
+        if len(keys) <= _FEW:
+            try:
+                return self._table.cells.leading(keys, space)
+            except struct.error:  # a key of another length, of which is told next
+                pass
         try:
             joined = join_keys(keys)
         except ValueError as error:  # says nothing about the pool
             raise CallersOwn from error
-        if len(keys) <= _FEW:
-            return self._table.cells.leading(keys, space)
         present = self._table.present(joined, space)
         return len(present) if present.all() else int(present.argmin())
 

@@ -122,10 +122,6 @@ def _begin_each(fill: Fill, settle: Settle, at: int, pool: Pool, plan: PutPlan) 
         place.checksum = checksum.result()
 
 
-def _position(pool: Pool) -> Position:
-    return pool.feed.position()
-
-
 def _whole(pieces: list[Bytes], nbytes: int) -> Bytes:
     return pieces[0] if len(pieces) == 1 else np.empty(nbytes, dtype=np.uint8)
 
@@ -173,14 +169,19 @@ class EmbeddedSpace(Space):
 
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
         """As `Space.lookup`; all there is to know is known at once."""
+        return Lookup(self.leading(keys))
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """How many leading pages are present."""
         if keys and len(keys[0]) != KEY_NBYTES:
             join_keys(keys[:1])
-        return Lookup(self._handle.look(self._closed, lambda pool: pool.reader.prefix(keys, self._number), 0))
+        return self._handle.look(self._closed, lambda pool: pool.reader.prefix(keys, self._number), 0)
 
     def position(self) -> Position | None:
         """Where the feed of the pool's changes ends: as long as it ends there, lookups find what they found. None
         where there is no pool."""
-        return self._handle.look(self._closed, _position, None)
+        pool = self._handle.current(self._closed)
+        return None if pool is None else pool.feed.position()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if len(keys) != 1 or len(keys[0]) != KEY_NBYTES:

@@ -136,8 +136,8 @@ def test_what_is_asked_over_and_over_is_looked_up_once_until_the_agent_says_more
     with running(pool) as agent, tiered(pool) as store:
         space = space_of(store)
         looks: list[int] = []
-        look = space._inner.lookup
-        monkeypatch.setattr(space._inner, "lookup", lambda keys: looks.append(len(keys)) or look(keys))
+        look = space._pages.leading
+        monkeypatch.setattr(space._pages, "leading", lambda keys: looks.append(len(keys)) or look(keys))
         space.lookup(keys)
         asked = until(lambda: agent.fetches.asked)[0]
         asked.tell(Word(coming=4, settled=True))
@@ -159,8 +159,8 @@ def test_what_was_announced_a_moment_ago_is_not_looked_up_in_the_pool_again(pool
     with running(pool), tiered(pool) as store:
         space = space_of(store)
         looks: list[int] = []
-        look = space._inner.lookup
-        monkeypatch.setattr(space._inner, "lookup", lambda keys: looks.append(len(keys)) or look(keys))
+        look = space._pages.leading
+        monkeypatch.setattr(space._pages, "leading", lambda keys: looks.append(len(keys)) or look(keys))
         until(lambda: store._client.ready)
         space.prefetch(keys)
         first, second = space.lookup(keys), space.lookup(keys)
@@ -221,8 +221,8 @@ def test_while_pages_are_coming_the_pool_is_looked_into_only_once_it_has_changed
         until(lambda: agent.fetches.asked)[0].tell(Word(coming=4, settled=True))
         settled(space, keys, Lookup(0, coming=4))
         looks: list[int] = []
-        look = space._inner.lookup
-        monkeypatch.setattr(space._inner, "lookup", lambda keys: looks.append(len(keys)) or look(keys))
+        look = space._pages.leading
+        monkeypatch.setattr(space._pages, "leading", lambda keys: looks.append(len(keys)) or look(keys))
         assert [space.lookup(keys) for _ in range(20)] == [Lookup(0, coming=4)] * 20 and len(looks) <= 1
         put_chain(store._inner.space(namespace(), SHARD), keys[:3])
         assert space.lookup(keys) == Lookup(3, coming=1), "the very next one sees it"
@@ -239,3 +239,60 @@ def test_that_a_page_will_not_come_is_heard_while_nothing_changes_in_the_pool(po
         settled(space, keys, Lookup(0, coming=4))
         asked.tell(Word(coming=0, done=True, cause="timeout"))
         settled(space, keys, Lookup(0))
+
+
+def test_pages_that_were_lost_in_front_of_those_that_come_are_asked_for(pool, monkeypatch):
+    """Nobody brings them, so they are not promised."""
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("store_client.agent.tiered._WHOLE_AGAIN_S", 0.0)
+    keys = chain("a", 5)
+    with running(pool) as agent, tiered(pool) as store:
+        space, inner = space_of(store), store._inner.space(namespace(), SHARD)
+        put_chain(inner, keys[:2])
+        space.lookup(keys)
+        until(lambda: agent.fetches.asked)[0].tell(Word(coming=3, settled=True))
+        settled(space, keys, Lookup(2, coming=3))
+        inner.remove(keys[:2])
+        assert space.lookup(keys)[:3:2] == (0, 0)
+        again = until(lambda: agent.fetches.asked[1:])[0]
+        assert list(again.wish.keys) == keys
+
+
+def test_what_has_landed_is_found_without_reading_what_the_agent_says(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("store_client.agent.tiered._LISTEN_AGAIN_S", 3600.0)
+    keys = chain("a", 5)
+    with running(pool) as agent, tiered(pool) as store:
+        space, inner = space_of(store), store._inner.space(namespace(), SHARD)
+        space.lookup(keys)
+        until(lambda: agent.fetches.asked)[0].tell(Word(coming=5, settled=True))
+        settled(space, keys, Lookup(0, coming=5))
+        monkeypatch.setattr(store._client, "listen", lambda: 1 // 0)
+        for landed in (2, 4):
+            put_chain(inner, keys[:landed])
+            assert space.lookup(keys) == Lookup(landed, coming=5 - landed)
+        monkeypatch.setattr("store_client.agent.tiered._LISTEN_AGAIN_S", 0.0)
+        put_chain(inner, keys)
+        assert space.lookup(keys) == Lookup(5), "nothing more is to be said of them"
+
+
+def test_what_lands_between_a_look_into_the_pool_and_the_agents_last_word_is_found(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("store_client.agent.tiered._LISTEN_AGAIN_S", 0.0)
+    keys = chain("a", 4)
+    with running(pool) as agent, tiered(pool) as store:
+        space, inner, client = space_of(store), store._inner.space(namespace(), SHARD), store._client
+        space.lookup(keys)
+        asked = until(lambda: agent.fetches.asked)[0]
+        asked.tell(Word(coming=4, settled=True))
+        settled(space, keys, Lookup(0, coming=4))
+        put_chain(inner, keys[:2])
+        listen = client.listen
+
+        def late() -> None:
+            put_chain(inner, keys[:3])
+            asked.tell(Word(coming=3, landed=3, done=True, settled=True, cause="undelivered"))
+            until(lambda: listen() or not client._in_flight)
+
+        monkeypatch.setattr(client, "listen", late)
+        assert space.lookup(keys).pages == 3
