@@ -25,7 +25,7 @@ from store_client.embedded.policies.base import lowest_first
 from store_client.embedded.policies.hints import BINS, TURNS, USES
 from store_client.embedded.policies.lru import Recency
 from store_client.embedded.policies.returns import Worth
-from store_client.embedded.policies.sample import classes_of
+from store_client.embedded.policies.sample import EDGES, bin_of, bins_of, classes_of
 from store_client.embedded.row import NONE
 from store_client.embedded.table import MOST_USES
 from store_client.testing import DEADLINE_S, chain, get_page, put_chain
@@ -203,6 +203,31 @@ def test_a_page_alone_is_worth_what_it_is_among_others():
     pages.access[:40] = (1 << 50) - rng.integers(0, 1 << 30, 40).astype(np.uint64)
     worth = Worth(rng.random((TURNS * USES, BINS)), classes_of(pages.uses, pages.uses), pages, 1 << 50)
     assert [worth.one(slot) for slot in range(400)] == pytest.approx(worth.all(np.arange(400)).tolist())
+
+
+def test_an_age_is_in_the_bin_between_whose_edges_it_is_alone_and_among_others():
+    ages = np.concatenate([EDGES[:-1], EDGES[1:] - 1, [-1.0, 2.0**62]])
+    expected = [*range(BINS), *range(BINS), 0, BINS - 1]
+    assert bins_of(ages).tolist() == list(map(bin_of, ages.tolist())) == expected
+
+
+def test_a_page_that_came_back_is_not_of_the_class_of_what_is_asked_about_it_once():
+    hints = Hints(None, 8)
+    policy, (none, zero) = POLICIES["auto"](hints), np.array([[NONE], [0]], dtype=np.uint32)
+    document, question = np.array([7 << 40], dtype=np.uint64), np.array([9 << 40], dtype=np.uint64)
+    unused, used, slots = np.zeros(1, dtype=np.uint8), np.ones(1, dtype=np.uint8), np.zeros(1, dtype=np.int64)
+
+    def classes():
+        return classes_of(hints.turn[:2], np.zeros(2, dtype=np.uint8)).tolist()
+
+    policy.stored(Arrivals(slots, document, none, unused, 1), 10)
+    policy.stored(Arrivals(slots + 1, question, zero, unused, 2), 10)
+    assert len(set(classes())) == 1, "both are new"
+    ages = np.full(1, 10, dtype=np.uint64)
+    policy.evicted(policy.victims(Candidates(ages, unused, none, zero, zero + 1, 1), 1, 1, 20, 20), document)
+    policy.stored(Arrivals(slots, document, none, unused, 1), 30)
+    policy.stored(Arrivals(slots + 1, question, zero, used, 2), 30)
+    assert len(set(classes())) == 2
 
 
 @policies

@@ -20,9 +20,11 @@ U16 = npt.NDArray[np.uint16]
 TRACKED = 1 << 14
 """Pages whose returns are timed: a sample."""
 WAYS = 8
-TURNS, USES, BINS = 4, 2, 44
+TURNS, USES, BINS = 2, 3, 44
 """Classes of pages, and bins of the time between two uses."""
-USED_BEFORE = 0x80
+LATER, CAME_BACK, USED_BEFORE = 0x01, 0x40, 0x80
+"""Of a page: it is of a later turn of its conversation than the first; it went and came back; it was used before it
+went. The first is `TURNS`, the others are `USES`, with whether it was used since."""
 _MOST_GHOSTS = 1 << 18
 _HEADER_WORDS = 512
 
@@ -68,7 +70,7 @@ class Hints:
     """Place of each page in its queue."""
     queue: U8
     turn: U8
-    """Of the conversation that the page belongs to, from 0; with `USED_BEFORE` if it was used, went and came back."""
+    """Of the conversation that the page belongs to, and what is known of the page: `LATER` and what follows it."""
     tracked: U16
     """Entry of the sample that times this page, plus one; 0: none."""
     track_print: U64

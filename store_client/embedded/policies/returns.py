@@ -12,7 +12,7 @@ import numpy as np
 from store_client.embedded.names import U8, U64, Slots
 from store_client.embedded.policies.base import Arrivals, Candidates, Policy, lowest_first
 from store_client.embedded.policies.ghosts import Ghosts
-from store_client.embedded.policies.hints import BINS, F64, TURNS, USED_BEFORE, USES, Hints
+from store_client.embedded.policies.hints import BINS, CAME_BACK, F64, LATER, TURNS, USED_BEFORE, USES, Hints
 from store_client.embedded.policies.lru import Recency
 from store_client.embedded.policies.sample import EDGE_LIST, EDGES, WIDTHS, Sample, bin_of, bins_of, classes_of
 
@@ -20,10 +20,15 @@ _ENOUGH = 256
 """Pages that must have come back before anything is made of it; until then the least recently used go."""
 _DOUBT = 8.0
 """So many pages' worth of what holds for all classes goes into the figures of each."""
-_RENEWED_AFTER = 512
-"""Pages stored until the figures are looked at again."""
+_RENEWED_AFTER, _MORE = 512, 32
+"""Pages stored until the figures are looked at again, at least, and what part that is of those that they are made of;
+but no more than a quarter of the pool."""
 _ROUNDS = 6
 """So often is a quarter of each bin moved to either side: by an octave's width, about."""
+_NEAR: F64 = np.eye(BINS) / 2 + (np.eye(BINS, k=1) + np.eye(BINS, k=-1)) / 4
+_NEAR[0, 0] = _NEAR[-1, -1] = 3 / 4
+_SMOOTH: F64 = np.linalg.matrix_power(_NEAR, _ROUNDS)
+"""Each bin with parts of those beside it: what comes back at once is many pages, and one bin says little."""
 _AHEAD = np.triu(np.ones((BINS, BINS), dtype=bool))
 _REMEMBERED = 8
 """A page is known to come back if fewer pages went since than so many times those of the pool."""
@@ -40,7 +45,7 @@ class Returns(Policy):
         self._worth: F64 | None = None
         self._uses: U8 = np.zeros(0, dtype=np.uint8)
         """Those of the pages among which the victims are."""
-        self._since = 0
+        self._since, self._renewed_after = 0, 0.0
 
     def stored(self, new: Arrivals, now_ns: int) -> None:
         back, turns = self._ghosts.seen(new.prints, within=_REMEMBERED * new.count)
@@ -49,20 +54,28 @@ class Returns(Policy):
         self._since += len(new.slots)
 
     def _number_turns(self, new: Arrivals, back: list[bool], turns: list[int]) -> None:
-        """A page that comes back, or hangs on one that was used again, is of a later turn of its conversation."""
-        of, here = self.hints.turn, set(new.slots.tolist())
+        """A page that comes back, or hangs on one that was used again, is of a later turn of its conversation.
+
+        The question after a well-known document hangs on it and will not be asked again: that is why what came back
+        itself is told apart.
+        """
+        of, here = self.hints.turn.data, set(new.slots.tolist())
         parents, uses = new.parents.tolist(), new.parent_uses.tolist()
         for slot, parent, used, returned, turn in zip(new.slots.tolist(), parents, uses, back, turns, strict=True):
-            number, before = ((turn & ~USED_BEFORE) + 1, turn & USED_BEFORE) if returned else (0, 0)
-            if parent < len(of):
-                number = max(number, (int(of[parent]) & ~USED_BEFORE) + (used > 0 and parent not in here))
-            of[slot] = min(number, TURNS - 1) | before
+            if returned:
+                of[slot] = LATER | CAME_BACK | turn & USED_BEFORE
+            elif parent < len(of):
+                of[slot] = of[parent] & LATER or (used > 0 and parent not in here)
+            else:
+                of[slot] = 0
 
     def victims(self, pages: Candidates, granules: int, count: int, used_before_ns: int, now_ns: int) -> Slots:
         self._uses = pages.uses
-        if self._worth is None or self._since >= _RENEWED_AFTER:
+        if self._worth is None or self._since >= self._renewed_after:
             self._sample.look(pages)
             self._worth, self._since = self._weigh(now_ns), 0
+            more = self._sample.counted() / _MORE  # a little more says little where much is known
+            self._renewed_after = max(_RENEWED_AFTER, min(more, pages.count // 4))
         if not self._worth.any():
             return lowest_first(pages, granules, count, used_before_ns, Recency(pages))
         kinds = classes_of(self.hints.turn[: len(pages.uses)], pages.uses)
@@ -73,7 +86,7 @@ class Returns(Policy):
         returned, reached = self._sample.figures(now_ns)
         if returned.sum() < _ENOUGH:
             return np.zeros((TURNS * USES, BINS))
-        returned, reached = _smooth(returned), _smooth(reached)
+        returned, reached = returned @ _SMOOTH, reached @ _SMOOTH
         of_all = (returned.sum(axis=0) + 0.01) / (reached.sum(axis=0) + 1.0)
         chance = np.fmin(np.fmax((returned + _DOUBT * of_all) / (reached + _DOUBT), 0.0), 0.99)  # of garbage, too
         before = np.concatenate([np.ones((len(chance), 1)), np.cumprod(1 - chance, axis=1)], axis=1)
@@ -89,14 +102,6 @@ class Returns(Policy):
     def evicted(self, slots: Slots, prints: U64) -> None:
         self._ghosts.add(prints, self.hints.turn[slots] | (self._uses[slots] > 0) * np.uint8(USED_BEFORE))
         self.hints.tracked[slots] = 0
-
-
-def _smooth(figures: F64) -> F64:
-    """Each bin with parts of those beside it: what comes back at once is many pages, and one bin says little."""
-    for _ in range(_ROUNDS):
-        padded = np.concatenate([figures[:, :1], figures, figures[:, -1:]], axis=1)
-        figures = (padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]) / 4
-    return figures
 
 
 class Worth:

@@ -13,7 +13,18 @@ import numpy.typing as npt
 
 from store_client.embedded.names import U8, U64
 from store_client.embedded.policies.base import Arrivals, Candidates
-from store_client.embedded.policies.hints import BINS, F64, TRACKED, TURNS, USED_BEFORE, USES, WAYS, Hints
+from store_client.embedded.policies.hints import (
+    BINS,
+    CAME_BACK,
+    F64,
+    LATER,
+    TRACKED,
+    TURNS,
+    USED_BEFORE,
+    USES,
+    WAYS,
+    Hints,
+)
 from store_client.embedded.table import MOST_USES
 
 _SHIFT = 3
@@ -30,14 +41,15 @@ Places = npt.NDArray[np.int64]
 EDGES: F64 = np.concatenate([[0.0], _FIRST_NS * 2.0 ** (np.arange(BINS) // 2) * (1 + 0.5 * (np.arange(BINS) % 2))])
 """Beginning of each bin of time since the last use, in nanoseconds, and the end of the last."""
 WIDTHS: F64 = np.diff(EDGES)
-_INNER_EDGES = EDGES[1:-1]
+_BEFORE_FIRST = (int(np.float64(_FIRST_NS).view(np.int64)) >> 51) - 1
 EDGE_LIST: list[float] = EDGES.tolist()
 
 
 def bins_of(ages_ns: F64) -> Places:
-    """The bin of each."""
-    found: Places = np.searchsorted(_INNER_EDGES, ages_ns, side="right")
-    return found
+    """The bin of each, of what a float has of it first: its exponent, and half an octave."""
+    found: Places = (ages_ns.view(np.int64) >> 51) - _BEFORE_FIRST
+    np.maximum(found, 0, out=found)
+    return np.minimum(found, BINS - 1, out=found)
 
 
 def bin_of(age_ns: float) -> int:
@@ -45,10 +57,11 @@ def bin_of(age_ns: float) -> int:
 
 
 def classes_of(turns: U8, uses: U8) -> U8:
-    """The class of each page: by its turn of the conversation, and whether it was used, now or before it went."""
+    """The class of each page: by its turn of the conversation, and whether it was used, now or before it went, or came
+    back at least."""
     used = (uses | turns & np.uint8(USED_BEFORE)) != 0
-    of_turn = np.minimum(turns & np.uint8(USED_BEFORE - 1), np.uint8(TURNS - 1)) * np.uint8(USES)
-    classes: U8 = of_turn + used
+    known = np.maximum(used * np.uint8(2), (turns & np.uint8(CAME_BACK)) != 0)
+    classes: U8 = (turns & np.uint8(LATER)) * np.uint8(USES) + known
     return classes
 
 
@@ -99,6 +112,11 @@ class Sample:
             hints.header[_SHIFT] = shift
         return shift
 
+    def counted(self) -> float:
+        """So many pages' uses and losses are known."""
+        hints = self._hints
+        return float(hints.returned.sum() + hints.lost.sum()) * (1 << min(int(hints.header[_SHIFT]), 20))
+
     def _note(self, table: F64, at: Places, now_ns: int | U64) -> None:
         """These entries were used, or lost, at `now_ns`."""
         ages = np.maximum(0.0, np.asarray(now_ns, dtype=np.float64) - self._hints.track_used[at])
@@ -131,10 +149,11 @@ class Sample:
         hints = self._hints
         if not (np.isfinite(hints.returned).all() and np.isfinite(hints.lost).all()):  # garbage would stay for ever
             hints.returned[:] = hints.lost[:] = 0
-        waiting = np.flatnonzero(hints.track_print)
-        ages = np.maximum(0.0, float(now_ns) - hints.track_used[waiting])
-        cells = hints.track_class[waiting] % (TURNS * USES) * np.int64(BINS) + bins_of(ages)
-        left = hints.lost + np.bincount(cells, minlength=hints.lost.size).reshape(hints.lost.shape)
+        ages = np.maximum(0.0, float(now_ns) - hints.track_used)
+        cells = bins_of(ages)
+        cells += (hints.track_class % (TURNS * USES)).astype(np.intp) * BINS
+        cells[hints.track_print == 0] = hints.lost.size
+        left = hints.lost + np.bincount(cells, minlength=hints.lost.size)[: hints.lost.size].reshape(hints.lost.shape)
         reached = np.cumsum((hints.returned + left)[:, ::-1], axis=1)[:, ::-1]
         returned = hints.returned.copy()
         if returned.sum() + hints.lost.sum() > _FADE:
