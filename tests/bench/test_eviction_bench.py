@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bench.peers import eviction
-from bench.peers.traffic import KINDS, made
+from bench.peers.traffic import KEPT_BACK, KINDS, made
 from store_client.embedded.policies import POLICIES
 
 
 def test_every_kind_and_policy_is_measured(tmp_path) -> None:
     rows = eviction.run(tmp_path, eviction.QUICK, lambda line: None).rows
-    assert [row.unit for row in rows] == ["%"] * len(KINDS) * len(POLICIES) + ["us"] * 3 * len(POLICIES)
+    assert [row.unit for row in rows] == ["%"] * len(KINDS + KEPT_BACK) * len(POLICIES) + ["us"] * 3 * len(POLICIES)
     assert all(row.value is not None and row.value >= 0 for row in rows)
     assert {row.goal is None for row in rows if "auto" in row.figure and row.unit == "%"} == {False}
 
@@ -19,7 +19,7 @@ def test_made_traffic_is_the_same_each_time() -> None:
 
 
 def test_pages_of_made_traffic_are_named_by_what_is_before_them() -> None:
-    for kind in KINDS:
+    for kind in KINDS + KEPT_BACK:
         trace = made(kind, 50)
         before: dict[int, int | None] = {}
         for request in trace.requests:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.peers.report import Comparison, Goal, Row, row
-from bench.peers.traffic import KINDS, made
+from bench.peers.traffic import KEPT_BACK, KINDS, made
 from mooncake_connector.cli.bench.machine import describe_machine, describe_versions
 from mooncake_connector.cli.bench.measure import Progress
 from store_client.embedded.policies import POLICIES, Arrivals, Candidates, Hints, Policy
@@ -43,7 +43,7 @@ QUICK = Scale(shares=(0.2,), prompts=60, pools=((512, 8),), rounds=2)
 
 def run(folder: Path, scale: Scale, progress: Progress) -> Comparison:
     rows = []
-    for kind in KINDS:
+    for kind in KINDS + KEPT_BACK:
         progress(f"hits of {kind.__name__}")
         rows += _hits(kind, scale)
     for pages, granules in scale.pools:
