@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Hashable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -22,8 +22,6 @@ _PARTS_AT_ONCE = 4
 _COMMA = ord(",")
 _PART_BLOCKS = 64
 
-P = ParamSpec("P")
-T = TypeVar("T")
 K = TypeVar("K", bytes, int)
 
 
@@ -42,8 +40,7 @@ class Parts:
         """The one that was not wanted for longest comes first."""
 
     def tokens(self, text: bytes, read: Callable[[bytes], Tokens32 | None]) -> Tokens32 | None:
-        """What `read` makes of a list's text, part by part between commas; None where it makes nothing of one. From the
-        first part on that is not known it reads several at a time."""
+        """What `read` makes of a list's text, part by part between commas; None where it makes nothing of one."""
         cuts, found, start = _cuts(text), list[Tokens32](), 0
         while len(found) < len(cuts):
             stop = cuts[len(found)]
@@ -85,27 +82,29 @@ class Parts:
     def _chain(
         self, kind: Hashable, tokens: Tokens32, block_tokens: int, make: Callable[[Tokens32, K | None], list[K]]
     ) -> list[K]:
-        names: list[K] = []
-        parent, step = None, _PART_BLOCKS * block_tokens
+        names, start, step = list[K](), 0, _PART_BLOCKS * block_tokens
         whole = len(tokens) // step * step
-        for start in range(0, whole, step):
-            part = tokens[start : start + step]
-            found = self._get((kind, parent, self._digest(part.data)), make, part, parent)
-            names += found
-            parent = found[-1]
-        return names + make(tokens[whole:], parent)
+
+        def name_of(at: int, parent: K | None) -> Hashable:
+            return kind, parent, self._digest(tokens[at : at + step].data)
+
+        parent: K | None = None
+        while start < whole and (known := self._kept.pop(name := name_of(start, parent), None)) is not None:
+            self._kept[name] = known
+            names += known
+            parent, start = known[-1], start + step
+        made = make(tokens[start:], parent)
+        for first in range(0, (whole - start) // block_tokens, _PART_BLOCKS):
+            part = made[first : first + _PART_BLOCKS]
+            self._keep(name_of(start + first * block_tokens, parent), part)
+            parent = part[-1]
+        return names + made
 
     def _digest(self, part: bytes | memoryview) -> bytes:
         return xxhash.xxh3_128_digest(part, self._seed)
 
     def _name_of(self, part: bytes) -> Hashable:
         return "tokens", self._digest(part)
-
-    def _get(self, asked: Hashable, make: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        if (found := self._kept.pop(asked, None)) is None:
-            found = make(*given, **named)
-        self._keep(asked, found)
-        return found
 
     def _keep(self, name: Hashable, made: Any) -> None:
         self._kept[name] = made
