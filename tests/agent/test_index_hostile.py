@@ -93,6 +93,15 @@ def test_a_body_is_the_same_in_whichever_pieces_it_comes(served, nbytes):
     assert said.count(status) == said.count(b"HTTP/1.1") == 3, said
 
 
+@pytest.mark.parametrize("first", [1, 50_000, 300_000])
+def test_a_body_that_begins_with_its_head_is_waited_for_no_longer_than_it_is(served, first):
+    body = json.dumps({"model": "m", "block_size": 64, "token_ids": [7] * 150_000}).encode()
+    head = b"POST /query HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    connection = connected(served, head + body[:first])
+    connection.sendall(body[first:])
+    assert all_of(connection).startswith(b"HTTP/1.1 200")
+
+
 def test_who_leaves_in_the_middle_of_a_body_costs_nobody_an_answer(served):
     for sent in (b"{", b" " * 100_000, b" " * 300_000):
         connected(served, b"POST /query HTTP/1.1\r\nHost: localhost\r\nContent-Length: 500000\r\n\r\n" + sent).close()
