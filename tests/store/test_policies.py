@@ -24,7 +24,7 @@ from store_client.embedded.policies import DEFAULT_POLICY, POLICIES, Arrivals, C
 from store_client.embedded.policies.base import lowest_first
 from store_client.embedded.policies.hints import BINS, TURNS, USES
 from store_client.embedded.policies.lru import Recency
-from store_client.embedded.policies.returns import Worth
+from store_client.embedded.policies.returns import Lines, Worth
 from store_client.embedded.policies.sample import EDGES, bin_of, bins_of, classes_of
 from store_client.embedded.row import NONE
 from store_client.embedded.table import MOST_USES
@@ -139,7 +139,7 @@ def test_of_the_ends_of_chains_the_lowest_goes_each_time(name, seed):
     if name == "auto":
         pages.access[:] *= np.uint64(1 << 36)
         kinds = classes_of(pages.uses, pages.uses)
-        rank = Worth(rng.random((TURNS * USES, BINS)), kinds, pages, 1 << 47)
+        rank = Worth(Lines(rng.random((TURNS * USES, BINS))), kinds, pages, 1 << 47)
     used_before, wanted = int(np.quantile(pages.access, rng.uniform(0.5, 1))), int(rng.integers(1, 200))
     slow = OneByOne(pages, wanted, used_before)
     while slow.wants_more() and (ends := slow.ends()):
@@ -201,7 +201,7 @@ def test_a_page_alone_is_worth_what_it_is_among_others():
     pages = random_pages(rng, 400)
     pages.access[:] = rng.integers(1, 1 << 50, 400)
     pages.access[:40] = (1 << 50) - rng.integers(0, 1 << 30, 40).astype(np.uint64)
-    worth = Worth(rng.random((TURNS * USES, BINS)), classes_of(pages.uses, pages.uses), pages, 1 << 50)
+    worth = Worth(Lines(rng.random((TURNS * USES, BINS))), classes_of(pages.uses, pages.uses), pages, 1 << 50)
     assert [worth.one(slot) for slot in range(400)] == pytest.approx(worth.all(np.arange(400)).tolist())
 
 

@@ -100,7 +100,8 @@ class Frontier:
         parents = pages.parent.astype(np.intp)
         np.minimum(parents, num_slots, out=parents)
         # A link may be stale, its parent gone and the slot another page's: depths keep links from going round.
-        depth = np.append(pages.depth.view(np.int32), _NOTHING_ABOVE)
+        depth = np.empty(num_slots + 1, dtype=np.int32)
+        depth[:num_slots], depth[num_slots] = pages.depth.view(np.int32), _NOTHING_ABOVE
         if not self.there.all():
             gone = ~self.there
             parents[gone], depth[:num_slots][gone] = num_slots, _DEEPEST

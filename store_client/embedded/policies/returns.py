@@ -14,7 +14,7 @@ from store_client.embedded.policies.base import Arrivals, Candidates, Policy, lo
 from store_client.embedded.policies.ghosts import Ghosts
 from store_client.embedded.policies.hints import BINS, CAME_BACK, F64, LATER, TURNS, USED_BEFORE, USES, Hints
 from store_client.embedded.policies.lru import Recency
-from store_client.embedded.policies.sample import EDGE_LIST, EDGES, WIDTHS, Sample, bin_of, bins_of, classes_of
+from store_client.embedded.policies.sample import EDGES, WIDTHS, Sample, bin_of, bins_of, classes_of
 
 _ENOUGH = 256
 """Pages that must have come back before anything is made of it; until then the least recently used go."""
@@ -42,7 +42,8 @@ class Returns(Policy):
     def __init__(self, hints: Hints) -> None:
         super().__init__(hints)
         self._ghosts, self._sample = Ghosts(hints), Sample(hints)
-        self._worth: F64 | None = None
+        self._lines: Lines | None = None
+        """None: too little is known."""
         self._uses: U8 = np.zeros(0, dtype=np.uint8)
         """Those of the pages among which the victims are."""
         self._since, self._renewed_after = 0, 0.0
@@ -71,15 +72,16 @@ class Returns(Policy):
 
     def victims(self, pages: Candidates, granules: int, count: int, used_before_ns: int, now_ns: int) -> Slots:
         self._uses = pages.uses
-        if self._worth is None or self._since >= self._renewed_after:
+        if self._since >= self._renewed_after:
             self._sample.look(pages)
-            self._worth, self._since = self._weigh(now_ns), 0
+            worth = self._weigh(now_ns)
+            self._lines, self._since = Lines(worth) if worth.any() else None, 0
             more = self._sample.counted() / _MORE  # a little more says little where much is known
             self._renewed_after = max(_RENEWED_AFTER, min(more, pages.count // 4))
-        if not self._worth.any():
+        if self._lines is None:
             return lowest_first(pages, granules, count, used_before_ns, Recency(pages))
         kinds = classes_of(self.hints.turn[: len(pages.uses)], pages.uses)
-        return lowest_first(pages, granules, count, used_before_ns, Worth(self._worth, kinds, pages, now_ns), kinds)
+        return lowest_first(pages, granules, count, used_before_ns, Worth(self._lines, kinds, pages, now_ns), kinds)
 
     def _weigh(self, now_ns: int) -> F64:
         """What a page of each class is worth at the beginning of each bin; zeros where too little is known."""
@@ -104,24 +106,33 @@ class Returns(Policy):
         self.hints.tracked[slots] = 0
 
 
-class Worth:
-    """The rank of a page is its worth, by class and time since the last use, drawn straight from bin to bin."""
+class Lines:
+    """What a page of each class is worth at the beginning of each bin, drawn straight from bin to bin."""
 
-    def __init__(self, worth: F64, kinds: U8, pages: Candidates, now_ns: int) -> None:
-        self._worth, self._kinds, self._access, self._now_ns = worth, kinds, pages.access, now_ns
-        self._flat = np.concatenate([worth, worth[:, -1:]], axis=1).ravel()
+    def __init__(self, worth: F64) -> None:
+        slopes = np.diff(worth, axis=1, append=worth[:, -1:]) / WIDTHS
+        self.slope, self.start = slopes.ravel(), (worth - slopes * EDGES[:-1]).ravel()
+        self.slopes: list[float] = self.slope.tolist()
+        self.starts: list[float] = self.start.tolist()
+
+
+class Worth:
+    """The rank of a page is its worth, by class and time since the last use."""
+
+    def __init__(self, lines: Lines, kinds: U8, pages: Candidates, now_ns: int) -> None:
+        self._lines, self._kinds, self._access, self._now_ns = lines, kinds, pages.access, now_ns
         self._kind, self._used = kinds.data, pages.access.data
 
     def all(self, slots: Slots) -> F64:
         ages: F64 = float(self._now_ns) - self._access[slots].astype(np.float64)
-        at = bins_of(ages)
-        part = np.minimum(np.maximum((ages - EDGES[at]) / WIDTHS[at], 0.0), 1.0)  # np.clip is slower for a few
-        at += self._kinds[slots] * np.intp(BINS + 1)
-        ranks: F64 = self._flat[at] * (1 - part) + self._flat[at + 1] * part
-        return ranks
+        np.maximum(ages, 0.0, out=ages)
+        cells = bins_of(ages)
+        cells += self._kinds[slots] * np.intp(BINS)
+        ages *= self._lines.slope[cells]
+        ages += self._lines.start[cells]
+        return ages
 
     def one(self, slot: int) -> float:
-        worth, age = self._worth[self._kind[slot]], self._now_ns - self._used[slot]
-        at = bin_of(age)
-        part = min(max(0.0, (age - EDGE_LIST[at]) / (EDGE_LIST[at + 1] - EDGE_LIST[at])), 1.0)
-        return float(worth[at]) * (1 - part) + float(worth[min(at + 1, BINS - 1)]) * part
+        age = float(max(0, self._now_ns - self._used[slot]))
+        cell = self._kind[slot] * BINS + bin_of(age)
+        return age * self._lines.slopes[cell] + self._lines.starts[cell]

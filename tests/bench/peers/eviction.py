@@ -70,9 +70,9 @@ def _costs(name: str, num_pages: int, granules: int, rounds: int) -> list[Row]:
     """Of a full pool of conversations of up to four turns, of which some are used again now and then."""
     draw = np.random.default_rng(18)
     pages, policy = _full_pool(draw, num_pages, granules), POLICIES[name](Hints(None, num_pages))
-    if name == "auto":  # returns were seen, as after some hours
+    if name == "auto":  # returns were seen, as many as count after some hours
         for table in (policy.hints.returned, policy.hints.lost):
-            table[:] = draw.random(table.shape) * 40
+            table[:] = draw.random(table.shape) * 90
     stored_s = _store_all(policy, pages, draw)
     evicted_s, prints = [], draw.integers(1, 1 << 63, num_pages).astype(np.uint64)
     for _ in range(rounds):
