@@ -13,6 +13,7 @@ import numpy as np
 from mooncake_connector.log import get_logger, log_once
 from transfer.control.connection import Access, Gone, Link, connect
 from transfer.control.directory import Address, InstanceCard, RankCard, look_up
+from transfer.control.handshake import MARKS_VERSION
 from transfer.driver import RANK_PURPOSE, Driver, look, now_s, peer_name
 from transfer.integrity import page_checksums
 from transfer.plan.layout import RankLayout, Table
@@ -24,6 +25,7 @@ from transfer.protocol.orders import Ended, Failed, Order, Revoke, Timing, Verif
 from transfer.transports.base import TransferError, Unavailable
 from transfer.transports.cuda.copier import Staging
 from transfer.transports.memory import Memory
+from transfer.transports.passing import Passed
 
 MAX_SEARCHES = 32
 """Prefill instances that are looked for at the same time. Requests name their addresses, so they may be anybody's."""
@@ -66,7 +68,8 @@ class _Remote:
 
 
 class Fetching(Driver):
-    """See the module. `executor` has one thread, which checks what landed, on a device through `staging`."""
+    """See the module. `executor` has one thread, which checks what landed, on a device through `staging`: what did not
+    come with checksums of its own, which are compared in the stages."""
 
     def __init__(
         self,
@@ -225,7 +228,8 @@ class Fetching(Driver):
             (card.host, card.port), RANK_PURPOSE, self._access, deadline_s=_CONNECT_S, expected=card.instance
         )
         parts = list(origin.route.parts)
-        link.send(encode(Introduction(layout=self._layout, parts=parts, endpoints=self._endpoints)))
+        marks = self._staging is not None and link.version >= MARKS_VERSION
+        link.send(encode(Introduction(layout=self._layout, parts=parts, endpoints=self._endpoints, marks=marks)))
         return link
 
     async def _keep(self, address: Address, remote: _Remote, origin: _Origin, link: Link | None) -> None:
@@ -319,7 +323,14 @@ class Fetching(Driver):
         right, nbytes = False, 0
         try:
             right, nbytes = await self._loop.run_in_executor(
-                self._executor, _check, origin, order.landed, transfer.tables, self._page_tokens, self._staging
+                self._executor,
+                _check,
+                origin,
+                order.landed,
+                transfer.tables,
+                self._page_tokens,
+                self._staging,
+                self._passed(transfer),
             )
         except Exception as error:
             log_once(f"transfer.verify:{type(error).__name__}", "a batch cannot be checked: %r", error, logger=logger)
@@ -327,6 +338,11 @@ class Fetching(Driver):
             log_once("transfer.checksum", "a batch arrived with wrong bytes; it is sent once more", logger=logger)
         transfer.nbytes += nbytes if right else 0
         self.tell(self.consumer.verified, order.peer, transfer, order.landed, right)
+
+    def _passed(self, transfer: Incoming) -> Passed | None:
+        """What has come of a transfer with checksums of its own."""
+        held = None if transfer.memory is None else self._memory.granted(transfer.memory.key)
+        return None if held is None else held.passed
 
     async def _revoke(self, transfer: Incoming) -> None:
         """Until nothing can write to the blocks any more: what the engine put there before would be overwritten."""
@@ -344,10 +360,21 @@ class Fetching(Driver):
 
 
 def _check(
-    origin: _Origin, landed: Landed, tables: Sequence[Table], page_tokens: int, staging: Staging | None
+    origin: _Origin,
+    landed: Landed,
+    tables: Sequence[Table],
+    page_tokens: int,
+    staging: Staging | None,
+    passed: Passed | None,
 ) -> tuple[bool, int]:
-    """Whether a batch has the bytes that were sent, and how many. Raises TransferError for a batch that cannot be."""
+    """Whether a batch has the bytes that were sent, and how many. Raises TransferError for a batch that cannot be.
+
+    Nothing is read of one that came with checksums of its own.
+    """
     _, pairing = origin.pairings[landed.section]
     block_ids, page_tokens = tables[landed.section].block_ids, pairing.checksum_tokens(page_tokens)
     pages = pairing.destination_pages(landed.part.layers, landed.first_token, landed.stop_token, block_ids, page_tokens)
-    return page_checksums(pages, staging) == landed.checksums, int(np.sum(pages.nbytes))
+    nbytes = int(np.sum(pages.nbytes))
+    if not landed.checksums and passed is not None:
+        return passed.is_whole(origin.card.instance, landed.batch, pages.addresses, pages.nbytes), nbytes
+    return page_checksums(pages, staging) == landed.checksums, nbytes

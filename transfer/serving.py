@@ -61,6 +61,8 @@ class _Visitor:
     layout: RankLayout
     pairings: Pairings
     endpoints: Mapping[str, bytes]
+    marks: bool
+    """It notes what comes with checksums of its own."""
     data: asyncio.Future[Peer]
     """The connection for bulk data."""
 
@@ -144,7 +146,7 @@ class Serving(Driver):
         if before is not None and is_new:
             before.data.add_done_callback(_close)
         data.add_done_callback(partial(_refuse_unreached, link))
-        visitor = _Visitor(message.layout, pairings, message.endpoints, data)
+        visitor = _Visitor(message.layout, pairings, message.endpoints, message.marks, data)
         if peer in self._links:
             self._links[peer].close()
         self._links[peer], self._visitors[peer] = link, visitor
@@ -258,7 +260,9 @@ def _send(
 ) -> tuple[Completion, int, Callable[[], list[int]]]:
     """Start writing a batch, and take its checksums meanwhile: they are there when it is written.
 
-    What goes through stages is hashed as it passes, page by page. Raises TransferError, ValueError.
+    What goes through stages is hashed as it passes: page by page, or order by order where the consumer has stages too
+    and notes what it gets. A second attempt has the checksums of its pages in any case. Raises TransferError,
+    ValueError.
     """
     batch, granted = order.batch, order.granted
     own, pairing = visitor.pairings[batch.section]
@@ -273,8 +277,10 @@ def _send(
     nbytes = int(np.sum(pages.nbytes))
     if isinstance(peer, StagedPeer):
         there = pairing.destination_pages(batch.layers, *tokens, blocks, page_tokens)
-        passing = PassingPages(pages)
         pieces = coalesce(pages.addresses, there.addresses, pages.nbytes)
+        if visitor.marks and not order.attempt:
+            return peer.write(grant, *pieces, deadline_s=deadline_s, batch=order.number), nbytes, list
+        passing = PassingPages(pages)
         return peer.write(grant, *pieces, deadline_s=deadline_s, seen=passing.update), nbytes, passing.checksums
     copies = pairing.copies(batch.layers, *tokens, block_ids, blocks)
     completion = peer.write(grant, copies.source, copies.destination, copies.nbytes, deadline_s=deadline_s)

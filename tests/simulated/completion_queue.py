@@ -201,8 +201,8 @@ class StagedQueueTransport(LongQueueTransport):
     capabilities = Capabilities(device_memory=True, needs_registration=True)
     fills_stages = True
 
-    def __init__(self, memory: Memory, identity: Identity | None = None) -> None:
-        super().__init__(memory, identity, OnDevice(Driver(LIBRARY), 0))
+    def __init__(self, memory: Memory, identity: Identity | None = None, place: OnDevice | None = None) -> None:
+        super().__init__(memory, identity, place or OnDevice(Driver(LIBRARY), 0))
 
     def _fetcher(self, connection: Any) -> Fetcher:
         assert self.stages is not None

@@ -8,20 +8,30 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from simulated.completion_queue import StagedQueueTransport
 from simulated.cuda_driver import LIBRARY
+from simulated.library import SimulatedTransport
 from simulated.nodes import Instances, endings, spoil_arrivals
 from simulated.pair import P_TABLE
+from simulated.verbs import Fabric
 
 import transfer.integrity
+import transfer.serving
 import transfer.session
+from transfer.control.handshake import OLDEST_VERSION, Client, Server
 from transfer.integrity import page_checksums
 from transfer.plan.granularity import Bounds, Granularity
 from transfer.plan.pairing import PageRuns
 from transfer.protocol.orders import Ending
 from transfer.session import NodeOptions
+from transfer.transports import registry, sender
 from transfer.transports.base import TransferError
+from transfer.transports.cuda import fetched, landing, staged
 from transfer.transports.cuda.copier import Staging
 from transfer.transports.cuda.driver import Driver
+from transfer.transports.cuda.stage import Stage
+from transfer.transports.passing import Passed, decode_mark
 
 
 @pytest.fixture(autouse=True)
@@ -66,13 +76,177 @@ def test_kv_goes_from_device_to_device(pair, library, granularity):
     assert library.calls["cuMemcpyAsync"] > 0
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc", "shm", "tcp"])
+@pytest.mark.parametrize("devices, transport", [((0, 0), "cuda_ipc"), ((None, 0), "shm"), ((None, 0), "tcp")])
 @pytest.mark.parametrize("times, ending", [(1, Ending.DONE), (2, Ending.FAILED)])
-def test_wrong_bytes_on_a_device_are_noticed(pair, monkeypatch, times, ending, transport):
+def test_wrong_bytes_on_a_device_are_noticed(pair, monkeypatch, times, ending, devices, transport):
     """One rank sends: with two, what is spoilt for one batch would be healed by what is spoilt for the other."""
-    p, d = pair(Granularity.FULL, prefill_tp=1, transports=[transport], hosts=["127.0.0.1"])
+    p, d = pair(Granularity.FULL, devices, prefill_tp=1, transports=[transport], hosts=["127.0.0.1"])
     spoil_arrivals(monkeypatch, d, times)
     assert ask(p, d) == {ending}
+
+
+class Library(SimulatedTransport):
+    name = "library"
+
+
+class Marked:
+    """Both sides are on a device, and go through stages: checksums travel with the bytes."""
+
+    @pytest.fixture(autouse=True)
+    def transports(self, monkeypatch):
+        """Those of the tests too, and for `rdma` two cards."""
+        for transport in (StagedQueueTransport, Library):
+            monkeypatch.setitem(registry._registered, transport.name, transport)
+        fabric = Fabric(monkeypatch, [400e6, 400e6])
+        yield
+        fabric.close()
+
+    @pytest.fixture
+    def reads(self, monkeypatch):
+        """Bytes that were brought down from a device to be hashed, each time."""
+        read, found = Staging.read, []
+
+        def noted(staging, addresses, nbytes):
+            found.append(int(nbytes.sum()))
+            return read(staging, addresses, nbytes)
+
+        monkeypatch.setattr(Staging, "read", noted)
+        return found
+
+    @pytest.fixture
+    def spoil(self, monkeypatch):
+        """`spoil(times)`: so many parts have a wrong byte at the end when they lie in a stage of the receiver."""
+        scatter, left = Stage.begin_scatter, [0]
+
+        def begin_scatter(stage, part):
+            if left[0]:
+                left[0] -= 1
+                stage.view(part.total).cast("B")[part.total - 1] ^= 1
+            scatter(stage, part)
+
+        monkeypatch.setattr(Stage, "begin_scatter", begin_scatter)
+        return lambda times: left.__setitem__(0, times)
+
+    @pytest.fixture
+    def begin(self, pair):
+        def begin(transport, granularity=Granularity.FULL, prefill_tp=1, hosts=("127.0.0.1",)):
+            return pair(granularity, prefill_tp=prefill_tp, transports=[transport], hosts=hosts)
+
+        return begin
+
+
+each_transport = pytest.mark.parametrize("transport", ["tcp", "shm", "rdma", "queue", "library"])
+
+
+class TestMarked(Marked):
+    @each_transport
+    @pytest.mark.parametrize("granularity", Granularity)
+    def test_what_comes_from_stages_into_stages_is_read_from_no_device_again(
+        self, begin, reads, transport, granularity
+    ):
+        p, d = begin(transport, granularity, prefill_tp=2)
+        assert ask(p, d) == {Ending.DONE}
+        d.check()
+        assert {ended.transport for ended in p.sent()} == {transport} and not reads
+
+    @each_transport
+    def test_so_it_is_in_many_orders_over_several_paths(self, begin, reads, monkeypatch, transport):
+        monkeypatch.setattr(staged, "STAGE_NBYTES", 1000)
+        monkeypatch.setattr(sender, "MIN_SHARE_NBYTES", 70)
+        noted, note = [], Passed.note
+        monkeypatch.setattr(Passed, "note", lambda self, *said: (noted.append(said), note(self, *said)))
+        p, d = begin(transport, hosts=["127.0.0.1", "127.0.0.2"])
+        assert ask(p, d) == {Ending.DONE}
+        d.check()
+        assert len(noted) > 10 and not reads
+
+    @each_transport
+    @pytest.mark.parametrize("times, ending", [(1, Ending.DONE), (2, Ending.FAILED)])
+    def test_one_wrong_byte_is_noticed(self, begin, reads, spoil, caplog, transport, times, ending):
+        """It is sent once more, with the checksums of its pages, which are held against what the device has."""
+        p, d = begin(transport)
+        spoil(times)
+        assert ask(p, d) == {ending}
+        assert "a batch arrived with wrong bytes; it is sent once more" in caplog.text and len(reads) == 1
+        if ending is Ending.DONE:
+            d.check()
+
+    @pytest.mark.parametrize("transport", ["tcp", "shm", "library"])
+    def test_an_order_of_several_stages_is_seen_part_by_part(self, begin, reads, monkeypatch, transport):
+        monkeypatch.setattr(landing, "STAGE_NBYTES", 300)
+        p, d = begin(transport)
+        assert ask(p, d) == {Ending.DONE}
+        d.check()
+        assert not reads
+
+    def test_one_that_is_fetched_in_parts_is_sent_once_more(self, begin, reads, monkeypatch):
+        """They come in any sequence; a sender whose stages are larger than ours would see this."""
+        monkeypatch.setattr(fetched, "STAGE_NBYTES", 300)
+        p, d = begin("queue")
+        assert ask(p, d) == {Ending.DONE}
+        d.check()
+        assert len(reads) == 1
+
+    @pytest.mark.parametrize("older", [Client, Server], ids=["decode", "prefill"])
+    def test_with_a_peer_of_the_version_before_pages_are_read_from_the_device(self, begin, reads, monkeypatch, older):
+        start, said = older.__init__, []
+
+        def start_older(side, *arguments):
+            start(side, *arguments)
+            side.version = OLDEST_VERSION
+
+        monkeypatch.setattr(older, "__init__", start_older)
+        decode = transfer.serving.decode
+        monkeypatch.setattr(transfer.serving, "decode", lambda data: (said.append(decode(data)), said[-1])[1])
+        p, d = begin("tcp")
+        assert ask(p, d) == {Ending.DONE}
+        d.check()
+        assert len(reads) == 1 and said[0].marks is False
+
+    @pytest.mark.parametrize(
+        "misname",
+        [
+            lambda mark: replace(mark, batch=mark.batch + 1),
+            lambda mark: replace(mark, offset=mark.offset + 1),
+            lambda mark: replace(mark, offset=1 << 63),
+            lambda mark: replace(mark, digest=mark.digest ^ 1),
+            None,
+        ],
+        ids=["batch", "offset", "far offset", "digest", "no mark"],
+    )
+    @pytest.mark.parametrize("transport", ["tcp", "rdma"])
+    def test_a_peer_that_marks_wrongly_is_asked_for_the_checksums_of_pages(
+        self, begin, reads, monkeypatch, transport, misname
+    ):
+        right = staged.marker
+
+        def wrong_marker(*where):
+            mark = right(*where)
+            return None if misname is None else lambda pieces: misname(decode_mark(mark(pieces))).encode()
+
+        monkeypatch.setattr(staged, "marker", wrong_marker)
+        p, d = begin(transport)
+        assert ask(p, d) == {Ending.DONE}
+        d.check()
+        assert len(reads) == 1
+
+    def test_a_peer_that_never_has_them_fails_and_the_next_transfer_does_not(self, begin, monkeypatch):
+        right, wrongly = transfer.serving._send, [True]
+
+        def send(visitor, peer, order, *rest):
+            begun, nbytes, checksums = right(visitor, peer, order, *rest)
+            return begun, nbytes, list if wrongly[0] else checksums
+
+        monkeypatch.setattr(transfer.serving, "_send", send)
+        monkeypatch.setattr(staged, "marker", lambda *where: None)
+        p, d = begin("tcp")
+        assert ask(p, d) == {Ending.FAILED}
+        wrongly[0] = False
+        p.sent()
+        d.fetch("u", p.where, computed=False)
+        p.prefill("u")
+        assert endings(d.fetched()) == {Ending.DONE}
+        d.check()
 
 
 @pytest.mark.parametrize("name", ["cuMemcpyAsync", "cuStreamSynchronize"])

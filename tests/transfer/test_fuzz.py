@@ -143,7 +143,8 @@ def orders(data: bytes) -> bool:
         if len(data) == max(nbytes, BLOCK_NBYTES):
             columns = decode_columns(order, data, 2)
             assert min(columns[0]) >= 0 and min(columns[1]) >= 1 and sum(columns[1]) == order.nbytes <= 1 << 20
-            assert order.encode(*columns).tobytes()[:nbytes] == data[:nbytes]
+            mark = b"m" * order.is_marked
+            assert order.encode(*columns, mark=mark).tobytes()[:nbytes] == data[:nbytes]
             return True
     return False
 

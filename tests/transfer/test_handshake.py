@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from transfer.control.handshake import (
     MAX_FRAME_NBYTES,
+    OLDEST_VERSION,
     VERSION,
     Challenge,
     Client,
@@ -53,6 +54,14 @@ def test_two_sides_with_one_secret_agree():
     run(client, server)
     assert client.peer == server.identity.instance
     assert server.peer == client.identity.instance
+
+
+@pytest.mark.parametrize("older", [0, 1], ids=["client", "server"])
+def test_both_sides_know_the_version_that_they_speak_which_is_the_older_ones(older):
+    sides = pair()
+    sides[older].version = OLDEST_VERSION
+    run(*sides)
+    assert [side.version for side in sides] == [OLDEST_VERSION] * 2 != [VERSION] * 2
 
 
 @given(st.lists(st.integers(1, 40), min_size=1))
@@ -133,7 +142,7 @@ def test_a_byte_changed_in_any_frame_lets_nobody_in(which, at, change):
 def test_versions_without_overlap_are_refused_by_either_side():
     server = Server(Identity(SECRET), "test")
     asked = VERSION + 1, VERSION + 3
-    refusal = rf"versions {asked[0]}\.\.{asked[1]} asked for: this side speaks {VERSION}\.\.{VERSION}"
+    refusal = rf"versions {asked[0]}\.\.{asked[1]} asked for: this side speaks {OLDEST_VERSION}\.\.{VERSION}"
     with pytest.raises(HandshakeError, match=refusal):
         server.receive(frame(Hello(*asked, b"n" * 32, b"i" * 16, b"", "test")))
     client, _ = pair()

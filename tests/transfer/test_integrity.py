@@ -16,6 +16,7 @@ from transfer.fetching import _check
 from transfer.integrity import page_checksums
 from transfer.plan.layout import Section, Table
 from transfer.plan.pairing import Pairing
+from transfer.transports.passing import Passed
 
 MODEL = Model(layers=2, heads=4, k_dim=3, v_dim=3, itemsize=2)
 TOKENS, PAGE = 22, 8
@@ -77,6 +78,6 @@ def test_another_number_of_checksums_proves_nothing(sides, count):
     copy(*sides)
     sent = page_checksums(pairing.source_pages(range(2), 0, TOKENS, source.table, PAGE))
     batch = landed(num_layers=2, stop_token=TOKENS, checksums=(sent * 2)[:count])
-    origin = SimpleNamespace(pairings={0: (0, pairing)})
-    right, nbytes = _check(origin, batch, [Table(0, TOKENS, destination.table)], PAGE, None)
+    origin = SimpleNamespace(pairings={0: (0, pairing)}, card=SimpleNamespace(instance=b"p" * 16))
+    right, nbytes = _check(origin, batch, [Table(0, TOKENS, destination.table)], PAGE, None, Passed())
     assert right is (count == 3) and nbytes > 0

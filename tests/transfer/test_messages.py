@@ -47,6 +47,13 @@ MESSAGES: list[AnyMessage] = [
 ]
 
 
+def test_an_introduction_that_asks_for_no_marks_is_one_that_older_peers_understand():
+    """They refuse fields that they do not know."""
+    said = msgspec.msgpack.decode(encode(INTRODUCTION))
+    assert said.keys() == {"type", "layout", "parts", "endpoints"}
+    assert msgspec.msgpack.decode(encode(msgspec.structs.replace(INTRODUCTION, marks=True)))["marks"] is True
+
+
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_arrives_as_it_was_sent(message):
     arrived = decode(encode(message))

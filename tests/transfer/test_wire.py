@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transfer.testing.memory import int64
 from transfer.transports import vectors
 from transfer.transports.base import FEW
+from transfer.transports.passing import MARK_NBYTES
 from transfer.transports.vectors import Pieces, Vector, copy_in, copy_out
 from transfer.transports.wire import (
     BLOCK_NBYTES,
@@ -47,6 +48,17 @@ def test_an_order_comes_out_as_it_went_in():
     order, decoded = parse(CopyOrder(7, KEY, 2, 70, place=9).encode(*columns), columns=3)
     assert order == CopyOrder(7, KEY, 2, 70, 9)
     assert [row.tolist() for row in decoded] == [[1, 2], [30, 40], [5, 6]]
+
+
+@pytest.mark.parametrize("pieces", [1, FEW, 100])
+def test_a_marked_order_has_its_mark_behind_what_is_attached(pieces):
+    columns = np.arange(1, pieces + 1), np.ones(pieces, dtype=np.int64)
+    order = CopyOrder(7, KEY, pieces, pieces)
+    plain, marked = (order.encode(*columns, attachment=b"keys", mark=mark) for mark in (b"", b"m" * MARK_NBYTES))
+    assert decode_order(marked, 1 << 20, 4) == CopyOrder(7, KEY, pieces, pieces, 0, 4, is_marked=True)
+    assert not decode_order(plain, 1 << 20, 4).is_marked
+    end = HEADER_NBYTES + 2 * 8 * pieces
+    assert marked[end : end + 4 + MARK_NBYTES].tobytes() == b"keys" + b"m" * MARK_NBYTES
 
 
 @pytest.mark.parametrize(

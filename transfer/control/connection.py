@@ -125,6 +125,7 @@ class Link:
 
     Args:
         peer: the other side's instance.
+        version: that both sides speak.
         large: places for large frames that are being taken in, shared with other connections.
         known: called when the peer has said what it wants; until then it may have to go for others.
     """
@@ -135,10 +136,11 @@ class Link:
         writer: asyncio.StreamWriter,
         peer: bytes,
         leftover: bytes,
+        version: int,
         large: asyncio.Semaphore | None = None,
         known: Callable[[], None] = lambda: None,
     ) -> None:
-        self.peer, self.known = peer, known
+        self.peer, self.version, self.known = peer, version, known
         self._reader, self._writer = reader, writer
         self._leftover = leftover
         self._large = large or asyncio.Semaphore(1)
@@ -258,7 +260,7 @@ async def _shake(client: Client, reader: asyncio.StreamReader, writer: asyncio.S
         writer.write(client.start())
         while client.peer is None:
             writer.write(client.receive(await some(reader)))
-        return Link(reader, writer, client.peer, client.leftover)
+        return Link(reader, writer, client.peer, client.leftover, client.version)
     except BaseException:
         writer.transport.abort()
         raise

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from transfer.transports.channel import Channel
 
 OLDEST_VERSION = 7
-VERSION = 7
+VERSION = MARKS_VERSION = 8
+"""Since `MARKS_VERSION` an introduction may say `marks`."""
 MIN_SECRET_NBYTES = 16
 MAX_FRAME_NBYTES = 1024
 AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -129,6 +130,8 @@ class _Side:
         self.identity = identity
         self.peer: bytes | None = None
         """The other side's instance, once the handshake is over and right."""
+        self.version = VERSION
+        """That both sides speak; before they have found it, the newest that this one does."""
         self._buffer = bytearray()
         self._transcript = hashlib.sha256()
 
@@ -182,7 +185,7 @@ class Client(_Side):
         """The first bytes to send."""
         return self._encode(
             Hello(
-                OLDEST_VERSION, VERSION, secrets.token_bytes(_NONCE_NBYTES), self.identity.instance,
+                OLDEST_VERSION, self.version, secrets.token_bytes(_NONCE_NBYTES), self.identity.instance,
                 self.identity.compatibility, self._purpose,
             )
         )  # fmt: skip
@@ -195,12 +198,14 @@ class Client(_Side):
             challenge = self._decode(Challenge)
             if challenge is None:
                 return b""
-            if not OLDEST_VERSION <= challenge.version <= VERSION:
-                raise HandshakeError(f"the peer wants version {challenge.version}: this side speaks up to {VERSION}")
+            if not OLDEST_VERSION <= challenge.version <= self.version:
+                raise HandshakeError(
+                    f"the peer wants version {challenge.version}: this side speaks up to {self.version}"
+                )
             if self._expected not in (None, challenge.instance):
                 raise AnotherInstance("another process answers there: the peer has restarted")
             self._enter()
-            self._challenge = challenge
+            self._challenge, self.version = challenge, challenge.version
             answer = self._encode(Proof(self._mac(b"client")))
         welcome = self._decode(Welcome)
         if welcome is not None:
@@ -226,14 +231,14 @@ class Server(_Side):
             hello = self._decode(Hello)
             if hello is None:
                 return b""
-            version = min(VERSION, hello.version)
+            version = min(self.version, hello.version)
             if version < max(OLDEST_VERSION, hello.oldest_version):
                 raise HandshakeError(
                     f"versions {hello.oldest_version}..{hello.version} asked for: "
-                    f"this side speaks {OLDEST_VERSION}..{VERSION}"
+                    f"this side speaks {OLDEST_VERSION}..{self.version}"
                 )
             self._enter()
-            self._hello = hello
+            self._hello, self.version = hello, version
             answer = self._encode(Challenge(version, secrets.token_bytes(_NONCE_NBYTES), self.identity.instance))
         proof = self._decode(Proof)
         if proof is None:

@@ -148,7 +148,7 @@ class Listener:
             while server.peer is None:
                 writer.write(server.receive(await some(reader)))
                 await writer.drain()
-            return Link(reader, writer, server.peer, server.leftover, self._large, self._known)
+            return Link(reader, writer, server.peer, server.leftover, server.version, self._large, self._known)
         except HandshakeError as error:
             self._log_refusal(host, str(error))
             with contextlib.suppress(OSError):

@@ -107,7 +107,7 @@ class Landed(Message, frozen=True, kw_only=True):
     """Producer: batch number `batch` is in your memory, as the `attempt`-th try (0 or 1).
 
     It is a part of your section number `section`. `checksums` has one XXH3-64 for each page of the batch, in the order
-    of tokens.
+    of tokens; none where the bytes were marked (see `Introduction`).
     """
 
     batch: Count
@@ -137,11 +137,12 @@ class Status(Message, frozen=True, kw_only=True):
     computes: bool = False
 
 
-class Introduction(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class Introduction(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
     """Consumer: what you must know of my rank to write to it. Once for each control connection, before anything else.
 
     `parts` has what you send me of each section of my layout, if anything. `endpoints` says for each transport by name
-    where it listens.
+    where it listens. With `marks`, which no peer before version 8 understands, what comes from stages is wanted with
+    checksums beside the bytes (`transfer.transports.passing`), at the first attempt.
     """
 
     layout: RankLayout
@@ -150,6 +151,7 @@ class Introduction(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_f
         dict[Annotated[str, Meta(max_length=16)], Annotated[bytes, Meta(max_length=4096)]],
         Meta(max_length=_MAX_ENDPOINTS),
     ]
+    marks: bool = False
 
 
 class Refused(Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):

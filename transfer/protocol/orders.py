@@ -100,6 +100,7 @@ class Write:
     granted: Granted
     number: int
     batch: Batch
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

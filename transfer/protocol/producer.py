@@ -118,7 +118,8 @@ class Producer(Protocol):
     def written(
         self, peer: str, transfer: Outgoing, number: int, checksums: Sequence[int], error: str | None, now_s: float
     ) -> None:
-        """A `Write` is over: with one checksum for each page, or with what went wrong.
+        """A `Write` is over: with one checksum for each page, or none where they travelled with the bytes, or with what
+        went wrong.
 
         Raises ValueError where none was ordered.
         """
@@ -305,7 +306,8 @@ class Producer(Protocol):
     def _write(self, transfer: Outgoing, session: Session, number: int) -> None:
         assert session.granted is not None
         session.writing.add(number)
-        self._orders.append(Write(session.peer, transfer, session.granted, number, session.sent[number].batch))
+        sent = session.sent[number]
+        self._orders.append(Write(session.peer, transfer, session.granted, number, sent.batch, sent.attempt))
 
     def _fail(self, transfer: Outgoing, session: Session, ending: Ending, cause: str) -> None:
         if session.state is not State.OPEN:

@@ -17,6 +17,7 @@ from transfer.control.handshake import MAX_FRAME_NBYTES, HandshakeError, Server
 from transfer.transports.base import Numbers
 from transfer.transports.channel import Channel
 from transfer.transports.memory import Memory, Revocable
+from transfer.transports.passing import MARK_NBYTES, Passing, decode_mark
 from transfer.transports.vectors import Small, Vector
 from transfer.transports.wire import (
     BLOCK_NBYTES,
@@ -63,6 +64,8 @@ class Connection(ABC):
         self._block = Small(BLOCK_NBYTES)
         self._got = 0
         self.attachment = b""
+        self.passing: Passing | None = None
+        """Of the order at hand, where it is marked."""
         self._next: Callable[[], bool] = self._secure
 
     @property
@@ -157,7 +160,7 @@ class Connection(ABC):
             return False
         self._got = 0
         order = decode_order(self._block.bytes, self.max_nbytes, self.max_attached)
-        rest = self._columns_end(order) + order.attached - BLOCK_NBYTES
+        rest = self._columns_end(order) + order.attached + MARK_NBYTES * order.is_marked - BLOCK_NBYTES
         if rest <= 0:
             return self._obey(order, self._block.bytes)
         whole = self._block.bytes + array("B", bytes(rest))
@@ -183,6 +186,7 @@ class Connection(ABC):
         columns = decode_columns(order, data, self.columns)
         end = self._columns_end(order)
         self.attachment = data[end : end + order.attached].tobytes() if order.attached else b""
+        self.passing = None
         if order.key == PROBE_KEY:
             return self.probe(order, columns)
         held = self._memory.granted(order.key)
@@ -195,4 +199,8 @@ class Connection(ABC):
                 logger=logger,
             )
             return self.decline(order, columns, CopyStatus.OUTSIDE)
+        if order.is_marked:
+            assert self._server.peer is not None
+            mark = decode_mark(data[end + order.attached : end + order.attached + MARK_NBYTES].tobytes())
+            self.passing = Passing(held, self._server.peer, mark, columns[0], columns[1])
         return self.execute(order, columns, held)

@@ -25,7 +25,7 @@ class InlineEncoder(PayloadEncoder):
     def encode(self, part: Slice) -> Vector:
         pieces = part.pieces
         order = CopyOrder(part.number, part.write.grant.key, len(pieces.nbytes), pieces.total)
-        return Vector.of(pieces.local, pieces.nbytes, head=order.encode(pieces.remote, pieces.nbytes))
+        return Vector.of(pieces.local, pieces.nbytes, head=order.encode(pieces.remote, pieces.nbytes, mark=part.mark))
 
 
 class InlineConnection(Connection):

@@ -29,6 +29,7 @@ from transfer.transports.base import (
     Transport,
     first_outside,
 )
+from transfer.transports.passing import Passed
 
 logger = get_logger(__name__)
 
@@ -52,12 +53,14 @@ class Revocable:
     Hold `lock` around each short step that writes to the memory, while not `revoked`; or `hold` it for longer.
     """
 
-    __slots__ = ("_holders", "_is_over", "grant", "lock", "revoked")
+    __slots__ = ("_holders", "_is_over", "grant", "lock", "passed", "revoked")
 
     def __init__(self, grant: Grant) -> None:
         self.grant = grant
         self.lock = threading.Lock()
         self.revoked = False
+        self.passed = Passed()
+        """What came with checksums of its own."""
         self._holders: set[Holder] = set()
         self._is_over: threading.Event | None = None
 

@@ -16,6 +16,7 @@ from transfer.transports.base import Numbers, TransferError
 from transfer.transports.channel import Channel
 from transfer.transports.incoming import Connection
 from transfer.transports.memory import Memory, Revocable
+from transfer.transports.passing import Passing
 from transfer.transports.sockets import SocketTransport
 from transfer.transports.stream import PayloadEncoder, Slice
 from transfer.transports.vectors import Pieces, Vector
@@ -27,10 +28,16 @@ GREET = b"?"
 class Fetch:
     """One order: copy `pieces`, from `local`, there, to `remote`, here. They lie inside the grant of `held`."""
 
-    __slots__ = ("attachment", "connection", "held", "number", "pieces", "progress")
+    __slots__ = ("attachment", "connection", "held", "number", "passing", "pieces", "progress")
 
     def __init__(
-        self, number: int, pieces: Pieces, attachment: bytes, held: Revocable | None, connection: PullConnection
+        self,
+        number: int,
+        pieces: Pieces,
+        attachment: bytes,
+        held: Revocable | None,
+        connection: PullConnection,
+        passing: Passing | None = None,
     ) -> None:
         self.number, self.pieces = number, pieces
         self.attachment = attachment
@@ -39,6 +46,8 @@ class Fetch:
         """None for a probe, which has pieces where the fetcher likes."""
         self.progress: Any = None
         """For the fetcher."""
+        self.passing = passing
+        """For a fetcher that fills stages of a device's memory: who is to see the bytes, where the order is marked."""
         self.connection = connection
 
     def done(self, status: CopyStatus) -> None:
@@ -205,7 +214,7 @@ class PullConnection(Connection):
 
     def _fetch(self, order: CopyOrder, columns: list[Numbers], held: Revocable | None) -> Fetch:
         pieces = Pieces(columns[2], columns[0], columns[1], order.nbytes)
-        return Fetch(order.number, pieces, self.attachment, held, self)
+        return Fetch(order.number, pieces, self.attachment, held, self, self.passing)
 
     def _begin(self, fetch: Fetch, start: Callable[[Fetch], CopyStatus | None]) -> bool:
         try:
@@ -243,7 +252,8 @@ class PullEncoder(PayloadEncoder):
         pieces = part.pieces
         order = CopyOrder(part.number, part.write.grant.key, len(pieces.nbytes), pieces.total)
         attachment = self.attachment(pieces)
-        return Vector.over(order.encode(pieces.remote, pieces.nbytes, pieces.local, attachment=attachment))
+        columns = pieces.remote, pieces.nbytes, pieces.local
+        return Vector.over(order.encode(*columns, attachment=attachment, mark=part.mark))
 
 
 class PullTransport(SocketTransport):

@@ -22,6 +22,7 @@ import numpy as np
 from mooncake_connector.log import get_logger, log_once
 from transfer.transports.base import OK, Cause, Completion, Grant, Int64, Outcome, Peer
 from transfer.transports.memory import Memory
+from transfer.transports.passing import Marker
 from transfer.transports.stream import PayloadEncoder, Slice, Stream, WriteRequest
 from transfer.transports.vectors import SMALL_NBYTES, Pieces, Vector
 from transfer.transports.wire import CopyStatus, WireError
@@ -95,7 +96,17 @@ class SendingPeer(Peer):
         """The streams in use."""
         return [stream.label for stream in list(self._streams.values())]
 
-    def write(self, grant: Grant, local: Int64, remote: Int64, nbytes: Int64, *, deadline_s: float) -> Completion:
+    def write(
+        self,
+        grant: Grant,
+        local: Int64,
+        remote: Int64,
+        nbytes: Int64,
+        *,
+        deadline_s: float,
+        mark: Marker | None = None,
+    ) -> Completion:
+        """As `base.Peer`; with `mark` each order is marked."""
         pieces = Pieces.of(local, remote, nbytes)
         if not grant.covers(pieces.remote, pieces.nbytes):
             raise ValueError("a destination piece is outside of the grant")
@@ -103,7 +114,7 @@ class SendingPeer(Peer):
         if not pieces.total:
             completion.settle(OK)
             return completion
-        write = WriteRequest(pieces, grant, completion, self._slice_nbytes(pieces.total))
+        write = WriteRequest(pieces, grant, completion, self._slice_nbytes(pieces.total), mark)
         self._memory.begin_sending(completion, pieces.local, pieces.nbytes)
         with self._queue_lock:
             dead = self._dead

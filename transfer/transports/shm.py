@@ -85,7 +85,7 @@ class _Ring(PayloadEncoder):
         if not part.write.abandoned:
             copy_in(self._address + part.place, pieces.local, pieces.nbytes)
         order = CopyOrder(part.number, part.write.grant.key, len(pieces.nbytes), pieces.total, part.place)
-        return Vector.over(order.encode(pieces.remote, pieces.nbytes))
+        return Vector.over(order.encode(pieces.remote, pieces.nbytes, mark=part.mark))
 
     def release(self, part: Slice, status: CopyStatus | None) -> None:
         self._free.append(part.place // SLOT_NBYTES)
@@ -119,7 +119,7 @@ class _RingConnection(Connection):
         if order.place + order.nbytes > len(self._ring):
             raise WireError(f"order at {order.place} of a ring of {len(self._ring)} bytes")
         if self._stages is not None:
-            return self.answer(order, land(self._stages, self._address + order.place, columns, held))
+            return self.answer(order, land(self._stages, self._address + order.place, columns, held, self.passing))
         with held.lock:
             if not held.revoked:
                 copy_out(self._address + order.place, columns[0], columns[1])

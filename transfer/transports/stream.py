@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import repeat
 from types import MappingProxyType
 
 from transfer.transports.base import Completion, Grant
 from transfer.transports.channel import Channel
+from transfer.transports.passing import Marker
 from transfer.transports.vectors import Pieces, Small, Vector
 from transfer.transports.wire import ANSWER_NBYTES, MAX_ORDER_PIECES, CopyStatus, decode_answer
 
@@ -20,23 +22,26 @@ class WriteRequest:
 
     __slots__ = ("_slices", "abandoned", "again", "completion", "grant", "left", "lock")
 
-    def __init__(self, pieces: Pieces, grant: Grant, completion: Completion, max_nbytes: int) -> None:
-        """A slice has at most `max_nbytes`."""
+    def __init__(
+        self, pieces: Pieces, grant: Grant, completion: Completion, max_nbytes: int, mark: Marker | None = None
+    ) -> None:
+        """A slice has at most `max_nbytes`. With `mark` all are marked here, by the thread that asks for the write."""
         self.grant = grant
         self.completion = completion
         self.left = pieces.total
         self.lock = threading.Lock()
         self.abandoned = False
         self.again: list[Slice] = []
-        self._slices = pieces.slices(max_nbytes, MAX_ORDER_PIECES)
+        slices = pieces.slices(max_nbytes, MAX_ORDER_PIECES)
+        self._slices = zip(slices, repeat(b"")) if mark is None else iter([(part, mark(part)) for part in slices])
         completion.stop_with(self._stop)
 
     def next_slice(self) -> Slice | None:
         """Slices of a broken stream first."""
         if self.again:
             return self.again.pop()
-        pieces = next(self._slices, None)
-        return None if pieces is None else Slice(self, pieces)
+        found = next(self._slices, None)
+        return None if found is None else Slice(self, *found)
 
     def _stop(self) -> None:
         with self.lock:
@@ -46,11 +51,12 @@ class WriteRequest:
 class Slice:
     """Part of a write that goes over one stream as one order."""
 
-    __slots__ = ("number", "pieces", "place", "tries", "write")
+    __slots__ = ("mark", "number", "pieces", "place", "tries", "write")
 
-    def __init__(self, write: WriteRequest, pieces: Pieces) -> None:
+    def __init__(self, write: WriteRequest, pieces: Pieces, mark: bytes = b"") -> None:
         self.write = write
         self.pieces = pieces
+        self.mark = mark
         self.number = self.place = self.tries = 0
 
 

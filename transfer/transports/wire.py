@@ -23,6 +23,7 @@ PROBE_KEY = bytes(GRANT_KEY_NBYTES)
 """In place of a grant's key: no order to write, but a question (see the transport)."""
 
 _MAGIC = 0x544B434D  # "MCKT"
+_MARKED_MAGIC = 0x4D4B434D  # "MCKM"
 _HEADER = struct.Struct(f"<IIQ{GRANT_KEY_NBYTES}sQQQ")
 _ANSWER = struct.Struct("<QII")
 HEADER_NBYTES = _HEADER.size
@@ -67,21 +68,24 @@ class CopyOrder(msgspec.Struct, frozen=True):
     """Where in the ring the bytes are (shm), or what a probe expects."""
     attached: int = 0
     """Bytes after the columns."""
+    is_marked: bool = False
+    """Whether a mark follows them (see `transfer.transports.passing`)."""
 
-    def encode(self, *columns: Numbers, attachment: bytes = b"") -> array[int]:
-        """Bytes of header, columns and attachment, and of what fills the block."""
-        header = _HEADER.pack(_MAGIC, self.pieces, self.number, self.key, self.nbytes, self.place, len(attachment))
+    def encode(self, *columns: Numbers, attachment: bytes = b"", mark: bytes = b"") -> array[int]:
+        """Bytes of header, columns, attachment and mark, and of what fills the block."""
+        magic = _MARKED_MAGIC if mark else _MAGIC
+        header = _HEADER.pack(magic, self.pieces, self.number, self.key, self.nbytes, self.place, len(attachment))
         if isinstance(columns[0], list):
             data = header + struct.pack(f"<{len(columns) * self.pieces}q", *itertools.chain(*columns))
         else:
             data = header + b"".join(np.asarray(column, "<i8").tobytes() for column in columns)
-        return array("B", (data + attachment).ljust(BLOCK_NBYTES, b"\0"))
+        return array("B", (data + attachment + mark).ljust(BLOCK_NBYTES, b"\0"))
 
 
 def decode_order(block: bytes | array[int], max_nbytes: int, max_attached: int = 0) -> CopyOrder:
     """The header at the beginning of an order. Raises WireError for anything that no sender sends."""
     magic, pieces, number, key, nbytes, place, attached = _HEADER.unpack_from(block)
-    if magic != _MAGIC:
+    if magic not in (_MAGIC, _MARKED_MAGIC):
         raise WireError(f"header begins with {magic:#010x}: expected {_MAGIC:#010x}")
     if not (1 <= pieces <= MAX_ORDER_PIECES and pieces <= nbytes <= max_nbytes):
         raise WireError(
@@ -89,7 +93,7 @@ def decode_order(block: bytes | array[int], max_nbytes: int, max_attached: int =
         )
     if attached > max_attached:
         raise WireError(f"{attached} bytes attached to an order: expected at most {max_attached}")
-    return CopyOrder(number, key, pieces, nbytes, place, attached)
+    return CopyOrder(number, key, pieces, nbytes, place, attached, magic == _MARKED_MAGIC)
 
 
 def decode_columns(order: CopyOrder, data: bytes | array[int], count: int) -> list[Numbers]:

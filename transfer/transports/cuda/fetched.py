@@ -74,6 +74,12 @@ class _Order:
         self._left -= part.total
         return part
 
+    def see(self, part: _Part) -> None:
+        """It lies in its stage. An order of several, which come in any sequence, is not marked by senders of ours: it
+        is noted as one that is wrong."""
+        if self.fetch.passing is not None and part.target.total == self.fetch.pieces.total:
+            self.fetch.passing.see(part.stage.view(part.target.total))
+
     def fail(self, status: CopyStatus) -> None:
         """The first one is the reason."""
         if self.status is CopyStatus.OK:
@@ -218,6 +224,7 @@ class LandingFetcher(Fetcher):
                 part.stage.begin_scatter(part.target)
                 order.num_emptying += 1
                 self._emptying.append(part)
+                order.see(part)
                 return
             except CudaError as error:
                 order.fail(failed(error))
@@ -242,6 +249,8 @@ class LandingFetcher(Fetcher):
             return
         if not self._orders:
             self._give_back()
+        if order.fetch.passing is not None and order.status is CopyStatus.OK:
+            order.fetch.passing.note()
         order.fetch.done(order.status)
 
     def _give_back(self) -> None:

@@ -21,6 +21,7 @@ from transfer.transports.cuda.driver import CudaError
 from transfer.transports.cuda.stage import STAGE_NBYTES, Stage, Stages
 from transfer.transports.inline import InlineConnection
 from transfer.transports.memory import Memory, Revocable
+from transfer.transports.passing import Passing
 from transfer.transports.vectors import Pieces, Vector
 from transfer.transports.wire import MAX_ORDER_PIECES, CopyOrder, CopyStatus
 
@@ -34,7 +35,12 @@ class Landing:
     """An order on its way to the device; holds its grant."""
 
     def __init__(
-        self, order: CopyOrder, columns: list[Numbers], held: Revocable, post: Callable[[Callable[[], None]], None]
+        self,
+        order: CopyOrder,
+        columns: list[Numbers],
+        held: Revocable,
+        post: Callable[[Callable[[], None]], None],
+        passing: Passing | None,
     ) -> None:
         self.number = order.number
         self.left = order.nbytes
@@ -44,7 +50,7 @@ class Landing:
         self.under_way: deque[Stage] = deque()
         """Emptied by the device, oldest first."""
         self.is_received = self.was_looked_at = False
-        self._held, self._post = held, post
+        self._held, self._post, self._passing = held, post, passing
 
     def hold(self) -> bool:
         """Whether the grant is there, and kept until `settle`."""
@@ -58,6 +64,8 @@ class Landing:
             self.status = CopyStatus.NO_GRANT
         if self.status is CopyStatus.OK:
             self._attempt(lambda: stage.begin_scatter(part))
+            if self._passing is not None:  # while the device copies it
+                self._passing.see(stage.view(part.total))
 
     def wait_for_oldest(self) -> Stage:
         """The stage that was given first, once the device has emptied it."""
@@ -70,6 +78,11 @@ class Landing:
         self._post(self.end)
 
     cut_off = cancel
+
+    def note(self) -> None:
+        """All of it was received and is where it belongs, unless its status says otherwise."""
+        if self._passing is not None and self.status is CopyStatus.OK:
+            self._passing.note()
 
     def let_go(self) -> None:
         """Nothing of it is under way any more."""
@@ -103,7 +116,7 @@ class LandingConnection(InlineConnection):
         """In the order in which they came; all but the last are received."""
 
     def execute(self, order: CopyOrder, columns: list[Numbers], held: Revocable) -> bool:
-        landing = Landing(order, columns, held, self.post)
+        landing = Landing(order, columns, held, self.post, self.passing)
         if not landing.hold():
             return self.decline(order, columns, CopyStatus.NO_GRANT)
         try:
@@ -160,6 +173,7 @@ class LandingConnection(InlineConnection):
         landing = self._landings.popleft()
         while landing.under_way:
             self._idle.append(landing.wait_for_oldest())
+        landing.note()
         landing.let_go()
         if not self._landings:
             self._give_back()
@@ -171,7 +185,7 @@ class LandingConnection(InlineConnection):
         self._idle.clear()
 
 
-def land(stages: Stages, address: int, columns: list[Numbers], held: Revocable) -> CopyStatus:
+def land(stages: Stages, address: int, columns: list[Numbers], held: Revocable, passing: Passing | None) -> CopyStatus:
     """Have the device scatter what lies at `address` to granted pieces, and wait for it."""
     addresses, nbytes = columns
     pieces = Pieces(addresses, addresses, nbytes, int(np.sum(nbytes)))
@@ -187,11 +201,15 @@ def land(stages: Stages, address: int, columns: list[Numbers], held: Revocable) 
                 if held.revoked:
                     return CopyStatus.NO_GRANT
                 stage.begin_scatter(part)
+                if passing is not None:
+                    passing.see(stage.view(part.total))
                 stage.wait()
     except CudaError as error:
         return failed(error)
     finally:
         stages.give_back(stage)
+    if passing is not None:
+        passing.note()
     return CopyStatus.OK
 
 

@@ -17,6 +17,8 @@ from transfer.transports.base import OK, Cause, Completion, Grant, Int64, Outcom
 from transfer.transports.cuda.driver import CudaError
 from transfer.transports.cuda.stage import STAGE_NBYTES, Stage, Stages
 from transfer.transports.memory import Memory
+from transfer.transports.passing import marker
+from transfer.transports.sender import SendingPeer
 from transfer.transports.vectors import Pieces
 from transfer.transports.wire import MAX_ORDER_PIECES
 
@@ -31,10 +33,17 @@ _LOST = Outcome(Cause.PEER_LOST, "the connection was closed on this side")
 class StagedWrite:
     """One call of `Peer.write`. `lock` is held while its source is read."""
 
-    def __init__(self, pieces: Pieces, grant: Grant, completion: Completion, seen: Seen | None = None) -> None:
-        self.grant, self.completion, self._seen = grant, completion, seen
-        self.to_gather = pieces.total
-        """Bytes that no stage has had yet."""
+    def __init__(
+        self,
+        pieces: Pieces,
+        grant: Grant,
+        completion: Completion,
+        seen: Seen | None = None,
+        batch: int | None = None,
+    ) -> None:
+        self.grant, self.completion, self.batch, self._seen = grant, completion, batch, seen
+        self.total = self.to_gather = pieces.total
+        """Bytes, and those that no stage has had yet."""
         self._parts = pieces.slices(STAGE_NBYTES, MAX_ORDER_PIECES)
         self._lock = threading.Lock()
         """Guards what follows."""
@@ -87,7 +96,7 @@ class StagedWrite:
 class StagedPeer(Peer):
     """See the module, and `base.Peer`."""
 
-    def __init__(self, inner: Peer, memory: Memory, stages: Stages) -> None:
+    def __init__(self, inner: SendingPeer, memory: Memory, stages: Stages) -> None:
         """Takes the peer over, unless it raises CudaError or RuntimeError: no page-locked memory or thread is left.
 
         Args:
@@ -125,9 +134,11 @@ class StagedPeer(Peer):
         *,
         deadline_s: float,
         seen: Seen | None = None,
+        batch: int | None = None,
     ) -> Completion:
         """As `base.Peer`; `seen` is told of all bytes once, part by part, in the order of the pieces, before the
-        outcome is ok: whoever takes checksums need not read them from the device again."""
+        outcome is ok: whoever takes checksums need not read them from the device again. With `batch`, by which number
+        the receiver will ask for them, checksums travel with the bytes: it must know of marks (`passing`)."""
         pieces = Pieces.of(local, remote, nbytes)
         if not grant.covers(pieces.remote, pieces.nbytes):
             raise ValueError("a destination piece is outside of the grant")
@@ -136,7 +147,7 @@ class StagedPeer(Peer):
             completion.settle(OK)
             return completion
         self._memory.begin_sending(completion, pieces.local, pieces.nbytes)
-        write = StagedWrite(pieces, grant, completion, seen)
+        write = StagedWrite(pieces, grant, completion, seen, batch)
         with self._changed:
             is_alive = self.alive
             if is_alive:
@@ -219,7 +230,9 @@ class StagedPeer(Peer):
         """Raises ValueError."""
         left_s = max(0.0, write.completion.deadline_at - time.monotonic())
         local, remote, nbytes = stage.packed(part)
-        return self._inner.write(write.grant, local, remote, nbytes, deadline_s=left_s)
+        offset = write.total - write.to_gather - part.total
+        mark = None if write.batch is None else marker(write.batch, stage.address, offset)
+        return self._inner.write(write.grant, local, remote, nbytes, deadline_s=left_s, mark=mark)
 
     def _passed(self, write: StagedWrite, stage: Stage, sent: Completion, nbytes: int, outcome: Outcome) -> None:
         self._give_back(stage)

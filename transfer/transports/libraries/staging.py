@@ -152,7 +152,8 @@ class StagedFetcher(Fetcher):
         pieces = fetch.pieces
         with self._writing:
             if self._stages is not None and self._is_wanted(fetch):
-                return land(self._stages, slot.address, [pieces.remote, pieces.nbytes], fetch.held)
+                columns = [pieces.remote, pieces.nbytes]
+                return land(self._stages, slot.address, columns, fetch.held, fetch.passing)
             with fetch.held.lock:
                 if not self._is_wanted(fetch):
                     return CopyStatus.NO_GRANT

@@ -131,7 +131,7 @@ class RailEncoder(PullEncoder):
             attached += self.keys(card, pieces)
             path.order(pieces.total, time.monotonic())
         order = CopyOrder(part.number, write.grant.key, len(pieces.nbytes), pieces.total, expected)
-        return order.encode(pieces.remote, pieces.nbytes, pieces.local, attachment=attached)
+        return order.encode(pieces.remote, pieces.nbytes, pieces.local, attachment=attached, mark=part.mark)
 
     def keys(self, card: Card, pieces: Pieces) -> bytes:
         """By which the peer may read these pieces."""
