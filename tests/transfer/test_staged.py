@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from certificates import CAN_MAKE, make_certificate
 from long_form import LONG
 from simulated.completion_queue import LongQueueTransport, StagedQueueTransport
@@ -28,6 +29,7 @@ from transfer.transports.cuda.fetched import LandingFetcher
 from transfer.transports.cuda.stage import STAGE_NBYTES, OnDevice, Stages
 from transfer.transports.cuda.staged import NUM_STAGES, StagedPeer
 from transfer.transports.memory import Memory
+from transfer.transports.passing import Mark, decode_mark
 from transfer.transports.pull import Fetch, Fetcher
 from transfer.transports.vectors import Pieces
 from transfer.transports.wire import ANSWER_NBYTES, CopyOrder, CopyStatus, decode_answer
@@ -113,9 +115,11 @@ class Wire(Peer):
 
     def __init__(self):
         self.writes = []
+        self.marks = []
 
-    def write(self, grant, local, remote, nbytes, *, deadline_s):
+    def write(self, grant, local, remote, nbytes, *, deadline_s, mark=None):
         completion = Completion(time.monotonic() + deadline_s)
+        self.marks.append(None if mark is None else decode_mark(mark(Pieces.of(local, remote, nbytes))))
         sent = b"".join(ctypes.string_at(*piece) for piece in zip(local.tolist(), nbytes.tolist(), strict=True))
         self.writes.append((completion, sent))
         return completion
@@ -147,13 +151,13 @@ class TestSending:
         stages.close()
         assert not any(region.is_stage for region in memory.regions)
 
-    def begin(self, peer, memory, nbytes, deadline_s=DEADLINE_S, seen=None):
+    def begin(self, peer, memory, nbytes, deadline_s=DEADLINE_S, **checks):
         source = SealedBuffer(nbytes, seed=1)
         self.sources.append(source)  # which may be read as long as the test goes on
         memory.register(source.address, nbytes)
         grant = Grant(b"k" * 16, int64(4096), int64(nbytes))
         whole = int64(source.address), int64(4096), int64(nbytes)
-        return source, peer.write(grant, *whole, deadline_s=deadline_s, seen=seen)
+        return source, peer.write(grant, *whole, deadline_s=deadline_s, **checks)
 
     def test_who_wants_to_see_the_bytes_is_shown_each_of_them_once_before_the_outcome(self, memory, wire, peer):
         seen = []
@@ -165,6 +169,18 @@ class TestSending:
             assert completion.outcome is None
             wire.writes[number][0].settle(OK)
         assert outcome_of(completion).ok and b"".join(seen) == source.bytes.tobytes()
+
+    def test_with_the_number_of_a_batch_each_part_is_marked_with_its_place_and_its_digest(self, memory, wire, peer):
+        _, completion = self.begin(peer, memory, 2 * STAGE_NBYTES + 5, batch=7)
+        for number in range(3):
+            wait_for(lambda: len(wire.writes) > number)  # noqa: B023
+            wire.writes[number][0].settle(OK)
+        assert outcome_of(completion).ok
+        sent = [xxhash.xxh3_64_intdigest(data) for _, data in wire.writes]
+        assert wire.marks == [Mark(7, part * STAGE_NBYTES, digest) for part, digest in enumerate(sent)]
+        self.begin(peer, memory, 5)
+        wait_for(lambda: len(wire.writes) == 4)
+        assert wire.marks[3] is None
 
     def test_the_next_part_is_gathered_while_others_are_sent_and_no_more_than_there_are_stages(
         self, memory, wire, peer, library
