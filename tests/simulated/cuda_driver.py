@@ -118,10 +118,10 @@ class Library:
         return call
 
     def _range(self, address: int) -> tuple[int, int] | None:
-        for start, (nbytes, _) in self._allocated.items():
+        for start, (nbytes, _) in list(self._allocated.items()):
             if start <= address < start + nbytes:
                 return start, nbytes
-        for start, (handle, _) in self.opened.items():
+        for start, (handle, _) in list(self.opened.items()):
             nbytes = _HANDLE.unpack_from(handle)[2]
             if start <= address < start + nbytes:
                 return start, nbytes
@@ -251,7 +251,7 @@ class Library:
         return max((work() for work in queue), default=0)
 
     def _is_locked(self, address: int, nbytes: int) -> bool:
-        pieces = [(start, len(array)) for start, array in self.locked.items()] + list(self.registered.items())
+        pieces = [(start, len(array)) for start, array in list(self.locked.items())] + list(self.registered.items())
         return any(start <= address and address + nbytes <= start + size for start, size in pieces)
 
     def _content(self, address: int, nbytes: int) -> int:
