@@ -17,9 +17,10 @@ from mooncake_connector.log import get_logger, log_once
 from store_client.base import Bytes
 from store_client.tiers.base import SEAL_NBYTES, Pieces
 
-MAX_BUFFERS = 96
+MAX_BUFFERS = 64
 """In one call of the library. Where a node hangs they time out 8 at a time (its lanes), after up to 3 s and one more to
-connect anew: before 60 s, when the library returns although a transfer may still write to memory."""
+connect anew: before 60 s, when the library returns although a transfer may still write to memory. So more calls at once
+are smaller ones."""
 _MAX_PIECES = 16
 """Of one page; with more it goes through the side."""
 

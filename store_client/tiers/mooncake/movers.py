@@ -13,7 +13,7 @@ from store_client.tiers.base import TierError
 from store_client.tiers.mooncake.memory import Range
 from store_client.tiers.workers import Workers
 
-_AT_ONCE = 4
+_AT_ONCE = 6
 """As many as the agent has under way, reads and writes."""
 _NICENESS = 19
 """Below the agent's other threads that move bytes: those work, these wait."""

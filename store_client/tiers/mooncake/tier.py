@@ -40,6 +40,7 @@ class MooncakeCluster(Tier):
     """
 
     batch_nbytes = 32 << 20  # half of it, and the agent's own work for a batch takes a tenth of the speed
+    parallel = 3  # with two the cluster waits while both are verified and published
 
     def __init__(self, settings: MooncakeTier, pool_name: str = "") -> None:
         self._title = settings.title

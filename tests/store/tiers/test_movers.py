@@ -10,7 +10,7 @@ from simulated.waiting import wait_for
 
 from store_client.tiers.base import TierError
 from store_client.tiers.mooncake.memory import Range
-from store_client.tiers.mooncake.movers import Movers
+from store_client.tiers.mooncake.movers import _AT_ONCE, Movers
 from store_client.tiers.workers import Workers
 
 PATIENT_S = 120.0
@@ -49,11 +49,11 @@ def test_where_all_calls_hang_another_one_ends_at_its_deadline():
 
     hanging = [
         threading.Thread(target=movers.move, args=(hang, ["a"], [[]]), kwargs={"deadline_s": PATIENT_S})
-        for _ in range(4)
+        for _ in range(_AT_ONCE)
     ]
     for thread in hanging:
         thread.start()
-    wait_for(lambda: len(begun) == 4)
+    wait_for(lambda: len(begun) == _AT_ONCE)
     with pytest.raises(TierError) as raised:
         movers.move(hang, ["a"], [[]], deadline_s=0.01)
     assert raised.value.cause == "timeout"
