@@ -34,11 +34,13 @@ from store_client.embedded.folder import (
     Unusable,
     check_capacity,
     choose_default,
+    default_capacity_nbytes,
     free_nbytes,
     held_nbytes,
     is_pool,
     secure_folder,
 )
+from store_client.embedded.memory_limit import is_in_memory, memory_left
 from transfer.transports.rdma.settings import RdmaSettings
 
 app = command_group("Check whether an engine would use the pool, or (--url) why a running one hits it as it does.")
@@ -194,7 +196,10 @@ def pool_checks(config: Config) -> Iterator[Check]:
             if notice:
                 yield warning("shared memory", notice)
         yield _pool(folder, config.capacity)
-        yield ok("room", f"{human_nbytes(free_nbytes(_existing(folder)))} free in {_existing(folder)}")
+        there = _existing(folder)
+        yield ok("room", f"{human_nbytes(free_nbytes(there))} free in {there}")
+        if is_in_memory(there) and (left := memory_left()) is not None:
+            yield _limit(left, config.capacity or default_capacity_nbytes(there))
     except PoolError as error:
         yield failed("pool", str(error))
 
@@ -222,6 +227,16 @@ def _pool(folder: Path, capacity: int | None) -> Check:
         raise
     used, whole = human_nbytes(stats.used_nbytes), human_nbytes(stats.capacity_nbytes)
     return ok("pool", f"{folder}, {used} of {whole} used by {stats.pages} pages")
+
+
+def _limit(left: int, capacity: int) -> Check:
+    says = f"control groups leave this process {human_nbytes(left)}"
+    if capacity <= left:
+        return ok("memory limit", says)
+    return warning(
+        "memory limit", f"{says}, and the pool may grow to {human_nbytes(capacity)}: it stops before the limit and "
+        "evicts; raise the limit (docker --memory, Kubernetes' limits.memory), or set a smaller capacity",
+    )  # fmt: skip
 
 
 def _existing(folder: Path) -> Path:

@@ -16,7 +16,7 @@ from mooncake_connector.config.sources import load_config
 from mooncake_connector.errors import PoolError
 from mooncake_connector.kv.identity.shape import ITEMSIZES, read_shape
 from mooncake_connector.sizes import human_nbytes, parse_nbytes
-from store_client.embedded.folder import MAX_DEFAULT_CAPACITY_NBYTES, choose_default, free_nbytes
+from store_client.embedded.folder import choose_default, default_capacity_nbytes
 
 _GIB = 1 << 30
 
@@ -99,5 +99,4 @@ def _pool(config: Config) -> tuple[int, str]:
         if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
             raise
         there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        room = free_nbytes(there)
-        return min(room // 4, MAX_DEFAULT_CAPACITY_NBYTES), f", as an engine would make it in {folder}"
+        return default_capacity_nbytes(there), f", as an engine would make it in {folder}"

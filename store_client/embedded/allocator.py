@@ -197,8 +197,8 @@ class Allocator:
         self._no_growth_before = time.monotonic() + _RETRY_GROWTH_S
         log_once(
             "store.no_space",
-            "the pool's file system has no room for the pool to grow (%s): using %s of %s, evicting beyond that; "
-            "free space there, or set a smaller capacity",
+            "the pool has no room to grow (%s): using %s of %s, evicting beyond that; make room, or set a smaller "
+            "capacity",
             reason, human_nbytes(draft.high_water * GRANULE), human_nbytes(draft.capacity * GRANULE), logger=logger,
         )  # fmt: skip
         return False

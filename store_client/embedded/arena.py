@@ -20,6 +20,7 @@ from store_client.base import Bytes
 from store_client.embedded.faults import start_thread
 from store_client.embedded.locked_memory import LockedMemory
 from store_client.embedded.locks import open_file
+from store_client.embedded.memory_limit import is_in_memory
 from store_client.embedded.securing import Securing, fallocate
 from store_client.memory_locks import MemoryLocks
 
@@ -35,14 +36,12 @@ _KEEP_LOCK_NBYTES = 64 << 10
 copy."""
 
 _UNLOCK_WAIT_S = 10.0
-_TMPFS = 0x01021994
 
 Extents = Sequence[tuple[int, int]]
 """(first granule, granules), in the order of the page's bytes."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 
 class Arena:
@@ -87,8 +86,7 @@ class Arena:
     def is_in_memory(self) -> bool:
         """Whether the file is in shared memory. Elsewhere the kernel writes its pages to a disk, and pages that a
         device writes behind its back are not for that."""
-        answer = (ctypes.c_long * 32)()
-        return _libc.fstatfs(self._fd, answer) == 0 and answer[0] == _TMPFS
+        return is_in_memory(self._fd)
 
     def lock_memory(self, locks: MemoryLocks, secured: Callable[[], int | None]) -> None:
         """Keep what is secured page-locked until `close`; see `LockedMemory`."""
@@ -171,7 +169,7 @@ class Arena:
 
     def secure(self, start: int, stop: int) -> None:
         """Make the file hold granules `start .. stop`, and soon some of those behind them, within the limit. Raises
-        OSError (ENOSPC) if the file system cannot."""
+        OSError (ENOSPC) if the file system cannot, or a memory limit does not allow it."""
         self._securing.secure(start * GRANULE, stop * GRANULE, self.limit * GRANULE, self._map_ahead)
 
     def punch_from(self, first: int) -> None:

@@ -27,6 +27,7 @@ from mooncake_connector.sizes import human_nbytes
 from store_client.embedded import evicted, feed, ledger, table
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.locks import FileLock, LockTimeout, read_file, write_file
+from store_client.embedded.memory_limit import is_in_memory, memory_left
 from store_client.embedded.policies import hints_nbytes
 
 DESCRIPTION, OPEN_LOCK = "pool.json", "open.lock"
@@ -128,6 +129,13 @@ def overhead_nbytes(capacity_nbytes: int) -> int:
     return index_nbytes(pages_for(capacity_nbytes))
 
 
+def default_capacity_nbytes(pool: Path) -> int:
+    """Of a new pool in this folder: a quarter of what is free there, or of what a memory limit leaves."""
+    left = memory_left() if is_in_memory(pool) else None
+    room = free_nbytes(pool)
+    return min((room if left is None else min(room, left)) // 4, MAX_DEFAULT_CAPACITY_NBYTES)
+
+
 def check_capacity(pool: Path, capacity_nbytes: int | None, held_nbytes: int, granted_nbytes: int = 0) -> int:
     """The capacity to use, in bytes. `held_nbytes`: what the pool has of the file system already.
 
@@ -137,8 +145,11 @@ def check_capacity(pool: Path, capacity_nbytes: int | None, held_nbytes: int, gr
     """
     room = free_nbytes(pool) + held_nbytes
     if capacity_nbytes is None:
-        capacity_nbytes = min(room // 4, MAX_DEFAULT_CAPACITY_NBYTES)
-        hint = "a quarter of what is free there; give the file system more room or set `pool` to another folder"
+        capacity_nbytes = default_capacity_nbytes(pool)
+        hint = (
+            "a quarter of what is free there and within the memory limit; give the file system or the container more, "
+            "or set `pool` to another folder"
+        )
     else:
         hint = "the `capacity` that was set"
     if capacity_nbytes < MIN_CAPACITY_NBYTES:
@@ -151,6 +162,13 @@ def check_capacity(pool: Path, capacity_nbytes: int | None, held_nbytes: int, gr
         raise PoolError(
             f"pool {pool}: capacity {human_nbytes(capacity_nbytes)} takes {human_nbytes(needed)} with its index, and "
             f"the file system has room for {human_nbytes(room)}; set a smaller `capacity`, or `pool` to another folder"
+        )
+    index, left = overhead_nbytes(capacity_nbytes), memory_left() if is_in_memory(pool) else None
+    if not held_nbytes and left is not None and index > left:
+        raise PoolError(
+            f"pool {pool}: the index for capacity {human_nbytes(capacity_nbytes)} takes {human_nbytes(index)}, and the "
+            f"memory limit of this process's control group leaves {human_nbytes(left)}; set a smaller `capacity`, or "
+            "give the container more memory"
         )
     return capacity_nbytes // GRANULE * GRANULE
 

@@ -8,12 +8,15 @@ several may secure the same; the next one to open the pool alone gives it back t
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
+from mooncake_connector.sizes import human_nbytes
 from store_client.embedded.faults import start_thread
+from store_client.embedded.memory_limit import is_in_memory, memory_left
 
 AHEAD_NBYTES = 256 << 20
 _SHARE = 16
@@ -40,6 +43,7 @@ class Securing:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._is_in_memory = fd >= 0 and is_in_memory(fd)
         self._lock = threading.Lock()
         """Held while something is secured."""
         self._start = self._stop = 0
@@ -50,13 +54,14 @@ class Securing:
     def secure(self, start: int, stop: int, limit: int, populate: Populate) -> None:
         """Make the file hold these bytes; some of those behind them, up to `limit`, follow in the background, where
         `populate` maps them, from one byte to another. One call at a time. Raises OSError (ENOSPC) if the file system
-        cannot."""
+        cannot, or a memory limit does not allow it."""
         self._awaited = True
         with self._lock:
             self._awaited = False
             if not self._start <= start <= self._stop:
                 self._start = self._stop = start
             if stop > self._stop:
+                self._check_limit(stop - self._stop)
                 os.posix_fallocate(self._fd, self._stop, stop - self._stop)
                 self._stop = stop
             self._target = min(stop + self._distance(limit), limit)
@@ -66,8 +71,20 @@ class Securing:
             self._running = False
 
     def _distance(self, limit: int) -> int:
-        room = os.fstatvfs(self._fd)
-        return min(AHEAD_NBYTES, limit // _SHARE, room.f_bavail * room.f_frsize // _LEFT)
+        info = os.fstatvfs(self._fd)
+        room, left = info.f_bavail * info.f_frsize, self._memory_left()
+        return min(AHEAD_NBYTES, limit // _SHARE, (room if left is None else min(room, left)) // _LEFT)
+
+    def _check_limit(self, nbytes: int) -> None:
+        left = self._memory_left()
+        if left is not None and nbytes > left:
+            raise OSError(
+                errno.ENOSPC,
+                f"the memory limit of this process's control group leaves too little for {human_nbytes(nbytes)}",
+            )
+
+    def _memory_left(self) -> int | None:
+        return memory_left() if self._is_in_memory else None
 
     def _run(self, populate: Populate) -> None:
         while secured := self._step():
