@@ -261,8 +261,8 @@ def _send(
     """Start writing a batch, and take its checksums meanwhile: they are there when it is written.
 
     What goes through stages is hashed as it passes: page by page, or order by order where the consumer has stages too
-    and notes what it gets. A second attempt has the checksums of its pages in any case. Raises TransferError,
-    ValueError.
+    and notes what it gets. A second attempt has the checksums of its pages in any case. What goes by itself is read
+    once more for them, from a device as from the host. Raises TransferError, ValueError.
     """
     batch, granted = order.batch, order.granted
     own, pairing = visitor.pairings[batch.section]
@@ -275,7 +275,7 @@ def _send(
     page_tokens = pairing.checksum_tokens(page_tokens)
     pages = pairing.source_pages(batch.layers, *tokens, block_ids, page_tokens)
     nbytes = int(np.sum(pages.nbytes))
-    if isinstance(peer, StagedPeer):
+    if isinstance(peer, StagedPeer) and not peer.is_direct(pages.addresses, pages.nbytes):
         there = pairing.destination_pages(batch.layers, *tokens, blocks, page_tokens)
         pieces = coalesce(pages.addresses, there.addresses, pages.nbytes)
         if visitor.marks and not order.attempt:

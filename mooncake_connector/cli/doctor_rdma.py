@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -9,7 +10,11 @@ from importlib.metadata import version
 from mooncake_connector.checks import Check, failed, ok, warning
 from mooncake_connector.sizes import human_nbytes
 from transfer.transports.base import Unavailable
+from transfer.transports.cuda.driver import system_driver
+from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.rdma.card import Card, open_cards
+from transfer.transports.rdma.gpudirect import DeviceRegions
+from transfer.transports.rdma.opened import OpenRails
 from transfer.transports.rdma.rails import SYSFS, rails, unused
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.verbs import binding, open_device
@@ -34,6 +39,7 @@ def rdma_checks(hosts: Sequence[str], settings: RdmaSettings) -> Iterator[Check]
     if not hosts:
         yield warning("addresses", "transfer_hosts is empty: name this machine's addresses there, and set secret_file")
     yield _chosen(hosts, settings)
+    yield from _devices(hosts, settings)
 
 
 def _cards() -> Iterator[Check]:
@@ -75,6 +81,29 @@ def _chosen(hosts: Sequence[str], settings: RdmaSettings) -> Check:
     if missing:
         return warning("rdma", f"{said}; without {', '.join(missing)}, which rdma_ports names: see above what is there")
     return ok("rdma", said)
+
+
+def _devices(hosts: Sequence[str], settings: RdmaSettings) -> Iterator[Check]:
+    """Whether the cards read and fill each GPU's memory by themselves; nothing where there is neither."""
+    try:
+        driver, rails = system_driver(), OpenRails(hosts, settings)
+    except Unavailable:
+        return
+    with contextlib.closing(rails):
+        for number in range(driver.num_devices):
+            yield _device(f"GPU {number}", rails, OnDevice(driver, number), settings)
+
+
+def _device(name: str, rails: OpenRails, place: OnDevice, settings: RdmaSettings) -> Check:
+    staged = "its KV goes through page-locked stages"
+    if settings.no_gpudirect:
+        return ok(name, f"{staged}: {settings.no_gpudirect}")
+    try:
+        way = DeviceRegions(rails, place).way
+    except Unavailable as error:
+        return warning(name, f"{staged}: {error}")
+    cards = ", ".join(rail.card.rail.device for rail in rails.all)
+    return ok(name, f"cards read and fill its memory by themselves ({way}); tried with {cards}")
 
 
 def _described(card: Card) -> str:

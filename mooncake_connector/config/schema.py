@@ -337,6 +337,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             "a number from 0.01 to 60", ge=0.01, le=60,
         ),
     ] = 5.0  # fmt: skip
+    rdma_gpudirect: Annotated[
+        Literal["auto", "off"],
+        _field(
+            "Whether the transport `rdma` lets cards read and fill KV in GPU memory by themselves. `auto`: where the "
+            "driver and each card in use take it (dma-buf, else nvidia_peermem) and vLLM's sleep mode is off; what is "
+            "not taken goes through page-locked stages, and a line of the log says why. `off`: all goes through them.",
+            '"auto" or "off"',
+        ),
+    ] = "auto"
     granularity: Annotated[
         Literal["auto", "full", "chunk", "layer"],
         _field(

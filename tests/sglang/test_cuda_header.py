@@ -14,7 +14,9 @@ HEADER = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"
 TYPES = {
     "unsigned int": "c_uint", "int": "c_int", "CUdevice": "c_int", "size_t": "c_ulong", "CUdeviceptr": "c_ulong",
     "CUcontext": "c_void_p", "CUstream": "c_void_p", "CUipcMemHandle": "Handle", "CUpointer_attribute": "c_int",
-    "CUresult": "c_int",
+    "CUresult": "c_int", "CUdevice_attribute": "c_int", "CUmemRangeHandleType": "c_int",
+    "unsigned long long": "c_ulong", "CUflushGPUDirectRDMAWritesTarget": "c_int",
+    "CUflushGPUDirectRDMAWritesScope": "c_int",
 }  # fmt: skip
 
 
@@ -47,6 +49,14 @@ def test_the_arguments_of_each_function(header: str, name: str) -> None:
         (cuda._PORTABLE, "CU_MEMHOSTALLOC_PORTABLE"),
         (cuda._PORTABLE, "CU_MEMHOSTREGISTER_PORTABLE"),
         (cuda._RELAXED, "CU_STREAM_CAPTURE_MODE_RELAXED"),
+        (cuda.DMA_BUF_SUPPORTED, "CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED"),
+        (cuda.FLUSH_OPTIONS, "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS"),
+        (cuda.WRITES_ORDERING, "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING"),
+        (cuda.FLUSH_BY_HOST, "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST"),
+        (cuda.ORDERED_FOR_OWNER, "CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER"),
+        (cuda._DMA_BUF_DESCRIPTOR, "CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD"),
+        (cuda._CURRENT_CONTEXT, "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX"),
+        (cuda._TO_OWNER, "CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER"),
     ],
 )
 def test_the_constants(header: str, ours: int, name: str) -> None:

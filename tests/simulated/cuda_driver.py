@@ -3,8 +3,9 @@
 It is strict where the driver is: calls without a current context fail, a process cannot open what it shares itself,
 nothing is copied before its stream is synchronised, nor after that failed, when the memory may be another's;
 reading beyond an opened allocation is an illegal address; and the device of what another process shared has no number
-here, as where CUDA_VISIBLE_DEVICES differ: only the context that opened it knows it. It notes every call, and fails
-those that a test names in `fail`.
+here, as where CUDA_VISIBLE_DEVICES differ: only the context that opened it knows it. What a card writes to a device is
+not there before it is flushed, unless `attributes` say that it is. It notes every call, and fails those that a test
+names in `fail`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ import numpy as np
 
 from transfer.control.handshake import Identity
 from transfer.testing.memory import Buffer
-from transfer.transports.cuda.driver import HANDLE_NBYTES, Driver
+from transfer.transports.cuda.driver import (
+    DMA_BUF_SUPPORTED,
+    FLUSH_OPTIONS,
+    HANDLE_NBYTES,
+    WRITES_ORDERING,
+    Driver,
+)
 from transfer.transports.cuda.ipc import CudaIpcTransport
 from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.memory import Memory
@@ -33,12 +40,12 @@ from transfer.transports.vectors import Vector, read_process
 
 INVALID_VALUE, INVALID_DEVICE, INVALID_CONTEXT = 1, 101, 201
 INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 400, 700, 719
-NUM_DEVICES, INVISIBLE = 2, -2
+NUM_DEVICES, INVISIBLE, ALIGNMENT = 2, -2, 256
 NEED_CONTEXT = (
     "cuMemGetAddressRange_v2", "cuMemHostAlloc", "cuMemFreeHost", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2",
     "cuIpcCloseMemHandle", "cuStreamCreate", "cuStreamDestroy_v2", "cuStreamSynchronize", "cuMemcpyAsync",
     "cuMemHostRegister_v2", "cuMemHostUnregister", "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority",
-    "cuMemAlloc_v2", "cuMemFree_v2",
+    "cuMemAlloc_v2", "cuMemFree_v2", "cuMemGetHandleForAddressRange", "cuFlushGPUDirectRDMAWrites",
 )  # fmt: skip
 SPOIL_RECORDINGS = (
     "cuMemHostAlloc", "cuMemFreeHost", "cuMemHostRegister_v2", "cuMemHostUnregister", "cuMemAlloc_v2", "cuMemFree_v2",
@@ -77,6 +84,12 @@ class Library:
         self.recording = False
         """Another thread records a graph: what might wait for the device is refused unless the thread is relaxed."""
         self._thread = threading.local()
+        self.attributes = {DMA_BUF_SUPPORTED: 0, FLUSH_OPTIONS: 1, WRITES_ORDERING: 0}
+        """Of each device."""
+        self.dma_bufs: dict[int, tuple[int, int]] = {}
+        """Which memory a descriptor is of, by its inode."""
+        self.on_their_way: list[tuple[int, bytes]] = []
+        """What cards wrote and a device does not see yet: address and bytes."""
 
     @property
     def contexts(self) -> list[int]:
@@ -118,7 +131,7 @@ class Library:
         return call
 
     def _range(self, address: int) -> tuple[int, int] | None:
-        for start, (nbytes, _) in list(self._allocated.items()):
+        for start, (nbytes, _) in list(self._allocated.items()):  # others allocate meanwhile
             if start <= address < start + nbytes:
                 return start, nbytes
         for start, (handle, _) in list(self.opened.items()):
@@ -139,6 +152,9 @@ class Library:
     def _cuDeviceGet(self, out: Any, ordinal: int) -> int:
         out._obj.value = ordinal
         return 0 if 0 <= ordinal < NUM_DEVICES else INVALID_DEVICE
+
+    def _cuDeviceGetAttribute(self, out: Any, attribute: int, device: int) -> None:
+        out._obj.value = self.attributes[attribute]
 
     def _cuDevicePrimaryCtxRetain(self, out: Any, device: int) -> None:
         out._obj.value = 1000 + device
@@ -168,9 +184,42 @@ class Library:
         start._obj.value, size._obj.value = found
         return 0
 
+    def _cuMemGetHandleForAddressRange(self, out: Any, address: int, nbytes: int, kind: int, flags: int) -> int:
+        pages = range(address, address + nbytes, mmap.PAGESIZE)
+        whole = address % mmap.PAGESIZE == nbytes % mmap.PAGESIZE == flags == 0 < nbytes and kind == 1
+        if not whole or not all(self._touches(page, mmap.PAGESIZE) for page in pages):
+            return INVALID_VALUE
+        out._obj.value = os.memfd_create("dma-buf")
+        self.dma_bufs[os.fstat(out._obj.value).st_ino] = address, nbytes
+        return 0
+
+    def _touches(self, address: int, nbytes: int) -> bool:
+        ranges = [(start, start + size) for start, (size, _) in list(self._allocated.items())]
+        return any(start < address + nbytes and address < stop for start, stop in ranges)
+
+    def _cuFlushGPUDirectRDMAWrites(self, target: int, scope: int) -> int:
+        if target or scope != 100:
+            return INVALID_VALUE
+        while self.on_their_way:
+            self._land(*self.on_their_way.pop(0))
+        return 0
+
+    def by_card(self, address: int, nbytes: int) -> bytes:
+        """What a card reads there."""
+        return ctypes.string_at(self._content(address, nbytes), nbytes)
+
+    def write_by_card(self, address: int, data: bytes) -> None:
+        if self._range(address) is None or self.attributes[WRITES_ORDERING]:
+            self._land(address, data)
+        else:
+            self.on_their_way.append((address, data))
+
+    def _land(self, address: int, data: bytes) -> None:
+        ctypes.memmove(self._content(address, len(data)), data, len(data))
+
     def _cuMemAlloc_v2(self, out: Any, nbytes: int) -> None:
-        array = np.zeros(nbytes + 256, dtype=np.uint8)
-        out._obj.value = -(-array.ctypes.data // 256) * 256
+        array = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
+        out._obj.value = -(-array.ctypes.data // ALIGNMENT) * ALIGNMENT
         self.slabs[out._obj.value] = array
         self.allocate(out._obj.value, nbytes)
 
@@ -184,6 +233,7 @@ class Library:
 
     def _cuMemHostAlloc(self, out: Any, nbytes: int, flags: int) -> None:
         array = np.zeros(nbytes, dtype=np.uint8)
+        self.release(array.ctypes.data, nbytes)
         self.locked[array.ctypes.data] = array
         out._obj.value = array.ctypes.data
 
@@ -263,7 +313,7 @@ class Library:
 
     def _copy(self, target: int, source: int, nbytes: int) -> int:
         for address in (target, source):
-            if any(start <= address < start + len(array) for start, array in self._freed):
+            if any(start <= address < start + len(array) - ALIGNMENT for start, array in self._freed):
                 return ILLEGAL_ADDRESS
             if self._range(address) is None and not self._is_locked(address, nbytes):
                 self.pageable.append(address)

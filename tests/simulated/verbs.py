@@ -1,12 +1,12 @@
 """A stand-in for the package `ibverbs` and for cards: queue pairs of one process; a thread of each card does the reads.
 
 A card has a speed, may be down, may answer nothing, and may not say what became of what it was asked. Keys, states and
-access are checked as a card does, and a request that fails takes its queue pair and all that follows with it.
+access are checked as a card does, and a request that fails takes its queue pair and all that follows with it. Memory of
+the stand-in for CUDA's driver is the host's to no card: it takes it as a dma-buf, or as `has_peer_memory` says.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import queue
@@ -19,13 +19,18 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from simulated.cuda_driver import LIBRARY
 
 from transfer.transports.rdma import card as card_module
-from transfer.transports.rdma import pair, reader
+from transfer.transports.rdma import pair, reader, trial
 from transfer.transports.rdma.rails import ROCE_V2, Rail
 
 NO_ANSWER_S = 0.05
 """After which a read that nobody answers fails."""
+
+
+SHORT_S = 2e-5
+"""What takes no longer takes nothing: sleeping would take longer."""
 
 
 class AccessFlags(IntFlag):
@@ -70,12 +75,13 @@ class Fabric:
         self.cards = {f"card{i}": Card(self, i, speed) for i, speed in enumerate(speeds)}
         self.queues: dict[int, QP] = {}
         self.numbers = itertools.count(1)
+        self.has_peer_memory = False
         verbs = SimpleNamespace(
             AccessFlags=AccessFlags, QPAttrMask=QPAttrMask, QPState=QPState, SGE=SGE, QPInfo=QPInfo,
             QPType=SimpleNamespace(RC=2), SendFlags=SimpleNamespace(SIGNALED=2), WROpcode=SimpleNamespace(RDMA_READ=4),
             QPInitAttr=SimpleNamespace, SendWR=SimpleNamespace,
         )  # fmt: skip
-        for module in (card_module, pair, reader):
+        for module in (card_module, pair, reader, trial):
             monkeypatch.setattr(module, "binding", lambda: verbs)
         monkeypatch.setattr(card_module, "open_device", lambda name: Context(self.cards[name]))
         monkeypatch.setattr(card_module, "rails", lambda: [card.rail for card in self.cards.values()])
@@ -93,6 +99,7 @@ class Card:
     def __init__(self, fabric: Fabric, number: int, bytes_per_s: float) -> None:
         self.fabric, self.bytes_per_s = fabric, bytes_per_s
         self.is_up, self.answers, self.speaks = True, True, True
+        self.takes_dma_buf, self.reaches_devices = True, True
         self.gid = bytes(10) + b"\xff\xff" + ip_address(f"10.77.{number}.1").packed
         self.device = f"card{number}"
         self.moved_nbytes = 0
@@ -103,6 +110,10 @@ class Card:
     @property
     def rail(self) -> Rail:
         return Rail(self.device, 1, self.is_up, ROCE_V2, self.gid, 3)
+
+    def passes(self, address: int) -> bool:
+        """Whether what lies between it and that memory lets bytes through."""
+        return self.reaches_devices or LIBRARY._range(address) is None
 
     def _run(self) -> None:
         while (given := self.work.get()) is not None:
@@ -138,6 +149,18 @@ class Domain:
         self.regions: dict[int, tuple[int, int, int]] = {}
 
     def reg_mr(self, address: int, nbytes: int, access: int) -> Any:
+        if LIBRARY._range(address) is not None and not self.card.fabric.has_peer_memory:
+            raise OSError(14, "Bad address")
+        return self._add(address, nbytes, access)
+
+    def reg_dmabuf_mr(self, offset: int, nbytes: int, address: int, descriptor: int, access: int) -> Any:
+        if not self.card.takes_dma_buf:
+            raise OSError(95, "Operation not supported")
+        start, size = LIBRARY.dma_bufs[os.fstat(descriptor).st_ino]
+        assert start + offset == address and offset + nbytes <= size
+        return self._add(address, nbytes, access)
+
+    def _add(self, address: int, nbytes: int, access: int) -> Any:
         key = next(self.card.fabric.numbers)
         self.regions[key] = address, nbytes, access
         return SimpleNamespace(lkey=key, rkey=key, close=lambda: self.regions.pop(key))
@@ -250,7 +273,8 @@ class QP:
         if self.state is not QPState.RTS:
             return "Work Request Flushed Error"
         nbytes, ours = sum(sge.length for sge in request.sg_list), self._domain.card
-        time.sleep(nbytes / ours.bytes_per_s)
+        if (takes_s := nbytes / ours.bytes_per_s) > SHORT_S:
+            time.sleep(takes_s)
         there = ours.fabric.queues.get(self.peer)
         if there is None or not (ours.is_up and there.answers(self.qp_num)):
             time.sleep(NO_ANSWER_S)
@@ -266,7 +290,9 @@ class QP:
         source = request.remote_addr
         for sge in request.sg_list:
             assert self._domain.allows(sge.lkey, sge.addr, sge.length, AccessFlags.LOCAL_WRITE)
-            ctypes.memmove(sge.addr, source, sge.length)
+            if not (ours.passes(sge.addr) and there._domain.card.passes(source)):
+                return "remote operation error"
+            LIBRARY.write_by_card(sge.addr, LIBRARY.by_card(source, sge.length))
             source += sge.length
         ours.moved_nbytes += nbytes
         return ""

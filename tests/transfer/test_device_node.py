@@ -29,7 +29,7 @@ from transfer.transports import registry, sender
 from transfer.transports.base import TransferError
 from transfer.transports.cuda import fetched, landing, staged
 from transfer.transports.cuda.copier import Staging
-from transfer.transports.cuda.driver import Driver
+from transfer.transports.cuda.driver import DMA_BUF_SUPPORTED, Driver
 from transfer.transports.cuda.stage import Stage
 from transfer.transports.passing import Passed, decode_mark
 
@@ -282,6 +282,28 @@ def test_what_a_device_gave_to_a_stage_is_hashed_there_and_not_read_again(
     assert ask(p, d) == {ending}
     if ending is Ending.DONE:
         d.check()
+
+
+@pytest.mark.parametrize("devices", [(0, 0), (0, None), (None, 0)], ids=["both", "prefill", "decode"])
+@pytest.mark.parametrize("granularity", [Granularity.FULL, Granularity.LAYER])
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "staged"])
+def test_cards_move_kv_from_and_to_devices(pair, library, monkeypatch, devices, granularity, is_direct):
+    """Stand-ins of cards. What goes straight from a device is read once more for checksums, as what went to one."""
+    library.attributes[DMA_BUF_SUPPORTED] = int(is_direct)
+    read = list[int]()
+    sums = Staging.read
+    monkeypatch.setattr(Staging, "read", lambda self, addresses, sizes: read.append(1) or sums(self, addresses, sizes))
+    fabric = Fabric(monkeypatch, [1e12])
+    p, d = pair(granularity, devices, transports=["rdma"], hosts=["127.0.0.1"])
+    assert ask(p, d) == {Ending.DONE}
+    d.check()
+    assert {ended.transport for ended in p.sent()} == {"rdma"}
+    counts = [rank.node.take_counts() for rank in p.ranks]
+    assert any("rail_direct_bytes" in count for count in counts) is (is_direct and devices[0] is not None)
+    assert bool(read) is (devices[1] is not None or (is_direct and devices[0] is not None))
+    for instances in (p, d):
+        instances.close()
+    fabric.close()
 
 
 def test_a_host_and_a_device_find_what_both_have(pair):

@@ -141,7 +141,7 @@ def test_the_source_is_let_go_before_anybody_hears_of_a_failure():
 class Follower:
     """Notes what it is told; `refuses` addresses."""
 
-    place = None
+    place, takes_device = None, False
 
     def __init__(self, name, refuses=()):
         self.name, self.refuses, self.told = name, refuses, []
@@ -158,16 +158,20 @@ class Follower:
         self.told.append("close")
 
 
-def test_a_follower_that_serves_a_device_is_told_of_stages_only():
+@pytest.mark.parametrize("takes_device", [False, True])
+def test_a_follower_that_serves_a_device_is_told_of_stages_only_unless_it_uses_what_it_can_of_all(takes_device):
     memory, follower = Memory(), Follower("card")
-    follower.place = "a device"
+    follower.place, follower.takes_device = "a device", takes_device
     memory.register(BASE, 10)
     memory.follow(follower)
     stage = memory.register(BASE + 100, 10, is_stage=True)
     memory.register(BASE + 200, 10)
     memory.unregister(stage)
     memory.unfollow(follower)
-    assert follower.told == [("register", BASE + 100), ("unregister", BASE + 100)]
+    stages = [("register", BASE + 100), ("unregister", BASE + 100)]
+    ended = [("unregister", BASE), ("unregister", BASE + 200)]
+    others = [("register", BASE), stages[0], ("register", BASE + 200), stages[1], *ended]
+    assert follower.told == (others if takes_device else stages)
 
 
 def test_a_follower_is_told_of_all_that_is_registered_and_of_its_end():

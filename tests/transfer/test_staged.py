@@ -27,7 +27,7 @@ from transfer.transports.cuda import fetched
 from transfer.transports.cuda.driver import Driver
 from transfer.transports.cuda.fetched import LandingFetcher
 from transfer.transports.cuda.stage import STAGE_NBYTES, OnDevice, Stages
-from transfer.transports.cuda.staged import NUM_STAGES, StagedPeer
+from transfer.transports.cuda.staged import MORE_STAGES, NUM_STAGES, StagedPeer
 from transfer.transports.memory import Memory
 from transfer.transports.passing import Mark, decode_mark
 from transfer.transports.pull import Fetch, Fetcher
@@ -113,11 +113,13 @@ class Wire(Peer):
     transport = "wire"
     alive = True
 
-    def __init__(self):
+    def __init__(self, num_paths=1):
+        self.num_paths = num_paths
         self.writes = []
         self.marks = []
 
-    def write(self, grant, local, remote, nbytes, *, deadline_s, mark=None):
+    def write(self, grant, local, remote, nbytes, *, deadline_s, whole_nbytes, mark=None):
+        self.whole_nbytes = whole_nbytes
         completion = Completion(time.monotonic() + deadline_s)
         self.marks.append(None if mark is None else decode_mark(mark(Pieces.of(local, remote, nbytes))))
         sent = b"".join(ctypes.string_at(*piece) for piece in zip(local.tolist(), nbytes.tolist(), strict=True))
@@ -145,7 +147,7 @@ class TestSending:
     @pytest.fixture
     def peer(self, memory, wire, library):
         stages = Stages(OnDevice(Driver(library), 0), memory)
-        peer = StagedPeer(wire, memory, stages)
+        peer = StagedPeer(wire, memory, stages, lambda addresses, nbytes: False)
         yield peer
         peer.close()
         stages.close()
@@ -220,6 +222,15 @@ class TestSending:
             wait_for(lambda: len(wire.writes) == NUM_STAGES + 1)
             wire.writes[-1][0].settle(OK)
             assert outcome_of(second).ok, "the stages are free again"
+
+    def test_each_further_path_has_stages_and_a_part_is_cut_as_the_whole_write_would_be(self, memory, library):
+        stages, wire = Stages(OnDevice(Driver(library), 0), memory), Wire(num_paths=4)
+        peer = StagedPeer(wire, memory, stages, lambda addresses, nbytes: False)
+        self.begin(peer, memory, 20 * STAGE_NBYTES)
+        wait_for(lambda: len(wire.writes) == NUM_STAGES + 3 * MORE_STAGES)
+        assert wire.whole_nbytes == 20 * STAGE_NBYTES
+        peer.close()
+        stages.close()
 
     def test_a_write_that_ends_just_before_it_is_gathered_is_not_read(self, memory, peer, library, monkeypatch):
         move = StagedPeer._move

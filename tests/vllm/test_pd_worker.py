@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from mooncake_connector.config.schema import Config
 from transfer.plan.granularity import Bounds
 from transfer.plan.layout import Table
 from transfer.protocol import orders
 from transfer.protocol.incoming import Where
 from transfer.protocol.orders import Ending, Transfer
 from vllm_plugin.messages import Announcement, Ended, PDStep, StepMetadata, WorkerReport
-from vllm_plugin.pd.worker import PDWorker
+from vllm_plugin.pd.worker import PDWorker, open_worker
 from vllm_plugin.stats import ConnectorStats
 
 
@@ -126,3 +127,16 @@ def test_what_transports_count_is_in_the_statistics_by_figure_and_label(worker: 
         node.counts = {"rail_bytes": {"mlx5_0:1": nbytes, "mlx5_1:1": 1}, "rail_failures": {"mlx5_0:1": 1}}
         ended(worker)
     assert worker._stats.data == {"rail_bytes": {"mlx5_0:1": 12, "mlx5_1:1": 2}, "rail_failures": {"mlx5_0:1": 2}}
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_cards_are_not_told_of_memory_that_sleep_mode_changes(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
+    """What is behind its addresses is another allocation after waking."""
+    seen: list[Any] = []
+    monkeypatch.setattr("vllm_plugin.pd.worker.Node", lambda *given: seen.append(given[3]))
+    monkeypatch.setattr("vllm_plugin.pd.worker.RankSections", lambda memory: SimpleNamespace(layout=None))
+    device = SimpleNamespace(type="cuda", index=0)
+    memory: Any = SimpleNamespace(device=device, sleeps=sleeps, storages=[], record=lambda: None, is_first_rank=True)
+    access: Any = None
+    assert open_worker(memory, Config(), access, ConnectorStats()) is not None
+    assert bool(seen[0].rdma.no_gpudirect) is sleeps

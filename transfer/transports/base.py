@@ -218,7 +218,10 @@ class Transport(ABC):
     """In the configuration, and towards peers."""
     capabilities: ClassVar[Capabilities]
     place: OnDevice | None = None
-    """The device that has the memory, where that travels through stages of the host: only these are registered then."""
+    """The device that has the memory, where that travels through stages of the host: only these are registered then,
+    unless `takes_device`."""
+    takes_device: bool = False
+    """It uses what it can of that device's memory by itself, and stages for the rest."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory

@@ -252,7 +252,7 @@ class Memory:
         self._sizes = np.array([region.nbytes for region in self._regions], dtype=np.int64)
 
     def _tell(self, follower: Transport, region: Region) -> None:
-        if follower.place is not None and not region.is_stage:
+        if follower.place is not None and not region.is_stage and not follower.takes_device:
             return
         try:
             follower.register(region)

@@ -95,6 +95,10 @@ class Fetcher(ABC):
         """Which one this takes, below `num_lanes`; any for what no sender sends."""
         return 0
 
+    def fills(self, fetch: Fetch) -> bool:
+        """Whether it fills these pieces by itself where they are on a device; for all others it gets stages."""
+        return False
+
     @abstractmethod
     def start(self, fetch: Fetch) -> CopyStatus | None:
         """Begin; what became of it where it is over already, else None."""

@@ -96,6 +96,11 @@ class SendingPeer(Peer):
         """The streams in use."""
         return [stream.label for stream in list(self._streams.values())]
 
+    @property
+    def num_paths(self) -> int:
+        """Of one stream; see `PayloadEncoder`."""
+        return self._encoder.num_paths
+
     def write(
         self,
         grant: Grant,
@@ -104,9 +109,11 @@ class SendingPeer(Peer):
         nbytes: Int64,
         *,
         deadline_s: float,
+        whole_nbytes: int = 0,
         mark: Marker | None = None,
     ) -> Completion:
-        """As `base.Peer`; with `mark` each order is marked."""
+        """As `base.Peer`; `whole_nbytes` is of what this is a part of, which is cut as that would be. With `mark` each
+        order is marked."""
         pieces = Pieces.of(local, remote, nbytes)
         if not grant.covers(pieces.remote, pieces.nbytes):
             raise ValueError("a destination piece is outside of the grant")
@@ -114,7 +121,8 @@ class SendingPeer(Peer):
         if not pieces.total:
             completion.settle(OK)
             return completion
-        write = WriteRequest(pieces, grant, completion, self._slice_nbytes(pieces.total), mark)
+        slice_nbytes = self._slice_nbytes(max(pieces.total, whole_nbytes))
+        write = WriteRequest(pieces, grant, completion, slice_nbytes, mark)
         self._memory.begin_sending(completion, pieces.local, pieces.nbytes)
         with self._queue_lock:
             dead = self._dead

@@ -13,7 +13,7 @@ from typing import ClassVar
 from weakref import WeakSet
 
 from transfer.control.handshake import Client, Identity, Server, shake
-from transfer.transports.base import Peer, TransferError, Transport, TransportOptions, Unavailable
+from transfer.transports.base import Numbers, Peer, TransferError, Transport, TransportOptions, Unavailable
 from transfer.transports.channel import Channel
 from transfer.transports.cuda.driver import CudaError
 from transfer.transports.cuda.stage import OnDevice, Stages
@@ -103,7 +103,7 @@ class SocketTransport(Transport):
         if self._sending is None:
             return peer
         try:
-            staged = StagedPeer(peer, self.memory, self._sending)
+            staged = StagedPeer(peer, self.memory, self._sending, self.is_direct)
         except (CudaError, RuntimeError) as error:
             peer.close()
             raise Unavailable(f"no page-locked memory to send from, or no thread: {error}") from error
@@ -114,6 +114,10 @@ class SocketTransport(Transport):
             staged.close()
             raise Unavailable("this side was closed meanwhile")
         return staged
+
+    def is_direct(self, addresses: Numbers, nbytes: Numbers) -> bool:
+        """Whether these pieces of a device are sent from where they are; all others go through stages."""
+        return False
 
     def _connect(self, endpoint: bytes, deadline_s: float) -> SendingPeer:
         deadline_at = time.monotonic() + deadline_s

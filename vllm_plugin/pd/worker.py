@@ -43,6 +43,8 @@ def open_worker(memory: KVMemory, config: Config, access: Access, stats: Connect
         logger.warning("KV transfers are off: no transport can move KV blocks in %s memory", device.type)
         return None
     options = NodeOptions.configured(config)
+    if memory.sleeps:  # what is behind its addresses changes, and a card would go on with what was
+        options = replace(options, rdma=replace(options.rdma, no_gpudirect="vLLM's sleep mode is on"))
     try:
         sections = RankSections(memory)
         node = Node(sections.layout, memory.storages, access, options, device.index)

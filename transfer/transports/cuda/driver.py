@@ -26,6 +26,14 @@ _RELAXED = 2
 start; in the mode that threads begin with, the call would fail and spoil the recording."""
 NON_BLOCKING = 1
 """Of a stream: it does not wait for the default stream."""
+DMA_BUF_SUPPORTED, FLUSH_OPTIONS, WRITES_ORDERING = 124, 117, 118
+"""Attributes of a device."""
+FLUSH_BY_HOST = 1
+"""Of `FLUSH_OPTIONS`."""
+ORDERED_FOR_OWNER = 100
+"""Of `WRITES_ORDERING`, at least: the device itself sees what a card wrote without a flush."""
+_DMA_BUF_DESCRIPTOR = 1
+_CURRENT_CONTEXT, _TO_OWNER = 0, 100
 
 
 class Handle(ctypes.Structure):
@@ -40,12 +48,15 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuGetErrorName": (c_int, _OUT),
     "cuDeviceGetCount": (_OUT,),
     "cuDeviceGet": (_OUT, c_int),
+    "cuDeviceGetAttribute": (_OUT, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (_OUT, c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (_OUT,),
     "cuThreadExchangeStreamCaptureMode": (_OUT,),
     "cuPointerGetAttribute": (_OUT, c_int, c_uint64),
     "cuMemGetAddressRange_v2": (_OUT, _OUT, c_uint64),
+    "cuMemGetHandleForAddressRange": (_OUT, c_uint64, c_size_t, c_int, c_uint64),
+    "cuFlushGPUDirectRDMAWrites": (c_int, c_int),
     "cuMemAlloc_v2": (_OUT, c_size_t),
     "cuMemFree_v2": (c_uint64,),
     "cuMemHostAlloc": (_OUT, c_size_t, c_uint),
@@ -102,7 +113,8 @@ class Driver:
         count = c_int()
         self.call("cuInit", 0)
         self.call("cuDeviceGetCount", byref(count))
-        if not count.value:
+        self.num_devices = count.value
+        if not self.num_devices:
             raise Unavailable("no CUDA device")
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -153,6 +165,27 @@ class Driver:
         with self.on(device):
             self.call("cuMemGetAddressRange_v2", byref(start), byref(size), address)
         return start.value, size.value
+
+    def attribute(self, device: int, which: int) -> int:
+        """What the driver says of a device; makes no context on it."""
+        number, value = c_int(), c_int()
+        self.call("cuDeviceGet", byref(number), device)
+        self.call("cuDeviceGetAttribute", byref(value), which, number)
+        return value.value
+
+    def export_dma_buf(self, device: int, address: int, nbytes: int) -> int:
+        """A descriptor of this memory for other devices' drivers, the caller's to close. It is of the memory that is
+        behind the addresses now. Both numbers are multiples of a page of the host."""
+        descriptor = c_int(-1)
+        with self.on(device):
+            kind, flags = _DMA_BUF_DESCRIPTOR, 0
+            self.call("cuMemGetHandleForAddressRange", byref(descriptor), address, nbytes, kind, flags)
+        return descriptor.value
+
+    def flush_writes(self, device: int) -> None:
+        """Wait until the device sees what others, as cards, have written to its memory."""
+        with self.on(device):
+            self.call("cuFlushGPUDirectRDMAWrites", _CURRENT_CONTEXT, _TO_OWNER)
 
     def allocate(self, device: int, nbytes: int) -> int:
         """Address of new device memory, a multiple of 256; no framework's allocator, or sleep mode, knows of it."""

@@ -1,8 +1,9 @@
 """The receiving side of a process whose memory is on a device, for transports whose fetches fill memory of the host.
 
-An order is fetched a part at a time into stages of page-locked memory, and the device scatters one of them while others
-are filled. Orders of a lane are fetched one after the other, beside those of other lanes. An order holds its grant
-until its last part is where it belongs: so a revoked grant ends for good. All of it is for the receiving thread.
+What one of these does not fill on the device by itself is fetched a part at a time into stages of page-locked memory,
+and the device scatters one of them while others are filled. Orders of a lane are fetched one after the other, beside
+those of other lanes. An order holds its grant until its last part is where it belongs: so a revoked grant ends for
+good. All of it is for the receiving thread.
 """
 
 from __future__ import annotations
@@ -115,6 +116,8 @@ class LandingFetcher(Fetcher):
         return self._inner.probe(fetch, number)
 
     def start(self, fetch: Fetch) -> CopyStatus | None:
+        if fetch.passing is None and self._inner.fills(fetch):  # bytes that somebody is to see come by a stage
+            return self._inner.start(fetch)
         if not self._taken:
             try:
                 self._take()

@@ -1,7 +1,8 @@
 """The sending side of a process whose memory is on a device, for transports that move memory of the host.
 
 A part of a write is gathered into a stage of page-locked memory, and sent from there as a write of its own; while one
-is sent the next is gathered. The receiver sees nothing of it: its memory may be on a device or not.
+is sent the next is gathered. What the transport can send from where it is goes past all this. The receiver sees nothing
+of either: its memory may be on a device or not.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from mooncake_connector.log import get_logger, log_once
-from transfer.transports.base import OK, Cause, Completion, Grant, Int64, Outcome, Peer, TransferError
+from transfer.transports.base import OK, Cause, Completion, Grant, Int64, Numbers, Outcome, Peer, TransferError
 from transfer.transports.cuda.driver import CudaError
 from transfer.transports.cuda.stage import STAGE_NBYTES, Stage, Stages
 from transfer.transports.memory import Memory
@@ -25,7 +26,9 @@ from transfer.transports.wire import MAX_ORDER_PIECES
 logger = get_logger(__name__)
 
 NUM_STAGES = 3
-"""Of a peer: one is gathered, one is sent, and one waits for its answer."""
+"""Of a peer: one is gathered, one is sent, and one waits for its answer. With each further path of its stream there are
+`MORE_STAGES`, as at the receiver: else most paths would have nothing to carry."""
+MORE_STAGES = 2
 Seen: TypeAlias = Callable[[memoryview], None]
 _LOST = Outcome(Cause.PEER_LOST, "the connection was closed on this side")
 
@@ -96,12 +99,16 @@ class StagedWrite:
 class StagedPeer(Peer):
     """See the module, and `base.Peer`."""
 
-    def __init__(self, inner: SendingPeer, memory: Memory, stages: Stages) -> None:
+    def __init__(
+        self, inner: SendingPeer, memory: Memory, stages: Stages, is_direct: Callable[[Numbers, Numbers], bool]
+    ) -> None:
         """Takes the peer over, unless it raises CudaError or RuntimeError: no page-locked memory or thread is left.
 
         Args:
             stages: registered in `memory`, as what is sent is.
+            is_direct: of addresses and sizes: whether `inner` sends these pieces from where they are.
         """
+        self.is_direct = is_direct
         self.transport = inner.transport
         self._inner, self._memory = inner, memory
         self._stages, self._own = stages, list[Stage]()
@@ -111,7 +118,7 @@ class StagedPeer(Peer):
         self._open: set[StagedWrite] = set()
         self._is_closed = False
         try:
-            for _ in range(NUM_STAGES):
+            for _ in range(NUM_STAGES + MORE_STAGES * (inner.num_paths - 1)):
                 self._own.append(stages.take())
             self._free = list(self._own)
             name = f"mooncake-{self.transport}-gather"
@@ -138,8 +145,11 @@ class StagedPeer(Peer):
     ) -> Completion:
         """As `base.Peer`; `seen` is told of all bytes once, part by part, in the order of the pieces, before the
         outcome is ok: whoever takes checksums need not read them from the device again. With `batch`, by which number
-        the receiver will ask for them, checksums travel with the bytes: it must know of marks (`passing`)."""
+        the receiver will ask for them, checksums travel with the bytes: it must know of marks (`passing`). Either goes
+        through stages in any case."""
         pieces = Pieces.of(local, remote, nbytes)
+        if seen is None and batch is None and self.is_direct(pieces.local, pieces.nbytes):
+            return self._inner.write(grant, local, remote, nbytes, deadline_s=deadline_s)
         if not grant.covers(pieces.remote, pieces.nbytes):
             raise ValueError("a destination piece is outside of the grant")
         completion = Completion(time.monotonic() + deadline_s)
@@ -232,7 +242,9 @@ class StagedPeer(Peer):
         local, remote, nbytes = stage.packed(part)
         offset = write.total - write.to_gather - part.total
         mark = None if write.batch is None else marker(write.batch, stage.address, offset)
-        return self._inner.write(write.grant, local, remote, nbytes, deadline_s=left_s, mark=mark)
+        return self._inner.write(
+            write.grant, local, remote, nbytes, deadline_s=left_s, whole_nbytes=write.total, mark=mark
+        )
 
     def _passed(self, write: StagedWrite, stage: Stage, sent: Completion, nbytes: int, outcome: Outcome) -> None:
         self._give_back(stage)

@@ -33,6 +33,9 @@ MAX_REQUEST_NBYTES = 1 << 20
 """A request that nobody wants any more ends soon."""
 
 
+LOCK_MORE = "; the limit of locked memory must be at least what is registered (ulimit -l unlimited)"
+
+
 class Cells:
     """Memory for trying out a connection: a number that peers read, and places for those that are read here."""
 
@@ -85,17 +88,22 @@ class Card:
             self.close()
             raise Unavailable(str(error)) from error
 
-    def register(self, region: Region) -> None:
-        """Let the card fill it, and let peers that learn its key read it. Raises TransferError."""
-        flags = self._verbs.AccessFlags
+    def register(self, region: Region, remedy: str = LOCK_MORE) -> None:
+        """Let the card fill it, and let peers that learn its key read it. Raises TransferError, which says `remedy`."""
         try:
-            made = self._domain.reg_mr(region.address, region.nbytes, flags.LOCAL_WRITE | flags.REMOTE_READ)
+            made = self._domain.reg_mr(region.address, region.nbytes, self._access)
         except OSError as error:
-            limit = "; the limit of locked memory must be at least what is registered (ulimit -l unlimited)"
-            raise TransferError(f"{self.rail.device} cannot register it: {error}{limit}") from error
-        with self._lock:
-            self._registered[region] = made
-            self._keys = None
+            raise TransferError(f"{self.rail.device} cannot register it: {error}{remedy}") from error
+        self._add(region, made)
+
+    def register_dma_buf(self, region: Region, descriptor: int, offset: int) -> None:
+        """The same, of memory that a dma-buf has at `offset`; it is named by its addresses all the same, and nothing
+        else of the dma-buf is. Raises TransferError."""
+        try:
+            made = self._domain.reg_dmabuf_mr(offset, region.nbytes, region.address, descriptor, self._access)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a libibverbs that does not know the call
+            raise TransferError(f"{self.rail.device} takes no dma-buf: {error}") from error
+        self._add(region, made)
 
     def unregister(self, region: Region) -> None:
         """Its keys are refused once this returned. Raises OSError."""
@@ -103,6 +111,15 @@ class Card:
             registered = self._registered.pop(region)
             self._keys = None
         registered.close()
+
+    @property
+    def _access(self) -> int:
+        return int(self._verbs.AccessFlags.LOCAL_WRITE | self._verbs.AccessFlags.REMOTE_READ)
+
+    def _add(self, region: Region, made: Any) -> None:
+        with self._lock:
+            self._registered[region] = made
+            self._keys = None
 
     def keys(self) -> tuple[Keys, Keys]:
         """By which this process's memory is filled here, and by which peers read it."""

@@ -6,8 +6,11 @@ import contextlib
 import struct
 from collections.abc import Sequence
 
+from mooncake_connector.log import get_logger, log_once
+from transfer.transports.cuda.driver import CudaError
 from transfer.transports.pull import Fetch, Fetcher
 from transfer.transports.rdma.card import CELL_NBYTES
+from transfer.transports.rdma.gpudirect import DeviceRegions
 from transfer.transports.rdma.keys import decode_keys
 from transfer.transports.rdma.opened import OpenRail
 from transfer.transports.rdma.pair import END_NBYTES, decode_end
@@ -16,6 +19,8 @@ from transfer.transports.rdma.reader import Done, Reader
 from transfer.transports.rdma.work import plan
 from transfer.transports.vectors import Pieces
 from transfer.transports.wire import CopyStatus, WireError
+
+logger = get_logger(__name__)
 
 WHERE = struct.Struct("<II")
 """Before what else is attached to an order: the receiver's rail, by number, and the epoch of its queue pair."""
@@ -31,8 +36,9 @@ class RdmaFetcher(Fetcher):
     max_under_way = 64
     poll_s = 0.2
 
-    def __init__(self, rails: Sequence[OpenRail]) -> None:
-        self._rails = rails
+    def __init__(self, rails: Sequence[OpenRail], device: DeviceRegions | None = None) -> None:
+        """`device` has what the cards fill of a device's memory."""
+        self._rails, self._device = rails, device
         self.num_lanes = len(rails)
         self._readers: list[Reader] = []
 
@@ -64,9 +70,18 @@ class RdmaFetcher(Fetcher):
         named, _ = WHERE.unpack(fetch.attachment[: WHERE.size].ljust(WHERE.size, b"\0"))
         return int(min(named, self.num_lanes - 1))
 
+    def fills(self, fetch: Fetch) -> bool:
+        return self._device is not None and self._device.cover(fetch.pieces.remote, fetch.pieces.nbytes)
+
     def start(self, fetch: Fetch) -> CopyStatus | None:
         rail, epoch, keys = self._where(fetch)
-        return self._begin(rail, fetch, fetch.pieces, fetch.done, epoch, keys)
+        device = self._device
+        if device is None or not device.cover_first(fetch.pieces.remote, fetch.pieces.nbytes):
+            return self._begin(rail, fetch, fetch.pieces, fetch.done, epoch, keys)
+        over = self._begin(
+            rail, fetch, fetch.pieces, lambda status: fetch.done(_settled(device, status)), epoch, keys
+        )
+        return None if over is None else _settled(device, over)
 
     def go_on(self, fetch: Fetch) -> CopyStatus | None:
         if fetch.progress is not None:  # else it named no rail, and its connection ends
@@ -80,6 +95,8 @@ class RdmaFetcher(Fetcher):
     def close(self) -> None:
         """Raises OSError where one of the queue pairs did not end; all others have."""
         with contextlib.ExitStack() as stack:
+            if self._device is not None:
+                stack.callback(_settle, self._device)
             for reader in self._readers:
                 stack.callback(reader.close)
 
@@ -100,3 +117,20 @@ class RdmaFetcher(Fetcher):
         here, _ = card.keys()
         work = plan(pieces, decode_keys(keys), here, card.max_request_nbytes, card.max_ranges)
         return CopyStatus.UNREADABLE if work is None else self._readers[rail].add(fetch, done, work, epoch)
+
+
+def _settled(device: DeviceRegions, status: CopyStatus) -> CopyStatus:
+    """A fetch into memory of a device is over, however it ended; it holds its grant until nothing is on its way."""
+    if not _settle(device) and status is CopyStatus.OK:
+        return CopyStatus.UNWRITABLE
+    return status
+
+
+def _settle(device: DeviceRegions) -> bool:
+    """Whether the device sees all that cards wrote; one that does not has failed, with all that it had."""
+    try:
+        device.settle()
+    except CudaError as error:
+        log_once("transfer.rdma.settle", "rdma: a GPU does not take what a card wrote: %s", error, logger=logger)
+        return False
+    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +49,28 @@ class OpenRails:
 
     def register(self, region: Region) -> None:
         """With every card, or with none. Raises TransferError."""
-        with contextlib.ExitStack() as undo:
-            for rail in self.all:
-                rail.card.register(region)
-                undo.callback(rail.card.unregister, region)
-            undo.pop_all()
+        self._with_all(region, lambda card: card.register(region))
+
+    def register_device(self, region: Region) -> None:
+        """The same, of memory that the kernel knows to be a device's."""
+        self._with_all(region, lambda card: card.register(region, remedy=""))
+
+    def register_dma_buf(self, region: Region, descriptor: int, offset: int) -> None:
+        """The same; see `Card.register_dma_buf`."""
+        self._with_all(region, lambda card: card.register_dma_buf(region, descriptor, offset))
 
     def unregister(self, region: Region) -> None:
         """Raises OSError where a card does not let go of it; all others have."""
         with contextlib.ExitStack() as stack:
             for rail in self.all:
                 stack.callback(rail.card.unregister, region)
+
+    def _with_all(self, region: Region, register: Callable[[Card], None]) -> None:
+        with contextlib.ExitStack() as undo:
+            for rail in self.all:
+                register(rail.card)
+                undo.callback(rail.card.unregister, region)
+            undo.pop_all()
 
     def close(self) -> None:
         """May be called twice."""

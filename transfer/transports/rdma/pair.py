@@ -10,6 +10,7 @@ from typing import Any
 
 from transfer.transports.rdma.card import Card
 from transfer.transports.rdma.verbs import binding
+from transfer.transports.rdma.work import Read
 from transfer.transports.wire import WireError
 
 _END = struct.Struct("<IIHBB16s")
@@ -78,6 +79,15 @@ class Pair:
         self.queue.to_rts(
             _sequence(self.end, epoch), timeout=timeout, retry_cnt=settings.retries, max_rd_atomic=reads
         )
+
+    def request(self, number: int, read: Read) -> Any:
+        """For `queue.post_send`, without a completion unless it fails."""
+        verbs = self._verbs
+        return verbs.SendWR(
+            wr_id=number,
+            sg_list=[verbs.SGE(address, nbytes, key) for address, nbytes, key in read.target],
+            opcode=int(verbs.WROpcode.RDMA_READ), remote_addr=read.address, rkey=read.key,
+        )  # fmt: skip
 
     def fail(self) -> None:
         """Have the card give up all that is under way, each with a completion. Raises OSError."""

@@ -22,7 +22,7 @@ from transfer.transports.rdma.card import Card
 from transfer.transports.rdma.completions import Completions
 from transfer.transports.rdma.pair import End, Pair
 from transfer.transports.rdma.verbs import binding
-from transfer.transports.rdma.work import FewReads, Read, Work
+from transfer.transports.rdma.work import FewReads, Work
 from transfer.transports.wire import CopyStatus, WireError
 
 logger = get_logger(__name__)
@@ -217,7 +217,7 @@ class Reader:
             requests, nbytes = [], 0
             for read in job.work.reads(job.posted, min(job.posted + min(BATCH, self._room), len(job.work))):
                 self._number += 1
-                requests.append(self._request(read))
+                requests.append(self._pair.request(self._number, read))
                 nbytes += read.nbytes
                 if self._in_flight_nbytes + nbytes >= WINDOW_NBYTES:
                     break
@@ -236,14 +236,6 @@ class Reader:
             except OSError as error:  # it may have taken some of them
                 self._lost = str(error)
                 self._break(f"the card takes no request: {error}")
-
-    def _request(self, read: Read) -> Any:
-        verbs = self._verbs
-        return verbs.SendWR(
-            wr_id=self._number,
-            sg_list=[verbs.SGE(address, nbytes, key) for address, nbytes, key in read.target],
-            opcode=int(verbs.WROpcode.RDMA_READ), remote_addr=read.address, rkey=read.key,
-        )  # fmt: skip
 
     def _completed(self) -> None:
         """Called by `completions`."""

@@ -14,6 +14,7 @@ from transfer.transports.base import Completion, Grant
 from transfer.transports.pull import PullEncoder
 from transfer.transports.rdma.card import CELL_NBYTES, Card
 from transfer.transports.rdma.fetcher import WHERE
+from transfer.transports.rdma.gpudirect import DeviceRegions
 from transfer.transports.rdma.opened import OpenRail
 from transfer.transports.rdma.pair import End, Pair
 from transfer.transports.rdma.paths import Path, Paths, RailCounts
@@ -51,9 +52,17 @@ class _Probe(WriteRequest):
 class RailEncoder(PullEncoder):
     """See the module. `Paths` decides."""
 
-    def __init__(self, rails: Sequence[OpenRail], ends: Sequence[End], counts: RailCounts, max_nbytes: int) -> None:
-        """`ends` are the peer's, one for each of its rails. Raises OSError."""
-        self._peer = ends
+    def __init__(
+        self,
+        rails: Sequence[OpenRail],
+        ends: Sequence[End],
+        counts: RailCounts,
+        max_nbytes: int,
+        device: DeviceRegions | None = None,
+    ) -> None:
+        """`ends` are the peer's, one for each of its rails; `device` has what is sent straight from one. Raises
+        OSError."""
+        self._peer, self._counts, self._device = ends, counts, device
         self._cards: list[Card] = []
         self._pairs: list[Pair] = []
         self.why_not = ""
@@ -138,9 +147,12 @@ class RailEncoder(PullEncoder):
         return card.keys()[1].encode(pieces.local)
 
     def release(self, part: Slice, status: CopyStatus | None) -> None:
-        path, now = self._path_of(part), time.monotonic()
+        path, now, device = self._path_of(part), time.monotonic(), self._device
         if not isinstance(part.write, _Probe):
-            self.paths.over(path, part.pieces.total, now, moved=status is CopyStatus.OK)
+            is_there = status is CopyStatus.OK
+            self.paths.over(path, part.pieces.total, now, moved=is_there)
+            if is_there and device is not None and device.cover_first(part.pieces.local, part.pieces.nbytes):
+                self._counts.add("rail_direct_bytes", path.name, part.pieces.total)
         elif status is not None:
             self.why_not = self._said(status, self._cards[path.number])
             self.paths.tried(path, now, self.why_not)

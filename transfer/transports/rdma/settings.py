@@ -22,6 +22,7 @@ class RdmaSettings:
     pkey_index: entry of each port's table of partitions.
     retries: how often a card says again what is not acknowledged.
     lost_after_s: what a card does not acknowledge for about this long, at least half of it, counts as lost.
+    no_gpudirect: why memory of a device goes through stages; empty where cards may have what they can.
     """
 
     ports: Sequence[str] = ()
@@ -31,6 +32,7 @@ class RdmaSettings:
     pkey_index: int = 0
     retries: int = MAX_RETRIES
     lost_after_s: float = 5.0
+    no_gpudirect: str = ""
 
     @classmethod
     def configured(cls, config: Config) -> RdmaSettings:
@@ -38,4 +40,5 @@ class RdmaSettings:
         return cls(
             config.rdma_ports, config.rdma_gid_index, config.rdma_traffic_class, config.rdma_service_level,
             config.rdma_pkey_index, config.rdma_retries, config.rdma_lost_after_s,
+            "rdma_gpudirect is off" if config.rdma_gpudirect == "off" else "",
         )  # fmt: skip

@@ -13,8 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.control.handshake import Identity
-from transfer.transports.base import Capabilities, Region, TransportOptions, Unavailable
+from transfer.transports.base import Capabilities, Numbers, Region, TransportOptions, Unavailable
 from transfer.transports.channel import Channel
 from transfer.transports.cuda.fetched import LandingFetcher
 from transfer.transports.cuda.stage import OnDevice
@@ -23,6 +24,7 @@ from transfer.transports.memory import Memory
 from transfer.transports.network import NetworkTransport
 from transfer.transports.pull import GREET, Fetcher, PullTransport
 from transfer.transports.rdma.fetcher import COUNT, WHERE, RdmaFetcher
+from transfer.transports.rdma.gpudirect import DeviceRegions
 from transfer.transports.rdma.keys import MAX_NBYTES
 from transfer.transports.rdma.opened import OpenRails
 from transfer.transports.rdma.pair import END_NBYTES, decode_end
@@ -33,6 +35,8 @@ from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.stream import PayloadEncoder
 from transfer.transports.tls import Tls
 from transfer.transports.wire import CopyStatus, WireError
+
+logger = get_logger(__name__)
 
 
 class RdmaTransport(PullTransport, NetworkTransport):
@@ -69,6 +73,8 @@ class RdmaTransport(PullTransport, NetworkTransport):
         )
         self._rails = OpenRails(hosts, settings)
         self._counts = RailCounts()
+        self._device = None if place is None else _direct(self._rails, place, settings)
+        self.takes_device = self._device is not None
 
     @classmethod
     def make(cls, memory: Memory, options: TransportOptions) -> RdmaTransport:
@@ -77,10 +83,19 @@ class RdmaTransport(PullTransport, NetworkTransport):
         )
 
     def register(self, region: Region) -> None:
-        self._rails.register(region)
+        if self._device is None or region.is_stage:
+            self._rails.register(region)
+        else:
+            self._device.register(region)
 
     def unregister(self, region: Region) -> None:
-        self._rails.unregister(region)
+        if self._device is None or region.is_stage:
+            self._rails.unregister(region)
+        else:
+            self._device.unregister(region)
+
+    def is_direct(self, addresses: Numbers, nbytes: Numbers) -> bool:
+        return self._device is not None and self._device.cover(addresses, nbytes)
 
     def take_counts(self) -> Mapping[str, Mapping[str, int]]:
         return self._counts.take()
@@ -90,7 +105,7 @@ class RdmaTransport(PullTransport, NetworkTransport):
         self._rails.close()
 
     def _fetcher(self, channel: Channel) -> Fetcher:
-        fetcher = RdmaFetcher(self._rails.all)
+        fetcher = RdmaFetcher(self._rails.all, self._device)
         return fetcher if self.stages is None else LandingFetcher(fetcher, self.stages)
 
     def _prepare(self, channel: Channel, deadline_at: float) -> PayloadEncoder:
@@ -104,7 +119,7 @@ class RdmaTransport(PullTransport, NetworkTransport):
             ends = [decode_end(said[start : start + END_NBYTES]) for start in range(0, len(said), END_NBYTES)]
         except WireError as error:
             raise Unavailable(str(error)) from error
-        encoder = RailEncoder(self._rails.all, ends, self._counts, self.max_nbytes)
+        encoder = RailEncoder(self._rails.all, ends, self._counts, self.max_nbytes, self._device)
         try:
             self._try_out(channel, encoder, deadline_at)
         except BaseException:
@@ -132,3 +147,15 @@ class RdmaTransport(PullTransport, NetworkTransport):
             works = works or status is CopyStatus.OK
         if not works:
             raise Unavailable(encoder.why_not)
+
+
+def _direct(rails: OpenRails, place: OnDevice, settings: RdmaSettings) -> DeviceRegions | None:
+    """What cards may have of a device's memory; None, and a line that says why, where that is nothing."""
+    try:
+        if settings.no_gpudirect:
+            raise Unavailable(settings.no_gpudirect)
+        return DeviceRegions(rails, place)
+    except Unavailable as error:
+        said = "rdma: all memory of GPU %d goes through page-locked stages: %s"
+        log_once(f"transfer.rdma.stages:{kind_of(str(error))}", said, place.device, error, logger=logger)
+        return None

@@ -1,0 +1,449 @@
+"""Memory of a device that cards read and fill by themselves, over stand-ins for the cards and for CUDA's driver.
+
+The processor cannot touch the stand-in's device memory here, and what a card writes to it is not there before a flush.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from long_form import LONG
+from simulated.cuda_driver import LIBRARY, SealedBuffer
+from simulated.verbs import Fabric
+from simulated.waiting import wait_for
+
+from mooncake_connector.cli import doctor_rdma
+from mooncake_connector.config.schema import Config
+from transfer.control.handshake import Identity
+from transfer.testing.conformance import TransportConformance
+from transfer.testing.fixtures import DEADLINE_S
+from transfer.testing.memory import MIB, Buffer, folded, int64
+from transfer.testing.waiting import outcome_of
+from transfer.transports.base import Cause, Region, Unavailable
+from transfer.transports.cuda import direct
+from transfer.transports.cuda.direct import whole_pages
+from transfer.transports.cuda.driver import DMA_BUF_SUPPORTED, FLUSH_OPTIONS, WRITES_ORDERING, Driver
+from transfer.transports.cuda.stage import STAGE_NBYTES, OnDevice
+from transfer.transports.memory import Memory
+from transfer.transports.rdma.gpudirect import DeviceRegions
+from transfer.transports.rdma.sending import RailEncoder
+from transfer.transports.rdma.settings import RdmaSettings
+from transfer.transports.rdma.transport import RdmaTransport
+from transfer.transports.stream import Slice
+
+FAST = 1e12
+NBYTES = 9 * MIB + 5
+
+
+class DeviceRdma(RdmaTransport):
+    """The transport of memory of device 0, over the stand-ins."""
+
+    buffer = SealedBuffer
+
+    def __init__(self, memory: Memory, identity: Identity | None = None, **options: Any) -> None:
+        super().__init__(memory, identity, place=OnDevice(Driver(LIBRARY), 0), **options)
+
+
+def num_descriptors() -> int:
+    """Open ones of dma-bufs."""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            count += "dma-buf" in os.readlink(f"/proc/self/fd/{name}")
+    return count
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Fabric]:
+    """Two cards; the device's writes need a flush, and the kernel has no nvidia_peermem."""
+    LIBRARY.__init__()
+    LIBRARY.attributes[DMA_BUF_SUPPORTED] = 1
+    monkeypatch.setattr(direct, "PEER_MEMORY", tmp_path / "nvidia_peermem")
+    fabric = Fabric(monkeypatch, [FAST, FAST])
+    yield fabric
+    fabric.close()
+    assert not LIBRARY.contexts and not LIBRARY.locked and not LIBRARY.slabs and not LIBRARY._queues
+    assert not LIBRARY.on_their_way, "a grant ended while bytes for it were on their way"
+    assert num_descriptors() == 0, "whoever registers a dma-buf closes its descriptor"
+
+
+@pytest.fixture
+def peer_memory(stand_ins: Fabric) -> None:
+    direct.PEER_MEMORY.touch()
+    stand_ins.has_peer_memory = True
+
+
+class DeviceConformance(TransportConformance):
+    transport = DeviceRdma
+
+    @pytest.fixture
+    def other(self) -> Any:
+        pytest.skip("the stand-in's cards reach memory of one process")
+
+    @pytest.mark.slow
+    @pytest.mark.long
+    def test_a_piece_beyond_4_gib_arrives(self, memory, there, peer, monkeypatch):  # type: ignore[no-untyped-def]
+        if not LONG:
+            pytest.skip("the plan of its requests is that of memory of the host (`make test-long`)")
+
+        def device_memory(*arguments: Any, **options: Any) -> folded:
+            made = folded(*arguments, **options)
+            LIBRARY.allocate(made.address, made.nbytes)
+            return made
+
+        monkeypatch.setattr("transfer.testing.conformance.folded", device_memory)
+        super().test_a_piece_beyond_4_gib_arrives(memory, there, peer)
+
+
+class TestDirect(DeviceConformance):
+    """All of it by the cards themselves."""
+
+    @pytest.fixture(autouse=True)
+    def no_stage(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("gather", "begin_scatter"):
+            monkeypatch.setattr(f"transfer.transports.cuda.stage.Stage.{name}", lambda *_: 1 // 0)
+
+
+class TestByModule(TestDirect):
+    """The same, by nvidia_peermem alone."""
+
+    @pytest.fixture(autouse=True)
+    def without_dma_buf(self, peer_memory: None) -> None:
+        LIBRARY.attributes[DMA_BUF_SUPPORTED] = 0
+
+
+class TestThroughStages(DeviceConformance):
+    """None of it."""
+
+    @pytest.fixture(autouse=True)
+    def without(self) -> Iterator[None]:
+        LIBRARY.attributes[DMA_BUF_SUPPORTED] = 0
+        yield
+        assert not LIBRARY.dma_bufs and not LIBRARY.calls["cuFlushGPUDirectRDMAWrites"]
+
+
+class Sides:
+    """A sender and a receiver, each with its memory on a device, and what is sent."""
+
+    def __init__(self, **options: Any) -> None:
+        self.memory, self.there = Memory(), Memory()
+        self.sender, self.receiver = (DeviceRdma(memory, **options) for memory in (self.memory, self.there))
+        for memory, transport in ((self.memory, self.sender), (self.there, self.receiver)):
+            memory.follow(transport)
+        self.source, self.target = SealedBuffer(NBYTES, seed=1), SealedBuffer(NBYTES)
+
+    def register(self) -> None:
+        self.memory.register(self.source.address, NBYTES)
+        self.there.register(self.target.address, NBYTES)
+        self.grant = self.there.grant(int64(self.target.address), int64(NBYTES))
+
+    def connect(self) -> Any:
+        return self.sender.connect(self.receiver.listen(), deadline_s=DEADLINE_S)
+
+    def send(self, peer: Any) -> Any:
+        whole = int64(self.source.address), self.grant.addresses, self.grant.nbytes
+        return outcome_of(peer.write(self.grant, *whole, deadline_s=DEADLINE_S))
+
+    def is_direct(self) -> tuple[bool, bool]:
+        """Whether the sender's memory is, and the receiver's."""
+        return (
+            self.sender.is_direct(int64(self.source.address), int64(NBYTES)),
+            self.receiver.is_direct(int64(self.target.address), int64(NBYTES)),
+        )
+
+    def close(self) -> None:
+        for transport in (self.sender, self.receiver):
+            transport.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Sides]]:
+    made: list[Sides] = []
+
+    def sides(**options: Any) -> Sides:
+        made.append(Sides(**options))
+        return made[-1]
+
+    yield sides
+    for one in made:
+        one.close()
+
+
+def lines(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == level]
+
+
+def test_a_region_is_registered_with_every_card_for_its_own_bytes_and_once(
+    make: Callable[..., Sides], stand_ins: Fabric, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    sides = make()
+    exported = len(LIBRARY.dma_bufs), LIBRARY.calls["cuMemGetHandleForAddressRange"]
+    middle = Region(sides.source.address + 77, 5000)
+    sides.memory.register(middle.address, middle.nbytes)
+    assert LIBRARY.calls["cuMemGetHandleForAddressRange"] == exported[1] + 1, "one descriptor for all cards"
+    for rail in sides.sender._rails.all:
+        made = rail.card._registered[middle]
+        assert rail.card._domain.regions[made.rkey][:2] == (middle.address, 5000), "and no more of the page"
+        assert num_descriptors() == 0
+    assert lines(caplog, logging.INFO) == ["rdma: cards read and fill memory of GPU 0 by themselves (dma-buf)"]
+    sides.memory.unregister(*sides.memory.regions)
+    assert [list(rail.card._registered) for rail in sides.sender._rails.all] == [
+        [rail.card.cells.region] for rail in sides.sender._rails.all
+    ]
+
+
+@given(st.integers(0, 1 << 46), st.integers(1, 1 << 40), st.sampled_from([4096, 16384, 65536]))
+def test_the_pages_of_a_region_hold_it_and_none_of_them_is_without_it(address: int, nbytes: int, page: int) -> None:
+    start, size = whole_pages(Region(address, nbytes), page)
+    assert start % page == size % page == 0
+    assert start <= address < start + page
+    assert start + size - page < address + nbytes <= start + size
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), max_size=8), st.integers(0, 50), st.integers(1, 9))
+def test_pieces_are_direct_where_one_registered_region_holds_each(
+    wanted: list[tuple[int, int]], place: int, nbytes: int
+) -> None:
+    regions = DeviceRegions.__new__(DeviceRegions)
+    apart: list[Region] = []
+    for start, size in wanted:
+        if all(start + size <= one.address or one.address + one.nbytes <= start for one in apart):
+            apart.append(Region(start, size))
+    regions._set(apart)
+    inside = any(one.address <= place and place + nbytes <= one.address + one.nbytes for one in apart)
+    for columns in (([place], [nbytes]), (int64(place), int64(nbytes))):
+        assert regions.cover(*columns) is inside
+        assert regions.cover_first(*columns) is inside
+
+
+@pytest.mark.parametrize(
+    "lacks, says",
+    [
+        ("everything", "exports no dma-buf (NVIDIA's open kernel modules do, on Linux 5.12 and newer), and nvidia_pee"),
+        ("flush", "nobody can say when GPU 0 sees what a card wrote"),
+        ("export", "dma-buf: cuMemGetHandleForAddressRange: CUDA_ERROR_STAND_IN"),
+        ("card", "dma-buf: card1 takes no dma-buf: [Errno 95] Operation not supported"),
+        ("way", "card1 does not reach GPU 0: remote operation error"),
+        ("memory", "cuMemAlloc_v2: CUDA_ERROR_STAND_IN"),
+        ("allowed", "rdma_gpudirect is off"),
+    ],
+)
+def test_what_is_missing_is_told_once_and_all_goes_through_stages(
+    make: Callable[..., Sides], stand_ins: Fabric, caplog: pytest.LogCaptureFixture, lacks: str, says: str
+) -> None:
+    options = {}
+    if lacks == "everything":
+        LIBRARY.attributes[DMA_BUF_SUPPORTED] = 0
+    elif lacks == "flush":
+        LIBRARY.attributes[FLUSH_OPTIONS] = 2
+    elif lacks == "export":
+        LIBRARY.fail["cuMemGetHandleForAddressRange"] = 0
+    elif lacks == "card":
+        stand_ins.cards["card1"].takes_dma_buf = False
+    elif lacks == "way":
+        stand_ins.cards["card1"].reaches_devices = False
+    elif lacks == "memory":
+        LIBRARY.fail["cuMemAlloc_v2"] = 0
+    else:
+        options["settings"] = RdmaSettings.configured(Config(rdma_gpudirect="off"))
+    sides = make(**options)
+    sides.register()
+    assert sides.is_direct() == (False, False)
+    (line,) = lines(caplog)
+    assert line.startswith("rdma: all memory of GPU 0 goes through page-locked stages: ") and says in line
+    assert sides.send(sides.connect()).ok
+    assert np.array_equal(sides.target.bytes, sides.source.bytes)
+    assert not sides.sender.take_counts().get("rail_direct_bytes")
+    LIBRARY.fail.clear()
+
+
+def test_a_device_that_orders_writes_itself_needs_no_flush(make: Callable[..., Sides]) -> None:
+    LIBRARY.attributes |= {FLUSH_OPTIONS: 0, WRITES_ORDERING: 100}
+    sides = make()
+    sides.register()
+    assert sides.send(sides.connect()).ok and sides.is_direct() == (True, True)
+    assert np.array_equal(sides.target.bytes, sides.source.bytes)
+    assert not LIBRARY.calls["cuFlushGPUDirectRDMAWrites"]
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize("how", ["export", "card", "host"])
+def test_a_region_that_is_refused_goes_through_stages_alone(
+    make: Callable[..., Sides], stand_ins: Fabric, caplog: pytest.LogCaptureFixture, how: str, side: str
+) -> None:
+    sides = make()
+    memory, buffer = (sides.memory, sides.source) if side == "source" else (sides.there, sides.target)
+    if how == "host":
+        LIBRARY.devices[buffer.address] = 1
+    elif how == "export":
+        LIBRARY.fail["cuMemGetHandleForAddressRange"] = 0
+    else:
+        stand_ins.cards["card1"].takes_dma_buf = False
+    memory.register(buffer.address, NBYTES)
+    LIBRARY.fail.clear()
+    stand_ins.cards["card1"].takes_dma_buf = True
+    more = SealedBuffer(MIB)
+    memory.register(more.address, MIB)
+    (line,) = lines(caplog)
+    says = {"host": "it is not memory of GPU 0", "export": "cuMemGetHandle", "card": "card1 takes no dma-buf"}[how]
+    assert f"rdma: {NBYTES} bytes at {buffer.address:#x} of GPU memory go through page-locked stages: " in line
+    assert says in line
+    other_memory, other = (sides.there, sides.target) if side == "source" else (sides.memory, sides.source)
+    other_memory.register(other.address, NBYTES)
+    sides.grant = sides.there.grant(int64(sides.target.address), int64(NBYTES))
+    assert sides.is_direct() == (side == "target", side == "source")
+    peer = sides.connect()
+    assert sides.send(peer).ok and np.array_equal(sides.target.bytes, sides.source.bytes)
+    direct_bytes = sum(sides.sender.take_counts().get("rail_direct_bytes", {}).values())
+    assert direct_bytes == (NBYTES if side == "target" else 0)
+    transport = sides.sender if side == "source" else sides.receiver
+    assert transport.is_direct(int64(more.address), int64(MIB)), "the next region is not refused for it"
+    for registered in memory.regions:
+        memory.unregister(registered)
+
+
+def test_what_no_card_takes_as_a_dma_buf_it_may_take_by_the_module(
+    make: Callable[..., Sides], stand_ins: Fabric, peer_memory: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    stand_ins.cards["card1"].takes_dma_buf = False
+    sides = make()
+    sides.register()
+    assert sides.is_direct() == (True, True) and "by themselves (nvidia_peermem)" in caplog.text
+    assert not lines(caplog)
+    assert sides.send(sides.connect()).ok and np.array_equal(sides.target.bytes, sides.source.bytes)
+
+
+def test_pieces_of_which_one_is_not_direct_go_through_stages_together(make: Callable[..., Sides]) -> None:
+    sides = make()
+    sides.register()
+    refused = SealedBuffer(MIB, seed=2)
+    LIBRARY.devices[refused.address] = 1
+    sides.memory.register(refused.address, MIB)
+    local = int64(sides.source.address, refused.address)
+    remote, sizes = int64(sides.target.address, sides.target.address + MIB), int64(MIB, MIB)
+    assert outcome_of(sides.connect().write(sides.grant, local, remote, sizes, deadline_s=DEADLINE_S)).ok
+    expected = np.concatenate((sides.source.bytes[:MIB], refused.bytes))
+    assert np.array_equal(sides.target.bytes[: 2 * MIB], expected)
+
+
+def test_a_host_sends_to_a_device_and_a_device_to_a_host(make: Callable[..., Sides]) -> None:
+    sides, host, buffer = make(), Memory(), Buffer(NBYTES)
+    sides.register()
+    with RdmaTransport(host) as transport:
+        host.follow(transport)
+        host.register(buffer.address, NBYTES)
+        grant = host.grant(int64(buffer.address), int64(NBYTES))
+        peer = sides.sender.connect(transport.listen(), deadline_s=DEADLINE_S)
+        whole = int64(sides.source.address), grant.addresses, grant.nbytes
+        assert outcome_of(peer.write(grant, *whole, deadline_s=DEADLINE_S)).ok
+        assert np.array_equal(buffer.bytes, sides.source.bytes)
+        peer = transport.connect(sides.receiver.listen(), deadline_s=DEADLINE_S)
+        whole = int64(buffer.address), sides.grant.addresses, sides.grant.nbytes
+        assert outcome_of(peer.write(sides.grant, *whole, deadline_s=DEADLINE_S)).ok
+        assert np.array_equal(sides.target.bytes, sides.source.bytes)
+
+
+def test_a_device_that_does_not_take_what_was_written_is_an_outcome(
+    make: Callable[..., Sides], caplog: pytest.LogCaptureFixture
+) -> None:
+    sides = make()
+    sides.register()
+    peer = sides.connect()
+    LIBRARY.fail["cuFlushGPUDirectRDMAWrites"] = 0
+    outcome = sides.send(peer)
+    assert outcome.cause is Cause.REFUSED and "the peer's device did not take it" in outcome.detail
+    assert "a GPU does not take what a card wrote: cuFlushGPUDirectRDMAWrites" in caplog.text
+    LIBRARY.fail.clear()
+    assert sides.send(peer).ok and np.array_equal(sides.target.bytes, sides.source.bytes)
+
+
+def test_a_grant_that_ends_leaves_nothing_on_its_way_to_the_device(
+    make: Callable[..., Sides], stand_ins: Fabric
+) -> None:
+    for card in stand_ins.cards.values():
+        card.bytes_per_s = 50e6
+    sides = make()
+    sides.register()
+    peer = sides.connect()
+    whole = int64(sides.source.address), sides.grant.addresses, sides.grant.nbytes
+    completion = peer.write(sides.grant, *whole, deadline_s=DEADLINE_S)
+    while not LIBRARY.on_their_way and completion.outcome is None:
+        pass
+    sides.there.revoke(sides.grant)
+    assert not LIBRARY.on_their_way
+    sides.target.bytes[:] = 7
+    assert outcome_of(completion).cause is Cause.REFUSED
+    assert (sides.target.bytes == 7).all()
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_slices_for_several_rails_are_as_large_from_stages_as_they_may_be(
+    make: Callable[..., Sides], monkeypatch: pytest.MonkeyPatch, is_direct: bool
+) -> None:
+    LIBRARY.attributes[DMA_BUF_SUPPORTED] = int(is_direct)
+    slices: list[int] = []
+    encode = RailEncoder.order
+
+    def order(self: RailEncoder, part: Slice) -> Any:
+        slices.append(part.pieces.total)
+        return encode(self, part)
+
+    sides = make()
+    source, target = SealedBuffer(40 * MIB, seed=1), SealedBuffer(40 * MIB)
+    sides.memory.register(source.address, 40 * MIB)
+    sides.there.register(target.address, 40 * MIB)
+    grant = sides.there.grant(int64(target.address), int64(40 * MIB))
+    peer = sides.connect()
+    wait_for(lambda: all(path.is_in for path in peer._inner._encoder.paths.all))
+    monkeypatch.setattr(RailEncoder, "order", order)
+    write = peer.write(grant, int64(source.address), grant.addresses, grant.nbytes, deadline_s=DEADLINE_S)
+    assert outcome_of(write).ok and np.array_equal(target.bytes, source.bytes)
+    assert slices == ([5 * MIB] * 8 if is_direct else [STAGE_NBYTES] * 10)
+
+
+@pytest.mark.parametrize("lacks", ["", "dma-buf", "way", "driver", "off"])
+def test_doctor_says_what_cards_do_with_each_gpu(
+    monkeypatch: pytest.MonkeyPatch, stand_ins: Fabric, lacks: str
+) -> None:
+    def driver() -> Driver:
+        if lacks == "driver":
+            raise Unavailable("no CUDA driver")
+        return Driver(LIBRARY)
+
+    monkeypatch.setattr(doctor_rdma, "system_driver", driver)
+    LIBRARY.attributes[DMA_BUF_SUPPORTED] = int(lacks != "dma-buf")
+    stand_ins.cards["card1"].reaches_devices = lacks != "way"
+    settings = RdmaSettings.configured(Config(rdma_gpudirect="off" if lacks == "off" else "auto"))
+    found = [check for check in doctor_rdma.rdma_checks(["10.77.0.1"], settings) if check.name.startswith("GPU")]
+    if lacks == "driver":
+        assert not found
+        return
+    assert [check.name for check in found] == ["GPU 0", "GPU 1"]
+    says = {
+        "": "cards read and fill its memory by themselves (dma-buf); tried with card0, card1",
+        "dma-buf": "goes through page-locked stages: the driver exports no dma-buf",
+        "way": "goes through page-locked stages: card1 does not reach GPU 0: remote operation error",
+        "off": "goes through page-locked stages: rdma_gpudirect is off",
+    }[lacks]
+    assert says in found[0].detail and found[0].status == ("ok" if lacks in ("", "off") else "warning")
+
+
+def test_a_page_of_the_host_is_what_the_driver_is_asked_for() -> None:
+    """It refuses others."""
+    driver, buffer = Driver(LIBRARY), SealedBuffer(3 * mmap.PAGESIZE)
+    with pytest.raises(Unavailable):
+        driver.export_dma_buf(0, buffer.address + 1, mmap.PAGESIZE)
+    with pytest.raises(Unavailable):
+        driver.export_dma_buf(0, buffer.address, 4 * mmap.PAGESIZE)
+    os.close(driver.export_dma_buf(0, buffer.address + mmap.PAGESIZE, mmap.PAGESIZE))
