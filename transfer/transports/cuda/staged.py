@@ -242,8 +242,9 @@ class StagedPeer(Peer):
         local, remote, nbytes = stage.packed(part)
         offset = write.total - write.to_gather - part.total
         mark = None if write.batch is None else marker(write.batch, stage.address, offset)
+        whole_nbytes = write.total if self._inner.num_paths > 1 else 0  # several streams share each of few stages
         return self._inner.write(
-            write.grant, local, remote, nbytes, deadline_s=left_s, whole_nbytes=write.total, mark=mark
+            write.grant, local, remote, nbytes, deadline_s=left_s, whole_nbytes=whole_nbytes, mark=mark
         )
 
     def _passed(self, write: StagedWrite, stage: Stage, sent: Completion, nbytes: int, outcome: Outcome) -> None:
