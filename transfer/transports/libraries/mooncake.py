@@ -16,9 +16,12 @@ from typing import Any
 from transfer.transports.base import Numbers, Region, TransferError, Unavailable
 from transfer.transports.libraries.reader import Patience, Reader
 from transfer.transports.libraries.transport import LibraryTransport
+from transfer.transports.vectors import SMALL_NBYTES
 
 MAX_PIECES, _MAX_READS = 256, 3
 """Pieces under way of one read, and reads of one peer, of which its pool takes 1,024 pieces."""
+_SPIN_S, _MAX_PAUSE_S = 0.0002, 0.001
+"""Its own threads move the bytes, and have enough to do meanwhile, since another read waits for its turn."""
 _MAX_NAME_NBYTES = 256
 
 
@@ -75,7 +78,8 @@ class MooncakeReader(Reader):
         self._turns.pop(name, None)
 
     def read(self, name: str, remote: Numbers, local: Numbers, nbytes: Numbers) -> None:
-        engine, patience = self._running(), Patience("Mooncake")
+        engine, is_small = self._running(), sum(nbytes) <= SMALL_NBYTES
+        patience = Patience("Mooncake", spin_s=_SPIN_S if is_small else 0.0, max_pause_s=_MAX_PAUSE_S)
         under_way: deque[int] = deque()
         with self._turns[name]:
             for there, here, size in zip(remote, local, nbytes, strict=True):

@@ -26,6 +26,8 @@ MAX_PIECES = 4096
 """Of one of its requests."""
 NUM_AGENTS = 2
 """That read: one serves nobody else while it moves bytes, so both of a peer's threads would wait for it."""
+_SPIN_S, _MAX_PAUSE_S = 0.0002, 0.00005
+"""UCX moves bytes when it is asked how far it is."""
 _LOOK_US = 5000
 """How often the thread of who is read from looks for what UCX did not wake it for."""
 
@@ -107,7 +109,7 @@ class NixlReader(Reader):
 
     def read(self, name: str, remote: Numbers, local: Numbers, nbytes: Numbers) -> None:
         with self._least_busy() as agent:
-            patience = Patience("NIXL")
+            patience = Patience("NIXL", spin_s=_SPIN_S, max_pause_s=_MAX_PAUSE_S)
             for start in range(0, len(nbytes), MAX_PIECES):
                 part = slice(start, start + MAX_PIECES)
                 here, there = (

@@ -9,7 +9,6 @@ from transfer.transports.base import Numbers, Region, TransferError
 
 READ_S = 30.0
 """An order that takes longer has failed: some MiB, of a peer that answers."""
-_SPIN_S, _MAX_PAUSE_S = 0.0002, 0.0005
 
 
 class Reader(ABC):
@@ -52,10 +51,10 @@ class Reader(ABC):
 
 
 class Patience:
-    """Between two looks at one read: none at first, since a small one is soon over, then some, for others' sake."""
+    """Between two looks at one read: none for `spin_s`, since a small one is soon over, then some, for others' sake."""
 
-    def __init__(self, library: str) -> None:
-        self._library = library
+    def __init__(self, library: str, *, spin_s: float, max_pause_s: float) -> None:
+        self._library, self._spin_s, self._max_pause_s = library, spin_s, max_pause_s
         self._began_at = time.monotonic()
 
     def wait(self) -> None:
@@ -63,4 +62,4 @@ class Patience:
         taken_s = time.monotonic() - self._began_at
         if taken_s > READ_S:
             raise TransferError(f"{self._library} has not read an order within {READ_S:g} s")
-        time.sleep(0 if taken_s < _SPIN_S else min(taken_s / 8, _MAX_PAUSE_S))
+        time.sleep(0 if taken_s < self._spin_s else min(taken_s / 4, self._max_pause_s))
