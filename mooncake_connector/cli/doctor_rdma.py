@@ -85,13 +85,12 @@ def _chosen(hosts: Sequence[str], settings: RdmaSettings) -> Check:
 
 def _devices(hosts: Sequence[str], settings: RdmaSettings) -> Iterator[Check]:
     """Whether the cards read and fill each GPU's memory by themselves; nothing where there is neither."""
-    try:
-        driver, rails = system_driver(), OpenRails(hosts, settings)
-    except Unavailable:
-        return
-    with contextlib.closing(rails):
+    with contextlib.suppress(Unavailable):
+        driver = system_driver()
         for number in range(driver.num_devices):
-            yield _device(f"GPU {number}", rails, OnDevice(driver, number), settings)
+            place = OnDevice(driver, number)
+            with contextlib.closing(OpenRails(hosts, settings, place)) as rails:
+                yield _device(f"GPU {number}", rails, place, settings)
 
 
 def _device(name: str, rails: OpenRails, place: OnDevice, settings: RdmaSettings) -> Check:

@@ -28,6 +28,9 @@ from transfer.transports.cuda.driver import (
     DMA_BUF_SUPPORTED,
     FLUSH_OPTIONS,
     HANDLE_NBYTES,
+    PCI_BUS_ID,
+    PCI_DEVICE_ID,
+    PCI_DOMAIN_ID,
     WRITES_ORDERING,
     Driver,
 )
@@ -85,6 +88,7 @@ class Library:
         """Another thread records a graph: what might wait for the device is refused unless the thread is relaxed."""
         self._thread = threading.local()
         self.attributes = {DMA_BUF_SUPPORTED: 0, FLUSH_OPTIONS: 1, WRITES_ORDERING: 0}
+        self.attributes |= {PCI_BUS_ID: 0x17, PCI_DEVICE_ID: 0, PCI_DOMAIN_ID: 1}
         """Of each device."""
         self.dma_bufs: dict[int, tuple[int, int]] = {}
         """Which memory a descriptor is of, by its inode."""

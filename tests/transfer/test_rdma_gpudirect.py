@@ -35,6 +35,7 @@ from transfer.transports.cuda.driver import DMA_BUF_SUPPORTED, FLUSH_OPTIONS, WR
 from transfer.transports.cuda.stage import STAGE_NBYTES, OnDevice
 from transfer.transports.memory import Memory
 from transfer.transports.rdma.gpudirect import DeviceRegions
+from transfer.transports.rdma.opened import OpenRails
 from transfer.transports.rdma.sending import RailEncoder
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
@@ -437,6 +438,26 @@ def test_doctor_says_what_cards_do_with_each_gpu(
         "off": "goes through page-locked stages: rdma_gpudirect is off",
     }[lacks]
     assert says in found[0].detail and found[0].status == ("ok" if lacks in ("", "off") else "warning")
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_cards_are_chosen_for_a_gpu_where_they_reach_it_by_themselves(
+    monkeypatch: pytest.MonkeyPatch, stand_ins: Fabric, asks: bool
+) -> None:
+    asked: list[str] = []
+
+    def links(address: str) -> dict[str, int]:
+        asked.append(address)
+        return {"card1": 4, "card0": 6}
+
+    monkeypatch.setattr("transfer.transports.rdma.card.links_to", links)
+    settings = RdmaSettings.configured(Config(rdma_gpudirect="auto" if asks else "off"))
+    with contextlib.closing(OpenRails(["10.77.0.1"], settings, OnDevice(Driver(LIBRARY), 1))) as opened:
+        names = [rail.card.rail.device for rail in opened.all]
+    assert (asked, names) == ((["0001:17:00.0"], ["card1"]) if asks else ([], ["card0", "card1"]))
+    LIBRARY.fail["cuDeviceGetAttribute"] = 0
+    with contextlib.closing(OpenRails(["10.77.0.1"], settings, OnDevice(Driver(LIBRARY), 1))) as opened:
+        assert [rail.card.rail.device for rail in opened.all] == ["card0", "card1"]
 
 
 def test_a_page_of_the_host_is_what_the_driver_is_asked_for() -> None:

@@ -15,6 +15,7 @@ from transfer.transports.rdma.rails import (
     distances,
     index_now,
     is_up,
+    links_to,
     matched,
     rails,
 )
@@ -105,6 +106,42 @@ def test_cards_much_slower_than_others_are_left_out():
     fast, half, slow = rail("a", "10.0.0.1"), rail("b", "10.0.1.1", -1, 50.0), rail("c", "10.0.2.1", -1, 25.0)
     assert chosen([fast, half, slow], ["127.0.0.1"]) == [fast, half]
     assert chosen([slow, half], ["127.0.0.1"]) == [half, slow]
+
+
+def test_of_a_device_the_cards_with_the_fewest_links_to_it_are_used_alone():
+    beside, also, far = rail("a", "10.0.0.1", 0), rail("b", "10.0.1.1", 0), rail("c", "10.0.2.1", 0)
+    other, slow = rail("d", "10.0.3.1", 1), rail("e", "10.0.4.1", 0, 25.0)
+    links, found = {"a": 4, "b": 4, "c": 6, "e": 2}, [other, far, also, slow, beside]
+    away = {0: 10, 1: 32}
+    assert chosen(found, ["127.0.0.1"], distances=away, links=links) == [beside, also]
+    assert chosen(found, ["10.0.2.1"], distances=away, links=links) == [beside, also], "it is the others' as well"
+    assert chosen(found, ["127.0.0.1"], ["c"], distances=away, links=links) == [far], "its name was configured"
+    assert chosen(found, ["127.0.0.1"], distances=away, links={"none of them": 2}) == [beside, also, far]
+    assert chosen([other], ["127.0.0.1"], distances=away, links=links) == [other]
+    assert chosen([], ["127.0.0.1"], links=links) == []
+
+
+def test_links_to_a_device_are_counted_in_the_tree_of_the_kernel(tmp_path):
+    """A switch with two devices behind the first root port, one behind another, and one of another host bridge."""
+    tree, pci, cards = (tmp_path / name for name in ("devices", "bus", "infiniband"))
+    switch = tree / "pci0000:16" / "0000:16:01.0" / "0000:17:00.0"
+    places = {
+        "beside": switch / "0000:18:01.0" / "0000:1a:00.0",
+        "further": tree / "pci0000:16" / "0000:16:02.0" / "0000:30:00.0",
+        "other": tree / "pci0000:80" / "0000:80:01.0" / "0000:81:00.0",
+        "virtual": tree / "virtual" / "rxe",
+    }
+    gpu = switch / "0000:18:00.0" / "0000:19:00.0"
+    for place in (gpu, *places.values()):
+        place.mkdir(parents=True)
+    pci.mkdir()
+    (pci / "0000:19:00.0").symlink_to(gpu)
+    for name, place in places.items():
+        (cards / name).mkdir(parents=True)
+        (cards / name / "device").symlink_to(place)
+    assert links_to("0000:19:00.0", cards, pci) == {"beside": 4, "further": 6}
+    assert links_to("0000:ff:00.0", cards, pci) == {}
+    assert links_to("0000:19:00.0", tmp_path / "no cards", pci) == {}
 
 
 def test_speed_and_place_are_what_the_kernel_says_of_them(sysfs):

@@ -33,6 +33,7 @@ FLUSH_BY_HOST = 1
 ORDERED_FOR_OWNER = 100
 """Of `WRITES_ORDERING`, at least: the device itself sees what a card wrote without a flush."""
 _DMA_BUF_DESCRIPTOR = 1
+PCI_BUS_ID, PCI_DEVICE_ID, PCI_DOMAIN_ID = 33, 34, 50
 _CURRENT_CONTEXT, _TO_OWNER = 0, 100
 
 
@@ -172,6 +173,11 @@ class Driver:
         self.call("cuDeviceGet", byref(number), device)
         self.call("cuDeviceGetAttribute", byref(value), which, number)
         return value.value
+
+    def pci_address(self, device: int) -> str:
+        """As the kernel writes it, such as "0000:17:00.0"."""
+        domain, bus, slot = (self.attribute(device, which) for which in (PCI_DOMAIN_ID, PCI_BUS_ID, PCI_DEVICE_ID))
+        return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
     def export_dma_buf(self, device: int, address: int, nbytes: int) -> int:
         """A descriptor of this memory for other devices' drivers, the caller's to close. It is of the memory that is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from mooncake_connector.log import get_logger, kind_of, log_once
 from transfer.transports.base import Region, TransferError, Unavailable
 from transfer.transports.rdma.keys import Keys
-from transfer.transports.rdma.rails import SYSFS, Rail, chosen, distances, index_now, is_up, rails, unused
+from transfer.transports.rdma.rails import SYSFS, Rail, chosen, distances, index_now, is_up, links_to, rails, unused
 from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.verbs import binding, open_device
 from transfer.transports.vectors import address_of
@@ -165,15 +165,16 @@ class Card:
         self._context.close()
 
 
-def open_cards(hosts: Sequence[str], settings: RdmaSettings) -> list[Card]:
+def open_cards(hosts: Sequence[str], settings: RdmaSettings, near: str = "") -> list[Card]:
     """One for each port to use, the best first; one that cannot be used is left out. Raises Unavailable for none.
 
     Args:
         hosts: the addresses by which peers know this process: ports that have them are preferred.
+        near: the PCI address of the device whose memory cards are to reach by themselves.
     """
     cards: list[Card] = []
     reasons: list[str] = []
-    for rail in _rails(hosts, settings):
+    for rail in _rails(hosts, settings, links_to(near) if near else {}):
         try:
             cards.append(Card(rail, settings))
         except Unavailable as error:
@@ -187,13 +188,13 @@ def open_cards(hosts: Sequence[str], settings: RdmaSettings) -> list[Card]:
     return cards
 
 
-def _rails(hosts: Sequence[str], settings: RdmaSettings) -> list[Rail]:
+def _rails(hosts: Sequence[str], settings: RdmaSettings, links: Mapping[str, int]) -> list[Rail]:
     """Raises Unavailable."""
     found = rails()
     if not found:  # asked first: a process without a card never has the library
         raise Unavailable(f"there is no RDMA card: {SYSFS} is empty")
     binding()
-    if several := chosen(found, hosts, settings.ports, settings.gid_index, distances()):
+    if several := chosen(found, hosts, settings.ports, settings.gid_index, distances(), links):
         return several
     seen = ", ".join(sorted({f"{rail.device} port {rail.port} {'up' if rail.is_up else 'down'}" for rail in found}))
     of = f" of {', '.join(settings.ports)}" if settings.ports else ""

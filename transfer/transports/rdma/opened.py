@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from transfer.transports.base import Region, Unavailable
+from transfer.transports.cuda.driver import CudaError
+from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.rdma.card import Card, open_cards
 from transfer.transports.rdma.completions import Completions
 from transfer.transports.rdma.settings import RdmaSettings
@@ -30,13 +32,25 @@ class OpenRail:
         self.card.close()
 
 
+def _pci_address(place: OnDevice) -> str:
+    """Empty where the driver does not say."""
+    try:
+        return place.driver.pci_address(place.device)
+    except CudaError:
+        return ""
+
+
 class OpenRails:
     """All that are used together."""
 
-    def __init__(self, hosts: Sequence[str], settings: RdmaSettings) -> None:
-        """Raises Unavailable; see `open_cards`."""
+    def __init__(self, hosts: Sequence[str], settings: RdmaSettings, place: OnDevice | None = None) -> None:
+        """Raises Unavailable; see `open_cards`.
+
+        Args:
+            place: the device whose memory is to travel: without stages, if the settings allow that.
+        """
         self.all: list[OpenRail] = []
-        cards = open_cards(hosts, settings)
+        cards = open_cards(hosts, settings, "" if place is None or settings.no_gpudirect else _pci_address(place))
         try:
             while cards:
                 self.all.append(_opened(cards[0]))

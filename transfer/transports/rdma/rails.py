@@ -5,14 +5,16 @@ RoCE v2 addresses a port by an entry of its GID table that is an IP address; Inf
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
 SYSFS = Path("/sys/class/infiniband")
 NODES = Path("/sys/devices/system/node")
+PCI = Path("/sys/bus/pci/devices")
 ROCE_V2, ROCE_V1, INFINIBAND = "RoCE v2", "RoCE v1", "InfiniBand"
 MAX_RAILS = 8
 """That a process uses together."""
@@ -85,6 +87,7 @@ def chosen(
     ports: Sequence[str] = (),
     gid_index: int | None = None,
     distances: dict[int, int] | None = None,
+    links: Mapping[str, int] | None = None,
 ) -> list[Rail]:
     """Those to use together, the best first: the same kind of link, about as fast, as near to this process's memory.
 
@@ -92,6 +95,8 @@ def chosen(
         hosts: the addresses by which peers know this process: ports that have these come first.
         ports: the names of those to use; then it is these that are up, in this order.
         distances: see `distances`.
+        links: see `links_to`, of the device whose memory it is. Of cards that are about as fast those with the fewest
+            are used then, and these alone.
     """
     wanted = [_packed(host) for host in hosts]
     away = distances or {}
@@ -118,8 +123,36 @@ def chosen(
         near = [rail for rail in alike if away.get(rail.node, nearest) == nearest]
         fastest = max((rail.gbit_per_s for rail in near), default=0.0)
         together = {rail.name for rail in near if rail.gbit_per_s >= fastest / 2}
-        several = [rail for rail in several if rail.name in together or rail.gid in wanted]
+        several = _at_device(alike, links or {}) or [
+            rail for rail in several if rail.name in together or rail.gid in wanted
+        ]
     return several[:MAX_RAILS]
+
+
+def _at_device(found: Sequence[Rail], links: Mapping[str, int]) -> list[Rail]:
+    fastest = max(rail.gbit_per_s for rail in found)
+    fast = [rail for rail in found if rail.gbit_per_s >= fastest / 2 and rail.device in links]
+    fewest = min((links[rail.device] for rail in fast), default=0)
+    return [rail for rail in fast if links[rail.device] == fewest]
+
+
+def links_to(address: str, sysfs: Path = SYSFS, pci: Path = PCI) -> dict[str, int]:
+    """PCIe links between the device with this PCI address ("0000:17:00.0") and each card below the same host bridge, by
+    the card's name."""
+    ours = _below_bridge(pci / address)
+    found: dict[str, int] = {}
+    for card in _entries(sysfs):
+        theirs = _below_bridge(card / "device")
+        if shared := len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))):
+            found[card.name] = len(ours) + len(theirs) - 2 * shared
+    return found
+
+
+def _below_bridge(device: Path) -> list[str]:
+    """Where sysfs has it: the host bridge ("pci0000:16"), then what is between, then the device itself."""
+    parts = Path(os.path.realpath(device)).parts
+    bridge = next((place for place, part in enumerate(parts) if part.startswith("pci")), len(parts))
+    return list(parts[bridge:])
 
 
 def unused(ports: Sequence[str], used: Sequence[Rail]) -> list[str]:

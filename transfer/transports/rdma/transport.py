@@ -71,7 +71,7 @@ class RdmaTransport(PullTransport, NetworkTransport):
         super().__init__(
             memory, identity, hosts=hosts, streams=1, tls=tls, lost_after_s=settings.lost_after_s, place=place
         )
-        self._rails = OpenRails(hosts, settings)
+        self._rails = OpenRails(hosts, settings, place)
         self._counts = RailCounts()
         self._device = None if place is None else _direct(self._rails, place, settings)
         self.takes_device = self._device is not None
