@@ -38,6 +38,7 @@ from store_client.embedded.folder import (
     free_nbytes,
     held_nbytes,
     is_pool,
+    overhead_nbytes,
     secure_folder,
 )
 from store_client.embedded.memory_limit import is_in_memory, memory_left
@@ -195,27 +196,29 @@ def pool_checks(config: Config) -> Iterator[Check]:
             folder, notice = choose_default(config.capacity)
             if notice:
                 yield warning("shared memory", notice)
-        yield _pool(folder, config.capacity)
+        check, capacity = _pool(folder, config.capacity)
+        yield check
         there = _existing(folder)
         yield ok("room", f"{human_nbytes(free_nbytes(there))} free in {there}")
         if is_in_memory(there) and (left := memory_left()) is not None:
-            yield _limit(left, config.capacity or default_capacity_nbytes(there))
+            yield _limit(left, capacity + overhead_nbytes(capacity) - held_nbytes(folder))
     except PoolError as error:
         yield failed("pool", str(error))
 
 
-def _pool(folder: Path, capacity: int | None) -> Check:
-    """Raises PoolError for a folder that an engine could not use either."""
+def _pool(folder: Path, capacity: int | None) -> tuple[Check, int]:
+    """And the capacity that it will have with the next engine. Raises PoolError for a folder that an engine could not
+    use either."""
     if not os.path.exists(folder):  # unlike Path.exists, it does not raise for a folder that may not be entered
         parent = _existing(folder)
         if not os.access(parent, os.W_OK | os.X_OK):
             raise PoolError(f"pool folder {folder} cannot be created: {parent} may not be written; set `pool`")
         chosen = check_capacity(parent, capacity, 0)
-        return ok("pool", f"{folder} will be made by the first engine, with {human_nbytes(chosen)}")
+        return ok("pool", f"{folder} will be made by the first engine, with {human_nbytes(chosen)}"), chosen
     secure_folder(folder)
     if not is_pool(folder):
         chosen = check_capacity(folder, capacity, held_nbytes(folder))
-        return ok("pool", f"{folder} will be filled by the first engine, with {human_nbytes(chosen)}")
+        return ok("pool", f"{folder} will be filled by the first engine, with {human_nbytes(chosen)}"), chosen
     try:
         with EmbeddedStore(folder, rebuild=False) as store:
             stats = store.stats()
@@ -223,18 +226,21 @@ def _pool(folder: Path, capacity: int | None) -> Check:
             check_capacity(folder, capacity, held_nbytes(folder), stats.capacity_nbytes)
     except PoolError as error:
         if isinstance(error.__context__, Unusable):
-            return warning("pool", f"{folder} will be rebuilt, empty, by the next engine: {error.__context__}")
+            said = f"{folder} will be rebuilt, empty, by the next engine: {error.__context__}"
+            return warning("pool", said), capacity or default_capacity_nbytes(folder)
         raise
     used, whole = human_nbytes(stats.used_nbytes), human_nbytes(stats.capacity_nbytes)
-    return ok("pool", f"{folder}, {used} of {whole} used by {stats.pages} pages")
+    check = ok("pool", f"{folder}, {used} of {whole} used by {stats.pages} pages")
+    return check, capacity or stats.capacity_nbytes
 
 
-def _limit(left: int, capacity: int) -> Check:
+def _limit(left: int, wanted: int) -> Check:
+    """`wanted`: what the pool may take besides what it has, which the limit counts already."""
     says = f"control groups leave this process {human_nbytes(left)}"
-    if capacity <= left:
+    if wanted <= left:
         return ok("memory limit", says)
     return warning(
-        "memory limit", f"{says}, and the pool may grow to {human_nbytes(capacity)}: it stops before the limit and "
+        "memory limit", f"{says}, and the pool may grow by {human_nbytes(wanted)}: it stops before the limit and "
         "evicts; raise the limit (docker --memory, Kubernetes' limits.memory), or set a smaller capacity",
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from mooncake_connector.checks import failed, ok, warning
 from mooncake_connector.cli import doctor_rdma, doctor_transfers
 from mooncake_connector.cli.main import app
 from store_client import EmbeddedStore
+from store_client.testing import SHARD, chain, namespace, put_chain
 from transfer.transports.rdma import card, verbs
 from transfer.transports.registry import Transports
 from transfer.transports.unix import listen_at_port
@@ -186,6 +187,16 @@ class TestThePool:
         before = (pool / "pool.json").read_text()
         assert_outcome("pool", status, told)
         assert (pool / "pool.json").read_text() == before
+
+    def test_a_memory_limit_is_held_against_what_it_may_take_besides_what_it_has(self, pool, monkeypatch):
+        monkeypatch.setattr(mooncake_connector.cli.doctor, "is_in_memory", lambda path: True)
+        monkeypatch.setattr(mooncake_connector.cli.doctor, "memory_left", lambda: 16 * MIB)
+        assert_outcome("memory limit", "warning", "leave this process 16.0 MiB", "may grow by")
+        with EmbeddedStore(pool, 32 * MIB) as store:
+            monkeypatch.delenv("MOONCAKE_CONNECTOR_CAPACITY")  # the pool keeps its own
+            assert_outcome("memory limit", "warning", "may grow by 32.0 MiB")
+            put_chain(store.space(namespace(), SHARD), chain("a", 24), MIB)
+        assert_outcome("memory limit", "ok", "leave this process 16.0 MiB")
 
     def test_its_room_is_that_of_its_file_system(self, pool):
         status, detail = outcome_of("room")
