@@ -162,8 +162,8 @@ class TieredSpace(SpaceAround):
                 if now_s < former.holds_s:
                     return former.lookup
                 if former.holds_s and (position := self._pages.position()) is not None:
-                    # That pages have landed the pool shows, and while none has it has what it had. That one will not
-                    # the agent says, which is read now and then.
+                    # The pool's feed shows whether pages have landed: while none has, the pool has what it had. That a
+                    # page will not come only the agent says, whose words are read now and then.
                     if position != former.position:
                         found = self._look(keys, former, now_s, position)
                         if found[0] >= len(keys):

@@ -21,8 +21,8 @@ _ENOUGH = 256
 _DOUBT = 8.0
 """So many pages' worth of what holds for all classes goes into the figures of each."""
 _RENEWED_AFTER, _MORE = 512, 32
-"""Pages stored until the figures are looked at again, at least, and what part that is of those that they are made of;
-but no more than a quarter of the pool."""
+"""Pages stored until the figures are looked at again: one in `_MORE` of those that they are made of, no more than a
+quarter of the pool, but at least `_RENEWED_AFTER`."""
 _ROUNDS = 6
 """So often is a quarter of each bin moved to either side: by an octave's width, about."""
 _NEAR: F64 = np.eye(BINS) / 2 + (np.eye(BINS, k=1) + np.eye(BINS, k=-1)) / 4
@@ -107,13 +107,16 @@ class Returns(Policy):
 
 
 class Lines:
-    """What a page of each class is worth at the beginning of each bin, drawn straight from bin to bin."""
+    """What a page of each class is worth at the beginning of each bin, drawn straight from bin to bin.
+
+    A slope and a start for each class and bin, as arrays for many pages and as lists for one.
+    """
 
     def __init__(self, worth: F64) -> None:
         slopes = np.diff(worth, axis=1, append=worth[:, -1:]) / WIDTHS
-        self.slope, self.start = slopes.ravel(), (worth - slopes * EDGES[:-1]).ravel()
-        self.slopes: list[float] = self.slope.tolist()
-        self.starts: list[float] = self.start.tolist()
+        self.slopes, self.starts = slopes.ravel(), (worth - slopes * EDGES[:-1]).ravel()
+        self.slope_list: list[float] = self.slopes.tolist()
+        self.start_list: list[float] = self.starts.tolist()
 
 
 class Worth:
@@ -128,11 +131,11 @@ class Worth:
         np.maximum(ages, 0.0, out=ages)
         cells = bins_of(ages)
         cells += self._kinds[slots] * np.intp(BINS)
-        ages *= self._lines.slope[cells]
-        ages += self._lines.start[cells]
+        ages *= self._lines.slopes[cells]
+        ages += self._lines.starts[cells]
         return ages
 
     def one(self, slot: int) -> float:
         age = float(max(0, self._now_ns - self._used[slot]))
         cell = self._kind[slot] * BINS + bin_of(age)
-        return age * self._lines.slopes[cell] + self._lines.starts[cell]
+        return age * self._lines.slope_list[cell] + self._lines.start_list[cell]

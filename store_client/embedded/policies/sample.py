@@ -42,18 +42,19 @@ EDGES: F64 = np.concatenate([[0.0], _FIRST_NS * 2.0 ** (np.arange(BINS) // 2) * 
 """Beginning of each bin of time since the last use, in nanoseconds, and the end of the last."""
 WIDTHS: F64 = np.diff(EDGES)
 _BEFORE_FIRST = (int(np.float64(_FIRST_NS).view(np.int64)) >> 51) - 1
-EDGE_LIST: list[float] = EDGES.tolist()
+"""Subtracted from an age's exponent and first bit of fraction, which count half octaves, it leaves the bin."""
+_EDGE_LIST: list[float] = EDGES.tolist()
 
 
 def bins_of(ages_ns: F64) -> Places:
-    """The bin of each, of what a float has of it first: its exponent, and half an octave."""
+    """The bin of each age, by the upper 13 bits of its float; as `bin_of`."""
     found: Places = (ages_ns.view(np.int64) >> 51) - _BEFORE_FIRST
     np.maximum(found, 0, out=found)
     return np.minimum(found, BINS - 1, out=found)
 
 
 def bin_of(age_ns: float) -> int:
-    return min(max(0, bisect_right(EDGE_LIST, age_ns) - 1), BINS - 1)
+    return min(max(0, bisect_right(_EDGE_LIST, age_ns) - 1), BINS - 1)
 
 
 def classes_of(turns: U8, uses: U8) -> U8:
