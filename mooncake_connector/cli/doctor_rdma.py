@@ -89,19 +89,19 @@ def _devices(hosts: Sequence[str], settings: RdmaSettings) -> Iterator[Check]:
         driver = system_driver()
         for number in range(driver.num_devices):
             place = OnDevice(driver, number)
-            with contextlib.closing(OpenRails(hosts, settings, place)) as rails:
-                yield _device(f"GPU {number}", rails, place, settings)
+            with contextlib.closing(OpenRails(hosts, settings, place)) as opened:
+                yield _device(f"GPU {number}", opened, place, settings)
 
 
-def _device(name: str, rails: OpenRails, place: OnDevice, settings: RdmaSettings) -> Check:
+def _device(name: str, opened: OpenRails, place: OnDevice, settings: RdmaSettings) -> Check:
     staged = "its KV goes through page-locked stages"
     if settings.no_gpudirect:
         return ok(name, f"{staged}: {settings.no_gpudirect}")
     try:
-        way = DeviceRegions(rails, place).way
+        way = DeviceRegions(opened, place).way
     except Unavailable as error:
         return warning(name, f"{staged}: {error}")
-    cards = ", ".join(rail.card.rail.device for rail in rails.all)
+    cards = ", ".join(rail.card.rail.device for rail in opened.all)
     return ok(name, f"cards read and fill its memory by themselves ({way}); tried with {cards}")
 
 

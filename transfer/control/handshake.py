@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from transfer.transports.channel import Channel
 
 OLDEST_VERSION = 7
-VERSION = MARKS_VERSION = 8
-"""Since `MARKS_VERSION` an introduction may say `marks`."""
+VERSION = 8
+MARKS_VERSION = 8
+"""The first in which an introduction may say `marks`."""
 MIN_SECRET_NBYTES = 16
 MAX_FRAME_NBYTES = 1024
 AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8)

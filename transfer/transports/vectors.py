@@ -24,7 +24,7 @@ IOV_MAX = 1024
 SMALL_NBYTES = 64 << 10
 """Moved without releasing the interpreter lock."""
 _MAX_RUNS = 16
-"""Of pieces of one size; for more, it costs less to ask the kernel."""
+"""See `_put`; for more, it costs less to ask the kernel."""
 _LONG_NBYTES = 256 << 10
 """Copied without the interpreter lock where the kernel does not do it for all pieces."""
 MSG_NOSIGNAL, MSG_DONTWAIT, MSG_WAITALL = 0x4000, 0x40, 0x100
@@ -234,9 +234,10 @@ class _Bytes:
 def _put(address: int, places: Int64, sizes: Int64) -> bool:
     """As `copy_out`, by numpy: without the interpreter lock, and for less than the kernel, which looks up every page.
 
-    It does so for pieces of one size at a time, which KV mostly has. False: they are of too many.
+    It does so for runs of pieces of one size, which KV mostly has, on one side of the source: where targets lie on
+    both, numpy takes them to overlap it, and copies once more. False: there are too many runs.
     """
-    is_above = places > address  # numpy would copy once more what seems to lie between its targets
+    is_above = places > address
     ends = ((sizes[1:] != sizes[:-1]) | (is_above[1:] != is_above[:-1])).nonzero()[0] + 1
     if len(ends) >= _MAX_RUNS:
         return False

@@ -107,7 +107,7 @@ def connected(scale: Scale, progress: Progress, only: Sequence[str] = ()) -> Ite
         far = stack.enter_context(far_process(scale.memory_nbytes, tls, only))
         peers = {}
         for name in far.endpoints:
-            if name in LIBRARIES or name == RDMA:  # a thread of NIXL's never rests: see `measure_libraries`
+            if name in LIBRARIES or name == RDMA:  # measured beside a peer, connected meanwhile
                 continue
             kind, security = ("tcp", Tls(**tls)) if name == TLS and tls else (name, None)
             options = TransportOptions(Identity(), tls=security)

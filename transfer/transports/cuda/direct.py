@@ -21,18 +21,14 @@ from transfer.transports.cuda.stage import OnDevice
 PEER_MEMORY = Path("/sys/module/nvidia_peermem")
 DMA_BUF, BY_MODULE = "dma-buf", "nvidia_peermem"
 """The ways; the first is preferred."""
-GET_IT = (
+_GET_IT = (
     "the driver exports no dma-buf (NVIDIA's open kernel modules do, on Linux 5.12 and newer), and nvidia_peermem is "
     "not loaded (modprobe nvidia_peermem)"
 )
 
 
 class DirectMemory:
-    """Of one device. Safe to use from any thread.
-
-    Args:
-        ways: those that this machine offers.
-    """
+    """Of one device. Safe to use from any thread."""
 
     def __init__(self, place: OnDevice) -> None:
         """Raises Unavailable with what is missing."""
@@ -41,10 +37,11 @@ class DirectMemory:
         if self._must_flush and not driver.attribute(device, FLUSH_OPTIONS) & FLUSH_BY_HOST:
             raise Unavailable(f"nobody can say when GPU {device} sees what a card wrote: its driver offers no flush")
         self.ways = [DMA_BUF] if driver.attribute(device, DMA_BUF_SUPPORTED) else []
+        """Those that this machine offers, the preferred one first."""
         if PEER_MEMORY.exists():
             self.ways.append(BY_MODULE)
         if not self.ways:
-            raise Unavailable(GET_IT)
+            raise Unavailable(_GET_IT)
 
     def check(self, region: Region) -> None:
         """Raises Unavailable for what is not memory of this device."""

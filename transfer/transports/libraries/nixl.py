@@ -56,7 +56,7 @@ class NixlReader(Reader):
         self._locks = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # the default has none
         options = self._api.nixl_agent_config(False, backends=["UCX"], sync_mode=self._locks)
         self._agents = [_call("start", self._api.nixl_agent, _name("reads"), options) for _ in range(NUM_AGENTS)]
-        """None once closed."""
+        """Empty once closed."""
         self._num_reads = [0] * NUM_AGENTS
         """Of each agent, at present."""
 
