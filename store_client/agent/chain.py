@@ -43,8 +43,9 @@ class Batch:
     """The batch of the page before the first one, where that was under way."""
     released: bool = False
     begun: bool = False
-    """Whether it is what it is: until then, and while no batch comes after it, the next pages may join it."""
+    """Whether it was given to its tier: its pages are settled then."""
     followed: bool = False
+    """Whether another batch comes after it, so that nothing can be put between them."""
     ended: bool = False
     whole: bool = False
     """Whether all of it is in the pool."""

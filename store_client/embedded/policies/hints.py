@@ -24,7 +24,7 @@ TURNS, USES, BINS = 2, 3, 44
 """Classes of pages, and bins of the time between two uses."""
 LATER, CAME_BACK, USED_BEFORE = 0x01, 0x40, 0x80
 """Of a page: it is of a later turn of its conversation than the first; it went and came back; it was used before it
-went. The first is `TURNS`, the others are `USES`, with whether it was used since."""
+went. The first makes `TURNS`; the others make `USES`, together with whether it was used since."""
 _MOST_GHOSTS = 1 << 18
 _HEADER_WORDS = 512
 
