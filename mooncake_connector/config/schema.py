@@ -35,7 +35,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _field(
             "How many bytes of pages the pool may hold; when it is full, pages are evicted (`eviction`). "
             "Unset: a quarter of what the folder's file system has free when the pool is created, or of what a "
-            "container's memory limit leaves, at most 16 GiB.",
+            "container's memory limit leaves where that is less, at most 16 GiB.",
             'bytes as an integer, or text with a unit: "8GiB" or "8Gi" (8 * 1024**3), "8GB" or "8G" (8 * 1000**3), '
             "likewise with K, M, T and P, in upper or lower case; from 1MiB to 1024TiB; null for the default",
         ),
