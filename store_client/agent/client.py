@@ -113,7 +113,7 @@ class Client:
         if mouth is None or not self._outbox.empty() or not mouth.turn.acquire(blocking=False):
             return False
         try:
-            if mouth.closed or len(mouth.unsent):
+            if mouth.closed or len(mouth.unsent):  # without len, mypy takes it to be empty from here on
                 return False
             self._say(item, mouth.say_at_once)
             if mouth.unsent:
