@@ -105,7 +105,7 @@ bench: bench-$(or $(NAME),unnamed)
 bench-unnamed:
 	@echo 'name one: make bench NAME=store, hicache, transfer, transports, tiers, pd, pd-sglang, routing, index, eviction, hybrid or serve' >&2; exit 2
 
-test-rdma: system-packages dev
+test-rdma: system-packages dev $(VLLM)/.engine
 	@tests/tools/system_packages.sh $(REQUIREMENTS)/rdma-system.txt
 	@MOONCAKE_TEST_RDMA=1 $(DEV)/bin/python tests/tools/run.py rdma
 

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from rdma.image import Missing, made
 
-FOLDER = Path(__file__).resolve().parents[2] / ".cache" / "rdma"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".cache" / "rdma"
 LIMIT_S = 2400.0
 MEMORY_MIB = 1024
 PROCESSOR = "qemu64,+popcnt,+ssse3,+sse4.1,+sse4.2"
@@ -29,6 +30,8 @@ UNAVAILABLE = 77
 """Exit status where the machine cannot be made here."""
 VARIABLE = "MOONCAKE_IN_MACHINE"
 """Set inside of it."""
+TORCH = "MOONCAKE_TORCH"
+"""Names the packages of an engine's environment inside of it, of which torch is one."""
 
 START = f"""export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 export HOME=/root LANG=C.UTF-8 {VARIABLE}=1
@@ -98,7 +101,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def kept() -> dict[str, str]:
     """Of the environment here, what a command inside is to know."""
-    return {name: os.environ[name] for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE") if name in os.environ}
+    found = {name: os.environ[name] for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE") if name in os.environ}
+    python = "python{}.{}".format(*sys.version_info)
+    packages = ROOT / ".venvs" / "vllm" / "lib" / python / "site-packages"
+    return found | ({TORCH: str(packages)} if (packages / "torch").is_dir() else {})
 
 
 if __name__ == "__main__":
