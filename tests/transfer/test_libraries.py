@@ -16,6 +16,7 @@ from transfer.transports import registry
 from transfer.transports.base import TransferError, TransportOptions
 from transfer.transports.cuda.driver import Driver
 from transfer.transports.cuda.stage import STAGE_NBYTES, OnDevice
+from transfer.transports.libraries import mooncake
 from transfer.transports.libraries.mooncake import MooncakeTransport
 from transfer.transports.libraries.nixl import NixlTransport
 from transfer.transports.memory import Memory
@@ -53,6 +54,18 @@ class TestMooncake(TransportConformance):
     @pytest.fixture(autouse=True)
     def installed(self):
         need("mooncake")
+
+
+def test_a_read_of_mooncakes_waits_no_longer_for_those_before_it_than_it_may_take(monkeypatch):
+    need("mooncake")
+    monkeypatch.setattr(mooncake, "READ_S", 0.05)
+    reader = mooncake.MooncakeReader("127.0.0.1")
+    turns = reader._turns["another engine"]
+    while turns.acquire(blocking=False):
+        pass
+    with pytest.raises(TransferError, match="still reading from the engine another engine"):
+        reader.read("another engine", int64(0), int64(0), int64(4096))
+    reader.close()
 
 
 @pytest.fixture(params=MODULES)

@@ -6,6 +6,7 @@ The processor cannot touch the stand-in's device memory here, and what a card wr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
@@ -31,7 +32,14 @@ from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Region, Unavailable
 from transfer.transports.cuda import direct
 from transfer.transports.cuda.direct import whole_pages
-from transfer.transports.cuda.driver import DMA_BUF_SUPPORTED, FLUSH_OPTIONS, WRITES_ORDERING, Driver
+from transfer.transports.cuda.driver import (
+    DMA_BUF_SUPPORTED,
+    FLUSH_OPTIONS,
+    WRITES_ORDERING,
+    CudaError,
+    Driver,
+    system_driver,
+)
 from transfer.transports.cuda.stage import STAGE_NBYTES, OnDevice
 from transfer.transports.memory import Memory
 from transfer.transports.rdma.gpudirect import DeviceRegions
@@ -438,6 +446,24 @@ def test_doctor_says_what_cards_do_with_each_gpu(
         "off": "goes through page-locked stages: rdma_gpudirect is off",
     }[lacks]
     assert says in found[0].detail and found[0].status == ("ok" if lacks in ("", "off") else "warning")
+
+
+def test_a_driver_older_than_gpudirect_serves_through_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        """The stand-in as a library that is loaded, without what came later."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("cuMemGetHandleForAddressRange", "cuFlushGPUDirectRDMAWrites"):
+                raise AttributeError(name)
+            return getattr(LIBRARY, name)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Old())
+    driver = system_driver.__wrapped__()
+    assert driver.num_devices == 2
+    with pytest.raises(CudaError, match="too old: it has no cuMemGetHandleForAddressRange"):
+        driver.export_dma_buf(0, 0, mmap.PAGESIZE)
+    with pytest.raises(CudaError, match="too old"):
+        driver.flush_writes(0)
 
 
 @pytest.mark.parametrize("asks", [True, False])

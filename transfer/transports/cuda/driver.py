@@ -56,8 +56,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuThreadExchangeStreamCaptureMode": (_OUT,),
     "cuPointerGetAttribute": (_OUT, c_int, c_uint64),
     "cuMemGetAddressRange_v2": (_OUT, _OUT, c_uint64),
-    "cuMemGetHandleForAddressRange": (_OUT, c_uint64, c_size_t, c_int, c_uint64),
-    "cuFlushGPUDirectRDMAWrites": (c_int, c_int),
     "cuMemAlloc_v2": (_OUT, c_size_t),
     "cuMemFree_v2": (c_uint64,),
     "cuMemHostAlloc": (_OUT, c_size_t, c_uint),
@@ -74,6 +72,13 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuStreamSynchronize": (c_void_p,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
 }
+
+
+_NEWER: dict[str, tuple[Any, ...]] = {
+    "cuMemGetHandleForAddressRange": (_OUT, c_uint64, c_size_t, c_int, c_uint64),
+    "cuFlushGPUDirectRDMAWrites": (c_int, c_int),
+}
+"""What a driver before CUDA 11.7 lacks, and only GPUDirect needs."""
 
 
 class CudaError(Unavailable):
@@ -96,6 +101,9 @@ def system_driver() -> Driver:
         library = ctypes.CDLL(_LIBRARY)
         for name, arguments in _ARGUMENTS.items():
             getattr(library, name).argtypes = arguments
+        for name, arguments in _NEWER.items():
+            with contextlib.suppress(AttributeError):
+                getattr(library, name).argtypes = arguments
     except (OSError, AttributeError) as error:
         raise Unavailable(f"no CUDA driver: {error}") from None
     return Driver(library)
@@ -119,7 +127,10 @@ class Driver:
             raise Unavailable("no CUDA device")
 
     def call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
+        function = getattr(self._library, name, None)
+        if function is None:
+            raise CudaError(f"the driver is too old: it has no {name}")
+        code = function(*arguments)
         if code:
             text = c_char_p()
             self._library.cuGetErrorName(code, byref(text))

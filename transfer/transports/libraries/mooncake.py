@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 from transfer.transports.base import Numbers, Region, TransferError, Unavailable
-from transfer.transports.libraries.reader import Patience, Reader
+from transfer.transports.libraries.reader import READ_S, Patience, Reader
 from transfer.transports.libraries.transport import LibraryTransport
 from transfer.transports.vectors import SMALL_NBYTES
 
@@ -79,9 +80,9 @@ class MooncakeReader(Reader):
 
     def read(self, name: str, remote: Numbers, local: Numbers, nbytes: Numbers) -> None:
         engine, is_small = self._running(), sum(nbytes) <= SMALL_NBYTES
-        patience = Patience("Mooncake", spin_s=_SPIN_S if is_small else 0.0, max_pause_s=_MAX_PAUSE_S)
         under_way: deque[int] = deque()
-        with self._turns[name]:
+        with self._turn(name):
+            patience = Patience("Mooncake", spin_s=_SPIN_S if is_small else 0.0, max_pause_s=_MAX_PAUSE_S)
             for there, here, size in zip(remote, local, nbytes, strict=True):
                 if len(under_way) == MAX_PIECES:
                     self._finish(engine, under_way.popleft(), patience, name)
@@ -95,6 +96,16 @@ class MooncakeReader(Reader):
     def close(self) -> None:
         with self._lock:
             self._engine = None
+
+    @contextmanager
+    def _turn(self, name: str) -> Iterator[None]:
+        turns = self._turns[name]
+        if not turns.acquire(timeout=READ_S):
+            raise TransferError(f"Mooncake is still reading from the engine {name} what it was asked for before")
+        try:
+            yield
+        finally:
+            turns.release()
 
     @staticmethod
     def _finish(engine: Any, batch: int, patience: Patience, name: str) -> None:
