@@ -1,6 +1,7 @@
 """A prefill and a decode instance hand over KV by rdma: the connector's own nodes, as its workers drive them.
 
-Their memory is that of numpy: the machine's processor is emulated, and takes minutes to import torch or an engine.
+Their memory is that of numpy: the machine's processor is emulated, and takes minutes to import torch, as
+`test_inside_tensors` does.
 """
 
 from __future__ import annotations
