@@ -47,6 +47,14 @@ def free_port() -> int:
             return port
 
 
+class Server(http.server.ThreadingHTTPServer):
+    """One that a test may ask many things at once."""
+
+    daemon_threads = True
+    request_queue_size = 512
+    """Or 5 connections may wait, and those beyond are broken on a busy machine."""
+
+
 @dataclass
 class Engine:
     """A server that answers as told, and notes what it was sent and who has left."""
@@ -141,8 +149,7 @@ class Engine:
             def log_message(self, *arguments: object) -> None:
                 pass
 
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = Server(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         self.port = self._server.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
