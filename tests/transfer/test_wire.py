@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import mmap
 import socket
 from array import array
 from contextlib import suppress
@@ -198,3 +199,65 @@ def test_pieces_are_scattered_wherever_the_source_lies(at):
     assert np.array_equal(memory[at], source)
     memory[at] = 0
     assert not memory.any()
+
+
+@pytest.fixture
+def memory_at():
+    """Makers of memory near an address that is free, as a heap and what was mapped are far from each other."""
+    library, private_anonymous = ctypes.CDLL(None, use_errno=True), 0x22
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    made = []
+
+    def memory_at(hint, nbytes):
+        address = library.mmap(hint, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, private_anonymous, -1, 0)
+        made.append((address, nbytes))
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+    yield memory_at
+    for mapped in made:
+        library.munmap(*mapped)
+
+
+@pytest.mark.parametrize("size", [64 << 10, 128 << 10, 512 << 10])
+def test_pieces_are_scattered_however_far_apart_they_are(memory_at, size):
+    """An array has a limit of its size, which counts rows that overlap as if they did not."""
+    source, near, far = (memory_at(hint, 2 * size) for hint in (1 << 39, 1 << 40, 1 << 46))
+    assert far.ctypes.data - near.ctypes.data > 1 << 45, "the kernel put it elsewhere"
+    source[:] = np.random.default_rng(0).integers(0, 256, 2 * size)
+    places = int64(*(memory.ctypes.data + size for memory in (near, far)))
+    copy_out(source.ctypes.data, places, int64(size, size))
+    assert np.array_equal(near[size:], source[:size]) and np.array_equal(far[size:], source[size:])
+    assert not near[:size].any() and not far[:size].any()
+
+
+@given(
+    pieces=st.lists(
+        st.tuples(st.sampled_from([1, 3, 64, 4096, 40_000, 70_000]), st.integers(0, 5)), min_size=1, max_size=40
+    ),
+    place=st.integers(0, 40),
+    seed=st.integers(0, 1 << 20),
+    order=st.sampled_from(["up", "down", "by size", "any"]),
+    is_list=st.booleans(),
+)
+def test_scattered_pieces_of_any_sizes_in_any_order_are_what_a_loop_would_make(pieces, place, seed, order, is_list):
+    """The source lies before, behind or between them."""
+    random = np.random.default_rng(seed)
+    sizes = int64(*(size for size, _ in pieces))
+    total = int(sizes.sum())
+    ends = np.cumsum([size + gap for size, gap in pieces])
+    offsets = ends - sizes
+    start = 0 if place == 0 else int(ends[min(place, len(ends)) - 1])
+    offsets[offsets >= start] += total
+    memory = np.zeros(int(ends[-1]) + total, dtype=np.uint8)
+    memory[start : start + total] = random.integers(1, 256, total)
+    turns = {"up": offsets, "down": -offsets, "by size": sizes, "any": random.permutation(len(sizes))}
+    chosen = turns[order].argsort(kind="stable")
+    offsets, sizes, wanted, done = offsets[chosen], sizes[chosen], memory.copy(), start
+    for offset, size in zip(offsets.tolist(), sizes.tolist(), strict=True):
+        wanted[offset : offset + size] = memory[done : done + size]
+        done += size
+    columns = memory.ctypes.data + offsets, sizes
+    copy_out(memory.ctypes.data + start, *(column.tolist() if is_list else column for column in columns))
+    assert np.array_equal(memory, wanted)

@@ -25,6 +25,8 @@ SMALL_NBYTES = 64 << 10
 """Moved without releasing the interpreter lock."""
 _MAX_RUNS = 16
 """See `_put`; for more, it costs less to ask the kernel."""
+_MAX_ROWS_NBYTES = 1 << 62
+"""What numpy takes for the size of an array is at most twice this, also where its rows overlap."""
 _LONG_NBYTES = 256 << 10
 """Copied without the interpreter lock where the kernel does not do it for all pieces."""
 MSG_NOSIGNAL, MSG_DONTWAIT, MSG_WAITALL = 0x4000, 0x40, 0x100
@@ -235,8 +237,11 @@ def _put(address: int, places: Int64, sizes: Int64) -> bool:
     """As `copy_out`, by numpy: without the interpreter lock, and for less than the kernel, which looks up every page.
 
     It does so for runs of pieces of one size, which KV mostly has, on one side of the source: where targets lie on
-    both, numpy takes them to overlap it, and copies once more. False: there are too many runs.
+    both, numpy takes them to overlap it, and copies once more. False: there are too many runs, or they are too far
+    apart.
     """
+    if (places.max().item() - places.min().item() + 1) * sizes.max().item() > _MAX_ROWS_NBYTES:
+        return False
     is_above = places > address
     ends = ((sizes[1:] != sizes[:-1]) | (is_above[1:] != is_above[:-1])).nonzero()[0] + 1
     if len(ends) >= _MAX_RUNS:
