@@ -232,6 +232,16 @@ class TestSending:
         peer.close()
         stages.close()
 
+    def test_where_page_locked_memory_ends_several_paths_share_what_is_enough_for_one(self, memory, library, caplog):
+        stages, wire = Stages(OnDevice(Driver(library), 0), memory), Wire(num_paths=4)
+        library.fail["cuMemHostAlloc"] = NUM_STAGES + 1
+        peer = StagedPeer(wire, memory, stages, lambda addresses, nbytes: False)
+        self.begin(peer, memory, 20 * STAGE_NBYTES)
+        wait_for(lambda: len(wire.writes) == NUM_STAGES + 1)
+        assert "wire: little page-locked memory to send from: cuMemHostAlloc" in caplog.text
+        peer.close()
+        stages.close()
+
     def test_a_write_that_ends_just_before_it_is_gathered_is_not_read(self, memory, peer, library, monkeypatch):
         move = StagedPeer._move
 

@@ -27,7 +27,8 @@ logger = get_logger(__name__)
 
 NUM_STAGES = 3
 """Of a peer: one is gathered, one is sent, and one waits for its answer. With each further path of its stream there are
-`MORE_STAGES`, as at the receiver: else most paths would have nothing to carry."""
+`MORE_STAGES`, as at the receiver: else most paths would have nothing to carry. Where these are not to be had it goes
+without them."""
 MORE_STAGES = 2
 Seen: TypeAlias = Callable[[memoryview], None]
 _LOST = Outcome(Cause.PEER_LOST, "the connection was closed on this side")
@@ -118,8 +119,7 @@ class StagedPeer(Peer):
         self._open: set[StagedWrite] = set()
         self._is_closed = False
         try:
-            for _ in range(NUM_STAGES + MORE_STAGES * (inner.num_paths - 1)):
-                self._own.append(stages.take())
+            self._take(MORE_STAGES * (inner.num_paths - 1))
             self._free = list(self._own)
             name = f"mooncake-{self.transport}-gather"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -176,6 +176,17 @@ class StagedPeer(Peer):
             self._changed.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _take(self, num_more: int) -> None:
+        """Raises CudaError."""
+        for _ in range(NUM_STAGES):
+            self._own.append(self._stages.take())
+        try:
+            for _ in range(num_more):
+                self._own.append(self._stages.take())
+        except CudaError as error:
+            said = "%s: little page-locked memory to send from: %s"
+            log_once("transfer.staged.few", said, self.transport, error, logger=logger)
 
     def _over(self, write: StagedWrite) -> None:
         self._memory.end_sending(write.completion)
