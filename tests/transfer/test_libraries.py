@@ -3,6 +3,8 @@
 import importlib
 import subprocess
 import sys
+import threading
+from collections import Counter
 
 import pytest
 from certificates import CAN_MAKE, make_certificate
@@ -18,7 +20,7 @@ from transfer.transports.cuda.driver import Driver
 from transfer.transports.cuda.stage import STAGE_NBYTES, OnDevice
 from transfer.transports.libraries import mooncake
 from transfer.transports.libraries.mooncake import MooncakeTransport
-from transfer.transports.libraries.nixl import NixlTransport
+from transfer.transports.libraries.nixl import NixlReader, NixlTransport
 from transfer.transports.memory import Memory
 from transfer.transports.tls import Tls
 
@@ -177,3 +179,64 @@ def test_memory_of_a_device_goes_through_stages_that_the_library_is_told_of(name
         assert outcome_of(write).ok
         peer.close()
     assert (target.bytes == source.bytes).all() and not LIBRARY.locked
+
+
+class Agent:
+    """What of one of NIXL's is needed to be told of memory and of peers."""
+
+    def __init__(self):
+        self.is_full = False
+        self.memory, self.peers = set(), set()
+
+    def register_memory(self, rows, kind):
+        assert not self.is_full, "no room"
+        self.memory.update(rows)
+        return rows
+
+    def deregister_memory(self, rows):
+        self.memory.difference_update(rows)
+
+    def add_remote_agent(self, origin):
+        assert not self.is_full, "no room"
+        self.peers.add(origin)
+        return origin
+
+    def remove_remote_agent(self, name):
+        self.peers.remove(name.encode())
+
+
+@pytest.fixture
+def reader():
+    """Of which the last agent may be full; the library is not needed."""
+    made = NixlReader.__new__(NixlReader)
+    made._agents, made._lock, made._met = [Agent(), Agent()], threading.Lock(), Counter()
+    return made
+
+
+def test_memory_that_one_of_nixls_agents_refuses_is_known_to_none(reader):
+    """It goes back to the system, and other memory may lie there next."""
+    first, last = reader._agents
+    last.is_full = True
+    with pytest.raises(TransferError, match="no room"):
+        reader.stage(4096, 100)
+    assert not first.memory
+    last.is_full = False
+    reader.stage(4096, 100)
+    assert first.memory == last.memory == {(4096, 100, 0, "")}
+
+
+def test_a_peer_that_one_of_nixls_agents_refuses_is_known_to_none_unless_another_reads_from_there(reader):
+    first, last = reader._agents
+    last.is_full = True
+    for _ in range(2):
+        with pytest.raises(TransferError, match="no room"):
+            reader.meet(b"peer")
+        assert not first.peers
+    last.is_full = False
+    assert reader.meet(b"peer") == "peer"
+    last.is_full = True
+    with pytest.raises(TransferError, match="no room"):
+        reader.meet(b"peer")
+    assert first.peers == last.peers == {b"peer"}
+    reader.part("peer")
+    assert not first.peers and not last.peers

@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -88,14 +88,20 @@ class NixlReader(Reader):
             return self._origin
 
     def stage(self, address: int, nbytes: int) -> None:
-        for agent in self._open_agents():
-            _call(f"register {nbytes} bytes", agent.register_memory, [(address, nbytes, 0, "")], "DRAM")
+        with ExitStack() as undo:  # memory that only some know goes away, and its addresses may be other memory's next
+            for agent in self._open_agents():
+                known = _call(f"register {nbytes} bytes", agent.register_memory, [(address, nbytes, 0, "")], "DRAM")
+                undo.callback(_call, "forget memory", agent.deregister_memory, known)
+            undo.pop_all()
 
     def meet(self, origin: bytes) -> str:
-        with self._lock:
+        with self._lock, ExitStack() as undo:
             for agent in self._open_agents():
-                name = _call("take a peer's description", agent.add_remote_agent, origin)
-            name = name.decode() if isinstance(name, bytes) else name
+                said = _call("take a peer's description", agent.add_remote_agent, origin)
+                name: str = said.decode() if isinstance(said, bytes) else said
+                if not self._met[name]:  # else others read from there
+                    undo.callback(_call, "forget a peer", agent.remove_remote_agent, name)
+            undo.pop_all()
             self._met[name] += 1
             return name
 
