@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 from simulated.cuda_driver import LIBRARY
 
+from transfer.transports.cuda.direct import BY_MODULE, DMA_BUF
 from transfer.transports.rdma import card as card_module
 from transfer.transports.rdma import pair, reader, trial
 from transfer.transports.rdma.rails import ROCE_V2, Rail
@@ -100,6 +101,10 @@ class Card:
         self.fabric, self.bytes_per_s = fabric, bytes_per_s
         self.is_up, self.answers, self.speaks = True, True, True
         self.takes_dma_buf, self.reaches_devices = True, True
+        self.blocked: set[str] = set()
+        """Ways by which it takes memory of devices and does not reach it."""
+        self.ways: dict[int, str] = {}
+        """By which it has such memory, by its address."""
         self.gid = bytes(10) + b"\xff\xff" + ip_address(f"10.77.{number}.1").packed
         self.device = f"card{number}"
         self.moved_nbytes = 0
@@ -113,7 +118,10 @@ class Card:
 
     def passes(self, address: int) -> bool:
         """Whether what lies between it and that memory lets bytes through."""
-        return self.reaches_devices or LIBRARY._range(address) is None
+        if LIBRARY._range(address) is None:
+            return True
+        way = self.ways[max(start for start in self.ways if start <= address)]
+        return self.reaches_devices and way not in self.blocked
 
     def _run(self) -> None:
         while (given := self.work.get()) is not None:
@@ -149,8 +157,10 @@ class Domain:
         self.regions: dict[int, tuple[int, int, int]] = {}
 
     def reg_mr(self, address: int, nbytes: int, access: int) -> Any:
-        if LIBRARY._range(address) is not None and not self.card.fabric.has_peer_memory:
-            raise OSError(14, "Bad address")
+        if LIBRARY._range(address) is not None:
+            if not self.card.fabric.has_peer_memory:
+                raise OSError(14, "Bad address")
+            self.card.ways[address] = BY_MODULE
         return self._add(address, nbytes, access)
 
     def reg_dmabuf_mr(self, offset: int, nbytes: int, address: int, descriptor: int, access: int) -> Any:
@@ -158,6 +168,7 @@ class Domain:
             raise OSError(95, "Operation not supported")
         start, size = LIBRARY.dma_bufs[os.fstat(descriptor).st_ino]
         assert start + offset == address and offset + nbytes <= size
+        self.card.ways[address] = DMA_BUF
         return self._add(address, nbytes, access)
 
     def _add(self, address: int, nbytes: int, access: int) -> Any:

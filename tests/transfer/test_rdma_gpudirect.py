@@ -333,6 +333,35 @@ def test_what_no_card_takes_as_a_dma_buf_it_may_take_by_the_module(
     assert sides.send(sides.connect()).ok and np.array_equal(sides.target.bytes, sides.source.bytes)
 
 
+def test_what_cards_take_as_a_dma_buf_and_do_not_reach_they_may_reach_by_the_module(
+    make: Callable[..., Sides], stand_ins: Fabric, peer_memory: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    stand_ins.cards["card1"].blocked.add(direct.DMA_BUF)
+    sides = make()
+    sides.register()
+    assert sides.is_direct() == (True, True) and "by themselves (nvidia_peermem)" in caplog.text
+    assert not lines(caplog)
+    assert sides.send(sides.connect()).ok and np.array_equal(sides.target.bytes, sides.source.bytes)
+
+
+def test_no_region_is_taken_by_a_way_that_was_not_tried(
+    make: Callable[..., Sides], stand_ins: Fabric, peer_memory: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All that is sent from there would fail."""
+    stand_ins.cards["card1"].blocked.add(direct.BY_MODULE)
+    sides = make()
+    LIBRARY.fail["cuMemGetHandleForAddressRange"] = 0
+    sides.memory.register(sides.source.address, NBYTES)
+    LIBRARY.fail.clear()
+    sides.there.register(sides.target.address, NBYTES)
+    sides.grant = sides.there.grant(int64(sides.target.address), int64(NBYTES))
+    assert sides.is_direct() == (False, True)
+    (line,) = lines(caplog)
+    assert "of GPU memory go through page-locked stages: dma-buf: cuMemGetHandleForAddressRange" in line
+    assert sides.send(sides.connect()).ok and np.array_equal(sides.target.bytes, sides.source.bytes)
+
+
 def test_pieces_of_which_one_is_not_direct_go_through_stages_together(make: Callable[..., Sides]) -> None:
     sides = make()
     sides.register()
@@ -442,7 +471,7 @@ def test_doctor_says_what_cards_do_with_each_gpu(
     says = {
         "": "cards read and fill its memory by themselves (dma-buf); tried with card0, card1",
         "dma-buf": "goes through page-locked stages: the driver exports no dma-buf",
-        "way": "goes through page-locked stages: card1 does not reach GPU 0: remote operation error",
+        "way": "goes through page-locked stages: dma-buf: card1 does not reach GPU 0: remote operation error",
         "off": "goes through page-locked stages: rdma_gpudirect is off",
     }[lacks]
     assert says in found[0].detail and found[0].status == ("ok" if lacks in ("", "off") else "warning")

@@ -22,7 +22,8 @@ class DeviceRegions:
     def __init__(self, rails: OpenRails, place: OnDevice) -> None:
         """Tries it out with a little memory of the device's. Raises Unavailable where one of the cards has none of it.
 
-        Each can be registered by itself; whether what lies between card and device lets bytes pass shows only then.
+        Each can be registered by itself; whether what lies between card and device lets bytes pass shows only then. So
+        `way`, the first by which it does, is how all regions are registered.
         """
         self._rails, self._memory = rails, DirectMemory(place)
         self._direct: list[Region] = []
@@ -30,24 +31,23 @@ class DeviceRegions:
         address = place.driver.allocate(place.device, TRIED_NBYTES)
         try:
             self.way = self._try_out(Region(address, TRIED_NBYTES))
-        except (TransferError, OSError) as error:
-            raise Unavailable(str(error)) from error
         finally:
             place.driver.free(place.device, address)
 
     def register(self, region: Region) -> None:
         """With every card; what one of them does not take goes through stages, and a line in the log says why."""
         try:
-            way = self._register(region)
+            self._register(region, self.way)
         except TransferError as error:
-            reason, size = str(error), f"{region.nbytes} bytes at {region.address:#x}"
+            reason, size = f"{self.way}: {error}", f"{region.nbytes} bytes at {region.address:#x}"
             cause = f"transfer.rdma.staged:{kind_of(reason)}"
             log_once(cause, "rdma: %s of GPU memory go through page-locked stages: %s", size, reason, logger=logger)
             return
         self._set([*self._direct, region])
         device = self._memory.place.device
         said = "rdma: cards read and fill memory of GPU %d by themselves (%s)"
-        log_once(f"transfer.rdma.direct:{device}:{way}", said, device, way, level=logging.INFO, logger=logger)
+        cause = f"transfer.rdma.direct:{device}:{self.way}"
+        log_once(cause, said, device, self.way, level=logging.INFO, logger=logger)
 
     def unregister(self, region: Region) -> None:
         """Raises OSError where a card does not let go of it."""
@@ -69,31 +69,30 @@ class DeviceRegions:
         self._memory.settle()
 
     def _try_out(self, region: Region) -> str:
-        """The way by which every card has it. Raises TransferError, OSError."""
-        way = self._register(region)
-        try:
-            for rail in self._rails.all:
-                try_out(rail.card, self._memory, region.address)
-        finally:
-            self._rails.unregister(region)
-        return way
-
-    def _register(self, region: Region) -> str:
-        """The way that every card took. Raises TransferError with what stood in the way of each."""
-        self._memory.check(region)
+        """The first way by which every card has it. Raises Unavailable with what stood in the way of each."""
         failures: list[str] = []
         for way in self._memory.ways:
             try:
-                if way == DMA_BUF:
-                    with self._memory.exported(region) as (descriptor, offset):
-                        self._rails.register_dma_buf(region, descriptor, offset)
-                else:
-                    self._rails.register_device(region)
-            except TransferError as error:
+                self._register(region, way)
+                try:
+                    for rail in self._rails.all:
+                        try_out(rail.card, self._memory, region.address)
+                finally:
+                    self._rails.unregister(region)
+            except (TransferError, OSError) as error:
                 failures.append(f"{way}: {error}")
             else:
                 return way
         raise Unavailable("; ".join(failures))
+
+    def _register(self, region: Region, way: str) -> None:
+        """Raises TransferError."""
+        self._memory.check(region)
+        if way == DMA_BUF:
+            with self._memory.exported(region) as (descriptor, offset):
+                self._rails.register_dma_buf(region, descriptor, offset)
+        else:
+            self._rails.register_device(region)
 
     def _set(self, regions: list[Region]) -> None:
         self._direct = sorted(regions, key=lambda region: region.address)
