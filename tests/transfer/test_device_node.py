@@ -25,7 +25,7 @@ from transfer.plan.granularity import Bounds, Granularity
 from transfer.plan.pairing import PageRuns
 from transfer.protocol.orders import Ending
 from transfer.session import NodeOptions
-from transfer.transports import registry, sender
+from transfer.transports import registry, sender, wire
 from transfer.transports.base import TransferError
 from transfer.transports.cuda import fetched, landing, staged
 from transfer.transports.cuda.copier import Staging
@@ -159,6 +159,20 @@ class TestMarked(Marked):
         assert ask(p, d) == {Ending.DONE}
         d.check()
         assert len(noted) > 10 and not reads
+
+    @each_transport
+    @pytest.mark.parametrize("pieces", [7, 8, 9, 10, 11, 12, 13])
+    def test_so_it_is_whatever_fits_into_the_first_bytes_of_an_order(
+        self, begin, reads, monkeypatch, transport, pieces
+    ):
+        """Which the next order overwrites before the device has this one's bytes."""
+        monkeypatch.setattr(staged, "STAGE_NBYTES", pieces * 128)
+        orders, order = [], wire.CopyOrder
+        monkeypatch.setattr(wire, "CopyOrder", lambda *said: (orders.append(said), order(*said))[1])
+        p, d = begin(transport)
+        assert ask(p, d) == {Ending.DONE}
+        d.check()
+        assert pieces in {said[2] for said in orders} and not reads
 
     @each_transport
     @pytest.mark.parametrize("times, ending", [(1, Ending.DONE), (2, Ending.FAILED)])

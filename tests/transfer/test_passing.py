@@ -164,6 +164,15 @@ def test_a_batch_that_was_cut_anyhow_is_whole_if_no_byte_is_wrong(sizes, gaps, m
     assert held.passed.is_whole(PEER, 7, remote, nbytes) == (spoilt is None)
 
 
+def test_where_an_order_went_is_remembered_though_the_next_one_is_read_into_the_same_memory():
+    held, said = Revocable(Grant(b"k" * 16, int64(), int64())), int64(100, 110, 3, 4)
+    passing = Passing(held, PEER, Mark(BATCH, 0, xxhash.xxh3_64_intdigest(b"of seven")), said[:2], said[2:])
+    passing.see(memoryview(b"of seven"))
+    said[:] = 200, 300, 1, 1
+    passing.note()
+    assert held.passed.is_whole(PEER, BATCH, int64(100, 110), int64(3, 4))
+
+
 def test_a_mark_has_the_digest_of_its_bytes_and_their_place():
     stage = np.arange(200, dtype=np.uint8)
     start = stage.ctypes.data

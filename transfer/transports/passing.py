@@ -68,7 +68,8 @@ class Passing:
 
     def __init__(self, held: Revocable, peer: bytes, mark: Mark, addresses: Numbers, nbytes: Numbers) -> None:
         self._held, self._peer, self._mark = held, peer, mark
-        self._pieces = addresses, nbytes
+        self._pieces = np.array(addresses, dtype=np.int64), np.array(nbytes, dtype=np.int64)
+        """Copies: an order's columns may lie where the next one is read to before this one is where it belongs."""
         self._digest = xxhash.xxh3_64()
 
     def see(self, part: memoryview) -> None:
