@@ -56,9 +56,10 @@ class Evictor:
         self._policy().stored(Arrivals(slots, prints, parents, uses, table.pages), now_ns())
 
     def evict(self, granules: int, slots: int, started_ns: int) -> int:
-        """Evict what is needed and at least 1% of the pool, so that the cost of choosing is shared by many puts."""
+        """Evict what is needed and at least 1% of what the pool holds, so that the cost of choosing is shared by many
+        puts. Of its capacity that would be all of it where there is room for a hundredth."""
         table, policy = self._table, self._policy()
-        at_least = max(granules, table.capacity_granules // 100)
+        at_least = max(granules, min(table.capacity_granules, table.used_granules) // 100)
         end = table.end_of_slots()
         access = table.access[:end].copy()
         uses, used = table.uses(access), table.used_at(access)

@@ -1,5 +1,6 @@
 """Space: the capacity holds, is nearly all usable, and chains lose their ends first."""
 
+import errno
 import random
 
 import numpy as np
@@ -12,6 +13,7 @@ from mooncake_connector.metrics.registry import AGES_S
 from store_client import EmbeddedStore, Put
 from store_client.embedded import table
 from store_client.embedded.allocator import FreeRuns, as_runs
+from store_client.embedded.arena import GRANULE, Arena
 from store_client.embedded.folder import index_nbytes
 from store_client.embedded.policies import Candidates, Hints
 from store_client.embedded.policies.lru import Lru
@@ -42,6 +44,25 @@ def test_how_long_evicted_pages_were_unused_is_counted(pool, monkeypatch):
     assert stats.evicted_pages >= 4 and sum(stats.evicted_ages) == stats.evicted_pages
     assert stats.evicted_ages[AGES_S.index(900.0)] == stats.evicted_pages, "all within 15 minutes, none within 5"
     assert stats.evicted_unused_s == pytest.approx(600 * stats.evicted_pages, rel=0.3)
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo", "auto"])
+def test_a_pool_that_may_not_grow_to_its_capacity_keeps_what_it_has_room_for(pool, monkeypatch, policy):
+    """A hundredth of the capacity may be more than all that there is room for."""
+    secure, most = Arena.secure, (8 << 20) // GRANULE
+
+    def short_of_room(arena, start, stop):
+        if stop > most:
+            raise OSError(errno.ENOSPC, "no room")
+        secure(arena, start, stop)
+
+    monkeypatch.setattr(Arena, "secure", short_of_room)
+    with EmbeddedStore(pool, 1 << 30, eviction=policy) as store:
+        space = space_in(store)
+        for i in range(140):
+            assert put_chain(space, chain(f"{i}", 1)) == [Put.STORED]
+            assert store.stats().pages >= min(i + 1, 120)
+        audit(store)
 
 
 def test_descendants_go_before_ancestors(pool):
