@@ -163,12 +163,12 @@ def check_capacity(pool: Path, capacity_nbytes: int | None, held_nbytes: int, gr
             f"pool {pool}: capacity {human_nbytes(capacity_nbytes)} takes {human_nbytes(needed)} with its index, and "
             f"the file system has room for {human_nbytes(room)}; set a smaller `capacity`, or `pool` to another folder"
         )
-    index, left = overhead_nbytes(capacity_nbytes), memory_left() if is_in_memory(pool) else None
-    if not held_nbytes and left is not None and index > left:
+    left = memory_left() if not granted_nbytes and is_in_memory(pool) else None  # one that has an index keeps it
+    if left is not None and (index := overhead_nbytes(capacity_nbytes)) > left + held_nbytes:
         raise PoolError(
             f"pool {pool}: the index for capacity {human_nbytes(capacity_nbytes)} takes {human_nbytes(index)}, and the "
-            f"memory limit of this process's control group leaves {human_nbytes(left)}; set a smaller `capacity`, or "
-            "give the container more memory"
+            f"memory limit of this process's control group leaves {human_nbytes(left + held_nbytes)}; set a smaller "
+            "`capacity`, or give the container more memory"
         )
     return capacity_nbytes // GRANULE * GRANULE
 

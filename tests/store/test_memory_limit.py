@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from store.pools import as_root
+from store.pools import as_root, space_in
 
 from mooncake_connector.errors import PoolError
+from store_client import EmbeddedStore
 from store_client.embedded import folder
 from store_client.embedded.memory_limit import is_in_memory, memory_left
+from store_client.testing import chain, put_chain
 
 MIB = 1 << 20
 V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
@@ -129,6 +131,17 @@ class TestThePool:
         monkeypatch.setattr(folder, "memory_left", lambda: MIB)
         with pytest.raises(PoolError, match=r"the index for capacity 512.0 MiB takes .* leaves 1.0 MiB; set a smaller"):
             folder.check_capacity(pool.parent, 512 * MIB, 0)
+
+    def test_a_capacity_whose_index_does_not_fit_does_not_cost_the_pool(self, pool, monkeypatch):
+        """It is more than the index there can serve, so a new one would be made."""
+        with EmbeddedStore(pool, 16 * MIB) as store:
+            put_chain(space_in(store), chain("kept", 3))
+        monkeypatch.setattr(folder, "is_in_memory", lambda path: True)
+        monkeypatch.setattr(folder, "memory_left", lambda: MIB)
+        with pytest.raises(PoolError, match=r"the index for capacity 4\.0 GiB takes"):
+            EmbeddedStore(pool, 4 << 30)
+        with EmbeddedStore(pool, 32 * MIB) as store:  # with the index that it has
+            assert space_in(store).lookup(chain("kept", 3)).pages == 3
 
     @as_root
     @pytest.mark.parametrize("looks", ["as ever", "blind"])
