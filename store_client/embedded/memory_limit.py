@@ -18,10 +18,19 @@ _NO_LIMIT = 1 << 60
 """Version 1 says it in numbers from here on."""
 _TMPFS = 0x01021994
 
-_Files: TypeAlias = tuple[tuple[str, ...], str, tuple[str, ...]]
-"""Of a group: limits, what is used, and what of that is cached files, by the names in memory.stat."""
-_FILES_V2: _Files = (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file"))
-_FILES_V1: _Files = (("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
+_Files: TypeAlias = tuple[tuple[tuple[str, str], ...], tuple[str, ...]]
+"""Of a group: each limit with what is used of it, and what of that is cached files, by the names in memory.stat."""
+_FILES_V2: _Files = (
+    (("memory.max", "memory.current"), ("memory.high", "memory.current")),
+    ("active_file", "inactive_file"),
+)
+_FILES_V1: _Files = (
+    (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes"),  # with what is swapped out, which stays used
+    ),
+    ("total_active_file", "total_inactive_file"),
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -50,7 +59,7 @@ def memory_left(said: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/s
 def _groups(said: Path, mounted: Path) -> Iterator[tuple[Path, _Files]]:
     """Each group with those it is in. In a container the names may be the host's: then only the root is there."""
     try:
-        lines = said.read_text().splitlines()
+        lines = os.fsdecode(said.read_bytes()).splitlines()
     except OSError:
         return
     for line in lines:
@@ -69,17 +78,20 @@ def _groups(said: Path, mounted: Path) -> Iterator[tuple[Path, _Files]]:
         yield root, files
 
 
-def _left(group: Path, limits: tuple[str, ...], usage: str, cached: tuple[str, ...]) -> int | None:
-    limit = min((number for name in limits if (number := _number(group / name)) is not None), default=_NO_LIMIT)
-    used = _number(group / usage)
-    if limit >= _NO_LIMIT or used is None:
+def _left(group: Path, limits: tuple[tuple[str, str], ...], cached: tuple[str, ...]) -> int | None:
+    lefts = []
+    for name, usage in limits:
+        limit = _number(group / name)
+        if limit is not None and limit < _NO_LIMIT and (used := _number(group / usage)) is not None:
+            lefts.append(limit - limit // _KEPT_FREE - used)
+    if not lefts:
         return None
     try:
         fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         files = sum(int(fields.get(name, 0)) for name in cached)
     except (OSError, ValueError):
         files = 0
-    return limit - limit // _KEPT_FREE - used + files
+    return min(lefts) + files
 
 
 def _number(file: Path) -> int | None:

@@ -90,6 +90,23 @@ class TestWhatGroupsSay:
         group(root / "unified", limit=600, used=100)
         assert left(said, tmp_path, text) == 440
 
+    def test_in_version_1_what_is_swapped_out_counts_where_that_has_a_limit(self, said, tmp_path):
+        """Of a group whose memory and swap together have the limit of its memory, as a container has without swap."""
+        root = tmp_path / "mounted" / "memory"
+        group(root, limit=1000, used=100, cached=20, version=1)
+        (root / "memory.memsw.limit_in_bytes").write_text("1000\n")
+        (root / "memory.memsw.usage_in_bytes").write_text("700\n")
+        assert left(said, tmp_path, "4:memory:/x\n") == 1000 - 100 - 700 + 40
+        (root / "memory.memsw.limit_in_bytes").write_text(NO_LIMIT)
+        assert left(said, tmp_path, "4:memory:/x\n") == 1000 - 100 - 100 + 40
+
+    def test_a_groups_name_may_be_any_bytes(self, said, tmp_path):
+        """An error that is none of the system's ended the put, not its growth."""
+        name = b"caf\xe9"
+        group(tmp_path / "mounted" / os.fsdecode(name), limit=1000, used=100)
+        said.write_bytes(b"1:name=systemd:/" + name + b"\n0::/" + name + b"\n")
+        assert memory_left(said, tmp_path / "mounted") == 800
+
     def test_beyond_the_limit_nothing_is_left(self, said, tmp_path):
         group(tmp_path / "mounted", limit=1000, used=990)
         assert left(said, tmp_path, "0::/\n") == 0
