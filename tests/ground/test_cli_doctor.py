@@ -60,23 +60,6 @@ def outcome_of(name: str) -> tuple[str, str]:
     return found["status"], found["detail"]
 
 
-def test_what_the_pool_has_already_need_not_be_left_by_a_memory_limit(pool, engine, monkeypatch):
-    """A pool that has grown to its capacity was warned of, and one whose capacity nobody set was looked at as a new
-    one."""
-    left = [16 * MIB]
-    monkeypatch.setattr(mooncake_connector.cli.doctor, "is_in_memory", lambda path: True)
-    monkeypatch.setattr(mooncake_connector.cli.doctor, "memory_left", lambda: left[0])
-    assert outcome_of("memory limit")[0] == "warning"
-    with EmbeddedStore(pool, 32 * MIB):
-        pass
-    assert outcome_of("memory limit")[0] == "warning"
-    monkeypatch.delenv("MOONCAKE_CONNECTOR_CAPACITY")
-    assert "may grow to 32.0 MiB" in outcome_of("memory limit")[1]
-    left[0] = MIB  # and a look may give back what nobody uses, so the rest is made up
-    monkeypatch.setattr("mooncake_connector.cli.doctor.held_nbytes", lambda folder: 32 * MIB)
-    assert outcome_of("memory limit")[0] == "ok"
-
-
 def assert_outcome(name: str, status: str, *told: str) -> None:
     found, detail = outcome_of(name)
     assert found == status and [text for text in told if text not in detail] == [], (found, detail)
