@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from simulated.cuda_driver import LIBRARY
 from simulated.verbs import Fabric
 
 from mooncake_connector.cli.doctor_rdma import rdma_checks
@@ -74,6 +75,12 @@ def until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+@pytest.fixture(autouse=True)
+def without_devices() -> None:
+    """What tests before have left in the stand-in for the driver: its addresses may be the host's now."""
+    LIBRARY.__init__()  # type: ignore[misc]
+
+
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
     made: list[Pair] = []
@@ -118,6 +125,14 @@ def test_a_rail_that_fails_leaves_what_is_unfinished_to_the_other_and_is_taken_b
     assert pair.sender.take_counts()["rail_recoveries"] == {"card1:1": 1}
     before = card.moved_nbytes
     assert outcome_of(pair.write()).ok and card.moved_nbytes > before + MIB
+
+
+def test_a_transport_that_was_closed_meanwhile_is_unavailable(make: Callable[..., Pair]) -> None:
+    pair = make(FAST)
+    endpoint = pair.receiver.listen()
+    pair.sender.close()
+    with pytest.raises(Unavailable, match="closed"):
+        pair.sender.connect(endpoint, deadline_s=DEADLINE_S)
 
 
 def test_a_revoked_grant_is_written_by_no_rail(make: Callable[..., Pair]) -> None:

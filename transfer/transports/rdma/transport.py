@@ -119,7 +119,10 @@ class RdmaTransport(PullTransport, NetworkTransport):
             ends = [decode_end(said[start : start + END_NBYTES]) for start in range(0, len(said), END_NBYTES)]
         except WireError as error:
             raise Unavailable(str(error)) from error
-        encoder = RailEncoder(self._rails.all, ends, self._counts, self.max_nbytes, self._device)
+        rails = list(self._rails.all)
+        if not rails:  # memory that it could not use closed it
+            raise Unavailable("this side is closed")
+        encoder = RailEncoder(rails, ends, self._counts, self.max_nbytes, self._device)
         try:
             self._try_out(channel, encoder, deadline_at)
         except BaseException:
