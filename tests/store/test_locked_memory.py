@@ -18,7 +18,7 @@ from store.pools import CAPACITY, inside, program, run, running, space_in, works
 
 from store_client import EmbeddedStore
 from store_client.embedded import arena as arenas
-from store_client.embedded import locked_memory, owners
+from store_client.embedded import locked_memory, memory_limit, owners
 from store_client.testing import PAGE_NBYTES, chain, get_page, page_bytes, put_chain
 
 LIMIT_S = 120.0
@@ -247,7 +247,7 @@ def test_the_same_locks_given_twice_count_once_and_a_closed_store_locks_nothing(
 
 
 def test_a_pool_on_a_disk_is_not_locked(growing, locks, monkeypatch):
-    monkeypatch.setattr(arenas, "_TMPFS", 1)
+    monkeypatch.setattr(memory_limit, "_TMPFS", 1)
     put(growing, CAPACITY)
     growing.lock_memory(locks)
     time.sleep(0.05)
