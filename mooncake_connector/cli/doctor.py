@@ -41,7 +41,7 @@ from store_client.embedded.folder import (
     overhead_nbytes,
     secure_folder,
 )
-from store_client.embedded.memory_limit import is_in_memory, memory_left
+from store_client.embedded.memory_limit import left_for
 from transfer.transports.rdma.settings import RdmaSettings
 
 app = command_group("Check whether an engine would use the pool, or (--url) why a running one hits it as it does.")
@@ -200,7 +200,7 @@ def pool_checks(config: Config) -> Iterator[Check]:
         yield check
         there = _existing(folder)
         yield ok("room", f"{human_nbytes(free_nbytes(there))} free in {there}")
-        if is_in_memory(there) and (left := memory_left()) is not None:
+        if (left := left_for(there)) is not None:
             yield _limit(left, capacity + overhead_nbytes(capacity) - held_nbytes(folder))
     except PoolError as error:
         yield failed("pool", str(error))

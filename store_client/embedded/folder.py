@@ -27,7 +27,7 @@ from mooncake_connector.sizes import human_nbytes
 from store_client.embedded import evicted, feed, ledger, table
 from store_client.embedded.arena import GRANULE
 from store_client.embedded.locks import FileLock, LockTimeout, read_file, write_file
-from store_client.embedded.memory_limit import is_in_memory, memory_left
+from store_client.embedded.memory_limit import left_for
 from store_client.embedded.policies import hints_nbytes
 
 DESCRIPTION, OPEN_LOCK = "pool.json", "open.lock"
@@ -131,8 +131,7 @@ def overhead_nbytes(capacity_nbytes: int) -> int:
 
 def default_capacity_nbytes(pool: Path) -> int:
     """Of a new pool in this folder: a quarter of what is free there, or of what a memory limit leaves."""
-    left = memory_left() if is_in_memory(pool) else None
-    room = free_nbytes(pool)
+    left, room = left_for(pool), free_nbytes(pool)
     return min((room if left is None else min(room, left)) // 4, MAX_DEFAULT_CAPACITY_NBYTES)
 
 
@@ -163,7 +162,7 @@ def check_capacity(pool: Path, capacity_nbytes: int | None, held_nbytes: int, gr
             f"pool {pool}: capacity {human_nbytes(capacity_nbytes)} takes {human_nbytes(needed)} with its index, and "
             f"the file system has room for {human_nbytes(room)}; set a smaller `capacity`, or `pool` to another folder"
         )
-    left = memory_left() if not granted_nbytes and is_in_memory(pool) else None  # one that has an index keeps it
+    left = None if granted_nbytes else left_for(pool)  # one that has an index keeps it
     if left is not None and (index := overhead_nbytes(capacity_nbytes)) > left + held_nbytes:
         raise PoolError(
             f"pool {pool}: the index for capacity {human_nbytes(capacity_nbytes)} takes {human_nbytes(index)}, and the "

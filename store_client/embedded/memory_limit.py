@@ -44,6 +44,11 @@ def is_in_memory(file: int | Path) -> bool:
     return not failed and answer[0] == _TMPFS
 
 
+def left_for(file: int | Path) -> int | None:
+    """As `memory_left`, of what a file there may take: None as well where that is not in memory."""
+    return memory_left() if is_in_memory(file) else None
+
+
 def memory_left(said: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes that this process may still take of the tightest of its groups, 0 where it should take none; None where no
     group has a limit. Cached files count as free: the kernel lets go of them before it kills.

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from mooncake_connector.sizes import human_nbytes
 from store_client.embedded.faults import start_thread
-from store_client.embedded.memory_limit import is_in_memory, memory_left
+from store_client.embedded.memory_limit import left_for
 
 AHEAD_NBYTES = 256 << 20
 _SHARE = 16
@@ -43,7 +43,6 @@ class Securing:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._is_in_memory = fd >= 0 and is_in_memory(fd)
         self._lock = threading.Lock()
         """Held while something is secured."""
         self._start = self._stop = 0
@@ -72,19 +71,16 @@ class Securing:
 
     def _distance(self, limit: int) -> int:
         info = os.fstatvfs(self._fd)
-        room, left = info.f_bavail * info.f_frsize, self._memory_left()
+        room, left = info.f_bavail * info.f_frsize, left_for(self._fd)
         return min(AHEAD_NBYTES, limit // _SHARE, (room if left is None else min(room, left)) // _LEFT)
 
     def _check_limit(self, nbytes: int) -> None:
-        left = self._memory_left()
+        left = left_for(self._fd)
         if left is not None and nbytes > left:
             raise OSError(
                 errno.ENOSPC,
                 f"the memory limit of this process's control group leaves too little for {human_nbytes(nbytes)}",
             )
-
-    def _memory_left(self) -> int | None:
-        return memory_left() if self._is_in_memory else None
 
     def _run(self, populate: Populate) -> None:
         while secured := self._step():

@@ -17,6 +17,16 @@ from store_client.agent.wish import Word
 from store_client.testing import DEADLINE_S, SHARD, chain, namespace, put_chain
 
 
+def promised(agent, space, keys, here=0):
+    """What the agent was asked for, all of the prompt but what is here, when it has said that it is coming."""
+    coming = len(keys) - here
+    space.lookup(keys)
+    asked = until(lambda: agent.fetches.asked)[0]
+    asked.tell(Word(coming=coming, settled=True))
+    settled(space, keys, Lookup(here, coming=coming))
+    return asked
+
+
 def test_a_lookup_waits_for_nothing_while_another_thread_speaks(pool):
     """It speaks for as long as the test wants, and lookups go on; too much is dropped, the rest is said afterwards."""
     with running(pool) as agent, tiered(pool) as store:
@@ -204,9 +214,7 @@ def test_what_has_landed_is_found_although_the_agent_says_no_more_of_it(pool, mo
     keys = chain("a", 4)
     with running(pool) as agent, tiered(pool) as store:
         space = space_of(store)
-        space.lookup(keys)
-        until(lambda: agent.fetches.asked)[0].tell(Word(coming=4, settled=True))
-        settled(space, keys, Lookup(0, coming=4))
+        promised(agent, space, keys)
         put_chain(store._inner.space(namespace(), SHARD), keys[:3])
         settled(space, keys, Lookup(3, coming=1))
 
@@ -217,9 +225,7 @@ def test_while_pages_are_coming_the_pool_is_looked_into_only_once_it_has_changed
     keys = chain("a", 4)
     with running(pool) as agent, tiered(pool) as store:
         space = space_of(store)
-        space.lookup(keys)
-        until(lambda: agent.fetches.asked)[0].tell(Word(coming=4, settled=True))
-        settled(space, keys, Lookup(0, coming=4))
+        promised(agent, space, keys)
         looks: list[int] = []
         look = space._pages.leading
         monkeypatch.setattr(space._pages, "leading", lambda keys: looks.append(len(keys)) or look(keys))
@@ -233,10 +239,7 @@ def test_that_a_page_will_not_come_is_heard_while_nothing_changes_in_the_pool(po
     keys = chain("a", 4)
     with running(pool) as agent, tiered(pool) as store:
         space = space_of(store)
-        space.lookup(keys)
-        asked = until(lambda: agent.fetches.asked)[0]
-        asked.tell(Word(coming=4, settled=True))
-        settled(space, keys, Lookup(0, coming=4))
+        asked = promised(agent, space, keys)
         asked.tell(Word(coming=0, done=True, cause="timeout"))
         settled(space, keys, Lookup(0))
 
@@ -249,9 +252,7 @@ def test_pages_that_were_lost_in_front_of_those_that_come_are_asked_for(pool, mo
     with running(pool) as agent, tiered(pool) as store:
         space, inner = space_of(store), store._inner.space(namespace(), SHARD)
         put_chain(inner, keys[:2])
-        space.lookup(keys)
-        until(lambda: agent.fetches.asked)[0].tell(Word(coming=3, settled=True))
-        settled(space, keys, Lookup(2, coming=3))
+        promised(agent, space, keys, here=2)
         inner.remove(keys[:2])
         assert space.lookup(keys)[:3:2] == (0, 0)
         again = until(lambda: agent.fetches.asked[1:])[0]
@@ -264,9 +265,7 @@ def test_what_has_landed_is_found_without_reading_what_the_agent_says(pool, monk
     keys = chain("a", 5)
     with running(pool) as agent, tiered(pool) as store:
         space, inner = space_of(store), store._inner.space(namespace(), SHARD)
-        space.lookup(keys)
-        until(lambda: agent.fetches.asked)[0].tell(Word(coming=5, settled=True))
-        settled(space, keys, Lookup(0, coming=5))
+        promised(agent, space, keys)
         monkeypatch.setattr(store._client, "listen", lambda: 1 // 0)
         for landed in (2, 4):
             put_chain(inner, keys[:landed])
@@ -282,10 +281,7 @@ def test_what_lands_between_a_look_into_the_pool_and_the_agents_last_word_is_fou
     keys = chain("a", 4)
     with running(pool) as agent, tiered(pool) as store:
         space, inner, client = space_of(store), store._inner.space(namespace(), SHARD), store._client
-        space.lookup(keys)
-        asked = until(lambda: agent.fetches.asked)[0]
-        asked.tell(Word(coming=4, settled=True))
-        settled(space, keys, Lookup(0, coming=4))
+        asked = promised(agent, space, keys)
         put_chain(inner, keys[:2])
         listen = client.listen
 

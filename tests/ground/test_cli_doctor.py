@@ -189,8 +189,7 @@ class TestThePool:
         assert (pool / "pool.json").read_text() == before
 
     def test_a_memory_limit_is_held_against_what_it_may_take_besides_what_it_has(self, pool, monkeypatch):
-        monkeypatch.setattr(mooncake_connector.cli.doctor, "is_in_memory", lambda path: True)
-        monkeypatch.setattr(mooncake_connector.cli.doctor, "memory_left", lambda: 16 * MIB)
+        monkeypatch.setattr(mooncake_connector.cli.doctor, "left_for", lambda path: 16 * MIB)
         assert_outcome("memory limit", "warning", "leave this process 16.0 MiB", "may grow by")
         with EmbeddedStore(pool, 32 * MIB) as store:
             monkeypatch.delenv("MOONCAKE_CONNECTOR_CAPACITY")  # the pool keeps its own

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from rdma.test_inside import EMULATED
 from rdma.test_inside_nodes import instances_of, options
-from simulated.cuda_driver import LIBRARY, SealedBuffer
+from simulated.cuda_driver import LIBRARY, DeviceRdma
 from simulated.nodes import Instances, endings
 from simulated.pair import D_TABLE, P_TABLE
 from simulated.waiting import wait_for
 
 import transfer.integrity
 import transfer.session
-from transfer.control.handshake import Identity
 from transfer.plan.granularity import Granularity
 from transfer.protocol.orders import Ending
 from transfer.testing.fixtures import DEADLINE_S, TransportFixtures
@@ -27,9 +26,7 @@ from transfer.testing.memory import MIB
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Transport
 from transfer.transports.cuda.driver import Driver
-from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.memory import Memory
-from transfer.transports.rdma.transport import RdmaTransport
 
 pytestmark = pytest.mark.inside
 NBYTES = 24 * MIB
@@ -44,17 +41,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     assert not LIBRARY.contexts and not LIBRARY.locked and not LIBRARY._queues, "all is given back"
 
 
-class StagedRdma(RdmaTransport):
-    """`rdma` of memory of a device, over the stand-in."""
-
-    buffer = SealedBuffer
-
-    def __init__(self, memory: Memory, identity: Identity | None = None, **options: Any) -> None:
-        super().__init__(memory, identity, place=OnDevice(Driver(LIBRARY), 0), **options)
-
-
 class TestStages(TransportFixtures):
-    transport = StagedRdma
+    transport = DeviceRdma
 
     @pytest.fixture
     def options(self) -> dict[str, Any]:

@@ -18,12 +18,12 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from transfer.control.handshake import Identity
-from transfer.testing.memory import Buffer
+from transfer.testing.memory import Buffer, folded
 from transfer.transports.cuda.driver import (
     DMA_BUF_SUPPORTED,
     FLUSH_OPTIONS,
@@ -37,9 +37,13 @@ from transfer.transports.cuda.driver import (
 from transfer.transports.cuda.ipc import CudaIpcTransport
 from transfer.transports.cuda.stage import OnDevice
 from transfer.transports.memory import Memory
+from transfer.transports.rdma.transport import RdmaTransport
 from transfer.transports.shm import ShmTransport
 from transfer.transports.tcp import TcpTransport
 from transfer.transports.vectors import Vector, read_process
+
+if TYPE_CHECKING:
+    import pytest
 
 INVALID_VALUE, INVALID_DEVICE, INVALID_CONTEXT = 1, 101, 201
 INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 400, 700, 719
@@ -382,6 +386,26 @@ class StagedTcp(TcpTransport):
 
     def __init__(self, memory: Memory, identity: Identity | None = None, **options: Any) -> None:
         super().__init__(memory, identity, place=OnDevice(Driver(LIBRARY), 0), **options)
+
+
+class DeviceRdma(RdmaTransport):
+    """`rdma` of memory of a device, over the stand-in."""
+
+    buffer = SealedBuffer
+
+    def __init__(self, memory: Memory, identity: Identity | None = None, **options: Any) -> None:
+        super().__init__(memory, identity, place=OnDevice(Driver(LIBRARY), 0), **options)
+
+
+def fold_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the conformance class take its large memory, which repeats a little, from the stand-in."""
+
+    def device_memory(*arguments: Any, **options: Any) -> folded:
+        made = folded(*arguments, **options)
+        LIBRARY.allocate(made.address, made.nbytes)
+        return made
+
+    monkeypatch.setattr("transfer.testing.conformance.folded", device_memory)
 
 
 class StagedShm(ShmTransport):

@@ -13,7 +13,7 @@ from store.pools import as_root, space_in
 from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore
 from store_client.embedded import folder
-from store_client.embedded.memory_limit import is_in_memory, memory_left
+from store_client.embedded.memory_limit import is_in_memory, left_for, memory_left
 from store_client.testing import chain, put_chain
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ from store_client import EmbeddedStore
 from store_client.embedded import securing
 from store_client.testing import *
 if sys.argv[2] == "blind":
-    securing.memory_left = lambda: None
+    securing.left_for = lambda file: None
 with EmbeddedStore(sys.argv[1], 512 << 20) as store:
     space = store.space(namespace(), SHARD)
     for number in range(400):
@@ -132,20 +132,23 @@ def test_shared_memory_is_told_from_a_disk(tmp_path):
     assert not is_in_memory(tmp_path / "nothing")
 
 
+def test_a_limit_counts_for_what_is_in_memory_alone(monkeypatch):
+    monkeypatch.setattr("store_client.embedded.memory_limit.memory_left", lambda: 5)
+    assert left_for(Path("/dev/shm")) == 5 and left_for(Path("/proc")) is None
+
+
 class TestThePool:
     def test_the_capacity_nobody_set_is_a_quarter_of_what_is_left(self, pool, monkeypatch):
-        monkeypatch.setattr(folder, "is_in_memory", lambda path: True)
-        monkeypatch.setattr(folder, "memory_left", lambda: 200 * MIB)
+        monkeypatch.setattr(folder, "left_for", lambda path: 200 * MIB)
         assert folder.check_capacity(pool.parent, None, 0) == 50 * MIB
-        monkeypatch.setattr(folder, "memory_left", lambda: 2 * MIB)
+        monkeypatch.setattr(folder, "left_for", lambda path: 2 * MIB)
         with pytest.raises(PoolError, match="within the memory limit"):
             folder.check_capacity(pool.parent, None, 0)
-        monkeypatch.setattr(folder, "is_in_memory", lambda path: False)
+        monkeypatch.setattr(folder, "left_for", lambda path: None)
         assert folder.check_capacity(pool.parent, None, 0) > 50 * MIB
 
     def test_an_index_beyond_what_is_left_is_refused(self, pool, monkeypatch):
-        monkeypatch.setattr(folder, "is_in_memory", lambda path: True)
-        monkeypatch.setattr(folder, "memory_left", lambda: MIB)
+        monkeypatch.setattr(folder, "left_for", lambda path: MIB)
         with pytest.raises(PoolError, match=r"the index for capacity 512.0 MiB takes .* leaves 1.0 MiB; set a smaller"):
             folder.check_capacity(pool.parent, 512 * MIB, 0)
 
@@ -153,8 +156,7 @@ class TestThePool:
         """It is more than the index there can serve, so a new one would be made."""
         with EmbeddedStore(pool, 16 * MIB) as store:
             put_chain(space_in(store), chain("kept", 3))
-        monkeypatch.setattr(folder, "is_in_memory", lambda path: True)
-        monkeypatch.setattr(folder, "memory_left", lambda: MIB)
+        monkeypatch.setattr(folder, "left_for", lambda path: MIB)
         with pytest.raises(PoolError, match=r"the index for capacity 4\.0 GiB takes"):
             EmbeddedStore(pool, 4 << 30)
         with EmbeddedStore(pool, 32 * MIB) as store:  # with the index that it has

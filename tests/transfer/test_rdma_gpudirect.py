@@ -18,16 +18,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from long_form import LONG
-from simulated.cuda_driver import LIBRARY, SealedBuffer
+from simulated.cuda_driver import LIBRARY, DeviceRdma, SealedBuffer, fold_on_device
 from simulated.verbs import Fabric
 from simulated.waiting import wait_for
 
 from mooncake_connector.cli import doctor_rdma
 from mooncake_connector.config.schema import Config
-from transfer.control.handshake import Identity
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.fixtures import DEADLINE_S
-from transfer.testing.memory import MIB, Buffer, folded, int64
+from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import Cause, Region, Unavailable
 from transfer.transports.cuda import direct
@@ -51,15 +50,6 @@ from transfer.transports.stream import Slice
 
 FAST = 1e12
 NBYTES = 9 * MIB + 5
-
-
-class DeviceRdma(RdmaTransport):
-    """The transport of memory of device 0, over the stand-ins."""
-
-    buffer = SealedBuffer
-
-    def __init__(self, memory: Memory, identity: Identity | None = None, **options: Any) -> None:
-        super().__init__(memory, identity, place=OnDevice(Driver(LIBRARY), 0), **options)
 
 
 def num_descriptors() -> int:
@@ -103,13 +93,7 @@ class DeviceConformance(TransportConformance):
     def test_a_piece_beyond_4_gib_arrives(self, memory, there, peer, monkeypatch):  # type: ignore[no-untyped-def]
         if not LONG:
             pytest.skip("the plan of its requests is that of memory of the host (`make test-long`)")
-
-        def device_memory(*arguments: Any, **options: Any) -> folded:
-            made = folded(*arguments, **options)
-            LIBRARY.allocate(made.address, made.nbytes)
-            return made
-
-        monkeypatch.setattr("transfer.testing.conformance.folded", device_memory)
+        fold_on_device(monkeypatch)
         super().test_a_piece_beyond_4_gib_arrives(memory, there, peer)
 
 

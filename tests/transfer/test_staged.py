@@ -14,20 +14,19 @@ import xxhash
 from certificates import CAN_MAKE, make_certificate
 from long_form import LONG
 from simulated.completion_queue import LongQueueTransport, StagedQueueTransport
-from simulated.cuda_driver import LIBRARY, SealedBuffer, StagedShm, StagedTcp
+from simulated.cuda_driver import LIBRARY, SealedBuffer, StagedShm, StagedTcp, fold_on_device
 from simulated.library import StagedLibrary
 from simulated.waiting import wait_for
 
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.fixtures import DEADLINE_S, TransportFixtures
-from transfer.testing.memory import MIB, Buffer, folded, int64
+from transfer.testing.memory import MIB, Buffer, int64
 from transfer.testing.waiting import outcome_of
 from transfer.transports.base import OK, Cause, Completion, Grant, Outcome, Peer, Unavailable
-from transfer.transports.cuda import fetched
 from transfer.transports.cuda.driver import Driver
 from transfer.transports.cuda.fetched import LandingFetcher
-from transfer.transports.cuda.stage import STAGE_NBYTES, OnDevice, Stages
-from transfer.transports.cuda.staged import MORE_STAGES, NUM_STAGES, StagedPeer
+from transfer.transports.cuda.stage import MORE_STAGES, NUM_STAGES, STAGE_NBYTES, OnDevice, Stages
+from transfer.transports.cuda.staged import StagedPeer
 from transfer.transports.memory import Memory
 from transfer.transports.passing import Mark, decode_mark
 from transfer.transports.pull import Fetch, Fetcher
@@ -54,16 +53,10 @@ def certificate(tmp_path_factory):
 class StagedConformance(TransportConformance):
     @pytest.mark.slow
     @pytest.mark.long
-    def test_a_piece_beyond_4_gib_arrives(self, memory, there, peer, library, monkeypatch):
+    def test_a_piece_beyond_4_gib_arrives(self, memory, there, peer, monkeypatch):
         if not LONG and type(self) not in (TestTcp, TestFetching):
             pytest.skip("what is sent they all cut into stages alike (`make test-long`)")
-
-        def device_memory(*arguments, **options):
-            made = folded(*arguments, **options)
-            library.allocate(made.address, made.nbytes)
-            return made
-
-        monkeypatch.setattr("transfer.testing.conformance.folded", device_memory)
+        fold_on_device(monkeypatch)
         super().test_a_piece_beyond_4_gib_arrives(memory, there, peer)
 
 
@@ -433,7 +426,7 @@ class TestLandingOfFetches:
 
     def test_the_device_empties_one_while_others_are_filled_and_there_are_no_more_than_so_many(self):
         target, _, _ = self.order(6)
-        assert len(self.inner.started) == fetched.NUM_STAGES == 3
+        assert len(self.inner.started) == NUM_STAGES == 3
         self.end(0)
         assert self.library.calls["cuMemcpyAsync"] == 1 and self.library.calls["cuStreamSynchronize"] == 0
         self.end(2)

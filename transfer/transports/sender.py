@@ -48,6 +48,16 @@ _FAILURES = {
 }
 
 
+def begun(pieces: Pieces, grant: Grant, deadline_s: float) -> Completion:
+    """Of a write of these pieces, over at once where they hold nothing. Raises ValueError outside of the grant."""
+    if not grant.covers(pieces.remote, pieces.nbytes):
+        raise ValueError("a destination piece is outside of the grant")
+    completion = Completion(time.monotonic() + deadline_s)
+    if not pieces.total:
+        completion.settle(OK)
+    return completion
+
+
 class SendingPeer(Peer):
     """See `base.Peer`; the streams are connected and past their handshake."""
 
@@ -115,11 +125,8 @@ class SendingPeer(Peer):
         """As `base.Peer`; `whole_nbytes` is of what this is a part of, which is cut as that would be. With `mark` each
         order is marked."""
         pieces = Pieces.of(local, remote, nbytes)
-        if not grant.covers(pieces.remote, pieces.nbytes):
-            raise ValueError("a destination piece is outside of the grant")
-        completion = Completion(time.monotonic() + deadline_s)
+        completion = begun(pieces, grant, deadline_s)
         if not pieces.total:
-            completion.settle(OK)
             return completion
         slice_nbytes = self._slice_nbytes(max(pieces.total, whole_nbytes))
         write = WriteRequest(pieces, grant, completion, slice_nbytes, mark)

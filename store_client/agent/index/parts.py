@@ -19,7 +19,7 @@ _PART_NBYTES = 16 << 10
 """Of text; shorter ones, as the end of a prompt is, are not kept."""
 _PARTS_AT_ONCE = 4
 """Arrays of their tokens are small enough for a core's own cache, and large beside what a call of numpy takes."""
-_COMMA = ord(",")
+COMMA = ord(",")
 _PART_BLOCKS = 64
 
 K = TypeVar("K", bytes, int)
@@ -58,7 +58,7 @@ class Parts:
             first = 0
             for stop in stops:
                 part = text[start:stop]
-                after = first + 1 + np.count_nonzero(np.frombuffer(part, dtype=np.uint8) == _COMMA)
+                after = first + 1 + np.count_nonzero(np.frombuffer(part, dtype=np.uint8) == COMMA)
                 self._keep(self._name_of(part), of[first:after].copy())
                 first, start = after, stop + 1
         return np.concatenate(found)

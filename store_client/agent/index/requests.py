@@ -13,7 +13,7 @@ from msgspec import Meta, Raw, Struct
 from mooncake_connector.config.values import shown
 from mooncake_connector.log import printable
 from store_client.agent.index.hashes import Tokens32
-from store_client.agent.index.parts import Parts
+from store_client.agent.index.parts import COMMA, Parts
 
 MAX_TOKENS = 1 << 20
 MAX_HASHES = 1 << 17
@@ -22,7 +22,7 @@ _IN_A_LIST = b"0123456789-, \t\r\n"
 _TOKENS = re.compile(rb'"token_ids"\s*:\s*\[')
 """No other place of a JSON text has these bytes: within a text quotes are escaped."""
 
-_COMMA, _SPACE, _ZERO = b", 0"
+_SPACE, _ZERO = b" 0"
 _DIGITS = np.uint64(0x0F0F0F0F0F0F0F0F)
 _PAIRS = [
     (np.uint64((10**digits << bits) + 1), np.uint64(bits), np.uint64(mask))
@@ -174,7 +174,7 @@ def _plain_tokens(text: bytes) -> Tokens32 | None:
     All at a time: a token's digits are the bytes of a 64-bit word, which are added in pairs, fours and eights.
     """
     raw, space = np.frombuffer(text, dtype=np.uint8), text.startswith(b" ")
-    is_comma = raw == _COMMA
+    is_comma = raw == COMMA
     commas = np.flatnonzero(is_comma)
     gap = 2 if len(commas) and text.startswith(b" ", commas[0] + 1) else 1
     if np.count_nonzero(raw - _ZERO < 10) != len(raw) - space - gap * len(commas):

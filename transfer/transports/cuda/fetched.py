@@ -15,17 +15,12 @@ from mooncake_connector.log import get_logger, log_once
 from transfer.transports.base import TransferError
 from transfer.transports.cuda.driver import CudaError
 from transfer.transports.cuda.landing import failed
-from transfer.transports.cuda.stage import STAGE_NBYTES, Stage, Stages
+from transfer.transports.cuda.stage import MORE_STAGES, NUM_STAGES, STAGE_NBYTES, Stage, Stages
 from transfer.transports.pull import Fetch, Fetcher
 from transfer.transports.vectors import Pieces
 from transfer.transports.wire import MAX_ORDER_PIECES, CopyStatus
 
 logger = get_logger(__name__)
-
-NUM_STAGES = 3
-"""Of a peer with one lane: two are filled while the device empties the third. Each further lane has `MORE_STAGES`, and
-none fills more than these, also where nothing comes over it."""
-MORE_STAGES = 2
 
 
 class _Part(Fetch):

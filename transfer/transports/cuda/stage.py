@@ -17,6 +17,12 @@ from transfer.transports.vectors import Pieces
 
 STAGE_NBYTES = 4 << 20
 """Moved at a time: while one such part is copied by the device, the next or the last one is on its way."""
+NUM_STAGES = 3
+"""Of a peer, at either side: one is gathered, one is sent, and one waits for its answer; two are filled, while the
+device empties the third. Each further path, or lane, has `MORE_STAGES`: else most would have nothing to carry. A sender
+goes without these where they are not to be had; a receiver fills `NUM_STAGES` of one lane at most, also where nothing
+comes over the others."""
+MORE_STAGES = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,22 +14,17 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from mooncake_connector.log import get_logger, log_once
-from transfer.transports.base import OK, Cause, Completion, Grant, Int64, Numbers, Outcome, Peer, TransferError
+from transfer.transports.base import Cause, Completion, Grant, Int64, Numbers, Outcome, Peer, TransferError
 from transfer.transports.cuda.driver import CudaError
-from transfer.transports.cuda.stage import STAGE_NBYTES, Stage, Stages
+from transfer.transports.cuda.stage import MORE_STAGES, NUM_STAGES, STAGE_NBYTES, Stage, Stages
 from transfer.transports.memory import Memory
 from transfer.transports.passing import marker
-from transfer.transports.sender import SendingPeer
+from transfer.transports.sender import SendingPeer, begun
 from transfer.transports.vectors import Pieces
 from transfer.transports.wire import MAX_ORDER_PIECES
 
 logger = get_logger(__name__)
 
-NUM_STAGES = 3
-"""Of a peer: one is gathered, one is sent, and one waits for its answer. With each further path of its stream there are
-`MORE_STAGES`, as at the receiver: else most paths would have nothing to carry. Where these are not to be had it goes
-without them."""
-MORE_STAGES = 2
 Seen: TypeAlias = Callable[[memoryview], None]
 _LOST = Outcome(Cause.PEER_LOST, "the connection was closed on this side")
 
@@ -150,11 +145,8 @@ class StagedPeer(Peer):
         pieces = Pieces.of(local, remote, nbytes)
         if seen is None and batch is None and self.is_direct(pieces.local, pieces.nbytes):
             return self._inner.write(grant, local, remote, nbytes, deadline_s=deadline_s)
-        if not grant.covers(pieces.remote, pieces.nbytes):
-            raise ValueError("a destination piece is outside of the grant")
-        completion = Completion(time.monotonic() + deadline_s)
+        completion = begun(pieces, grant, deadline_s)
         if not pieces.total:
-            completion.settle(OK)
             return completion
         self._memory.begin_sending(completion, pieces.local, pieces.nbytes)
         write = StagedWrite(pieces, grant, completion, seen, batch)
