@@ -108,7 +108,8 @@ def _permute(  # type: ignore[no-untyped-def]
             TILE,
             HEADS,
             HEAD_STRIDE,
-            SEGMENTS[which],
+            SEGMENTS,
+            which,
             INTO_BLOCKS,
         )
 
@@ -124,22 +125,23 @@ def _move(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    WHICH: tl.constexpr,
     INTO_BLOCKS: tl.constexpr,
 ):
     """K or V of the run; `page` and `block` point to their first bytes."""
-    WORDS: tl.constexpr = SEGMENT[0]
-    PAGE_TOKEN: tl.constexpr = SEGMENT[3]
-    BLOCK_TOKEN: tl.constexpr = SEGMENT[6]
-    here = page + SEGMENT[1] + layer * SEGMENT[2] + page_token * PAGE_TOKEN
-    there = block + SEGMENT[5] + block_token * BLOCK_TOKEN
+    WORDS: tl.constexpr = SEGMENTS[WHICH][0]
+    PAGE_TOKEN: tl.constexpr = SEGMENTS[WHICH][3]
+    BLOCK_TOKEN: tl.constexpr = SEGMENTS[WHICH][6]
+    here = page + SEGMENTS[WHICH][1] + layer * SEGMENTS[WHICH][2] + page_token * PAGE_TOKEN
+    there = block + SEGMENTS[WHICH][5] + block_token * BLOCK_TOKEN
     end = count * (HEADS * WORDS)
     for start in range(0, end, TILE):
         at = start + tl.arange(0, TILE)
         inside = at < end
         token = (at // (HEADS * WORDS)).to(tl.int64)
         head = (at // WORDS % HEADS).to(tl.int64)
-        in_page = here + (token * PAGE_TOKEN + head * SEGMENT[4] + at % WORDS)
+        in_page = here + (token * PAGE_TOKEN + head * SEGMENTS[WHICH][4] + at % WORDS)
         in_block = there + (token * BLOCK_TOKEN + head * HEAD_STRIDE + at % WORDS)
         if INTO_BLOCKS:
             tl.store(in_block, tl.load(in_page, mask=inside), mask=inside)
