@@ -153,9 +153,10 @@ Progress: TypeAlias = Callable[[int, int], None]
 """Called with (pages done, pages in all)."""
 
 Consume: TypeAlias = Callable[[int, Bytes], None]
-Fill: TypeAlias = Callable[[int, Bytes], int | None]
-"""Called with (number in the keys, view to write); what it may return: see `Space.write`."""
-Settle: TypeAlias = Callable[[], None]
+Fill: TypeAlias = Callable[[int, Bytes], None]
+Digests: TypeAlias = Sequence[int | None]
+"""XXH3-64 of pages, None of those that nobody has taken yet."""
+Settle: TypeAlias = Callable[[], Digests | None]
 """Waits until all that was begun is over, for who lets a device read or write the views: see `Space.read`."""
 Pieces: TypeAlias = Sequence[Bytes]
 """The bytes of one page, in order: usually one piece, several where the pool's space is fragmented."""
@@ -226,8 +227,9 @@ class Space(ABC):
 
         With `settle`, `consume` may only begin to read `view`, which stays valid until `settle()` has come to its end,
         with or without an exception: nothing reads any view by then. It is called once after the last page, and also
-        where the read ends early, unless no page was shown; its exception passes through. The checksums may be
-        computed by several threads, ahead of `consume`.
+        where the read ends early, unless no page was shown; its exception passes through. Checksums are verified after
+        it: `settle` may return the XXH3-64 of the bytes that were read, in the order in which pages were shown, as a
+        device takes them on the way. Others are taken then, by several threads.
         """
 
     @abstractmethod
@@ -250,8 +252,8 @@ class Space(ABC):
 
         With `settle`, `fill` may only begin to write `view`, as in `read`: when `settle()` has come to its end, all
         is written that ever will be. It is called once for each batch of pages that the store makes of them, and an
-        exception of it is one of `fill`. Checksums are taken after it, by several threads; those of the first n pages
-        of the batch before, while others are being written, once `fill` has returned n: they are written for good.
+        exception of it is one of `fill`. It may return the XXH3-64 of what was written, in the order in which pages
+        were filled; others are taken then, by several threads.
         """
 
     @abstractmethod

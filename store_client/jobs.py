@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.kv.geometry import Shard
-from store_client.base import Bytes, Lookup, Put, Settle
+from store_client.base import Bytes, Digests, Lookup, Put, Settle
 from store_client.sharded import ConsumePart, ShardView
 
 _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
@@ -253,11 +253,11 @@ class Load(Job):
                 begun = True
             copy(first + index, part, page)
 
-        def end() -> None:
+        def end() -> Digests | None:
             nonlocal begun
             begun = False
             with held:
-                settle()
+                return settle()
 
         return view.read(keys, begin, settle=end)
 
@@ -288,8 +288,8 @@ class Save(Job):
         """Waits until the copies are over that `fill` only begins, and raises as it; None where it carries them out."""
         return None
 
-    def fill(self, number: int, page: Bytes) -> int | None:
-        """Copy a page out of the engine's memory. Returns as `Fill`.
+    def fill(self, number: int, page: Bytes) -> None:
+        """Copy a page out of the engine's memory.
 
         Raises:
             GivenUp: nobody waits for the job any longer.
@@ -298,7 +298,6 @@ class Save(Job):
         assert self.copy is not None
         with self.holding_memory():
             self.copy(number, page)
-        return None
 
     def leave_out_present(self, view: ShardView) -> None:
         """Ask the store which pages it has."""
@@ -329,20 +328,20 @@ class Save(Job):
         results: list[Put] = []
         waits_s = time.monotonic()  # since when it waits for the store and does nothing else
 
-        def fill(index: int, page: Bytes) -> int | None:
+        def fill(index: int, page: Bytes) -> None:
             nonlocal waits_s
             try:
-                return self.fill(numbers[index], page)
+                self.fill(numbers[index], page)
             finally:
                 waits_s = time.monotonic()
 
         settle = self.settle
 
-        def end() -> None:
+        def end() -> Digests | None:
             nonlocal waits_s
             assert settle is not None
             try:
-                settle()
+                return settle()
             finally:
                 waits_s = time.monotonic()
 

@@ -3,17 +3,18 @@
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import xxhash
 
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes
+from store_client.base import Bytes, Digests
+from store_client.embedded.faults import CallersOwn
 
 logger = get_logger(__name__)
 
-_MOST_THREADS = 4
+_MOST_THREADS = 8
 """More wait for memory, or take cores from other ranks of the host."""
 _CORES_A_THREAD = 2
 
@@ -46,25 +47,14 @@ def each(work: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]
     yield from results
 
 
-def begin(work: Callable[[T], R], item: T) -> Future[R]:
-    """Have `work` of an item done by another thread, however few cores there are: who calls waits for a device."""
-    done: Future[R] = Future()
-    turn = threading.Lock()
-
-    def once() -> None:
-        if not turn.acquire(blocking=False) or not done.set_running_or_notify_cancel():
-            return
-        try:
-            done.set_result(work(item))
-        except BaseException as error:
-            done.set_exception(error)
-
-    try:
-        _started(num_threads()).submit(once)
-    except RuntimeError as error:  # it is queued all the same, and a later thread finds it
-        _tell(error)
-        once()
-    return done
+def completed(digests: Digests | None, pages: Sequence[Bytes]) -> list[int]:
+    """The digest of each page: those that somebody has taken on the way, and the others, which are taken now."""
+    if digests is None:
+        return list(each(digest, pages))
+    if len(digests) != len(pages):
+        raise CallersOwn from ValueError(f"{len(digests)} digests for {len(pages)} pages")
+    taken = each(digest, [page for page, one in zip(pages, digests, strict=True) if one is None])
+    return [next(taken) if one is None else one for one in digests]
 
 
 def _tell(error: RuntimeError) -> None:
@@ -72,7 +62,7 @@ def _tell(error: RuntimeError) -> None:
 
 
 def num_threads() -> int:
-    """Threads that hash beside each other: one for two cores that this process may use, at most four."""
+    """Threads that hash beside each other: one for two cores that this process may use, at most eight."""
     return min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // _CORES_A_THREAD))
 
 

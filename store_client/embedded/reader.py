@@ -6,17 +6,16 @@ cleared before their space is given to anybody else.
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
 from typing import TypeAlias
 
 import numpy as np
 import xxhash
 
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes, Consume, Pieces, Settle
+from store_client.base import Bytes, Consume, Digests, Pieces, Settle
 from store_client.embedded.arena import GRANULE, Arena, gather
 from store_client.embedded.faults import CallersOwn
-from store_client.embedded.hashing import digest, each
+from store_client.embedded.hashing import completed, digest
 from store_client.embedded.names import join_keys
 from store_client.embedded.owners import Counters
 from store_client.embedded.table import BROUGHT, READ, Found, Table
@@ -107,30 +106,35 @@ class Reader:
                 yield i, found
 
     def _begun(self, pages: Sequence[_Page], consume: Consume, settle: Settle) -> Iterator[_Page]:
-        """Show all pages, while others are verified, and have what reads them come to its end; as `_shown`."""
-        shown: list[tuple[Bytes, bool]] = []
-        begun = False
+        """Show all pages, have what reads them come to its end, and verify them; as `_shown`."""
+        shown: list[Bytes] = []  # a copy lives as long as it is read
+        digests: Digests | None = None
         try:
-            with closing(each(self._verified, [found for _, found in pages])) as verified:
-                for (i, _), (whole, right) in zip(pages, verified, strict=True):
-                    shown.append((whole, right))  # a copy lives as long as it is read
-                    if right:
-                        begun = True
-                        consume(i, _read_only(whole))
+            for i, found in pages:
+                whole = self._whole(found)
+                shown.append(whole)
+                if len(whole):
+                    consume(i, _read_only(whole))
         finally:
-            if begun:
-                settle()
-        for page, (_, right) in zip(pages, shown, strict=True):
+            if any(map(len, shown)):
+                digests = settle()
+        taken = iter(completed(digests, [whole for whole in shown if len(whole)]))
+        for page, whole in zip(pages, shown, strict=True):
+            right = len(whole) > 0 and next(taken) == page[1].row.checksum
             if self._stayed(page[1], right):
                 yield page
 
-    def _verified(self, found: Found) -> tuple[Bytes, bool]:
-        """The page's bytes, and whether they match its checksum."""
+    def _whole(self, found: Found) -> Bytes:
+        """The page's bytes in one piece; none where its row leads nowhere."""
         pieces = self.pieces(found)
         if pieces is None:
-            return _NOTHING, False
-        whole = pieces[0] if len(pieces) == 1 else gather(pieces, found.row.nbytes)
-        return whole, digest(whole) == found.row.checksum
+            return _NOTHING
+        return pieces[0] if len(pieces) == 1 else gather(pieces, found.row.nbytes)
+
+    def _verified(self, found: Found) -> tuple[Bytes, bool]:
+        """The page's bytes, and whether they match its checksum."""
+        whole = self._whole(found)
+        return whole, len(whole) > 0 and digest(whole) == found.row.checksum
 
     def _stayed(self, found: Found, right: bool) -> bool:
         """The second look: whether a page that was `right` is still where it was."""

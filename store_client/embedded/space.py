@@ -5,9 +5,7 @@ Faults of the pool end here: a miss or a failed put, a counter and one log line.
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
@@ -18,11 +16,11 @@ from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.keys import KEY_NBYTES
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes, Consume, Fill, Lookup, Pieces, Position, Put, Settle, Space
+from store_client.base import Bytes, Consume, Digests, Fill, Lookup, Pieces, Position, Put, Settle, Space
 from store_client.embedded.arena import GRANULE, spread
 from store_client.embedded.evicted import refusal
 from store_client.embedded.faults import CallersOwn, callers
-from store_client.embedded.hashing import begin, digest
+from store_client.embedded.hashing import completed, digest
 from store_client.embedded.locks import LockTimeout
 from store_client.embedded.names import hash_keys, identify, join_keys
 from store_client.embedded.pool import Pool
@@ -86,52 +84,35 @@ def _fill_each(fill: Fill, at: int, pool: Pool, plan: PutPlan) -> None:
         if pieces is not None:
             whole = _whole(pieces, nbytes)
             fill(at + place.index, whole)
-            place.checksum = _complete((whole, pieces))
+            if len(pieces) > 1:
+                spread(whole, pieces)
+            place.checksum = digest(whole)
 
 
 def _begin_each(fill: Fill, settle: Settle, at: int, pool: Pool, plan: PutPlan) -> None:
-    """Pages are hashed as soon as they are written, by other threads, while the device is at those behind them."""
     nbytes = plan.pages.nbytes
     places: list[Place] = []
-    begun: deque[tuple[Bytes, list[Bytes]]] = deque()
-    hashed: list[Future[int]] = []
-
-    def hash_until(written: int) -> None:
-        while len(hashed) < written:
-            hashed.append(begin(_complete, begun.popleft()))  # which may be memory of its own
-
+    begun: list[tuple[Bytes, list[Bytes]]] = []  # each page in one piece, which may be memory of its own
+    digests: Digests | None = None
     try:
-        try:
-            for place in plan.places:
-                pieces = pieces_of(pool, place, nbytes)
-                if pieces is not None:
-                    places.append(place)
-                    begun.append((_whole(pieces, nbytes), pieces))
-                    hash_until(fill(at + place.index, begun[-1][0]) or 0)
-        finally:
-            if places:
-                settle()
-        hash_until(len(places))
-    except BaseException:
-        for one in hashed:
-            one.cancel()
-        raise
+        for place in plan.places:
+            pieces = pieces_of(pool, place, nbytes)
+            if pieces is not None:
+                places.append(place)
+                begun.append((_whole(pieces, nbytes), pieces))
+                fill(at + place.index, begun[-1][0])
     finally:
-        wait(hashed)  # whatever ended it: the space goes to others next
-    for place, checksum in zip(places, hashed, strict=True):
-        place.checksum = checksum.result()
+        if places:
+            digests = settle()
+    for whole, pieces in begun:
+        if len(pieces) > 1:
+            spread(whole, pieces)
+    for place, checksum in zip(places, completed(digests, [whole for whole, _ in begun]), strict=True):
+        place.checksum = checksum
 
 
 def _whole(pieces: list[Bytes], nbytes: int) -> Bytes:
     return pieces[0] if len(pieces) == 1 else np.empty(nbytes, dtype=np.uint8)
-
-
-def _complete(filled: tuple[Bytes, list[Bytes]]) -> int:
-    """Put the page where it belongs; its checksum."""
-    whole, pieces = filled
-    if len(pieces) > 1:
-        spread(whole, pieces)
-    return digest(whole)
 
 
 def _fill_all(fill: FillAll, at: int, pool: Pool, plan: PutPlan) -> None:

@@ -1,5 +1,6 @@
 """What only a GPU can show, in one command: `make test-gpu`. All of it is skipped where there is none."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,4 +18,4 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def others_find_the_tests(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)

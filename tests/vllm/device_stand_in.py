@@ -24,13 +24,17 @@ from vllm_plugin.device.page_locks import PageLocks
 
 
 def interpreted_kernel() -> Any:
-    """The module of the kernel, decorated for Triton's interpreter."""
+    """The modules of the kernels, decorated for Triton's interpreter."""
+    names = [f"vllm_plugin.device.{name}" for name in ("launching", "kernel", "digests")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        patch.delitem(sys.modules, "vllm_plugin.device.kernel", raising=False)
-        module = importlib.import_module("vllm_plugin.device.kernel")
-        patch.delitem(sys.modules, "vllm_plugin.device.kernel")
-    return module
+        for name in names:
+            patch.delitem(sys.modules, name, raising=False)
+        _, kernel, digests = map(importlib.import_module, names)
+        for name in names:
+            patch.delitem(sys.modules, name)
+    kernel.digests = digests
+    return kernel
 
 
 class StandIn:
@@ -84,8 +88,28 @@ class StandIn:
 
         return queue
 
+    def prepare_digests(self, nbytes: int, sums_offset: int) -> Any:
+        start = self._kernel.digests.prepare(nbytes, sums_offset)
+
+        def queue(pages: int, num_pages: int, table: int, digests: int, stream: int) -> None:
+            def launch() -> int:
+                with self._interpreter:
+                    start(pages, num_pages, table, digests, 0)
+                return 0
+
+            self.library.launch(stream, launch)
+
+        return queue
+
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vllm_plugin.kv_memory, "locks_for", self.locks_for)
-        module = SimpleNamespace(prepare=self.prepare)
-        monkeypatch.setitem(sys.modules, "vllm_plugin.device.kernel", module)
-        monkeypatch.setattr(vllm_plugin.device, "kernel", module, raising=False)
+        real = self._kernel.digests
+        digests = SimpleNamespace(
+            prepare=self.prepare_digests,
+            constants=real.constants,
+            can_digest=real.can_digest,
+            sums_nbytes=real.sums_nbytes,
+        )
+        for name, module in (("kernel", SimpleNamespace(prepare=self.prepare)), ("digests", digests)):
+            monkeypatch.setitem(sys.modules, f"vllm_plugin.device.{name}", module)
+            monkeypatch.setattr(vllm_plugin.device, name, module, raising=False)

@@ -5,14 +5,12 @@ A device runs it in tests/gpu.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import itertools
 import mmap
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,13 +19,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("triton")
+import triton
+from triton_stand_in import Loaded, loaded_by
+
 from mooncake_connector.errors import PageError
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import BlockLayout, PageFormat, Part, SegmentLayout, fit, pack, unpack
 from vllm_plugin.device.permutation import Permutation, runs
 from vllm_plugin.unsupported import Unsupported
 
-triton = pytest.importorskip("triton")
 Bytes = npt.NDArray[np.uint8]
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -383,66 +384,22 @@ def test_addresses_and_counts_are_not_compiled_into_the_kernel() -> None:
     assert len(seen) == 1 and str(seen).count("i64") == 3
 
 
-class Loaded:
-    """In place of Triton's driver, for an H100: notes what is loaded, and what Triton's launcher launches."""
-
-    def __init__(self) -> None:
-        from triton.backends.nvidia import driver
-
-        self.loaded: list[str] = []
-        self.launched: list[tuple[Any, ...]] = []
-        self.launcher_cls = driver.CudaLauncher
-        self.utils = SimpleNamespace(
-            load_binary=self._load,
-            launch=lambda *arguments: self.launched.append(arguments),
-            get_device_properties=lambda device: {"max_shared_mem": 228 << 10},
-            build_signature_metadata=tuple,
-        )
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def _load(self, name: str, binary: bytes, *rest: Any) -> tuple[Any, ...]:
-        assert binary[:4] == b"\x7fELF"
-        self.loaded.append(name)
-        return 1, 77, 32, 0, 1024
-
-
 @pytest.fixture
-def nothing_to_unload() -> Iterator[None]:
-    """What a test has loaded outlives it in Triton's caches, and would be unloaded by a driver that nobody has."""
-    yield
-    loaded = [one for one in gc.get_objects() if type(one) is triton.compiler.CompiledKernel]
-    assert loaded
-    for one in loaded:
-        one.module = None
+def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loaded]:
+    with loaded_by(monkeypatch) as stand_in:
+        yield stand_in
 
 
-@pytest.mark.usefixtures("nothing_to_unload")
-def test_it_is_loaded_once_and_launched_on_the_stream_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.backends.nvidia import driver
-
-    stand_in = Loaded()
-    monkeypatch.setattr(triton.runtime.driver, "_active", stand_in)
-    monkeypatch.setattr(driver, "PyKernelArg", lambda nested_tuple, type: (nested_tuple, type), raising=False)
-    monkeypatch.setattr(driver, "ARG_TUPLE", 2, raising=False)
+def test_it_is_loaded_once_and_launched_on_the_stream_that_is_given(loaded: Loaded) -> None:
     fmt, block_tokens, order = GEOMETRIES["Llama-3-8B"]
     permutation = Permutation.of(fmt, laid_out(fmt, 100, block_tokens, order, 1 << 40)[0])
     start = load(interpret=False).prepare(permutation, into_blocks=True)
-    assert len(stand_in.loaded) == 1 and not stand_in.launched
+    assert len(loaded.loaded) == 1 and not loaded.launched
     start(0x1000, 5, 0x2000, 9)
     start(0x1000, 0, 0x2000, 9)
     start(0x3000, 7, 0x2000, 9)
-    assert len(stand_in.loaded) == 1
-    assert [one[:5] for one in stand_in.launched] == [(5, 32, 1, 9, 77), (7, 32, 1, 9, 77)]
-    assert [one[-1][:3] for one in stand_in.launched] == [(0x1000, 5, 0x2000), (0x3000, 7, 0x2000)]
-    signature = stand_in.launched[0][-2]
+    assert len(loaded.loaded) == 1
+    assert [one[:5] for one in loaded.launched] == [(5, 32, 1, 9, 77), (7, 32, 1, 9, 77)]
+    assert [one[-1][:3] for one in loaded.launched] == [(0x1000, 5, 0x2000), (0x3000, 7, 0x2000)]
+    signature = loaded.launched[0][-2]
     assert list(signature) == ["i64"] * 3, "all else is compiled in"

@@ -12,6 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from vllm_plugin.device.launching import loaded
 from vllm_plugin.device.permutation import Permutation
 
 _TILE_NBYTES = 8192
@@ -29,22 +30,12 @@ def prepare(permutation: Permutation, *, into_blocks: bool) -> Start:
     device reads both tables when the stream gets there, so until then they stay as they are, in memory that it
     reaches. Nothing else of the permutation's addresses is checked: a wrong one ends the device's work for the process.
     """
-    chosen = constants(permutation, into_blocks=into_blocks)
+    launch = loaded(_permute, 3, constants(permutation, into_blocks=into_blocks))
     num_layers = permutation.num_layers
-    if not isinstance(_permute, triton.runtime.JITFunction):  # Triton's interpreter, which knows no streams
-
-        def interpret(runs: int, num_runs: int, layers: int, stream: int) -> None:
-            if num_runs:
-                _permute[(num_runs, num_layers)](runs, num_runs, layers, **chosen)
-
-        return interpret
-    compiled = _permute.warmup(0, 0, 0, **chosen, grid=(1,))
-    values = tuple(chosen.values())
-    compiled[(1, 1, 1)]  # loads it now, not at the first batch
 
     def start(runs: int, num_runs: int, layers: int, stream: int) -> None:
         if num_runs:
-            compiled[(num_runs, num_layers, 1)](runs, num_runs, layers, *values, stream=stream)
+            launch((num_runs, num_layers, 1), stream, runs, num_runs, layers)
 
     return start
 

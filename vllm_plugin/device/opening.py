@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from vllm_plugin.blocks import KVBlocks
 from vllm_plugin.device.page_locks import PageLocks
 from vllm_plugin.device.pages import DevicePages
 from vllm_plugin.device.permutation import Permutation
-from vllm_plugin.device.pipe import Permuter, Pipe, pipe_nbytes
+from vllm_plugin.device.pipe import Digester, Permuter, Pipe, aligned, pipe_nbytes
 
 if TYPE_CHECKING:
     from vllm_plugin.device.kernel import Start
@@ -66,6 +67,7 @@ class Device:
         each = pipe_nbytes(slab_nbytes // _WAYS, page_nbytes)
         self._slab = self._driver.allocate(self._ordinal, _WAYS * each)
         self._starts: dict[tuple[Permutation, int, bool], Start] = {}
+        self._digesters: dict[int, Digester | None] = {}
         self._compiling = threading.Lock()
         with contextlib.ExitStack() as undone:
             undone.callback(self._driver.free, self._ordinal, self._slab)
@@ -86,18 +88,42 @@ class Device:
             log_once("vllm.device.kernel", said, error, logger=logger, exc_info=True)
             return None
 
-    def prepare(self, permutation: Permutation, into_blocks: bool) -> Permuter:
-        """How pages get into blocks, or out of them, by a kernel that is compiled once for all of this form."""
+    def prepare(self, permutation: Permutation, page_nbytes: int, into_blocks: bool) -> Permuter:
+        """How pages get into blocks, or out of them, by kernels that are compiled once for all of this form."""
         from vllm_plugin.device import kernel
 
         form = replace(permutation, layer_addresses=()), permutation.num_layers, into_blocks
         with self._compiling:
             if form not in self._starts:
-                if self._where.type != "cpu":
-                    torch.accelerator.set_device_index(self._where)  # this thread's, which Triton compiles for
-                with self._driver.on(self._ordinal):
+                with self._current():
                     self._starts[form] = kernel.prepare(permutation, into_blocks=into_blocks)
-        return Permuter(self._starts[form], np.array(permutation.layer_addresses, dtype=np.int64))
+            digester = self._digester(page_nbytes)
+        return Permuter(self._starts[form], np.array(permutation.layer_addresses, dtype=np.int64), digester)
+
+    def _digester(self, page_nbytes: int) -> Digester | None:
+        from vllm_plugin.device import digests
+
+        if page_nbytes not in self._digesters:
+            self._digesters[page_nbytes] = None
+            if digests.can_digest(page_nbytes):
+                try:
+                    with self._current():
+                        start = digests.prepare(page_nbytes, aligned(page_nbytes))
+                except Exception as error:  # Triton has a compiler, a cache and tools of its own
+                    said = "the device takes no checksums, so processors do, which is slower: %s"
+                    log_once("vllm.device.digests", said, error, logger=logger, exc_info=True)
+                else:
+                    constants, needed = digests.constants(page_nbytes), digests.sums_nbytes(page_nbytes)
+                    self._digesters[page_nbytes] = Digester(start, constants, needed)
+        return self._digesters[page_nbytes]
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Let this thread work on the device, and Triton compile for it."""
+        if self._where.type != "cpu":
+            torch.accelerator.set_device_index(self._where)
+        with self._driver.on(self._ordinal):
+            yield
 
     def close(self) -> None:
         """Touch no memory of the engine from now on, and give the device's back. Called once."""

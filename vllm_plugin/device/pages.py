@@ -17,8 +17,8 @@ from vllm_plugin.device.pipe import Permuter, Pipe
 
 logger = get_logger(__name__)
 
-Prepare = Callable[[Permutation, bool], Permuter]
-"""Called with (permutation, whether it goes into the blocks)."""
+Prepare = Callable[[Permutation, int, bool], Permuter]
+"""Called with (permutation, size of a page, whether it goes into the blocks)."""
 
 
 class DevicePages:
@@ -35,20 +35,29 @@ class DevicePages:
         self._blocks, self._shard, self._fmt = blocks, shard, fmt
         self._loads, self._saves, self._prepare = loads, saves, prepare
         self._parts: dict[Shard, tuple[PageFormat, Permuter | None]] = {}
-        self._out = prepare(Permutation.of(fmt, blocks.layout), False)
-        prepare(Permutation.of(fmt, blocks.copy([0]).layout), False)  # compiled now, not when a block is given away
-        self._parts[shard] = fmt, prepare(Permutation.of(fmt, blocks.layout), True)
+        self._moved: list[bool] = []
+        """Of the pages that were loaded since all was settled last, whether by the device."""
+        self._out = prepare(Permutation.of(fmt, blocks.layout), fmt.nbytes, False)
+        copied = Permutation.of(fmt, blocks.copy([0]).layout)
+        prepare(copied, fmt.nbytes, False)  # compiled now, not when a block is given away
+        self._parts[shard] = fmt, prepare(Permutation.of(fmt, blocks.layout), fmt.nbytes, True)
 
     def load_page(self, part: Shard, block_ids: Sequence[int], first_token: int, page: Bytes, skip_tokens: int) -> None:
         """Begin what `KVBlocks.load_page` does."""
         fmt, permuter = self._part(part)
-        if permuter is None or page.nbytes > self._loads.most_nbytes:
+        columns = runs(fmt, self._blocks.layout, block_ids, first_token, skip_tokens, 0)
+        moved = permuter is not None and columns.shape[1] > 0 and self._loads.can_move(page.nbytes, permuter)
+        self._moved.append(moved)
+        if moved:
+            self._loads.begin(page, permuter, columns)
+        else:
             self._blocks.load_page(part, block_ids, first_token, page, skip_tokens)
-            return
-        self._loads.begin(page, permuter, runs(fmt, self._blocks.layout, block_ids, first_token, skip_tokens, 0))
 
-    def settle_loads(self) -> None:
-        self._loads.settle()
+    def settle_loads(self) -> list[int | None]:
+        """As `Settle`."""
+        moved, self._moved = self._moved, []
+        digests = iter(self._loads.settle())
+        return [next(digests, None) if one else None for one in moved]
 
     def save_page(self, block_ids: Sequence[int], first_token: int, page: Bytes) -> int:
         """Begin what `KVBlocks.save_page` does. Returns what `saved` will be at least once the page is saved."""
@@ -59,7 +68,8 @@ class DevicePages:
         """Begin what `BlockCopies.save_page` does; the copies have to stay until then. Returns as `save_page`."""
         layout, rows, first_token = copies.found(block_ids, first_token)
         columns = runs(self._fmt, layout, rows, first_token, 0, 0)
-        self._saves.begin(page, self._prepare(Permutation.of(self._fmt, layout), False), columns)
+        permuter = self._prepare(Permutation.of(self._fmt, layout), self._fmt.nbytes, False)
+        self._saves.begin(page, permuter, columns)
         return self._saves.begun
 
     @property
@@ -67,8 +77,9 @@ class DevicePages:
         """Pages since all was settled last that are saved, as far as is known."""
         return self._saves.through
 
-    def settle_saves(self) -> None:
-        self._saves.settle()
+    def settle_saves(self) -> list[int | None]:
+        """Digests by turn, from 1 on: `Settle`."""
+        return self._saves.settle()
 
     @property
     def closed(self) -> bool:
@@ -81,7 +92,7 @@ class DevicePages:
             fmt, common = fit(self._fmt, self._shard, part)
             permuter = None
             try:
-                permuter = self._prepare(Permutation.of(fmt, self._blocks.layout, common), True)
+                permuter = self._prepare(Permutation.of(fmt, self._blocks.layout, common), fmt.nbytes, True)
             except Exception as error:  # Triton has a compiler, a cache and tools of its own
                 said = "pages of another shard are copied by way of host memory, without a kernel: %s"
                 log_once("vllm.device.part", said, error, logger=logger, exc_info=True)

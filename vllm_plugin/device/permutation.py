@@ -5,6 +5,7 @@ Here are no pointers to follow and nothing is copied: `kernel` does that, on a d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -161,19 +162,26 @@ def runs(
         return np.empty((5, 0), dtype=np.int64)
     size = layout.block_tokens
     begin, end = first // size, -(-stop // size)
-    blocks = np.asarray(block_ids[begin:end], dtype=np.int64)
-    if len(unknown := blocks[(blocks < 0) | (blocks >= layout.num_blocks)]):
-        raise PageError(f"block id {unknown[0]}; the engine has blocks 0..{layout.num_blocks - 1}")
+    blocks = block_ids[begin:end]
+    if len(blocks) and not 0 <= min(blocks) <= max(blocks) < layout.num_blocks:
+        unknown = next(block for block in blocks if not 0 <= block < layout.num_blocks)
+        raise PageError(f"block id {unknown}; the engine has blocks 0..{layout.num_blocks - 1}")
     if len(blocks) < end - begin:
         raise PageError(
             f"block table of {len(block_ids)} blocks of {size} tokens does not cover tokens {first_token}..{stop - 1}"
         )
-    borders = np.arange(begin, end + 1, dtype=np.int64) * size
-    borders[0], borders[-1] = first, stop
-    columns = np.empty((5, end - begin), dtype=np.int64)
+    columns = _places(first % size, stop - first, size).copy()
     columns[0] = page_address
-    columns[1] = borders[:-1] - first_token
-    columns[2] = np.diff(borders)
+    columns[1] += skip_tokens
     columns[3] = blocks
-    columns[4] = borders[:-1] % size
+    return columns
+
+
+@functools.lru_cache(maxsize=256)
+def _places(first: int, num_tokens: int, size: int) -> Int64:
+    """`runs` of so many tokens, the first of which is number `first` of its block; without addresses and blocks."""
+    borders = np.arange(0, first + num_tokens + size, size, dtype=np.int64)
+    borders = np.unique(borders.clip(first, first + num_tokens))
+    columns = np.zeros((5, len(borders) - 1), dtype=np.int64)
+    columns[1], columns[2], columns[4] = borders[:-1] - first, np.diff(borders), borders[:-1] % size
     return columns

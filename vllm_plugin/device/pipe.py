@@ -24,7 +24,7 @@ from vllm_plugin.device.page_locks import PageLocks
 from vllm_plugin.device.permutation import Int64
 
 if TYPE_CHECKING:
-    from vllm_plugin.device.kernel import Start
+    from vllm_plugin.device import digests, kernel
 
 logger = get_logger(__name__)
 
@@ -34,42 +34,83 @@ ALIGNMENT = 256
 _TABLE_WORDS = 16384
 """Numbers that say what the pages of a lane are: a page of the most tokens has 1,024 runs of five."""
 _TABLE_NBYTES = 8 * _TABLE_WORDS
+_MOST_PAGES = 1024
+"""Of a lane."""
+_HEAD_NBYTES = _TABLE_NBYTES + 8 * _MOST_PAGES
+"""Of a lane's own memory of the host: the table, then the digests of its pages."""
+_DIGESTERS, _CONSTANTS_NBYTES = 8, 512
+"""A lane keeps what so many digesters look up, at most so many bytes each."""
+_FOOT_NBYTES = _DIGESTERS * _CONSTANTS_NBYTES
 _CLOSE_S = 2.0
 """Longest wait at the end: after that the device hangs, and what it holds stays."""
 
 
 def pipe_nbytes(nbytes: int, page_nbytes: int) -> int:
-    """Of a pipe whose lanes hold so many bytes of pages in all, or one page each if that is more."""
-    return LANES * (_TABLE_NBYTES + max(nbytes // LANES // ALIGNMENT * ALIGNMENT, _aligned(page_nbytes)))
+    """Of a pipe whose lanes hold so many bytes of pages in all, or one page each if that is more.
+
+    Digests need a sixteenth beside that.
+    """
+    pages = max(nbytes // LANES, aligned(page_nbytes))
+    return LANES * (_FOOT_NBYTES + aligned(pages + pages // 16) + ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Digester:
+    """How pages of one size are digested: the prepared kernels, the constants that they look up, memory for a page."""
+
+    start: digests.Start
+    constants: Int64
+    sums_nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Permuter:
-    """How pages of one form get into blocks, or out of them: the prepared kernel, and the addresses of its layers."""
+    """How pages of one form get into blocks, or out of them.
 
-    start: Start
+    Args:
+        start: the prepared kernel.
+        layers: the addresses of its layers.
+        digester: None where the device cannot digest such pages.
+    """
+
+    start: kernel.Start
     layers: Int64
+    digester: Digester | None
 
     def words(self, num_runs: int) -> int:
         """In the table, at most: of a launch of its own."""
-        return 5 * num_runs + len(self.layers)
+        return 5 * num_runs + len(self.layers) + 1 + (0 if self.digester is None else len(self.digester.constants))
+
+    def place_nbytes(self, page_nbytes: int) -> int:
+        """In the slab."""
+        return aligned(page_nbytes) + (0 if self.digester is None else aligned(self.digester.sums_nbytes))
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What one launch of a kernel moves."""
+    """What one launch of a kernel moves. `first`: number of its first page in the lane."""
 
     permuter: Permuter
+    first: int
     columns: list[Int64] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
 
 
 class _Lane:
-    """A part of the slab: a table of runs first, then pages one behind the other."""
+    """A part of the slab: constants first, then pages one behind the other.
+
+    What the kernels look up and find, tables of runs and digests, is page-locked memory of the host that they reach
+    themselves: a copy of a few bytes would wait behind the pages that another lane has on the link.
+    """
 
     def __init__(self, driver: Driver, device: int, address: int, nbytes: int) -> None:
         self._driver, self._device, self._nbytes = driver, device, nbytes
         self.address = address
-        self._table = _host_memory(driver, device, _TABLE_NBYTES)
+        self._head = _host_memory(driver, device, _HEAD_NBYTES)
+        self._table = self._head[:_TABLE_NBYTES].view(np.int64)
+        self._table_address = self._table.ctypes.data
+        self._digests = self._head[_TABLE_NBYTES:].view(np.uint64)
+        self._constants: dict[Digester, int] = {}
         self._bounce: Bytes | None = None
         self._refused = False
         try:
@@ -81,23 +122,28 @@ class _Lane:
         self.leaving: list[tuple[int, Bytes]] = []
         """Places and pages that go to the host once the kernel is through."""
         self.pages = 0
+        self._undigested: set[int] = set()
         self._bounced: list[tuple[Bytes, Bytes]] = []
-        self._used = _TABLE_NBYTES
+        self._used = _FOOT_NBYTES
         self._words = self._launched_words = 0
 
     def has_room(self, nbytes: int, words: int) -> bool:
-        return self._used + nbytes <= self._nbytes and self._words + words <= _TABLE_WORDS
+        fits = self._used + nbytes <= self._nbytes and self._words + words <= _TABLE_WORDS
+        return fits and self.pages < _MOST_PAGES
 
     def take(self, nbytes: int, permuter: Permuter, columns: Int64) -> int:
         """A place for one more page, whose runs go into the next launch."""
         place = self.address + self._used
-        self._used += _aligned(nbytes)
+        self._used += permuter.place_nbytes(nbytes)
         self._words += permuter.words(columns.shape[1])
         columns[0] = place
-        self.pages += 1
         if not self.batches or self.batches[-1].permuter is not permuter:
-            self.batches.append(_Batch(permuter))
+            self.batches.append(_Batch(permuter, self.pages))
         self.batches[-1].columns.append(columns)
+        self.batches[-1].places.append(place)
+        if permuter.digester is None:
+            self._undigested.add(self.pages)
+        self.pages += 1
         return place
 
     def bounce(self, place: int, page: Bytes) -> Bytes:
@@ -118,17 +164,13 @@ class _Lane:
         return self._bounce[start : start + page.nbytes]
 
     def launch(self, locks: PageLocks) -> None:
-        """Start the kernel for what was taken since the last launch, and then what leaves for the host."""
+        """Start the kernels for what was taken since the last launch, and then what leaves for the host."""
         batches, self.batches = self.batches, []
-        for batch in batches:
-            runs = np.concatenate(batch.columns, axis=1)
-            table = np.concatenate([runs.ravel(), batch.permuter.layers])
-            first = 8 * self._launched_words
-            self._launched_words += len(table)
-            self._table[first : first + table.nbytes].view(np.int64)[:] = table
-            there = self.address + first
-            self.copy(there, self._table.ctypes.data + first, table.nbytes)
-            batch.permuter.start(there, runs.shape[1], there + runs.nbytes, self.stream)
+        if not batches:
+            return
+        looked_up = [self._write(batch) for batch in batches]
+        for batch, (runs, num_runs, layers, _) in zip(batches, looked_up, strict=True):
+            batch.permuter.start(runs, num_runs, layers, self.stream)
         leaving, self.leaving = self.leaving, []
         for place, page in leaving:
             target = page
@@ -137,21 +179,53 @@ class _Lane:
                 if target is not page:
                     self._bounced.append((page, target))
             self.copy(target.ctypes.data, place, page.nbytes)
+        for batch, (_, _, _, places) in zip(batches, looked_up, strict=True):
+            if (digester := batch.permuter.digester) is not None:
+                constants = self._constants_of(digester)
+                found = self._digests.ctypes.data + 8 * batch.first
+                digester.start(places, len(batch.places), constants, found, self.stream)
+
+    def _write(self, batch: _Batch) -> tuple[int, int, int, int]:
+        """Into the table: addresses of a batch's runs, their number, addresses of the layers' and the pages' addresses."""
+        columns = batch.columns[0] if len(batch.columns) == 1 else np.concatenate(batch.columns, axis=1)
+        runs = self._add(columns.ravel())
+        layers = self._add(batch.permuter.layers)
+        return runs, columns.shape[1], layers, self._add(np.array(batch.places, dtype=np.int64))
+
+    def _add(self, words: Int64) -> int:
+        """Into the table; their address."""
+        first, self._launched_words = self._launched_words, self._launched_words + len(words)
+        self._table[first : self._launched_words] = words
+        return self._table_address + 8 * first
+
+    def _constants_of(self, digester: Digester) -> int:
+        """Their address on the device, where they stay: each of a digester's many programs looks them up."""
+        if digester not in self._constants:
+            if len(self._constants) == _DIGESTERS:
+                self._constants.clear()  # what was started before is done before the copy
+            there = self.address + _CONSTANTS_NBYTES * len(self._constants)
+            self.copy(there, self._add(digester.constants), digester.constants.nbytes)
+            self._constants[digester] = there
+        return self._constants[digester]
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Have bytes copied when the stream gets there."""
         self._driver.call("cuMemcpyAsync", target, source, nbytes, self.stream)
 
-    def wait(self) -> None:
-        """Until nothing of the lane is under way; then it is empty."""
+    def wait(self) -> list[int | None]:
+        """Until nothing of the lane is under way; then it is empty. Returns its pages' digests."""
         try:
             self._driver.call("cuStreamSynchronize", self.stream)
             for page, bounce in self._bounced:
                 np.copyto(page, bounce)
+            found: list[int | None] = self._digests[: self.pages].tolist()
+            for number in self._undigested:
+                found[number] = None
+            return found
         finally:
             self.batches, self.leaving, self._bounced = [], [], []
-            self._used, self._words, self._launched_words = _TABLE_NBYTES, 0, 0
-            self.pages = 0
+            self._used, self._words, self._launched_words = _FOOT_NBYTES, 0, 0
+            self.pages, self._undigested = 0, set()
 
     def close(self) -> None:
         """Give everything but the slab back; nothing is under way."""
@@ -160,13 +234,13 @@ class _Lane:
         self._unlock()
 
     def _unlock(self) -> None:
-        for memory in (self._table, self._bounce):
+        for memory in (self._head, self._bounce):
             if memory is not None:
                 self._driver.unlock_pages(self._device, memory.ctypes.data)
 
 
 class Pipe:
-    """Moves pages one way, for one thread; another one may close it.
+    """Moves pages one way, for one thread, which it lets work on the device for good; another one may close it.
 
     Whatever the driver refuses raises `CopyFailed`.
 
@@ -183,11 +257,12 @@ class Pipe:
     ) -> None:
         self._driver, self._device, self._locks, self._into_blocks = driver, device, locks, into_blocks
         self._lock = threading.Lock()
+        self._thread = 0
         self.closed = False
         self.begun = self.through = 0
+        self._digests: list[int | None] = []
         each = nbytes // LANES // ALIGNMENT * ALIGNMENT
-        self.most_nbytes = each - _TABLE_NBYTES
-        """Of a page that it can move."""
+        self._most_nbytes = each - _FOOT_NBYTES
         self._lanes: list[_Lane] = []
         try:
             for number in range(LANES):
@@ -196,16 +271,17 @@ class Pipe:
             self.close()
             raise
 
+    def can_move(self, page_nbytes: int, permuter: Permuter) -> bool:
+        return permuter.place_nbytes(page_nbytes) <= self._most_nbytes
+
     def begin(self, page: Bytes, permuter: Permuter, columns: Int64) -> None:
-        """Have one page moved, of at most `most_nbytes`; `page` stays as it is and where it is until `settle`.
+        """Have one page moved, which it can; `page` stays as it is and where it is until `settle`.
 
         Args:
-            columns: its runs (`permutation.runs`), with any address.
+            columns: its runs (`permutation.runs`), with any address; not none.
         """
-        if not columns.shape[1]:
-            return
         with self._at_work():
-            lane = self._lane_with_room(page.nbytes, permuter.words(columns.shape[1]))
+            lane = self._lane_with_room(permuter.place_nbytes(page.nbytes), permuter.words(columns.shape[1]))
             self.begun += 1
             place = lane.take(page.nbytes, permuter, columns)
             if not self._into_blocks:
@@ -218,20 +294,26 @@ class Pipe:
                     np.copyto(source, page)
             lane.copy(place, source.ctypes.data, page.nbytes)
 
-    def settle(self) -> None:
-        """Until everything that was begun is over. When this returned or raised nothing is under way."""
+    def settle(self) -> list[int | None]:
+        """Until everything that was begun is over. When this returned or raised nothing is under way.
+
+        Returns the pages' XXH3-64 as the device read or wrote them, in the order in which they were begun; None of
+        those that it did not digest.
+        """
         with self._at_work():
             try:
                 self._lanes[0].launch(self._locks)
             finally:
-                self.begun = self.through = 0
-                self._drain()
+                begun, self.begun, self.through = self.begun, 0, 0
+                found, self._digests = self._digests, []
+                self._drain(found)
+            return found + [None] * (begun - len(found))  # of pages that a lane lost, as was told then
 
-    def _drain(self) -> None:
-        """All lanes to their end, whichever of them fails."""
+    def _drain(self, digests: list[int | None]) -> None:
+        """All lanes to their end, whichever of them fails; that which is being filled is the last."""
         with contextlib.ExitStack() as stack:
-            for lane in self._lanes:
-                stack.callback(lane.wait)
+            for lane in self._lanes:  # a stack unwinds from its end
+                stack.callback(lambda lane=lane: digests.extend(lane.wait()))
 
     def _lane_with_room(self, nbytes: int, words: int) -> _Lane:
         """The first lane is the one that is being filled."""
@@ -240,9 +322,8 @@ class Pipe:
             lane.launch(self._locks)
             self._lanes.append(self._lanes.pop(0))
             lane = self._lanes[0]
-            pages = lane.pages
-            lane.wait()
-            self.through += pages
+            self._digests += lane.wait()
+            self.through = len(self._digests)
         return lane
 
     @contextlib.contextmanager
@@ -251,8 +332,10 @@ class Pipe:
             if self.closed:
                 raise CopyFailed("the engine took its KV memory away")
             try:
-                with self._driver.on(self._device):
-                    yield
+                if self._thread != threading.get_ident():
+                    self._driver.bind(self._device)
+                    self._thread = threading.get_ident()
+                yield
             except CudaError as error:
                 raise CopyFailed(str(error)) from error
 
@@ -267,13 +350,14 @@ class Pipe:
                     for lane in self._lanes:
                         stack.callback(lane.close)
                     with self._driver.on(self._device):
-                        self._drain()
+                        self._drain([])
             return True
         finally:
             self._lock.release()
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Of a place in the slab."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

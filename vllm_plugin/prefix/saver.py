@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes, Settle
+from store_client.base import Bytes, Digests, Settle
 from store_client.jobs import GivenUp, Overtaken, Save
 from store_client.mover import Mover
 from store_client.sharded import ShardView
@@ -68,7 +68,7 @@ class BlockSave(Save):
         """What the scheduler is told of a save that ended here."""
         return SaveResult(1, self.pages, min(self.lost, default=None))
 
-    def fill(self, number: int, page: Bytes) -> int | None:
+    def fill(self, number: int, page: Bytes) -> None:
         assert self.copy is not None
         source = self._source(number)
         if source is None:
@@ -79,7 +79,6 @@ class BlockSave(Save):
             if wait is not None:
                 wait()
             copies.save_page(self.plan.block_ids, self.first_token(number), page)
-        return None
 
     def _source(self, number: int) -> tuple[Copies, Wait | None] | None:
         """Where a page is to be read: aside, or in its blocks (None). Raises as `fill`."""
@@ -130,29 +129,32 @@ class BlockSave(Save):
 @dataclass(slots=True, eq=False)
 class _Begun:
     """A page on its way, in turn: once so many pages are saved it is. `copies`: what it is read from, instead of its
-    blocks, which stays as long as that."""
+    blocks, which stays as long as that. `digest`: of what the device read."""
 
     number: int
     page: Bytes
     turn: int | None = None
     copies: Copies | None = None
+    digest: int | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DeviceSave(BlockSave):
     """As `BlockSave`, by a device: a look at who has a page's blocks counts once the device has read them.
 
-    `_written` pages of a batch are written for good, and `_begun` are those behind them.
+    Of the pages of a batch (`_filled`), those that are not yet known to be written for good are `_waiting`.
     """
 
     device_pages: DevicePages
-    _begun: deque[_Begun] = field(default_factory=deque)
-    _written: int = 0
+    _filled: list[_Begun] = field(default_factory=list)
+    _waiting: deque[_Begun] = field(default_factory=deque)
 
-    def fill(self, number: int, page: Bytes) -> int:
-        self._begun.append(_Begun(number, page))
-        self._begin(self._begun[-1])
-        return self._look()
+    def fill(self, number: int, page: Bytes) -> None:
+        one = _Begun(number, page)
+        self._filled.append(one)
+        self._waiting.append(one)
+        self._begin(one)
+        self._look()
 
     def _begin(self, one: _Begun) -> bool:
         """False where the page is written already."""
@@ -172,17 +174,15 @@ class DeviceSave(BlockSave):
         one.turn = self.device_pages.save_copied(copies, block_ids, first_token, one.page)
         return True
 
-    def _look(self) -> int:
-        """How many pages are written for good."""
-        while self._begun:
-            one = self._begun[0]
+    def _look(self) -> None:
+        """See which pages are written for good; those that were overtaken before are begun anew."""
+        while self._waiting:
+            one = self._waiting[0]
             if one.turn is None or one.turn > self.device_pages.saved:
                 break
             if self._was_overtaken(one) and self._begin(one):
                 break
-            self._begun.popleft()
-            self._written += 1
-        return self._written
+            self._waiting.popleft()
 
     def _was_overtaken(self, one: _Begun) -> bool:
         """Whether a page's blocks were given away before they were read, so that what was copied aside is to be."""
@@ -192,18 +192,25 @@ class DeviceSave(BlockSave):
     def settle(self) -> Settle:
         return self._settle
 
-    def _settle(self) -> None:
-        begun, self._begun, self._written = self._begun, deque(), 0
-        if any(one.turn for one in begun):
-            self.device_pages.settle_saves()
-        again = False
+    def _settle(self) -> Digests:
+        filled, self._filled = self._filled, []
+        waiting, self._waiting = self._waiting, deque()
+        self._settle_turns(filled)
+        again: list[_Begun] = []
         try:
-            for one in begun:
+            for one in waiting:
                 if self._was_overtaken(one):
-                    again = self._begin(one) or again
+                    again.append(one)
+                    self._begin(one)
         finally:
-            if again:
-                self.device_pages.settle_saves()
+            self._settle_turns(again)
+        return [one.digest for one in filled]
+
+    def _settle_turns(self, pages: Sequence[_Begun]) -> None:
+        """Have these pages written, of which all have their turns since this was called last."""
+        digests = self.device_pages.settle_saves() if any(one.turn for one in pages) else ()
+        for one in pages:
+            one.digest = digests[one.turn - 1] if one.turn else None
 
 
 class Saver:

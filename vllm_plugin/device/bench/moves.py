@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,11 +36,6 @@ class _BegunSave(Save):
     """By a device."""
 
     ended: Settle
-    pages_written: Callable[[], int]
-
-    def fill(self, number: int, page: Bytes) -> int:
-        Save.fill(self, number, page)
-        return self.pages_written()
 
     @property
     def settle(self) -> Settle:
@@ -156,7 +150,6 @@ class Moves:
             parent=None,
             copy=copy,
             ended=self._pages.settle_saves,
-            pages_written=lambda: self._pages.saved,
         )
 
     def _view(self, label: str) -> ShardView:

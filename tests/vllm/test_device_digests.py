@@ -1,0 +1,70 @@
+"""Checksums that a device takes, over Triton's interpreter: those of xxhash, of any page."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from device_stand_in import interpreted_kernel
+from triton_stand_in import loaded_by
+
+
+@pytest.fixture(scope="module")
+def digests() -> Any:
+    return interpreted_kernel().digests
+
+
+def digests_of(digests: Any, memory: np.ndarray, nbytes: int, order: list[int]) -> list[int]:
+    """Of pages one behind the other in `memory`, each followed by what its digest needs."""
+    step = nbytes + digests.sums_nbytes(nbytes)
+    pages = np.array([memory.ctypes.data + number * step for number in order], dtype=np.int64)
+    table, found = digests.constants(nbytes), np.zeros(len(order), dtype=np.uint64)
+    digests.prepare(nbytes, nbytes)(pages.ctypes.data, len(order), table.ctypes.data, found.ctypes.data, 0)
+    return found.tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(stripes=st.integers(4, 700), seed=st.integers(0, 1 << 30), order=st.permutations(range(3)))
+def test_they_are_what_xxhash_gives(digests: Any, stripes: int, seed: int, order: list[int]) -> None:
+    nbytes = 64 * stripes
+    step = nbytes + digests.sums_nbytes(nbytes)
+    memory = np.random.default_rng(seed).integers(0, 256, 3 * step, dtype=np.uint8)
+    expected = [xxhash.xxh3_64_intdigest(memory[n * step : n * step + nbytes].data) for n in order]
+    assert digests_of(digests, memory, nbytes, list(order)) == expected
+    assert memory[:nbytes].any()
+
+
+@pytest.mark.parametrize("at", [0, 1023, 1024, 40_000, 64 * 1000 - 1])
+def test_one_bit_anywhere_changes_them(digests: Any, at: int) -> None:
+    nbytes = 64 * 1000
+    memory = np.zeros(nbytes + digests.sums_nbytes(nbytes), dtype=np.uint8)
+    before = digests_of(digests, memory, nbytes, [0])
+    memory[at] ^= 1
+    assert digests_of(digests, memory, nbytes, [0]) != before
+
+
+def test_pages_of_other_sizes_are_left_to_processors(digests: Any) -> None:
+    assert [nbytes for nbytes in (64, 192, 240, 256, 300, 1000, 1024) if digests.can_digest(nbytes)] == [256, 1024]
+
+
+def test_a_device_loads_them_once_and_addresses_are_not_compiled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("launching", "digests"):  # other tests have them interpreted
+        monkeypatch.delitem(sys.modules, f"vllm_plugin.device.{name}", raising=False)
+    digests = importlib.import_module("vllm_plugin.device.digests")
+    with loaded_by(monkeypatch) as stand_in:
+        start = digests.prepare(8 << 20, 8 << 20)
+        assert len(stand_in.loaded) == 2 and not stand_in.launched
+        start(0x1000, 5, 0x2000, 0x3000, 9)
+        start(0x1008, 1, 0x2008, 0x3008, 9)
+    assert len(stand_in.loaded) == 2
+    assert [one[:5] for one in stand_in.launched[:2]] == [(5, 512, 1, 9, 77), (5, 1, 1, 9, 77)]
+    assert [list(one[-2]) for one in stand_in.launched[2:]] == [["i64"] * 2, ["i64"] * 3]
