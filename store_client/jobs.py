@@ -21,9 +21,9 @@ from store_client.sharded import ConsumePart, ShardView
 _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
 """So many bytes are moved between two looks at the clock, but at least so many pages: they are lost when a job is given
 up meanwhile, and each move costs the store a transaction, about 1 ms a write."""
-_BEGUN_NBYTES, _BEGUN_PAGES = 512 << 20, 1024
-"""So many where a device carries out the copies: at each end it has nothing to do for about a millisecond. Of a save at
-most so many pages."""
+_BEGUN_NBYTES, _BEGUN_PAGES = 1 << 30, 1024
+"""So many where a device carries out the copies: at each end it has nothing to do for about a millisecond, and a link
+carries 1 GiB in 20. Of a save at most so many pages."""
 _MOST_DEADLINES = 10
 """A load that goes on page by page ends after so many of its deadlines: others wait for the same thread."""
 _HEARING_S = 0.5

@@ -101,9 +101,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         _field(
             "Memory that each worker of vLLM takes of its GPU beside the KV cache, for pages on their way between the "
             "two and the pool; more where four pages need more. Half is for loads, half for saves.",
-            'as for `capacity`, without null: "64MiB"',
+            'as for `capacity`, without null: "128MiB"',
         ),
-    ] = Nbytes(64 << 20)
+    ] = Nbytes(128 << 20)
     eviction: Annotated[
         Literal["lru", "s3-fifo", "auto"] | None,
         _field(

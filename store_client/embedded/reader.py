@@ -76,7 +76,7 @@ class Reader:
         done = [False] * len(keys)
         touched = []
         pages = self._find(keys, space, nbytes)
-        for i, found in self._shown(pages, consume) if settle is None else self._begun(list(pages), consume, settle):
+        for i, found in self._shown(pages, consume) if settle is None else self._begun(pages, consume, settle):
             done[i] = True
             touched.append(found.slot)
         if touched:
@@ -105,24 +105,26 @@ class Reader:
             if self._stayed(found, right):
                 yield i, found
 
-    def _begun(self, pages: Sequence[_Page], consume: Consume, settle: Settle) -> Iterator[_Page]:
-        """Show all pages, have what reads them come to its end, and verify them; as `_shown`."""
-        shown: list[Bytes] = []  # a copy lives as long as it is read
+    def _begun(self, pages: Iterable[_Page], consume: Consume, settle: Settle) -> Iterator[_Page]:
+        """Show all pages, have what reads them come to its end, and verify them; as `_shown`.
+
+        They are found one by one: a device has the first one at work while others are looked for.
+        """
+        shown: list[tuple[_Page, Bytes]] = []  # a copy lives as long as it is read
         digests: Digests | None = None
         try:
-            for i, found in pages:
-                whole = self._whole(found)
-                shown.append(whole)
+            for page in pages:
+                whole = self._whole(page[1])
+                shown.append((page, whole))
                 if len(whole):
-                    consume(i, _read_only(whole))
+                    consume(page[0], _read_only(whole))
         finally:
-            if any(map(len, shown)):
+            if any(len(whole) for _, whole in shown):
                 digests = settle()
-        taken = iter(completed(digests, [whole for whole in shown if len(whole)]))
-        for page, whole in zip(pages, shown, strict=True):
-            right = len(whole) > 0 and next(taken) == page[1].row.checksum
-            if self._stayed(page[1], right):
-                yield page
+        taken = iter(completed(digests, [whole for _, whole in shown if len(whole)]))
+        for (i, found), whole in shown:
+            if self._stayed(found, len(whole) > 0 and next(taken) == found.row.checksum):
+                yield i, found
 
     def _whole(self, found: Found) -> Bytes:
         """The page's bytes in one piece; none where its row leads nowhere."""

@@ -196,32 +196,6 @@ class StoreConformance:
             got = get_page(space, key)
             assert got is not None and np.array_equal(got, page_bytes(key))
 
-    def test_pages_that_a_write_says_are_written_are_stored_as_they_are_then(self, space: Space) -> None:
-        """Each is written when the next one is begun, and the last one at the end."""
-        keys = chain("a", 6)
-        put_chain(space, keys[:1])
-        begun: dict[int, Bytes] = {}
-        numbers: list[int] = []
-
-        def finish(i: int) -> None:
-            begun[i][:] = page_bytes(keys[i])
-
-        def fill(i: int, view: Bytes) -> int:
-            if numbers:
-                finish(numbers[-1])
-            begun[i] = view
-            numbers.append(i)
-            return len(numbers) - 1
-
-        outcome = space.write(
-            keys, fill, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S,
-            settle=lambda: finish(numbers[-1]),
-        )  # fmt: skip
-        assert outcome == [Put.PRESENT] + [Put.STORED] * 5 and numbers == [1, 2, 3, 4, 5]
-        for key in keys:
-            got = get_page(space, key)
-            assert got is not None and np.array_equal(got, page_bytes(key))
-
     def test_what_was_begun_is_settled_before_an_exception_passes(self, space: Space) -> None:
         keys = chain("a", 3)
         put_chain(space, keys[:2])

@@ -1,8 +1,7 @@
-"""Pages that a device writes: begun one after the other, and hashed by other threads once they are written."""
+"""Pages that a device writes: begun one after the other, some at a time."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from store.audit import audit
-from store.pools import CAPACITY, fragment, inside, space_in
+from store.pools import CAPACITY, inside, space_in
 
 import store_client.embedded.space as module
 from store_client import EmbeddedStore, Put, Space
@@ -29,20 +28,11 @@ PATIENCE_S = 60.0
 
 def begin_chain(space: Space, keys: Sequence[bytes], settle: Callable[[], None] = lambda: None) -> list[Put]:
     """Pages that are written as soon as they are begun."""
-    filled = 0
 
-    def fill(i: int, view: Bytes) -> int:
-        nonlocal filled
-        filled += 1
+    def fill(i: int, view: Bytes) -> None:
         view[:] = page_bytes(keys[i])
-        return filled
 
-    def end() -> None:
-        nonlocal filled
-        filled = 0
-        settle()
-
-    return space.write(keys, fill, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=PATIENCE_S, settle=end)
+    return space.write(keys, fill, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=PATIENCE_S, settle=settle)
 
 
 def are_right(space: Space, keys: Sequence[bytes]) -> bool:
@@ -78,42 +68,6 @@ def test_a_device_gets_no_more_than_a_16th_of_a_pool_at_a_time(store, space, mon
     assert counts == [most, most, 1] and most > 1
 
 
-def test_space_is_given_back_once_no_thread_hashes_what_is_in_it(store, space, monkeypatch):
-    """Of a page in several places hashing also puts it there."""
-    fragment(store)
-    order: list[str] = []
-    hashing_began, failed = threading.Event(), threading.Event()
-    digest, abandon = hashing.digest, inside(store).writer.abandon
-    keys = chain("a", 4)
-
-    def digest_late(page: Bytes) -> int:
-        hashing_began.set()
-        assert failed.wait(PATIENCE_S)
-        time.sleep(0.05)  # in which space would be given back by who does not wait
-        order.append("hashed")
-        return digest(page)
-
-    def fill(i: int, view: Bytes) -> int:
-        if i == 1:
-            assert hashing_began.wait(PATIENCE_S)
-            failed.set()
-            raise RuntimeError("broken source")
-        view[:] = page_bytes(keys[i])
-        return 1
-
-    monkeypatch.setattr(module, "digest", digest_late)
-    monkeypatch.setattr(inside(store).writer, "abandon", lambda held: (order.append("given back"), abandon(held)))
-    with pytest.raises(RuntimeError, match="broken source"):
-        space.write(
-            keys, fill, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=PATIENCE_S, settle=lambda: None
-        )
-    assert order == ["hashed", "given back"]
-    monkeypatch.undo()
-    assert space.contains(keys) == [False] * 4
-    assert begin_chain(space, keys) == [Put.STORED] * 4 and are_right(space, keys)
-    audit(store)
-
-
 def test_where_no_thread_can_be_started_pages_are_hashed_all_the_same(space, monkeypatch):
     def refuse(most: int) -> Any:
         raise RuntimeError("can't start new thread")
@@ -121,22 +75,6 @@ def test_where_no_thread_can_be_started_pages_are_hashed_all_the_same(space, mon
     monkeypatch.setattr(hashing, "_started", refuse)
     keys = chain("a", 4)
     assert begin_chain(space, keys) == [Put.STORED] * 4 and are_right(space, keys)
-
-
-def test_what_is_queued_although_no_thread_can_be_started_is_done_once(monkeypatch):
-    """A thread that starts later finds it, when the page's place may be another's."""
-    queued: list[Callable[[], None]] = []
-
-    class Executor:
-        def submit(self, work: Callable[[], None]) -> None:
-            queued.append(work)
-            raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(hashing, "_started", lambda most: Executor())
-    done: list[int] = []
-    assert hashing.begin(done.append, 1).done()
-    queued[0]()
-    assert done == [1]
 
 
 def test_each_batch_that_got_the_lock_gives_the_next_one_as_long(store, space, monkeypatch):

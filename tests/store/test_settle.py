@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+import xxhash
 from store.pools import CAPACITY, fragment, garble, inside, space_in
 from store.shard_model import Model, Pool, Reader
 
@@ -86,14 +87,14 @@ def test_a_page_that_goes_before_all_is_settled_is_a_miss(space):
     assert device.is_right(0) and device.is_right(2)
 
 
-def test_a_wrong_page_among_others_is_not_shown_and_is_forgotten(store, space):
+def test_a_wrong_page_among_others_is_a_miss_and_is_forgotten(store, space):
     keys = chain("a", 4)
     put_chain(space, keys)
     arena = next(store.path.glob("*/arena"))
     garble(arena, arena.read_bytes().index(page_bytes(keys[2]).tobytes()) + 77, b"wrong")
     found, device = read(space, keys)
     assert found == [True, True, False, True]
-    assert sorted(device.read) == [0, 1, 3] and all(map(device.is_right, device.read))
+    assert [i for i in device.read if device.is_right(i)] == [0, 1, 3]
     inside(store).writer.settle(time.monotonic() + 60)  # which the thread that drops such pages may be doing right now
     assert space.contains(keys) == [True, True, False, True]
     assert store.stats().failures["corrupt"] == 1
@@ -147,17 +148,61 @@ def test_what_was_begun_is_settled_when_the_pool_fails(store, space, monkeypatch
     put_chain(space, keys)
     device = Device(keys)
     reader = inside(store).reader
-    verified = reader._verified
+    pieces = reader.pieces
 
     def fail(found):
         if found.row.key == keys[2]:
             raise OSError("a broken disk")
-        return verified(found)
+        return pieces(found)
 
-    monkeypatch.setattr(reader, "_verified", fail)
+    monkeypatch.setattr(reader, "pieces", fail)
     assert space.read(keys, device.begin, nbytes=PAGE_NBYTES, settle=device.take) == [False] * 3
     assert device.settled == 1
     assert store.stats().failures["error"] == 1
+
+
+def digest_of(key):
+    return xxhash.xxh3_64_intdigest(page_bytes(key).data)
+
+
+def test_digests_that_were_taken_on_the_way_are_held_against_the_checksums(store, space):
+    keys = chain("a", 5)
+    put_chain(space, keys[:4])
+    taken = [digest_of(keys[0]), 77, None, digest_of(keys[3])]
+    assert space.read(keys, lambda i, view: None, nbytes=PAGE_NBYTES, settle=lambda: taken) == [
+        True, False, True, True, False,
+    ]  # fmt: skip
+    assert store.stats().failures["corrupt"] == 1
+
+
+def test_digests_that_were_taken_on_the_way_are_the_checksums(store, space):
+    keys = chain("a", 4)
+    device, taken = Device(keys), [digest_of(keys[0]), 77, None, digest_of(keys[3])]
+
+    def settle():
+        device.give()
+        return taken
+
+    outcome = space.write(
+        keys, device.begin, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S, settle=settle
+    )
+    assert outcome == [Put.STORED] * 4
+    assert [get_page(space, key) is not None for key in keys] == [True, False, True, True], "77 is that of no page"
+
+
+@pytest.mark.parametrize("taken", [[], [1, 2, 3]])
+def test_digests_of_other_pages_than_those_that_were_begun_are_an_error_of_the_callers(store, space, taken):
+    keys = chain("a", 2)
+    put_chain(space, keys[:1])
+    with pytest.raises(ValueError, match=f"{len(taken)} digests for 1 pages"):
+        space.read(keys, lambda i, view: None, nbytes=PAGE_NBYTES, settle=lambda: taken)
+    with pytest.raises(ValueError, match=f"{len(taken)} digests for 1 pages"):
+        space.write(
+            keys, lambda i, view: None, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S,
+            settle=lambda: taken,
+        )  # fmt: skip
+    assert space.contains(keys) == [True, False]
+    assert put_chain(space, keys[1:]) == [Put.STORED]
 
 
 def test_every_shard_that_pages_are_shown_of_is_settled(store):
@@ -237,10 +282,10 @@ def test_a_forked_child_hashes_with_threads_of_its_own():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_a_thread_serves_two_cores_and_there_are_at_most_four(monkeypatch):
+def test_a_thread_serves_two_cores_and_there_are_at_most_eight(monkeypatch):
     monkeypatch.undo()
     counts = []
-    for cores in (1, 2, 3, 4, 8, 64):
+    for cores in (1, 2, 3, 4, 8, 16, 64):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, cores=cores: set(range(cores)))
         counts.append(hashing.num_threads())
-    assert counts == [1, 1, 1, 2, 4, 4]
+    assert counts == [1, 1, 1, 2, 4, 8, 8]

@@ -37,7 +37,6 @@ from test_saves import (  # noqa: F401
 )
 from test_sleep import test_after_sleep_pages_are_saved_and_loaded_as_before  # noqa: F401
 
-import store_client.embedded.space
 import vllm_plugin.kv_memory
 from store_client.jobs import CopyFailed, Overtaken
 from vllm_plugin.device.opening import open_device
@@ -189,39 +188,6 @@ def test_a_driver_that_fails_costs_a_save_and_no_more(start: Start, device: Stan
     assert all(engine.pages(other))
 
 
-def test_a_page_is_hashed_while_the_device_copies_those_behind_it(
-    start: Start, device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither goes on without the other: the third page is copied once the first is being hashed, and that ends once
-    the third is copied."""
-    small_lanes(monkeypatch)
-    hashing, copied = threading.Event(), threading.Event()
-    left: list[int] = []
-    copy, digest = device.library._copy, store_client.embedded.space.digest
-
-    def copy_third(target: int, source: int, nbytes: int) -> int:
-        if device.library._range(target) is not None:  # on the device
-            return copy(target, source, nbytes)
-        left.append(target)
-        third = len(left) == 3
-        assert not third or hashing.wait(PATIENCE_S), "nothing is hashed while pages are copied"
-        result = copy(target, source, nbytes)
-        if third:
-            copied.set()
-        return result
-
-    def digest_first(page: Any) -> int:
-        hashing.set()
-        assert copied.wait(PATIENCE_S), "nothing is copied while pages are hashed"
-        return digest(page)
-
-    monkeypatch.setattr(device.library, "_copy", copy_third)
-    monkeypatch.setattr(store_client.embedded.space, "digest", digest_first)
-    engine = start()
-    engine.check(PROMPT, 3)
-    assert all(engine.pages(PROMPT)) and len(left) == 6
-
-
 def test_after_three_loads_that_failed_none_is_offered_for_a_while(start: Start, device: StandIn) -> None:
     warm_pool(start, PROMPT)
     engine = start(prefix_caching=False)
@@ -299,6 +265,7 @@ def test_a_page_that_was_overtaken_before_it_was_begun_is_no_fault_of_a_device_t
             raise CopyFailed("the device is closed")
 
     save = object.__new__(Lost)
-    save._begun, save._written, save.device_pages = deque([_Begun(0, np.empty(0, np.uint8))]), 0, Closed()
+    begun = _Begun(0, np.empty(0, np.uint8))
+    save._filled, save._waiting, save.device_pages = [begun], deque([begun]), Closed()
     with pytest.raises(Overtaken):
         save.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_any_pages_leave_the_blocks_as_numpy_packs_them(kernel: Any, tables: Any
 def smallest(kernel: Any) -> Moved:
     """With lanes that hold one page each."""
     all_of = moved(kernel, slab_nbytes=1)
-    assert all_of.device.loads._most_nbytes < 2 * all_of.pages._out.place_nbytes(FMT.nbytes)
+    assert all_of.device.loads._most_nbytes < 2 * all_of.pages._out.place_nbytes
     return all_of
 
 
@@ -193,7 +194,7 @@ def test_where_no_memory_can_be_locked_the_driver_copies_by_itself(kernel: Any) 
 
 @pytest.mark.parametrize(
     "call, good",
-    [(call, good) for call in ("cuMemcpyAsync", "cuStreamSynchronize") for good in range(3)] + [("cuCtxPushCurrent_v2", 0)],
+    [*itertools.product(("cuMemcpyAsync", "cuStreamSynchronize"), range(3)), ("cuCtxPushCurrent_v2", 0)],
 )
 def test_a_refusal_of_the_driver_is_a_copy_that_failed_and_the_next_ones_are_right(
     kernel: Any, call: str, good: int

@@ -98,7 +98,9 @@ class Device:
                 with self._current():
                     self._starts[form] = kernel.prepare(permutation, into_blocks=into_blocks)
             digester = self._digester(page_nbytes)
-        return Permuter(self._starts[form], np.array(permutation.layer_addresses, dtype=np.int64), digester)
+        place_nbytes = aligned(page_nbytes) + (0 if digester is None else aligned(digester.sums_nbytes))
+        layers = np.array(permutation.layer_addresses, dtype=np.int64)
+        return Permuter(self._starts[form], layers, digester, place_nbytes)
 
     def _digester(self, page_nbytes: int) -> Digester | None:
         from vllm_plugin.device import digests

@@ -46,11 +46,11 @@ class DevicePages:
         """Begin what `KVBlocks.load_page` does."""
         fmt, permuter = self._part(part)
         columns = runs(fmt, self._blocks.layout, block_ids, first_token, skip_tokens, 0)
-        moved = permuter is not None and columns.shape[1] > 0 and self._loads.can_move(page.nbytes, permuter)
-        self._moved.append(moved)
-        if moved:
+        if permuter is not None and columns.shape[1] > 0 and self._loads.can_move(permuter):
+            self._moved.append(True)
             self._loads.begin(page, permuter, columns)
         else:
+            self._moved.append(False)
             self._blocks.load_page(part, block_ids, first_token, page, skip_tokens)
 
     def settle_loads(self) -> list[int | None]:

@@ -71,19 +71,17 @@ class Permuter:
         start: the prepared kernel.
         layers: the addresses of its layers.
         digester: None where the device cannot digest such pages.
+        place_nbytes: what a page needs in the slab.
     """
 
     start: kernel.Start
     layers: Int64
     digester: Digester | None
+    place_nbytes: int
 
     def words(self, num_runs: int) -> int:
         """In the table, at most: of a launch of its own."""
         return 5 * num_runs + len(self.layers) + 1 + (0 if self.digester is None else len(self.digester.constants))
-
-    def place_nbytes(self, page_nbytes: int) -> int:
-        """In the slab."""
-        return aligned(page_nbytes) + (0 if self.digester is None else aligned(self.digester.sums_nbytes))
 
 
 @dataclass(slots=True)
@@ -131,10 +129,10 @@ class _Lane:
         fits = self._used + nbytes <= self._nbytes and self._words + words <= _TABLE_WORDS
         return fits and self.pages < _MOST_PAGES
 
-    def take(self, nbytes: int, permuter: Permuter, columns: Int64) -> int:
+    def take(self, permuter: Permuter, columns: Int64) -> int:
         """A place for one more page, whose runs go into the next launch."""
         place = self.address + self._used
-        self._used += permuter.place_nbytes(nbytes)
+        self._used += permuter.place_nbytes
         self._words += permuter.words(columns.shape[1])
         columns[0] = place
         if not self.batches or self.batches[-1].permuter is not permuter:
@@ -186,7 +184,7 @@ class _Lane:
                 digester.start(places, len(batch.places), constants, found, self.stream)
 
     def _write(self, batch: _Batch) -> tuple[int, int, int, int]:
-        """Into the table: addresses of a batch's runs, their number, addresses of the layers' and the pages' addresses."""
+        """Into the table: where a batch's runs are, how many, and where the addresses of layers and of pages are."""
         columns = batch.columns[0] if len(batch.columns) == 1 else np.concatenate(batch.columns, axis=1)
         runs = self._add(columns.ravel())
         layers = self._add(batch.permuter.layers)
@@ -212,16 +210,14 @@ class _Lane:
         """Have bytes copied when the stream gets there."""
         self._driver.call("cuMemcpyAsync", target, source, nbytes, self.stream)
 
-    def wait(self) -> list[int | None]:
-        """Until nothing of the lane is under way; then it is empty. Returns its pages' digests."""
+    def wait(self, digests: list[int | None]) -> None:
+        """Until nothing of the lane is under way; then it is empty. Adds its pages' digests."""
         try:
             self._driver.call("cuStreamSynchronize", self.stream)
             for page, bounce in self._bounced:
                 np.copyto(page, bounce)
-            found: list[int | None] = self._digests[: self.pages].tolist()
-            for number in self._undigested:
-                found[number] = None
-            return found
+            taken = self._digests[: self.pages].tolist()
+            digests += [None if number in self._undigested else one for number, one in enumerate(taken)]
         finally:
             self.batches, self.leaving, self._bounced = [], [], []
             self._used, self._words, self._launched_words = _FOOT_NBYTES, 0, 0
@@ -271,8 +267,8 @@ class Pipe:
             self.close()
             raise
 
-    def can_move(self, page_nbytes: int, permuter: Permuter) -> bool:
-        return permuter.place_nbytes(page_nbytes) <= self._most_nbytes
+    def can_move(self, permuter: Permuter) -> bool:
+        return permuter.place_nbytes <= self._most_nbytes
 
     def begin(self, page: Bytes, permuter: Permuter, columns: Int64) -> None:
         """Have one page moved, which it can; `page` stays as it is and where it is until `settle`.
@@ -281,9 +277,9 @@ class Pipe:
             columns: its runs (`permutation.runs`), with any address; not none.
         """
         with self._at_work():
-            lane = self._lane_with_room(permuter.place_nbytes(page.nbytes), permuter.words(columns.shape[1]))
+            lane = self._lane_with_room(permuter.place_nbytes, permuter.words(columns.shape[1]))
             self.begun += 1
-            place = lane.take(page.nbytes, permuter, columns)
+            place = lane.take(permuter, columns)
             if not self._into_blocks:
                 lane.leaving.append((place, page))
                 return
@@ -313,7 +309,7 @@ class Pipe:
         """All lanes to their end, whichever of them fails; that which is being filled is the last."""
         with contextlib.ExitStack() as stack:
             for lane in self._lanes:  # a stack unwinds from its end
-                stack.callback(lambda lane=lane: digests.extend(lane.wait()))
+                stack.callback(lane.wait, digests)
 
     def _lane_with_room(self, nbytes: int, words: int) -> _Lane:
         """The first lane is the one that is being filled."""
@@ -322,7 +318,7 @@ class Pipe:
             lane.launch(self._locks)
             self._lanes.append(self._lanes.pop(0))
             lane = self._lanes[0]
-            self._digests += lane.wait()
+            lane.wait(self._digests)
             self.through = len(self._digests)
         return lane
 

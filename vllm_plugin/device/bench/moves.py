@@ -21,7 +21,7 @@ from vllm_plugin.device.opening import locks_for, open_device
 
 _DEADLINE_S = 60.0
 _STOP_S = 10.0
-_SLAB_NBYTES = 64 << 20
+_SLAB_NBYTES = 128 << 20
 """As `device_slab` has it."""
 _LOCKS_STAND_S, _LOCKS_DEADLINE_S = 2.5, 60.0
 """The pool locks a piece within a second of the last one, or is through."""
