@@ -218,6 +218,9 @@ class _Lane:
                 np.copyto(page, bounce)
             taken = self._digests[: self.pages].tolist()
             digests += [None if number in self._undigested else one for number, one in enumerate(taken)]
+        except CudaError:
+            self._constants.clear()  # nobody knows what got to the device
+            raise
         finally:
             self.batches, self.leaving, self._bounced = [], [], []
             self._used, self._words, self._launched_words = _FOOT_NBYTES, 0, 0
