@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from device_stand_in import StandIn, interpreted_kernel
 from harness import PATIENCE_S, Engine
 from mixes import MIXES
 from runner import WrongKV
+from test_hybrid import spoil
 from test_loads import (  # noqa: F401 - run here as well
     test_a_load_that_was_given_up_is_not_reported_when_it_ends_after_all,
 )
@@ -38,6 +40,7 @@ from test_saves import (  # noqa: F401
 from test_sleep import test_after_sleep_pages_are_saved_and_loaded_as_before  # noqa: F401
 
 import vllm_plugin.kv_memory
+from mooncake_connector.kv.keys import page_keys
 from store_client.jobs import CopyFailed, Overtaken
 from vllm_plugin.device.opening import open_device
 from vllm_plugin.prefix.saver import DeviceSave, _Begun
@@ -87,6 +90,22 @@ def test_a_kernel_that_does_nothing_is_noticed_by_these_tests(start: Start, devi
     device.idle = True
     with pytest.raises(WrongKV):
         engine.ask(PROMPT)
+
+
+@pytest.mark.usefixtures("lanes")
+@pytest.mark.parametrize("wrong", [0, 3, 5])
+def test_a_page_whose_bytes_are_wrong_is_computed_and_so_are_those_behind_it(
+    start: Start, device: StandIn, pool: Path, wrong: int
+) -> None:
+    """The device digests what it has read, and finds it out after it was moved into the blocks."""
+    engine = warmed(start)
+    (view,) = engine.prefix._views(0)
+    pages: list[bytes] = []
+    key = page_keys(PROMPT, 16)[wrong : wrong + 1]
+    getattr(view.own, "_inner", view.own).read(key, lambda _, page: pages.append(bytes(page)), nbytes=view.nbytes)
+    spoil(pool, pages[0])
+    engine.check(PROMPT, 20, computed=len(PROMPT) - 16 * wrong + 19)
+    assert any(into for into, _ in device.launched) and engine.prefix._store.store.stats().failures["corrupt"] == 1
 
 
 @pytest.mark.parametrize("mix", MIXES)
