@@ -309,8 +309,8 @@ def test_many_small_pieces_go_through_the_kernel_and_long_ones_do_not(library, m
     kernels = Kernels()
     monkeypatch.setattr(transfer.transports.cuda.copier, "_kernels", lambda: kernels)
     copier = Copier(Driver(library), 0)
-    source, target = DeviceBuffer(4 * MIB + 1, seed=1), DeviceBuffer(4 * MIB + 1)
-    cases = (100, 20_001, True), (4, 20_001, False), (16, 256 << 10, False), (200, 1004, True), (150, 1004, True)
+    source, target = DeviceBuffer(16 * MIB + 1, seed=1), DeviceBuffer(16 * MIB + 1)
+    cases = (100, 20_001, True), (4, 20_001, False), (8, 2 << 20, False), (200, 1004, True), (150, 1004, True)
     for count, nbytes, by_kernel in cases:
         target.bytes[:] = 0
         copies = library.calls["cuMemcpyAsync"]
