@@ -35,9 +35,9 @@ logger = get_logger(__name__)
 _BATCH_NBYTES = 64 << 20
 """At most so much is reserved at a time: what a killed writer can hold back, and what a small pool must free."""
 _BATCH_PAGES = 1024
-_BEGUN_NBYTES, _BEGUN_SHARE = 512 << 20, 16
+_BEGUN_NBYTES, _BEGUN_SHARE = 1 << 30, 16
 """Of pages that a device writes, so much instead, and of a small pool a 16th: while space is reserved and pages are
-committed the device has nothing to do, for about a millisecond."""
+committed the device has nothing to do, for two to four milliseconds."""
 _REMOVE_DEADLINE_S = 5.0
 _UNCOUNTED = ("stored", "present", "unfilled", "cleared")
 """What is no fault of the pool."""
@@ -67,13 +67,13 @@ def put_batch(nbytes: int) -> int:
 def _begun_batch(pool: Pool, nbytes: int) -> int:
     """As `put_batch`, of pages that a device writes. (What is looked at without the lock may be outdated.)
 
-    Where the arena has yet to grow for them it is no more than there: memory is secured under the lock, 64 MiB in some
-    ten milliseconds.
+    Where the arena has yet to grow it is what there is memory for, or as much as there: memory is secured under the
+    lock, 64 MiB in some ten milliseconds.
     """
     capacity, secured = pool.arena.limit * GRANULE, pool.arena.secured_nbytes
-    if secured < capacity and secured - pool.table.used_granules * GRANULE < _BEGUN_NBYTES:
-        return put_batch(nbytes)
     most = min(_BEGUN_NBYTES, capacity // _BEGUN_SHARE)
+    if secured < capacity:
+        most = min(most, secured - pool.table.used_granules * GRANULE)
     return max(put_batch(nbytes), min(_BATCH_PAGES, most // max(1, nbytes)))
 
 

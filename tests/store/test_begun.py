@@ -59,6 +59,15 @@ def test_a_device_gets_more_pages_at_a_time_once_the_pool_has_memory_for_them(st
     assert settled == [1, 2, 3, 4] and are_right(space, keys)
 
 
+@pytest.mark.parametrize("secured, used, pages", [(0, 0, 64), (100, 36, 64), (400, 100, 300), (5000, 100, 1024)])
+def test_while_the_pool_grows_a_device_gets_what_there_is_memory_for(secured, used, pages):
+    mib = 1 << 20
+    granule = module.GRANULE
+    arena = SimpleNamespace(limit=(32 << 30) // granule, secured_nbytes=secured * mib)
+    pool = SimpleNamespace(arena=arena, table=SimpleNamespace(used_granules=used * mib // granule))
+    assert module._begun_batch(pool, mib) == pages
+
+
 def test_a_device_gets_no_more_than_a_16th_of_a_pool_at_a_time(store, space, monkeypatch):
     monkeypatch.setattr(module, "_BATCH_NBYTES", PAGE_NBYTES)
     begin_chain(space, chain("grow", 1))
