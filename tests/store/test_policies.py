@@ -371,7 +371,7 @@ def test_processes_killed_at_random_while_they_decide_leave_a_sound_pool_that_ev
         audit(store)
 
 
-@pytest.mark.parametrize("moment", ["S3Fifo.victims", "_Moved.note", "S3Fifo.stored", "Ghosts.add"])
+@pytest.mark.parametrize("moment", ["S3Fifo.victims", "_Choice.note", "S3Fifo.stored", "Ghosts.add"])
 def test_a_process_killed_while_its_policy_decides_leaves_a_sound_pool(pool, moment):
     with EmbeddedStore(pool, CAPACITY, eviction="s3-fifo") as store:
         space = space_in(store)
@@ -380,7 +380,7 @@ def test_a_process_killed_while_its_policy_decides_leaves_a_sound_pool(pool, mom
         pages = inside(store).table
         pages.set_uses(pages.live_slots()[:8], np.full(8, 2, dtype=np.uint8))
         code = f"""
-            from store_client.embedded.policies.s3_fifo import Ghosts, S3Fifo, _Moved
+            from store_client.embedded.policies.s3_fifo import Ghosts, S3Fifo, _Choice
             def die(*arguments): os.kill(os.getpid(), 9)
             {moment} = die
             for i in range(40): put_chain(space, chain("new %d" % i, 1))

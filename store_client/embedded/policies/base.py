@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,10 +24,6 @@ class Rank(Protocol):
     def one(self, slot: int) -> float:
         """The same, for one page, which takes an array ten times as long."""
         ...
-
-
-_DEEPEST, _NOTHING_ABOVE = np.int32(0x7FFFFFFF), np.int32(-1)
-"""Depths of a page that there is not, and of what is before the first page of a chain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +95,21 @@ class Frontier:
         num_slots = len(pages.granules)
         self.there: npt.NDArray[np.bool_] = pages.granules != 0
         parents = pages.parent.astype(np.intp)
-        np.minimum(parents, num_slots, out=parents)
         # A link may be stale, its parent gone and the slot another page's: depths keep links from going round.
-        depth = np.empty(num_slots + 1, dtype=np.int32)
-        depth[:num_slots], depth[num_slots] = pages.depth.view(np.int32), _NOTHING_ABOVE
+        depth = pages.depth.view(np.int32)
+        stale = depth.take(parents, mode="clip") >= depth  # "clip" as the quickest: what is beyond has no parent
+        stale &= pages.parent < num_slots
         if not self.there.all():
-            gone = ~self.there
-            parents[gone], depth[:num_slots][gone] = num_slots, _DEEPEST
-        stale = depth.take(parents, mode="clip") >= depth[:num_slots]  # "clip" as the quickest: all are within bounds
+            stale |= ~self.there
+            stale |= ~self.there.take(parents, mode="clip")
+        np.minimum(parents, num_slots, out=parents)
         if stale.any():
             parents[stale] = num_slots
         num_children = np.bincount(parents, minlength=num_slots + 1)
-        ends = np.flatnonzero((num_children[:num_slots] == 0) & self.there)
-        self.ends: Slots = ends[pages.access[ends] < used_before_ns]
+        ends = np.flatnonzero(num_children[:num_slots] == 0)
+        self.ends: Slots = ends[self.there[ends] & (pages.access[ends] < used_before_ns)]
         """The pages that may go at once."""
-        self._pages_an_end = max(1, pages.count) / max(1, len(ends))
+        self._pages_an_end = max(1, pages.count) / max(1, len(self.ends))
         self.granules, self.access = pages.granules.data, pages.access.data
         self.parents = parents.data
         """Slot of the page before each in its chain; `num_slots` where there is none."""
@@ -176,29 +173,36 @@ def lowest_first(
 
 class Ends:
     """Ends of chains as (rank, height, slot), the lowest first. They are sorted as they are wanted: the first `batch`,
-    then twice as many."""
+    then twice as many. Without heights those that rank alike come in the order of `slots`."""
 
-    def __init__(self, slots: Slots, ranks: npt.NDArray[Any], heights: npt.NDArray[Any], batch: int) -> None:
+    def __init__(self, slots: Slots, ranks: npt.NDArray[Any], heights: npt.NDArray[Any] | None, batch: int) -> None:
         self._slots, self._ranks, self._heights, self._batch = slots, ranks, heights, batch
+        self._later: npt.NDArray[np.bool_] | None = None
+        """Which of them were not sorted yet; None: none was."""
         self._sorted: Iterator[tuple[float, int, int]] = iter(())
 
     def next(self) -> tuple[float, int, int] | None:
         found = next(self._sorted, None)
         if found is None and len(self._slots):
             self._sort()
-            found = next(self._sorted)
+            found = next(self._sorted, None)
         return found
 
     def _sort(self) -> None:
+        if self._later is not None:
+            self._slots, self._ranks = self._slots[self._later], self._ranks[self._later]
+            self._heights = self._heights[self._later] if self._heights is not None else None
         slots, ranks, heights = self._slots, self._ranks, self._heights
         if self._batch < len(slots):
-            later = ranks > np.partition(ranks, self._batch)[self._batch]  # not those that rank alike
-            is_first = ~later
-            self._slots, self._ranks, self._heights = slots[later], ranks[later], heights[later]
-            slots, ranks, heights = slots[is_first], ranks[is_first], heights[is_first]
+            self._later = ranks > np.partition(ranks, self._batch)[self._batch]  # not those that rank alike
+            is_first = np.flatnonzero(~self._later)
+            slots, ranks = slots[is_first], ranks[is_first]
+            heights = heights[is_first] if heights is not None else None
             self._batch *= 2
         else:
             self._slots = slots[:0]
-        order = np.lexsort((heights, ranks))
-        sorted_ranks = ranks[order].astype(np.float64).tolist()
-        self._sorted = zip(sorted_ranks, heights[order].tolist(), slots[order].tolist(), strict=True)
+        order = ranks.argsort(kind="stable") if heights is None else np.lexsort((heights, ranks))
+        sorted_heights = repeat(0) if heights is None else heights[order].tolist()
+        self._sorted = zip(
+            ranks[order].astype(np.float64).tolist(), sorted_heights, slots[order].tolist(), strict=False
+        )

@@ -1,23 +1,28 @@
 """S3-FIFO (Yang et al., SOSP 2023) on chains: a small queue for what is new, a main one for what was used again."""
 
-from collections import deque
+from __future__ import annotations
+
 from heapq import heappop, heappush
 
 import numpy as np
 
-from store_client.embedded.names import U8, U64, Slots
+from store_client.embedded.names import U64, Slots
 from store_client.embedded.policies.base import Arrivals, Candidates, Ends, Frontier, Policy
 from store_client.embedded.policies.ghosts import Ghosts
 from store_client.embedded.policies.hints import Hints
 
-_SMALL, _MAIN, _STAYS = 0, 1, 2
+_SMALL, _MAIN = 0, 1
+"""A page's queue. Beside it, while pages are chosen:"""
+_ONE_USE, _USES, _APART = 0x02, 0x1E, 0x20
+"""how often it was used, and whether it does not go together with what is after it: in use, or queued anew."""
 _SHARE = 0.1
 """Of the pool's pages, for the small queue."""
 _QUEUED = 2
 """Word of the header: pages queued so far."""
 _MOST_CHANCES = 3
-_HALF = 1 << 31
-"""A page that queued so many pages before the last one comes first: numbers run round after four billion pages."""
+_NEW = 1 << 31
+"""Place of the next page that queues. One that queued so many pages before comes first: numbers run round after four
+billion pages."""
 _NOWHERE = 1 << 32
 """Beyond all places."""
 
@@ -43,102 +48,128 @@ class S3Fifo(Policy):
         hints.entered[new.slots] = (np.arange(first, first + len(new.slots)) & 0xFFFFFFFF).astype(np.uint32)
 
     def victims(self, pages: Candidates, granules: int, count: int, used_before_ns: int, now_ns: int) -> Slots:
-        hints, frontier = self.hints, Frontier(pages, used_before_ns)
-        ends = frontier.ends
-        if not len(ends):
-            return ends
-        is_main = hints.queue[: len(pages.uses)] != _SMALL
-        small_pages = int(np.count_nonzero(frontier.there)) - int(np.count_nonzero(is_main & frontier.there))
-        share = int(_SHARE * pages.count)
-        now = number = hints.next_number(_QUEUED, 0)
-        places = (hints.entered[ends].astype(np.int64) - now + _HALF) & 0xFFFFFFFF
-        none, batch = np.zeros(len(ends), dtype=np.uint8), frontier.likely(granules, count)
-        of_main = is_main[ends]
-        small, main = (_Queue(Ends(ends[its], places[its], none[its], batch)) for its in (~of_main, of_main))
-        uses, entered, sizes = pages.uses.data, hints.entered.data, frontier.granules
-        parents, children, access = frontier.parents, frontier.children, frontier.access
-        states = np.full(len(is_main) + 1, _MAIN, dtype=np.uint8)
-        stays = np.greater_equal(pages.access, used_before_ns, out=states[:-1].view(np.bool_))
-        stays |= pages.uses != 0
-        states[:-1] *= np.uint8(_STAYS)
-        states[:-1] |= is_main
-        state = states.data  # of each page: its queue, and whether something keeps it from going with what is after it
-        moved = _Moved(pages.uses, hints)
-        going: list[int] = []
-        go, freed = going.append, 0
-        while freed < granules or len(going) < count:
-            if small.place != _NOWHERE and (small_pages > share or main.place == _NOWHERE):
-                mine, queue = _SMALL, small
-                most = small_pages - share if main.place != _NOWHERE else frontier.num_slots
-            elif main.place != _NOWHERE:
-                mine, queue, most = _MAIN, main, frontier.num_slots
-                if main.is_last:
-                    moved.note()  # it may be one of them
-            else:
-                break
+        frontier = Frontier(pages, used_before_ns)
+        if not len(frontier.ends):
+            return frontier.ends
+        choice = _Choice(self.hints, pages, frontier, granules, count, used_before_ns)
+        while choice.is_short and (queue := choice.next_queue()) is not None:
             slot = queue.pop()
-            if uses[slot]:
-                if mine == _SMALL:  # and what is before it moves along, as far as it is in the small queue, too
-                    main.add_last(_place(number, now), slot)
-                    before = number
-                    while not state[slot] & _MAIN:
-                        state[slot] = _MAIN | _STAYS
-                        moved.slots.append(slot)
-                        slot = parents[slot]
-                        number += 1
-                    moved.numbers += range(before, number)
-                    small_pages -= number - before
-                else:
-                    uses[slot] = min(uses[slot], _MOST_CHANCES) - 1
-                    entered[slot] = number & 0xFFFFFFFF
-                    main.add_last(_place(number, now), slot)
-                    number += 1
-                continue
-            queued, before = entered[slot], len(going)
-            following = queue.place
-            for _ in range(most):
-                go(slot)
-                freed += sizes[slot]
-                slot = parents[slot]
-                if children[slot] != 1 or state[slot] != mine or (freed >= granules and len(going) >= count):
-                    break
-                child, queued = queued, entered[slot]
-                if queued > child and _place(queued, now) >= following:  # as a rule a page queued before its children
-                    break
-            if mine == _SMALL:
-                small_pages -= len(going) - before
-            if (left := children[slot]) != 1:  # also where there is none before it
-                children[slot] = left - 1
-            elif access[slot] < used_before_ns:
-                (main if state[slot] & _MAIN else small).add(_place(entered[slot], now), slot)
-        moved.note()
-        hints.next_number(_QUEUED, number - now)
-        return np.array(going, dtype=np.int64)
+            if not choice.uses_of(slot):
+                choice.let_go(slot, queue)
+            elif queue is choice.small:
+                choice.promote(slot)
+            else:
+                choice.queue_again(slot)
+        choice.note()
+        return np.array(choice.going, dtype=np.int64)
 
     def evicted(self, slots: Slots, prints: U64) -> None:
         new = self.hints.queue[slots] == _SMALL
         self._ghosts.add(prints[new], self.hints.turn[slots[new]])
 
 
-def _place(number: int, now: int) -> int:
-    """Of what queued with this number: lower for what came before."""
-    return (number - now + _HALF) & 0xFFFFFFFF
+class _Choice:
+    """The two queues while pages are chosen, and the pages that go."""
 
+    def __init__(
+        self, hints: Hints, pages: Candidates, frontier: Frontier, granules: int, count: int, used_before_ns: int
+    ) -> None:
+        self._hints, self._pages, self._frontier, self._used_before_ns = hints, pages, frontier, used_before_ns
+        self._granules, self._count, self._freed = granules, count, 0
+        self.going: list[int] = []
+        slots, ends, batch = frontier.num_slots, frontier.ends, frontier.likely(granules, count)
+        is_main = hints.queue[:slots] != _SMALL
+        self._small_pages = int(np.count_nonzero(frontier.there > is_main))
+        self._share = int(_SHARE * pages.count)
+        self._states = np.empty(slots + 1, dtype=np.uint8)
+        self._states[slots] = _MAIN  # what is before the first page of a chain
+        states = np.left_shift(pages.uses, 1, out=self._states[:slots])
+        states |= is_main
+        states[np.flatnonzero(pages.access >= used_before_ns)] |= np.uint8(_APART)
+        self._state = self._states.data
+        self._entered, self._now = hints.entered.data, hints.next_number(_QUEUED, 0)
+        self._place = _NEW
+        """Of the next page that queues."""
+        self._queued: list[int] = []
+        """Pages in the order in which they queued anew, as far as it was not noted."""
+        places = hints.entered[ends] - np.uint32((self._now - _NEW) & 0xFFFFFFFF)
+        of_main = is_main[ends]
+        self.small, self.main = (_Queue(Ends(ends[it], places[it], None, batch)) for it in (~of_main, of_main))
 
-class _Moved:
-    """Pages that move to the main queue, and the places that they take there: noted together, which is sooner done."""
+    @property
+    def is_short(self) -> bool:
+        return self._freed < self._granules or len(self.going) < self._count
 
-    def __init__(self, uses: U8, hints: Hints) -> None:
-        self._uses, self._hints = uses, hints
-        self.slots: list[int] = []
-        self.numbers: list[int] = []
+    def next_queue(self) -> _Queue | None:
+        """The small queue as long as it has more than its share; None where nothing is left that may go."""
+        if self.small.place != _NOWHERE and (self._small_pages > self._share or self.main.place == _NOWHERE):
+            return self.small
+        if self.main.place == _NOWHERE:
+            return None
+        if self.main.place >= _NEW:  # it may be one of them
+            self.note()
+        return self.main
+
+    def _place_of(self, number: int) -> int:
+        """Of what queued with this number: lower for what came before, from `_NEW` on for what queues now."""
+        return (number - self._now + _NEW) & 0xFFFFFFFF
+
+    def uses_of(self, slot: int) -> int:
+        return self._state[slot] & _USES
+
+    def promote(self, slot: int) -> None:
+        """It moves to the main queue, and so does what is before it in its chain."""
+        state, parents, queued = self._state, self._frontier.parents, self._queued
+        self.main.add(self._place, slot)
+        before = len(queued)
+        while not state[slot] & _MAIN:
+            state[slot] = _MAIN | _APART
+            queued.append(slot)
+            slot = parents[slot]
+        moved = len(queued) - before
+        self._place += moved
+        self._small_pages -= moved
+
+    def queue_again(self, slot: int) -> None:
+        """It has another round in the main queue for each of its uses."""
+        self.main.add(self._place, slot)
+        self._place += 1
+        self._queued.append(slot)
+        self._state[slot] = _MAIN | min(self.uses_of(slot), _MOST_CHANCES * _ONE_USE) - _ONE_USE
+
+    def let_go(self, slot: int, queue: _Queue) -> None:
+        """It goes, and what is before it in its chain as far as that would go next."""
+        frontier, state, entered = self._frontier, self._state, self._entered
+        parents, children, sizes = frontier.parents, frontier.children, frontier.granules
+        granules, count, freed, going = self._granules, self._count, self._freed, self.going
+        is_small, following, before, go = queue is self.small, queue.place, len(going), going.append
+        mine = _SMALL if is_small else _MAIN  # and neither used nor apart
+        is_turn_limited = is_small and self.main.place != _NOWHERE
+        number = entered[slot]
+        for _ in range(self._small_pages - self._share if is_turn_limited else frontier.num_slots):
+            go(slot)
+            freed += sizes[slot]
+            slot = parents[slot]
+            if children[slot] != 1 or state[slot] != mine or (freed >= granules and len(going) >= count):
+                break
+            after, number = number, entered[slot]
+            if number > after and self._place_of(number) >= following:  # as a rule a page queued before its children
+                break
+        self._freed = freed
+        if is_small:
+            self._small_pages -= len(going) - before
+        if (left := children[slot]) != 1:  # also where there is none before it
+            children[slot] = left - 1
+        elif frontier.access[slot] < self._used_before_ns:
+            (self.main if state[slot] & _MAIN else self.small).add(self._place_of(entered[slot]), slot)
 
     def note(self) -> None:
-        if self.slots:
-            at = np.array(self.slots)
-            self._hints.queue[at], self._uses[at] = _MAIN, 0
-            self._hints.entered[at] = (np.array(self.numbers) & 0xFFFFFFFF).astype(np.uint32)
-            self.slots, self.numbers = [], []
+        """Keep what has become of the pages that queued anew, all at once, which is sooner done."""
+        if self._queued:
+            queued, first = np.array(self._queued), self._hints.next_number(_QUEUED, len(self._queued))
+            self._hints.entered[queued] = (np.arange(first, first + len(queued)) & 0xFFFFFFFF).astype(np.uint32)
+            self._hints.queue[queued], self._pages.uses[queued] = _MAIN, (self._states[queued] & _USES) // _ONE_USE
+            self._queued.clear()
 
 
 class _Queue:
@@ -147,37 +178,22 @@ class _Queue:
     def __init__(self, ends: Ends) -> None:
         self._ends, self._first = ends, ends.next()
         self._added: list[tuple[int, int]] = []
-        self._last: deque[tuple[int, int]] = deque()
-        self._look()
-
-    def _look(self) -> None:
-        place = _NOWHERE if self._first is None else self._first[0]
-        if self._added and self._added[0][0] < place:
-            place = self._added[0][0]
-        self.is_last = place == _NOWHERE and bool(self._last)
-        """Whether the first is one of those that queued in the meantime."""
-        self.place = self._last[0][0] if self.is_last else place
+        self.place = _NOWHERE if self._first is None else self._first[0]
         """Of the first."""
 
     def add(self, place: int, slot: int) -> None:
         heappush(self._added, (place, slot))
         if place < self.place:
-            self.place, self.is_last = place, False
-
-    def add_last(self, place: int, slot: int) -> None:
-        """One that queues after all others."""
-        self._last.append((place, slot))
-        if self.place == _NOWHERE:
-            self.place, self.is_last = place, True
+            self.place = place
 
     def pop(self) -> int:
         """The first; there is one."""
-        if self.is_last:
-            slot = self._last.popleft()[1]
-        elif self._first is not None and self._first[0] == self.place:
+        if self._first is not None and self._first[0] == self.place:
             slot = self._first[2]
             self._first = self._ends.next()
         else:
             slot = heappop(self._added)[1]
-        self._look()
+        self.place = _NOWHERE if self._first is None else self._first[0]
+        if self._added and self._added[0][0] < self.place:
+            self.place = self._added[0][0]
         return slot
