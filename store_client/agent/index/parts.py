@@ -39,9 +39,12 @@ class Parts:
         self._kept: dict[Hashable, Any] = {}
         """The one that was not wanted for longest comes first."""
 
-    def tokens(self, text: bytes, read: Callable[[bytes], Tokens32 | None]) -> Tokens32 | None:
-        """What `read` makes of a list's text, part by part between commas; None where it makes nothing of one."""
-        cuts, found, start = _cuts(text), list[Tokens32](), 0
+    def tokens(
+        self, body: bytes, start: int, end: int, read: Callable[[memoryview], Tokens32 | None]
+    ) -> Tokens32 | None:
+        """What `read` makes of a list's text, from `start` to `end` of a body, part by part between commas; None where
+        it makes nothing of one."""
+        cuts, found, text = _cuts(body, start, end), list[Tokens32](), memoryview(body)
         while len(found) < len(cuts):
             stop = cuts[len(found)]
             if (known := self._kept.pop(name := self._name_of(text[start:stop]), None)) is None:
@@ -51,8 +54,7 @@ class Parts:
             start = stop + 1
         for at in range(len(found), len(cuts) + 1, _PARTS_AT_ONCE):
             stops = cuts[at : at + _PARTS_AT_ONCE]
-            end = stops[-1] if len(stops) == _PARTS_AT_ONCE else len(text)
-            if (of := read(text[start:end])) is None:
+            if (of := read(text[start : stops[-1] if len(stops) == _PARTS_AT_ONCE else end])) is None:
                 return None
             found.append(of)
             first = 0
@@ -100,10 +102,10 @@ class Parts:
             parent = part[-1]
         return names + made
 
-    def _digest(self, part: bytes | memoryview) -> bytes:
+    def _digest(self, part: memoryview) -> bytes:
         return xxhash.xxh3_128_digest(part, self._seed)
 
-    def _name_of(self, part: bytes) -> Hashable:
+    def _name_of(self, part: memoryview) -> Hashable:
         return "tokens", self._digest(part)
 
     def _keep(self, name: Hashable, made: Any) -> None:
@@ -112,10 +114,10 @@ class Parts:
             del self._kept[next(iter(self._kept))]
 
 
-def _cuts(text: bytes) -> list[int]:
+def _cuts(body: bytes, start: int, end: int) -> list[int]:
     """The commas at which a list's text is cut into parts; the last part, which is shorter, has none at its end."""
-    cuts, start = list[int](), 0
-    while (stop := text.find(b",", start + _PART_NBYTES)) >= 0:
+    cuts = list[int]()
+    while (stop := body.find(b",", start + _PART_NBYTES, end)) >= 0:
         cuts.append(stop)
         start = stop + 1
     return cuts

@@ -157,7 +157,7 @@ def decode_query(body: bytes, parts: Parts) -> tuple[Query, Tokens32]:
     stop = body.find(b"]", found.end()) if found else -1
     if found and stop >= 0 and not _TOKENS.search(body, stop):
         start = found.end()
-        tokens = parts.tokens(body[start:stop], _plain_tokens)
+        tokens = parts.tokens(body, start, stop, _plain_tokens)
         if tokens is not None and len(tokens) <= MAX_TOKENS:
             return decode(body[:start] + body[stop:], Query), tokens
     query = decode(body, Query)
@@ -167,32 +167,31 @@ def decode_query(body: bytes, parts: Parts) -> tuple[Query, Tokens32]:
     return query, _tokens(text[1:-1].strip())
 
 
-def _plain_tokens(text: bytes) -> Tokens32 | None:
+def _plain_tokens(text: memoryview) -> Tokens32 | None:
     """Of tokens as programs write them: at most 8 digits each, with a comma between them, or a comma and a space. None
     where it is anything else.
 
     All at a time: a token's digits are the bytes of a 64-bit word, which are added in pairs, fours and eights.
     """
-    raw, space = np.frombuffer(text, dtype=np.uint8), text.startswith(b" ")
+    raw, space = np.frombuffer(text, dtype=np.uint8), bytes(text[:1]) == b" "
     is_comma = raw == COMMA
     commas = np.flatnonzero(is_comma)
-    gap = 2 if len(commas) and text.startswith(b" ", commas[0] + 1) else 1
+    gap = 2 if len(commas) and bytes(text[commas[0] + 1 : commas[0] + 2]) == b" " else 1
     if np.count_nonzero(raw - _ZERO < 10) != len(raw) - space - gap * len(commas):
         return None
     if gap == 2 and np.count_nonzero(is_comma[:-1] & (raw[1:] == _SPACE)) != len(commas):
         return None
-    starts, lengths = np.empty((2, len(commas) + 1), dtype=np.int64)
-    starts[0], lengths[-1] = space, len(raw)
-    np.add(commas, gap, out=starts[1:])
-    lengths[:-1] = commas
+    starts = np.append(space - gap, commas)
+    starts += gap
+    lengths = np.append(commas, len(raw))
     lengths -= starts
     if int((lengths - 1).view(np.uint64).max()) > 7:
         return None
     # Each token's 8 bytes, from two words of the text. (Reading words at any byte, NumPy copies all of the text's.)
-    every, at = np.frombuffer(text + bytes(16 - len(text) % 8), dtype="<u8"), starts >> 3
+    every, at = np.frombuffer(b"".join((text, bytes(16 - len(text) % 8))), dtype="<u8"), starts >> 3
     bits = ((starts & 7) << 3).view(np.uint64)
-    words = every.take(at) >> bits
-    words |= every.take(at + 1) << (64 - bits)
+    words = every.take(at, mode="clip") >> bits  # "clip" as the quickest: all are within bounds
+    words |= every[1:].take(at, mode="clip") << (64 - bits)
     words <<= (64 - (lengths << 3)).view(np.uint64)  # what follows a token goes, and what is before its digits is 0
     words &= _DIGITS
     for multiply, bits, mask in _PAIRS:
