@@ -21,7 +21,7 @@ from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Put
 from store_client.embedded import table
 from store_client.embedded.policies import DEFAULT_POLICY, POLICIES, Arrivals, Candidates, Hints
-from store_client.embedded.policies.base import lowest_first
+from store_client.embedded.policies.base import Frontier, Room, lowest_first
 from store_client.embedded.policies.hints import BINS, TURNS, USES
 from store_client.embedded.policies.lru import Recency
 from store_client.embedded.policies.returns import Lines, Worth
@@ -144,7 +144,7 @@ def test_of_the_ends_of_chains_the_lowest_goes_each_time(name, seed):
     slow = OneByOne(pages, wanted, used_before)
     while slow.wants_more() and (ends := slow.ends()):
         slow.gone.append(min(ends, key=lambda slot: (rank.one(slot), -int(pages.depth[slot]), slot)))
-    assert lowest_first(pages, wanted, 1, used_before, rank, kinds).tolist() == slow.gone
+    assert lowest_first(Frontier(pages, used_before, Room()), wanted, 1, rank, kinds).tolist() == slow.gone
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -69,6 +69,10 @@ class Policy(ABC):
 
     def __init__(self, hints: Hints) -> None:
         self.hints = hints
+        self._room = Room()
+
+    def frontier(self, pages: Candidates, used_before_ns: int) -> Frontier:
+        return Frontier(pages, used_before_ns, self._room)
 
     def stored(self, new: Arrivals, now_ns: int) -> None:  # noqa: B027 a policy may want to know nothing
         """These pages were just stored."""
@@ -85,16 +89,31 @@ class Policy(ABC):
         """These pages go now; `prints` are hashes of their names."""
 
 
+class Room:
+    """Memory of a `Frontier`, 8 bytes a slot, for the next one to fill. Given back to the system in between it would
+    come anew page by page, which takes as long as all the rest of a choice."""
+
+    def __init__(self) -> None:
+        self._parents: npt.NDArray[np.intp] = np.empty(0, dtype=np.intp)
+
+    def parents(self, num_slots: int) -> npt.NDArray[np.intp]:
+        if len(self._parents) < num_slots:
+            self._parents = np.empty(num_slots, dtype=np.intp)
+        return self._parents[:num_slots]
+
+
 class Frontier:
     """The ends of the chains, and how they move up as pages go: the pages that may go without leaving a descendant.
 
-    Single values are read through memoryviews, in a third of the time that an array takes.
+    Single values are read through memoryviews, in a third of the time that an array takes. One at a time has a room.
     """
 
-    def __init__(self, pages: Candidates, used_before_ns: int) -> None:
+    def __init__(self, pages: Candidates, used_before_ns: int, room: Room) -> None:
+        self.pages, self.used_before_ns = pages, used_before_ns
         num_slots = len(pages.granules)
         self.there: npt.NDArray[np.bool_] = pages.granules != 0
-        parents = pages.parent.astype(np.intp)
+        parents = room.parents(num_slots)
+        parents[:] = pages.parent
         # A link may be stale, its parent gone and the slot another page's: depths keep links from going round.
         depth = pages.depth.view(np.int32)
         stale = depth.take(parents, mode="clip") >= depth  # "clip" as the quickest: what is beyond has no parent
@@ -125,15 +144,12 @@ class Frontier:
         return int(1.25 * max(count, granules / max(1.0, of_one)) / self._pages_an_end) + 8
 
 
-def lowest_first(
-    pages: Candidates, granules: int, count: int, used_before_ns: int, rank: Rank, kind: U8 | None = None
-) -> Slots:
+def lowest_first(frontier: Frontier, granules: int, count: int, rank: Rank, kind: U8 | None = None) -> Slots:
     """Victims in the order of `rank`, as far as descendants allow. See `Policy.victims`.
 
     Pages of one last use and one `kind` (a column) rank alike: of a chain they go together, without a further look.
     """
-    frontier = Frontier(pages, used_before_ns)
-    ends = frontier.ends
+    pages, ends, used_before_ns = frontier.pages, frontier.ends, frontier.used_before_ns
     if not len(ends):
         return ends
     sizes, access, depth = frontier.granules, frontier.access, pages.depth.data

@@ -23,4 +23,4 @@ class Lru(Policy):
     name = "lru"
 
     def victims(self, pages: Candidates, granules: int, count: int, used_before_ns: int, now_ns: int) -> Slots:
-        return lowest_first(pages, granules, count, used_before_ns, Recency(pages))
+        return lowest_first(self.frontier(pages, used_before_ns), granules, count, Recency(pages))

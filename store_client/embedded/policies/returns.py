@@ -78,10 +78,11 @@ class Returns(Policy):
             self._lines, self._since = Lines(worth) if worth.any() else None, 0
             more = self._sample.counted() / _MORE  # a little more says little where much is known
             self._renewed_after = max(_RENEWED_AFTER, min(more, pages.count // 4))
+        frontier = self.frontier(pages, used_before_ns)
         if self._lines is None:
-            return lowest_first(pages, granules, count, used_before_ns, Recency(pages))
+            return lowest_first(frontier, granules, count, Recency(pages))
         kinds = classes_of(self.hints.turn[: len(pages.uses)], pages.uses)
-        return lowest_first(pages, granules, count, used_before_ns, Worth(self._lines, kinds, pages, now_ns), kinds)
+        return lowest_first(frontier, granules, count, Worth(self._lines, kinds, pages, now_ns), kinds)
 
     def _weigh(self, now_ns: int) -> F64:
         """What a page of each class is worth at the beginning of each bin; zeros where too little is known."""

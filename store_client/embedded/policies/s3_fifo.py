@@ -48,10 +48,10 @@ class S3Fifo(Policy):
         hints.entered[new.slots] = (np.arange(first, first + len(new.slots)) & 0xFFFFFFFF).astype(np.uint32)
 
     def victims(self, pages: Candidates, granules: int, count: int, used_before_ns: int, now_ns: int) -> Slots:
-        frontier = Frontier(pages, used_before_ns)
+        frontier = self.frontier(pages, used_before_ns)
         if not len(frontier.ends):
             return frontier.ends
-        choice = _Choice(self.hints, pages, frontier, granules, count, used_before_ns)
+        choice = _Choice(self.hints, frontier, granules, count)
         while choice.is_short and (queue := choice.next_queue()) is not None:
             slot = queue.pop()
             if not choice.uses_of(slot):
@@ -71,10 +71,8 @@ class S3Fifo(Policy):
 class _Choice:
     """The two queues while pages are chosen, and the pages that go."""
 
-    def __init__(
-        self, hints: Hints, pages: Candidates, frontier: Frontier, granules: int, count: int, used_before_ns: int
-    ) -> None:
-        self._hints, self._pages, self._frontier, self._used_before_ns = hints, pages, frontier, used_before_ns
+    def __init__(self, hints: Hints, frontier: Frontier, granules: int, count: int) -> None:
+        pages, self._hints, self._frontier = frontier.pages, hints, frontier
         self._granules, self._count, self._freed = granules, count, 0
         self.going: list[int] = []
         slots, ends, batch = frontier.num_slots, frontier.ends, frontier.likely(granules, count)
@@ -85,7 +83,7 @@ class _Choice:
         self._states[slots] = _MAIN  # what is before the first page of a chain
         states = np.left_shift(pages.uses, 1, out=self._states[:slots])
         states |= is_main
-        states[np.flatnonzero(pages.access >= used_before_ns)] |= np.uint8(_APART)
+        states[np.flatnonzero(pages.access >= frontier.used_before_ns)] |= np.uint8(_APART)
         self._state = self._states.data
         self._entered, self._now = hints.entered.data, hints.next_number(_QUEUED, 0)
         self._place = _NEW
@@ -160,7 +158,7 @@ class _Choice:
             self._small_pages -= len(going) - before
         if (left := children[slot]) != 1:  # also where there is none before it
             children[slot] = left - 1
-        elif frontier.access[slot] < self._used_before_ns:
+        elif frontier.access[slot] < frontier.used_before_ns:
             (self.main if state[slot] & _MAIN else self.small).add(self._place_of(entered[slot]), slot)
 
     def note(self) -> None:
@@ -168,7 +166,8 @@ class _Choice:
         if self._queued:
             queued, first = np.array(self._queued), self._hints.next_number(_QUEUED, len(self._queued))
             self._hints.entered[queued] = (np.arange(first, first + len(queued)) & 0xFFFFFFFF).astype(np.uint32)
-            self._hints.queue[queued], self._pages.uses[queued] = _MAIN, (self._states[queued] & _USES) // _ONE_USE
+            self._hints.queue[queued] = _MAIN
+            self._frontier.pages.uses[queued] = (self._states[queued] & _USES) // _ONE_USE
             self._queued.clear()
 
 
