@@ -45,7 +45,7 @@ class TestTcpBesideABusyThread(TestTcp):
     @pytest.fixture(autouse=True)
     def late(self, monkeypatch):
         monkeypatch.setattr(channel, "_LATE_S", -1.0)
-        monkeypatch.setattr(channel, "_MANY_NBYTES", 1)
+        monkeypatch.setattr(channel, "MANY_NBYTES", 1)
 
 
 def test_a_batch_of_which_a_slice_failed_is_never_ok(monkeypatch):
