@@ -157,7 +157,8 @@ Fill: TypeAlias = Callable[[int, Bytes], None]
 Digests: TypeAlias = Sequence[int | None]
 """XXH3-64 of pages, None of those that nobody has taken yet."""
 Settle: TypeAlias = Callable[[], Digests | None]
-"""Waits until all that was begun is over, for who lets a device read or write the views: see `Space.read`."""
+"""Waits until all that was begun is over, for who lets a device read or write the views, and returns digests of the
+pages if it has them: see `Space.read` and `Space.write`."""
 Pieces: TypeAlias = Sequence[Bytes]
 """The bytes of one page, in order: usually one piece, several where the pool's space is fragmented."""
 
@@ -222,14 +223,16 @@ class Space(ABC):
         """Show the bytes of every present page to `consume(i, view)`, without copying them where possible.
 
         `view` is a read-only uint8 array of `nbytes` that is valid during the call only. Its checksum was verified
-        just before; whether the page stayed in place meanwhile is known only afterwards: what `consume` made of page
-        i is right if and only if the returned list has True at i. An exception of `consume` passes through.
+        just before (without `settle`); whether the page stayed in place meanwhile is known only afterwards: what
+        `consume` made of page i is right if and only if the returned list has True at i. An exception of `consume`
+        passes through.
 
         With `settle`, `consume` may only begin to read `view`, which stays valid until `settle()` has come to its end,
         with or without an exception: nothing reads any view by then. It is called once after the last page, and also
         where the read ends early, unless no page was shown; its exception passes through. Checksums are verified after
-        it: `settle` may return the XXH3-64 of the bytes that were read, in the order in which pages were shown, as a
-        device takes them on the way. Others are taken then, by several threads.
+        it, so a page that is shown may be wrong. `settle` may return the XXH3-64 of what was read, as a device takes
+        them on the way: one for each page that was shown, in that order, or None for those that are to be taken here,
+        by several threads. Another number of them is a ValueError.
         """
 
     @abstractmethod
@@ -252,8 +255,8 @@ class Space(ABC):
 
         With `settle`, `fill` may only begin to write `view`, as in `read`: when `settle()` has come to its end, all
         is written that ever will be. It is called once for each batch of pages that the store makes of them, and an
-        exception of it is one of `fill`. It may return the XXH3-64 of what was written, in the order in which pages
-        were filled; others are taken then, by several threads.
+        exception of it is one of `fill`. It may return the XXH3-64 of what was written, as in `read`, in the order in
+        which pages were filled.
         """
 
     @abstractmethod

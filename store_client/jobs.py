@@ -22,8 +22,9 @@ _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
 """So many bytes are moved between two looks at the clock, but at least so many pages: they are lost when a job is given
 up meanwhile, and each move costs the store a transaction, about 1 ms a write."""
 _BEGUN_NBYTES, _BEGUN_PAGES = 1 << 30, 1024
-"""So many where a device carries out the copies: at each end it has nothing to do for about a millisecond, and a link
-carries 1 GiB in 20. Of a save at most so many pages."""
+"""So many where a device carries out the copies: at each end it has nothing to do for about a millisecond, and PCIe 5
+carries 1 GiB in 20. (Pages that it cannot move by itself take longer: a second for 1 GiB.) Of a save at most so many
+pages."""
 _MOST_DEADLINES = 10
 """A load that goes on page by page ends after so many of its deadlines: others wait for the same thread."""
 _HEARING_S = 0.5
@@ -152,7 +153,7 @@ class Job(ABC):
     def give_up(self, cause: str, *, wait: bool = True) -> bool:
         """Called by the engine: True where this ends the job, which touches no memory from now on.
 
-        A page that is being moved is waited for, which takes no longer than a copy, or else the answer is False.
+        What is being moved is waited for, or else the answer is False: a page, or up to 1 GiB that a device has begun.
         """
         return self.end(cause, given_up=True, wait=wait)
 
@@ -180,7 +181,8 @@ class Load(Job):
 
     Args:
         copy: takes page i out of the stored page of a part.
-        settle: waits until the copies are over that `copy` only begins; None where it carries them out.
+        settle: waits until the copies are over that `copy` only begins, and returns digests (`Settle`); None where it
+            carries them out.
         num_coming: pages, the last ones, that were not there when the load was planned: somebody was told then that
             they are being fetched, and this process may have to ask for itself.
     """
@@ -285,7 +287,7 @@ class Save(Job):
 
     @property
     def settle(self) -> Settle | None:
-        """Waits until the copies are over that `fill` only begins, and raises as it; None where it carries them out."""
+        """As that of a load, for what `fill` begins; raises as it."""
         return None
 
     def fill(self, number: int, page: Bytes) -> None:

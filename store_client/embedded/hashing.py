@@ -2,9 +2,8 @@
 
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 import xxhash
 
@@ -18,9 +17,6 @@ _MOST_THREADS = 8
 """More wait for memory, or take cores from other ranks of the host."""
 _CORES_A_THREAD = 2
 
-T = TypeVar("T")
-R = TypeVar("R")
-
 _lock = threading.Lock()
 _threads: ThreadPoolExecutor | None = None
 
@@ -30,35 +26,27 @@ def digest(page: Bytes) -> int:
     return xxhash.xxh3_64_intdigest(page.data)
 
 
-def each(work: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
-    """`work` of every item, in order; several threads do it ahead of who takes the results, where there are cores.
-
-    What nobody has begun when the iterator is closed is left undone.
-    """
+def digests_of(pages: Sequence[Bytes]) -> list[int]:
+    """Of many pages, by several threads where there are cores."""
     most = num_threads()
-    if most == 1 or len(items) < 2:
-        yield from map(work, items)
-        return
+    if most == 1 or len(pages) < 2:
+        return list(map(digest, pages))
     try:
-        results: Iterator[R] = _started(most).map(work, items)
+        return list(_started(most).map(digest, pages))
     except RuntimeError as error:  # also while the interpreter ends
-        _tell(error)
-        results = map(work, items)
-    yield from results
+        said = "no thread can be started (%s); raise the limit (`ulimit -u`)"
+        log_once("store.thread", said, error, logger=logger)
+        return list(map(digest, pages))
 
 
 def completed(digests: Digests | None, pages: Sequence[Bytes]) -> list[int]:
     """The digest of each page: those that somebody has taken on the way, and the others, which are taken now."""
     if digests is None:
-        return list(each(digest, pages))
+        return digests_of(pages)
     if len(digests) != len(pages):
         raise CallersOwn from ValueError(f"{len(digests)} digests for {len(pages)} pages")
-    taken = each(digest, [page for page, one in zip(pages, digests, strict=True) if one is None])
+    taken = iter(digests_of([page for page, one in zip(pages, digests, strict=True) if one is None]))
     return [next(taken) if one is None else one for one in digests]
-
-
-def _tell(error: RuntimeError) -> None:
-    log_once("store.thread", "no thread can be started (%s); raise the limit (`ulimit -u`)", error, logger=logger)
 
 
 def num_threads() -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 from mooncake_connector.kv.geometry import Shard
 from store_client.base import Bytes, Position, Put, Space, Store
@@ -36,6 +37,10 @@ MakeStore = Callable[[], Store]
 
 Told = tuple[bool, bytes, Shard, bytes]
 """A change of one page: stored, namespace digest, shard, key."""
+
+
+def digest(page: Bytes) -> int:
+    return xxhash.xxh3_64_intdigest(page.data)
 
 
 def follow(store: Store, since: Position, limit: int = 4096) -> tuple[list[Told], Position]:
@@ -195,6 +200,22 @@ class StoreConformance:
         for key in keys:
             got = get_page(space, key)
             assert got is not None and np.array_equal(got, page_bytes(key))
+
+    def test_digests_that_settle_returns_are_as_good_as_those_that_are_taken_here(self, space: Space) -> None:
+        keys = chain("a", 3)
+        digests = [digest(page_bytes(keys[0])), None, digest(page_bytes(keys[2]))]
+
+        def fill(i: int, view: Bytes) -> None:
+            view[:] = page_bytes(keys[i])
+
+        outcome = space.write(
+            keys, fill, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S, settle=lambda: digests
+        )
+        assert outcome == [Put.STORED] * 3
+        for key in keys:
+            got = get_page(space, key)
+            assert got is not None and np.array_equal(got, page_bytes(key))
+        assert space.read(keys, lambda i, view: None, nbytes=PAGE_NBYTES, settle=lambda: digests) == [True] * 3
 
     def test_what_was_begun_is_settled_before_an_exception_passes(self, space: Space) -> None:
         keys = chain("a", 3)

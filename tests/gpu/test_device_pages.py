@@ -4,6 +4,7 @@ import mmap
 
 import numpy as np
 import pytest
+import xxhash
 from gpu.device import DEVICE, require
 
 require()
@@ -59,6 +60,10 @@ def device(host):
     one.close()
 
 
+def digest(page) -> int:
+    return xxhash.xxh3_64_intdigest(page.data)
+
+
 def table(number: int, block_tokens: int) -> list[int]:
     """Blocks of a page that begins somewhere in the first of them."""
     count = PAGE_TOKENS // block_tokens + 1
@@ -80,7 +85,7 @@ def test_pages_reach_the_blocks(host, device, order, part):
         pages.load_page(*one)
         plain.load_page(*one)
     assert not torch.equal(memory, expected), "the last pages wait until all is settled"
-    pages.settle_loads()
+    assert pages.settle_loads() == [digest(host[1][n * fmt.nbytes :][: fmt.nbytes]) for n in range(NUM_PAGES)]
     assert torch.equal(memory, expected)
 
 
@@ -99,5 +104,5 @@ def test_pages_leave_the_blocks_and_copies_of_them(host, device, order):
         else:
             pages.save_copied(copies, *at, page)
         blocks.save_page(*at, expected[number])
-    pages.settle_saves()
+    assert pages.settle_saves() == list(map(digest, expected))
     assert np.array_equal(host[1][: expected.size].reshape(expected.shape), expected) and expected.any()

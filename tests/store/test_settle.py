@@ -232,28 +232,27 @@ def test_every_shard_that_pages_are_shown_of_is_settled(store):
 # The threads that hash
 
 
-def test_results_come_in_order_and_what_is_not_asked_for_is_left_undone(num_threads):
-    done, go = [], threading.Event()
-
-    def work(item):
-        if item and num_threads > 1:
-            assert go.wait(DEADLINE_S)
-        done.append(item)
-        return -item
-
-    results = hashing.each(work, range(1000))
-    assert next(results) == 0
-    results.close()
-    go.set()
-    assert len(done) <= 1 + num_threads
-    assert list(hashing.each(work, range(100))) == [-item for item in range(100)]
+PAGES = [np.full(100, number, dtype=np.uint16).view(np.uint8) for number in range(300)]
+DIGESTS = [xxhash.xxh3_64_intdigest(page.data) for page in PAGES]
 
 
-def test_an_error_of_one_is_raised_where_its_result_would_be():
-    results = hashing.each(lambda item: 1 // item, [1, 1, 0, 1])
-    assert [next(results), next(results)] == [1, 1]
-    with pytest.raises(ZeroDivisionError):
-        next(results)
+def test_digests_come_in_order():
+    assert hashing.digests_of(PAGES) == DIGESTS and hashing.digests_of([]) == []
+
+
+def test_several_pages_are_hashed_at_once_where_there_are_threads(num_threads, monkeypatch):
+    inside_of, most = threading.Semaphore(0), []
+
+    def slow(page):
+        most.append(threading.current_thread())
+        inside_of.release()
+        if num_threads > 1:
+            assert inside_of.acquire(timeout=DEADLINE_S)
+        return 0
+
+    monkeypatch.setattr(hashing, "digest", slow)
+    assert hashing.digests_of(PAGES) == [0] * len(PAGES)
+    assert (threading.current_thread() in most) == (num_threads == 1) and len(set(most)) <= num_threads
 
 
 def test_a_process_that_can_start_no_thread_hashes_by_itself(monkeypatch):
@@ -263,13 +262,11 @@ def test_a_process_that_can_start_no_thread_hashes_by_itself(monkeypatch):
     monkeypatch.setattr(hashing, "_threads", None)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        assert list(hashing.each(lambda item: (item, threading.current_thread()), [1, 2])) == [
-            (1, threading.current_thread()), (2, threading.current_thread()),
-        ]  # fmt: skip
+        assert hashing.digests_of(PAGES) == DIGESTS
 
 
 def test_a_forked_child_hashes_with_threads_of_its_own():
-    assert list(hashing.each(str, [1, 2, 3])) == ["1", "2", "3"]
+    assert hashing.digests_of(PAGES) == DIGESTS
     with hashing._lock:  # as another thread may hold it
         child = os.fork()
         if child == 0:
@@ -277,7 +274,7 @@ def test_a_forked_child_hashes_with_threads_of_its_own():
             signal.alarm(120)
             right = False
             try:
-                right = list(hashing.each(str, [1, 2, 3])) == ["1", "2", "3"]
+                right = hashing.digests_of(PAGES) == DIGESTS
             finally:
                 os._exit(0 if right else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -25,12 +25,12 @@ from vllm_plugin.device.page_locks import PageLocks
 
 def interpreted_kernel() -> Any:
     """The modules of the kernels, decorated for Triton's interpreter."""
-    names = [f"vllm_plugin.device.{name}" for name in ("launching", "kernel", "digests")]
+    names = [f"vllm_plugin.device.{name}" for name in ("kernel", "digests")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         for name in names:
             patch.delitem(sys.modules, name, raising=False)
-        _, kernel, digests = map(importlib.import_module, names)
+        kernel, digests = map(importlib.import_module, names)
         for name in names:
             patch.delitem(sys.modules, name)
     kernel.digests = digests
@@ -50,6 +50,8 @@ class StandIn:
         self.launched: list[tuple[bool, int]] = []
         self.idle = False
         """Whether the kernel does nothing."""
+        self.undigested: set[int] = set()
+        """Sizes of pages that it does not digest."""
         self.waits = threading.Event()
         """Set when somebody waits for what is held."""
         self._goes_on = threading.Event()
@@ -107,7 +109,7 @@ class StandIn:
         digests = SimpleNamespace(
             prepare=self.prepare_digests,
             constants=real.constants,
-            can_digest=real.can_digest,
+            can_digest=lambda nbytes: nbytes not in self.undigested and real.can_digest(nbytes),
             sums_nbytes=real.sums_nbytes,
         )
         for name, module in (("kernel", SimpleNamespace(prepare=self.prepare)), ("digests", digests)):

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from test_sleep import test_after_sleep_pages_are_saved_and_loaded_as_before  # 
 import vllm_plugin.kv_memory
 from mooncake_connector.kv.keys import page_keys
 from store_client.jobs import CopyFailed, Overtaken
+from vllm_plugin.blocks import BlockCopies
 from vllm_plugin.device.opening import open_device
 from vllm_plugin.prefix.saver import DeviceSave, _Begun
 
@@ -272,6 +274,34 @@ def test_a_load_that_the_engine_gives_up_touches_no_block_from_then_on(start: St
     warm_pool(start)
 
 
+class Turns:
+    """In place of a device's pages: a page is read when it is settled, or when `saved` says so."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.begun = self.saved = 0
+        self.copied: list[int] = []
+
+    def save_page(self, block_ids: Any, first_token: int, page: Any) -> int:
+        self.begun += 1
+        return self.begun
+
+    def save_copied(self, copies: Any, block_ids: Any, first_token: int, page: Any) -> int:
+        self.copied.append(first_token)
+        return self.save_page(block_ids, first_token, page)
+
+    def settle_saves(self) -> list[int]:
+        self.begun, begun = 0, self.begun
+        return list(range(100, 100 + begun))
+
+
+def save_over(pages: Any, kind: type[DeviceSave] = DeviceSave) -> DeviceSave:
+    save = object.__new__(kind)
+    save._filled, save._waiting, save.device_pages, save.plan = [], deque(), pages, SimpleNamespace(block_ids=[])
+    return save
+
+
 def test_a_page_that_was_overtaken_before_it_was_begun_is_no_fault_of_a_device_that_is_closed() -> None:
     class Lost(DeviceSave):
         def _source(self, number: int) -> None:
@@ -283,8 +313,56 @@ def test_a_page_that_was_overtaken_before_it_was_begun_is_no_fault_of_a_device_t
         def settle_saves(self) -> None:
             raise CopyFailed("the device is closed")
 
-    save = object.__new__(Lost)
+    save = save_over(Closed(), Lost)
     begun = _Begun(0, np.empty(0, np.uint8))
-    save._filled, save._waiting, save.device_pages = [begun], deque([begun]), Closed()
+    save._filled, save._waiting = [begun], deque([begun])
     with pytest.raises(Overtaken):
+        save.settle()
+
+
+class Given(DeviceSave):
+    """`given_away`: number of a page to what was copied aside of it, and what waits for that; None if nothing was."""
+
+    def _source(self, number: int) -> Any:
+        if number in given_away and given_away[number] is None:
+            raise Overtaken
+        return given_away.get(number)
+
+    def first_token(self, number: int) -> int:
+        return number
+
+
+given_away: dict[int, Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def none_given_away() -> Iterator[None]:
+    yield
+    given_away.clear()
+
+
+def fill(save: DeviceSave, count: int) -> None:
+    for number in range(count):
+        save.fill(number, np.empty(0, np.uint8))
+
+
+def test_pages_that_were_read_in_time_are_not_read_again_and_are_not_lost() -> None:
+    pages = Turns()
+    save = save_over(pages, Given)
+    fill(save, 3)
+    pages.saved = 2
+    save.fill(3, np.empty(0, np.uint8))
+    given_away.update({0: None, 1: (object.__new__(BlockCopies), None), 2: (object.__new__(BlockCopies), None)})
+    assert save.settle() == [100, 101, 100, 103], "the third is read again, and has the digest of that"
+    assert pages.copied == [2]
+
+
+def test_what_fails_when_a_page_is_read_again_is_what_is_told() -> None:
+    def fail() -> None:
+        raise CopyFailed("the copies aside")
+
+    save = save_over(Turns(), Given)
+    fill(save, 3)
+    given_away[2] = object.__new__(BlockCopies), fail
+    with pytest.raises(CopyFailed, match="the copies aside"):
         save.settle()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 pytest.importorskip("triton")
 
@@ -59,8 +62,9 @@ def blocks_of(seed: int) -> tuple[torch.Tensor, KVBlocks]:
     return memory, KVBlocks(list(memory.permute(0, 1, 3, 2, 4)), OWN, FMT, None)
 
 
-def moved(kernel: Any, slab_nbytes: int = 1 << 20) -> Moved:
+def moved(kernel: Any, slab_nbytes: int = 1 << 20, undigested: Collection[int] = ()) -> Moved:
     stand_in = StandIn(kernel)
+    stand_in.undigested.update(undigested)
     locks = stand_in.locks_for(None)
     patch = pytest.MonkeyPatch()
     stand_in.install(patch)
@@ -82,6 +86,10 @@ def _with(stand_in: StandIn, prepare: Any, *arguments: Any) -> Any:
         return prepare(*arguments)
 
 
+def digest(page: Any) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(page).data)
+
+
 def page_of(fmt: PageFormat, seed: int) -> Any:
     return np.random.default_rng(seed).integers(0, 256, fmt.nbytes, dtype=np.uint8)
 
@@ -99,7 +107,10 @@ EXAMPLES = settings(deadline=None, max_examples=10, suppress_health_check=[Healt
 @given(tables=tables(), data=st.data())
 @EXAMPLES
 def test_any_pages_reach_the_blocks_as_numpy_puts_them_there(kernel: Any, tables: Any, data: Any) -> None:
-    all_of = moved(kernel)
+    """With their digests, but of those that the device has nothing to do with, and of one size that it digests not."""
+    undigested = 7 * 2 * FMT.nbytes // 6
+    all_of = moved(kernel, data.draw(st.sampled_from([1, 1 << 14, 1 << 20])), {undigested})
+    digests: list[int | None] = []
     for number, table in enumerate(tables):
         part = data.draw(st.sampled_from([OWN, OWN, OWN, Shard(0, 4, 0, 4), Shard(2, 9, 0, 2)]))
         fmt = PageFormat(part.num_layers, FMT.page_tokens, part.num_heads, FMT.k_dim, FMT.v_dim, FMT.itemsize)
@@ -107,11 +118,15 @@ def test_any_pages_reach_the_blocks_as_numpy_puts_them_there(kernel: Any, tables
         page = page_of(fmt, number)
         all_of.pages.load_page(part, table, first, page, skip)
         all_of.plain.load_page(part, table, first, page, skip)
+        moves = skip < FMT.page_tokens and all_of.device.loads.can_move(all_of.pages._parts[part][1])
+        digests.append(digest(page) if moves and page.nbytes != undigested else None)
         if data.draw(st.booleans()):
-            all_of.pages.settle_loads()
-    all_of.pages.settle_loads()
+            assert all_of.pages.settle_loads() == digests
+            digests.clear()
+    assert all_of.pages.settle_loads() == digests
     assert all_of.agrees()
     all_of.device.close()
+    assert not all_of.stand_in.library.slabs
 
 
 @given(tables=tables(), data=st.data())
@@ -130,8 +145,9 @@ def test_any_pages_leave_the_blocks_as_numpy_packs_them(kernel: Any, tables: Any
         else:
             all_of.pages.save_page(table, first, found[-1])
     assert not any(map(np.any, found)) or len(tables) > 2, "a device is as late as it may be"
-    all_of.pages.settle_saves()
+    digests = all_of.pages.settle_saves()
     assert np.array_equal(found, expected) and np.any(expected[0])
+    assert digests == list(map(digest, expected))
     all_of.device.close()
 
 
@@ -144,15 +160,36 @@ def smallest(kernel: Any) -> Moved:
 
 def test_lanes_are_used_again_only_when_they_are_through(kernel: Any) -> None:
     all_of = smallest(kernel)
-    for number in range(NUM_PAGES):
-        page = page_of(FMT, number)
+    pages = [page_of(FMT, number) for number in range(NUM_PAGES)]
+    for number, page in enumerate(pages):
         table = list(range(3 * number, 3 * number + 3))
         all_of.pages.load_page(OWN, table, 0, page, 0)
         all_of.plain.load_page(OWN, table, 0, page, 0)
     done = sum(runs for into, runs in all_of.stand_in.launched if into)
     assert 0 < done == 2 * (NUM_PAGES - LANES), "two blocks a page, and the last pages wait"
-    all_of.pages.settle_loads()
+    assert all_of.pages.settle_loads() == list(map(digest, pages))
     assert all_of.agrees()
+
+
+def test_a_thread_that_follows_another_one_works_on_the_device_as_well(kernel: Any) -> None:
+    """It may have the number of one that has ended."""
+    all_of = moved(kernel)
+    page, failed = page_of(FMT, 1), []
+
+    def load() -> None:
+        try:
+            all_of.pages.load_page(OWN, [0, 1], 0, page, 0)
+            assert all_of.pages.settle_loads() == [digest(page)]
+        except BaseException as error:
+            failed.append(error)
+
+    bound = []
+    for _ in range(3):
+        thread = threading.Thread(target=load)
+        thread.start()
+        thread.join()
+        bound.append(all_of.stand_in.library.calls["cuCtxPushCurrent_v2"])
+    assert not failed and bound[2] == bound[1] + 1 == bound[0] + 2
 
 
 def test_memory_that_the_driver_locked_is_copied_in_place_and_other_memory_by_way_of_some(kernel: Any) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from vllm_plugin.device.launching import loaded
+from transfer.transports.cuda.launching import loaded
 from vllm_plugin.device.permutation import Int64
 
 _SECRET = bytes.fromhex(

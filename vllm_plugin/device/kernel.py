@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vllm_plugin.device.launching import loaded
+from transfer.transports.cuda.launching import loaded
 from vllm_plugin.device.permutation import Permutation
 
 _TILE_NBYTES = 8192

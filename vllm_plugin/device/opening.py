@@ -65,15 +65,17 @@ class Device:
     def __init__(self, where: torch.device, locks: PageLocks, slab_nbytes: int, page_nbytes: int) -> None:
         self._where, self._driver, self._ordinal = where, locks.driver, where.index or 0
         each = pipe_nbytes(slab_nbytes // _WAYS, page_nbytes)
-        self._slab = self._driver.allocate(self._ordinal, _WAYS * each)
+        slab = self._driver.allocate(self._ordinal, _WAYS * each)
+        self._memory = [slab]
         self._starts: dict[tuple[Permutation, int, bool], Start] = {}
         self._digesters: dict[int, Digester | None] = {}
+        """By size of page."""
         self._compiling = threading.Lock()
         with contextlib.ExitStack() as undone:
-            undone.callback(self._driver.free, self._ordinal, self._slab)
-            self.loads = Pipe(self._driver, self._ordinal, self._slab, each, locks, into_blocks=True)
+            undone.callback(self._driver.free, self._ordinal, slab)
+            self.loads = Pipe(self._driver, self._ordinal, slab, each, locks, into_blocks=True)
             undone.callback(self.loads.close)
-            self.saves = Pipe(self._driver, self._ordinal, self._slab + each, each, locks, into_blocks=False)
+            self.saves = Pipe(self._driver, self._ordinal, slab + each, each, locks, into_blocks=False)
             undone.pop_all()
 
     def pages(self, blocks: KVBlocks, shard: Shard, fmt: PageFormat) -> DevicePages | None:
@@ -90,7 +92,7 @@ class Device:
 
     def prepare(self, permutation: Permutation, page_nbytes: int, into_blocks: bool) -> Permuter:
         """How pages get into blocks, or out of them, by kernels that are compiled once for all of this form."""
-        from vllm_plugin.device import kernel
+        from vllm_plugin.device import digests, kernel
 
         form = replace(permutation, layer_addresses=()), permutation.num_layers, into_blocks
         with self._compiling:
@@ -98,7 +100,7 @@ class Device:
                 with self._current():
                     self._starts[form] = kernel.prepare(permutation, into_blocks=into_blocks)
             digester = self._digester(page_nbytes)
-        place_nbytes = aligned(page_nbytes) + (0 if digester is None else aligned(digester.sums_nbytes))
+        place_nbytes = aligned(page_nbytes) + (0 if digester is None else aligned(digests.sums_nbytes(page_nbytes)))
         layers = np.array(permutation.layer_addresses, dtype=np.int64)
         return Permuter(self._starts[form], layers, digester, place_nbytes)
 
@@ -111,13 +113,19 @@ class Device:
                 try:
                     with self._current():
                         start = digests.prepare(page_nbytes, aligned(page_nbytes))
+                    constants = self._kept(digests.constants(page_nbytes).tobytes())
+                    self._digesters[page_nbytes] = Digester(start, constants)
                 except Exception as error:  # Triton has a compiler, a cache and tools of its own
                     said = "the device takes no checksums, so processors do, which is slower: %s"
                     log_once("vllm.device.digests", said, error, logger=logger, exc_info=True)
-                else:
-                    constants, needed = digests.constants(page_nbytes), digests.sums_nbytes(page_nbytes)
-                    self._digesters[page_nbytes] = Digester(start, constants, needed)
         return self._digesters[page_nbytes]
+
+    def _kept(self, content: bytes) -> int:
+        """Where it is in device memory, until this is closed."""
+        address = self._driver.allocate(self._ordinal, len(content))
+        self._memory.append(address)
+        self._driver.write(self._ordinal, address, content)
+        return address
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
@@ -131,7 +139,8 @@ class Device:
         """Touch no memory of the engine from now on, and give the device's back. Called once."""
         if all([self.loads.close(), self.saves.close()]):  # both, whatever the first one says
             with contextlib.suppress(CudaError):  # of a device that has failed
-                self._driver.free(self._ordinal, self._slab)
+                for address in self._memory:
+                    self._driver.free(self._ordinal, address)
 
 
 def open_device(where: torch.device, locks: PageLocks, slab_nbytes: int, page_nbytes: int) -> Device | None:

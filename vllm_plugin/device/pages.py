@@ -78,7 +78,7 @@ class DevicePages:
         return self._saves.through
 
     def settle_saves(self) -> list[int | None]:
-        """Digests by turn, from 1 on: `Settle`."""
+        """As `Settle`, of all pages that were begun since it was called last."""
         return self._saves.settle()
 
     @property

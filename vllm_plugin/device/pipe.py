@@ -36,11 +36,8 @@ _TABLE_WORDS = 16384
 _TABLE_NBYTES = 8 * _TABLE_WORDS
 _MOST_PAGES = 1024
 """Of a lane."""
-_HEAD_NBYTES = _TABLE_NBYTES + 8 * _MOST_PAGES
+_HOST_NBYTES = _TABLE_NBYTES + 8 * _MOST_PAGES
 """Of a lane's own memory of the host: the table, then the digests of its pages."""
-_DIGESTERS, _CONSTANTS_NBYTES = 8, 512
-"""A lane keeps what so many digesters look up, at most so many bytes each."""
-_FOOT_NBYTES = _DIGESTERS * _CONSTANTS_NBYTES
 _CLOSE_S = 2.0
 """Longest wait at the end: after that the device hangs, and what it holds stays."""
 
@@ -51,16 +48,15 @@ def pipe_nbytes(nbytes: int, page_nbytes: int) -> int:
     Digests need a sixteenth beside that.
     """
     pages = max(nbytes // LANES, aligned(page_nbytes))
-    return LANES * (_FOOT_NBYTES + aligned(pages + pages // 16) + ALIGNMENT)
+    return LANES * (aligned(pages + pages // 16) + ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Digester:
-    """How pages of one size are digested: the prepared kernels, the constants that they look up, memory for a page."""
+    """How pages of one size are digested: the prepared kernels, and where on the device their constants are."""
 
     start: digests.Start
-    constants: Int64
-    sums_nbytes: int
+    constants: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +67,7 @@ class Permuter:
         start: the prepared kernel.
         layers: the addresses of its layers.
         digester: None where the device cannot digest such pages.
-        place_nbytes: what a page needs in the slab.
+        place_nbytes: what a page, and its digester, need in the slab.
     """
 
     start: kernel.Start
@@ -81,21 +77,28 @@ class Permuter:
 
     def words(self, num_runs: int) -> int:
         """In the table, at most: of a launch of its own."""
-        return 5 * num_runs + len(self.layers) + 1 + (0 if self.digester is None else len(self.digester.constants))
+        return 5 * num_runs + len(self.layers) + 1
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What one launch of a kernel moves. `first`: number of its first page in the lane."""
+    """What one launch of a kernel moves. `first`: number of its first page in the lane.
+
+    `runs`, `layer_addresses` and `pages` are where the lane's table has them, once the batch is written there.
+    """
 
     permuter: Permuter
     first: int
     columns: list[Int64] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
+    num_runs: int = 0
+    runs: int = 0
+    layer_addresses: int = 0
+    pages: int = 0
 
 
 class _Lane:
-    """A part of the slab: constants first, then pages one behind the other.
+    """A part of the slab, in which pages lie one behind the other.
 
     What the kernels look up and find, tables of runs and digests, is page-locked memory of the host that they reach
     themselves: a copy of a few bytes would wait behind the pages that another lane has on the link.
@@ -104,11 +107,10 @@ class _Lane:
     def __init__(self, driver: Driver, device: int, address: int, nbytes: int) -> None:
         self._driver, self._device, self._nbytes = driver, device, nbytes
         self.address = address
-        self._head = _host_memory(driver, device, _HEAD_NBYTES)
-        self._table = self._head[:_TABLE_NBYTES].view(np.int64)
+        self._host = _host_memory(driver, device, _HOST_NBYTES)
+        self._table = self._host[:_TABLE_NBYTES].view(np.int64)
         self._table_address = self._table.ctypes.data
-        self._digests = self._head[_TABLE_NBYTES:].view(np.uint64)
-        self._constants: dict[Digester, int] = {}
+        self._digests = self._host[_TABLE_NBYTES:].view(np.uint64)
         self._bounce: Bytes | None = None
         self._refused = False
         try:
@@ -120,10 +122,10 @@ class _Lane:
         self.leaving: list[tuple[int, Bytes]] = []
         """Places and pages that go to the host once the kernel is through."""
         self.pages = 0
-        self._undigested: set[int] = set()
+        self._digested: list[bool] = []
+        """Of each page, whether the kernels that digest it were started."""
         self._bounced: list[tuple[Bytes, Bytes]] = []
-        self._used = _FOOT_NBYTES
-        self._words = self._launched_words = 0
+        self._used = self._words = self._written_words = 0
 
     def has_room(self, nbytes: int, words: int) -> bool:
         fits = self._used + nbytes <= self._nbytes and self._words + words <= _TABLE_WORDS
@@ -139,8 +141,7 @@ class _Lane:
             self.batches.append(_Batch(permuter, self.pages))
         self.batches[-1].columns.append(columns)
         self.batches[-1].places.append(place)
-        if permuter.digester is None:
-            self._undigested.add(self.pages)
+        self._digested.append(False)
         self.pages += 1
         return place
 
@@ -162,13 +163,12 @@ class _Lane:
         return self._bounce[start : start + page.nbytes]
 
     def launch(self, locks: PageLocks) -> None:
-        """Start the kernels for what was taken since the last launch, and then what leaves for the host."""
+        """Start the kernel for what was taken since the last launch, then what leaves for the host, then the digests:
+        the link has something to do while they are taken."""
         batches, self.batches = self.batches, []
-        if not batches:
-            return
-        looked_up = [self._write(batch) for batch in batches]
-        for batch, (runs, num_runs, layers, _) in zip(batches, looked_up, strict=True):
-            batch.permuter.start(runs, num_runs, layers, self.stream)
+        for batch in batches:
+            self._write(batch)
+            batch.permuter.start(batch.runs, batch.num_runs, batch.layer_addresses, self.stream)
         leaving, self.leaving = self.leaving, []
         for place, page in leaving:
             target = page
@@ -177,54 +177,43 @@ class _Lane:
                 if target is not page:
                     self._bounced.append((page, target))
             self.copy(target.ctypes.data, place, page.nbytes)
-        for batch, (_, _, _, places) in zip(batches, looked_up, strict=True):
+        for batch in batches:
             if (digester := batch.permuter.digester) is not None:
-                constants = self._constants_of(digester)
-                found = self._digests.ctypes.data + 8 * batch.first
-                digester.start(places, len(batch.places), constants, found, self.stream)
+                found, stop = self._digests.ctypes.data + 8 * batch.first, batch.first + len(batch.places)
+                digester.start(batch.pages, len(batch.places), digester.constants, found, self.stream)
+                self._digested[batch.first : stop] = [True] * len(batch.places)
 
-    def _write(self, batch: _Batch) -> tuple[int, int, int, int]:
-        """Into the table: where a batch's runs are, how many, and where the addresses of layers and of pages are."""
+    def _write(self, batch: _Batch) -> None:
+        """Into the table."""
         columns = batch.columns[0] if len(batch.columns) == 1 else np.concatenate(batch.columns, axis=1)
-        runs = self._add(columns.ravel())
-        layers = self._add(batch.permuter.layers)
-        return runs, columns.shape[1], layers, self._add(np.array(batch.places, dtype=np.int64))
+        batch.num_runs = columns.shape[1]
+        batch.runs = self._add(columns.ravel())
+        batch.layer_addresses = self._add(batch.permuter.layers)
+        batch.pages = self._add(np.array(batch.places, dtype=np.int64))
 
     def _add(self, words: Int64) -> int:
-        """Into the table; their address."""
-        first, self._launched_words = self._launched_words, self._launched_words + len(words)
-        self._table[first : self._launched_words] = words
+        """To the table; their address."""
+        first, self._written_words = self._written_words, self._written_words + len(words)
+        self._table[first : self._written_words] = words
         return self._table_address + 8 * first
-
-    def _constants_of(self, digester: Digester) -> int:
-        """Their address on the device, where they stay: each of a digester's many programs looks them up."""
-        if digester not in self._constants:
-            if len(self._constants) == _DIGESTERS:
-                self._constants.clear()  # what was started before is done before the copy
-            there = self.address + _CONSTANTS_NBYTES * len(self._constants)
-            self.copy(there, self._add(digester.constants), digester.constants.nbytes)
-            self._constants[digester] = there
-        return self._constants[digester]
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Have bytes copied when the stream gets there."""
         self._driver.call("cuMemcpyAsync", target, source, nbytes, self.stream)
 
     def wait(self, digests: list[int | None]) -> None:
-        """Until nothing of the lane is under way; then it is empty. Adds its pages' digests."""
+        """Until nothing of the lane is under way; then it is empty. Adds the digest of each of its pages, or None."""
+        taken: list[int | None] = [None] * self.pages
         try:
             self._driver.call("cuStreamSynchronize", self.stream)
             for page, bounce in self._bounced:
                 np.copyto(page, bounce)
-            taken = self._digests[: self.pages].tolist()
-            digests += [None if number in self._undigested else one for number, one in enumerate(taken)]
-        except CudaError:
-            self._constants.clear()  # nobody knows what got to the device
-            raise
+            for number, digested in enumerate(self._digested):
+                taken[number] = int(self._digests[number]) if digested else None
         finally:
-            self.batches, self.leaving, self._bounced = [], [], []
-            self._used, self._words, self._launched_words = _FOOT_NBYTES, 0, 0
-            self.pages, self._undigested = 0, set()
+            digests += taken
+            self.batches, self.leaving, self._bounced, self._digested = [], [], [], []
+            self.pages = self._used = self._words = self._written_words = 0
 
     def close(self) -> None:
         """Give everything but the slab back; nothing is under way."""
@@ -233,7 +222,7 @@ class _Lane:
         self._unlock()
 
     def _unlock(self) -> None:
-        for memory in (self._head, self._bounce):
+        for memory in (self._host, self._bounce):
             if memory is not None:
                 self._driver.unlock_pages(self._device, memory.ctypes.data)
 
@@ -256,12 +245,12 @@ class Pipe:
     ) -> None:
         self._driver, self._device, self._locks, self._into_blocks = driver, device, locks, into_blocks
         self._lock = threading.Lock()
-        self._thread = 0
+        self._thread: threading.Thread | None = None
         self.closed = False
         self.begun = self.through = 0
         self._digests: list[int | None] = []
         each = nbytes // LANES // ALIGNMENT * ALIGNMENT
-        self._most_nbytes = each - _FOOT_NBYTES
+        self._most_nbytes = each
         self._lanes: list[_Lane] = []
         try:
             for number in range(LANES):
@@ -303,15 +292,16 @@ class Pipe:
             try:
                 self._lanes[0].launch(self._locks)
             finally:
-                begun, self.begun, self.through = self.begun, 0, 0
-                found, self._digests = self._digests, []
-                self._drain(found)
-            return found + [None] * (begun - len(found))  # of pages that a lane lost, as was told then
+                self.begun = self.through = 0
+                digests, self._digests = self._digests, []
+                self._drain(digests)
+            return digests
 
     def _drain(self, digests: list[int | None]) -> None:
-        """All lanes to their end, whichever of them fails; that which is being filled is the last."""
+        """All lanes to their end, the oldest first, whichever of them fails. The first lane is the one that is being
+        filled, and those behind it are in the order in which they were launched."""
         with contextlib.ExitStack() as stack:
-            for lane in self._lanes:  # a stack unwinds from its end
+            for lane in (*self._lanes[:1], *reversed(self._lanes[1:])):  # a stack unwinds from its end
                 stack.callback(lane.wait, digests)
 
     def _lane_with_room(self, nbytes: int, words: int) -> _Lane:
@@ -331,9 +321,9 @@ class Pipe:
             if self.closed:
                 raise CopyFailed("the engine took its KV memory away")
             try:
-                if self._thread != threading.get_ident():
+                if self._thread is not threading.current_thread():
                     self._driver.bind(self._device)
-                    self._thread = threading.get_ident()
+                    self._thread = threading.current_thread()
                 yield
             except CudaError as error:
                 raise CopyFailed(str(error)) from error

@@ -128,12 +128,17 @@ class BlockSave(Save):
 
 @dataclass(slots=True, eq=False)
 class _Begun:
-    """A page on its way, in turn: once so many pages are saved it is. `copies`: what it is read from, instead of its
-    blocks, which stays as long as that. `digest`: of what the device read."""
+    """A page that is being saved.
+
+    Args:
+        turn: which one it is, from 1 on, of those that the device has begun since it settled them last; 0: none.
+        copies: what it is read from, instead of its blocks, which stays as long as that.
+        digest: of what the device read.
+    """
 
     number: int
     page: Bytes
-    turn: int | None = None
+    turn: int = 0
     copies: Copies | None = None
     digest: int | None = None
 
@@ -142,7 +147,8 @@ class _Begun:
 class DeviceSave(BlockSave):
     """As `BlockSave`, by a device: a look at who has a page's blocks counts once the device has read them.
 
-    Of the pages of a batch (`_filled`), those that are not yet known to be written for good are `_waiting`.
+    Of the pages of a batch (`_filled`), those that are not known to be read in time are `_waiting`: only they have to
+    be read again, from what was copied aside, or are lost, once their blocks were given away.
     """
 
     device_pages: DevicePages
@@ -158,6 +164,7 @@ class DeviceSave(BlockSave):
 
     def _begin(self, one: _Begun) -> bool:
         """False where the page is written already."""
+        one.turn = 0
         source, block_ids, first_token = self._source(one.number), self.plan.block_ids, self.first_token(one.number)
         if source is None:
             one.turn = self.device_pages.save_page(block_ids, first_token, one.page)
@@ -167,7 +174,7 @@ class DeviceSave(BlockSave):
             wait()
         if self.device_pages.closed:
             copies.save_page(block_ids, first_token, one.page)
-            one.turn, one.copies = 0, copies
+            one.copies = copies
             return False
         assert isinstance(copies, BlockCopies)
         one.copies = copies
@@ -175,10 +182,10 @@ class DeviceSave(BlockSave):
         return True
 
     def _look(self) -> None:
-        """See which pages are written for good; those that were overtaken before are begun anew."""
+        """See which pages were read in time; those that were not are begun anew."""
         while self._waiting:
             one = self._waiting[0]
-            if one.turn is None or one.turn > self.device_pages.saved:
+            if one.turn > self.device_pages.saved:
                 break
             if self._was_overtaken(one) and self._begin(one):
                 break
@@ -207,7 +214,7 @@ class DeviceSave(BlockSave):
         return [one.digest for one in filled]
 
     def _settle_turns(self, pages: Sequence[_Begun]) -> None:
-        """Have these pages written, of which all have their turns since this was called last."""
+        """Have these pages written; their turns count from when this was called last."""
         digests = self.device_pages.settle_saves() if any(one.turn for one in pages) else ()
         for one in pages:
             one.digest = digests[one.turn - 1] if one.turn else None

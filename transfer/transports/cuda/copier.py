@@ -26,18 +26,23 @@ from transfer.transports.wire import MAX_ORDER_PIECES
 logger = get_logger(__name__)
 
 FEW_PIECES = 8
-LONG_NBYTES = 2 << 20
-"""Fewer pieces than these, or longer ones, are copied one by one: each costs a call, of 8 us on an H200."""
+LONG_NBYTES, LONG_IN_DEVICE_NBYTES = 128 << 10, 2 << 20
+"""Fewer pieces than these, or longer ones, are copied one by one: each costs a call. Over PCIe that takes some
+microseconds; between places in device memory it was 8 on an H200, in which it copies 14 MB."""
 MAX_WIDTH = 16
 CHUNK_NBYTES = 32 << 10
 STAGING_NBYTES = 8 << 20
 
 
 class Copier:
-    """Copies on one device, on a stream of its own beside the engine's. For one thread."""
+    """Copies on one device, on a stream of its own beside the engine's. For one thread.
 
-    def __init__(self, driver: Driver, device: int) -> None:
-        self._driver, self._device = driver, device
+    Args:
+        long_nbytes: pieces that are so long on average are copied one by one.
+    """
+
+    def __init__(self, driver: Driver, device: int, long_nbytes: int = LONG_NBYTES) -> None:
+        self._driver, self._device, self._long_nbytes = driver, device, long_nbytes
         self._stream = c_void_p()
         self._table = np.zeros(0, dtype=np.int64)
         self._prepared: dict[int, Callable[[int, int, int], None]] = {}
@@ -55,7 +60,7 @@ class Copier:
         All must be memory that the device reaches: a wrong address ends the device's work for the whole process.
         """
         kernels = _kernels()
-        if kernels is None or len(nbytes) < FEW_PIECES or nbytes.mean() >= LONG_NBYTES:
+        if kernels is None or len(nbytes) < FEW_PIECES or nbytes.mean() >= self._long_nbytes:
             return self.plan_each(source, destination, nbytes)
         try:
             return self._plan_launches(kernels, launches(source, destination, nbytes))

@@ -152,7 +152,7 @@ class Driver:
             self.call("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def bind(self, device: int) -> None:
-        """Let a thread that has no other work do this for good: as `on`, without what that costs each time."""
+        """Make a device this thread's current one for good, as `on` does for a while; nothing undoes it."""
         context = self._context(device)
         self.call("cuThreadExchangeStreamCaptureMode", byref(c_uint(_RELAXED)))
         self.call("cuCtxPushCurrent_v2", context)
@@ -220,6 +220,19 @@ class Driver:
         with self.on(device):
             self.call("cuMemAlloc_v2", byref(address), nbytes)
         return address.value
+
+    def write(self, device: int, address: int, content: bytes) -> None:
+        """Copy a few bytes to device memory, and wait for that."""
+        stream, place = self.background_stream(device), self.lock_pages(device, len(content))
+        try:
+            ctypes.memmove(place, content, len(content))
+            with self.on(device):
+                self.call("cuMemcpyAsync", address, place, len(content), stream)
+                self.call("cuStreamSynchronize", stream)
+        finally:
+            self.unlock_pages(device, place)
+            with self.on(device):
+                self.call("cuStreamDestroy_v2", stream)
 
     def free(self, device: int, address: int) -> None:
         """Undo it. Waits for what the device has been given."""

@@ -31,7 +31,7 @@ from transfer.transports.base import (
     first_outside,
 )
 from transfer.transports.channel import Channel
-from transfer.transports.cuda.copier import Copier
+from transfer.transports.cuda.copier import LONG_IN_DEVICE_NBYTES, Copier
 from transfer.transports.cuda.driver import HANDLE_NBYTES, Allocation, CudaError, Driver, system_driver
 from transfer.transports.local import LocalTransport, probe
 from transfer.transports.memory import Memory
@@ -79,7 +79,7 @@ class CudaIpcTransport(PullTransport, LocalTransport):
     def copier(self, device: int) -> Copier:
         """For the receiving thread."""
         if device not in self._copiers:
-            self._copiers[device] = Copier(self.driver, device)
+            self._copiers[device] = Copier(self.driver, device, LONG_IN_DEVICE_NBYTES)
         return self._copiers[device]
 
     def _fetcher(self, channel: Channel) -> Fetcher:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import triton
 import triton.language as tl
 
+from transfer.transports.cuda.launching import loaded
+
 _BLOCK_NBYTES = 8192
 _WORDS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
@@ -21,11 +23,8 @@ def prepare(width: int) -> Callable[[int, int, int], None]:
     It takes the address of a `copier.Launch.table` in memory that the device reaches and that keeps it until the
     copies are over, the number of chunks in it, and the driver's handle of a stream of that device. It returns at once.
     """
-    chosen = constants(width)
-    if not isinstance(_copy, triton.runtime.JITFunction):  # Triton's interpreter, which knows no streams
-        return lambda table, chunks, stream: _copy[(chunks,)](table, chunks, *chosen)
-    compiled = _copy.warmup(0, 0, *chosen, grid=(1,))
-    return lambda table, chunks, stream: compiled[(chunks, 1, 1)](table, chunks, *chosen, stream=stream)
+    launch = loaded(_copy, 2, dict(zip(("WORD", "WIDTH", "BLOCK"), constants(width), strict=True)))
+    return lambda table, chunks, stream: launch((chunks, 1, 1), stream, table, chunks)
 
 
 def constants(width: int) -> tuple[tl.dtype, int, int]:
