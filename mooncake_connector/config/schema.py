@@ -100,8 +100,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Nbytes,
         _field(
             "Memory that each worker of vLLM takes of its GPU beside the KV cache, for pages on their way between the "
-            "two and the pool, and a sixteenth more for checksums; more where four pages need more. Half is for loads, half "
-            "for saves.",
+            "two and the pool, and a sixteenth more for checksums; more where four pages need more. Half is for loads, "
+            "half for saves.",
             'as for `capacity`, without null: "128MiB"',
         ),
     ] = Nbytes(128 << 20)
