@@ -175,6 +175,18 @@ def test_s3_fifo_takes_from_the_queue_that_is_too_long_what_queued_first(seed):
 
 
 @policies
+def test_a_choice_leaves_nothing_behind_for_one_among_more_or_fewer_pages(name):
+    rng, policy = np.random.default_rng(7), POLICIES[name](Hints(None, 90))
+    for slots in (60, 20, 90, 45):
+        pages = random_pages(rng, slots)
+        fresh = POLICIES[name](Hints(None, 90)).victims(replace(pages, uses=pages.uses.copy()), 30, 1, 900, 1200)
+        policy.hints.queue[:] = 0
+        policy.hints.entered[:] = 0
+        policy.hints.header[:] = 0
+        assert len(fresh) and policy.victims(pages, 30, 1, 900, 1200).tolist() == fresh.tolist()
+
+
+@policies
 def test_a_number_of_pages_that_is_wrong_hinders_nothing(name):
     """It is a counter in the pool's files."""
     pages = replace(conversations(np.random.default_rng(0), 4), count=0)
