@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -108,6 +109,29 @@ def test_pieces_of_all_sizes_arrive_from_and_in_such(make, monkeypatch, total, r
     assert (source == target).all()
 
 
+@pytest.mark.parametrize("piece_nbytes", [3000, 20000, 32 << 10, MIB - 248])
+def test_a_socket_that_is_full_at_any_point_breaks_nothing(make, piece_nbytes):
+    """OpenSSL has made a record of what comes next by then, and wants to see no less of it again."""
+    here, there = make()
+    for total in (*range(66_000, 200_000, 7001), MIB + 66_000, 2 * MIB + 100_000):
+        source = np.random.default_rng(total).integers(0, 256, total, dtype=np.uint8)
+        target = np.zeros(total, dtype=np.uint8)
+        sizes = [248, *[piece_nbytes] * (total // piece_nbytes)]
+        while sum(sizes) > total:
+            sizes.pop()
+        vector = over(source, [*sizes, total - sum(sizes)])
+        read = 0
+        while read < total:
+            with suppress(BlockingIOError):
+                if vector.left:
+                    here.send_vector(vector)
+            nbytes = min(10_000, total - read)
+            part = Vector.of([target.ctypes.data + read], [nbytes])
+            with suppress(BlockingIOError):
+                read += there.fill_vector(part)
+        assert not vector.left and (source == target).all()
+
+
 def test_after_a_late_call_one_call_moves_many_records(make, monkeypatch):
     monkeypatch.setattr(channel, "_LATE_S", -1.0)
     monkeypatch.setattr(tls, "_WAIT_TIMEVAL", WAITS_LONG)
@@ -131,7 +155,7 @@ def test_a_call_that_waited_too_long_is_followed_by_shorter_ones(make, monkeypat
     monkeypatch.setattr(tls, "_LONG_S", -1.0)
     here, there = make()
     target = np.zeros(16 * MIB, np.uint8)
-    for nbytes in (4 * MIB, 2 * MIB, MIB, MIB):
+    for nbytes in (8 * MIB, 4 * MIB, 2 * MIB, MIB, MIB):
         assert there._long_nbytes == nbytes
         there._waiting_calls = 32
         here.send(b"some")

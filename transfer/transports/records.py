@@ -93,6 +93,9 @@ def _openssl() -> _OpenSsl | None:
 class Records:
     """What moves on one connection, which must not wait by itself."""
 
+    owed = 0
+    """Of what was not taken by the last write, so much may be a record already that waits for room."""
+
     def __init__(self, openssl: _OpenSsl, pointer: int, connection: ssl.SSLSocket) -> None:
         self._openssl, self._ssl, self._descriptor = openssl, pointer, connection.fileno()
         openssl.prepare(pointer)
@@ -127,16 +130,19 @@ class Records:
         return self._many((openssl.read_many, openssl.read_long), address, nbytes, waits)
 
     def write(self, address: int | bytes, nbytes: int, *, waits: bool = False) -> int:
-        """Send what is taken, whole records as long as there are; as `read`.
-
-        After BlockingIOError the next call has the same bytes, and as many or more.
-        """
+        """Send what is taken, whole records as long as there are; as `read`. The next call has `owed` bytes or more."""
         openssl = self._openssl
         openssl.clear_errors()
+        if nbytes >= RECORD_NBYTES:
+            nbytes -= nbytes % RECORD_NBYTES  # the chain would keep the rest
+        self.owed = min(nbytes, RECORD_NBYTES)
         if nbytes < RECORD_NBYTES:
-            return self._moved(openssl.write(self._ssl, address, nbytes))
-        whole = nbytes - nbytes % RECORD_NBYTES  # the chain would keep the rest
-        return self._many((openssl.write_many, openssl.write_long), address, whole, waits)
+            moved = self._moved(openssl.write(self._ssl, address, nbytes))
+        else:
+            moved = self._many((openssl.write_many, openssl.write_long), address, nbytes, waits)
+        if moved == nbytes:
+            self.owed = 0
+        return moved
 
     def _many(self, calls: tuple[Any, Any], address: int | bytes, nbytes: int, waits: bool) -> int:
         call = calls[nbytes > SMALL_NBYTES]

@@ -29,7 +29,7 @@ from transfer.transports.vectors import SMALL_NBYTES, Small, Vector, address_of,
 
 _TURN_NBYTES = 1 << 20
 """Moved in one step: what `Memory.revoke` may have to wait for."""
-_LONG_NBYTES = 16 << 20
+_LONG_NBYTES = 32 << 20
 """The same at most where calls wait: enough for the 5 ms after each."""
 _WAIT_TIMEVAL = struct.pack("ll", 0, 5000)
 """5 ms, as the kernel's timeval: how long such a call waits for each record, or for room for one."""
@@ -167,15 +167,14 @@ class TlsChannel(Channel):
         return moved
 
     def _send_some(self, vector: Vector, turn: _Turn) -> int:
-        """Of what a call presents after one that failed, OpenSSL may have a record already; so it is never less."""
         address, nbytes = next(vector.pieces())
-        if self._is_direct(nbytes, vector, turn):
-            return self._write(address, min(nbytes, turn.most_nbytes), turn)
+        nbytes = min(nbytes, turn.most_nbytes)
+        if self._records is None or (self._is_direct(nbytes, vector, turn) and nbytes >= self._records.owed):
+            return self._write(address, nbytes, turn)
         pieces = vector.next_pieces(turn.most_nbytes, below=turn.direct_nbytes)
+        if int(pieces[1].sum()) < RECORD_NBYTES:
+            pieces = vector.next_pieces(RECORD_NBYTES)
         nbytes = int(pieces[1].sum())
-        if nbytes < RECORD_NBYTES:
-            nbytes = RECORD_NBYTES
-            pieces = vector.next_pieces(nbytes)
         stage = _stage_of(nbytes)
         copy_in(stage, *pieces)
         return self._write(stage, nbytes, turn)

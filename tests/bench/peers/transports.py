@@ -2,7 +2,7 @@
 
 One after the other; a transport on a library takes turns with the library alone, which reads the same pieces, and with
 that beside a thread that copies as much, its limit. A busy Python thread runs in the sending process, and in the
-receiving one.
+receiving one; in a third process it is the limit of these rows.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -75,7 +77,9 @@ class Beside:
     """p99 of its steps beside the transfer over p99 alone, in the sending process."""
     sending: float
     receiving: float
-    """The rate with it in the sending or the receiving process over that without it just before, in large pieces."""
+    elsewhere: float
+    """The rate with it in the sending, the receiving or a third process over that without it just before, in large
+    pieces. With the third one nothing but the processor is missing."""
 
 
 def run(scale: TransportScale, progress: Progress) -> Comparison:
@@ -156,14 +160,26 @@ def _quantile(values: list[float], quantile: float) -> float:
 
 def _beside(move: Call, far: Far, scale: TransportScale) -> Beside:
     here = steps.beside(move, contextlib.nullcontext, scale.steps, rounds=3)
-    sending, receiving = [], []
+    places = far.busy_here, far.busy_there, _busy_elsewhere
+    ratios: list[list[float]] = [[] for _ in places]
     for _ in range(scale.beside_rounds):
         alone = _second_s(move)
-        with far.busy_here():
-            sending.append(alone / _second_s(move))
-        with far.busy_there():
-            receiving.append(alone / _second_s(move))
-    return Beside(here.here, _quantile(sending, 0.5), _quantile(receiving, 0.5))
+        for busy, found in zip(places, ratios, strict=True):
+            with busy():
+                found.append(alone / _second_s(move))
+    return Beside(here.here, *(_quantile(found, 0.5) for found in ratios))
+
+
+@contextlib.contextmanager
+def _busy_elsewhere() -> Iterator[None]:
+    command = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdout
+            child.stdout.readline()
+            yield
+        finally:
+            child.kill()
 
 
 def _second_s(move: Call) -> float:
@@ -183,7 +199,7 @@ def rows(name: str, found: Mapping[str, Figures], beside: Beside, scale: Scale) 
 
     at_least = Goal(at_least_of_peer=0.9) if alone else None
     of_all, small = _GIB / scale.data_nbytes, size_text(scale.small_nbytes)
-    half = Goal(at_least=0.5) if name == "tcp" else None
+    half = Goal(at_least=0.5) if name in ("tcp", TLS) else None
     return [
         row(f"{name}: {small}, p50", one.small_s[0] * 1e6, "us", peer=alone and alone.small_s[0] * 1e6),
         row(f"{name}: {small}, p99", one.small_s[1] * 1e6, "us", peer=alone and alone.small_s[1] * 1e6),
@@ -200,6 +216,12 @@ def rows(name: str, found: Mapping[str, Figures], beside: Beside, scale: Scale) 
             limit=copying and copying.cpu_s * of_all, peer=alone and alone.cpu_s * of_all,
         ),
         row(f"{name}: 5 ms steps of a Python thread beside it, p99 over undisturbed", beside.step, "times"),
-        row(f"{name}: its rate with one at the sender, over that without", beside.sending, "times", goal=half),
-        row(f"{name}: its rate with one at the receiver, over that without", beside.receiving, "times", goal=half),
+        row(
+            f"{name}: its rate with one at the sender, over that without", beside.sending, "times",
+            limit=beside.elsewhere, goal=half,
+        ),
+        row(
+            f"{name}: its rate with one at the receiver, over that without", beside.receiving, "times",
+            limit=beside.elsewhere, goal=half,
+        ),
     ]  # fmt: skip
