@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from late_calls import make_late
 
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.memory import MIB, Buffer, int64
@@ -44,7 +45,7 @@ class TestTcpBesideABusyThread(TestTcp):
 
     @pytest.fixture(autouse=True)
     def late(self, monkeypatch):
-        monkeypatch.setattr(channel, "_LATE_S", -1.0)
+        make_late(monkeypatch)
         monkeypatch.setattr(channel, "MANY_NBYTES", 1)
 
 

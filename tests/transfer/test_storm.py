@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 from certificates import CAN_MAKE, make_certificate
+from late_calls import make_late
 from simulated.cuda_driver import LIBRARY
 from simulated.fuzz import STRESS_S
 from simulated.storm import BATCHES, Storm, breaking_rails
@@ -39,7 +40,7 @@ def make(kind, tmp_path):
 @pytest.mark.parametrize(("kind", "is_late"), [*((kind, False) for kind in MAKE), ("tcp", True), ("tls", True)])
 def test_every_batch_of_a_storm_has_its_outcome_and_ok_means_that_the_bytes_are_there(make, is_late, monkeypatch):
     if is_late:  # as beside a busy Python thread
-        monkeypatch.setattr(channel, "_LATE_S", -1.0)
+        make_late(monkeypatch)
         monkeypatch.setattr(channel, "MANY_NBYTES", 1)
     until, seed = time.monotonic() + STRESS_S / len(MAKE), 0
     while seed < 3 or time.monotonic() < until:

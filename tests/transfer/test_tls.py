@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 import msgspec
 import pytest
 from certificates import CAN_MAKE, make_certificate
+from late_calls import make_late
 
 from transfer.control.handshake import Identity
 from transfer.testing.conformance import TransportConformance
@@ -48,7 +49,7 @@ class TestTcpWithTlsBesideABusyThread(TestTcpWithTls):
 
     @pytest.fixture(autouse=True)
     def late(self, monkeypatch):
-        monkeypatch.setattr(channel, "_LATE_S", -1.0)
+        make_late(monkeypatch)
         monkeypatch.setattr(channel, "MANY_NBYTES", 1)
 
 

@@ -16,8 +16,9 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from certificates import CAN_MAKE, make_certificate
+from late_calls import make_late
 
-from transfer.transports import channel, records, tls
+from transfer.transports import records, tls
 from transfer.transports.tls import Tls, TlsChannel
 from transfer.transports.vectors import Small, Vector
 
@@ -94,7 +95,8 @@ def cut(total: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("total", [1, 16384, 65537, 5 * MIB + 77])
 def test_pieces_of_all_sizes_arrive_from_and_in_such(make, monkeypatch, total, record_by_record, is_late):
     """With short turns and long ones, and where OpenSSL cannot be reached at an end, or at both."""
-    monkeypatch.setattr(channel, "_LATE_S", -1.0 if is_late else 1e9)
+    if is_late:
+        make_late(monkeypatch)
     ends = make()
     assert all(end._records for end in ends)
     for number in record_by_record:
@@ -133,7 +135,7 @@ def test_a_socket_that_is_full_at_any_point_breaks_nothing(make, piece_nbytes):
 
 
 def test_after_a_late_call_one_call_moves_many_records(make, monkeypatch):
-    monkeypatch.setattr(channel, "_LATE_S", -1.0)
+    make_late(monkeypatch)
     monkeypatch.setattr(tls, "_WAIT_TIMEVAL", WAITS_LONG)
     here, there = make()
     source, target = np.random.default_rng(1).integers(0, 256, 4 * MIB, dtype=np.uint8), np.zeros(4 * MIB, np.uint8)
@@ -151,7 +153,7 @@ def test_after_a_late_call_one_call_moves_many_records(make, monkeypatch):
 
 def test_a_call_that_waited_too_long_is_followed_by_shorter_ones(make, monkeypatch):
     """A grant's end waits for a call, each record of which may take as long as a socket waits."""
-    monkeypatch.setattr(channel, "_LATE_S", -1.0)
+    make_late(monkeypatch)
     monkeypatch.setattr(tls, "_LONG_S", -1.0)
     here, there = make()
     target = np.zeros(16 * MIB, np.uint8)
@@ -167,7 +169,7 @@ def test_a_call_that_waited_too_long_is_followed_by_shorter_ones(make, monkeypat
 
 
 def test_little_never_waits_and_says_what_is_there(make, monkeypatch):
-    monkeypatch.setattr(channel, "_LATE_S", -1.0)
+    make_late(monkeypatch)
     monkeypatch.setattr(tls, "_WAIT_TIMEVAL", WAITS_LONG)
     here, there = make()
     small = Small(100)

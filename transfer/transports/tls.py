@@ -172,7 +172,7 @@ class TlsChannel(Channel):
         if self._records is None or (self._is_direct(nbytes, vector, turn) and nbytes >= self._records.owed):
             return self._write(address, nbytes, turn)
         pieces = vector.next_pieces(turn.most_nbytes, below=turn.direct_nbytes)
-        if int(pieces[1].sum()) < RECORD_NBYTES:
+        if int(pieces[1].sum()) < max(1, self._records.owed):
             pieces = vector.next_pieces(RECORD_NBYTES)
         nbytes = int(pieces[1].sum())
         stage = _stage_of(nbytes)
