@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from late_calls import make_late
 
 from transfer.transports import channel
 from transfer.transports.channel import Channel
@@ -24,7 +23,7 @@ LONG = struct.pack("ll", 120, 0)
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Channel, socket.socket]]:
     """Every call that does not wait is late, so every second one with much to move waits."""
-    make_late(monkeypatch)
+    monkeypatch.setattr(channel, "_LATE_S", -1.0)
     here, there = socket.socketpair()
     with here, there:
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)

@@ -6,7 +6,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from late_calls import make_late
 
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.memory import MIB, Buffer, int64
@@ -45,8 +44,8 @@ class TestTcpBesideABusyThread(TestTcp):
 
     @pytest.fixture(autouse=True)
     def late(self, monkeypatch):
-        make_late(monkeypatch)
-        monkeypatch.setattr(channel, "MANY_NBYTES", 1)
+        monkeypatch.setattr(channel, "_LATE_S", -1.0)
+        monkeypatch.setattr(channel, "_MANY_NBYTES", 1)
 
 
 def test_a_batch_of_which_a_slice_failed_is_never_ok(monkeypatch):

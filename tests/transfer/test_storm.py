@@ -8,8 +8,6 @@ import time
 from contextlib import suppress
 
 import pytest
-from certificates import CAN_MAKE, make_certificate
-from late_calls import make_late
 from simulated.cuda_driver import LIBRARY
 from simulated.fuzz import STRESS_S
 from simulated.storm import BATCHES, Storm, breaking_rails
@@ -21,27 +19,16 @@ from transfer.transports.rdma.settings import RdmaSettings
 from transfer.transports.rdma.transport import RdmaTransport
 from transfer.transports.shm import ShmTransport
 from transfer.transports.tcp import TcpTransport
-from transfer.transports.tls import Tls
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 MAKE = {"cma": CmaTransport, "shm": ShmTransport, "tcp": lambda memory: TcpTransport(memory, hosts=HOSTS, streams=2)}
 
 
-@pytest.fixture
-def make(kind, tmp_path):
-    if kind != "tls":
-        return MAKE[kind]
-    if not CAN_MAKE:
-        pytest.skip("makes its certificates with `openssl`")
-    tls = Tls(**make_certificate(tmp_path))
-    return lambda memory: TcpTransport(memory, hosts=HOSTS, streams=2, tls=tls)
-
-
-@pytest.mark.parametrize(("kind", "is_late"), [*((kind, False) for kind in MAKE), ("tcp", True), ("tls", True)])
-def test_every_batch_of_a_storm_has_its_outcome_and_ok_means_that_the_bytes_are_there(make, is_late, monkeypatch):
+@pytest.mark.parametrize(("kind", "is_late"), [*((kind, False) for kind in MAKE), ("tcp", True)])
+def test_every_batch_of_a_storm_has_its_outcome_and_ok_means_that_the_bytes_are_there(kind, is_late, monkeypatch):
     if is_late:  # as beside a busy Python thread
-        make_late(monkeypatch)
-        monkeypatch.setattr(channel, "MANY_NBYTES", 1)
+        monkeypatch.setattr(channel, "_LATE_S", -1.0)
+        monkeypatch.setattr(channel, "_MANY_NBYTES", 1)
     until, seed = time.monotonic() + STRESS_S / len(MAKE), 0
     while seed < 3 or time.monotonic() < until:
         is_closed = seed % 3 == 2
@@ -56,7 +43,7 @@ def test_every_batch_of_a_storm_has_its_outcome_and_ok_means_that_the_bytes_are_
                 time.sleep(rng.random() * 0.05)
                 rng.choice([peer, sender, receiver]).close()
 
-        storm = Storm(make, make, seed, strike)
+        storm = Storm(MAKE[kind], MAKE[kind], seed, strike)
         assert (storm.wrong, storm.still_sending) == ([], 0), f"seed {seed}"
         assert storm.num_ok > BATCHES or is_closed, f"seed {seed}: a storm in which little arrives shows little"
         seed += 1

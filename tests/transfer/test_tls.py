@@ -9,13 +9,12 @@ from contextlib import ExitStack, suppress
 import msgspec
 import pytest
 from certificates import CAN_MAKE, make_certificate
-from late_calls import make_late
 
 from transfer.control.handshake import Identity
 from transfer.testing.conformance import TransportConformance
 from transfer.testing.memory import Buffer, int64
 from transfer.testing.waiting import outcome_of
-from transfer.transports import channel, receiver, records
+from transfer.transports import receiver
 from transfer.transports.base import TransferError, Unavailable
 from transfer.transports.incoming import Connection
 from transfer.transports.memory import Memory
@@ -39,29 +38,6 @@ class TestTcpWithTls(TransportConformance):
     @pytest.fixture
     def options(self, authorities):
         return {"tls": authorities[0], "lost_after_s": 60.0}  # a busy machine may leave a thread waiting for seconds
-
-
-@pytest.mark.slow
-class TestTcpWithTlsBesideABusyThread(TestTcpWithTls):
-    """As its calls are when each that does not wait comes back late."""
-
-    test_a_piece_beyond_4_gib_arrives = None  # long, and no other than above
-
-    @pytest.fixture(autouse=True)
-    def late(self, monkeypatch):
-        make_late(monkeypatch)
-        monkeypatch.setattr(channel, "MANY_NBYTES", 1)
-
-
-@pytest.mark.slow
-class TestTcpWithTlsRecordByRecord(TestTcpWithTls):
-    """Where the library of the ssl module cannot be reached; the other process reaches it."""
-
-    test_a_piece_beyond_4_gib_arrives = None
-
-    @pytest.fixture(autouse=True)
-    def unreachable(self, monkeypatch):
-        monkeypatch.setattr(records, "_openssl", lambda: None)
 
 
 def connect(listener_tls, tls):

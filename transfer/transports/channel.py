@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 import struct
 import time
 from array import array
 from collections.abc import Callable
-from functools import partial
 
 from transfer.transports.vectors import MSG_DONTWAIT, Small, Vector, send_small
 
-MANY_NBYTES = 1 << 20
+_MANY_NBYTES = 1 << 20
 _WAIT_TIMEVAL = struct.pack("ll", 0, 20000)
 """20 ms, as the kernel's timeval: how long a call waits for more bytes, or for room."""
 _LATE_S = 0.003
-"""A call that does not wait takes no longer than it works, unless it rests then: until it has the interpreter lock."""
+"""A call that does not wait takes less by itself, whatever the socket holds."""
 _WAITING_CALLS = 32
 """Until it is looked again whether they need to."""
 
@@ -35,18 +33,16 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.descriptor = connection.fileno()
-        self.settimeout = connection.settimeout
+        self.settimeout, self.close = connection.settimeout, connection.close
         self._waiting_calls = 0
         self._flags = 0
 
     def hurry(self) -> None:
         """From now on no call waits, but those that the class tells of."""
-        self._wait_for(_WAIT_TIMEVAL)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self.socket.setsockopt(socket.SOL_SOCKET, option, _WAIT_TIMEVAL)
         self.socket.settimeout(None)  # the file itself may wait: each call says that it does not
         self._flags = MSG_DONTWAIT
-
-    def close(self) -> None:
-        self.socket.close()
 
     def handshake(self) -> None:
         """Of the encryption, on the side that was connected to."""
@@ -64,7 +60,7 @@ class Channel:
 
     def send_vector(self, vector: Vector) -> int:
         """Send what is taken now."""
-        return self._at_length(partial(vector.send, self.descriptor), vector.left)
+        return self._at_length(vector.send, vector.left)
 
     def fill(self, small: Small, start: int = 0) -> int:
         """Fill from `start` on with what has arrived; 0 at the end."""
@@ -72,11 +68,7 @@ class Channel:
 
     def fill_vector(self, vector: Vector) -> int:
         """Fill with what has arrived; 0 at the end."""
-        return self._at_length(partial(vector.receive, self.descriptor), vector.left)
-
-    def _wait_for(self, timeval: bytes) -> None:
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self.socket.setsockopt(socket.SOL_SOCKET, option, timeval)
+        return self._at_length(vector.receive, vector.left)
 
     @property
     def waits(self) -> bool:
@@ -84,19 +76,14 @@ class Channel:
         return self._waiting_calls > 0
 
     def _at_length(self, call: Callable[..., int], nbytes: int) -> int:
-        if nbytes < MANY_NBYTES:
-            return call()
+        if nbytes < _MANY_NBYTES:
+            return call(self.descriptor)
         if self._waiting_calls:
             self._waiting_calls -= 1
-            return call(waits=True)
-        began_s, rests = time.monotonic() - time.thread_time(), _rests()
+            return call(self.descriptor, waits=True)
+        began_s = time.monotonic()
         try:
-            return call()
+            return call(self.descriptor)
         finally:
-            if time.monotonic() - time.thread_time() - began_s > _LATE_S and _rests() > rests:
+            if time.monotonic() - began_s > _LATE_S:
                 self._waiting_calls = _WAITING_CALLS
-
-
-def _rests() -> int:
-    """How often this thread gave up its core by itself, not to others that were to have it."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw

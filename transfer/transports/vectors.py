@@ -134,18 +134,6 @@ class Vector:
         for index in range(self._index, self._count):
             yield self._iov[2 * index], self._iov[2 * index + 1]
 
-    def next_pieces(self, nbytes: int, below: int = _MAX_ROWS_NBYTES) -> tuple[Int64, Int64]:
-        """Addresses and sizes of what is open, `nbytes` of it at most; none from a piece of `below` bytes on."""
-        pairs = np.frombuffer(self._iov, dtype=np.int64).reshape(-1, 2)[self._index :]
-        ends = pairs[:, 1].cumsum()
-        count = min(int(ends.searchsorted(nbytes)) + 1, len(ends))
-        large = (pairs[:count, 1] >= below).nonzero()[0]
-        if len(large):
-            count = int(large[0])
-        addresses, sizes = pairs[:count, 0].copy(), pairs[:count, 1].copy()
-        sizes[-1:] -= max(0, ends.item(count - 1) - nbytes) if count else 0
-        return addresses, sizes
-
     def send(self, descriptor: int, *, waits: bool = False) -> int:
         """Send what the socket takes now, or in the time that it `waits`. Raises OSError; BlockingIOError: nothing."""
         return self._message(_calls(self._left).sendmsg, descriptor, 0 if waits else MSG_DONTWAIT)
