@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 
 from mooncake_connector.kv.geometry import Shard
 from store_client.base import Bytes, Position, Put, Space, Store
+from store_client.embedded.hashing import digest
 from store_client.fate import Known
 from store_client.testing.pages import (
     DEADLINE_S,
@@ -37,10 +37,6 @@ MakeStore = Callable[[], Store]
 
 Told = tuple[bool, bytes, Shard, bytes]
 """A change of one page: stored, namespace digest, shard, key."""
-
-
-def digest(page: Bytes) -> int:
-    return xxhash.xxh3_64_intdigest(page.data)
 
 
 def follow(store: Store, since: Position, limit: int = 4096) -> tuple[list[Told], Position]:

@@ -4,7 +4,6 @@ import mmap
 
 import numpy as np
 import pytest
-import xxhash
 from gpu.device import DEVICE, require
 
 require()
@@ -14,6 +13,7 @@ pytestmark = pytest.mark.gpu
 
 from mooncake_connector.kv.geometry import Shard  # noqa: E402
 from mooncake_connector.kv.page import PageFormat  # noqa: E402
+from store_client.embedded.hashing import digest  # noqa: E402
 from transfer.transports.cuda.driver import system_driver  # noqa: E402
 from vllm_plugin.blocks import KVBlocks  # noqa: E402
 from vllm_plugin.device.opening import Device  # noqa: E402
@@ -58,10 +58,6 @@ def device(host):
     one = Device(torch.device("cuda", DEVICE), locks, 8 << 20, page_format(LARGER).nbytes)
     yield one
     one.close()
-
-
-def digest(page) -> int:
-    return xxhash.xxh3_64_intdigest(page.data)
 
 
 def table(number: int, block_tokens: int) -> list[int]:

@@ -162,7 +162,7 @@ def test_what_was_begun_is_settled_when_the_pool_fails(store, space, monkeypatch
 
 
 def digest_of(key):
-    return xxhash.xxh3_64_intdigest(page_bytes(key).data)
+    return hashing.digest(page_bytes(key))
 
 
 def test_digests_that_were_taken_on_the_way_are_held_against_the_checksums(store, space):

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 pytest.importorskip("triton")
 
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import PageFormat
+from store_client.embedded.hashing import digest
 from store_client.jobs import CopyFailed
 from vllm_plugin.blocks import KVBlocks
 from vllm_plugin.device import opening
@@ -84,10 +84,6 @@ def _with(stand_in: StandIn, prepare: Any, *arguments: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         stand_in.install(patch)
         return prepare(*arguments)
-
-
-def digest(page: Any) -> int:
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(page).data)
 
 
 def page_of(fmt: PageFormat, seed: int) -> Any:

@@ -236,8 +236,7 @@ class Pipe:
         device: the driver's number of it.
         slab: address in device memory, a multiple of 256; `nbytes` of it are this pipe's.
         locks: which memory of the host the device reaches. Pages elsewhere are copied once more.
-        begun, through: pages since everything was settled last, and how many of them, from the first on, are where they
-            go to, as far as is known.
+        begun: pages since everything was settled last.
     """
 
     def __init__(
@@ -247,7 +246,7 @@ class Pipe:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.closed = False
-        self.begun = self.through = 0
+        self.begun = 0
         self._digests: list[int | None] = []
         each = nbytes // LANES // ALIGNMENT * ALIGNMENT
         self._most_nbytes = each
@@ -282,6 +281,11 @@ class Pipe:
                     np.copyto(source, page)
             lane.copy(place, source.ctypes.data, page.nbytes)
 
+    @property
+    def through(self) -> int:
+        """How many of those that were begun, from the first on, are where they go to, as far as is known."""
+        return len(self._digests)
+
     def settle(self) -> list[int | None]:
         """Until everything that was begun is over. When this returned or raised nothing is under way.
 
@@ -292,7 +296,7 @@ class Pipe:
             try:
                 self._lanes[0].launch(self._locks)
             finally:
-                self.begun = self.through = 0
+                self.begun = 0
                 digests, self._digests = self._digests, []
                 self._drain(digests)
             return digests
@@ -312,7 +316,6 @@ class Pipe:
             self._lanes.append(self._lanes.pop(0))
             lane = self._lanes[0]
             lane.wait(self._digests)
-            self.through = len(self._digests)
         return lane
 
     @contextlib.contextmanager

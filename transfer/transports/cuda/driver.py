@@ -223,16 +223,15 @@ class Driver:
 
     def write(self, device: int, address: int, content: bytes) -> None:
         """Copy a few bytes to device memory, and wait for that."""
-        stream, place = self.background_stream(device), self.lock_pages(device, len(content))
-        try:
+        with contextlib.ExitStack() as stack:
+            place = self.lock_pages(device, len(content))
+            stack.callback(self.unlock_pages, device, place)
+            stream = self.background_stream(device)
+            stack.enter_context(self.on(device))
+            stack.callback(self.call, "cuStreamDestroy_v2", stream)
             ctypes.memmove(place, content, len(content))
-            with self.on(device):
-                self.call("cuMemcpyAsync", address, place, len(content), stream)
-                self.call("cuStreamSynchronize", stream)
-        finally:
-            self.unlock_pages(device, place)
-            with self.on(device):
-                self.call("cuStreamDestroy_v2", stream)
+            self.call("cuMemcpyAsync", address, place, len(content), stream)
+            self.call("cuStreamSynchronize", stream)
 
     def free(self, device: int, address: int) -> None:
         """Undo it. Waits for what the device has been given."""
