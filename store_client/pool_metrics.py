@@ -11,10 +11,10 @@ import contextlib
 import fcntl
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -52,8 +52,11 @@ class PoolMetrics:
         self._gauges: dict[tuple[str, ...], Any] = {}
         self._pool_id, self._agent_pid = "", 0
         if config.prefix_reuse and not agent_serves(config):
-            weakref.finalize(self, self._held.let_go)
-            start_thread("pool-metrics", _go_on, weakref.ref(self), every_s)
+            # The collector of cycles may be at work inside the registry's lock, or ours: there nothing may wait for
+            # either. To put something into this queue is allowed anywhere.
+            ended = SimpleQueue[None]()
+            weakref.finalize(self, ended.put, None)
+            start_thread("pool-metrics", _go_on, weakref.ref(self), self._held, ended, every_s)
 
     @contained(nothing)
     def refresh(self) -> None:
@@ -144,11 +147,13 @@ class PoolMetrics:
             gauge.set(0)
 
 
-def _go_on(reference: weakref.ref[PoolMetrics], every_s: float) -> None:
+def _go_on(reference: weakref.ref[PoolMetrics], held: _Held, ended: SimpleQueue[None], every_s: float) -> None:
     while (metrics := reference()) is not None:
         metrics.refresh()
         del metrics
-        time.sleep(every_s)
+        with contextlib.suppress(Empty):
+            ended.get(timeout=every_s)
+    held.let_go()
 
 
 class _Held:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -120,6 +121,26 @@ def test_nothing_is_left_of_one_that_nobody_refers_to(pool):
         wait_for(lambda: shown.value("pool_pages") is None)
         second = Showing(pool)
         wait_for(lambda: second.value("pool_pages") == 0)
+
+
+def test_one_that_nobody_refers_to_may_be_collected_inside_of_the_registry(pool):
+    """As where a metric is made or shown, which may set the collector of cycles to work: `Lock` lets nobody in twice."""
+    with EmbeddedStore(pool, CAPACITY):
+        shown = Showing(pool)
+        wait_for(lambda: shown.value("pool_pages") == 0)
+        cycle = [shown.metrics]
+        cycle.append(cycle)
+        shown.metrics = cycle = None
+
+        def collected():
+            with shown.registry._lock:
+                gc.collect()
+
+        thread = threading.Thread(target=collected, daemon=True)
+        thread.start()
+        thread.join(60.0)
+        assert not thread.is_alive()
+        wait_for(lambda: shown.value("pool_pages") is None)
 
 
 def test_tiers_are_what_the_agent_reports_and_count_on_when_it_is_started_again(pool, monkeypatch):

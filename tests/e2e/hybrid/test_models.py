@@ -13,6 +13,7 @@ import random
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,8 @@ class Inside:
         keys = page_keys(list(prompt), PAGE_TOKENS)
         with EmbeddedStore(self.pool) as store:
             held = [key for key in keys for _ in groups_of(store, key)]
-        wait_for(lambda: len(self.files(*keys)) >= len(held), "pages in the folder")
+        counts = Counter(held)  # by key: the folder has older pages too, of others of them
+        wait_for(lambda: all(len(self.files(key)) >= counts[key] for key in counts), "pages in the folder")
         # What the pool loses before the agent has looked whether it was still there is taken out of the folder again.
         wait_for(lambda: not self.giving, "the end of all writes")
         return held
