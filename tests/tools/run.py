@@ -33,6 +33,7 @@ RESULTS = ROOT / ".cache" / "results"
 DEV = ROOT / ".venv" / "bin"
 VLLM, SGLANG = (ROOT / ".venvs" / engine / "bin" for engine in ("vllm", "sglang"))
 VLLM_NEXT = ROOT / ".cache" / "vllm-0.33"
+TRITON = ROOT / ".cache" / "triton-3.6"
 # What another version of vLLM can change: the interface, and what its scheduler makes of our answers.
 NEXT_MODULES = (
     "surface", "events", "doctor", "sleep", "loads", "saves", "walk", "reset", "early", "multi",
@@ -40,7 +41,8 @@ NEXT_MODULES = (
 )  # fmt: skip
 AT_ONCE = min(2, os.cpu_count() or 1)
 STOP_S = 60.0
-AGAIN_S = 900.0
+AGAIN_S = HANGS_S = 900.0
+"""No test lasts so long, on a busy machine either: one that does hangs, and fails with what its threads were doing."""
 MOST_AGAIN = 8
 """With more failures than that something is broken, and nothing is run again."""
 ROOM = (
@@ -73,8 +75,10 @@ class Stage:
     idles: bool = False
 
 
-def pytest(where: Path, *arguments: str) -> tuple[str | Path, ...]:
-    return (where / "pytest", "-q", "-p", "no:cacheprovider", *arguments)  # its notes have one writer at a time
+def pytest(where: Path, *arguments: str, hangs_s: float = HANGS_S) -> tuple[str | Path, ...]:
+    """`hangs_s`: see `HANGS_S`; 0 for tests that may last as long as they like."""
+    limits = (f"--timeout={hangs_s:g}", "--timeout-method=signal")
+    return (where / "pytest", "-q", "-p", "no:cacheprovider", *limits, *arguments)  # its notes have one writer at a time
 
 
 TRANSFER = ("tests/transfer", "tests/repo", "tests/bench")  # about half of what needs no engine
@@ -89,7 +93,7 @@ STAGES = {
         limit_s=2400,
     ),
     "tiers": Stage([pytest(DEV, "-m", "not slow and not engine", *TIERS)], limit_s=2400),
-    "rdma": Stage([pytest(DEV, "-v", "-s", RDMA)], limit_s=3000),
+    "rdma": Stage([pytest(DEV, "-v", "-s", RDMA, hangs_s=0)], limit_s=3000),
     "slow": Stage([pytest(DEV, "-m", "slow and not engine")], limit_s=2400, idles=True),
     "vllm": Stage([pytest(VLLM, "tests/vllm")], limit_s=2700),
     # No engine of it is started: its Python code finds 0.32's CPU extensions beside it (install_vllm_next.sh).
@@ -108,6 +112,16 @@ STAGES = {
         },
         needs=VLLM_NEXT / ".made",
     ),
+    # Its launcher is built against the driver's own library, so nothing is launched.
+    "triton-3.6": Stage(
+        [
+            pytest(VLLM, "tests/vllm/test_device_kernel.py", "tests/vllm/test_device_digests.py", "-k", "not load"),
+            pytest(SGLANG, "tests/sglang/test_device_kernels.py"),
+        ],
+        limit_s=600,
+        variables={"PYTHONPATH": str(TRITON)},
+        needs=TRITON / ".made",
+    ),
     "sglang": Stage([pytest(SGLANG, "tests/sglang")], limit_s=2700),
     "e2e": Stage(
         [pytest(VLLM, "-v", "tests/e2e", *(f"--ignore=tests/e2e/{name}" for name in E2E_APART))],
@@ -118,9 +132,9 @@ STAGES = {
     "pd": Stage([pytest(VLLM, "-v", "tests/e2e/pd")], limit_s=4500),
     "long": Stage(
         [
-            pytest(DEV, "-v", "-m", "long"),
-            pytest(VLLM, "-v", "-m", "long", "tests/vllm"),
-            pytest(VLLM, "-v", "-m", "long", "tests/e2e"),
+            pytest(DEV, "-v", "-m", "long", hangs_s=0),
+            pytest(VLLM, "-v", "-m", "long", "tests/vllm", hangs_s=0),
+            pytest(VLLM, "-v", "-m", "long", "tests/e2e", hangs_s=0),
         ],
         limit_s=14400,
     ),
