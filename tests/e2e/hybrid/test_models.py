@@ -225,7 +225,7 @@ def test_a_changed_file_of_any_group_is_refused_and_the_prompt_is_computed(insid
     last = page_keys(list(question.prompt), PAGE_TOKENS)[HIT // PAGE_TOKENS - 1]
     count = inside.stored(question.prompt).count(last)
     for group in range(count):
-        inside.stored(question.prompt)
+        assert inside.stored(question.prompt).count(last) == count
         inside.empty_pool()
         file, corrupt = inside.files(last)[group], inside.count("corrupt_pages")
         content = bytearray(file.read_bytes())
