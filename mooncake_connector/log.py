@@ -16,7 +16,7 @@ ROOT_LOGGER = "mooncake_connector"
 _MAX_CAUSES = 4096
 _MAX_LENGTH = 2000
 """Characters of a message that are shown."""
-_lock = threading.Lock()
+_lock = threading.RLock()  # what the collector of cycles ends may log, inside of this as well
 _seen: set[str] = set()
 _VARYING = re.compile("[0-9'\"`]")
 
@@ -87,7 +87,7 @@ def kind_of(reason: str) -> str:
 def _after_fork_in_child() -> None:
     """A thread that the child does not have may have held the lock."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -28,7 +28,7 @@ import vllm_plugin
 from mooncake_connector.config.schema import Config
 from mooncake_connector.config.sources import load_config, load_settings
 from mooncake_connector.config.values import PageTokens
-from mooncake_connector.contain import contained, nothing
+from mooncake_connector.contain import apart, contained, nothing
 from mooncake_connector.log import ROOT_LOGGER, get_logger, log_once, set_log_level
 from transfer.control.connection import Access
 from transfer.transports.registry import check_configured
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 
 vllm_plugin.register()  # also when loaded by kv_connector_module_path: MultiConnector looks the class up by name
 logger = get_logger(__name__)
+
+_CLOSE_S = 30.0
+"""Longest wait at an engine's end: all that is waited for there together, each with a deadline of its own."""
 
 
 class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -250,10 +253,10 @@ class MooncakeKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(nothing)
     def shutdown(self) -> None:
-        side = self._worker or self._scheduler
-        if side is not None:
-            side.close()
-        self._worker = self._scheduler = None
+        side, self._worker, self._scheduler = self._worker or self._scheduler, None, None
+        # vLLM also calls this where the collector of cycles meets an engine of its user's process (`InprocClient`).
+        if side is not None and not apart(contained(nothing)(side.close), _CLOSE_S):
+            log_once("shutdown", "an engine's end takes longer than %d s, and goes on", _CLOSE_S, logger=logger)
 
     def _step(self) -> StepMetadata:
         metadata = self._connector_metadata

@@ -1,10 +1,12 @@
 """A fault that repeats is logged once per cause."""
 
 import logging
+import threading
 
 import pytest
 from causes import forget_causes
 
+from mooncake_connector import log
 from mooncake_connector.log import get_logger, kind_of, log_once, set_log_level
 
 
@@ -27,6 +29,19 @@ def test_each_cause_is_logged_once_and_again_when_it_was_forgotten(caplog):
 def test_an_endless_stream_of_causes_stops(caplog):
     logged = sum(log_once(f"page-{i}", "lost") for i in range(5000))
     assert logged == 4096
+
+
+def test_what_the_collector_of_cycles_ends_may_log_inside_of_this():
+    def collected():
+        with log._lock:
+            log_once("ended", "an engine that nobody refers to was ended")
+
+    thread = threading.Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(60.0)
+    if hung := thread.is_alive():
+        log._lock.release()  # for other tests
+    assert not hung
 
 
 def test_loggers_of_all_packages_obey_the_configured_level():

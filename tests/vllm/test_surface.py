@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cases import PROMPT, Start, every_runner, warm_pool, warmed
 from harness import Engine
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from settings import Setup, multi_connector, transfer_config
+from simulated.waiting import wait_for
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import supports_hma
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
@@ -22,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 import vllm_plugin
 from mooncake_connector.errors import ConfigError
 from mooncake_connector.metrics.registry import VLLM, Kind
+from store_client.embedded import registry as pools
 from vllm_plugin.connector import MooncakeKVConnector
 from vllm_plugin.prefix.speed import PrefillSpeed
 from vllm_plugin.stats import ConnectorStats
@@ -276,6 +279,31 @@ def test_shutdown_twice_and_calls_after_it_are_harmless(start: Start) -> None:
         engine.connector.shutdown()
         engine.workers[0].connector.shutdown()
     assert engine.ask(OTHER, 20) == oracle.generate(OTHER, 20)
+
+
+def test_shutdown_inside_of_a_lock_that_it_needs_ends(
+    start: Start, pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has the collector of cycles end an engine that its user's process refers to no more. It may be at work in
+    the thread that opens the next engine's pool."""
+    monkeypatch.setattr(pools, "_lock", threading.Lock())
+    monkeypatch.setattr("vllm_plugin.connector._CLOSE_S", 0.2)
+    engine = start()
+    engine.ask(PROMPT)
+    assert pool in pools._handles
+
+    def collected() -> None:
+        with pools._lock:
+            engine.connector.shutdown()
+            engine.workers[0].connector.shutdown()
+
+    thread = threading.Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(60.0)
+    if hung := thread.is_alive():
+        pools._lock.release()  # for the end of the test
+    assert not hung
+    wait_for(lambda: pool not in pools._handles)
 
 
 def test_shutdown_while_a_load_and_a_save_hang_ends(start: Start, faults, monkeypatch: pytest.MonkeyPatch) -> None:
