@@ -6,6 +6,7 @@ import os
 import shutil
 import struct
 import threading
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import pytest
@@ -297,6 +298,31 @@ class TestCache:
 def test_the_fingerprint_of_an_empty_file_is_defined(tmp_path):
     (tmp_path / "empty").write_bytes(b"")
     assert fingerprint_files([tmp_path / "empty"], None)[tmp_path / "empty"].startswith("0-")
+
+
+def test_few_slices_of_a_large_file_are_asked_for_ahead(tmp_path, monkeypatch):
+    """A process that ends waits for each that was."""
+    asked: set[Future] = set()
+    ahead = []
+
+    class Slice(Future):
+        def result(self, timeout=None):
+            asked.discard(self)
+            return super().result(timeout)
+
+    class Threads(Executor):
+        def submit(self, call, /, *args, **kwargs):
+            part = Slice()
+            part.set_result(call(*args, **kwargs))
+            asked.add(part)
+            ahead.append(len(asked))
+            return part
+
+    monkeypatch.setattr(fingerprint, "SLICE_NBYTES", 100)
+    (tmp_path / "model").write_bytes(os.urandom(100_000))
+    found = fingerprint._fingerprint(tmp_path / "model", Threads())
+    assert len(ahead) == 1000 and max(ahead) <= 16
+    assert fingerprint_files([tmp_path / "model"], None) == {tmp_path / "model": found}
 
 
 class TestAdapter:

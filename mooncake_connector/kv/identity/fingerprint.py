@@ -11,8 +11,9 @@ import os
 import stat
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
@@ -29,6 +30,8 @@ SETTLED_S = 2.0
 PATIENCE_S = 30.0
 
 _MAX_THREADS = 8
+_MAX_AHEAD = 2 * _MAX_THREADS
+"""Slices that are asked for: a process that ends meanwhile waits for those, and not for all of a large file."""
 _CACHE_VERSION = 1
 _logger = get_logger(__name__)
 
@@ -52,7 +55,7 @@ def fingerprint_files(files: Sequence[Path], cache_dir: Path | None) -> dict[Pat
         return {file: _cached_fingerprint(file, usable, pool) for file in files}
 
 
-def _cached_fingerprint(file: Path, cache_dir: Path | None, pool: ThreadPoolExecutor) -> str:
+def _cached_fingerprint(file: Path, cache_dir: Path | None, pool: Executor) -> str:
     try:
         if cache_dir is None:
             return _fingerprint(file, pool)
@@ -74,14 +77,19 @@ def _cached_fingerprint(file: Path, cache_dir: Path | None, pool: ThreadPoolExec
         raise ModelIdentityError(f"{file} cannot be read: {error}") from None
 
 
-def _fingerprint(file: Path, pool: ThreadPoolExecutor) -> str:
+def _fingerprint(file: Path, pool: Executor) -> str:
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         before = os.fstat(descriptor)
         offsets = range(0, before.st_size, SLICE_NBYTES)
         whole = xxhash.xxh3_128()
-        for part in pool.map(lambda offset: _slice_digest(descriptor, offset, before.st_size), offsets):
-            whole.update(part)
+        asked: deque[Future[bytes]] = deque()
+        for offset in offsets:
+            asked.append(pool.submit(_slice_digest, descriptor, offset, before.st_size))
+            if len(asked) == _MAX_AHEAD:
+                whole.update(asked.popleft().result())
+        for part in asked:
+            whole.update(part.result())
         if not _same(before, os.fstat(descriptor)):
             raise ModelIdentityError(f"{file} changed while it was read: wait until it is complete, then start again")
         return f"{before.st_size}-{whole.hexdigest()}"
