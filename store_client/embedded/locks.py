@@ -66,6 +66,8 @@ class FileLock:
                 raise OSError(errno.EBADF, "the pool is closed")
             _poll_flock(self._fd, deadline)
             while self._create and not self._is_at_path():
+                if time.monotonic() >= deadline:  # a file system may give a file another number each time
+                    raise LockTimeout
                 stale, self._fd = self._fd, self._open()
                 os.close(stale)
                 _poll_flock(self._fd, deadline)

@@ -20,6 +20,7 @@ from mooncake_connector.errors import PoolError
 from store_client import EmbeddedStore, Put
 from store_client.embedded import folder as pool_folder
 from store_client.embedded import owners
+from store_client.embedded.locks import FileLock, LockTimeout
 from store_client.testing import chain, get_page, put_chain
 
 
@@ -309,6 +310,24 @@ def test_a_stopped_opener_delays_others_only_until_their_deadline(pool):
     told = pytest.raises(PoolError, match=r"stayed locked for 0\.2 s")
     with running(hold, pool / "open.lock", opened=False), told:
         EmbeddedStore(pool, deadline_s=0.2)
+
+
+def test_a_lock_on_a_file_system_that_gives_a_file_other_numbers_ends_at_its_deadline(tmp_path, monkeypatch):
+    lock = FileLock(tmp_path / "lock", create=True)
+    looks = []
+
+    def looks_other(lock):
+        looks.append(lock)
+        return len(looks) > 100_000  # at last: a thread that turns for ever is no other test's
+
+    monkeypatch.setattr(FileLock, "_is_at_path", looks_other)
+    with contextlib.closing(lock), pytest.raises(LockTimeout):
+        lock.acquire(time.monotonic() + 0.2)
+    monkeypatch.undo()
+    lock = FileLock(tmp_path / "lock", create=True)
+    with contextlib.closing(lock):
+        lock.acquire(time.monotonic() + 60.0)  # nobody holds it
+        lock.release()
 
 
 def test_a_pool_deleted_under_a_live_process_is_made_again(pool, store, space):
