@@ -124,7 +124,7 @@ def test_nothing_is_left_of_one_that_nobody_refers_to(pool):
 
 
 def test_one_that_nobody_refers_to_may_be_collected_inside_of_the_registry(pool):
-    """As where a metric is made or shown, which may set the collector of cycles to work: `Lock` lets nobody in twice."""
+    """As where a metric is made or shown, which may set the collector to work: the lock lets nobody in twice."""
     with EmbeddedStore(pool, CAPACITY):
         shown = Showing(pool)
         wait_for(lambda: shown.value("pool_pages") == 0)

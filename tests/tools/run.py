@@ -78,7 +78,8 @@ class Stage:
 def pytest(where: Path, *arguments: str, hangs_s: float = HANGS_S) -> tuple[str | Path, ...]:
     """`hangs_s`: see `HANGS_S`; 0 for tests that may last as long as they like."""
     limits = (f"--timeout={hangs_s:g}", "--timeout-method=signal")
-    return (where / "pytest", "-q", "-p", "no:cacheprovider", *limits, *arguments)  # its notes have one writer at a time
+    # pytest's own notes have one writer at a time.
+    return (where / "pytest", "-q", "-p", "no:cacheprovider", *limits, *arguments)
 
 
 TRANSFER = ("tests/transfer", "tests/repo", "tests/bench")  # about half of what needs no engine
