@@ -52,6 +52,7 @@ _CLOSE_S = 5.0
 _GONE = "pages that were being fetched are recomputed: the agent is gone"
 
 _Item: TypeAlias = Asked | Sought | Elsewhere | messages.Forget
+_QUESTIONS = (Asked, Sought)
 
 logger = get_logger(__name__)
 
@@ -89,23 +90,20 @@ class Client:
 
     def ask(self, asked: Asked) -> None:
         """Have it sent; returns at once. What cannot be sent has ended."""
-        if not self.ready or self._is_busy():
-            self.failures["agent_busy" if self.ready else "agent_lost"] += 1
-            asked.leave()
+        if not self.ready or len(self._in_flight) >= _MAX_IN_FLIGHT:
+            self._refuse(asked)
             return
         if not self._awaits_s:
             self._awaits_s = asked.asked_s
         if len(asked.keys) > _AT_ONCE_KEYS or not self._say_at_once(asked):
-            self._outbox.put(asked)
+            self._leave_to_thread(asked)
 
     def seek(self, sought: Sought) -> None:
         """Have it sent; returns at once. What cannot be sent has ended, with nothing found."""
-        if not self.ready or self._is_busy() or len(self._sought) >= _MAX_SOUGHT:
-            self.failures["agent_busy" if self.ready else "agent_lost"] += 1
-            sought.leave()
-            return
-        if not self._say_at_once(sought):
-            self._outbox.put(sought)
+        if not self.ready or len(self._in_flight) >= _MAX_IN_FLIGHT or len(self._sought) >= _MAX_SOUGHT:
+            self._refuse(sought)
+        elif not self._say_at_once(sought):
+            self._leave_to_thread(sought)
 
     def _say_at_once(self, item: Asked | Sought) -> bool:
         """False where others are to speak first, or the agent has not read what was said before."""
@@ -125,30 +123,40 @@ class Client:
             mouth.turn.release()
         return True
 
-    def _say(self, item: _Item | None, say: Callable[[bytes], None]) -> None:
-        """By who has its turn. None: what was said before and is not out."""
-        try:
-            words = b"" if item is None else self._words(item)
-            if isinstance(item, Asked | Sought) and not words:
-                item.leave()  # the caller's mistake, which reading these pages will tell
-                return
-            say(words)
-        except BaseException:
-            if isinstance(item, Asked | Sought):
-                item.leave()
-            raise
-        if isinstance(item, Asked):
-            item.enter()
-
-    def _is_busy(self) -> bool:
+    def _leave_to_thread(self, item: Asked | Sought) -> None:
         waiting = self._outbox.qsize()
         if waiting >= _MAX_WAITING:  # by far: whatever else is in it
             waiting -= self._places.queued
-        return waiting >= _MAX_WAITING or len(self._in_flight) >= _MAX_IN_FLIGHT
+        if waiting >= _MAX_WAITING:
+            self._refuse(item)
+        else:
+            self._outbox.put(item)
+
+    def _refuse(self, item: Asked | Sought) -> None:
+        self.failures["agent_busy" if self.ready else "agent_lost"] += 1
+        item.leave()
+
+    def _say(self, item: _Item | None, say: Callable[[bytes], None]) -> None:
+        """By who has its turn. None: what was said before and is not out."""
+        if not isinstance(item, _QUESTIONS):
+            known = self._places.which(item) if isinstance(item, Elsewhere) else b""
+            say(messages.frame(item) if isinstance(item, messages.Forget) else known)
+            return
+        asked = False
+        try:
+            if words := self._words(item):
+                say(words)
+                asked = True
+                if isinstance(item, Asked):
+                    item.enter()
+        finally:
+            if not asked:  # also by the caller's mistake, which reading these pages will tell
+                item.leave()
 
     def shards_elsewhere(self, namespace: Namespace) -> list[Shard]:
         """Of which shards the tiers have pages, as far as the agent has said; what is asked for is kept up to date."""
-        self.listen()
+        if self._places.wonders:
+            self.listen()
         known = self._places.elsewhere(namespace)
         if self.ready and not known.queued and known.is_due(time.monotonic()):
             known.queued = True  # until it is sent, or the connection is lost: once is enough
@@ -223,7 +231,7 @@ class Client:
         while not self._closed and (left_s := until_s - time.monotonic()) > 0:
             with contextlib.suppress(Empty):
                 item = self._outbox.get(timeout=left_s)
-                if isinstance(item, Asked | Sought):  # from just before the connection was lost
+                if isinstance(item, _QUESTIONS):  # from just before the connection was lost
                     item.leave()
 
     def _connect(self) -> socket.socket | float:
@@ -305,16 +313,12 @@ class Client:
                 sought.leave()
             self._sought.clear()
 
-    def _words(self, item: _Item) -> bytes:
-        """The frames that say it; none where its keys cannot be. From now on the agent's answers to it are taken."""
-        if isinstance(item, messages.Forget):
-            return messages.frame(item)
-        if isinstance(item, Elsewhere):
-            return self._places.which(item)
+    def _words(self, item: Asked | Sought) -> bytes:
+        """The frames that ask it; none where its keys cannot be. From now on the agent's answers to it are taken."""
+        parent = None
         if isinstance(item, Asked):
-            item.keys = item.keys[: messages.MAX_KEYS]
+            item.keys, parent = item.keys[: messages.MAX_KEYS], item.parent or None
         keys, first = b"".join(item.keys), item.keys[0]
-        parent = item.parent if isinstance(item, Asked) else None
         if len(first) != KEY_NBYTES or len(keys) != KEY_NBYTES * len(item.keys) or len(parent or first) != KEY_NBYTES:
             return b""
         place, parts = self._places.number(item.namespace, item.shard)
@@ -324,7 +328,7 @@ class Client:
             return parts + messages.frame(messages.Seek(number, place, keys, item.nbytes))
         self._in_flight[number] = item
         self._kept.append(item)
-        ask = messages.Ask(number, place, keys, parent or None, item.nbytes, item.deadline_s, item.prefill_tokens_s)
+        ask = messages.Ask(number, place, keys, parent, item.nbytes, item.deadline_s, item.prefill_tokens_s)
         return parts + messages.frame(ask)
 
     def _watch(self, connection: socket.socket) -> None:

@@ -40,6 +40,8 @@ _LOOK_AGAIN_S = 0.0095
 """A chain that waits for pages is looked up over and over. While the agent says nothing new of it, the pool is looked
 into again only after so long, if anything has changed there. Once it is settled what comes, lookups in between do
 nothing else either. Who loads looks every 5 ms."""
+_FIRST_WORD_S = 0.0002
+"""No agent answers sooner, so its words are not read before."""
 _LISTEN_AGAIN_S = 0.035
 """While nothing changes in the pool, what the agent says is read only so often: that pages have landed shows there."""
 _WHOLE_AGAIN_S = 0.05
@@ -120,7 +122,7 @@ class _Answer:
     asked: Asked
     said: int
     holds_s: float
-    """Until when it is the answer, unless the agent is heard of the ask before; 0 where that depends on more."""
+    """Until when it is the answer, unless the agent is heard of the ask before; 0 where that is not known."""
     listened_s: float
     """When the agent's words were last read before."""
     until_s: float
@@ -128,6 +130,13 @@ class _Answer:
     lookup: Lookup
     lag: int | None
     """Where the ask has all that was missing then: so many keys of the chain are before its first one."""
+
+    def at(self, now_s: float) -> Lookup:
+        """The answer, where time alone has passed since."""
+        found = self.lookup
+        if self.until_s == math.inf:
+            return found
+        return Lookup(found.pages, found.pending, found.coming, self.until_s - now_s, found.unheard)
 
 
 class TieredSpace(SpaceAround):
@@ -153,44 +162,42 @@ class TieredSpace(SpaceAround):
         if self._nbytes is None or not keys:
             return self._inner.lookup(keys)
         now_s = time.monotonic()
-        listened_s, found = now_s, None
         former = self._answers.get(keys[-1])
-        if former is not None:
-            if former.first != keys[0] or former.num_keys != len(keys):
-                former = None
-            elif former.asked.said == former.said:
-                if now_s < former.holds_s:
-                    return former.lookup
-                if former.holds_s and (position := self._pages.position()) is not None:
-                    # The pool's feed shows whether pages have landed: while none has, the pool has what it had. That a
-                    # page will not come only the agent says, whose words are read now and then.
-                    if position != former.position:
-                        found = self._look(keys, former, now_s, position)
-                        if found[0] >= len(keys):
-                            return Lookup(len(keys))
-                    if now_s - former.listened_s < _LISTEN_AGAIN_S:
-                        if found is None:
-                            former.holds_s, former.whole_s = now_s + _LOOK_AGAIN_S, now_s
-                            return former.lookup
-                        listened_s = former.listened_s
-        if listened_s == now_s:
+        if former is None or former.num_keys != len(keys) or former.first != keys[0]:
             self._client.listen()
-        if former is not None and former.asked.said != former.said:
-            found = None  # what the agent says to have landed may have since then
-        if former is not None and found is None and now_s - former.looked_s < _LOOK_AGAIN_S:
-            lookup = former.lookup
-            if former.asked.said != former.said:
-                if now_s - former.whole_s < _WHOLE_AGAIN_S and former.lag is not None:
-                    present = max(former.present, min(len(keys), former.lag + former.asked.landed))
-                    known = present, former.whole_s, former.looked_s, former.position
-                    if (more := self._more(keys, former, known, now_s, now_s)) is not None:
-                        return more
-            elif lookup.wait_s == math.inf:
-                return lookup
-            elif now_s < former.until_s:
-                return Lookup(lookup.pages, lookup.pending, lookup.coming, former.until_s - now_s, lookup.unheard)
+            return self._looked_up(keys, None, self._look(keys, None, now_s, None), now_s, now_s)
+        if now_s < former.holds_s and former.asked.said == former.said:
+            return former.at(now_s)
+        return self._again(keys, former, now_s)
+
+    def _again(self, keys: Sequence[bytes], former: _Answer, now_s: float) -> Lookup:
+        """The answer after one that holds no more: by what has changed in the pool, and by what the agent says."""
+        found, listened_s = None, now_s
+        if former.asked.settled and not former.lookup.pending and former.asked.said == former.said:
+            # The pool's feed shows whether pages have landed: while none has, the pool has what it had. That a page
+            # will not come only the agent says, whose words are read now and then.
+            position = self._pages.position()
+            if position is not None and position != former.position:
+                found = self._look(keys, former, now_s, position)
+            if position is not None and now_s - former.listened_s < _LISTEN_AGAIN_S:
+                if found is None:
+                    former.holds_s, former.whole_s = now_s + _LOOK_AGAIN_S, now_s
+                    return former.lookup
+                listened_s = former.listened_s
+        if listened_s == now_s and (found is None or found[0] < len(keys)):
+            self._client.listen()
+        if former.asked.said != former.said:
+            found = None  # what it says to have landed may have since that look
+        elif found is None and now_s < former.until_s and now_s - former.looked_s < _LOOK_AGAIN_S:
+            return former.at(now_s)
         if found is None:
             found = self._look(keys, former, now_s, None)
+        return self._looked_up(keys, former, found, now_s, listened_s)
+
+    def _looked_up(
+        self, keys: Sequence[bytes], former: _Answer | None, found: _Found, now_s: float, listened_s: float
+    ) -> Lookup:
+        """The answer by what was `found`; what is missing and was not asked for is asked for."""
         present = found[0]
         if present >= len(keys) or not self._client.ready:
             return Lookup(present, unheard=present < len(keys))
@@ -206,11 +213,11 @@ class TieredSpace(SpaceAround):
         if former is not None and now_s - former.whole_s < _WHOLE_AGAIN_S:
             present, whole_s, before = former.present, former.whole_s, former.position
             is_due = now_s - former.looked_s >= _LOOK_AGAIN_S or former.asked.done
-            asked = self._asks.get(keys[present])
-            if asked is not None and asked.is_indexed and now_s - asked.heard_s < _WHOLE_AGAIN_S:
-                place = asked.place(keys[present])
-                landed = asked.landed - place
-                if landed > 0:
+            asked = former.asked if former.lag is not None else self._asks.get(keys[present])
+            if asked is not None and now_s - asked.heard_s < _WHOLE_AGAIN_S:
+                if former.lag is not None:
+                    present = max(present, min(len(keys), former.lag + asked.landed))
+                elif (landed := asked.landed - (place := asked.place(keys[present]))) > 0:
                     present = min(self._end_of(asked, place, keys, present), present + landed)
             if not is_due or present >= len(keys):
                 return present, whole_s, former.looked_s, before
@@ -341,6 +348,8 @@ class TieredSpace(SpaceAround):
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()
             holds_s = looked_s + _LOOK_AGAIN_S if first.settled and not pending else 0.0
+            if not first.heard_s:
+                holds_s = min(first.asked_s + _FIRST_WORD_S, now_s + wait_s)
             self._answers[keys[-1]] = _Answer(
                 keys[0], len(keys), present, whole_s, looked_s, position, first, said, holds_s, listened_s,
                 now_s + wait_s, lookup, lag,

@@ -64,6 +64,7 @@ class Feed:
             os.close(fd)
         self._ring = ring
         self._header = np.frombuffer(mapped, dtype="<u8", count=_HEADER_NBYTES // 8)
+        self._words = self._header.data
         self._entries: Entries = np.frombuffer(mapped, dtype=ENTRY_DTYPE, offset=_HEADER_NBYTES)
         self._capacity = len(self._entries)
 
@@ -112,7 +113,7 @@ class Feed:
 
     def position(self) -> Position:
         """Where the ring ends now."""
-        return self._ring, int(self._header[_HEAD])
+        return self._ring, self._words[_HEAD]
 
     def read(self, since: Position | None, limit: int) -> tuple[Entries | None, Position]:
         """Up to `limit` entries from `since` on and where they end; None for a gap, and where the ring ends now."""

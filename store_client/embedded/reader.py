@@ -42,15 +42,12 @@ class Reader:
 
     def prefix(self, keys: Sequence[bytes], space: int) -> int:
         """Leading keys that are present. The first alone decides most lookups that miss, so others are checked late."""
-        if not keys or not self._table.present_one(keys[0], space):
-            return 0
-        if len(keys) == 1:
-            return 1
-        if len(keys) <= _FEW:
-            try:
-                return self._table.cells.leading(keys, space)
-            except struct.error:  # a key of another length, of which is told next
-                pass
+        try:
+            count = self._table.cells.leading(keys[:_FEW], space)
+            if count < _FEW or len(keys) == _FEW:
+                return count
+        except struct.error:  # a key of another length, of which is told next
+            pass
         try:
             joined = join_keys(keys)
         except ValueError as error:  # says nothing about the pool
