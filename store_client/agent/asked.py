@@ -42,7 +42,7 @@ class Asked:
         """Of each key, once that is asked for."""
 
     def enter(self) -> None:
-        """Have all keys found in the index; before, it has the first one alone."""
+        """It was asked. Have all keys found in the index; before, it has the first one alone."""
         self.said += 1
         self.index.update(dict.fromkeys(self.keys, self))
         self.is_indexed = True

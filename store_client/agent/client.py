@@ -52,7 +52,6 @@ _CLOSE_S = 5.0
 _GONE = "pages that were being fetched are recomputed: the agent is gone"
 
 _Item: TypeAlias = Asked | Sought | Elsewhere | messages.Forget
-_QUESTIONS = (Asked, Sought)
 
 logger = get_logger(__name__)
 
@@ -113,7 +112,7 @@ class Client:
         try:
             if mouth.closed or len(mouth.unsent):  # without len, mypy takes it to be empty from here on
                 return False
-            self._say(item, mouth.say_at_once)
+            self._say_question(item, mouth.say_at_once)
             if mouth.unsent:
                 self._outbox.put(None)
         except Exception as error:
@@ -136,19 +135,24 @@ class Client:
         self.failures["agent_busy" if self.ready else "agent_lost"] += 1
         item.leave()
 
-    def _say(self, item: _Item | None, say: Callable[[bytes], None]) -> None:
-        """By who has its turn. None: what was said before and is not out."""
-        if not isinstance(item, _QUESTIONS):
-            known = self._places.which(item) if isinstance(item, Elsewhere) else b""
-            say(messages.frame(item) if isinstance(item, messages.Forget) else known)
-            return
+    def _say(self, item: _Item | None, mouth: Mouth) -> None:
+        """By the thread, when it has its turn. None: what was said before and is not out."""
+        if item is None:
+            mouth.say(b"")
+        elif isinstance(item, Elsewhere):
+            mouth.say(self._places.which(item))
+        elif isinstance(item, messages.Forget):
+            mouth.say(messages.frame(item))
+        else:
+            self._say_question(item, mouth.say)
+
+    def _say_question(self, item: Asked | Sought, say: Callable[[bytes], None]) -> None:
         asked = False
         try:
             if words := self._words(item):
                 say(words)
+                item.enter()
                 asked = True
-                if isinstance(item, Asked):
-                    item.enter()
         finally:
             if not asked:  # also by the caller's mistake, which reading these pages will tell
                 item.leave()
@@ -231,7 +235,7 @@ class Client:
         while not self._closed and (left_s := until_s - time.monotonic()) > 0:
             with contextlib.suppress(Empty):
                 item = self._outbox.get(timeout=left_s)
-                if isinstance(item, _QUESTIONS):  # from just before the connection was lost
+                if isinstance(item, Asked | Sought):  # from just before the connection was lost
                     item.leave()
 
     def _connect(self) -> socket.socket | float:
@@ -273,8 +277,8 @@ class Client:
         cleaned_s = time.monotonic()
         try:
             for known in wondering:
-                self._say(known, mouth.say)
-            self._say(messages.Forget(), mouth.say)  # there may be marks from while it was not connected
+                self._say(known, mouth)
+            self._say(messages.Forget(), mouth)  # there may be marks from while it was not connected
             self._mouth = mouth
             self.ready = True
             while not self._closed:
@@ -285,7 +289,7 @@ class Client:
                         break
                     if not isinstance(item, socket.socket):  # of a connection before
                         with mouth.turn:
-                            self._say(item, mouth.say)
+                            self._say(item, mouth)
                 self.listen()
                 if time.monotonic() - cleaned_s > _HOUSEKEEPING_S:
                     cleaned_s = time.monotonic()

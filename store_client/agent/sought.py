@@ -31,6 +31,9 @@ class Sought:
         same = len(keys) == len(self.keys) and keys[0] == self.keys[0]
         return same and (not self.done or now_s - self.ended_s < _GOOD_S)
 
+    def enter(self) -> None:
+        """It was asked."""
+
     def leave(self) -> None:
         """It has ended, and what was not heard by now is not found."""
         self.done = True

@@ -131,6 +131,13 @@ class _Answer:
     lag: int | None
     """Where the ask has all that was missing then: so many keys of the chain are before its first one."""
 
+    def goes_on(self, lookup: Lookup, found: _Found, said: int, listened_s: float) -> Lookup:
+        """This is the answer from now on, for the same chain, of which the same was asked."""
+        self.present, self.whole_s, self.looked_s, self.position = found
+        self.lookup, self.said, self.listened_s, self.until_s = lookup, said, listened_s, math.inf
+        self.holds_s = 0.0 if lookup.pending else self.looked_s + _LOOK_AGAIN_S
+        return lookup
+
     def at(self, now_s: float) -> Lookup:
         """The answer, where time alone has passed since."""
         found = self.lookup
@@ -165,85 +172,69 @@ class TieredSpace(SpaceAround):
         former = self._answers.get(keys[-1])
         if former is None or former.num_keys != len(keys) or former.first != keys[0]:
             self._client.listen()
-            return self._looked_up(keys, None, self._look(keys, None, now_s, None), now_s, now_s)
+            return self._answered(keys, self._look(keys, None, now_s, None), now_s, now_s)
         if now_s < former.holds_s and former.asked.said == former.said:
             return former.at(now_s)
         return self._again(keys, former, now_s)
 
     def _again(self, keys: Sequence[bytes], former: _Answer, now_s: float) -> Lookup:
         """The answer after one that holds no more: by what has changed in the pool, and by what the agent says."""
-        found, listened_s = None, now_s
-        if former.asked.settled and not former.lookup.pending and former.asked.said == former.said:
+        asked, found, listened_s = former.asked, None, now_s
+        if asked.said == former.said and asked.settled and not former.lookup.pending:
             # The pool's feed shows whether pages have landed: while none has, the pool has what it had. That a page
             # will not come only the agent says, whose words are read now and then.
-            position = self._pages.position()
-            if position is not None and position != former.position:
-                found = self._look(keys, former, now_s, position)
-            if position is not None and now_s - former.listened_s < _LISTEN_AGAIN_S:
-                if found is None:
-                    former.holds_s, former.whole_s = now_s + _LOOK_AGAIN_S, now_s
-                    return former.lookup
+            found = self._look(keys, former, now_s, former.position)
+            if found[0] < len(keys) and now_s - former.listened_s < _LISTEN_AGAIN_S:
                 listened_s = former.listened_s
         if listened_s == now_s and (found is None or found[0] < len(keys)):
             self._client.listen()
-        if former.asked.said != former.said:
+        if asked.said == former.said:
+            if found is None and now_s < former.until_s and now_s - former.looked_s < _LOOK_AGAIN_S:
+                return former.at(now_s)
+        else:
             found = None  # what it says to have landed may have since that look
-        elif found is None and now_s < former.until_s and now_s - former.looked_s < _LOOK_AGAIN_S:
-            return former.at(now_s)
         if found is None:
             found = self._look(keys, former, now_s, None)
-        return self._looked_up(keys, former, found, now_s, listened_s)
+        present, lag, said = found[0], former.lag, asked.said
+        if lag is not None and not asked.done and asked.is_fresh(now_s) and self._client.ready:
+            end = min(len(keys), lag + asked.coming)
+            if lag <= present < end and lag + len(asked.keys) >= len(keys):
+                # All that is missing was asked for before, and comes.
+                return former.goes_on(Lookup(present, not asked.settled, end - present), found, said, listened_s)
+        return self._answered(keys, found, now_s, listened_s)
 
-    def _looked_up(
-        self, keys: Sequence[bytes], former: _Answer | None, found: _Found, now_s: float, listened_s: float
-    ) -> Lookup:
+    def _look(self, keys: Sequence[bytes], former: _Answer | None, now_s: float, since: Position | None) -> _Found:
+        """How many pages are present: in full now and then, or else only what was missing. Pages that the agent has
+        just said to have landed need no look, and none does while the pool's feed ends where it ended (`since`)."""
+        present, whole_s = 0, now_s
+        if former is not None and now_s - former.whole_s < _WHOLE_AGAIN_S:
+            present, whole_s, since = self._landed(keys, former, now_s), former.whole_s, former.position
+            is_due = now_s - former.looked_s >= _LOOK_AGAIN_S or former.asked.done
+            if not is_due or present >= len(keys):
+                return present, whole_s, former.looked_s, since
+        position, more = self._pages.leading_since(keys[present:] if present else keys, since)
+        if more is None:
+            return max(present, former.present if former else 0), now_s, now_s, position
+        return present + more, whole_s, now_s, position
+
+    def _landed(self, keys: Sequence[bytes], former: _Answer, now_s: float) -> int:
+        """How many pages are present by what was found before, and by what the agent has just said."""
+        present, lag = former.present, former.lag
+        asked = former.asked if lag is not None else self._asks.get(keys[present])
+        if asked is None or now_s - asked.heard_s >= _WHOLE_AGAIN_S:
+            return present
+        if lag is not None:
+            return max(present, min(len(keys), lag + asked.landed))
+        place = asked.place(keys[present])
+        return max(present, min(self._end_of(asked, place, keys, present), present + asked.landed - place))
+
+    def _answered(self, keys: Sequence[bytes], found: _Found, now_s: float, listened_s: float) -> Lookup:
         """The answer by what was `found`; what is missing and was not asked for is asked for."""
         present = found[0]
         if present >= len(keys) or not self._client.ready:
             return Lookup(present, unheard=present < len(keys))
-        if former is not None and (more := self._more(keys, former, found, now_s, listened_s)) is not None:
-            return more
         self._ask(keys, present, None, _DEADLINE_S)
         return self._answer(keys, found, now_s, listened_s)
-
-    def _look(self, keys: Sequence[bytes], former: _Answer | None, now_s: float, position: Position | None) -> _Found:
-        """How many pages are present: in full now and then, or else only what was missing. Pages that the agent has
-        just said to have landed need no look. `position`: where the pool's feed ends, if that is known."""
-        whole_s, present, is_due, before = now_s, 0, True, None
-        if former is not None and now_s - former.whole_s < _WHOLE_AGAIN_S:
-            present, whole_s, before = former.present, former.whole_s, former.position
-            is_due = now_s - former.looked_s >= _LOOK_AGAIN_S or former.asked.done
-            asked = former.asked if former.lag is not None else self._asks.get(keys[present])
-            if asked is not None and now_s - asked.heard_s < _WHOLE_AGAIN_S:
-                if former.lag is not None:
-                    present = max(present, min(len(keys), former.lag + asked.landed))
-                elif (landed := asked.landed - (place := asked.place(keys[present]))) > 0:
-                    present = min(self._end_of(asked, place, keys, present), present + landed)
-            if not is_due or present >= len(keys):
-                return present, whole_s, former.looked_s, before
-        position = position or self._pages.position()
-        if position is None or position != before:
-            present += self._pages.leading(keys[present:] if present else keys)
-        return present, whole_s, now_s, position
-
-    def _more(
-        self, keys: Sequence[bytes], former: _Answer, found: _Found, now_s: float, listened_s: float
-    ) -> Lookup | None:
-        """The answer where all that is missing was asked for before, and comes; it is kept."""
-        asked, said, lag = former.asked, former.asked.said, former.lag
-        if lag is None or asked.done or not asked.is_fresh(now_s) or not self._client.ready:
-            return None
-        present, whole_s, looked_s, position = found
-        end = min(len(keys), lag + asked.coming)
-        if not lag <= present < end or lag + len(asked.keys) < len(keys):
-            return None
-        lookup = Lookup(present, not asked.settled, end - present)
-        holds_s = looked_s + _LOOK_AGAIN_S if asked.settled else 0.0
-        self._answers[keys[-1]] = _Answer(
-            keys[0], len(keys), present, whole_s, looked_s, position, asked, said, holds_s, listened_s, math.inf,
-            lookup, lag,
-        )  # fmt: skip
-        return lookup
 
     def prefetch(
         self,
@@ -259,10 +250,10 @@ class TieredSpace(SpaceAround):
         self._patient = self._patient or patient
         if self._nbytes is not None and self._client.ready:
             now_s = time.monotonic()
-            present = self._pages.leading(keys)
-            if present < len(keys):
-                self._ask(keys, present, parent, min(max(deadline_s, _SHORTEST_S), _LONGEST_S))
-                self._answer(keys, (present, now_s, now_s, None), now_s, now_s)
+            found = self._look(keys, None, now_s, None)
+            if found[0] < len(keys):
+                self._ask(keys, found[0], parent, min(max(deadline_s, _SHORTEST_S), _LONGEST_S))
+                self._answer(keys, found, now_s, now_s)
 
     def seek(self, keys: Sequence[bytes], *, prefill_s: float | None = None) -> Seen:
         """As `Space.seek`. Of more than `MAX_SOUGHT` keys the last ones."""

@@ -158,11 +158,20 @@ class EmbeddedSpace(Space):
             join_keys(keys[:1])
         return self._handle.look(self._closed, lambda pool: pool.reader.prefix(keys, self._number), 0)
 
-    def position(self) -> Position | None:
-        """Where the feed of the pool's changes ends: as long as it ends there, lookups find what they found. None
-        where there is no pool."""
+    def leading_since(self, keys: Sequence[bytes], since: Position | None) -> tuple[Position | None, int | None]:
+        """Where the feed of the pool's changes ends, and how many leading pages are present; None where the feed still
+        ends at `since`, so lookups find what they found. (None, 0) where there is no pool."""
+        if keys and len(keys[0]) != KEY_NBYTES:
+            join_keys(keys[:1])
         pool = self._handle.current(self._closed)
-        return None if pool is None else pool.feed.position()
+        if pool is None:
+            return None, 0
+        try:
+            position = pool.feed.position()
+            return position, None if position == since else pool.reader.prefix(keys, self._number)
+        except Exception as error:
+            self._handle.contain(pool, error)
+            return None, 0
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         if len(keys) != 1 or len(keys[0]) != KEY_NBYTES:

@@ -27,6 +27,20 @@ def promised(agent, space, keys, here=0):
     return asked
 
 
+def looks_into_the_pool(space, monkeypatch):
+    """How many pages each look is for; to find that nothing has changed there is none."""
+    looks: list[int] = []
+    look = space._pages.leading_since
+
+    def noted(keys, since):
+        position, present = look(keys, since)
+        looks.extend([len(keys)] if present is not None else ())
+        return position, present
+
+    monkeypatch.setattr(space._pages, "leading_since", noted)
+    return looks
+
+
 def test_a_lookup_waits_for_nothing_while_another_thread_speaks(pool):
     """It speaks for as long as the test wants, and lookups go on; too much is dropped, the rest is said afterwards."""
     with running(pool) as agent, tiered(pool) as store:
@@ -145,9 +159,7 @@ def test_what_is_asked_over_and_over_is_looked_up_once_until_the_agent_says_more
     keys = chain("a", 5)
     with running(pool) as agent, tiered(pool) as store:
         space = space_of(store)
-        looks: list[int] = []
-        look = space._pages.leading
-        monkeypatch.setattr(space._pages, "leading", lambda keys: looks.append(len(keys)) or look(keys))
+        looks = looks_into_the_pool(space, monkeypatch)
         space.lookup(keys)
         asked = until(lambda: agent.fetches.asked)[0]
         asked.tell(Word(coming=4, settled=True))
@@ -168,9 +180,7 @@ def test_what_was_announced_a_moment_ago_is_not_looked_up_in_the_pool_again(pool
     keys = chain("a", 5)
     with running(pool), tiered(pool) as store:
         space = space_of(store)
-        looks: list[int] = []
-        look = space._pages.leading
-        monkeypatch.setattr(space._pages, "leading", lambda keys: looks.append(len(keys)) or look(keys))
+        looks = looks_into_the_pool(space, monkeypatch)
         until(lambda: store._client.ready)
         space.prefetch(keys)
         first, second = space.lookup(keys), space.lookup(keys)
@@ -226,9 +236,7 @@ def test_while_pages_are_coming_the_pool_is_looked_into_only_once_it_has_changed
     with running(pool) as agent, tiered(pool) as store:
         space = space_of(store)
         promised(agent, space, keys)
-        looks: list[int] = []
-        look = space._pages.leading
-        monkeypatch.setattr(space._pages, "leading", lambda keys: looks.append(len(keys)) or look(keys))
+        looks = looks_into_the_pool(space, monkeypatch)
         assert [space.lookup(keys) for _ in range(20)] == [Lookup(0, coming=4)] * 20 and len(looks) <= 1
         put_chain(store._inner.space(namespace(), SHARD), keys[:3])
         assert space.lookup(keys) == Lookup(3, coming=1), "the very next one sees it"
