@@ -141,8 +141,6 @@ class _Answer:
     def at(self, now_s: float) -> Lookup:
         """The answer, where time alone has passed since."""
         found = self.lookup
-        if self.until_s == math.inf:
-            return found
         return Lookup(found.pages, found.pending, found.coming, self.until_s - now_s, found.unheard)
 
 
@@ -174,7 +172,7 @@ class TieredSpace(SpaceAround):
             self._client.listen()
             return self._answered(keys, self._look(keys, None, now_s, None), now_s, now_s)
         if now_s < former.holds_s and former.asked.said == former.said:
-            return former.at(now_s)
+            return former.lookup if former.until_s == math.inf else former.at(now_s)
         return self._again(keys, former, now_s)
 
     def _again(self, keys: Sequence[bytes], former: _Answer, now_s: float) -> Lookup:
