@@ -52,8 +52,8 @@ class ShardView:
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
         """How many leading pages are present, here or in parts, and whether more may come; as `Space.lookup`."""
         own = self.own.lookup(keys)
-        if own.pages >= len(keys):
-            return Lookup(len(keys))
+        if own.pages + own.coming >= len(keys):  # while it comes the own shard is asked over and over, and no other
+            return own
         others = self._look()
         if not others.parts:
             return own

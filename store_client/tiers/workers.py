@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 Outcome = list["T | BaseException"]
 
-_NICENESS = 10
+NICENESS = 10
 """A tenth of the weight of another thread: where all cores are busy what engines do comes first, and this goes on."""
 
 
-def give_way(niceness: int = _NICENESS) -> None:
+def give_way(niceness: int = NICENESS) -> None:
     """Have the calling thread, which moves bytes, and those that it starts give way to others, engines above all.
 
     The kernel weighs threads within a control group (a container, a service), or else within a session where it groups
@@ -77,7 +77,7 @@ class Workers:
     niceness: by so much the threads give way to others.
     """
 
-    def __init__(self, name: str, count: int, niceness: int = _NICENESS) -> None:
+    def __init__(self, name: str, count: int, niceness: int = NICENESS) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._count, self._niceness = count, niceness
         for number in range(count):

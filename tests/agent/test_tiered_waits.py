@@ -14,7 +14,8 @@ from store_client.agent.client import Client
 from store_client.agent.messages import Frames
 from store_client.agent.places import Places
 from store_client.agent.wish import Word
-from store_client.testing import DEADLINE_S, SHARD, chain, namespace, put_chain
+from store_client.sharded import ShardView
+from store_client.testing import DEADLINE_S, PAGE_NBYTES, SHARD, chain, namespace, put_chain
 
 
 def promised(agent, space, keys, here=0):
@@ -300,3 +301,48 @@ def test_what_lands_between_a_look_into_the_pool_and_the_agents_last_word_is_fou
 
         monkeypatch.setattr(client, "listen", late)
         assert space.lookup(keys).pages == 3
+
+
+def test_nothing_is_heard_in_the_moment_in_which_no_agent_can_have_answered(pool, monkeypatch):
+    """A prompt is looked up right after it was announced: that answer is the announcement's."""
+    monkeypatch.setattr("store_client.agent.tiered._FIRST_WORD_S", 3600.0)
+    monkeypatch.setattr("store_client.agent.patience.LEAST_S", 3600.0)
+    keys = chain("a", 5)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        space.prefetch(keys)
+        with monkeypatch.context() as deaf:
+            deaf.setattr(store._client, "listen", lambda: 1 // 0)
+            assert space.lookup(keys).pending
+        until(lambda: agent.fetches.asked)[0].tell(Word(coming=5, settled=True))
+        until(lambda: store._client.listen() or space.lookup(keys) == Lookup(0, coming=5), "once heard it counts")
+
+
+def test_the_wait_of_an_answer_that_is_kept_ends_when_it_would_have(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._FIRST_WORD_S", 3600.0)
+    monkeypatch.setattr("store_client.agent.patience.LEAST_S", 0.05)
+    keys = chain("a", 5)
+    with running(pool), tiered(pool) as store:
+        space = space_of(store)
+        space.prefetch(keys)
+        settled(space, keys, UNHEARD)
+
+
+def test_which_shards_tiers_have_is_listened_for_only_while_an_answer_is_due(pool, monkeypatch):
+    with running(pool) as agent, tiered(pool) as store:
+        agent.fetches.elsewhere = [SHARD]
+        until(lambda: store.shards_elsewhere(namespace()) == [SHARD] and not store._client._places.wonders)
+        space_of(store).prefetch(chain("a", 3))
+        monkeypatch.setattr(store._client, "listen", lambda: 1 // 0)
+        assert store.shards_elsewhere(namespace()) == [SHARD]
+
+
+def test_while_all_pages_of_the_own_shard_are_coming_no_other_is_looked_into(pool, monkeypatch):
+    keys = chain("a", 3)
+    with running(pool) as agent, tiered(pool) as store:
+        view = ShardView(store, namespace(), SHARD, PAGE_NBYTES // SHARD.num_units)
+        view.prefetch(keys)
+        until(lambda: agent.fetches.asked)[0].tell(Word(coming=3, settled=True))
+        until(lambda: view.lookup(keys) == Lookup(0, coming=3))
+        monkeypatch.setattr(view, "_look", lambda: 1 // 0)
+        assert view.lookup(keys) == Lookup(0, coming=3)

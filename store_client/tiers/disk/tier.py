@@ -48,6 +48,8 @@ logger = get_logger(__name__)
 class Disk(Tier):
     """Raises TierError where the folder cannot be used, or another agent uses it."""
 
+    parallel = 4  # half of it, and of large pages fewer than `AT_ONCE` are under way, of others when a batch ends
+
     def __init__(self, settings: DiskTier, pool_name: str = "") -> None:
         self._title, self._path = f"tier {settings.title}", settings.path.expanduser()
         self._closed = threading.Event()

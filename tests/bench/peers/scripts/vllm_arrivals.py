@@ -9,6 +9,7 @@ requests in turn; where a forward pass would be is a pause, in which other threa
 - ``cpu_s`` and ``plain_cpu_s``: for each round, CPU seconds of the scheduler's thread in all steps that answer such
   requests, and those of the plain engine, whose steps were in turn with these one by one;
 - ``arrival_s``: for each round, mean seconds of `add_request`;
+- ``pause_s``: vLLM's own pause of a millisecond where nothing is to be computed, by itself, among those of ``idle_s``;
 - ``idle_s`` and ``busy_s``: for each request, seconds from its arrival until a step was planned with it, in an engine
   that has nothing else to do, and in one that answers others.
 """
@@ -32,7 +33,7 @@ _ALONE = 8
 _OTHERS = 8
 _IN_TURN = 1 << 20
 """Beyond the numbers of other rounds' requests."""
-_FIGURES = ("step_s", "cpu_s", "plain_cpu_s", "arrival_s", "idle_s", "busy_s")
+_FIGURES = ("step_s", "cpu_s", "plain_cpu_s", "arrival_s", "idle_s", "busy_s", "pause_s")
 _EVERY = 4
 """Steps from one arrival to the next in an engine that answers others."""
 
@@ -107,8 +108,11 @@ def measure(scheduler: Any, crowd: list[Any], single: list[Any]) -> dict[str, li
         many.step()
     many.drain()
     alone, others, late = single[:_ALONE], single[_ALONE:-_OTHERS], single[-_OTHERS:]
-    idle = Loop(scheduler, _SHORT_S)
+    idle, pauses_s = Loop(scheduler, _SHORT_S), []
     for request in alone:
+        start = time.perf_counter()
+        time.sleep(_ASK_AGAIN_S)
+        pauses_s.append(time.perf_counter() - start)
         idle.add(request)
         idle.drain()
     busy = Loop(scheduler, _LONG_S)
@@ -124,6 +128,7 @@ def measure(scheduler: Any, crowd: list[Any], single: list[Any]) -> dict[str, li
         "arrival_s": [many.arrival_s / len(crowd)],
         "idle_s": [idle.waits_s[request.request_id] for request in alone],
         "busy_s": [busy.waits_s[request.request_id] for request in late],
+        "pause_s": pauses_s,
     }
 
 
