@@ -43,9 +43,10 @@ class Reader:
     def prefix(self, keys: Sequence[bytes], space: int) -> int:
         """Leading keys that are present. The first alone decides most lookups that miss, so others are checked late."""
         try:
-            count = self._table.cells.leading(keys[:_FEW], space)
-            if count < _FEW or len(keys) == _FEW:
-                return count
+            if len(keys) <= _FEW:
+                return self._table.cells.leading(keys, space)
+            if not self._table.cells.leading(keys[:1], space):
+                return 0
         except struct.error:  # a key of another length, of which is told next
             pass
         try:

@@ -59,8 +59,8 @@ def compare(
     title: str, scale: Scale, folder: Path, ours: Callable[[Path, int, int], Measured],
     other: Callable[[Path, int, int], Measured], say: Callable[[str], None] = lambda line: None,
 ) -> list[Rates]:  # fmt: skip
-    """Each page size in rounds, who is first in turn; both are given a folder of their own, the page size, and the number
-    of the round."""
+    """Each page size in rounds, who is first in turn; both are given a folder of their own, the page size, and the
+    number of the round."""
     found = []
     for nbytes in scale.pages:
         rates: dict[str, tuple[list[float], list[float]]] = {}
