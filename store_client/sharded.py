@@ -52,7 +52,9 @@ class ShardView:
     def lookup(self, keys: Sequence[bytes]) -> Lookup:
         """How many leading pages are present, here or in parts, and whether more may come; as `Space.lookup`."""
         own = self.own.lookup(keys)
-        if own.pages + own.coming >= len(keys):  # while it comes the own shard is asked over and over, and no other
+        if own.pages >= len(keys):
+            return Lookup(len(keys))
+        if own.pages + own.coming == len(keys):  # while they come this is asked over and over, and no other shard is
             return own
         others = self._look()
         if not others.parts:
