@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tiers.mooncake_cluster import needs_mooncake
 
 from bench.peers import tiers, vllm_tiers
 from bench.tiers import disk, engine, folder
-from bench.tiers.measure import Rates, Scale
+from bench.tiers.measure import Rates, Scale, compare
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +91,29 @@ def test_the_step_is_compared_round_by_round() -> None:
     assert [row.value for row in silent.values()] == [pytest.approx(2.0), pytest.approx(10.0)]
     assert [row.ok for row in silent.values()] == [False, None], "the goal is for CPU time"
     assert all(row.value is row.ok is None for name, row in rows.items() if name not in silent)
+
+
+def test_the_pause_that_a_request_waits_for_is_told_by_itself() -> None:
+    said: list[str] = []
+    vllm_tiers.step_rows({"none": {"pause_s": [0.001, 0.003]}, "silent": {"pause_s": [0.003, 0.003]}}, said.append)
+    assert ["3.00" in line for line in said if "pause" in line] == [True]
+    said.clear()
+    vllm_tiers.step_rows({"none": {}}, said.append)
+    assert not any("pause" in line for line in said), "it was not measured"
+
+
+def test_who_is_measured_first_takes_turns(tmp_path) -> None:
+    """What comes first has a disk that was left alone for longer."""
+    order: list[str] = []
+
+    def measured(name: str, rate: float, *_: object):
+        order.append(name)
+        yield "read", rate
+
+    scale = Scale(nbytes=1, rounds=3, pages=(1 << 20,))
+    (rates,) = compare("disk", scale, tmp_path, partial(measured, "ours", 2.0), partial(measured, "other", 4.0))
+    assert order == ["other", "ours", "ours", "other", "other", "ours"]
+    assert (rates.ours, rates.other) == ((2.0,) * 3, (4.0,) * 3)
 
 
 def test_a_resampled_figure_lies_within_its_spread() -> None:

@@ -377,3 +377,8 @@ def test_a_disk_whose_commit_does_not_come_back_is_left_open_by_close(folder, mo
     disk._committer.join()
     disk._index.close()
     disk._file.close()
+
+
+def test_the_calls_that_suit_a_disk_keep_it_busy_with_large_pages_as_well():
+    """As many as it reads at once, of pages of 4 MiB."""
+    assert Disk.parallel * (Disk.batch_nbytes // (4 * MIB)) >= tier.AT_ONCE
