@@ -40,7 +40,7 @@ _LOOK_AGAIN_S = 0.0095
 """A chain that waits for pages is looked up over and over. While the agent says nothing new of it, the pool is looked
 into again only after so long, if anything has changed there. Once it is settled what comes, lookups in between do
 nothing else either. Who loads looks every 5 ms."""
-_FIRST_WORD_S = 0.0002
+_SOONEST_WORD_S = 0.0002
 """No agent answers sooner, so its words are not read before."""
 _LISTEN_AGAIN_S = 0.035
 """While nothing changes in the pool, what the agent says is read only so often: that pages have landed shows there."""
@@ -338,7 +338,7 @@ class TieredSpace(SpaceAround):
                 self._answers.clear()
             holds_s = looked_s + _LOOK_AGAIN_S if first.settled and not pending else 0.0
             if not first.heard_s:
-                holds_s = min(first.asked_s + _FIRST_WORD_S, now_s + wait_s)
+                holds_s = min(first.asked_s + _SOONEST_WORD_S, now_s + wait_s)
             self._answers[keys[-1]] = _Answer(
                 keys[0], len(keys), present, whole_s, looked_s, position, first, said, holds_s, listened_s,
                 now_s + wait_s, lookup, lag,

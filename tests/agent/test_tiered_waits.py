@@ -305,7 +305,7 @@ def test_what_lands_between_a_look_into_the_pool_and_the_agents_last_word_is_fou
 
 def test_nothing_is_heard_in_the_moment_in_which_no_agent_can_have_answered(pool, monkeypatch):
     """A prompt is looked up right after it was announced: that answer is the announcement's."""
-    monkeypatch.setattr("store_client.agent.tiered._FIRST_WORD_S", 3600.0)
+    monkeypatch.setattr("store_client.agent.tiered._SOONEST_WORD_S", 3600.0)
     monkeypatch.setattr("store_client.agent.patience.LEAST_S", 3600.0)
     keys = chain("a", 5)
     with running(pool) as agent, tiered(pool) as store:
@@ -319,7 +319,7 @@ def test_nothing_is_heard_in_the_moment_in_which_no_agent_can_have_answered(pool
 
 
 def test_the_wait_of_an_answer_that_is_kept_ends_when_it_would_have(pool, monkeypatch):
-    monkeypatch.setattr("store_client.agent.tiered._FIRST_WORD_S", 3600.0)
+    monkeypatch.setattr("store_client.agent.tiered._SOONEST_WORD_S", 3600.0)
     monkeypatch.setattr("store_client.agent.patience.LEAST_S", 0.05)
     keys = chain("a", 5)
     with running(pool), tiered(pool) as store:
