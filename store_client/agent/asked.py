@@ -21,7 +21,7 @@ class Asked:
 
     __slots__ = (
         "_places", "asked_s", "coming", "deadline_s", "done", "heard_s", "index", "is_indexed", "keys", "landed",
-        "namespace", "nbytes", "number", "parent", "prefill_tokens_s", "said", "settled", "shard",
+        "landed_s", "namespace", "nbytes", "number", "parent", "prefill_tokens_s", "said", "settled", "shard",
     )  # fmt: skip
 
     def __init__(
@@ -33,6 +33,9 @@ class Asked:
         self.asked_s = time.monotonic()
         self.heard_s = 0.0
         """When the agent last said something of it; 0: never yet."""
+        self.landed_s = 0.0
+        """When it last said that more has landed than it had said before: it repeats itself, and the pool may have lost
+        them since; 0: never yet."""
         self.said = 0
         """So many times something about it has changed."""
         self.coming = self.landed = 0

@@ -349,9 +349,12 @@ class Client:
             return  # that the agent lives says nothing of the pages: its first word on them is still to come
         if asked.prefill_tokens_s and not asked.settled and (told.settled or told.done):
             self.patience.heard(len(asked.keys), min(told.coming, len(asked.keys)))
-        asked.coming, asked.landed = min(told.coming, len(asked.keys)), min(told.landed, len(asked.keys))
-        asked.settled = told.settled
         asked.heard_s = time.monotonic()
+        landed = min(told.landed, len(asked.keys))
+        if landed > asked.landed:
+            asked.landed_s = asked.heard_s
+        asked.coming, asked.landed = min(told.coming, len(asked.keys)), landed
+        asked.settled = told.settled
         if told.done:
             asked.done = True
             self._in_flight.pop(told.number, None)

@@ -204,22 +204,27 @@ class TieredSpace(SpaceAround):
     def _look(self, keys: Sequence[bytes], former: _Answer | None, now_s: float, since: Position | None) -> _Found:
         """How many pages are present: in full now and then, or else only what was missing. Pages that the agent has
         just said to have landed need no look, and none does while the pool's feed ends where it ended (`since`)."""
-        present, whole_s = 0, now_s
-        if former is not None and now_s - former.whole_s < _WHOLE_AGAIN_S:
-            present, whole_s, since = self._landed(keys, former, now_s), former.whole_s, former.position
-            is_due = now_s - former.looked_s >= _LOOK_AGAIN_S or former.asked.done
-            if not is_due or present >= len(keys):
-                return present, whole_s, former.looked_s, since
+        present, whole_s, is_whole = 0, now_s, True
+        if former is not None:
+            is_whole = former.whole_s == former.looked_s  # or else its position does not speak for what was there before
+            if now_s - former.whole_s < _WHOLE_AGAIN_S:
+                present, whole_s = self._landed(keys, former, now_s), former.whole_s
+                since = former.position if present == former.present else None  # what is there by a word was not seen
+                is_due = now_s - former.looked_s >= _LOOK_AGAIN_S or former.asked.done
+                if not is_due or present >= len(keys):
+                    return present, whole_s, former.looked_s, since
+            elif not is_whole:
+                since = None
         position, more = self._pages.leading_since(keys[present:] if present else keys, since)
         if more is None:
-            return max(present, former.present if former else 0), now_s, now_s, position
+            return former.present if former else 0, now_s if is_whole else whole_s, now_s, position
         return present + more, whole_s, now_s, position
 
     def _landed(self, keys: Sequence[bytes], former: _Answer, now_s: float) -> int:
         """How many pages are present by what was found before, and by what the agent has just said."""
         present, lag = former.present, former.lag
         asked = former.asked if lag is not None else self._asks.get(keys[present])
-        if asked is None or now_s - asked.heard_s >= _WHOLE_AGAIN_S:
+        if asked is None or now_s - asked.landed_s >= _WHOLE_AGAIN_S:
             return present
         if lag is not None:
             return max(present, min(len(keys), lag + asked.landed))

@@ -268,6 +268,52 @@ def test_pages_that_were_lost_in_front_of_those_that_come_are_asked_for(pool, mo
         assert list(again.wish.keys) == keys
 
 
+def test_a_page_that_is_lost_in_front_of_those_that_come_is_missed_although_nothing_else_changes(pool, monkeypatch):
+    """The look that met the change was for the pages behind it."""
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 0.0)
+    keys = chain("a", 5)
+    with running(pool) as agent, tiered(pool) as store:
+        space, inner = space_of(store), store._inner.space(namespace(), SHARD)
+        put_chain(inner, keys[:2])
+        promised(agent, space, keys, here=2)
+        inner.remove(keys[1:2])
+        until(lambda: space.lookup(keys).pages == 1)
+
+
+def test_what_the_pool_lost_before_it_was_said_to_have_landed_is_missed(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 0.0)
+    keys = chain("a", 5)
+    with running(pool) as agent, tiered(pool) as store:
+        space, inner = space_of(store), store._inner.space(namespace(), SHARD)
+        asked = promised(agent, space, keys)
+        put_chain(inner, keys[:2])
+        inner.remove(keys[:2])
+        assert space.lookup(keys) == Lookup(0, coming=5)
+        asked.tell(Word(coming=5, landed=2, settled=True))
+        until(lambda: space.lookup(keys).pages == 2)
+        settled(space, keys, Lookup(0, coming=5))
+
+
+def test_what_is_said_again_to_have_landed_is_not_believed_again(pool, monkeypatch):
+    """The agent repeats every second how an ask stands."""
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 0.0)
+    keys = chain("a", 5)
+    with running(pool) as agent, tiered(pool) as store:
+        space, inner = space_of(store), store._inner.space(namespace(), SHARD)
+        asked = promised(agent, space, keys)
+        put_chain(inner, keys[:2])
+        asked.tell(Word(coming=5, landed=2, settled=True))
+        here = store._client._in_flight[1]
+        until(lambda: store._client.listen() or here.landed == 2)
+        inner.remove(keys[:2])
+        settled(space, keys, Lookup(0, coming=5))
+        until(lambda: time.monotonic() - here.landed_s > 0.05)
+        said = here.said
+        asked.tell(Word(coming=5, landed=2, settled=True))
+        until(lambda: store._client.listen() or here.said > said)
+        assert space.lookup(keys) == Lookup(0, coming=5)
+
+
 def test_what_has_landed_is_found_without_reading_what_the_agent_says(pool, monkeypatch):
     monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 0.0)
     monkeypatch.setattr("store_client.agent.tiered._LISTEN_AGAIN_S", 3600.0)
