@@ -206,7 +206,7 @@ class TieredSpace(SpaceAround):
         just said to have landed need no look, and none does while the pool's feed ends where it ended (`since`)."""
         present, whole_s, is_whole = 0, now_s, True
         if former is not None:
-            is_whole = former.whole_s == former.looked_s  # or else its position does not speak for what was there before
+            is_whole = former.whole_s == former.looked_s  # or else its position speaks for a part alone
             if now_s - former.whole_s < _WHOLE_AGAIN_S:
                 present, whole_s = self._landed(keys, former, now_s), former.whole_s
                 since = former.position if present == former.present else None  # what is there by a word was not seen
