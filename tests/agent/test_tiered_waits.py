@@ -308,11 +308,51 @@ def test_what_is_said_again_to_have_landed_is_not_believed_again(pool, monkeypat
         until(lambda: store._client.listen() or here.landed == 2)
         inner.remove(keys[:2])
         settled(space, keys, Lookup(0, coming=5))
-        until(lambda: time.monotonic() - here.landed_s > 0.05)
+        until(lambda: space.lookup(keys) and time.monotonic() - here.landed_s > 0.05)
         said = here.said
         asked.tell(Word(coming=5, landed=2, settled=True))
         until(lambda: store._client.listen() or here.said > said)
         assert space.lookup(keys) == Lookup(0, coming=5)
+
+
+def test_once_the_agent_has_done_all_it_can_the_pool_is_looked_into_at_once(pool, monkeypatch):
+    """No later lookup may follow."""
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 3600.0)
+    monkeypatch.setattr("store_client.agent.tiered._WHOLE_AGAIN_S", 3600.0)
+    keys = chain("a", 4)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        asked = promised(agent, space, keys)
+        put_chain(store._inner.space(namespace(), SHARD), keys[:3])
+        asked.tell(Word(done=True, settled=True, cause="timeout"))
+        until(lambda: store._client.listen() or not store._client._in_flight)
+        assert space.lookup(keys) == Lookup(3)
+
+
+def test_what_an_agent_promised_that_says_nothing_for_long_is_not_coming(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 0.0)
+    keys = chain("a", 4)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        promised(agent, space, keys)
+        monkeypatch.setattr("store_client.agent.asked._STALE_S", 0.0)
+        settled(space, keys, Lookup(0))
+
+
+def test_a_fault_of_the_pool_while_pages_are_coming_is_a_miss_and_counted_once(pool, monkeypatch):
+    monkeypatch.setattr("store_client.agent.tiered._LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr("store_client.agent.tiered._WHOLE_AGAIN_S", 0.0)
+    keys = chain("a", 4)
+    with running(pool) as agent, tiered(pool) as store:
+        space = space_of(store)
+        promised(agent, space, keys)
+        put_chain(store._inner.space(namespace(), SHARD), keys[:1])
+        before = store.stats().failures.get("error", 0)
+        with monkeypatch.context() as broken:
+            broken.setattr("store_client.embedded.reader.Reader.prefix", lambda *args: 1 // 0)
+            assert space.lookup(keys) == Lookup(0, coming=4)
+        assert store.stats().failures.get("error", 0) == before + 1
+        assert space.lookup(keys) == Lookup(1, coming=3)
 
 
 def test_what_has_landed_is_found_without_reading_what_the_agent_says(pool, monkeypatch):
