@@ -103,9 +103,10 @@ class Draft:
             self._slots = FreeRuns.from_bytes(_get(self._txn, _SLOTS))
         return self._slots
 
-    def next_generation(self) -> int:
-        self.generation += 1
-        return self.generation
+    def next_generation(self, count: int = 1) -> int:
+        """The first of so many."""
+        self.generation += count
+        return self.generation - count + 1
 
     def reserve(self, reservation: Reservation) -> None:
         self._txn.put(reservation.key, reservation.encode())

@@ -171,19 +171,24 @@ class Cells:
     def plan(self, hashes: U64) -> Slots:
         """A free cell for each new name, all different; -1 where both buckets are full. Changes nothing."""
         pairs = self._bucket_pairs(hashes).astype(np.int64)
-        buckets, local = np.unique(pairs, return_inverse=True)
+        buckets, local, uses = np.unique(pairs, return_inverse=True, return_counts=True)
         local = local.reshape(pairs.shape)
         free = self._buckets[buckets] == 0
         room = free.sum(axis=1)
-        planned = np.full(len(hashes), -1, dtype=np.int64)
+        each = np.arange(len(hashes))
+        chosen = local[each, (room[local[:, 0]] < room[local[:, 1]]).astype(np.int64)]
+        planned = np.where(room[chosen] > 0, buckets[chosen] * CELLS + free[chosen].argmax(axis=1), -1)
+        # Names that share a bucket take from it one after the other.
         choices: Any = local.tolist()
-        for i, (first, second) in enumerate(choices):
-            chosen = first if room[first] >= room[second] else second
-            if room[chosen]:
-                position = int(free[chosen].argmax())
-                free[chosen, position] = False
-                room[chosen] -= 1
-                planned[i] = buckets[chosen] * CELLS + position
+        for i in np.flatnonzero((uses[local] > 1).any(axis=1)).tolist():
+            first, second = choices[i]
+            taken = first if room[first] >= room[second] else second
+            planned[i] = -1
+            if room[taken]:
+                position = int(free[taken].argmax())
+                free[taken, position] = False
+                room[taken] -= 1
+                planned[i] = buckets[taken] * CELLS + position
         return planned
 
 

@@ -1,7 +1,7 @@
 """A put: the pages that are to be stored, and where in the pool each of them is being written."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
@@ -21,6 +21,8 @@ class PutPages:
     nbytes: int
     follows: Collection[bytes] = ()
     """Keys of pages that somebody stores meanwhile: a page that hangs on one of them is not an orphan."""
+    rests_on: Collection[bytes] = ()
+    """Keys of pages that those of `follows` hang on: their chains are not to go either."""
     clears: int | None = None
     """Not to be stored once pages were cleared more often than this; None: whatever was cleared."""
     mark: int = 0
@@ -28,6 +30,13 @@ class PutPages:
     used_ns: Sequence[int] | None = None
     """When each page was last used (`table.now_ns()`), for pages that come back from a copy of the pool: they take free
     space only, and neither they nor their chains count as used by it. None: they are used now."""
+
+    def part(self, start: int, stop: int, under_way: Sequence["PutPages"]) -> "PutPages":
+        """Some of them, which are stored while those are not published yet that are `under_way`."""
+        follows = [*self.follows, *(key for pages in under_way for key in pages.keys)]
+        rests_on = [parent for pages in under_way for parent in pages.parents_of(range(len(pages.keys)))]
+        keys, parents = self.keys[start:stop], self.parents[start:stop]
+        return replace(self, keys=keys, parents=parents, follows=follows, rests_on=rests_on)
 
     def parents_of(self, indices: Iterable[int]) -> list[bytes]:
         """Keys of the parents that these pages have, each once."""

@@ -5,10 +5,10 @@ damaged decodes to nothing.
 """
 
 import struct
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from mooncake_connector.kv.keys import KEY_NBYTES
@@ -40,8 +40,7 @@ ROW_DTYPE = np.dtype(
 assert ROW_DTYPE.itemsize == ROW_NBYTES == 128
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A row as read. `generation` is unique in the pool, so a row that reads the same twice did not change between."""
 
     key: bytes
@@ -68,15 +67,6 @@ class Row:
         """Whether its extents are listed elsewhere: in the arena for readers, in the ledger for writers."""
         return self.num_extents > INLINE_EXTENTS
 
-    def encode(self) -> bytes:
-        inline = [word for extent in self.extents for word in extent]
-        inline += [0] * (2 * INLINE_EXTENTS - len(inline))
-        head = _ROW.pack(
-            self.key, self.generation, self.checksum, self.space, self.nbytes, self.granules, self.parent, self.depth,
-            self.created, self.num_extents, *inline, 0,
-        )  # fmt: skip
-        return head[:_CHECKED] + struct.pack("<Q", xxhash.xxh3_64_intdigest(head[:_CHECKED]))
-
     @staticmethod
     def decode(raw: bytes) -> "Row | None":
         """The row in `raw`, or None if it is empty, half written or damaged."""
@@ -88,3 +78,11 @@ class Row:
         extents = tuple((words[2 * i], words[2 * i + 1]) for i in range(used))
         head: tuple[bytes, int, int, int, int, int, int, int, int, int] = fields[:10]
         return Row(*head, extents)
+
+
+def sealed(rows: npt.NDArray[np.void]) -> npt.NDArray[np.uint8]:
+    """Rows of ROW_DTYPE as bytes, (n, ROW_NBYTES), each with its check."""
+    blob = rows.tobytes()
+    checks = [xxhash.xxh3_64_intdigest(blob[at : at + _CHECKED]) for at in range(0, len(blob), ROW_NBYTES)]
+    rows["check"] = np.array(checks, dtype=np.uint64)
+    return rows.view(np.uint8).reshape(-1, ROW_NBYTES)

@@ -8,8 +8,8 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,8 +76,7 @@ def totals_in(header: U64) -> tuple[int, int, int]:
     return int(header[_PAGES]), int(header[_USED]), int(header[_CAPACITY])
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A page as a reader met it: its row, and the bytes of that row to compare with later."""
 
     slot: int

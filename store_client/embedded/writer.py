@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 
 from store_client.embedded.allocator import Allocator, as_runs
 from store_client.embedded.arena import GRANULE, Arena
@@ -18,11 +19,11 @@ from store_client.embedded.evicted import Evicted
 from store_client.embedded.evictor import FORGET_BATCH, Evictor
 from store_client.embedded.ledger import Draft, Ledger, Reservation
 from store_client.embedded.locks import FileLock
-from store_client.embedded.names import Slots, Spaces, hash_keys, join_keys
+from store_client.embedded.names import U8, Slots, Spaces, hash_keys, join_keys
 from store_client.embedded.owners import Owners
 from store_client.embedded.policies import Hints
 from store_client.embedded.put import Place, PutPages, PutPlan
-from store_client.embedded.row import NONE, ROW_NBYTES, Row
+from store_client.embedded.row import NONE, ROW_DTYPE, sealed
 from store_client.embedded.table import Found, Table, now_ns
 from store_client.fate import Lost
 
@@ -121,7 +122,7 @@ class Writer:
                 return PutPlan(pages, None, [], outcome)
             beneath = self._chains.beneath(pages, absent)
             if pages.used_ns is None:
-                parents = self._chains.slots_by_key(pages.parents_of(absent), space)
+                parents = self._chains.slots_by_key([*pages.parents_of(absent), *pages.rests_on], space)
                 self._chains.touch_ancestors([*parents.values(), *beneath.values()])
             reachable, orphans = self._chains.split_orphans(pages, absent, space, beneath)
             absent = reachable + orphans
@@ -205,42 +206,55 @@ class Writer:
         joined = join_keys([keys[place.index] for place in places])
         hashes = hash_keys(joined, space)
         cells = table.cells.plan(hashes)
+        held = plan.reservation.space_runs if plan.reservation is not None else as_runs([])
+        shrunk = bool((held.sum(axis=1, dtype=np.int64) > draft.high_water).any())
         for place, cell, slot in zip(places, cells.tolist(), table.slots(joined, space), strict=True):
-            beyond = any(first + granules > draft.high_water for first, granules in place.extents)
+            beyond = shrunk and any(first + granules > draft.high_water for first, granules in place.extents)
             outcome[place.index] = "present" if slot >= 0 else "index" if cell < 0 else "full" if beyond else "stored"
         kept = [n for n, place in enumerate(places) if outcome[place.index] == "stored"]
         dropped = [place for place in plan.places if outcome[place.index] != "stored"]
         self._evictor.free(
             draft, [piece for place in dropped for piece in place.extents], [place.slot for place in dropped]
         )
-        rows = self._rows(draft, plan.pages, [places[n] for n in kept], space)
+        rows = self._rows(draft, plan.pages, [places[n] for n in kept], joined[kept], space)
         slots = np.array([places[n].slot for n in kept], dtype=np.uint32)
         self._ledger.record(
-            draft, len(kept), sum(row.granules for row in rows),
+            draft, len(kept), int(rows["granules"].sum(dtype=np.int64)),
             set_cells=cells[kept].astype(np.uint64), set_words=table.cells.values(hashes[kept], slots), set_slots=slots,
-            set_rows=np.frombuffer(b"".join(row.encode() for row in rows), np.uint8).reshape(-1, ROW_NBYTES),
+            set_rows=sealed(rows),
         )  # fmt: skip
         return outcome
 
-    def _rows(self, draft: Draft, pages: PutPages, places: list[Place], space: int) -> list[Row]:
-        """Rows of new pages; a parent is looked up among them first and in the table otherwise."""
+    def _rows(
+        self, draft: Draft, pages: PutPages, places: list[Place], keys: U8, space: int
+    ) -> npt.NDArray[np.void]:
+        """Rows of new pages, without checks; a parent is looked up among them first and in the table otherwise."""
         known = self._chains.slots_by_key(pages.parents_of(place.index for place in places), space)
         links = {key: (slot, int(self._table.depth[slot])) for key, slot in known.items()}
         beneath = self._chains.beneath(pages, [place.index for place in places])
-        created = int(time.time())
-        rows = []
+        hung: list[tuple[int, int]] = []
         for place in places:
             parent, depth = links.get(pages.parents[place.index] or b"", (NONE, -1))
             if (slot := beneath.get(place.index, -1)) >= 0:
                 parent, depth = slot, int(self._table.depth[slot])
             links[pages.keys[place.index]] = place.slot, depth + 1
+            hung.append((parent, depth + 1))
+        rows = np.zeros(len(places), dtype=ROW_DTYPE)
+        rows["parent"], rows["depth"] = np.array(hung, dtype=np.uint32).reshape(-1, 2).T
+        rows["key"], rows["space"], rows["nbytes"], rows["created"] = keys, space, pages.nbytes, int(time.time())
+        first = draft.next_generation(len(places))
+        rows["generation"] = np.arange(first, first + len(places), dtype=np.uint64)
+        rows["checksum"] = np.array([place.checksum for place in places], dtype=np.uint64)
+        rows["extents"][:, :2] = as_runs(place.extents[0] for place in places)
+        rows["granules"] = rows["extents"][:, 1]
+        rows["num_extents"] = [len(place.extents) for place in places]
+        for n in np.flatnonzero(rows["num_extents"] > 1).tolist():
+            place = places[n]
+            rows["granules"][n] = sum(granules for _, granules in place.extents)
             if place.is_listed:
                 draft.put_extents(place.slot, as_runs(place.extents))
-            rows.append(Row(
-                pages.keys[place.index], draft.next_generation(), place.checksum or 0, space, pages.nbytes,
-                sum(granules for _, granules in place.extents), parent, depth + 1, created, len(place.extents),
-                tuple(place.extents[:1] if place.is_listed else place.extents),
-            ))  # fmt: skip
+            else:
+                rows["extents"][n, : 2 * len(place.extents)] = as_runs(place.extents).ravel()
         return rows
 
     # -- forget -------------------------------------------------------------------------------------------------
