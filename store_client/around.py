@@ -16,6 +16,7 @@ from store_client.base import (
     Put,
     Seen,
     Settle,
+    SettleFirst,
     Space,
     SpaceInfo,
     Store,
@@ -68,7 +69,7 @@ class SpaceAround(Space):
         nbytes: int,
         parents: Sequence[bytes | None],
         deadline_s: float,
-        settle: Settle | None = None,
+        settle: SettleFirst | None = None,
     ) -> list[Put]:
         return self._inner.write(keys, fill, nbytes=nbytes, parents=parents, deadline_s=deadline_s, settle=settle)
 

@@ -158,7 +158,9 @@ Digests: TypeAlias = Sequence[int | None]
 """XXH3-64 of pages, None of those that nobody has taken yet."""
 Settle: TypeAlias = Callable[[], Digests | None]
 """Waits until all that was begun is over, for who lets a device read or write the views, and returns digests of the
-pages if it has them: see `Space.read` and `Space.write`."""
+pages if it has them: see `Space.read`."""
+SettleFirst: TypeAlias = Callable[[int], Digests | None]
+"""As `Settle`, of so many pages that were begun first and are not settled yet: see `Space.write`."""
 Pieces: TypeAlias = Sequence[Bytes]
 """The bytes of one page, in order: usually one piece, several where the pool's space is fragmented."""
 
@@ -244,7 +246,7 @@ class Space(ABC):
         nbytes: int,
         parents: Sequence[bytes | None],
         deadline_s: float,
-        settle: Settle | None = None,
+        settle: SettleFirst | None = None,
     ) -> list[Put]:
         """Store the absent pages; `fill(i, view)` writes all `nbytes` of page i into `view`, which is uint8.
 
@@ -253,10 +255,12 @@ class Space(ABC):
         (not the time that `fill` takes); what cannot be stored by then is FAILED. An exception of `fill` passes
         through, and none of the pages of that batch is stored.
 
-        With `settle`, `fill` may only begin to write `view`, as in `read`: when `settle()` has come to its end, all
-        is written that ever will be. It is called once for each batch of pages that the store makes of them, and an
-        exception of it is one of `fill`. It may return the XXH3-64 of what was written, as in `read`, in the order in
-        which pages were filled.
+        With `settle`, `fill` may only begin to write `view`, as in `read`. Pages are stored a batch at a time, and some
+        of the next one may be begun before a batch is settled: `settle(count)` waits until the first `count` pages that
+        were begun and are not settled yet are written. It is called once for each batch of which a page was begun, in
+        their order, also where something fails in between: when `write` comes to its end, all is written that ever will
+        be. An exception of it is one of `fill`, also for what was begun behind that batch. It may return the XXH3-64 of
+        what was written, as in `read`, in the order in which these pages were filled.
         """
 
     @abstractmethod

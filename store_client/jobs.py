@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.kv.geometry import Shard
-from store_client.base import Bytes, Digests, Lookup, Put, Settle
+from store_client.base import Bytes, Digests, Lookup, Put, Settle, SettleFirst
 from store_client.sharded import ConsumePart, ShardView
 
 _MOVE_NBYTES, _MOVE_PAGES = 64 << 20, 16
@@ -286,8 +286,8 @@ class Save(Job):
         return ()
 
     @property
-    def settle(self) -> Settle | None:
-        """As that of a load, for what `fill` begins; raises as it."""
+    def settle(self) -> SettleFirst | None:
+        """As that of a load, for what `fill` begins, of the first pages; raises as it."""
         return None
 
     def fill(self, number: int, page: Bytes) -> None:
@@ -328,24 +328,30 @@ class Save(Job):
         """Store those of these pages that are not lost; why the rest of the job is not worth trying, or nothing."""
 
         results: list[Put] = []
-        waits_s = time.monotonic()  # since when it waits for the store and does nothing else
+        # Since when it waits for the store and does nothing else, and how long it did at most.
+        waits_s, longest_s = time.monotonic(), 0.0
+
+        def goes_on(waiting: bool) -> None:
+            nonlocal waits_s, longest_s
+            now_s = time.monotonic()
+            waits_s, longest_s = now_s, max(longest_s, now_s - waits_s) if waiting else longest_s
 
         def fill(index: int, page: Bytes) -> None:
-            nonlocal waits_s
+            goes_on(True)
             try:
                 self.fill(numbers[index], page)
             finally:
-                waits_s = time.monotonic()
+                goes_on(False)
 
         settle = self.settle
 
-        def end() -> Digests | None:
-            nonlocal waits_s
+        def end(count: int) -> Digests | None:
             assert settle is not None
+            goes_on(True)
             try:
-                return settle()
+                return settle(count)
             finally:
-                waits_s = time.monotonic()
+                goes_on(False)
 
         while not results:
             out = {*self.lost, *self.present}
@@ -368,7 +374,8 @@ class Save(Job):
         self._note(present, results.count(Put.STORED))
         if Put.FAILED not in results:
             return ""
-        return "busy" if time.monotonic() - waits_s >= _LOCK_WAIT_S else "refused"
+        goes_on(True)
+        return "busy" if longest_s >= _LOCK_WAIT_S else "refused"
 
 
 def _pages_a_move(view: ShardView, nbytes: int) -> int:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from store_client.base import Bytes, Fill, Lookup, Put, Seen, Settle, Space, Store
+from store_client.base import Bytes, Fill, Lookup, Put, Seen, Settle, SettleFirst, Space, Store
 from store_client.fate import UNKNOWN, Fate, Known
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -158,7 +158,7 @@ class ShardView:
         *,
         parents: Sequence[bytes | None],
         deadline_s: float,
-        settle: Settle | None = None,
+        settle: SettleFirst | None = None,
     ) -> list[Put]:
         """Store the absent pages in the rank's own shard, as `Space.write`; those that others cover are PRESENT."""
         others = self._look()

@@ -2,7 +2,7 @@
 
 from store_client.embedded.pool import Pool
 from store_client.embedded.put import PutPages
-from store_client.embedded.space import FillAll, pieces_of
+from store_client.embedded.putting import FillAll, placed
 
 
 def put_back(pool: Pool, pages: PutPages, fill: FillAll, deadline: float) -> list[str]:
@@ -12,7 +12,7 @@ def put_back(pool: Pool, pages: PutPages, fill: FillAll, deadline: float) -> lis
     """
     plan = pool.writer.reserve(pages, deadline)
     try:
-        places = [(place, pieces) for place in plan.places if (pieces := pieces_of(pool, place, pages.nbytes))]
+        places = list(placed(pool, plan))
         checksums = fill([(place.index, pieces) for place, pieces in places])
         for (place, _), checksum in zip(places, checksums, strict=True):
             place.checksum = checksum

@@ -22,9 +22,10 @@ from store_client.embedded.names import identify
 from store_client.embedded.policies import POLICIES
 from store_client.embedded.pool import Pool
 from store_client.embedded.put import PutPages
+from store_client.embedded.putting import FillAll
 from store_client.embedded.registry import Handle, attach
 from store_client.embedded.returning import put_back
-from store_client.embedded.space import EmbeddedSpace, FillAll
+from store_client.embedded.space import EmbeddedSpace
 from store_client.embedded.survey import Pages, Survey, View, peek, survey
 from store_client.embedded.table import now_ns
 from store_client.embedded.watching import UsedChain, Watch

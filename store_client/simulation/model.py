@@ -14,8 +14,8 @@ from store_client.embedded.arena import GRANULE
 from store_client.embedded.folder import pages_for
 from store_client.embedded.names import U8, U32, U64
 from store_client.embedded.policies import POLICIES, Arrivals, Candidates, Hints
+from store_client.embedded.putting import put_batch
 from store_client.embedded.row import INLINE_EXTENTS, NONE
-from store_client.embedded.space import put_batch
 from store_client.embedded.table import MOST_USES, USES_APART_NS
 
 _TRIES = 3

@@ -183,7 +183,8 @@ class StoreConformance:
         begun: dict[int, Bytes] = {}
         visible = []
 
-        def settle() -> None:
+        def settle(count: int) -> None:
+            assert count == len(begun)
             visible.extend(space.contains(keys))
             for i, view in begun.items():
                 view[:] = page_bytes(keys[i])
@@ -205,8 +206,9 @@ class StoreConformance:
             view[:] = page_bytes(keys[i])
 
         outcome = space.write(
-            keys, fill, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S, settle=lambda: digests
-        )
+            keys, fill, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S,
+            settle=lambda count: digests,
+        )  # fmt: skip
         assert outcome == [Put.STORED] * 3
         for key in keys:
             got = get_page(space, key)
@@ -222,7 +224,7 @@ class StoreConformance:
             calls.append(i)
             raise RuntimeError("broken source")
 
-        def settle() -> None:
+        def settle(count: int | None = None) -> None:
             calls.append("settled")
 
         with pytest.raises(RuntimeError, match="broken source"):
@@ -235,7 +237,7 @@ class StoreConformance:
         keys = chain("a", 3)
         put_chain(space, keys[:1])
 
-        def settle() -> None:
+        def settle(count: int | None = None) -> None:
             raise RuntimeError("broken device")
 
         with pytest.raises(RuntimeError, match="broken device"):

@@ -20,11 +20,12 @@ def test_they_are_what_xxhash_gives(nbytes):
     memory = torch.randint(0, 256, (3 * step,), dtype=torch.uint8, device=torch.device("cuda", DEVICE))
     order = [2, 0, 1]
     pages = torch.tensor([memory.data_ptr() + number * step for number in order], device=memory.device)
-    table = torch.from_numpy(digests.constants(nbytes)).to(memory.device)
+    table = torch.from_numpy(digests.constants()).to(memory.device)
     found = torch.zeros(3, dtype=torch.int64, device=memory.device)
     expected = [xxhash.xxh3_64_intdigest(memory[n * step : n * step + nbytes].cpu().numpy().data) for n in order]
-    start = digests.prepare(nbytes, nbytes)
+    start = digests.prepare()
     torch.cuda.synchronize()
-    start(pages.data_ptr(), 3, table.data_ptr(), found.data_ptr(), torch.cuda.current_stream().cuda_stream)
+    stream = torch.cuda.current_stream().cuda_stream
+    start(pages.data_ptr(), 3, nbytes, nbytes, table.data_ptr(), found.data_ptr(), stream)
     torch.cuda.synchronize()
     assert found.cpu().numpy().view(np.uint64).tolist() == expected

@@ -7,7 +7,7 @@ import pytest
 from gpu.device import DEVICE, require
 
 from mooncake_connector.kv.page import BlockLayout, PageFormat, SegmentLayout
-from vllm_plugin.device.permutation import Permutation, runs
+from vllm_plugin.device.permutation import Permutation, columns, runs
 
 require()
 torch = pytest.importorskip("torch")
@@ -77,11 +77,8 @@ def test_pages_leave_one_cache_and_enter_another(fmt, order, block_tokens):
 
     def carry_out(where, skipped, into):
         permutation = Permutation.of(fmt, where)
-        columns = [
-            runs(fmt, where, ids, start, skipped, slab.data_ptr() + number * slot)
-            for number, (ids, start) in enumerate(pages)
-        ]
-        batch = locked(np.concatenate(columns, axis=1))
+        found = [runs(fmt, where, ids, start, skipped) for ids, start in pages]
+        batch = locked(columns(found, [slab.data_ptr(), slab.data_ptr() + slot]))
         layers = locked(np.array(permutation.layer_addresses, dtype=np.int64))
         start = kernel.prepare(permutation, into_blocks=into)
         start(batch.data_ptr(), batch.shape[1], layers.data_ptr(), stream.cuda_stream)
@@ -114,7 +111,7 @@ def test_an_address_that_is_a_multiple_of_8_alone_is_no_error():
     layout = replace(layout, layer_addresses=(memory.data_ptr() + 8,), num_blocks=1)
     permutation = Permutation.of(fmt, layout)
     assert permutation.width == 8
-    batch = locked(runs(fmt, layout, [0], 0, 0, page.data_ptr()))
+    batch = locked(columns([runs(fmt, layout, [0], 0, 0)], [page.data_ptr()]))
     layers = locked(np.array(permutation.layer_addresses, dtype=np.int64))
     start = kernel.prepare(permutation, into_blocks=True)
     torch.cuda.synchronize()

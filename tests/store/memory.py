@@ -17,6 +17,7 @@ from store_client.base import (
     Position,
     Progress,
     Settle,
+    SettleFirst,
     Shard,
     SpaceInfo,
     Store,
@@ -87,7 +88,7 @@ class MemorySpace(Space):
 
     def write(
         self, keys: Sequence[bytes], fill: Fill, *, nbytes: int, parents: Sequence[bytes | None], deadline_s: float,
-        settle: Settle | None = None,
+        settle: SettleFirst | None = None,
     ) -> list[Put]:  # fmt: skip
         if len(parents) != len(keys):
             raise ValueError(f"{len(parents)} parents for {len(keys)} keys")
@@ -101,7 +102,7 @@ class MemorySpace(Space):
                     fill(i, filled[key])
         finally:
             if settle is not None and filled:
-                settle()
+                settle(len(filled))
         outcome = [Put.PRESENT] * len(keys)
         for key, page in filled.items():
             page.flags.writeable = False

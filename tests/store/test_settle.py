@@ -15,8 +15,7 @@ from store.shard_model import Model, Pool, Reader
 
 from mooncake_connector.kv.geometry import Shard
 from store_client import Put
-from store_client.embedded import hashing
-from store_client.embedded import space as embedded_space
+from store_client.embedded import hashing, putting
 from store_client.testing import (
     DEADLINE_S,
     PAGE_NBYTES,
@@ -48,11 +47,11 @@ class Device:
         self.read.update({i: view.copy() for i, view in self.begun.items()})
         self.begun.clear()
 
-    def give(self):
+    def give(self, count):
         self.settled += 1
-        for i, view in self.begun.items():
+        for i in list(self.begun)[:count]:
+            view = self.begun.pop(i)
             view[:] = page_bytes(self.keys[i], len(view))
-        self.begun.clear()
 
     def is_right(self, i):
         return np.array_equal(self.read[i], page_bytes(self.keys[i]))
@@ -112,7 +111,7 @@ def test_pages_in_pieces_are_settled_as_well(store, space):
 
 
 def test_each_batch_of_a_write_is_settled_before_the_next_is_begun(space, monkeypatch):
-    monkeypatch.setattr(embedded_space, "_BATCH_PAGES", 3)
+    monkeypatch.setattr(putting, "_BATCH_PAGES", 3)
     keys = chain("a", 7)
     assert write(space, keys) == ([Put.STORED] * 7, 3)
     found, device = read(space, keys)
@@ -130,9 +129,9 @@ def test_space_is_given_to_nobody_before_a_write_that_failed_is_settled(store, s
         if i == 2:
             raise RuntimeError("broken source")
 
-    def settle():
+    def settle(count):
         put_chain(space_in(store, "other"), others)
-        device.give()
+        device.give(count)
         stored_elsewhere.extend(space_in(store, "other").contains(others))
 
     with pytest.raises(RuntimeError, match="broken source"):
@@ -180,8 +179,8 @@ def test_digests_that_were_taken_on_the_way_are_the_checksums(store, space):
     keys = chain("a", 4)
     device, taken = Device(keys), [digest_of(keys[0]), 77, None, digest_of(keys[3])]
 
-    def settle():
-        device.give()
+    def settle(count):
+        device.give(count)
         return taken
 
     outcome = space.write(
@@ -200,7 +199,7 @@ def test_digests_of_other_pages_than_those_that_were_begun_are_an_error_of_the_c
     with pytest.raises(ValueError, match=f"{len(taken)} digests for 1 pages"):
         space.write(
             keys, lambda i, view: None, nbytes=PAGE_NBYTES, parents=parents_of(keys), deadline_s=DEADLINE_S,
-            settle=lambda: taken,
+            settle=lambda count: taken,
         )  # fmt: skip
     assert space.contains(keys) == [True, False]
     assert put_chain(space, keys[1:]) == [Put.STORED]

@@ -52,6 +52,8 @@ class StandIn:
         """Whether the kernel does nothing."""
         self.undigested: set[int] = set()
         """Sizes of pages that it does not digest."""
+        self.prepared_digests = 0
+        """How often their kernels were compiled."""
         self.waits = threading.Event()
         """Set when somebody waits for what is held."""
         self._goes_on = threading.Event()
@@ -90,13 +92,16 @@ class StandIn:
 
         return queue
 
-    def prepare_digests(self, nbytes: int, sums_offset: int) -> Any:
-        start = self._kernel.digests.prepare(nbytes, sums_offset)
+    def prepare_digests(self) -> Any:
+        start = self._kernel.digests.prepare()
+        self.prepared_digests += 1
 
-        def queue(pages: int, num_pages: int, table: int, digests: int, stream: int) -> None:
+        def queue(*arguments: int) -> None:
+            *numbers, stream = arguments
+
             def launch() -> int:
                 with self._interpreter:
-                    start(pages, num_pages, table, digests, 0)
+                    start(*numbers, 0)
                 return 0
 
             self.library.launch(stream, launch)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+import triton
 from device_stand_in import interpreted_kernel
 from triton_stand_in import loaded_by
 
@@ -27,8 +28,9 @@ def digests_of(digests: Any, memory: np.ndarray, nbytes: int, order: list[int]) 
     """Of pages one behind the other in `memory`, each followed by what its digest needs."""
     step = nbytes + digests.sums_nbytes(nbytes)
     pages = np.array([memory.ctypes.data + number * step for number in order], dtype=np.int64)
-    table, found = digests.constants(nbytes), np.zeros(len(order), dtype=np.uint64)
-    digests.prepare(nbytes, nbytes)(pages.ctypes.data, len(order), table.ctypes.data, found.ctypes.data, 0)
+    table, found = digests.constants(), np.zeros(len(order), dtype=np.uint64)
+    start = digests.prepare()
+    start(pages.ctypes.data, len(order), nbytes, nbytes, table.ctypes.data, found.ctypes.data, 0)
     return found.tolist()
 
 
@@ -56,14 +58,33 @@ def test_pages_of_other_sizes_are_left_to_processors(digests: Any) -> None:
     assert [nbytes for nbytes in (64, 192, 240, 256, 300, 1000, 1024) if digests.can_digest(nbytes)] == [256, 1024]
 
 
-def test_a_device_loads_them_once_and_addresses_are_not_compiled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_loads_them_once_for_pages_of_any_size_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vllm_plugin.device.digests", raising=False)  # other tests have it interpreted
     digests = importlib.import_module("vllm_plugin.device.digests")
     with loaded_by(monkeypatch) as stand_in:
-        start = digests.prepare(8 << 20, 8 << 20)
+        start = digests.prepare()
         assert len(stand_in.loaded) == 2 and not stand_in.launched
-        start(0x1000, 5, 0x2000, 0x3000, 9)
-        start(0x1008, 1, 0x2008, 0x3008, 9)
+        start(0x1000, 5, 8 << 20, 8 << 20, 0x2000, 0x3000, 9)
+        start(0x1008, 1, 256, 512, 0x2008, 0x3008, 9)
     assert len(stand_in.loaded) == 2
-    assert [one[:5] for one in stand_in.launched[:2]] == [(5, 512, 1, 9, 77), (5, 1, 1, 9, 77)]
-    assert [list(one[-2]) for one in stand_in.launched[2:]] == [["i64"] * 2, ["i64"] * 3]
+    grids = [one[:5] for one in stand_in.launched]
+    assert grids == [(5, 512, 1, 9, 77), (5, 1, 1, 9, 77), (1, 1, 1, 9, 77), (1, 1, 1, 9, 77)]
+    assert [list(one[-2]) for one in stand_in.launched] == [["i64"] * 4, ["i64"] * 5] * 2
+
+
+def test_they_compile_for_a_device_with_sizes_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And hold everything in registers."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.delitem(sys.modules, "vllm_plugin.device.digests", raising=False)  # other tests have it interpreted
+    digests = importlib.import_module("vllm_plugin.device.digests")
+    numbers = ["pages", "nbytes", "sums_offset", "table"]
+    for kernel, names, constants, options in (
+        (digests._sum_blocks, numbers, {"AT_ONCE": 16}, {}),
+        (digests._chain, [*numbers, "digests"], {"UNROLLED": 16}, {"num_warps": 1}),
+    ):
+        signature = {**dict.fromkeys(names, "i64"), **dict.fromkeys(constants, "constexpr")}
+        source = ASTSource(kernel, signature=signature, constexprs=constants)
+        asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+        assert ".local" not in asm["ptx"] and asm["cubin"]

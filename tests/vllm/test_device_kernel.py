@@ -26,7 +26,7 @@ from triton_stand_in import Loaded, loaded_by
 from mooncake_connector.errors import PageError
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import BlockLayout, PageFormat, Part, SegmentLayout, fit, pack, unpack
-from vllm_plugin.device.permutation import Permutation, runs
+from vllm_plugin.device.permutation import Permutation, columns, runs
 from vllm_plugin.unsupported import Unsupported
 
 Bytes = npt.NDArray[np.uint8]
@@ -143,9 +143,10 @@ def carry_out(
     kernel: Any, permutation: Permutation, fmt: PageFormat, case: Case, pages: list[Bytes], skips: list[int], into: bool
 ) -> None:
     """One batch of all the pages."""
-    rows = zip(case.tables, case.first_tokens, skips, pages, strict=True)
-    columns = [runs(fmt, case.layout, table, first, skip, page.ctypes.data) for table, first, skip, page in rows]
-    table = np.ascontiguousarray(np.concatenate(columns, axis=1))
+    rows = zip(case.tables, case.first_tokens, skips, strict=True)
+    found = [runs(fmt, case.layout, table, first, skip) for table, first, skip in rows]
+    table = columns(found, [page.ctypes.data for page in pages])
+    assert table.flags.c_contiguous
     layers = np.array(permutation.layer_addresses, dtype=np.int64)
     kernel.prepare(permutation, into_blocks=into)(table.ctypes.data, table.shape[1], layers.ctypes.data, 0)
 
@@ -312,16 +313,16 @@ def test_a_block_table_that_does_not_do_is_refused_in_the_words_of_the_page(tabl
     with pytest.raises(PageError) as expected:
         unpack(fmt, layout, table, 8, np.empty(fmt.nbytes, dtype=np.uint8), skip)
     with pytest.raises(PageError) as found:
-        runs(fmt, layout, table, 8, skip, 0)
+        runs(fmt, layout, table, 8, skip)
     assert str(found.value) == str(expected.value)
 
 
 def test_runs_end_where_blocks_do() -> None:
     fmt = PageFormat(1, 64, 1, 8, 0, 2)
     layout, _ = laid_out(fmt, 9, 32, "LBNHC", 0)
-    found = runs(fmt, layout, [8, 7, 6, 5], 40, 3, 4096)
+    found = columns([runs(fmt, layout, [8, 7, 6, 5], 40, 3)], [4096])
     assert found.T.tolist() == [[4096, 3, 21, 7, 11], [4096, 24, 32, 6, 0], [4096, 56, 8, 5, 0]]
-    assert runs(fmt, layout, [8, 7, 6, 5], 40, 64, 4096).shape == (5, 0)
+    assert not runs(fmt, layout, [8, 7, 6, 5], 40, 64).blocks
 
 
 # What the compiler makes of it

@@ -42,6 +42,7 @@ from test_sleep import test_after_sleep_pages_are_saved_and_loaded_as_before  # 
 
 import vllm_plugin.kv_memory
 from mooncake_connector.kv.keys import page_keys
+from store_client.embedded import putting
 from store_client.jobs import CopyFailed, Overtaken
 from vllm_plugin.blocks import BlockCopies
 from vllm_plugin.device.opening import open_device
@@ -62,11 +63,14 @@ def device(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     assert not stand_in.library.pageable, "copied by the driver itself, which has the caller wait"
 
 
-@pytest.fixture(params=[False, True], ids=["at once", "page by page"])
+@pytest.fixture(params=["at once", "page by page", "batch by batch"])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slab for all pages of a request, or one whose lanes hold a page each."""
-    if request.param:
+    """A slab for all pages of a request, or one whose lanes hold a page each, and saves of two pages at a time."""
+    if request.param != "at once":
         small_lanes(monkeypatch)
+    if request.param == "batch by batch":
+        monkeypatch.setattr(putting, "_BEGUN_NBYTES", 1)
+        monkeypatch.setattr(putting, "put_batch", lambda nbytes: 2)
 
 
 def small_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +284,7 @@ class Turns:
     closed = False
 
     def __init__(self) -> None:
-        self.begun = self.saved = 0
+        self.begun = self.saved = self.settled = 0
         self.copied: list[int] = []
 
     def save_page(self, block_ids: Any, first_token: int, page: Any) -> int:
@@ -291,14 +295,15 @@ class Turns:
         self.copied.append(first_token)
         return self.save_page(block_ids, first_token, page)
 
-    def settle_saves(self) -> list[int]:
-        self.begun, begun = 0, self.begun
-        return list(range(100, 100 + begun))
+    def settle_saves(self, turn: int | None = None) -> list[int]:
+        settled, self.settled = self.settled, self.begun if turn is None else turn
+        return list(range(100 + settled, 100 + self.settled))
 
 
 def save_over(pages: Any, kind: type[DeviceSave] = DeviceSave) -> DeviceSave:
     save = object.__new__(kind)
-    save._filled, save._waiting, save.device_pages, save.plan = [], deque(), pages, SimpleNamespace(block_ids=[])
+    save._filled, save._waiting, save._taken = [], deque(), {}
+    save.device_pages, save.plan = pages, SimpleNamespace(block_ids=[])
     return save
 
 
@@ -308,16 +313,16 @@ def test_a_page_that_was_overtaken_before_it_was_begun_is_no_fault_of_a_device_t
             raise Overtaken
 
     class Closed:
-        closed = True
+        closed, settled = True, 0
 
-        def settle_saves(self) -> None:
+        def settle_saves(self, turn: int | None = None) -> None:
             raise CopyFailed("the device is closed")
 
     save = save_over(Closed(), Lost)
     begun = _Begun(0, np.empty(0, np.uint8))
     save._filled, save._waiting = [begun], deque([begun])
     with pytest.raises(Overtaken):
-        save.settle()
+        save.settle(1)
 
 
 class Given(DeviceSave):
@@ -353,7 +358,7 @@ def test_pages_that_were_read_in_time_are_not_read_again_and_are_not_lost() -> N
     pages.saved = 2
     save.fill(3, np.empty(0, np.uint8))
     given_away.update({0: None, 1: (object.__new__(BlockCopies), None), 2: (object.__new__(BlockCopies), None)})
-    assert save.settle() == [100, 101, 100, 103], "the third is read again, and has the digest of that"
+    assert save.settle(4) == [100, 101, 104, 103], "the third is read again, and has the digest of that"
     assert pages.copied == [2]
 
 
@@ -365,4 +370,40 @@ def test_what_fails_when_a_page_is_read_again_is_what_is_told() -> None:
     fill(save, 3)
     given_away[2] = object.__new__(BlockCopies), fail
     with pytest.raises(CopyFailed, match="the copies aside"):
-        save.settle()
+        save.settle(3)
+
+
+def test_a_page_that_is_read_again_behind_those_of_the_next_batch_has_the_digest_of_that() -> None:
+    pages = Turns()
+    save = save_over(pages, Given)
+    fill(save, 3)
+    save.fill(3, np.empty(0, np.uint8))
+    given_away[1] = object.__new__(BlockCopies), None
+    assert save.settle(2) == [100, 104], "the fifth that was begun"
+    assert pages.settled == 5 and save.settle(2) == [102, 103]
+    assert not save._taken and not save._filled and not save._waiting
+
+
+def test_pages_of_the_next_batch_are_not_waited_for() -> None:
+    pages = Turns()
+    save = save_over(pages, Given)
+    fill(save, 4)
+    assert save.settle(1) == [100] and pages.settled == 1
+    given_away[2] = object.__new__(BlockCopies), None
+    assert save.settle(3) == [101, 104, 103]
+
+
+def test_where_pages_could_not_be_settled_those_of_the_next_batch_have_no_digests() -> None:
+    """What is under way is over then, and is not told of again: see `Pipe.settle`."""
+
+    class Broken(Turns):
+        def settle_saves(self, turn: int | None = None) -> list[int]:
+            super().settle_saves()
+            raise CopyFailed("the driver")
+
+    save = save_over(Broken(), Given)
+    fill(save, 4)
+    with pytest.raises(CopyFailed):
+        save.settle(2)
+    with pytest.raises(KeyError):
+        save.settle(2)

@@ -167,6 +167,83 @@ def test_lanes_are_used_again_only_when_they_are_through(kernel: Any) -> None:
     assert all_of.agrees()
 
 
+def saves_of(all_of: Moved, count: int) -> tuple[list[Any], list[Any]]:
+    """Pages that were begun, and what they have to be."""
+    found = [np.zeros(FMT.nbytes, dtype=np.uint8) for _ in range(count)]
+    expected = [np.zeros(FMT.nbytes, dtype=np.uint8) for _ in range(count)]
+    for number in range(count):
+        table = [3 * number, 3 * number + 1]
+        assert all_of.pages.save_page(table, 0, found[number]) == number + 1
+        all_of.plain.save_page(table, 0, expected[number])
+    return found, expected
+
+
+@pytest.mark.parametrize("slab_nbytes", [1, 6 * FMT.nbytes, 1 << 20], ids=["one a lane", "some", "all in one lane"])
+@pytest.mark.parametrize("first", [1, 3, 7])
+def test_the_first_pages_are_settled_while_others_are_under_way(kernel: Any, slab_nbytes: int, first: int) -> None:
+    """Each page has the digest of its own bytes, however lanes and batches lie to each other."""
+    all_of = moved(kernel, slab_nbytes)
+    found, expected = saves_of(all_of, NUM_PAGES)
+    digests = all_of.pages.settle_saves(first)
+    assert np.array_equal(found[:first], expected[:first]) and all_of.pages.settled == first
+    digests += all_of.pages.settle_saves(NUM_PAGES - 1)
+    digests += all_of.pages.settle_saves()
+    assert digests == list(map(digest, expected)) and np.array_equal(found, expected)
+    assert all_of.pages.settled == all_of.pages.saved == NUM_PAGES
+
+
+def test_a_lane_that_is_being_filled_is_not_begun_for_pages_before_it(kernel: Any) -> None:
+    all_of = moved(kernel, 8 * FMT.nbytes)
+    found, expected = saves_of(all_of, 3)
+    launched = len(all_of.stand_in.launched)
+    assert len(all_of.pages.settle_saves(1)) == 1
+    assert len(all_of.stand_in.launched) == launched + 1 and not found[2].any() and expected[2].any()
+    assert all_of.pages.settle_saves() == list(map(digest, expected[1:])) and np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("call, good", itertools.product(("cuMemcpyAsync", "cuStreamSynchronize"), range(3)))
+def test_once_the_driver_refused_something_no_page_before_it_is_settled_and_nothing_is_under_way(
+    kernel: Any, call: str, good: int
+) -> None:
+    """What was refused may be of the pages before those that were begun then."""
+    all_of = smallest(kernel)
+    all_of.stand_in.library.fail[call] = good
+    with pytest.raises(CopyFailed, match=call):
+        saves_of(all_of, NUM_PAGES)
+    all_of.stand_in.library.fail.clear()
+    with pytest.raises(CopyFailed, match=call):
+        all_of.pages.settle_saves(1)
+    assert not any(all_of.stand_in.library._queues.values())
+    assert all_of.pages.settled == all_of.pages.saved
+    assert all_of.pages.settle_saves() == []
+    page, expected = (np.zeros(FMT.nbytes, dtype=np.uint8) for _ in range(2))
+    all_of.pages.save_page([3, 4], 0, page)
+    all_of.plain.save_page([3, 4], 0, expected)
+    assert all_of.pages.settle_saves() == [digest(expected)] and np.array_equal(page, expected)
+
+
+def test_pages_of_the_same_copies_go_in_one_launch(kernel: Any) -> None:
+    all_of = moved(kernel)
+    copies, others = all_of.blocks.copy(list(range(6))), all_of.blocks.copy([6, 7])
+    pages = [np.zeros(FMT.nbytes, dtype=np.uint8) for _ in range(4)]
+    for number, page in enumerate(pages):
+        source = others if number == 3 else copies
+        all_of.pages.save_copied(source, list(range(8)), 2 * number * BLOCK_TOKENS, page)
+    all_of.pages.settle_saves()
+    assert [runs for _, runs in all_of.stand_in.launched] == [6, 2]
+
+
+def test_digests_are_compiled_once_for_pages_of_all_sizes(kernel: Any) -> None:
+    all_of = moved(kernel)
+    assert all_of.stand_in.prepared_digests == 1
+    for part in (OWN, Shard(0, 4, 0, 4), Shard(2, 9, 0, 2)):
+        fmt = PageFormat(part.num_layers, FMT.page_tokens, part.num_heads, FMT.k_dim, FMT.v_dim, FMT.itemsize)
+        page = page_of(fmt, 1)
+        all_of.pages.load_page(part, [0, 1], 0, page, 0)
+        assert all_of.pages.settle_loads() == [digest(page)]
+    assert all_of.stand_in.prepared_digests == 1
+
+
 def test_a_thread_that_follows_another_one_works_on_the_device_as_well(kernel: Any) -> None:
     """It may have the number of one that has ended."""
     all_of = moved(kernel)

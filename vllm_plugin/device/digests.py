@@ -39,7 +39,7 @@ _AT_ONCE = 16
 _UNROLLED = 16
 """Steps of the chain whose loads are under way at once."""
 
-Start = Callable[[int, int, int, int, int], None]
+Start = Callable[[int, int, int, int, int, int, int], None]
 
 
 def can_digest(nbytes: int) -> bool:
@@ -56,74 +56,74 @@ def _num_blocks(nbytes: int) -> int:
     return -(-nbytes // _BLOCK_NBYTES)
 
 
-def constants(nbytes: int) -> Int64:
-    """What the kernels look up for pages of `nbytes`: int64 [51]."""
+def constants() -> Int64:
+    """What the kernels look up: int64 [51]."""
     secret = (struct.unpack_from("<8Q", _SECRET, at) for at in (0, 64, 128, len(_SECRET) - 71))
     p32, p64 = _PRIME32, _PRIME64
     start = p32[2], p64[0], p64[1], p64[2], p64[3], p32[1], p64[4], p32[0]
     merge = struct.unpack_from("<8Q", _SECRET, 11)
-    numbers = nbytes * p64[0] % 2**64, _AVALANCHE, p32[0]
+    numbers = p64[0], _AVALANCHE, p32[0]
     words = [*(word for keys in secret for word in keys), *start, *merge, *numbers]
     return np.array(words, dtype=np.uint64).view(np.int64)
 
 
-def prepare(nbytes: int, sums_offset: int) -> Start:
-    """Compile and load for the current device what digests pages of `nbytes`, and give a function that starts it.
+def prepare() -> Start:
+    """Compile and load for the current device what digests pages of any size, and give a function that starts it.
 
-    It takes the address of the pages' addresses (int64 [n], multiples of 16), n, the address of `constants(nbytes)`,
-    that of n digests (uint64 [n]), and the driver's handle of a stream, and returns at once. All that is memory which
-    the device reaches, and so are the `sums_nbytes` for its own use `sums_offset` behind the beginning of each page.
+    It takes the address of the pages' addresses (int64 [n], multiples of 16), n, their size in bytes, how far behind
+    the beginning of each page the `sums_nbytes` for its own use are, the address of `constants()`, that of n digests
+    (uint64 [n]), and the driver's handle of a stream, and returns at once. All that is memory which the device reaches.
     """
-    blocks = _num_blocks(nbytes)
-    summing = {"WORDS": nbytes // 8, "BLOCKS": blocks, "SUMS_OFFSET": sums_offset, "AT_ONCE": _AT_ONCE}
-    chaining = {"BLOCKS": blocks, "SUMS_OFFSET": sums_offset, "UNROLLED": _UNROLLED}
-    sum_blocks = loaded(_sum_blocks, 2, summing)
-    chain = loaded(_chain, 3, chaining, num_warps=1)
-    programs = -(-blocks // _AT_ONCE)
+    sum_blocks = loaded(_sum_blocks, 4, {"AT_ONCE": _AT_ONCE})
+    chain = loaded(_chain, 5, {"UNROLLED": _UNROLLED}, num_warps=1)
 
-    def start(pages: int, num_pages: int, table: int, digests: int, stream: int) -> None:
-        sum_blocks((num_pages, programs, 1), stream, pages, table)
-        chain((num_pages, 1, 1), stream, pages, table, digests)
+    def start(
+        pages: int, num_pages: int, nbytes: int, sums_offset: int, table: int, digests: int, stream: int
+    ) -> None:
+        programs = -(-_num_blocks(nbytes) // _AT_ONCE)
+        sum_blocks((num_pages, programs, 1), stream, pages, nbytes, sums_offset, table)
+        chain((num_pages, 1, 1), stream, pages, nbytes, sums_offset, table, digests)
 
     return start
 
 
-@triton.jit(do_not_specialize=["pages", "table"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pages", "nbytes", "sums_offset", "table"])  # type: ignore[untyped-decorator]
 def _sum_blocks(  # type: ignore[no-untyped-def]
     pages: tl.int64,
+    nbytes: tl.int64,
+    sums_offset: tl.int64,
     table: tl.int64,
-    WORDS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SUMS_OFFSET: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
     """Sum up `AT_ONCE` blocks of one page, each of 16 stripes of 8 lanes."""
+    words_stop = tl.multiple_of((nbytes // 8).to(tl.int32), 8)
+    blocks = ((nbytes + 1023) // 1024).to(tl.int32)
     address = tl.load(tl.cast(pages, tl.pointer_type(tl.int64)) + tl.program_id(0))
     page = tl.cast(tl.multiple_of(address, 16), tl.pointer_type(tl.uint64))
-    sums = tl.cast(address + SUMS_OFFSET, tl.pointer_type(tl.uint64))
+    sums = tl.cast(address + sums_offset, tl.pointer_type(tl.uint64))
     keys = tl.cast(table, tl.pointer_type(tl.uint64))
     block, lane = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)[:, None], tl.arange(0, 8)[None, :]
     products = tl.full((AT_ONCE, 8), 0, tl.uint64)
     words = tl.full((AT_ONCE, 8), 0, tl.uint64)
     for stripe in tl.static_range(16):
         word = (block * 16 + stripe) * 8 + lane
-        inside = word < WORDS
+        inside = word < words_stop
         data = tl.load(page + word, mask=inside, other=0)
-        mixed = data ^ tl.load(keys + tl.where(word < WORDS - 8, stripe, _LAST) + lane)
+        mixed = data ^ tl.load(keys + tl.where(word < words_stop - 8, stripe, _LAST) + lane)
         products += tl.where(inside, (mixed & 0xFFFFFFFF) * (mixed >> 32), 0)
         words += data
     even, odd = tl.split(tl.reshape(words, (AT_ONCE, 4, 2)))  # a lane takes its neighbour's words
     total = products + tl.reshape(tl.join(odd, even), (AT_ONCE, 8))
-    tl.store(sums + block * 8 + lane, total, mask=block < BLOCKS)
+    tl.store(sums + block * 8 + lane, total, mask=block < blocks)
 
 
-@triton.jit(do_not_specialize=["pages", "table", "digests"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pages", "nbytes", "sums_offset", "table", "digests"])  # type: ignore[untyped-decorator]
 def _chain(  # type: ignore[no-untyped-def]
     pages: tl.int64,
+    nbytes: tl.int64,
+    sums_offset: tl.int64,
     table: tl.int64,
     digests: tl.int64,
-    BLOCKS: tl.constexpr,
-    SUMS_OFFSET: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):
     """The digest of one page, from the sums of its blocks."""
@@ -131,21 +131,23 @@ def _chain(  # type: ignore[no-untyped-def]
     keys = tl.cast(table, tl.pointer_type(tl.uint64))
     scramble, prime = tl.load(keys + _SCRAMBLE + lane), tl.load(keys + _NUMBERS + 2)
     address = tl.load(tl.cast(pages, tl.pointer_type(tl.int64)) + tl.program_id(0))
-    sums = tl.cast(address + SUMS_OFFSET, tl.pointer_type(tl.uint64)) + lane
+    sums = tl.cast(address + sums_offset, tl.pointer_type(tl.uint64)) + lane
     acc = tl.load(keys + _START + lane)
-    FULL: tl.constexpr = (BLOCKS - 1) // UNROLLED * UNROLLED
-    for first in range(0, FULL, UNROLLED):
+    last = ((nbytes + 1023) // 1024).to(tl.int32) - 1
+    full = last // UNROLLED * UNROLLED
+    for first in range(0, full, UNROLLED):
         for step in tl.static_range(UNROLLED):  # the loads wait for nothing, so they are all under way at once
             acc += tl.load(sums + (first + step) * 8)
             acc = (acc ^ (acc >> 47) ^ scramble) * prime
-    for block in tl.static_range(FULL, BLOCKS - 1):
-        acc += tl.load(sums + block * 8)
-        acc = (acc ^ (acc >> 47) ^ scramble) * prime
-    acc += tl.load(sums + (BLOCKS - 1) * 8)
+    for step in tl.static_range(UNROLLED - 1):
+        rest = full + step + 0 * lane < last  # of all lanes
+        summed = acc + tl.load(sums + (full + step) * 8, mask=rest, other=0)
+        acc = tl.where(rest, (summed ^ (summed >> 47) ^ scramble) * prime, acc)
+    acc += tl.load(sums + last * 8)
     left, right = tl.split(tl.reshape(acc ^ tl.load(keys + _MERGE + lane), (4, 2)))
     folded = (left * right) ^ tl.umulhi(left, right)
     left, right = tl.split(tl.reshape(folded, (2, 2)))
     left, right = tl.split(left + right)
-    digest = tl.load(keys + _NUMBERS) + left + right
+    digest = nbytes.to(tl.uint64) * tl.load(keys + _NUMBERS) + left + right
     digest = (digest ^ (digest >> 37)) * tl.load(keys + _NUMBERS + 1)
     tl.store(tl.cast(digests, tl.pointer_type(tl.uint64)) + tl.program_id(0), digest ^ (digest >> 32))

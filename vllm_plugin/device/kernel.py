@@ -25,7 +25,7 @@ Start = Callable[[int, int, int, int], None]
 def prepare(permutation: Permutation, *, into_blocks: bool) -> Start:
     """Compile and load for the current device, and give a function that starts one batch.
 
-    It takes the address of the batch's runs (`permutation.runs`, int64 [5, n], C-contiguous), n, the address of
+    It takes the address of the batch's runs (`permutation.columns`, int64 [5, n], C-contiguous), n, the address of
     `permutation.layer_addresses` (int64), and the driver's handle of a stream of that device, and returns at once. The
     device reads both tables when the stream gets there, so until then they stay as they are, in memory that it
     reaches. Nothing else of the permutation's addresses is checked: a wrong one ends the device's work for the process.

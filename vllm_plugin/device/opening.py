@@ -27,6 +27,7 @@ from vllm_plugin.device.permutation import Permutation
 from vllm_plugin.device.pipe import Digester, Permuter, Pipe, aligned, pipe_nbytes
 
 if TYPE_CHECKING:
+    from vllm_plugin.device import digests
     from vllm_plugin.device.kernel import Start
 
 logger = get_logger(__name__)
@@ -68,8 +69,9 @@ class Device:
         slab = self._driver.allocate(self._ordinal, _WAYS * each)
         self._memory = [slab]
         self._starts: dict[tuple[Permutation, int, bool], Start] = {}
-        self._digesters: dict[int, Digester | None] = {}
-        """By size of page."""
+        self._digests: tuple[digests.Start, int] | None = None
+        """Compiled, and where their constants are; None where the device takes none."""
+        self._tried_digests = False
         self._compiling = threading.Lock()
         with contextlib.ExitStack() as undone:
             undone.callback(self._driver.free, self._ordinal, slab)
@@ -107,18 +109,18 @@ class Device:
     def _digester(self, page_nbytes: int) -> Digester | None:
         from vllm_plugin.device import digests
 
-        if page_nbytes not in self._digesters:
-            self._digesters[page_nbytes] = None
-            if digests.can_digest(page_nbytes):
-                try:
-                    with self._current():
-                        start = digests.prepare(page_nbytes, aligned(page_nbytes))
-                    constants = self._kept(digests.constants(page_nbytes).tobytes())
-                    self._digesters[page_nbytes] = Digester(start, constants)
-                except Exception as error:  # Triton has a compiler, a cache and tools of its own
-                    said = "the device takes no checksums, so processors do, which is slower: %s"
-                    log_once("vllm.device.digests", said, error, logger=logger, exc_info=True)
-        return self._digesters[page_nbytes]
+        if not self._tried_digests:
+            self._tried_digests = True
+            try:
+                with self._current():
+                    start = digests.prepare()
+                self._digests = start, self._kept(digests.constants().tobytes())
+            except Exception as error:  # Triton has a compiler, a cache and tools of its own
+                said = "the device takes no checksums, so processors do, which is slower: %s"
+                log_once("vllm.device.digests", said, error, logger=logger, exc_info=True)
+        if self._digests is None or not digests.can_digest(page_nbytes):
+            return None
+        return Digester(*self._digests, page_nbytes)
 
     def _kept(self, content: bytes) -> int:
         """Where it is in device memory, until this is closed."""

@@ -6,6 +6,7 @@ As `KVBlocks`, which does it page by page through host memory: what a kernel can
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.page import PageFormat, fit
@@ -35,6 +36,8 @@ class DevicePages:
         self._blocks, self._shard, self._fmt = blocks, shard, fmt
         self._loads, self._saves, self._prepare = loads, saves, prepare
         self._parts: dict[Shard, tuple[PageFormat, Permuter | None]] = {}
+        self._copied: WeakKeyDictionary[BlockCopies, Permuter] = WeakKeyDictionary()
+        """Pages of the same copies go in one launch."""
         self._moved: list[bool] = []
         """Of the pages that were loaded since all was settled last, whether by the device."""
         self._out = prepare(Permutation.of(fmt, blocks.layout), fmt.nbytes, False)
@@ -45,10 +48,10 @@ class DevicePages:
     def load_page(self, part: Shard, block_ids: Sequence[int], first_token: int, page: Bytes, skip_tokens: int) -> None:
         """Begin what `KVBlocks.load_page` does."""
         fmt, permuter = self._part(part)
-        columns = runs(fmt, self._blocks.layout, block_ids, first_token, skip_tokens, 0)
-        if permuter is not None and columns.shape[1] > 0 and self._loads.can_move(permuter):
+        of_page = runs(fmt, self._blocks.layout, block_ids, first_token, skip_tokens)
+        if permuter is not None and of_page.blocks and self._loads.can_move(permuter):
             self._moved.append(True)
-            self._loads.begin(page, permuter, columns)
+            self._loads.begin(page, permuter, of_page)
         else:
             self._moved.append(False)
             self._blocks.load_page(part, block_ids, first_token, page, skip_tokens)
@@ -61,25 +64,28 @@ class DevicePages:
 
     def save_page(self, block_ids: Sequence[int], first_token: int, page: Bytes) -> int:
         """Begin what `KVBlocks.save_page` does. Returns what `saved` will be at least once the page is saved."""
-        self._saves.begin(page, self._out, runs(self._fmt, self._blocks.layout, block_ids, first_token, 0, 0))
-        return self._saves.begun
+        return self._saves.begin(page, self._out, runs(self._fmt, self._blocks.layout, block_ids, first_token, 0))
 
     def save_copied(self, copies: BlockCopies, block_ids: Sequence[int], first_token: int, page: Bytes) -> int:
         """Begin what `BlockCopies.save_page` does; the copies have to stay until then. Returns as `save_page`."""
         layout, rows, first_token = copies.found(block_ids, first_token)
-        columns = runs(self._fmt, layout, rows, first_token, 0, 0)
-        permuter = self._prepare(Permutation.of(self._fmt, layout), self._fmt.nbytes, False)
-        self._saves.begin(page, permuter, columns)
-        return self._saves.begun
+        if copies not in self._copied:
+            self._copied[copies] = self._prepare(Permutation.of(self._fmt, layout), self._fmt.nbytes, False)
+        return self._saves.begin(page, self._copied[copies], runs(self._fmt, layout, rows, first_token, 0))
 
     @property
     def saved(self) -> int:
-        """Pages since all was settled last that are saved, as far as is known."""
+        """So many of the pages that were begun, from the first ever on, are saved, as far as is known."""
         return self._saves.through
 
-    def settle_saves(self) -> list[int | None]:
-        """As `Settle`, of all pages that were begun since it was called last."""
-        return self._saves.settle()
+    @property
+    def settled(self) -> int:
+        """So many of them are settled."""
+        return self._saves.settled
+
+    def settle_saves(self, turn: int | None = None) -> list[int | None]:
+        """As `Settle`, of all pages that were begun and are not settled yet, or of those up to this turn."""
+        return self._saves.settle(turn)
 
     @property
     def closed(self) -> bool:
@@ -88,7 +94,8 @@ class DevicePages:
 
     def _part(self, part: Shard) -> tuple[PageFormat, Permuter | None]:
         """Pages of another shard, and how they get into the blocks; None where no kernel is to be had for them."""
-        if part not in self._parts:
+        known = self._parts.get(part)
+        if known is None:
             fmt, common = fit(self._fmt, self._shard, part)
             permuter = None
             try:
@@ -96,5 +103,5 @@ class DevicePages:
             except Exception as error:  # Triton has a compiler, a cache and tools of its own
                 said = "pages of another shard are copied by way of host memory, without a kernel: %s"
                 log_once("vllm.device.part", said, error, logger=logger, exc_info=True)
-            self._parts[part] = fmt, permuter
-        return self._parts[part]
+            known = self._parts[part] = fmt, permuter
+        return known

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -135,31 +136,31 @@ def _plain(axis: Axis, what: str) -> int:
     return stride
 
 
-def runs(
-    fmt: PageFormat,
-    layout: BlockLayout,
-    block_ids: Sequence[int],
-    first_token: int,
-    skip_tokens: int,
-    page_address: int,
-) -> Int64:
-    """The tokens of one page, without the first `skip_tokens`, as runs within one block each.
+class Runs(NamedTuple):
+    """The tokens of one page as runs within one block each.
+
+    Args:
+        places: int64 [5, n], as `columns` has them but for addresses and blocks; shared by many pages.
+        blocks: ids, n of them.
+    """
+
+    places: Int64
+    blocks: Sequence[int]
+
+
+def runs(fmt: PageFormat, layout: BlockLayout, block_ids: Sequence[int], first_token: int, skip_tokens: int) -> Runs:
+    """Those of a page without its first `skip_tokens`.
 
     Args:
         block_ids: the request's block table; entry i holds tokens `[i * block_tokens, (i + 1) * block_tokens)`.
         first_token: of the page, in the request.
-        page_address: where the page lies, a multiple of `MAX_WIDTH`.
-
-    Returns:
-        int64 [5, n]: page address, first token in the page, tokens, block id, first token in the block. Columns of
-        several pages may be put side by side.
 
     Raises:
         PageError: the block table does not cover the tokens, or names a block that the engine does not have.
     """
     first, stop = first_token + skip_tokens, first_token + fmt.page_tokens
     if first >= stop:
-        return np.empty((5, 0), dtype=np.int64)
+        return _NONE
     size = layout.block_tokens
     begin, end = first // size, -(-stop // size)
     blocks = block_ids[begin:end]
@@ -170,18 +171,33 @@ def runs(
         raise PageError(
             f"block table of {len(block_ids)} blocks of {size} tokens does not cover tokens {first_token}..{stop - 1}"
         )
-    columns = _places(first % size, stop - first, size).copy()
-    columns[0] = page_address
-    columns[1] += skip_tokens
-    columns[3] = blocks
-    return columns
+    return Runs(_places(first % size, stop - first, size, skip_tokens), blocks)
+
+
+_NONE = Runs(np.empty((5, 0), dtype=np.int64), ())
+
+
+def columns(pages: Sequence[Runs], addresses: Sequence[int]) -> Int64:
+    """The runs of a batch of pages, one behind the other.
+
+    Args:
+        addresses: where each page lies, multiples of `MAX_WIDTH`.
+
+    Returns:
+        int64 [5, n], C-contiguous: page address, first token in the page, tokens, block id, first token in the block.
+    """
+    table: Int64 = np.concatenate([one.places for one in pages], axis=1)
+    table[0] = np.repeat(np.array(addresses, dtype=np.int64), [len(one.blocks) for one in pages])
+    table[3] = [block for one in pages for block in one.blocks]
+    return table
 
 
 @functools.lru_cache(maxsize=256)
-def _places(first: int, num_tokens: int, size: int) -> Int64:
-    """`runs` of so many tokens, the first of which is number `first` of its block; without addresses and blocks."""
+def _places(first: int, num_tokens: int, size: int, skip_tokens: int) -> Int64:
+    """`Runs.places` of so many tokens, the first of which is number `first` of its block."""
     borders = np.arange(0, first + num_tokens + size, size, dtype=np.int64)
     borders = np.unique(borders.clip(first, first + num_tokens))
-    columns = np.zeros((5, len(borders) - 1), dtype=np.int64)
-    columns[1], columns[2], columns[4] = borders[:-1] - first, np.diff(borders), borders[:-1] % size
-    return columns
+    places = np.zeros((5, len(borders) - 1), dtype=np.int64)
+    places[1] = borders[:-1] - first + skip_tokens
+    places[2], places[4] = np.diff(borders), borders[:-1] % size
+    return places

@@ -21,7 +21,7 @@ from store_client.base import Bytes
 from store_client.jobs import CopyFailed
 from transfer.transports.cuda.driver import CudaError, Driver
 from vllm_plugin.device.page_locks import PageLocks
-from vllm_plugin.device.permutation import Int64
+from vllm_plugin.device.permutation import Int64, Runs, columns
 
 if TYPE_CHECKING:
     from vllm_plugin.device import digests, kernel
@@ -53,10 +53,11 @@ def pipe_nbytes(nbytes: int, page_nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Digester:
-    """How pages of one size are digested: the prepared kernels, and where on the device their constants are."""
+    """How pages of `nbytes` are digested: the prepared kernels, and where on the device their constants are."""
 
     start: digests.Start
     constants: int
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +90,7 @@ class _Batch:
 
     permuter: Permuter
     first: int
-    columns: list[Int64] = field(default_factory=list)
+    runs_of: list[Runs] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
     num_runs: int = 0
     runs: int = 0
@@ -131,15 +132,14 @@ class _Lane:
         fits = self._used + nbytes <= self._nbytes and self._words + words <= _TABLE_WORDS
         return fits and self.pages < _MOST_PAGES
 
-    def take(self, permuter: Permuter, columns: Int64) -> int:
+    def take(self, permuter: Permuter, runs: Runs, words: int) -> int:
         """A place for one more page, whose runs go into the next launch."""
         place = self.address + self._used
         self._used += permuter.place_nbytes
-        self._words += permuter.words(columns.shape[1])
-        columns[0] = place
+        self._words += words
         if not self.batches or self.batches[-1].permuter is not permuter:
             self.batches.append(_Batch(permuter, self.pages))
-        self.batches[-1].columns.append(columns)
+        self.batches[-1].runs_of.append(runs)
         self.batches[-1].places.append(place)
         self._digested.append(False)
         self.pages += 1
@@ -171,23 +171,25 @@ class _Lane:
             batch.permuter.start(batch.runs, batch.num_runs, batch.layer_addresses, self.stream)
         leaving, self.leaving = self.leaving, []
         for place, page in leaving:
-            target = page
-            if not locks.covers(page.ctypes.data, page.nbytes):
+            address = page.ctypes.data
+            if not locks.covers(address, page.nbytes):
                 target = self.bounce(place, page)
                 if target is not page:
                     self._bounced.append((page, target))
-            self.copy(target.ctypes.data, place, page.nbytes)
+                address = target.ctypes.data
+            self.copy(address, place, page.nbytes)
         for batch in batches:
             if (digester := batch.permuter.digester) is not None:
                 found, stop = self._digests.ctypes.data + 8 * batch.first, batch.first + len(batch.places)
-                digester.start(batch.pages, len(batch.places), digester.constants, found, self.stream)
+                nbytes, count = digester.nbytes, len(batch.places)
+                digester.start(batch.pages, count, nbytes, aligned(nbytes), digester.constants, found, self.stream)
                 self._digested[batch.first : stop] = [True] * len(batch.places)
 
     def _write(self, batch: _Batch) -> None:
         """Into the table."""
-        columns = batch.columns[0] if len(batch.columns) == 1 else np.concatenate(batch.columns, axis=1)
-        batch.num_runs = columns.shape[1]
-        batch.runs = self._add(columns.ravel())
+        table = columns(batch.runs_of, batch.places)
+        batch.num_runs = table.shape[1]
+        batch.runs = self._add(table.ravel())
         batch.layer_addresses = self._add(batch.permuter.layers)
         batch.pages = self._add(np.array(batch.places, dtype=np.int64))
 
@@ -236,7 +238,8 @@ class Pipe:
         device: the driver's number of it.
         slab: address in device memory, a multiple of 256; `nbytes` of it are this pipe's.
         locks: which memory of the host the device reaches. Pages elsewhere are copied once more.
-        begun: pages since everything was settled last.
+        begun, settled: pages that were begun so far, and the first of them that were settled. A page's turn is which
+            one of them it is, from 1 on.
     """
 
     def __init__(
@@ -246,8 +249,11 @@ class Pipe:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.closed = False
-        self.begun = 0
+        self.begun = self.settled = 0
         self._digests: list[int | None] = []
+        """Of those that are through and not settled."""
+        self._failed = ""
+        """What the driver refused since something is under way."""
         each = nbytes // LANES // ALIGNMENT * ALIGNMENT
         self._most_nbytes = each
         self._lanes: list[_Lane] = []
@@ -261,75 +267,106 @@ class Pipe:
     def can_move(self, permuter: Permuter) -> bool:
         return permuter.place_nbytes <= self._most_nbytes
 
-    def begin(self, page: Bytes, permuter: Permuter, columns: Int64) -> None:
-        """Have one page moved, which it can; `page` stays as it is and where it is until `settle`.
-
-        Args:
-            columns: its runs (`permutation.runs`), with any address; not none.
+    def begin(self, page: Bytes, permuter: Permuter, runs: Runs) -> int:
+        """Have one page moved, which it can and of which there are `runs`; `page` stays as it is and where it is until
+        `settle`. Returns its turn.
         """
-        with self._at_work():
-            lane = self._lane_with_room(permuter.place_nbytes, permuter.words(columns.shape[1]))
-            self.begun += 1
-            place = lane.take(permuter, columns)
-            if not self._into_blocks:
-                lane.leaving.append((place, page))
-                return
-            source = page
-            if not self._locks.covers(page.ctypes.data, page.nbytes):
-                source = lane.bounce(place, page)
-                if source is not page:
-                    np.copyto(source, page)
-            lane.copy(place, source.ctypes.data, page.nbytes)
+        with self._lock:  # and not `_at_work`, which takes longer, for each page
+            try:
+                self._enter()
+                words = permuter.words(len(runs.blocks))
+                lane = self._lane_with_room(permuter.place_nbytes, words)
+                self.begun += 1
+                place = lane.take(permuter, runs, words)
+                if self._into_blocks:
+                    self._fetch(lane, place, page)
+                else:
+                    lane.leaving.append((place, page))
+                return self.begun
+            except CudaError as error:
+                raise self._refused(error) from error
+
+    def _fetch(self, lane: _Lane, place: int, page: Bytes) -> None:
+        address = page.ctypes.data
+        if not self._locks.covers(address, page.nbytes):
+            source = lane.bounce(place, page)
+            if source is not page:
+                np.copyto(source, page)
+            address = source.ctypes.data
+        lane.copy(place, address, page.nbytes)
 
     @property
     def through(self) -> int:
         """How many of those that were begun, from the first on, are where they go to, as far as is known."""
-        return len(self._digests)
+        return self.settled + len(self._digests)
 
-    def settle(self) -> list[int | None]:
-        """Until everything that was begun is over. When this returned or raised nothing is under way.
+    def settle(self, turn: int | None = None) -> list[int | None]:
+        """Until all pages up to this turn are over, or everything that was begun is. When this raised nothing is under
+        way; it raises for whatever failed since nothing was last.
 
-        Returns the pages' XXH3-64 as the device read or wrote them, in the order in which they were begun; None of
-        those that it did not digest.
+        Returns XXH3-64 of the pages that it settles, as the device read or wrote them, in the order in which they were
+        begun; None of those that it did not digest.
         """
         with self._at_work():
+            stop = self.begun if turn is None else turn
             try:
-                self._lanes[0].launch(self._locks)
-            finally:
-                self.begun = 0
-                digests, self._digests = self._digests, []
-                self._drain(digests)
+                if self._failed:
+                    raise CopyFailed(self._failed)
+                self._reach(stop)
+            except BaseException:
+                self._digests, self.settled = [], self.begun
+                self._drain()
+                raise
+            count, self.settled = stop - self.settled, stop
+            digests, self._digests = self._digests[:count], self._digests[count:]
             return digests
 
-    def _drain(self, digests: list[int | None]) -> None:
-        """All lanes to their end, the oldest first, whichever of them fails. The first lane is the one that is being
-        filled, and those behind it are in the order in which they were launched."""
+    def _reach(self, turn: int) -> None:
+        """Until `through` is there. The lane that is being filled goes on being so unless it is needed."""
+        launched = self._lanes[1:]
+        if self.begun - self._lanes[0].pages < turn:
+            self._lanes[0].launch(self._locks)
+            launched.append(self._lanes[0])
+        for lane in launched:
+            if self.through < turn:
+                lane.wait(self._digests)
+
+    def _drain(self) -> None:
+        """All lanes to their end, the oldest first, whichever of them fails; the first one is being filled."""
         with contextlib.ExitStack() as stack:
             for lane in (*self._lanes[:1], *reversed(self._lanes[1:])):  # a stack unwinds from its end
-                stack.callback(lane.wait, digests)
+                stack.callback(lane.wait, [])
 
     def _lane_with_room(self, nbytes: int, words: int) -> _Lane:
         """The first lane is the one that is being filled."""
-        lane = self._lanes[0]
-        if not lane.has_room(nbytes, words):
-            lane.launch(self._locks)
+        if not self._lanes[0].has_room(nbytes, words):
+            self._lanes[0].launch(self._locks)
             self._lanes.append(self._lanes.pop(0))
-            lane = self._lanes[0]
-            lane.wait(self._digests)
-        return lane
+            self._lanes[0].wait(self._digests)
+        return self._lanes[0]
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
         with self._lock:
-            if self.closed:
-                raise CopyFailed("the engine took its KV memory away")
             try:
-                if self._thread is not threading.current_thread():
-                    self._driver.bind(self._device)
-                    self._thread = threading.current_thread()
+                self._enter()
                 yield
             except CudaError as error:
-                raise CopyFailed(str(error)) from error
+                raise self._refused(error) from error
+
+    def _enter(self) -> None:
+        """Have this thread work on the device; under the lock. Raises CopyFailed where there is nothing to work on."""
+        if self.closed:
+            raise CopyFailed("the engine took its KV memory away")
+        if self.begun == self.settled:
+            self._failed = ""
+        if self._thread is not threading.current_thread():
+            self._driver.bind(self._device)
+            self._thread = threading.current_thread()
+
+    def _refused(self, error: CudaError) -> CopyFailed:
+        self._failed = str(error)
+        return CopyFailed(self._failed)
 
     def close(self) -> bool:
         """Touch no memory from now on. False where what is under way does not end, on a device that hangs."""
@@ -342,7 +379,7 @@ class Pipe:
                     for lane in self._lanes:
                         stack.callback(lane.close)
                     with self._driver.on(self._device):
-                        self._drain([])
+                        self._drain()
             return True
         finally:
             self._lock.release()

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from mooncake_connector.kv.namespace import Namespace
 from mooncake_connector.log import get_logger, log_once
-from store_client.base import Bytes, Digests, Settle
+from store_client.base import Bytes, Digests, SettleFirst
 from store_client.jobs import GivenUp, Overtaken, Save
 from store_client.mover import Mover
 from store_client.sharded import ShardView
@@ -131,7 +131,7 @@ class _Begun:
     """A page that is being saved.
 
     Args:
-        turn: which one it is, from 1 on, of those that the device has begun since it settled them last; 0: none.
+        turn: which one it is, from 1 on, of those that the device has ever begun; 0: none.
         copies: what it is read from, instead of its blocks, which stays as long as that.
         digest: of what the device read.
     """
@@ -147,13 +147,15 @@ class _Begun:
 class DeviceSave(BlockSave):
     """As `BlockSave`, by a device: a look at who has a page's blocks counts once the device has read them.
 
-    Of the pages of a batch (`_filled`), those that are not known to be read in time are `_waiting`: only they have to
-    be read again, from what was copied aside, or are lost, once their blocks were given away.
+    Of the pages that are not settled (`_filled`), those that are not known to be read in time are `_waiting`: only they
+    have to be read again, from what was copied aside, or are lost, once their blocks were given away. `_taken` are
+    digests by turn, of pages that are settled for the device only.
     """
 
     device_pages: DevicePages
     _filled: list[_Begun] = field(default_factory=list)
     _waiting: deque[_Begun] = field(default_factory=deque)
+    _taken: dict[int, int | None] = field(default_factory=dict)
 
     def fill(self, number: int, page: Bytes) -> None:
         one = _Begun(number, page)
@@ -196,13 +198,15 @@ class DeviceSave(BlockSave):
         return one.copies is None and self._source(one.number) is not None
 
     @property
-    def settle(self) -> Settle:
+    def settle(self) -> SettleFirst:
         return self._settle
 
-    def _settle(self) -> Digests:
-        filled, self._filled = self._filled, []
-        waiting, self._waiting = self._waiting, deque()
-        self._settle_turns(filled)
+    def _settle(self, count: int) -> Digests:
+        first, self._filled = self._filled[:count], self._filled[count:]
+        pages, waiting = set(first), []
+        while self._waiting and self._waiting[0] in pages:
+            waiting.append(self._waiting.popleft())
+        self._settle_turns(first)
         again: list[_Begun] = []
         try:
             for one in waiting:
@@ -211,13 +215,18 @@ class DeviceSave(BlockSave):
                     self._begin(one)
         finally:
             self._settle_turns(again)
-        return [one.digest for one in filled]
+        return [one.digest for one in first]
 
     def _settle_turns(self, pages: Sequence[_Begun]) -> None:
-        """Have these pages written; their turns count from when this was called last."""
-        digests = self.device_pages.settle_saves() if any(one.turn for one in pages) else ()
+        """Have these pages written; with those of the next batch, if there are any, the device goes on."""
+        last, settled = max((one.turn for one in pages), default=0), self.device_pages.settled
+        if last > settled:
+            digests = self.device_pages.settle_saves(last if self._filled else None)
+            self._taken.update(enumerate(digests, settled + 1))
         for one in pages:
-            one.digest = digests[one.turn - 1] if one.turn else None
+            one.digest = self._taken[one.turn] if one.turn else None
+        if not self._filled:
+            self._taken.clear()
 
 
 class Saver:

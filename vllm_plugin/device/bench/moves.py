@@ -10,7 +10,7 @@ from functools import partial
 from mooncake_connector.errors import MooncakeConnectorError
 from mooncake_connector.kv.geometry import Shard
 from mooncake_connector.kv.namespace import Namespace
-from store_client.base import Bytes, Settle, Store
+from store_client.base import Bytes, Digests, SettleFirst, Store
 from store_client.jobs import Job, Load, Save
 from store_client.mover import Mover
 from store_client.sharded import ShardView
@@ -35,10 +35,10 @@ class MeasureError(MooncakeConnectorError):
 class _BegunSave(Save):
     """By a device."""
 
-    ended: Settle
+    ended: SettleFirst
 
     @property
-    def settle(self) -> Settle:
+    def settle(self) -> SettleFirst:
         return self.ended
 
 
@@ -143,13 +143,16 @@ class Moves:
         def copy(number: int, page: Bytes) -> None:
             self._pages.save_page(self._cache.source, number * PAGE_TOKENS, page)
 
+        def settle(count: int) -> Digests:
+            return self._pages.settle_saves(self._pages.settled + count)
+
         return _BegunSave(
             keys=self._keys(label, self._cache.num_pages),
             view=partial(self._view, label),
             deadline_s=_DEADLINE_S,
             parent=None,
             copy=copy,
-            ended=self._pages.settle_saves,
+            ended=settle,
         )
 
     def _view(self, label: str) -> ShardView:
